@@ -21,7 +21,7 @@ def serve(
     """Prepare training steps for trainers on other machines.
 
     Trainers list this address in `data.producers`. Anyone who can reach the address can read the data, so listen on a
-    private network only. SIGTERM or Ctrl-C stops the producer; trainers then get its steps from another one.
+    private network only. SIGTERM, SIGHUP or Ctrl-C stops the producer; trainers then get its steps from another one.
     """
     import json
     import sys

@@ -55,7 +55,9 @@ def train(
     """
     from mmtrain.errors import UserError
     from mmtrain.recipe import load_recipe, require_runnable
+    from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 
+    ignore_lost_output()
     loaded = load_recipe(recipe, overrides)  # report a wrong recipe before torch loads
     require_runnable(loaded.recipe, "train")
     from mmtrain.cli.local_cluster import plan_for_started_ranks, resolve_cluster

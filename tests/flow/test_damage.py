@@ -5,9 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-from mmtrain.checkpoint import open_newest_good
 from mmtrain.durable_files import read_log
 from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.failures import FAILURES_FOLDER
@@ -16,7 +14,7 @@ from mmtrain.runtime.run_owner import LOCK_FILE
 from mmtrain.runtime.run_state import RUN_STATE_FILE, read_run_state
 from tests.distributed import fork_ranks
 from tests.faults import FailAt
-from tests.flow.runs import NUM_STEPS, launch, launch_here, refuse, request_for, tensors
+from tests.flow.runs import NUM_STEPS, assert_same_weights, launch, launch_here, request_for
 
 FILES = (
     RECIPE_FILE,
@@ -55,8 +53,7 @@ def test_nothing_but_the_checkpoint_is_needed(
         (at_step_4 / SKIPPED_STEPS_FILE).write_text('{"step": 3}\n{"step": 5}\n{"st')
     fault = FailAt(1, 4, "kill", once=at_step_4.parent / "killed")
     assert launch(request_for(data, at_step_4, resume=True, max_restarts=1), fault) == (0, "")
-    ours, theirs = (tensors(open_newest_good(d / CHECKPOINTS_FOLDER, refuse)) for d in (at_step_4, unbroken))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(at_step_4, unbroken)
     assert [step["step"] for step in read_metrics(at_step_4)] == [5, 6]
     assert read_run_state(at_step_4) == {"status": "done", "step": NUM_STEPS, "error": None}
     aside = sorted(path.name for path in at_step_4.glob("*.damaged-1"))

@@ -36,11 +36,11 @@ from tests.flow.runs import (
     tensors,
 )
 
+# `tests/runtime/test_signals.py` listens to the other two, so here they are long runs.
+SLOW_SIGNALS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGHUP)]
 
-# `tests/runtime/test_signals.py` listens to SIGUSR1, so here it is a long run.
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGINT]
-)
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, *SLOW_SIGNALS])
 def test_a_run_whose_launcher_gets_a_signal_saves_and_can_be_resumed(
     data: Path, unbroken: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -154,11 +155,14 @@ def _torchrun(data: Path, run_dir: Path, *options: str) -> _Started:
 
 
 @pytest.mark.slow
-def test_two_torchrun_nodes_stop_when_one_is_signalled_and_go_on_later(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_two_torchrun_nodes_stop_when_one_is_signalled_and_go_on_later(
+    data: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     with _torchrun(data, tmp_path, "--set", "train.steps=2000", "--set", "train.checkpoint.every=0") as nodes:
         poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
         ranks = nodes.offspring()
-        nodes.processes[1].send_signal(signal.SIGTERM)
+        nodes.processes[1].send_signal(number)
         assert all(nodes.wait()), "torchrun counts ranks that stopped as failed"
         assert psutil.wait_procs(ranks, ORPHANS_S)[1] == []
     state = read_run_state(tmp_path)
@@ -182,7 +186,7 @@ def test_torchrun_restarts_a_run_from_its_newest_checkpoint(data: Path, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_no_process_is_left_after_the_save(data: Path, tmp_path: Path, number: signal.Signals) -> None:
     with _Started(_train(data, tmp_path, "--set", "train.steps=2000", "--set", "train.checkpoint.every=0")) as started:
         poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
@@ -195,12 +199,43 @@ def test_no_process_is_left_after_the_save(data: Path, tmp_path: Path, number: s
 
 
 @pytest.mark.slow
-def test_ranks_of_a_killed_torchrun_agent_save_and_stop(data: Path, tmp_path: Path) -> None:
+def test_a_closed_terminal_saves(data: Path, tmp_path: Path) -> None:
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", *_train(data, tmp_path, "--set", "train.steps=2000")]
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    # A session of its own, whose terminal is the one that is closed below.
+    session = (
+        f"import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, {command})"
+    )
+    with psutil.Popen(
+        [sys.executable, "-c", session], stdin=end, stdout=end, stderr=end, env=env, start_new_session=True
+    ) as run:
+        os.close(end)
+        os.set_blocking(terminal, False)
+
+        def has_trained() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                os.read(terminal, 1 << 16)  # a terminal that nobody reads from blocks its writers
+            return len(read_metrics(tmp_path)) >= 2
+
+        poll(has_trained, 120)
+        os.close(terminal)
+        assert run.wait(SAVE_S) == 75
+    state = read_run_state(tmp_path)
+    assert state["status"] == "stopped"
+    assert len(read_metrics(tmp_path)) == state["step"] < 2000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
+def test_ranks_of_a_torchrun_agent_that_was_ended_save_and_stop(
+    data: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     with _Started([*command, *_train(data, tmp_path, "--set", "train.steps=2000")]) as started:
         poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
         ranks = started.offspring()
-        started.processes[0].kill()
+        started.processes[0].send_signal(number)
         poll(lambda: all(_has_ended(process) for process in ranks), SAVE_S)
     state = read_run_state(tmp_path)
     assert state["status"] == "stopped"

@@ -48,17 +48,19 @@ def _stops_when_asked(address: Address) -> None:
     raise StoppedAndSaved("saved")
 
 
-def _launch(_rank: int, _size: int, _folder: Path, num_ranks: int, target: Callable[[Address], None]) -> str:
+def _launch(
+    _rank: int, _size: int, _folder: Path, num_ranks: int, target: Callable[[Address], None], saves_on_stop: bool
+) -> str:
     try:
-        launch_local(num_ranks, target)
+        launch_local(num_ranks, target, saves_on_stop)
     except MmtrainError as e:
         return f"{type(e).__name__}: {e}"
     return ""
 
 
-def _outcome(num_ranks: int, target: Callable[[Address], None]) -> str:
+def _outcome(num_ranks: int, target: Callable[[Address], None], saves_on_stop: bool = True) -> str:
     """Launch from a fresh process: one that has run a backward, as pytest's own may have, cannot be forked."""
-    [outcome] = fork_ranks(1, _launch, num_ranks, target)
+    [outcome] = fork_ranks(1, _launch, num_ranks, target, saves_on_stop)
     return str(outcome)
 
 
@@ -80,3 +82,22 @@ def test_a_signal_is_passed_on_and_every_rank_may_finish() -> None:
 
 def test_a_killed_rank_is_named() -> None:
     assert "RunError: rank 1 was killed by SIGKILL" in _outcome(2, _rank_one_is_killed)
+
+
+def test_ranks_that_have_nothing_to_save_end_at_once() -> None:
+    assert _outcome(2, _stops_when_asked, saves_on_stop=False) == "RunError: ended by SIGTERM"
+
+
+def _hangs_up(address: Address) -> None:
+    if address.rank == 0:
+        os.kill(os.getpid(), signal.SIGHUP)
+    raise StoppedAndSaved(f"rank {address.rank} goes on")
+
+
+def _launch_under_nohup(rank: int, size: int, folder: Path) -> str:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return _launch(rank, size, folder, 1, _hangs_up, True)
+
+
+def test_what_nohup_ignores_stays_ignored_in_the_ranks() -> None:
+    assert fork_ranks(1, _launch_under_nohup) == ["StoppedAndSaved: rank 0 goes on"]

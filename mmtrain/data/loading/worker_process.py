@@ -23,7 +23,7 @@ from mmtrain.errors import MmtrainError
 
 def main() -> None:
     """Run the host of the workers."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         # A launcher may signal all processes of a job; the trainer still needs its data to finish the step and save.
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

@@ -18,6 +18,7 @@ import torch
 
 from mmtrain.errors import MmtrainError, RunError, StoppedAndSaved, UserError
 from mmtrain.runtime.resilience.failures import is_lost_peer
+from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 from mmtrain.runtime.resilience.orphans import stop_orphan
 from mmtrain.runtime.resilience.signals import STOP_SIGNALS, SignalPipe
 from mmtrain.runtime.world import Address
@@ -43,8 +44,8 @@ def launch_local(num_ranks: int, target: Callable[[Address], None], saves_on_sto
     rank fails the others are ended and the first failure is raised here, so that the user reads one message. Stop
     signals are passed on, and the ranks get all the time they need to save; a second Ctrl-C ends them at once.
 
-    If this process is killed, the ranks end at once, unless `target` listens to stop signals and saves
-    (`saves_on_stop`): then they get SIGTERM.
+    That holds for a `target` that listens to stop signals and saves (`saves_on_stop`), also if this process is killed:
+    then its ranks get SIGTERM. The ranks of any other target end at once.
     """
     # Two calls rather than a computed name: the type of a context depends on its name.
     context = mp.get_context("spawn") if torch.cuda.is_available() else mp.get_context("fork")
@@ -64,16 +65,18 @@ def launch_local(num_ranks: int, target: Callable[[Address], None], saves_on_sto
                 sender.close()
                 ranks[process] = receiver
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            _watch(ranks, signals)
+            _watch(ranks, signals, saves_on_stop)
         finally:
             _kill(ranks)
 
 
 def _rank_main(target: Callable[[Address], None], address: Address, report: Connection, saves_on_stop: bool) -> None:
     signal.set_wakeup_fd(-1)  # after a fork this would still be the launcher's
+    ignore_lost_output()
     for number in STOP_SIGNALS:
-        # Ctrl-C reaches the whole process group, but the launcher passes it on.
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+        # Ctrl-C reaches the whole process group, but the launcher passes it on. What nohup ignores stays ignored.
+        is_ignored = number == signal.SIGINT or signal.getsignal(number) is signal.SIG_IGN
+        signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
     when_orphaned = partial(stop_orphan, address.rank) if saves_on_stop else partial(os._exit, 1)
     threading.Thread(target=_wait_for_launcher, args=(when_orphaned,), name="mmtrain-parent", daemon=True).start()
     code = 0
@@ -100,8 +103,8 @@ def _wait_for_launcher(when_orphaned: Callable[[], None]) -> None:
     when_orphaned()
 
 
-def _watch(ranks: dict[BaseProcess, Connection], signals: SignalPipe) -> None:
-    """Wait until all ranks have succeeded; raise the failure that caused the others."""
+def _watch(ranks: dict[BaseProcess, Connection], signals: SignalPipe, saves_on_stop: bool) -> None:
+    """Wait until all ranks have succeeded; raise the failure that caused the others, or the signal that ended them."""
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
     processes, reports = list(ranks), list(ranks.values())
     exits: list[_RankExit] = []
@@ -113,7 +116,10 @@ def _watch(ranks: dict[BaseProcess, Connection], signals: SignalPipe) -> None:
             break
         ready = wait([*running, signals.reader], left_s)
         if signals.reader in ready:
-            num_interrupts += signals.read().count(signal.SIGINT)
+            received = signals.read()
+            if not saves_on_stop:
+                raise RunError(f"ended by {received[0].name}")
+            num_interrupts += received.count(signal.SIGINT)
             if num_interrupts > 1:
                 raise RunError("interrupted twice: all ranks were ended without saving")
             print("mmtrain: stopping after this step, then saving; Ctrl-C ends at once", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _WAKE = b"\0"
 
 
