@@ -1,4 +1,4 @@
-"""Plans for two encoders, or an audio encoder alone: every placement, and a mesh fixed for the middle unit."""
+"""Plans for two encoders, of one or of two modalities, and for an audio encoder alone: every placement."""
 
 from typing import Any
 
@@ -75,3 +75,31 @@ def test_mesh_sizes_of_a_missing_unit_are_rejected() -> None:
     settings = recipe(parallel={"audio": {"tp": 2}})
     with pytest.raises(PlanError, match=r"parallel\.audio\.tp is set, but model\.audio is not: remove it"):
         plan_recipe(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
+
+
+@pytest.mark.parametrize("placement", ["unified", "disaggregated", "colocated"])
+def test_two_encoders_of_one_modality_are_units_with_settings_of_their_own(placement: str) -> None:
+    degrees = {"tp": 1, "num_microbatches": 4, "recompute": "all"}
+    parallel = {"placement": placement, "llm": {"dp": 1, "tp": 1}, "encoders": {"fine": degrees}}
+    if placement == "unified":
+        del degrees["num_microbatches"]
+    plain = recipe(parallel=parallel).model_dump()
+    plain["model"]["encoders"] = {
+        "fine": VISION | {"modality": "vision", "layers": 2, "merge": 1, "downsample": "identity"}
+    }
+    settings = Recipe.model_validate(plain)
+    samples = lengths()
+    images = samples.items["vision"]
+    fine = ItemLengths(images.first, images.rows, images.cols, images.tokens, images.tokens)
+    more = np.diff(np.concatenate([[0], np.cumsum(fine.features)])[images.first])
+    samples = SampleLengths(samples.tokens + more, samples.targets, {"vision": images, "fine": fine})
+    settings = settings.model_copy(update={"data": settings.data.model_copy(update={"seq_len": 1024})})
+    chosen = plan_recipe(settings, samples, world_size=3, hardware="cpu-core", recipe_sha256="f" * 64)
+    assert chosen.placement == placement
+    assert list(chosen.units) == ["vision", "fine", "llm"]
+    stages = chosen.units["fine"].stages
+    assert sum(hi - lo for lo, hi in (stage.layers for stage in stages)) == 4
+    assert {layer for stage in stages for layer in stage.recompute} >= {1, 2}
+    assert not {layer for stage in chosen.units["vision"].stages for layer in stage.recompute}
+    assert chosen.schedule.num_microbatches["fine"] == degrees.get("num_microbatches", 8)
+    build_program(stage_graph(chosen, build_model_shape(settings)))
