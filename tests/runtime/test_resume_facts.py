@@ -9,16 +9,17 @@ from typing import Any, cast
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.resilience.config_consensus import flatten
-from mmtrain.runtime.training.start_run import resume_facts
-from tests.recipe.test_settings import RECIPE
+from mmtrain.runtime.training.start_run import describe_changed_facts, resume_facts
+from tests.recipe.test_settings import ENCODER, RECIPE
 
 INDEX = cast(DataIndex, SimpleNamespace(samples=[1, 2, 3], fingerprint="f"))
 
 
-def facts(tmp_path: Path, **data: Any) -> dict[str, object]:
+def facts(tmp_path: Path, encoders: dict[str, Any] | None = None, **data: Any) -> dict[str, object]:
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_bytes(b"")
     raw = RECIPE | {"data": RECIPE["data"] | {"tokenizer": tokenizer} | data}
+    raw["model"] = RECIPE["model"] | {"encoders": encoders or {}}
     return flatten(resume_facts(Recipe.model_validate(raw), INDEX))
 
 
@@ -34,3 +35,19 @@ def test_the_facts_are_those_that_earlier_versions_saved(tmp_path: Path) -> None
 def test_a_removed_budget_changes_the_facts(tmp_path: Path) -> None:
     before, after = facts(tmp_path), facts(tmp_path, budgets={})
     assert {key for key in after if before.get(key) != after[key]} == {"data.budgets"}
+
+
+def test_added_removed_and_reordered_encoders_are_named(tmp_path: Path) -> None:
+    fine, coarse = {**ENCODER, "modality": "vision"}, {**ENCODER, "modality": "vision", "patch": 28}
+    short_form, both = facts(tmp_path), facts(tmp_path, {"fine": fine, "coarse": coarse})
+    removed = describe_changed_facts(before=both, now=short_form)
+    assert removed == [
+        f"model.encoders.{name}.position: {i} then, None now" for i, name in enumerate(("fine", "coarse"))
+    ]
+    assert "model.encoders.fine.layers: None then, 2 now" in describe_changed_facts(before=short_form, now=both)
+    reordered = facts(tmp_path, {"coarse": coarse, "fine": fine})
+    assert describe_changed_facts(before=both, now=reordered) == [
+        "model.encoders.coarse.position: 1 then, 0 now",
+        "model.encoders.fine.position: 0 then, 1 now",
+    ]
+    assert describe_changed_facts(before={**short_form, "gone.setting": 1}, now=short_form) == []

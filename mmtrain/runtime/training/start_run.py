@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -141,14 +142,9 @@ def restore_run(
         on_bad=lambda text: console.print(text, style="red"),
         world=world,
     )
-    before = flatten(checkpoint.state["facts"])
-    now = flatten(resume_facts(rank_context.recipe, index))
-    removed = [key for key in before if _is_encoder_position(key) and key not in now]
-    changed = [
-        f"{key}: {before.get(key)} then, {now.get(key)} now"
-        for key in (*removed, *now)
-        if before.get(key) != now.get(key)
-    ]
+    changed = describe_changed_facts(
+        before=flatten(checkpoint.state["facts"]), now=flatten(resume_facts(rank_context.recipe, index))
+    )
     if changed:
         raise UserError(
             f"--resume: the run in {request.run_dir} was made with other settings, so that it could not "
@@ -158,6 +154,17 @@ def restore_run(
     skipped: list[int] = world.on_first(lambda: list(read_skipped_positions(request.run_dir, checkpoint.state)))
     course = CourseMonitor(checkpoint.state.get(COURSE_STATE))
     return RunPosition(int(checkpoint.state["next_step"]), tuple(skipped), course)
+
+
+def describe_changed_facts(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Describe which facts of a run, by dotted path, are others than when its checkpoint was saved.
+
+    What only the checkpoint has is a setting of an earlier version and changes nothing, except for an encoder that the
+    recipe no longer names.
+    """
+    removed = [key for key in before if _is_encoder_position(key) and key not in now]
+    keys = [*removed, *now]
+    return [f"{key}: {before.get(key)} then, {now.get(key)} now" for key in keys if before.get(key) != now.get(key)]
 
 
 def _is_encoder_position(key: str) -> bool:
