@@ -29,6 +29,12 @@ def state_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
+def step_of(folder: Path) -> int | None:
+    """Return the step that a folder's name says; None for the name of another folder."""
+    age = _age(folder.name)
+    return None if age is None else age[0]
+
+
 def find(root: Path) -> list[Path]:
     """List all checkpoints in `root`, newest first, without verifying them; empty if `root` does not exist."""
     if not root.is_dir():

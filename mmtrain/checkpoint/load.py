@@ -1,7 +1,7 @@
 """Open the newest checkpoint whose files are all intact, and read any piece of any tensor from it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,9 @@ def open_newest_good(
     on_bad: Callable[[str], None],
     ranks: Ranks | None = None,
     progress: ProgressCallback = ignore_progress,
+    required_state: Sequence[str] = (),
 ) -> "Checkpoint":
-    """Open the newest checkpoint in `root` whose files are all as they were saved.
+    """Open the newest checkpoint in `root` whose files are all as they were saved, with the keys `required_state`.
 
     All ranks of a job open the same checkpoint and share the hashing. For each newer one that is damaged, rank 0 calls
     `on_bad` with a line that names the folder, its files and what is wrong. `progress` hears of what this rank reads,
@@ -42,7 +43,10 @@ def open_newest_good(
     for folder in folders:
         problems = verify_together(folder, ranks, progress)
         if not problems:
-            return Checkpoint(folder, read_manifest(folder), progress)
+            manifest = read_manifest(folder)
+            problems = [f"{layout.MANIFEST}: its state lacks {k!r}" for k in required_state if k not in manifest.state]
+        if not problems:
+            return Checkpoint(folder, manifest, progress)
         if ranks.rank == 0:
             on_bad(f"checkpoint {folder} is damaged and not used: {'; '.join(problems)}")
     if folders:

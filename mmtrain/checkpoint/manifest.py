@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmtrain.checkpoint import folders as layout
 from mmtrain.checkpoint.storage import FileSum
 from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import CheckpointError
@@ -74,16 +75,31 @@ class Manifest:
             raise CheckpointError("not a manifest, or cut short")
         if hashlib.sha256(match[2]).hexdigest().encode() != match[1]:
             raise CheckpointError("damaged: its SHA-256 is not the one at its start")
-        body = json.loads(match[2])
+        try:
+            return cls._from_body(json.loads(match[2]))
+        except KeyError as error:
+            raise CheckpointError(f"lacks {error}") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"is not what mmtrain writes: {error}") from error
+
+    @classmethod
+    def _from_body(cls, body: dict[str, Any]) -> "Manifest":
+        """Parse what the sum covers. A sum says that nothing changed, and not that mmtrain wrote it."""
         if body["format"] != FORMAT:
             raise CheckpointError(f"has format {body['format']}; this version of mmtrain reads format {FORMAT}")
-        return cls(
-            body["step"],
-            body["world_size"],
-            body["state"],
-            {name: FileSum(*file) for name, file in body["files"].items()},
-            {name: _tensor(**tensor) for name, tensor in body["tensors"].items()},
-        )
+        step, world_size, state = body["step"], body["world_size"], body["state"]
+        if type(step) is not int or type(world_size) is not int or world_size < 1 or not isinstance(state, dict):
+            raise TypeError(f"step {step!r}, world_size {world_size!r}, state {state!r}")
+        files = {name: FileSum(*file) for name, file in body["files"].items()}
+        tensors = {name: _tensor(**tensor) for name, tensor in body["tensors"].items()}
+        if len(files) != 2 * world_size or not all(
+            {layout.tensor_file(rank), layout.state_file(rank)} <= files.keys() for rank in range(world_size)
+        ):
+            raise ValueError(f"it does not name the two files of each of {world_size} ranks")
+        ranks = {piece.rank for tensor in tensors.values() for piece in tensor.pieces}
+        if not ranks <= set(range(world_size)):
+            raise ValueError(f"it names pieces of ranks {sorted(ranks)}, of {world_size}")
+        return cls(step, world_size, state, files, tensors)
 
 
 def join_pieces(pieces_of_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, StoredTensor]:

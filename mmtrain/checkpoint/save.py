@@ -78,7 +78,7 @@ def save(
             f"saving step {snapshot.step}", lambda: str(_commit(root, draft, snapshot, records or [], storage, run))
         )
     )
-    _retire(root, keep, ranks, storage, run, progress)
+    _retire(folder, keep, ranks, storage, run, progress)
     return folder
 
 
@@ -162,20 +162,24 @@ def point_latest(root: Path, folder: Path, storage: Storage, run: SavingRun) -> 
         ) from error
 
 
-def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingRun, progress: ProgressCallback) -> None:
+def _retire(saved: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingRun, progress: ProgressCallback) -> None:
     """Remove all but the `keep` newest checkpoints and the newest trusted one, unless one of the newest is damaged.
+
+    The newest is the one just `saved`. What claims to be of a later step is foreign, or was damaged when the run
+    resumed from an earlier one. It neither counts nor is removed: else removal would stop until the run is past it.
 
     Each checkpoint is hashed once more, at the save after its own, when reads come from the disk and no longer from the
     page cache; the others are only checked for completeness. A damaged one stops all removal until `keep` good ones are
     newer.
     """
+    root = saved.parent
+
+    def find_up_to_saved() -> list[str]:
+        folders = layout.find(root)
+        return [str(path) for path in folders[folders.index(saved) :]]
+
     # Rank 0 lists for all ranks: other ranks may see the folder at another moment.
-    folders = [
-        Path(text)
-        for text in ranks.from_zero(
-            f"listing the checkpoints in {root}", lambda: [str(path) for path in layout.find(root)]
-        )
-    ]
+    folders = [Path(text) for text in ranks.from_zero(f"listing the checkpoints in {root}", find_up_to_saved)]
     newest = folders[:keep]
     trusted = ranks.from_zero(
         f"rating the checkpoints in {root}", lambda: next((str(path) for path in folders if is_trusted(path)), None)

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from mmtrain.checkpoint.folders import MANIFEST
+from mmtrain.checkpoint.folders import MANIFEST, step_of
 from mmtrain.checkpoint.manifest import SUSPECT_SINCE, Manifest
 from mmtrain.checkpoint.rank_agreement import Ranks
 from mmtrain.checkpoint.storage import PIECE_BYTES, FileSum, ProgressCallback, ignore_progress
@@ -53,15 +53,21 @@ def is_trusted(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Parse the manifest in `folder`. Raises CheckpointError whose message starts with the file's name."""
+    """Parse the manifest in `folder`; it must be of the step that the folder's name says.
+
+    Raises CheckpointError whose message starts with the file's name.
+    """
     try:
-        return Manifest.from_bytes((folder / MANIFEST).read_bytes())
+        manifest = Manifest.from_bytes((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST}: missing") from None
     except OSError as error:
         raise CheckpointError(f"{MANIFEST}: {error.strerror}") from error
     except CheckpointError as error:
         raise CheckpointError(f"{MANIFEST}: {error}") from None
+    if step_of(folder) not in (None, manifest.step):
+        raise CheckpointError(f"{MANIFEST}: is of step {manifest.step}, unlike the name of its folder {folder.name}")
+    return manifest
 
 
 def _problem(path: Path, expected: FileSum, progress: ProgressCallback) -> str | None:

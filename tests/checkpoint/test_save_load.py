@@ -1,9 +1,11 @@
 """A checkpoint can be read in any sharding on any number of ranks, and the newest good checkpoints are kept."""
 
+import hashlib
 import json
 import tempfile
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +173,66 @@ def test_no_checkpoint_is_removed_while_a_kept_one_is_damaged(root: Path, keep: 
     assert [folder.name[-1] for folder in find(root)] == ["3", "2", "1"]
     save_alone(root, 4, keep=keep)  # now `keep` good checkpoints are newer
     assert [folder.name[-1] for folder in find(root)] == ["4", "3"][:keep]
+
+
+@pytest.mark.parametrize("kind", ["empty", "file", "damaged", "renamed"])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_folder_that_claims_a_later_step_stops_nothing(root: Path, kind: str, keep: int) -> None:
+    foreign = root / "step-99999999"
+    root.mkdir()
+    if kind == "empty":
+        foreign.mkdir()
+    elif kind == "file":
+        foreign.touch()
+    else:
+        save_alone(root, 99_999_999 if kind == "damaged" else 7).rename(foreign)
+    if kind == "damaged":
+        flip(foreign / "rank-00000.safetensors", -1)
+    for step in range(1, 5):
+        assert save_alone(root, step, keep=keep) == latest(root)
+    assert [folder.name[-1] for folder in find(root)] == ["9", "4", "3"][: keep + 1]
+    reports: list[str] = []
+    assert open_newest_good(root, reports.append).step == 4
+    [report] = reports
+    assert report.startswith(f"checkpoint {foreign} is damaged and not used: ")
+    if kind == "renamed":
+        assert report.endswith("manifest.json: is of step 7, unlike the name of its folder step-99999999")
+
+
+def seal(body: dict[str, Any]) -> bytes:
+    """Make a manifest of any content, with the sum that belongs to it."""
+    text = json.dumps(body).encode()
+    return b'{"sha256":"%s","manifest":%s}\n' % (hashlib.sha256(text).hexdigest().encode(), text)
+
+
+def test_a_manifest_with_a_good_sum_and_any_missing_or_wrong_part_is_named(root: Path) -> None:
+    folder = save_alone(root, 1)
+    path = folder / "manifest.json"
+    body = json.loads(path.read_bytes())["manifest"]
+    assert verify(folder) == []
+    for key in body:
+        for wrong in (None, 7, -1, "x", [], {"x": 1}, {"../x": [1, "x"]}, {"x": {}}):
+            path.write_bytes(seal({name: value for name, value in body.items() if name != key}))
+            assert verify(folder) == [f"manifest.json: lacks '{key}'"]
+            if key != "state" or not isinstance(wrong, dict):
+                path.write_bytes(seal(body | {key: wrong}))
+                [problem] = verify(folder)
+                assert problem.startswith("manifest.json: "), (key, wrong)
+    for name in body["tensors"]["llm.w"]:
+        without = {key: value for key, value in body["tensors"]["llm.w"].items() if key != name}
+        path.write_bytes(seal(body | {"tensors": {"llm.w": without}}))
+        [problem] = verify(folder)
+        assert problem.startswith("manifest.json: is not what mmtrain writes: ")
+        assert name in problem
+
+
+def test_a_checkpoint_without_the_state_that_is_needed_is_passed_over(root: Path) -> None:
+    save(root, Snapshot(1, shards_of(1, 0, 1), {"next_step": 1}), keep=2, ranks=Ranks.alone())
+    save(root, Snapshot(2, shards_of(2, 0, 1), {}), keep=2, ranks=Ranks.alone())
+    reports: list[str] = []
+    assert open_newest_good(root, reports.append, required_state=["next_step"]).step == 1
+    [report] = reports
+    assert report.endswith("step-00000002 is damaged and not used: manifest.json: its state lacks 'next_step'")
 
 
 def test_a_step_saved_again_gets_its_own_folder(root: Path) -> None:

@@ -66,13 +66,15 @@ def test_nothing_but_the_checkpoint_is_needed(
         assert {"metrics.jsonl.damaged-1", "quarantine.jsonl.damaged-1", "skipped.jsonl.damaged-1"} <= set(aside)
 
 
-def _launch_on_a_full_disk(rank: int, size: int, _: Path, data: Path, run_dir: Path) -> tuple[int, str]:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # bytes per file: stands for a full disk
+def _launch_on_a_full_disk(rank: int, size: int, _: Path, data: Path, run_dir: Path, max_bytes: int) -> tuple[int, str]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))  # of a file: stands for a full disk
     return launch_here(request_for(data, run_dir, "train.steps=8", resume=True))
 
 
-def test_a_full_disk_at_resume_names_the_file(data: Path, at_step_4: Path) -> None:
-    [(code, message)] = fork_ranks(1, _launch_on_a_full_disk, data, at_step_4)
+@pytest.mark.parametrize(("file", "max_bytes"), [(LOCK_FILE, 0), (RECIPE_FILE, 1000), ("metrics.jsonl", 40_000)])
+def test_a_full_disk_at_resume_names_the_file(data: Path, at_step_4: Path, file: str, max_bytes: int) -> None:
+    log = at_step_4 / "metrics.jsonl"
+    log.write_text(log.read_text() * 40)
+    [(code, message)] = fork_ranks(1, _launch_on_a_full_disk, data, at_step_4, max_bytes)
     assert code == 1
-    assert message.startswith(f"{at_step_4}/")
-    assert "File too large. Free space or give access there" in message
+    assert message.startswith(f"{at_step_4 / file}: File too large. Free space or give access there")

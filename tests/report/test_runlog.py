@@ -70,6 +70,20 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("metrics*")] == ["metrics.jsonl"]
 
 
+@pytest.mark.parametrize("garbage", ["[1]", "7", "{}", '{"step": "x"}', '{"step": 2, "loss": "x"}', "\0\0"])
+def test_garbage_among_the_steps_is_passed_over_and_set_aside(tmp_path: Path, garbage: str) -> None:
+    log(tmp_path, 1, 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{garbage}\n{path.read_text()}")
+    assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2, 3]
+    notes: list[str] = []
+    with RunLog(tmp_path, 3, True, notes.append) as run_log:
+        run_log.step(metrics(3))
+    assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2, 3]
+    assert (tmp_path / "metrics.jsonl.damaged-1").read_text().startswith(garbage)
+    assert "1 of its lines cannot be read" in notes[0]
+
+
 def test_a_new_run_in_an_old_folder_starts_empty(tmp_path: Path) -> None:
     log(tmp_path, 1, 3)
     log(tmp_path, 1, 1)

@@ -131,7 +131,8 @@ def restore_checkpoint(
     files = rank_context.activity.files
     files.start()
     ranks = checkpoint_ranks(world or rank_context.world, files)
-    checkpoint = open_newest_good(root, on_bad, ranks, progress=files.advance)
+    required = ("facts", "next_step", "num_updates")  # what `take_snapshot` writes
+    checkpoint = open_newest_good(root, on_bad, ranks, files.advance, required)
     for unit in rank_context.optimizer.units.values():
         unit.load(lambda piece: checkpoint.read(piece.name, shard_spec(piece)))
     rank_context.optimizer.num_updates = int(checkpoint.state["num_updates"])
