@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from mmtrain import __version__
-from mmtrain.cli import data, doctor, evaluate, plan, profile, report, schema, simulate, train
+from mmtrain.cli import data, doctor, evaluate, plan, profile, rehearse, report, schema, simulate, train
 from mmtrain.errors import MmtrainError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app.command()(plan.plan)
 app.command()(train.train)
 app.command()(profile.profile)
 app.command()(simulate.simulate)
+app.command()(rehearse.rehearse)
 app.command()(report.report)
 app.command()(evaluate.evaluate)
 app.add_typer(data.app, name="data")

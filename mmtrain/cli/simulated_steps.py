@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mmtrain.balance import BatchMeta
     from mmtrain.data import DataIndex
     from mmtrain.plan import Plan
     from mmtrain.program import Timeline
@@ -31,15 +34,33 @@ def simulate_steps(
     The plan comes from `plan_path`; without it, the recipe is planned now. Raises UserError for a plan of another
     recipe, and for a trace that cannot be read or was recorded with another plan.
     """
+    from mmtrain.errors import UserError
+    from mmtrain.plan.estimate.simulate_plan import simulate_plan
+    from mmtrain.report.comparison import RunTrace
+
+    trace = None if trace_path is None else RunTrace.load(trace_path)
+    numbers = list(steps) if trace is None else trace.steps
+    index, plan, batches = plan_and_batches(recipe, plan_path, numbers)
+    if trace is not None and trace.plan_sha256 != plan.sha256:
+        raise UserError(f"{trace_path}: recorded with another plan than {plan_path}; give the plan of that run")
+    timelines = [simulate_plan(recipe, plan, batch) for batch in batches]
+    return SimulatedSteps(index, plan, numbers, timelines, trace)
+
+
+def plan_and_batches(
+    recipe: "Recipe", plan_path: Path | None, steps: "Sequence[int]" = (1,)
+) -> "tuple[DataIndex, Plan, list[BatchMeta]]":
+    """Return the recipe's data, the plan, and the batches that training sees in these steps, counted from 1.
+
+    The plan comes from `plan_path`; without it, the recipe is planned now. Raises UserError for a plan of another
+    recipe.
+    """
     from mmtrain.cli.local_cluster import plan_here
     from mmtrain.cli.recipe_index import index_recipe
     from mmtrain.data import GroupStream
-    from mmtrain.errors import UserError
     from mmtrain.plan.artifact.balancing_targets import derive_step_targets
     from mmtrain.plan.artifact.plan_files import load_plan, require_match
-    from mmtrain.plan.estimate.simulate_plan import simulate_plan
     from mmtrain.recipe import recipe_fingerprint
-    from mmtrain.report.comparison import RunTrace
 
     index = index_recipe(recipe)
     if plan_path is None:
@@ -47,16 +68,12 @@ def simulate_steps(
     else:
         plan = load_plan(plan_path)
         require_match(plan, recipe_fingerprint(recipe), plan.world_size, plan.hardware)
-    trace = None if trace_path is None else RunTrace.load(trace_path)
-    if trace is not None and trace.plan_sha256 != plan.sha256:
-        raise UserError(f"{trace_path}: recorded with another plan than {plan_path}; give the plan of that run")
-    numbers = list(steps) if trace is None else trace.steps
     stream = GroupStream.of(recipe, index)
     data_parallel = {name: unit.dp for name, unit in plan.units.items()}
     num_microbatches = plan.schedule.num_microbatches
     targets = derive_step_targets(recipe, plan, index.lengths)
-    timelines = []
-    for number in numbers:
-        batch = stream.batch(number - 1, recipe.train.global_batch, data_parallel, num_microbatches, targets)
-        timelines.append(simulate_plan(recipe, plan, batch))
-    return SimulatedSteps(index, plan, numbers, timelines, trace)
+    batches = [
+        stream.batch(number - 1, recipe.train.global_batch, data_parallel, num_microbatches, targets)
+        for number in steps
+    ]
+    return index, plan, batches

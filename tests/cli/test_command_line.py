@@ -20,6 +20,7 @@ COMMANDS = [
     "train",
     "profile",
     "simulate",
+    "rehearse",
     "evaluate",
     "report",
     "doctor",

@@ -13,10 +13,18 @@ from mmtrain.recipe.schema import Recipe
 
 def simulate_plan(recipe: Recipe, plan: Plan, batch: BatchMeta) -> Timeline:
     """Simulate one step of the plan, with all replica groups, on a batch that is laid out for it."""
-    machine, model = machine_for(recipe, plan.hardware), build_model_shape(recipe)
+    timing = plan_timing(recipe, plan, batch)
+    program = build_program(timing.graph, kind=plan.schedule.kind, order=plan.schedule.order)
+    return simulate(program, timing, timing.graph.num_groups)
+
+
+def plan_timing(recipe: Recipe, plan: Plan, batch: BatchMeta) -> ModelTiming:
+    """Return what every action of the plan takes in a step with this batch."""
+    machine = machine_for(recipe, plan.hardware)
+    model = build_model_shape(recipe)
     precision = plan_precision(plan, recipe)
     graph = stage_graph(plan, model)
-    timing = ModelTiming(
+    return ModelTiming(
         graph,
         model,
         costs_for(machine, precision, recipe.cluster.costs),
@@ -26,5 +34,3 @@ def simulate_plan(recipe: Recipe, plan: Plan, batch: BatchMeta) -> Timeline:
         ELEMENT_BYTES[precision],
         machine.ranks_per_node,
     )
-    program = build_program(graph, kind=plan.schedule.kind, order=plan.schedule.order)
-    return simulate(program, timing, graph.num_groups)

@@ -92,14 +92,18 @@ def output_flows(graph: StageGraph, task: ComputeTask) -> list[Flow]:
 
 
 def rank_pairs(graph: StageGraph, flow: Flow) -> list[tuple[int, int]]:
-    """Return pairs (sending rank, receiving rank) between which the flow travels; none where it is local."""
-    src = graph.tp_group(flow.edge.src, flow.src.replica)
-    dst = graph.tp_group(flow.edge.dst, flow.dst.replica)
-    first_ranks_only = flow.edge.crosses_units and src != dst
-    pairs = [(src[0], dst[0])] if first_ranks_only else list(zip(src, dst, strict=True))
+    """Return pairs (sending rank, receiving rank) between which the flow travels; none where it is local.
+
+    Between units it travels from the first rank of one TP group to the first rank of the other, unless that rank is in
+    both: every rank of a TP group holds what the group produces.
+    """
+    senders = graph.tp_group(flow.edge.src, flow.src.replica)
+    receivers = graph.tp_group(flow.edge.dst, flow.dst.replica)
     if flow.payload == "gradient":
-        pairs = [(d, s) for s, d in pairs]
-    return [(sender, receiver) for sender, receiver in pairs if sender != receiver]
+        senders, receivers = receivers, senders
+    if flow.edge.crosses_units and senders != receivers:
+        return [] if receivers[0] in senders else [(senders[0], receivers[0])]
+    return [(sender, receiver) for sender, receiver in zip(senders, receivers, strict=True) if sender != receiver]
 
 
 def needs_share(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> bool:

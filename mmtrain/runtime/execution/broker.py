@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.program import Action, Edge, Microbatch, Recv, Send, Share, StageGraph, StepLoads
@@ -20,7 +19,7 @@ from mmtrain.program.ir.actions import ComputeTask, Payload
 from mmtrain.program.ir.data_dependencies import input_flows
 from mmtrain.program.ir.step_loads import IntArray
 from mmtrain.runtime.execution.activity import Activity
-from mmtrain.runtime.execution.process_groups import Transport
+from mmtrain.runtime.execution.process_groups import Pending, Transport
 
 Key = tuple[Edge, Microbatch, Payload]
 Channel = tuple[Edge, Payload, int]  # and the rank at its other end
@@ -30,7 +29,7 @@ class _Posted(NamedTuple):
     """A message under way: `rows` must not be freed or read until `work` is done."""
 
     action: Send | Recv
-    work: dist.Work
+    work: Pending
     rows: Tensor
 
 
@@ -83,18 +82,15 @@ class Broker:
             channel = self._sending[action.edge, action.payload, action.peer]
             if len(channel) == self._send_limit:
                 self._wait(channel.popleft())
-            work = dist.isend(rows, action.peer, group=self._transport.groups.channels[action.edge, action.payload])
-            assert work is not None
-            channel.append(_Posted(action, work, rows))
+            channel.append(_Posted(action, self._transport.send(rows, action), rows))
 
     def receive(self, action: Recv) -> None:
         """Post the receive that matches a peer's send."""
         num_rows = self._num_rows(action.edge, action.src, action.dst)
         if num_rows:
             rows = self._empty(num_rows, action.edge)
-            work = dist.irecv(rows, action.peer, group=self._transport.groups.channels[action.edge, action.payload])
-            assert work is not None
-            self._receiving[action.edge, action.src, action.dst, action.payload] = _Posted(action, work, rows)
+            posted = _Posted(action, self._transport.receive(rows, action), rows)
+            self._receiving[action.edge, action.src, action.dst, action.payload] = posted
 
     def share(self, action: Share) -> None:
         """Broadcast what the TP group's first rank received to the whole TP group."""
@@ -105,7 +101,7 @@ class Broker:
         else:
             tensor = self._empty(self._total_rows(action.edge, action.mb, action.payload), action.edge)
         if len(tensor):
-            dist.broadcast(tensor, src=first_rank, group=self._transport.groups.units[stage.unit].tp)
+            self._transport.share(tensor, action, first_rank)
         self._shared[action.edge, action.mb, action.payload] = tensor
 
     def take(self, edge: Edge, mb: Microbatch, payload: Payload) -> Tensor:

@@ -8,10 +8,12 @@ gradients go to the broker.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.program import (
     Action,
@@ -37,8 +39,7 @@ from mmtrain.program.trace.step_record import EMPTY_STEP_RECORD, StepRecord
 from mmtrain.runtime.execution.activity import DRAINING, Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.fault_points import FaultPoints
-from mmtrain.runtime.execution.optimizer import Optimizer
-from mmtrain.runtime.execution.unit import MicrobatchState, UnitRunner
+from mmtrain.runtime.execution.unit import MicrobatchState
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,37 @@ class StepOutcome:
     loads: StepLoads | None = None  # of the step
 
 
+class StageRunner(Protocol):
+    """Runs forwards and backwards of one unit's stages on this rank: `UnitRunner`, or a stand-in without weights."""
+
+    groups: ParallelGroups
+
+    def forward(self, microbatch: MicrobatchState, lo: int, hi: int) -> None:
+        """Run segments [lo, hi); after the last, `microbatch.part_outputs[-1]` are the stage's outputs and loss."""
+
+    def backward(self, microbatch: MicrobatchState, lo: int, hi: int) -> None:
+        """Run the backward of segments [lo, hi); leave the gradients of what the stage received in its `.grad`."""
+
+
+class StepOptimizer(Protocol):
+    """Reduces gradients and updates weights: `Optimizer`, or a stand-in without weights."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the last step."""
+
+    def reduce_shared(self) -> None:
+        """Sum the gradient of the matrix that two stages share."""
+
+    def reduce_grads(self, unit: str) -> None:
+        """Start to sum the unit's gradients over its replicas."""
+
+    def step(self, lr: float) -> tuple[float, bool]:
+        """Update the weights; return (gradient norm, whether the update was made)."""
+
+    def gather_params(self, unit: str) -> None:
+        """Gather the unit's updated parameters on every replica."""
+
+
 class Executor:
     """Runs the actions of one rank over its units. It reports each to `activity`; `faults` may break it."""
 
@@ -70,9 +102,9 @@ class Executor:
         self,
         graph: StageGraph,
         actions: Sequence[Action],
-        units: Mapping[str, UnitRunner],
+        units: Mapping[str, StageRunner],
         broker: Broker,
-        optimizer: Optimizer | None,
+        optimizer: StepOptimizer | None,
         activity: Activity | None = None,
         faults: FaultPoints | None = None,
     ) -> None:
@@ -119,7 +151,7 @@ class Executor:
                 assert self._optimizer is not None, "a program without optimizer holds no optimizer actions"
                 self._update(self._optimizer, action)
 
-    def _update(self, optimizer: Optimizer, action: Action) -> None:
+    def _update(self, optimizer: StepOptimizer, action: Action) -> None:
         match action:
             case ReduceShared():
                 optimizer.reduce_shared()
@@ -151,7 +183,7 @@ class Executor:
                 tensor.requires_grad_(self._graph.carries_gradient(edge))
         bounds = self._part_bounds.get((stage, mb), ())
         segments = segment_layers(self._graph, stage) if bounds else ()
-        self._microbatches[stage, mb] = MicrobatchState(stage, self._step.inputs[mb], received, bounds, segments)
+        self._microbatches[stage, mb] = MicrobatchState(stage, mb, self._step.inputs[mb], received, bounds, segments)
 
     def _finish_forward(self, microbatch: MicrobatchState, mb: Microbatch) -> None:
         """Give the stage's outputs to the broker, and add its loss."""

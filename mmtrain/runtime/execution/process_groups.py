@@ -6,12 +6,14 @@ communicator in order, so activations and gradients between the same two ranks m
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.program import Edge, Payload, StageGraph, UnitMesh
+from mmtrain.program import Edge, Payload, Recv, Send, Share, StageGraph, UnitMesh
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages
 from mmtrain.runtime.world import World
 
@@ -25,6 +27,13 @@ class ProcessGroups:
     tied_embeddings: dist.ProcessGroup | None  # first and last LLM stage of this rank's replica, same TP rank
 
 
+class Pending(Protocol):
+    """A message under way."""
+
+    def wait(self) -> object:
+        """Wait until the message has arrived, or has left."""
+
+
 @dataclass(frozen=True)
 class Transport:
     """How one rank sends and receives rows: over which groups, and in which format."""
@@ -35,6 +44,23 @@ class Transport:
     token_shards: Mapping[str, int]  # unit with sequence parallelism -> ranks that shard its tokens between stages
     device: torch.device
     dtype: torch.dtype
+
+    def send(self, rows: Tensor, message: Send) -> Pending:
+        """Start to send rows to the message's peer; they must not change before they have left."""
+        work = dist.isend(rows, message.peer, group=self.groups.channels[message.edge, message.payload])
+        assert work is not None
+        return work
+
+    def receive(self, rows: Tensor, message: Recv) -> Pending:
+        """Start to receive rows from the message's peer."""
+        work = dist.irecv(rows, message.peer, group=self.groups.channels[message.edge, message.payload])
+        assert work is not None
+        return work
+
+    def share(self, tensor: Tensor, share: Share, root: int) -> None:
+        """Broadcast what the first rank of a TP group received, `root`, to the rest of it."""
+        unit = (share.edge.dst if share.payload == "activation" else share.edge.src).unit
+        dist.broadcast(tensor, src=root, group=self.groups.units[unit].tp)
 
 
 def build_groups(graph: StageGraph, world: World) -> ProcessGroups:

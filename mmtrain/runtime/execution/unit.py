@@ -12,7 +12,7 @@ from torch import Tensor
 from mmtrain.models.megatron import ParallelGroups, start_tp_communication, tp_group_scope
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.models.stage_module import StageContext, StageModule
-from mmtrain.program import Edge, StageId
+from mmtrain.program import Edge, Microbatch, StageId
 
 
 @dataclass
@@ -25,6 +25,7 @@ class MicrobatchState:
     """
 
     stage: StageId
+    mb: Microbatch
     inputs: UnitInput
     received: Mapping[Edge, Tensor]  # hidden states over the edge inside the unit, features over edges between units
     part_bounds: Sequence[int] = ()  # segments at which a forward or backward part starts, and the number of segments

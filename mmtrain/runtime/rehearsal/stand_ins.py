@@ -1,0 +1,235 @@
+"""What a rehearsal puts in the place of a rank's model, optimizer and network.
+
+Each takes the time that the plan predicts. A rank keeps the moment up to which it has acted; an action ends its own
+time after that moment, or after what it waited for. So what this machine needs between two actions does not add up,
+as long as it is less than they take.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.program import (
+    Backward,
+    Compute,
+    Forward,
+    GatherParams,
+    Microbatch,
+    Partial,
+    Recv,
+    ReduceGrads,
+    ReduceShared,
+    Send,
+    Share,
+    StageGraph,
+    StageId,
+    Step,
+    StepLoads,
+)
+from mmtrain.program.ir.actions import Collective, Direction
+from mmtrain.program.ir.data_dependencies import EMBEDDINGS
+from mmtrain.program.ir.segments import num_segments
+from mmtrain.runtime.execution.process_groups import Pending, ProcessGroups, Transport
+from mmtrain.runtime.execution.unit import MicrobatchState
+from mmtrain.runtime.rehearsal.stretched_timing import StretchedTiming
+
+STAND_IN_DTYPE = torch.float64  # holds a moment of the clock to the microsecond
+STAND_IN_WIDTH = 1  # features in a row: a message keeps its number of rows and shrinks to this width
+
+
+class RankClock:
+    """The moments up to which this rank and its communication stream have acted, in seconds of `perf_counter`.
+
+    That clock is the same in all processes of a machine.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = time.perf_counter()
+        self.stream_free_s = self.now_s
+
+    def start_step(self, start_s: float) -> None:
+        """Start a step at a moment that all ranks agree on."""
+        self.now_s = self.stream_free_s = start_s
+
+    def advance(self, moment_s: float) -> None:
+        """Sleep until a moment, unless the rank has acted beyond it."""
+        self.now_s = max(self.now_s, moment_s)
+        left_s = self.now_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+
+    def depart(self, seconds: float) -> float:
+        """Occupy the communication stream as soon as it is free; return when that starts."""
+        start_s = max(self.now_s, self.stream_free_s)
+        self.stream_free_s = start_s + seconds
+        return start_s
+
+    def join(self, group: dist.ProcessGroup | None, seconds: float, uses_stream: bool = True) -> None:
+        """Act together with a group of ranks for some seconds, starting when the last of them is ready.
+
+        `uses_stream`: whether this is communication, which also waits for the communication stream. `group`: None for
+        all ranks.
+        """
+        ready_s = max(self.now_s, self.stream_free_s) if uses_stream else self.now_s
+        if dist.get_world_size(group) > 1:
+            latest = torch.tensor(ready_s, dtype=torch.float64)
+            dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
+            ready_s = float(latest)
+        self.advance(ready_s + seconds)
+        if uses_stream:
+            self.stream_free_s = self.now_s
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the stand-ins of one rank share."""
+
+    graph: StageGraph
+    timing: StretchedTiming
+    loads: StepLoads
+    rank: int
+    clock: RankClock
+
+
+@dataclass
+class _TimedSend:
+    work: Pending
+    rows: Tensor  # must live until they have left
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+@dataclass
+class _TimedReceive:
+    work: Pending
+    rows: Tensor
+    seconds: float
+    posted_s: float
+    clock: RankClock
+
+    def wait(self) -> None:
+        """Wait until the message would have arrived: its time after its sender let it depart."""
+        self.work.wait()
+        departed_s = max(float(self.rows[0, 0]), self.posted_s)
+        self.clock.advance(departed_s + self.seconds)
+
+
+@dataclass(frozen=True)
+class TimedTransport(Transport):
+    """Sends the moment of departure instead of features, and delivers it after the predicted time.
+
+    A message waits for its sender's communication stream, as in the simulator.
+    """
+
+    rehearsal: Rehearsal
+    loses: Callable[[Send], bool] = field(default=lambda message: False)  # whether a message never leaves
+
+    def send(self, rows: Tensor, message: Send) -> Pending:
+        """See `Transport`."""
+        clock = self.rehearsal.clock
+        departed_s = clock.depart(self._seconds(self.rank, message))
+        if self.loses(message):
+            return _Lost()
+        stamped = torch.full_like(rows, departed_s)
+        return _TimedSend(super().send(stamped, message), stamped)
+
+    def receive(self, rows: Tensor, message: Recv) -> Pending:
+        """See `Transport`."""
+        clock = self.rehearsal.clock
+        sent = Send(message.edge, message.src, message.dst, self.rank, message.payload)
+        seconds = self._seconds(message.peer, sent)
+        return _TimedReceive(super().receive(rows, message), rows, seconds, clock.now_s, clock)
+
+    def share(self, tensor: Tensor, share: Share, root: int) -> None:
+        """See `Transport`."""
+        super().share(tensor, share, root)
+        unit = (share.edge.dst if share.payload == "activation" else share.edge.src).unit
+        _run_collective(self.rehearsal, share, self.groups.units[unit].tp)
+
+    def _seconds(self, sender: int, message: Send) -> float:
+        return self.rehearsal.timing.message(sender, message).seconds
+
+
+class _Lost:
+    def wait(self) -> None:
+        """Return at once: the sender does not notice."""
+
+
+class StandInUnit:
+    """Takes the predicted time of each forward and backward, together with its TP group, and computes nothing."""
+
+    def __init__(self, rehearsal: Rehearsal, groups: ParallelGroups, token_shards: int) -> None:
+        self.groups = groups
+        self._rehearsal, self._token_shards = rehearsal, token_shards
+        # When what a part left under way has ended, by what continues it.
+        self._under_way_s: dict[tuple[StageId, Microbatch, Direction], float] = {}
+
+    def forward(self, microbatch: MicrobatchState, lo: int, hi: int) -> None:
+        """See `StageRunner`. The outputs have as many rows as those of the model."""
+        self._run(microbatch, "F", lo, hi)
+        graph, stage, mb = self._rehearsal.graph, microbatch.stage, microbatch.mb
+        outputs = []
+        if edges := graph.outputs(stage):
+            crosses = any(edge.crosses_units for edge in edges)
+            loads = self._rehearsal.loads
+            rows = loads.rows_out[mb] if crosses else -(-loads.loads[mb].tokens // self._token_shards)
+            outputs.append(torch.zeros(rows, STAND_IN_WIDTH, dtype=STAND_IN_DTYPE))
+        if graph.has_loss(stage):
+            outputs.append(torch.zeros((), dtype=STAND_IN_DTYPE))
+        microbatch.part_outputs[:] = [tuple(outputs)]
+
+    def backward(self, microbatch: MicrobatchState, lo: int, hi: int) -> None:
+        """See `StageRunner`. The gradients are zeros."""
+        self._run(microbatch, "B", lo, hi)
+
+    def _run(self, microbatch: MicrobatchState, kind: Direction, lo: int, hi: int) -> None:
+        rehearsal, stage, mb = self._rehearsal, microbatch.stage, microbatch.mb
+        action: Compute
+        if (lo, hi) == (0, num_segments(rehearsal.graph, stage)):
+            action = Forward(stage, mb) if kind == "F" else Backward(stage, mb)
+        else:
+            action = Partial(stage, mb, kind, lo, hi)
+        rehearsal.clock.advance(self._under_way_s.pop((stage, mb, kind), 0.0))
+        rehearsal.clock.join(self.groups.tp, rehearsal.timing.compute(action), uses_stream=False)
+        if isinstance(action, Partial) and rehearsal.graph.stage(stage).pieces:
+            under_way_s = rehearsal.timing.left_under_way(action)
+            self._under_way_s[stage, mb, kind] = rehearsal.clock.now_s + under_way_s
+
+
+class StandInOptimizer:
+    """Takes the predicted time of reductions, the optimizer step and parameter gathers, and updates nothing."""
+
+    def __init__(self, rehearsal: Rehearsal, groups: ProcessGroups) -> None:
+        self._rehearsal, self._groups = rehearsal, groups
+
+    def zero_grad(self) -> None:
+        """See `StepOptimizer`."""
+
+    def reduce_shared(self) -> None:
+        """See `StepOptimizer`."""
+        assert self._groups.tied_embeddings is not None
+        _run_collective(self._rehearsal, ReduceShared(EMBEDDINGS), self._groups.tied_embeddings)
+
+    def reduce_grads(self, unit: str) -> None:
+        """See `StepOptimizer`."""
+        _run_collective(self._rehearsal, ReduceGrads(unit), self._groups.units[unit].dp)
+
+    def step(self, lr: float) -> tuple[float, bool]:
+        """See `StepOptimizer`."""
+        _run_collective(self._rehearsal, Step(), None)
+        return 0.0, True
+
+    def gather_params(self, unit: str) -> None:
+        """See `StepOptimizer`."""
+        _run_collective(self._rehearsal, GatherParams(unit), self._groups.units[unit].dp)
+
+
+def _run_collective(rehearsal: Rehearsal, action: Collective, group: dist.ProcessGroup | None) -> None:
+    cost = rehearsal.timing.collective(rehearsal.rank, action, ())
+    rehearsal.clock.join(group, cost.seconds)

@@ -1,0 +1,107 @@
+"""A rehearsed step takes as long as the simulator predicts, on every placement; faults are reported by name."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from mmtrain.errors import UserError
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.estimate.simulate_plan import plan_timing
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.rehearsal import rehearse as rehearsal
+from mmtrain.runtime.rehearsal.rehearse import RehearsalFault, RehearsalRequest, RehearsalResult
+from tests.distributed import fork_ranks
+from tests.flow import cases
+from tests.flow.cases import Mesh
+from tests.flow.cells import CELLS, PLACEMENTS, Cell
+
+# A cell of each placement with tensor parallelism.
+QUICK = [next(c for c in CELLS if c.placement == p and any(s.tp > 1 for _, s in c.sizes)) for p in PLACEMENTS]
+
+
+def _request(settings: Recipe, plan: Plan, **options: object) -> RehearsalRequest:
+    dp = {name: unit.dp for name, unit in plan.units.items()}
+    batch = cases.batch(0, cases.samples_of(0), dp, plan.schedule.num_microbatches)
+    return RehearsalRequest(plan, plan_timing(settings, plan, batch), **{"num_steps": 1} | options)  # type: ignore[arg-type]
+
+
+def _rehearse(
+    _rank: int, _size: int, _scratch: object, request: RehearsalRequest, min_hang_s: float
+) -> RehearsalResult:
+    rehearsal.MIN_HANG_S = min_hang_s
+    return rehearsal.rehearse(request)
+
+
+def rehearsed(request: RehearsalRequest, min_hang_s: float = 60.0) -> RehearsalResult:
+    """Rehearse in a process of its own, which starts the ranks."""
+    [result] = fork_ranks(1, _rehearse, request, min_hang_s, timeout=100)
+    assert isinstance(result, RehearsalResult)
+    return result
+
+
+def cell_groups(cell: Cell) -> int:
+    """Return the number of replica groups."""
+    return math.gcd(*(size.dp for _, size in cell.sizes))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [*(pytest.param(c, id=str(c)) for c in QUICK)]
+    + [pytest.param(c, id=str(c), marks=pytest.mark.slow) for c in CELLS if c not in QUICK],
+)
+def test_a_rehearsed_step_is_scheduled_as_simulated(cell: Cell) -> None:
+    """Of these tiny steps this machine's share is large, so only the schedule without it is compared."""
+    result = rehearsed(_request(cell.recipe(), cell.plan(), stretch=1.0))
+    assert len(result.ranks) * cell_groups(cell) == cell.num_ranks
+    assert result.scheduled_s == pytest.approx([result.predicted_s], rel=0.05)
+    assert result.steps_s[0] >= result.scheduled_s[0]
+
+
+def _apart() -> tuple[Recipe, Plan]:
+    """Return a plan of two replica groups: an encoder on ranks 0 and 1, the LLM on ranks 2 and 3."""
+    settings = cases.recipe()
+    meshes = {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2, 3), dp=2)}
+    return settings, cases.plan(settings, **meshes)
+
+
+def test_a_slow_rank_slows_the_step_as_predicted() -> None:
+    request = _request(*_apart(), stretch=1.0)
+    plain = rehearsed(request)
+    slow = rehearsed(replace(request, fault=RehearsalFault("slow", 2, 3.0)))
+    assert plain.ranks == slow.ranks == (0, 2)
+    assert slow.scheduled_s == pytest.approx([slow.predicted_s], rel=0.05)
+    assert slow.predicted_s > 1.5 * plain.predicted_s
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    result = rehearsed(_request(*_apart(), num_steps=2, stretch=1.0, fault=RehearsalFault("dead", 2)))
+    assert result.failure is not None
+    assert result.failure.startswith("rank 1 was killed by SIGKILL")
+    assert result.steps_s == ()
+
+
+def test_a_lost_message_is_named_with_both_its_ends() -> None:
+    request = _request(*_apart(), num_steps=2, stretch=1.0, fault=RehearsalFault("lost", 0))
+    result = rehearsed(request, min_hang_s=1.5)
+    assert result.failure is not None
+    lead, *_ = result.failure.splitlines()
+    assert lead.startswith("rank 1, step 2, in `F llm.0 llm:0.")
+    assert "for `SA vision.0>llm.0 vision:0." in lead
+    assert lead.endswith("on rank 0, which never ran")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_processes": 1}, "a replica group of this plan has 2 ranks, and --ranks-here allows 1 processes"),
+        (
+            {"fault": RehearsalFault("dead", 1)},
+            "--fault: rank 1 found; allowed: a rank of the first replica group, 0, 2",
+        ),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_rejected(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        rehearsal.rehearse(_request(*_apart(), **options))
