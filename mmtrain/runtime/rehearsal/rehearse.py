@@ -18,7 +18,6 @@ from mmtrain.errors import RunError, UserError
 from mmtrain.models.stage_inputs import TextInput
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.program import (
-    LLM,
     Action,
     BubbleKind,
     Compute,
@@ -207,6 +206,7 @@ def _run_rank(
     rehearsal = Rehearsal(group.graph, timing, request.timing.loads, world.rank, clock)
     executor = _build_executor(request, program, rehearsal, world, activity)
     inputs = {mb: TextInput(()) for mb in request.timing.loads.loads}
+    loss_scale = dict.fromkeys(request.plan.units, 1.0)
     steps_s: list[float] = []
     scheduled_s: list[float] = []
     record: StepRecord | None = None
@@ -216,7 +216,7 @@ def _run_rank(
             activity.start("waiting for all ranks to start the step")
             start_s = _latest(time.perf_counter())
             clock.start_step(start_s)
-            record = executor.run(StepInput(inputs, request.timing.loads, {LLM: 1.0}, step=step)).record
+            record = executor.run(StepInput(inputs, request.timing.loads, loss_scale, step=step)).record
             activity.start("gathering the step time")
             steps_s.append(_latest(record.end_s) - start_s)
             scheduled_s.append(_latest(clock.now_s) - start_s)
