@@ -100,17 +100,16 @@ class Loader:
             self._window.fail(error)
 
     def _build_with_producers(self) -> None:
-        from mmtrain.data.service.remote_steps import RemoteStepBuilder  # ZeroMQ is an optional package
+        from mmtrain.data.service.remote_steps import ProducerAccess, RemoteStepBuilder  # ZeroMQ is an optional package
 
         def start_local_pool() -> WorkerPool[int]:
             return WorkerPool(self._builder, max(1, self._num_workers), self._notify)
 
         RemoteStepBuilder(
             self._window,
-            self._data.producers,
+            ProducerAccess(self._data.producers, self._data.producer_timeout_s, self._data.producer_step_timeout_s),
             self._request_for,
             self._facts,
-            self._data.producer_timeout_s,
             start_local_pool,
             self._notify,
         ).run()

@@ -236,6 +236,14 @@ class DataSettings(Section):
         affects=NOTHING,
         description="Seconds without a message after which a producer counts as lost and others take over its steps.",
     )
+    producer_step_timeout_s: float = setting(
+        60.0,
+        ge=0.1,
+        le=86400,
+        affects=NOTHING,
+        description="Seconds in which a producer that owes steps makes none, after which others make them although it "
+        "still answers. It is tried again later, each time after a longer pause. Keep this below `train.watchdog_s`.",
+    )
 
     @property
     def tokenizer_file(self) -> Path:

@@ -4,7 +4,8 @@ import contextlib
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,7 @@ from mmtrain.data.service.protocol import (
     encode_message,
     step_facts,
 )
-from mmtrain.data.service.remote_steps import RemoteStepBuilder
+from mmtrain.data.service.remote_steps import ProducerAccess, RemoteStepBuilder
 from mmtrain.errors import DataError, RunError
 from mmtrain.recipe import dump_recipe
 from tests.data.fake_step_builders import FailingStepBuilder, FakeStepBuilder
@@ -250,7 +251,12 @@ def step_bytes(step: int) -> bytes:
 
 @contextmanager
 def consuming(
-    window: PrefetchWindow[StepData], *puppets: Puppet, timeout_s: float = 60.0, request: RequestOf = request_of
+    window: PrefetchWindow[StepData],
+    *puppets: Puppet,
+    timeout_s: float = 60.0,
+    step_timeout_s: float = 60.0,
+    request: RequestOf = request_of,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[list[str]]:
     """Let puppets build the steps of a window; yields the notes."""
     notes: list[str] = []
@@ -258,8 +264,8 @@ def consuming(
     def start_local_pool() -> WorkerPool[int]:
         return WorkerPool(FakeStepBuilder(), 1, notes.append)  # type: ignore[arg-type]
 
-    addresses = [puppet.address for puppet in puppets]
-    remote = RemoteStepBuilder(window, addresses, request, FACTS, timeout_s, start_local_pool, notes.append)
+    access = ProducerAccess([puppet.address for puppet in puppets], timeout_s, step_timeout_s)
+    remote = RemoteStepBuilder(window, access, request, FACTS, start_local_pool, notes.append, clock)
 
     def run() -> None:
         try:
@@ -344,6 +350,54 @@ def test_a_silent_producer_is_given_up(context: Sockets) -> None:
         puppet.welcome(credit=1)
         assert window.take().meta.step == 0
     assert [note for note in notes if "has been silent for 0.2 s; 1 steps go to others" in note]
+
+
+def test_a_producer_that_answers_and_makes_nothing_loses_its_steps_and_is_tried_again(context: Sockets) -> None:
+    window, lazy, good = PrefetchWindow[StepData](0, 2), Puppet(context), Puppet(context)
+    now = [0.0]
+    with consuming(window, lazy, good, step_timeout_s=0.2, clock=lambda: now[0]) as notes:
+        first = lazy.welcome(credit=1)
+        assert lazy.hear() == (first, Want(request_of(0)))
+        other = good.welcome(credit=9)
+        assert good.hear() == (other, Want(request_of(1)))
+        good.say(other, Made(1), step_bytes(1))
+        assert good.hear() == (other, Got(1))
+        now[0] = 0.3  # its step goes to the other one, and it is greeted anew
+        assert good.hear() == (other, Want(request_of(0)))
+        good.say(other, Made(0), step_bytes(0))
+        assert good.hear() == (other, Got(0))
+        again = lazy.welcome(credit=1)
+        assert again != first
+        assert [window.take().meta.step for _ in range(2)] == [0, 1]
+        assert [good.hear()[1] for _ in range(2)] == [Want(request_of(2)), Want(request_of(3))]
+        for step in (2, 3):
+            good.say(other, Made(step), step_bytes(step))
+            assert good.hear() == (other, Got(step))
+        now[0] = 0.6  # it gets one step to show that it works, and the other one builds that too
+        assert window.take().meta.step == 2
+        assert lazy.hear() == (again, Want(request_of(4)))
+        assert good.hear() == (other, Want(request_of(4)))
+        lazy.say(again, Made(4), step_bytes(4))
+        assert lazy.hear() == (again, Got(4))
+        assert [window.take().meta.step for _ in range(2)] == [3, 4]
+    assert notes == [
+        f"producer {lazy.address} answers, but has made no step for 0.2 s (data.producer_step_timeout_s); it is tried "
+        "again in 0.2 s; 1 steps go to others",
+        f"producer {lazy.address} makes steps again",
+    ]
+
+
+def test_while_the_only_producer_makes_nothing_steps_are_built_locally(context: Sockets) -> None:
+    window, puppet = PrefetchWindow[StepData](0, 2), Puppet(context)
+    now = [0.0]
+    with consuming(window, puppet, step_timeout_s=0.2, clock=lambda: now[0]) as notes:
+        puppet.welcome(credit=1)
+        assert puppet.hear()[1] == Want(request_of(0))
+        now[0] = 0.3
+        puppet.welcome(credit=1)
+        assert [window.take().meta.step for _ in range(8)] == list(range(8))
+    assert "answers, but has made no step for 0.2 s" in notes[0]
+    assert notes[1] == f"no producer makes steps ({puppet.address}); steps are prepared here until one does"
 
 
 def test_without_a_producer_at_the_start_steps_are_built_locally(context: Sockets) -> None:

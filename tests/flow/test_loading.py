@@ -7,6 +7,8 @@ import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
+
 from mmtrain.data import read_quarantine
 from mmtrain.program import Action
 from mmtrain.report import read_metrics
@@ -62,4 +64,33 @@ def test_a_run_whose_producer_is_killed_is_the_run_without(data: Path, unbroken:
         addresses = f"data.producers=[{one.address},{two.address}]"
         request = request_for(data, tmp_path / "run", addresses)
         assert run_all(request, request, faults=KillProducer(one.process.pid, 2)) == ["", ""]
+    assert [s["loss"] for s in read_metrics(tmp_path / "run")] == [s["loss"] for s in read_metrics(unbroken)]
+
+
+@dataclass
+class StopWorkersOf(FaultPoints):
+    """Stops the workers of a producer when step `step` begins: it still answers, and makes nothing."""
+
+    pid: int
+    step: int
+
+    def before_action(self, step: int, action: Action) -> None:
+        """See `FaultPoints`."""
+        if step == self.step:
+            for process in psutil.Process(self.pid).children(recursive=True):
+                process.suspend()
+
+
+def test_a_run_whose_producer_answers_and_makes_nothing_is_the_run_without(
+    data: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    with Served(request_for(data, tmp_path).loaded.recipe, tmp_path) as producer:
+        addresses = f"data.producers=[{producer.address}]"
+        request = request_for(data, tmp_path / "run", addresses, "data.producer_step_timeout_s=0.5")
+        workers = psutil.Process(producer.process.pid).children(recursive=True)
+        try:
+            assert run_all(request, request, faults=StopWorkersOf(producer.process.pid, 2)) == ["", ""]
+        finally:
+            for worker in workers:  # stopped, they would not notice that the producer ends
+                worker.kill()
     assert [s["loss"] for s in read_metrics(tmp_path / "run")] == [s["loss"] for s in read_metrics(unbroken)]

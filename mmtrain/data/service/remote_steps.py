@@ -10,7 +10,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from mmtrain.data.callbacks import NotifyCallback
-from mmtrain.data.loading.batch_builder import StepData
+from mmtrain.data.loading.batch_builder import StepData, StepRequest
 from mmtrain.data.loading.ipc import Waker
 from mmtrain.data.loading.prefetch_window import PrefetchWindow
 from mmtrain.data.loading.step_builders import RequestOf, unpack_result
@@ -38,6 +38,31 @@ from mmtrain.errors import DataError
 
 CLOSE_LINGER_MS = 200  # for the last message of a trainer to leave this machine
 _MAX_RECONNECT_INTERVAL_MS = 5000
+MAX_RETRY_PAUSE_S = 1800.0  # before a producer that made no step is tried again
+
+
+@dataclass(frozen=True)
+class ProducerAccess:
+    """Where producers listen, and how long to wait for them."""
+
+    addresses: Sequence[str]
+    timeout_s: float  # without a message
+    step_timeout_s: float  # without a step, while it owes some
+
+
+@dataclass
+class _Stalls:
+    """How often in a row a producer has answered and made nothing, and when to try it again."""
+
+    count: int = 0
+    retry_s: float = 0.0
+
+    def add(self, now_s: float, pause_s: float) -> float:
+        """Count a stall; return the pause until the next try, which doubles each time."""
+        pause_s = min(pause_s * 2**self.count, MAX_RETRY_PAUSE_S)
+        self.count += 1
+        self.retry_s = now_s + pause_s
+        return pause_s
 
 
 @dataclass
@@ -52,8 +77,27 @@ class _Connection:
     refusal: str = ""
     credit: int = 0
     steps: set[int] = field(default_factory=set)  # requested and not yet received
+    tried_step: int | None = None  # requested to try the producer again; others build it too
+    stalls: _Stalls = field(default_factory=_Stalls)
+    last_progress_s: float = 0.0  # when it sent a step, or was asked for one when it owed none
     last_heard_s: float = 0.0
     last_sent_s: float = 0.0
+
+    @property
+    def owes_steps(self) -> bool:
+        """Whether requested steps have not arrived."""
+        return bool(self.steps) or self.tried_step is not None
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether it gets steps that nobody else builds."""
+        return self.state == "up" and not self.stalls.count
+
+    def request(self, request: StepRequest, now_s: float) -> None:
+        """Request a step."""
+        if not self.owes_steps:
+            self.last_progress_s = now_s
+        self.send(Want(request), now_s)
 
     def send(self, message: FromTrainer, now_s: float) -> None:
         """Send a message; it is lost if the connection breaks before it is delivered."""
@@ -65,31 +109,34 @@ class RemoteStepBuilder:
     """Lets producers build the steps of a window, or this machine while there is no producer.
 
     A producer is lost when its connection breaks or it is silent for `timeout_s`. Its steps are released at once for
-    other producers, and it gets requests again as soon as it answers. While no producer is up, steps are built by
-    worker processes of this machine: at the start only after `timeout_s`, later immediately.
+    other producers, and it gets requests again as soon as it answers. A producer that answers and makes no step for
+    `step_timeout_s` loses its steps too. It is tried again with a step that others build as well, and gets requests as
+    before once it makes one. While there is no other producer, steps are built by worker processes of this machine: at
+    the start only after `timeout_s`, later immediately.
     """
 
     def __init__(
         self,
         window: PrefetchWindow[StepData],
-        addresses: Sequence[str],
+        access: ProducerAccess,
         request_of: RequestOf,
         facts: Mapping[str, str],
-        timeout_s: float,
         start_local_pool: Callable[[], WorkerPool[int]],
         notify: NotifyCallback,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare to run; `start_local_pool` is called when workers of this machine are first needed."""
+        self._clock = clock
         self._window = window
-        self._addresses = addresses
+        self._access = access
         self._request_of = request_of
         self._facts = dict(facts)
-        self._timeout_s = timeout_s
+        self._timeout_s = access.timeout_s
         self._start_local_pool = start_local_pool
         self._notify = notify
         self._context = zmq.Context()
         self._connections: dict[str, _Connection] = {}
-        self._start_s = time.monotonic()
+        self._start_s = self._clock()
         self._pool: WorkerPool[int] | None = None
         self._has_warned = False  # that no producer answers
 
@@ -99,7 +146,7 @@ class RemoteStepBuilder:
             waker = stack.enter_context(Waker())
             stack.callback(self._close)
             self._window.add_waker(waker.wake)
-            for address in self._addresses:
+            for address in self._access.addresses:
                 self._connections[address] = self._connect(address)
             while not self._window.closed:
                 self._assign_steps()
@@ -123,24 +170,39 @@ class RemoteStepBuilder:
             ) from None
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         connection = _Connection(address, socket, monitor)
-        connection.send(Hello(self._facts, self._timeout_s), time.monotonic())
+        connection.send(Hello(self._facts, self._timeout_s), self._clock())
         return connection
 
     def _assign_steps(self) -> None:
         """Request steps as far as credit permits, each from the producer with the fewest open requests."""
-        up = [connection for connection in self._connections.values() if connection.state == "up"]
-        while free := [connection for connection in up if len(connection.steps) < connection.credit]:
+        self._try_stalled_producers()
+        trusted = [connection for connection in self._connections.values() if connection.is_trusted]
+        while free := [connection for connection in trusted if len(connection.steps) < connection.credit]:
             step = self._window.claim()
             if step is None:
                 return
             connection = min(free, key=lambda candidate: len(candidate.steps))
+            connection.request(self._request_of(step), self._clock())
             connection.steps.add(step)
-            connection.send(Want(self._request_of(step)), time.monotonic())
-        if not up and self._builds_locally():
+        if not trusted and self._builds_locally():
             if self._pool is None:
                 self._pool = self._start_local_pool()
             while self._pool.num_idle and (step := self._window.claim()) is not None:
                 self._pool.submit(step, self._request_of(step))
+
+    def _try_stalled_producers(self) -> None:
+        """Request one step of each producer that made none before, when its pause is over; others build it too."""
+        now_s = self._clock()
+        for connection in self._connections.values():
+            is_stalled = connection.state == "up" and connection.stalls.count > 0
+            if not is_stalled or connection.tried_step is not None or now_s < connection.stalls.retry_s:
+                continue
+            step = self._window.claim()
+            if step is None:
+                return
+            connection.request(self._request_of(step), self._clock())
+            connection.tried_step = step
+            self._window.release([step])
 
     def _builds_locally(self) -> bool:
         """Return whether to continue without producers; only at the start it is worth waiting for them."""
@@ -150,12 +212,14 @@ class RemoteStepBuilder:
             raise DataError(
                 f"data.producers: {reasons}. Start `mmtrain data serve` with the recipe and the data of the run"
             )
-        is_late = time.monotonic() - self._start_s > self._timeout_s
+        is_late = self._clock() - self._start_s > self._timeout_s
         builds_locally = is_late or any(connection.was_up for connection in connections)
         if builds_locally and not self._has_warned:
             self._has_warned = True
             addresses = ", ".join(self._connections)
-            self._notify(f"no producer answers ({addresses}); steps are prepared here until one does")
+            is_stalled = any(connection.stalls.count for connection in connections)
+            what = "makes steps" if is_stalled else "answers"
+            self._notify(f"no producer {what} ({addresses}); steps are prepared here until one does")
         return builds_locally
 
     def _wait_and_handle(self, waker: Waker) -> None:
@@ -168,9 +232,10 @@ class RemoteStepBuilder:
         for connection in self._connections.values():
             poller.register(connection.socket, zmq.POLLIN)
             poller.register(connection.monitor, zmq.POLLIN)
-        timeout_s = min(HANG_CHECK_INTERVAL_S, self._timeout_s / PINGS_PER_TIMEOUT)
+        shortest_s = min(self._timeout_s, self._access.step_timeout_s)
+        timeout_s = min(HANG_CHECK_INTERVAL_S, shortest_s / PINGS_PER_TIMEOUT)
         ready = dict(poller.poll(round(1000 * timeout_s)))
-        now_s = time.monotonic()  # before reading: a pause of ours must not count as a producer's silence
+        now_s = self._clock()  # before reading: a pause of ours must not count as a producer's silence
         waker.drain()
         if self._pool is not None:
             self._pool.kill_hung_workers()
@@ -203,12 +268,14 @@ class RemoteStepBuilder:
         if isinstance(message, Made | Failed):
             self._handle_result(connection, message, frames, now_s)
         elif isinstance(message, Welcome):
-            if connection.state != "up" and (self._has_warned or connection.was_up):
+            is_expected = connection.stalls.count > 0  # it never went away
+            if connection.state != "up" and (self._has_warned or connection.was_up) and not is_expected:
                 self._notify(f"producer {connection.address} is there")
             connection.state = "up"
             connection.credit = max(1, message.credit)
             connection.was_up = True
-            self._has_warned = False
+            if not is_expected:
+                self._has_warned = False
         elif isinstance(message, Refused):
             connection.state = "refused"
             connection.refusal = message.reason
@@ -223,7 +290,7 @@ class RemoteStepBuilder:
     def _handle_result(
         self, connection: _Connection, message: Made | Failed, frames: list[memoryview], now_s: float
     ) -> None:
-        if message.step not in connection.steps:
+        if message.step not in connection.steps and message.step != connection.tried_step:
             raise WireError(f"step {message.step} was not requested")
         if isinstance(message, Failed):
             result = unpack_result(message.step, message.failure)
@@ -232,6 +299,12 @@ class RemoteStepBuilder:
         else:
             raise WireError(f"step {message.step} came in {len(frames)} frames")
         connection.steps.discard(message.step)
+        connection.last_progress_s = now_s
+        if connection.stalls.count:
+            connection.tried_step = None
+            connection.stalls = _Stalls()
+            self._has_warned = False
+            self._notify(f"producer {connection.address} makes steps again")
         connection.send(Got(message.step), now_s)
         self._window.put(message.step, result)
 
@@ -246,8 +319,22 @@ class RemoteStepBuilder:
                 connection.send(Hello(self._facts, self._timeout_s), now_s)
         elif connection.state == "up" and now_s - connection.last_heard_s > self._timeout_s:
             self._reconnect(connection, f"has been silent for {self._timeout_s:g} s")
+        elif connection.owes_steps and now_s - connection.last_progress_s > self._access.step_timeout_s:
+            self._suspend(connection, now_s)
         elif connection.state == "up" and now_s - connection.last_sent_s > self._timeout_s / PINGS_PER_TIMEOUT:
             connection.send(Ping(), now_s)
+
+    def _suspend(self, connection: _Connection, now_s: float) -> None:
+        """Take the steps of a producer that answers and makes nothing; over a new connection it owes none."""
+        timeout_s = self._access.step_timeout_s
+        stalls = connection.stalls
+        pause_s = stalls.add(now_s, timeout_s)
+        self._reconnect(
+            connection,
+            f"answers, but has made no step for {timeout_s:g} s (data.producer_step_timeout_s); it is tried again in "
+            f"{pause_s:g} s",
+        )
+        self._connections[connection.address].stalls = stalls
 
     def _reconnect(self, connection: _Connection, why: str) -> None:
         """Release a producer's steps, and start over with a new connection to it."""
@@ -270,7 +357,7 @@ class RemoteStepBuilder:
         for connection in self._connections.values():
             linger_ms = 0
             if connection.state == "up":
-                connection.send(Bye(), time.monotonic())
+                connection.send(Bye(), self._clock())
                 linger_ms = CLOSE_LINGER_MS
             self._disconnect(connection, linger_ms)
         self._context.term()
