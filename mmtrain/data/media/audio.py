@@ -42,7 +42,7 @@ class BadAudioError(BadMediaError):
 
 def require_soundfile() -> ModuleType:
     """Import the library that decodes sound. Raises `DataError`, with what to install, if it is missing."""
-    return require_package("soundfile", "audio", "reading audio for an audio encoder")
+    return require_package("soundfile", "audio", "an audio encoder: reading audio")
 
 
 def read_num_frames(media: Media, settings: AudioDataSettings, multiple: int) -> int:
