@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmtrain.checkpoint import LocalStorage, Storage
 from mmtrain.checkpoint.storage import FileSum
-from mmtrain.program import Action, Forward
+from mmtrain.program import Action, Forward, Step
 from mmtrain.runtime.execution.fault_points import FaultPoints
 
 Kind = Literal[
@@ -29,6 +29,8 @@ Kind = Literal[
     "disk full",
     "slow disk",
     "stuck disk",
+    "kill saving",
+    "signal saving",
     "signal",
     "signal launcher",
 ]
@@ -41,8 +43,9 @@ NUM_PIECES_BEFORE_STUCK = 3
 class FailAt(FaultPoints):
     """Injects a fault on `rank` in `step` (from 0; or in each of a range), at the first action of type `action`.
 
-    `nan` replaces the output of the step's forwards; `corrupt` and the kinds of disks concern the checkpoint
-    after `step` steps. `once` is a file that records the fault, so that it does not repeat when the run restarts.
+    `nan` replaces the output of the step's forwards; `corrupt`, the kinds of disks and of `saving` concern the
+    checkpoint after `step` steps. `once` is a file that records the fault, so that it does not repeat
+    when the run restarts.
     """
 
     rank: int
@@ -101,15 +104,38 @@ class FailAt(FaultPoints):
 
 
 @dataclass
-class StopBeforeSteps(FaultPoints):
-    """Stops the process of `rank` before its first step, as a debugger or the system would."""
+class SignalBeforeSteps(FaultPoints):
+    """Signals the process of `rank` before its first step; SIGSTOP does what a debugger or the system would."""
 
     rank: int
+    number: signal.Signals = signal.SIGSTOP
 
     def start(self, rank: int) -> None:
         """See `FaultPoints`."""
         if rank == self.rank:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), self.number)
+
+
+@dataclass
+class SignalInValidation(FaultPoints):
+    """Signals the process of `rank` in the first forward after the weights of `step` (from 0) were updated; once."""
+
+    rank: int
+    step: int
+    number: signal.Signals
+    once: Path
+
+    def start(self, rank: int) -> None:
+        """See `FaultPoints`."""
+        self._is_here, self._has_updated = rank == self.rank, False
+
+    def before_action(self, step: int, action: Action) -> None:
+        """See `FaultPoints`."""
+        if isinstance(action, Step):
+            self._has_updated = step == self.step
+        elif self._is_here and self._has_updated and isinstance(action, Forward) and not self.once.exists():
+            self.once.touch()
+            os.kill(os.getpid(), self.number)
 
 
 class AllOf(FaultPoints):
@@ -169,6 +195,21 @@ class _StuckDisk(LocalStorage):
         return super().write(path, _stuck_after(chunks, NUM_PIECES_BEFORE_STUCK))
 
 
+class _KillsWriter(LocalStorage):
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
+        """End the process with half a file."""
+        path.write_bytes(b"".join(bytes(chunk) for chunk in chunks)[:100])
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+class _SignalsWriter(LocalStorage):
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
+        """Ask the process to stop, and write the file."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().write(path, chunks)
+
+
 def _delayed(chunks: Iterable[bytes | memoryview], count: int, seconds: float) -> Iterator[bytes | memoryview]:
     for number, chunk in enumerate(chunks):
         if number < count:
@@ -188,4 +229,6 @@ _DISKS: dict[Kind, type[LocalStorage]] = {
     "corrupt": _BadDisk,
     "slow disk": _SlowDisk,
     "stuck disk": _StuckDisk,
+    "kill saving": _KillsWriter,
+    "signal saving": _SignalsWriter,
 }

@@ -30,7 +30,9 @@ def test_a_run_as_a_page_and_a_figure(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_as_text_and_as_json(run_dir: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     text = report(run_dir).stdout
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before, "a run may be training there"
     assert "Step 1, measured" in text
     assert "over 3 steps" in text
     output = json.loads(report(run_dir, "--json").stdout)

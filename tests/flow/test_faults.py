@@ -24,7 +24,7 @@ from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, SKIPPED_STEPS_FILE
 from mmtrain.runtime.run_state import read_run_state
 from mmtrain.runtime.training.go_back import GoBack
 from mmtrain.runtime.world import torch_seed
-from tests.faults import SLOW_S, AllOf, FailAt, StopBeforeSteps
+from tests.faults import SLOW_S, AllOf, FailAt, SignalBeforeSteps, SignalInValidation
 from tests.flow.runs import (
     NUM_STEPS,
     assert_same_end,
@@ -237,7 +237,7 @@ def _slow_planner(*inputs: Any, **options: Any) -> Plan:
 
 def test_a_rank_that_is_stopped_before_the_first_step_is_named(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, "train.watchdog_s=1.5")
-    code, message = launch(request, StopBeforeSteps(1))
+    code, message = launch(request, SignalBeforeSteps(1))
     assert code == 1
     lead, other = message.splitlines()
     assert lead == "rank 1 left no report: it is dead, or stopped by the system"
@@ -286,3 +286,61 @@ def test_a_run_goes_back_to_before_bad_steps_and_leaves_their_samples_out(
     assert [folder.name for folder in find(abandoned)] == ["step-00000006"]
     assert [step["step"] for step in read_metrics(abandoned)] == [3, 4, 5, 6]
     assert [json.loads(line)["step"] for line in (abandoned / SKIPPED_STEPS_FILE).read_text().splitlines()] == [3, 4]
+
+
+def test_a_signal_before_the_first_step_saves_after_it(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path)
+    for message in run_all(request, request, faults=SignalBeforeSteps(1, signal.SIGTERM)):
+        assert message.startswith("StoppedAndSaved")
+    assert read_run_state(tmp_path) == {"status": "stopped", "step": 1, "error": None}
+
+
+# `tests/checkpoint/test_crashes.py` ends a save at every operation, so these are long runs.
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "step"), [(0, 4), (1, 4), (0, NUM_STEPS), (1, NUM_STEPS)])
+def test_a_rank_that_is_killed_while_it_saves_is_replaced(
+    data: Path, unbroken: Path, tmp_path: Path, rank: int, step: int
+) -> None:
+    request = request_for(data, tmp_path / "run", max_restarts=1)
+    assert launch(request, FailAt(rank, step, "kill saving", once=tmp_path / "killed")) == (0, "")
+    assert_same_end(tmp_path / "run", unbroken)
+    assert not list((tmp_path / "run" / CHECKPOINTS_FOLDER).glob("draft-*"))
+
+
+@pytest.mark.slow
+def test_a_signal_while_saving_stops_the_run_after_that_step_or_the_next(
+    data: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    request = request_for(data, tmp_path)
+    for message in run_all(request, request, faults=FailAt(1, 4, "signal saving")):
+        assert message.startswith("StoppedAndSaved")
+    assert read_run_state(tmp_path)["step"] in (4, 5)
+    resumed = replace(request, resume=True)
+    assert run_all(resumed, resumed) == ["", ""]
+    assert_same_end(tmp_path, unbroken)
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_last_save_changes_nothing(data: Path, unbroken: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path)
+    assert run_all(request, request, faults=FailAt(0, NUM_STEPS, "signal saving")) == ["", ""]
+    assert read_run_state(tmp_path) == {"status": "done", "step": NUM_STEPS, "error": None}
+    assert_same_end(tmp_path, unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_during_validation_loses_nothing(
+    data: Path, unbroken: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    request = request_for(data, tmp_path / "run", "train.validate_every=1", max_restarts=1)
+    fault = SignalInValidation(1, 2, number, tmp_path / "signalled")
+    code, _ = launch(request, fault)
+    assert fault.once.exists()
+    if number == signal.SIGTERM:
+        assert code == 75
+        assert read_run_state(tmp_path / "run")["step"] == 4
+        code, _ = launch(replace(request, resume=True))
+    assert code == 0
+    assert_same_end(tmp_path / "run", unbroken)
+    assert all(step["val_loss"] is not None for step in read_metrics(tmp_path / "run") if step["step"] != 4)

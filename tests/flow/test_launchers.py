@@ -14,6 +14,7 @@ import pytest
 
 from mmtrain.errors import MmtrainError
 from mmtrain.report import read_metrics
+from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.run_state import read_run_state, write_run_state
@@ -21,7 +22,7 @@ from mmtrain.runtime.training.train import run
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import RanksFailed, fork_ranks
 from tests.faults import FailAt
-from tests.flow.runs import NUM_STEPS, RECIPE, SMALL, poll, request_for, run_all
+from tests.flow.runs import NUM_STEPS, RECIPE, SMALL, assert_same_end, poll, request_for, run_all
 
 ORPHANS_S = 5  # how long a process may outlive the launcher
 SAVE_S = 30  # the same where it finishes its step and saves first
@@ -69,6 +70,20 @@ def test_what_torchrun_restarts_goes_on_unless_it_was_stopped(data: Path, tmp_pa
     assert [s["step"] for s in read_metrics(tmp_path)] == list(range(1, NUM_STEPS + 1))
     write_run_state(tmp_path, "stopped")
     assert fork_ranks(2, _restarted_rank, request, free_port()) == [75, 75]
+
+
+def test_a_slurm_task_that_is_killed_is_resumed_and_a_folder_in_use_is_refused(
+    data: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    request = request_for(data, tmp_path)
+    with pytest.raises(RanksFailed):
+        fork_ranks(2, _slurm_task, replace(request, faults=FailAt(1, 3, "kill")), free_port())
+    resumed = replace(request, resume=True)
+    with FolderLock(tmp_path) as lock:
+        lock.claim()
+        assert fork_ranks(2, _slurm_task, resumed, free_port()) == [2, 2]
+    assert fork_ranks(2, _slurm_task, resumed, free_port()) == [0, 0]
+    assert_same_end(tmp_path, unbroken)
 
 
 def test_our_restarts_are_refused_under_other_launchers(data: Path, tmp_path: Path) -> None:
@@ -245,3 +260,21 @@ def test_ranks_of_a_torchrun_agent_that_was_ended_save_and_stop(
     ) as again:
         assert again.wait() == [0]
     assert read_run_state(tmp_path) == {"status": "done", "step": state["step"] + 2, "error": None}
+
+
+@pytest.mark.slow
+def test_a_slurm_task_whose_step_daemon_is_gone_saves_and_stops(data: Path, tmp_path: Path) -> None:
+    settings = ["--set", "train.steps=2000", "--set", "parallel.placement=unified"]
+    task = [sys.executable, "-m", *_train(data, tmp_path, *settings)]
+    variables = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "localhost"}
+    env = os.environ | variables | {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    daemon = psutil.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({task})"], env=env)
+    try:
+        poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
+        [rank, *_] = daemon.children(recursive=True)
+        daemon.kill()
+        poll(lambda: _has_ended(rank), SAVE_S)
+    finally:
+        daemon.kill()
+        daemon.wait()
+    assert read_run_state(tmp_path)["status"] == "stopped"

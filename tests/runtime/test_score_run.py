@@ -168,7 +168,9 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(taught: Taught, tmp_path:
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
     shard.write_bytes(content)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert evaluated(folder, limit=1).step == 7
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "a run may be training there"
     assert "step-00000009 is damaged" in capsys.readouterr().err
     (folder / "checkpoints/step-00000007/manifest.json").unlink()
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
