@@ -62,7 +62,7 @@ def recipe(tmp_path: Path, tokenizer_path: Path) -> Callable[..., Recipe]:
 
 @pytest.fixture
 def made(tmp_path: Path, recipe: Callable[..., Recipe]) -> Dataset:
-    """A dataset of samples with no, one and two images."""
+    """Make a dataset of samples with no, one and two images."""
 
     def make(**data: Any) -> tuple[Recipe, DataIndex, GroupStream]:
         rng = np.random.default_rng(0)

@@ -34,7 +34,7 @@ class Served:
 
     @property
     def address(self) -> str:
-        """The address at which it listens; waits until it does."""
+        """Wait until it listens, and return its address."""
         assert self.process.stdout is not None
         if not hasattr(self, "_address"):
             self._address = json.loads(self.process.stdout.readline())["address"]

@@ -26,44 +26,44 @@ def clip(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("bins", [80, 128])
-def test_frames_are_those_of_whisper(bins: int) -> None:
+def test_frames_equal_those_of_whisper(bins: int) -> None:
     from transformers import WhisperFeatureExtractor
 
     wave = _wave(0.64)
     extract = WhisperFeatureExtractor(feature_size=bins)
     expected = extract(wave, sampling_rate=16000, padding="longest", return_tensors="np").input_features[0].T
-    found = log_mel(wave, bins)
-    assert found.shape == expected.shape == (64, bins)
-    assert found.dtype == np.float32
-    assert np.abs(found - expected).max() < 1e-4
+    frames = log_mel(wave, bins)
+    assert frames.shape == expected.shape == (64, bins)
+    assert frames.dtype == np.float32
+    assert np.abs(frames - expected).max() < 1e-4
 
 
 @pytest.mark.parametrize("bins", [80, 128])
-def test_fixed_frames_are_those_whisper_pads_to(tmp_path: Path, bins: int) -> None:
+def test_fixed_frames_equal_those_that_whisper_pads_to(tmp_path: Path, bins: int) -> None:
     from transformers import WhisperFeatureExtractor
 
     wave = _wave(1.3).astype(np.float32)
     soundfile.write(tmp_path / "a.wav", wave, 16000, subtype="FLOAT")
     media = FileMedia(str(tmp_path / "a.wav"))
     frames = read_num_frames(media, AudioDataSettings(scheme="fixed"), 8)
-    found = load_log_mels(media, frames, bins)
+    log_mels = load_log_mels(media, frames, bins)
     extract = WhisperFeatureExtractor(feature_size=bins)
     expected = extract(wave, sampling_rate=16000, return_tensors="np").input_features[0].T
-    assert found.shape == expected.shape == (3000, bins)
-    assert np.abs(found - expected).max() < 1e-4
+    assert log_mels.shape == expected.shape == (3000, bins)
+    assert np.abs(log_mels - expected).max() < 1e-4
     assert read_num_frames(media, AudioDataSettings(scheme="fixed", max_seconds=2.0), 64) == 256  # whole features
 
 
-def test_mp3_gives_the_frames_of_its_source(tmp_path: Path) -> None:
+def test_mp3_gives_the_frames_of_the_wav_that_it_encodes(tmp_path: Path) -> None:
     wave = _wave(1.0)
     soundfile.write(tmp_path / "a.mp3", np.stack([wave, wave], axis=1), 16000, format="MP3")
     soundfile.write(tmp_path / "a.wav", wave, 16000)
-    found = {}
+    log_mels = {}
     for name in ("a.mp3", "a.wav"):
         media = FileMedia(str(tmp_path / name))
         assert read_num_frames(media, AudioDataSettings(), 2) in (100, 102, 104)  # encoders pad
-        found[name] = load_log_mels(media, 100, 20)
-    assert np.abs(found["a.mp3"][:95, :15] - found["a.wav"][:95, :15]).mean() < 0.05
+        log_mels[name] = load_log_mels(media, 100, 20)
+    assert np.abs(log_mels["a.mp3"][:95, :15] - log_mels["a.wav"][:95, :15]).mean() < 0.05
 
 
 def test_clips_of_many_channels_are_rejected_from_the_header(tmp_path: Path) -> None:
@@ -79,14 +79,16 @@ def test_resampling_keeps_frequency_and_position_of_tones() -> None:
         t = np.arange(rate) / rate
         tone = np.sin(2 * np.pi * 440 * t) * np.hanning(rate)
         expected = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000) * np.hanning(16000)
-        found = resample(tone, rate)
-        assert found.shape == (16000,)
-        assert np.abs(found - expected).max() < 1e-3, rate
+        resampled = resample(tone, rate)
+        assert resampled.shape == (16000,)
+        assert np.abs(resampled - expected).max() < 1e-3, rate
         assert low is None or len(resample(low, rate)) == 16000
 
 
 @pytest.mark.parametrize(("seconds", "multiple", "frames"), [(0.5, 2, 50), (0.501, 2, 52), (0.5, 8, 56), (0.001, 8, 8)])
-def test_frames_come_from_the_header(tmp_path: Path, seconds: float, multiple: int, frames: int) -> None:
+def test_the_number_of_frames_is_read_from_the_header(
+    tmp_path: Path, seconds: float, multiple: int, frames: int
+) -> None:
     for rate, kind in ((8000, "wav"), (16000, "flac"), (44100, "wav")):
         path = tmp_path / f"{rate}.{kind}"
         soundfile.write(path, _wave(seconds, rate), rate)
@@ -115,7 +117,7 @@ def test_channels_are_mixed_and_the_end_is_padded_with_silence(tmp_path: Path) -
         ("clip.wav", "clip_too_long"),
     ],
 )
-def test_faults_that_the_header_shows(clip: Path, name: str, kind: str) -> None:
+def test_faults_in_the_header_are_rejected_before_decoding(clip: Path, name: str, kind: str) -> None:
     (clip.parent / "text.wav").write_text("no sound")
     soundfile.write(clip.parent / "empty.wav", np.zeros(0), 16000)
     with pytest.raises(BadAudioError) as rejected:
@@ -124,7 +126,7 @@ def test_faults_that_the_header_shows(clip: Path, name: str, kind: str) -> None:
     assert name in str(rejected.value)
 
 
-def test_faults_that_only_decoding_shows(clip: Path, tmp_path: Path) -> None:
+def test_faults_behind_a_good_header_are_rejected_when_decoding(clip: Path, tmp_path: Path) -> None:
     soundfile.write(tmp_path / "intact.flac", _wave(2.0), 16000)
     (tmp_path / "cut.flac").write_bytes((tmp_path / "intact.flac").read_bytes()[:9000])
     soundfile.write(tmp_path / "nan.wav", np.full(1600, np.nan, np.float32), 16000, subtype="FLOAT")

@@ -20,7 +20,7 @@ MakeRecipe = Callable[..., Recipe]
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> list[Row]:
-    """Samples that are good, that are bad by their headers, and that only decoding shows to be bad."""
+    """Write good samples, samples with bad headers, and samples that turn out bad only when they are decoded."""
     noise = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(noise, "png")
     broken = bytearray(noise.getvalue())

@@ -163,7 +163,8 @@ def test_matched_steps_are_even_across_windows_and_epochs() -> None:
 
     def waits(method: GroupingMethod) -> np.ndarray:
         grouping = Grouping(400, 2000, 8, method)
-        stream, targets = GroupStream(lengths, grouping, 0), token_targets(lengths, grouping)
+        stream = GroupStream(lengths, grouping, 0)
+        targets = token_targets(lengths, grouping)
         num_steps = 3 * stream.groups_per_epoch // 8
         loads = np.zeros((num_steps, 8, 2), dtype=np.int64)
         for step in range(num_steps):
@@ -180,7 +181,8 @@ def test_matched_steps_are_even_across_windows_and_epochs() -> None:
 
 @given(st.integers(0, 1000), st.sampled_from(METHODS), st.sampled_from([1, 2, 3, 6]))
 def test_the_samples_of_a_step_do_not_depend_on_the_plan(seed: int, method: GroupingMethod, replicas: int) -> None:
-    lengths, grouping = make_lengths(seed, 120), Grouping(60, 50, 6, method)
+    lengths = make_lengths(seed, 120)
+    grouping = Grouping(60, 50, 6, method)
     stream = GroupStream(lengths, grouping, seed)
     dp, counts = {"llm": replicas, "vision": 1}, {"llm": 6 // replicas, "vision": 6 // replicas}
     for step in range(stream.groups_per_epoch // 6 + 1):
@@ -192,8 +194,10 @@ def test_the_samples_of_a_step_do_not_depend_on_the_plan(seed: int, method: Grou
 
 
 def test_an_epoch_is_evened_out_like_its_steps() -> None:
-    lengths, grouping = make_lengths(3, 500), Grouping(60, 200, 4)
-    stream, targets = GroupStream(lengths, grouping, 0), token_targets(lengths, grouping)
+    lengths = make_lengths(3, 500)
+    grouping = Grouping(60, 200, 4)
+    stream = GroupStream(lengths, grouping, 0)
+    targets = token_targets(lengths, grouping)
     epoch = stream.epoch(1, 4, targets)
     assert sorted(epoch.samples) == list(range(500))
     per_epoch = stream.groups_per_epoch

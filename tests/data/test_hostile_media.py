@@ -58,8 +58,10 @@ def test_damaged_media_are_read_or_rejected_with_a_known_kind(tmp_path: Path, na
     content = make()
     use(FileMedia(str(_write(tmp_path, content))))
     places = st.integers(0, len(content) - 1)
-    for at in data.draw(st.lists(places, min_size=1, max_size=4)):
-        content = content[:at] + data.draw(st.binary(max_size=8)) + content[at + data.draw(st.integers(0, 8)) :]
+    for position in data.draw(st.lists(places, min_size=1, max_size=4)):
+        content = (
+            content[:position] + data.draw(st.binary(max_size=8)) + content[position + data.draw(st.integers(0, 8)) :]
+        )
     if data.draw(st.booleans()):
         content = content[: data.draw(places)]
     kind = None

@@ -75,12 +75,13 @@ def test_the_end_of_a_file_longer_than_the_first_read_is_checked(folder: Path, m
 
 
 def test_unusual_files_are_left_to_the_general_reader(folder: Path) -> None:
-    turned, info = Image.Exif(), PngImagePlugin.PngInfo()
-    turned[0x0112] = 6
+    rotated = Image.Exif()
+    info = PngImagePlugin.PngInfo()
+    rotated[0x0112] = 6
     info.add_text("key", "value")
     unusual = {
-        "turned.jpg": encode(folder, ".jpg", exif=turned),
-        "turned.png": encode(folder, ".png", exif=turned),
+        "turned.jpg": encode(folder, ".jpg", exif=rotated),
+        "turned.png": encode(folder, ".png", exif=rotated),
         "text.png": encode(folder, ".png", pnginfo=info),
         "longer.jpg": encode(folder, ".jpg") + b"film",
         "a.gif": encode(folder, ".gif"),

@@ -87,7 +87,7 @@ def test_every_kind_of_unusable_sample_is_quarantined(tmp_path: Path, picture: P
     assert "data.seq_len = 64" in by_id["too_long"].reason
 
 
-def test_huge_texts_are_not_tokenized(recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_texts_are_rejected_without_tokenizing_them(recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[str] = []
     count = TokenCounter.__call__
 
@@ -180,13 +180,13 @@ def test_fingerprints_cover_the_parts_of_media(picture: Picture, recipe: MakeRec
 
 def test_fingerprints_do_not_depend_on_the_folder(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
     picture("a.png")
-    here = build_index(recipe([row("<image>", "a", "a.png")]))
+    original = build_index(recipe([row("<image>", "a", "a.png")]))
     (tmp_path / "pictures").mkdir()
     moved = tmp_path / "moved.json"
     (tmp_path / "train.json").rename(moved)
     (tmp_path / "a.png").rename(tmp_path / "pictures" / "a.png")
     sources = [{"path": moved, "image_root": tmp_path / "pictures"}]
-    assert build_index(recipe([], sources=sources)).fingerprint == here.fingerprint
+    assert build_index(recipe([], sources=sources)).fingerprint == original.fingerprint
 
 
 def test_sources_keep_their_weights(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
@@ -219,7 +219,7 @@ def test_the_header_of_a_shared_image_is_read_once(
 def test_threads_read_headers_that_wait_for_the_disk(
     picture: Picture, recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether reading headers computes or waits decides which thread reads them, and nothing else."""
+    """Read headers that compute in the main thread and headers that wait in other threads; the index is the same."""
     for i in range(5):
         picture(f"{i}.png", 8 * (i + 1), 8)
     made = recipe([row("<image>", "a", f"{i}.png") for i in (0, 1, 2, 3, 4, 1, 9)])
@@ -234,13 +234,13 @@ def test_threads_read_headers_that_wait_for_the_disk(
     monkeypatch.setattr(item_readers, "read_item_grids", watched)
     computing = SimpleNamespace(perf_counter=lambda: 0.0, thread_time=lambda: 0.0)
     monkeypatch.setattr(measure, "time", computing)
-    here = build_index(made)
+    read_by_main_thread = build_index(made)
     assert set(readers) == {threading.main_thread().name}
     readers.clear()
     waiting = SimpleNamespace(perf_counter=iter(range(1000)).__next__, thread_time=lambda: 0.0)
     monkeypatch.setattr(measure, "time", waiting)
-    there = build_index(made)
+    read_by_threads = build_index(made)
     assert readers.count(threading.main_thread().name) == 2, "the first task, of two files, shows that reading waits"
     assert len(readers) == 6
-    assert there.fingerprint == here.fingerprint
-    assert there.quarantined == here.quarantined
+    assert read_by_threads.fingerprint == read_by_main_thread.fingerprint
+    assert read_by_threads.quarantined == read_by_main_thread.quarantined

@@ -62,7 +62,7 @@ def test_samples_survive_as_records(samples: list[Sample]) -> None:
 
 @pytest.fixture
 def made(picture: Picture, recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    """A small dataset that is cached as if it were large, by a user of its own."""
+    """Make a small dataset that is cached as if it were large, in a cache folder of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(index_cache, "MIN_SOURCE_BYTES", 1)
     picture("a.png", 16, 24)
@@ -164,7 +164,8 @@ def test_only_changes_that_affect_lengths_rebuild_the_index(
     path.write_text(json.dumps(rows[:1]))
     assert len(build_index(made).samples) == 1
     assert reads.count == 4
-    before, text = path.stat(), path.read_text()
+    before = path.stat()
+    text = path.read_text()
     path.unlink()
     path.write_text(text.replace('"red"', '"rot"'))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -74,7 +74,7 @@ def test_media_outside_of_the_folder_are_rejected(tmp_path: Path, key: str, kind
         assert repr(path) in bad.reason
 
 
-def test_links_must_not_lead_out_unless_the_root_holds_both(tmp_path: Path) -> None:
+def test_links_must_not_lead_out_unless_the_root_holds_link_and_target(tmp_path: Path) -> None:
     inside, outside = tmp_path / "set", tmp_path / "elsewhere"
     inside.mkdir()
     outside.mkdir()
@@ -196,13 +196,13 @@ def test_a_set_format_requires_its_own_key(tmp_path: Path) -> None:
     assert all(isinstance(s, Sample) for s in _read(path))
     kinds = {}
     for form in ("llava", "messages"):
-        found = read_samples(SourceSettings(path=path, format=form), LimitSettings())
-        kinds[form] = [s.kind if isinstance(s, Quarantined) else "good" for s in found]
+        samples = read_samples(SourceSettings(path=path, format=form), LimitSettings())
+        kinds[form] = [s.kind if isinstance(s, Quarantined) else "good" for s in samples]
     assert kinds == {"llava": ["malformed", "good"], "messages": ["good", "malformed"]}
 
 
 @pytest.mark.parametrize("bomb", [b"[" * 100_000, b'{"id": ' + b"9" * 5000 + b"}", b'{"a":' * 100_000, b"\xff{}"])
-def test_a_json_bomb_is_one_bad_line(tmp_path: Path, bomb: bytes) -> None:
+def test_deeply_nested_json_costs_only_its_line(tmp_path: Path, bomb: bytes) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b"\n" + bomb + b"\n" + json.dumps(GOOD).encode())
     first, bad, last = _read(path)

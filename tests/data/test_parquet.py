@@ -29,18 +29,20 @@ def _read(path: Path, limits: LimitSettings | None = None) -> list[Sample | Quar
 
 def _bytes(sample: Sample | Quarantined, key: str = "images") -> list[bytes]:
     assert isinstance(sample, Sample), sample
-    found = []
+    contents = []
     for media in getattr(sample, key):
         assert isinstance(media, ParquetCell)
         with media.open() as file:
-            found.append(file.read())
-    return found
+            contents.append(file.read())
+    return contents
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dictionary": False, "compression": "zstd"}])
 def test_every_cell_opens_to_its_bytes(tmp_path: Path, options: dict[str, Any]) -> None:
     images = [[b"a", b"bb"], [], None, [b"ccc"], [b"dddd"]]
-    structs = [[{"bytes": i, "path": "x.png"} for i in each] if each is not None else None for each in images]
+    structs = [
+        [{"bytes": i, "path": "x.png"} for i in row_images] if row_images is not None else None for row_images in images
+    ]
     columns = {
         "messages": [_talk("hi")] * 5,
         "images": pa.array(structs, pa.list_(HF_IMAGE)),
@@ -48,10 +50,10 @@ def test_every_cell_opens_to_its_bytes(tmp_path: Path, options: dict[str, Any]) 
         "ignored": list(range(5)),
         "id": ["p", "q", "r", "s", None],
     }
-    found = _read(parquet(tmp_path / "x.parquet", columns, **options))
-    assert [_bytes(s) for s in found] == [each or [] for each in images]
-    assert [_bytes(s, "clips") for s in found] == [[b"1"], [b"22"], [], [b"4"], [b"5"]]
-    assert [(s.id, s.index) for s in found] == [("p", 0), ("q", 1), ("r", 2), ("s", 3), ("4", 4)]
+    samples = _read(parquet(tmp_path / "x.parquet", columns, **options))
+    assert [_bytes(s) for s in samples] == [row_images or [] for row_images in images]
+    assert [_bytes(s, "clips") for s in samples] == [[b"1"], [b"22"], [], [b"4"], [b"5"]]
+    assert [(s.id, s.index) for s in samples] == [("p", 0), ("q", 1), ("r", 2), ("s", 3), ("4", 4)]
 
 
 @pytest.mark.parametrize("struct", [False, True])
@@ -66,20 +68,21 @@ def test_columns_full_of_bytes_are_not_read_for_indexing(
         "image": pa.array(values, HF_IMAGE if struct else pa.binary()),
     }
     path = parquet(tmp_path / "x.parquet", columns)
-    media_in_value, read_values = parquet_module._media_in_value, []
+    media_in_value = parquet_module._media_in_value
+    read_values: list[Any] = []
 
     def watched(source: Any, value: Any, *args: Any) -> Any:
         read_values.append(value)
         return media_in_value(source, value, *args)
 
     monkeypatch.setattr(parquet_module, "_media_in_value", watched)
-    found = _read(path, LimitSettings(max_member_bytes=150))
+    samples = _read(path, LimitSettings(max_member_bytes=150))
     assert len(read_values) == 4, "the rows of a group with a gap, and of one that may hold too large a cell"
-    kinds = [s.kind if isinstance(s, Quarantined) else _bytes(s) for s in found]
+    kinds = [s.kind if isinstance(s, Quarantined) else _bytes(s) for s in samples]
     gap = "missing_image" if struct else []
     assert kinds == [[b"a"], [b"bb"], [b"ccc"], gap, [b"dddd"], "parquet_cell_size"]
-    assert isinstance(found[0], Sample)
-    assert found[0].turns[0].text == "<audio><image>", "in the order of the columns"
+    assert isinstance(samples[0], Sample)
+    assert samples[0].turns[0].text == "<audio><image>", "in the order of the columns"
 
 
 def test_conversations_may_be_json_and_media_paths(tmp_path: Path) -> None:
@@ -129,17 +132,17 @@ def test_rows_above_the_limit_and_damaged_row_groups_are_quarantined(tmp_path: P
     assert isinstance(bad, Quarantined)
     assert (bad.kind, bad.index) == ("parquet_too_many", 4)
     content = bytearray(path.read_bytes())
-    at = content.index(images[2])
-    content[at - 40 : at] = bytes(40)  # the header of a page in the second row group
+    page_start = content.index(images[2])
+    content[page_start - 40 : page_start] = bytes(40)  # the header of a page in the second row group
     path.write_bytes(content)
-    found = _read(path)
+    samples = _read(path)
     if statistics:  # with statistics the column is known to be full, and is not read for indexing
-        assert _bytes(found[4]) == [images[4]]
+        assert _bytes(samples[4]) == [images[4]]
         with pytest.raises(OSError, match="deserialize"):
-            _bytes(found[3])
+            _bytes(samples[3])
         return
-    assert [s.id for s in found if isinstance(s, Sample)] == ["0", "1", "4", "5"]
-    (bad,) = [s for s in found if isinstance(s, Quarantined)]
+    assert [s.id for s in samples if isinstance(s, Sample)] == ["0", "1", "4", "5"]
+    (bad,) = [s for s in samples if isinstance(s, Quarantined)]
     assert (bad.kind, bad.index) == ("parquet_broken", 2)
     assert "row group 1: its rows from 0 on cannot be read" in bad.reason
 

@@ -17,11 +17,11 @@ def test_every_step_arrives_once_and_in_order(first: int, depth: int, moves: lis
     window = PrefetchWindow[int](first, depth)
     held: list[int] = []  # claimed, and not yet put or lost
     late: list[int] = []  # released, but their builder may still put them
-    taken: list[int] = []
+    taken_steps: list[int] = []
     done: set[int] = set()
     for move, which in moves:
         if move == "claim" and (step := window.claim()) is not None:
-            assert first + len(taken) <= step < first + len(taken) + depth
+            assert first + len(taken_steps) <= step < first + len(taken_steps) + depth
             assert step not in held
             assert step not in done
             held.append(step)
@@ -33,21 +33,21 @@ def test_every_step_arrives_once_and_in_order(first: int, depth: int, moves: lis
             step = held.pop(which % len(held))
             window.release([step])
             late.append(step)
-        elif move == "take" and first + len(taken) in done:
-            taken.append(window.take())
+        elif move == "take" and first + len(taken_steps) in done:
+            taken_steps.append(window.take())
         if late and which == 3:  # a builder that was given up puts its result after all
             step = late.pop()
             window.put(step, step)
             done.add(step)
             held = [h for h in held if h != step]
-    while len(taken) < len(moves):  # from every state, all further steps can be taken
+    while len(taken_steps) < len(moves):  # from every state, all further steps can be taken
         for step in held:
             window.put(step, step)
         held = []
         while (claimed := window.claim()) is not None:
             window.put(claimed, claimed)
-        taken.append(window.take())
-    assert taken == list(range(first, first + len(taken)))
+        taken_steps.append(window.take())
+    assert taken_steps == list(range(first, first + len(taken_steps)))
 
 
 def test_an_error_is_raised_for_its_step_every_time() -> None:
@@ -76,13 +76,13 @@ def test_closing_wakes_all_waiting_threads() -> None:
     assert window.claim() == 0
     woken = threading.Event()
     window.add_waker(woken.set)
-    found: list[object] = []
-    waiting = [threading.Thread(target=lambda: found.append(window.claim(wait=True)))]
+    outcomes: list[object] = []
+    waiting = [threading.Thread(target=lambda: outcomes.append(window.claim(wait=True)))]
 
     def take() -> None:
         with pytest.raises(RunError, match="closed"):
             window.take()
-        found.append("closed")
+        outcomes.append("closed")
 
     waiting.append(threading.Thread(target=take))
     for thread in waiting:
@@ -91,5 +91,5 @@ def test_closing_wakes_all_waiting_threads() -> None:
     for thread in waiting:
         thread.join()
     assert woken.is_set()
-    assert sorted(map(str, found)) == ["None", "closed"]
+    assert sorted(map(str, outcomes)) == ["None", "closed"]
     assert window.claim() is None

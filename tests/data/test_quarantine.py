@@ -133,8 +133,8 @@ def _hostile_parquet(folder: Path) -> dict[str, str]:
     columns = {"caption": list("abcdef"), "image": images, "id": [f"p{i}" for i in range(6)]}
     parquet(folder / "x.parquet", columns, use_dictionary=False, compression="none")
     content = bytearray((folder / "x.parquet").read_bytes())
-    at = content.index(images[2])
-    content[at - 40 : at] = bytes(40)
+    page_start = content.index(images[2])
+    content[page_start - 40 : page_start] = bytes(40)
     (folder / "x.parquet").write_bytes(content)
     path = str(folder / "x.parquet")
     return {
@@ -147,7 +147,7 @@ def _hostile_parquet(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def planted(tmp_path: Path, recipe: MakeRecipe, tokenizer_path: Path) -> tuple[Recipe, dict[str, str]]:
-    """A recipe whose sources hold every kind of bad sample, and sample -> its kind."""
+    """Make a recipe whose sources hold every kind of bad sample; return it with the kind of each sample."""
     for name, make in MEDIA.items():
         (tmp_path / name).write_bytes(make())
     outside = tmp_path.parent / f"{tmp_path.name}-outside.mp4"
@@ -196,13 +196,13 @@ def test_every_planted_fault_is_found_with_its_kind(planted: tuple[Recipe, dict[
     assert {*expected.values(), "no_vision", "no_audio"} | found_by_workers == set(QUARANTINE_REASONS)
 
 
-def test_all_kinds_in_the_source_are_listed() -> None:
+def test_every_kind_that_the_code_raises_is_registered() -> None:
     folder = Path(mmtrain.__file__).parent / "data"
     calls = r'(?:Error|BadTarMember|Quarantined|Quarantined\.of)\([^")]*"([a-z_]+)"|_open_\w+\(media, "([a-z_]+)"'
     raised = [match for path in folder.rglob("*.py") for match in re.findall(calls, path.read_text())]
-    found = {kind for match in raised for kind in match if kind}
-    assert {"malformed", "truncated", "tar_name", "not_audio", "too_long"} <= found
-    assert found <= set(QUARANTINE_REASONS)
+    raised_kinds = {kind for match in raised for kind in match if kind}
+    assert {"malformed", "truncated", "tar_name", "not_audio", "too_long"} <= raised_kinds
+    assert raised_kinds <= set(QUARANTINE_REASONS)
 
 
 def test_the_documentation_lists_them_all() -> None:

@@ -59,8 +59,8 @@ def test_steps_are_the_same_while_producers_come_and_go(made: Dataset, tmp_path:
     alone = made(prefetch=0)[0]
     notes: list[str] = []
     with ExitStack() as stack:
-        one, two = (stack.enter_context(Served(recipe, tmp_path)) for _ in range(2))
-        with_producers = asking(recipe, one.address, two.address)
+        first, second = (stack.enter_context(Served(recipe, tmp_path)) for _ in range(2))
+        with_producers = asking(recipe, first.address, second.address)
         reference = stack.enter_context(Loader(index, stream, alone, StepRequest(3, DP, ONE, EVERYTHING)))
         loader = stack.enter_context(
             Loader(index, stream, with_producers, StepRequest(3, DP, ONE, EVERYTHING), notify=notes.append)
@@ -72,16 +72,16 @@ def test_steps_are_the_same_while_producers_come_and_go(made: Dataset, tmp_path:
 
         steps(8)
         assert notes == []
-        one.process.kill()
+        first.process.kill()
         steps(16)
-        assert [note for note in notes if f"{one.address} has closed the connection" in note]
-        assert two.end()[0] == 0
+        assert [note for note in notes if f"{first.address} has closed the connection" in note]
+        assert second.end()[0] == 0
         steps(16)
-        assert [note for note in notes if f"{two.address} has left" in note]
+        assert [note for note in notes if f"{second.address} has left" in note]
         assert [note for note in notes if "no producer answers" in note and "prepared here" in note]
-        restarted = stack.enter_context(Served(recipe, tmp_path, one.address))
-        assert restarted.address == one.address
-        while not [note for note in notes if f"{one.address} is there" in note]:
+        restarted = stack.enter_context(Served(recipe, tmp_path, first.address))
+        assert restarted.address == first.address
+        while not [note for note in notes if f"{first.address} is there" in note]:
             steps(1)
         steps(8)
 
@@ -169,7 +169,7 @@ def test_missing_zeromq_is_an_error_that_says_what_to_install(made: Dataset, mon
         Loader(index, stream, asking(recipe, "tcp://127.0.0.1:1"), StepRequest(0, DP, ONE, EVERYTHING))
 
 
-def test_facts_cover_what_decides_the_content_of_steps(made: Dataset) -> None:
+def test_settings_that_decide_the_content_of_steps_are_compared(made: Dataset) -> None:
     recipe, index, _ = made()
     ours = step_facts(recipe, index)
     assert describe_differences(ours, step_facts(asking(made(workers=3, prefetch=5)[0], "tcp://x:1"), index)) == ""
@@ -178,9 +178,9 @@ def test_facts_cover_what_decides_the_content_of_steps(made: Dataset) -> None:
         "samples is 11 in the trainer and 12 here; fingerprint of"
     )
     other, other_index, _ = made(seq_len=48, grouping_window=7)
-    found = describe_differences(ours, step_facts(other, other_index))
-    assert "data.seq_len is 48 in the trainer and 64 here" in found
-    assert "data.grouping_window is 7 in the trainer" in found
+    differences = describe_differences(ours, step_facts(other, other_index))
+    assert "data.seq_len is 48 in the trainer and 64 here" in differences
+    assert "data.grouping_window is 7 in the trainer" in differences
 
 
 # A producer whose messages the test sends.
@@ -290,7 +290,8 @@ def context() -> Iterator[Sockets]:
 
 
 def test_a_trainer_requests_within_its_credit_and_confirms_steps(context: Sockets) -> None:
-    window, puppet = PrefetchWindow[StepData](0, 8), Puppet(context)
+    window = PrefetchWindow[StepData](0, 8)
+    puppet = Puppet(context)
     with consuming(window, puppet):
         trainer = puppet.welcome(credit=2)
         assert [puppet.hear()[1] for _ in range(2)] == [Want(request_of(0)), Want(request_of(1))]
@@ -303,7 +304,8 @@ def test_a_trainer_requests_within_its_credit_and_confirms_steps(context: Socket
 
 
 def test_a_trainer_requests_no_more_than_its_window(context: Sockets) -> None:
-    window, puppet = PrefetchWindow[StepData](0, 2), Puppet(context)
+    window = PrefetchWindow[StepData](0, 2)
+    puppet = Puppet(context)
     with consuming(window, puppet):
         trainer = puppet.welcome(credit=100)
         assert [puppet.hear()[1] for _ in range(2)] == [Want(request_of(0)), Want(request_of(1))]
@@ -329,7 +331,9 @@ def test_a_trainer_requests_no_more_than_its_window(context: Sockets) -> None:
 def test_a_producer_that_sends_nonsense_loses_its_steps_to_another(
     context: Sockets, frames: list[bytes], why: str
 ) -> None:
-    window, bad, good = PrefetchWindow[StepData](0, 1), Puppet(context), Puppet(context)
+    window = PrefetchWindow[StepData](0, 1)
+    bad = Puppet(context)
+    good = Puppet(context)
     with consuming(window, bad, good) as notes:
         trainer = bad.welcome(credit=1)
         assert bad.hear() == (trainer, Want(request_of(0)))
@@ -345,7 +349,8 @@ def test_a_producer_that_sends_nonsense_loses_its_steps_to_another(
 
 
 def test_a_silent_producer_is_given_up(context: Sockets) -> None:
-    window, puppet = PrefetchWindow[StepData](0, 1), Puppet(context)
+    window = PrefetchWindow[StepData](0, 1)
+    puppet = Puppet(context)
     with consuming(window, puppet, timeout_s=0.2) as notes:
         puppet.welcome(credit=1)
         assert window.take().meta.step == 0
@@ -353,16 +358,18 @@ def test_a_silent_producer_is_given_up(context: Sockets) -> None:
 
 
 def test_a_producer_that_answers_and_makes_nothing_loses_its_steps_and_is_tried_again(context: Sockets) -> None:
-    window, lazy, good = PrefetchWindow[StepData](0, 2), Puppet(context), Puppet(context)
-    now = [0.0]
-    with consuming(window, lazy, good, step_timeout_s=0.2, clock=lambda: now[0]) as notes:
+    window = PrefetchWindow[StepData](0, 2)
+    lazy = Puppet(context)
+    good = Puppet(context)
+    clock_s = [0.0]
+    with consuming(window, lazy, good, step_timeout_s=0.2, clock=lambda: clock_s[0]) as notes:
         first = lazy.welcome(credit=1)
         assert lazy.hear() == (first, Want(request_of(0)))
         other = good.welcome(credit=9)
         assert good.hear() == (other, Want(request_of(1)))
         good.say(other, Made(1), step_bytes(1))
         assert good.hear() == (other, Got(1))
-        now[0] = 0.3  # its step goes to the other one, and it is greeted anew
+        clock_s[0] = 0.3  # its step goes to the other one, and it is greeted anew
         assert good.hear() == (other, Want(request_of(0)))
         good.say(other, Made(0), step_bytes(0))
         assert good.hear() == (other, Got(0))
@@ -373,7 +380,7 @@ def test_a_producer_that_answers_and_makes_nothing_loses_its_steps_and_is_tried_
         for step in (2, 3):
             good.say(other, Made(step), step_bytes(step))
             assert good.hear() == (other, Got(step))
-        now[0] = 0.6  # it gets one step to show that it works, and the other one builds that too
+        clock_s[0] = 0.6  # it gets one step to show that it works, and the other one builds that too
         assert window.take().meta.step == 2
         assert lazy.hear() == (again, Want(request_of(4)))
         assert good.hear() == (other, Want(request_of(4)))
@@ -388,12 +395,13 @@ def test_a_producer_that_answers_and_makes_nothing_loses_its_steps_and_is_tried_
 
 
 def test_while_the_only_producer_makes_nothing_steps_are_built_locally(context: Sockets) -> None:
-    window, puppet = PrefetchWindow[StepData](0, 2), Puppet(context)
-    now = [0.0]
-    with consuming(window, puppet, step_timeout_s=0.2, clock=lambda: now[0]) as notes:
+    window = PrefetchWindow[StepData](0, 2)
+    puppet = Puppet(context)
+    clock_s = [0.0]
+    with consuming(window, puppet, step_timeout_s=0.2, clock=lambda: clock_s[0]) as notes:
         puppet.welcome(credit=1)
         assert puppet.hear()[1] == Want(request_of(0))
-        now[0] = 0.3
+        clock_s[0] = 0.3
         puppet.welcome(credit=1)
         assert [window.take().meta.step for _ in range(8)] == list(range(8))
     assert "answers, but has made no step for 0.2 s" in notes[0]
@@ -401,14 +409,16 @@ def test_while_the_only_producer_makes_nothing_steps_are_built_locally(context: 
 
 
 def test_without_a_producer_at_the_start_steps_are_built_locally(context: Sockets) -> None:
-    window, puppet = PrefetchWindow[StepData](0, 2), Puppet(context)
+    window = PrefetchWindow[StepData](0, 2)
+    puppet = Puppet(context)
     with consuming(window, puppet, timeout_s=0.2) as notes:
         assert window.take().meta.step == 0
     assert "no producer answers" in notes[0]
 
 
 def test_a_restarted_producer_is_greeted_again(context: Sockets) -> None:
-    window, puppet = PrefetchWindow[StepData](0, 1), Puppet(context)
+    window = PrefetchWindow[StepData](0, 1)
+    puppet = Puppet(context)
     with consuming(window, puppet) as notes:
         trainer = puppet.welcome(credit=1)
         assert puppet.hear()[1] == Want(request_of(0))
@@ -420,7 +430,8 @@ def test_a_restarted_producer_is_greeted_again(context: Sockets) -> None:
 
 
 def test_errors_travel_with_their_traceback(context: Sockets) -> None:
-    window, puppet = PrefetchWindow[StepData](0, 1), Puppet(context)
+    window = PrefetchWindow[StepData](0, 1)
+    puppet = Puppet(context)
     with consuming(window, puppet):
         trainer = puppet.welcome(credit=1)
         puppet.hear()
@@ -477,29 +488,29 @@ def test_a_producer_builds_requested_steps(context: Sockets) -> None:
 
 def test_a_producer_holds_no_more_steps_than_its_credit(context: Sockets) -> None:
     with producing(FakeStepBuilder()) as (producer, _):
-        one, two = (Dealer(context, producer.address) for _ in range(2))
-        assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (one, two)] == [Welcome(2), Welcome(2)]
-        assert [one.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
-        two.socket.send_multipart(encode_message(Want(request_of(7))))
-        assert [two.ask(Ping()) for _ in range(2)] == [Pong(), Pong()]  # the second one in a later turn of the loop
+        first, second = (Dealer(context, producer.address) for _ in range(2))
+        assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (first, second)] == [Welcome(2), Welcome(2)]
+        assert [first.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
+        second.socket.send_multipart(encode_message(Want(request_of(7))))
+        assert [second.ask(Ping()) for _ in range(2)] == [Pong(), Pong()]  # the second one in a later turn of the loop
         assert producer._running == set(), "unconfirmed steps of the first trainer use up the credit"
         assert sum(len(trainer.sent) for trainer in producer._trainers.values()) == 2
-        one.socket.send_multipart(encode_message(Got(0)))
-        assert two.hear() == Made(7)
-        one.socket.send_multipart(encode_message(Want(request_of(2))))
-        assert one.ask(Want(request_of(3))) == Refused(
+        first.socket.send_multipart(encode_message(Got(0)))
+        assert second.hear() == Made(7)
+        first.socket.send_multipart(encode_message(Want(request_of(2))))
+        assert first.ask(Want(request_of(3))) == Refused(
             "a message could not be read: step 3 is requested twice or beyond the credit of 2"
         )
 
 
 def test_a_killed_trainer_holds_no_credit(context: Sockets) -> None:
     with producing(FakeStepBuilder()) as (producer, notes):
-        one, two = (Dealer(context, producer.address) for _ in range(2))
-        assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (one, two)] == [Welcome(2), Welcome(2)]
-        assert [one.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
-        two.socket.send_multipart(encode_message(Want(request_of(7))))
-        one.socket.close(linger=0)
-        while (answer_to_second := two.hear()) == Pong():
+        first, second = (Dealer(context, producer.address) for _ in range(2))
+        assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (first, second)] == [Welcome(2), Welcome(2)]
+        assert [first.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
+        second.socket.send_multipart(encode_message(Want(request_of(7))))
+        first.socket.close(linger=0)
+        while (answer_to_second := second.hear()) == Pong():
             pass
         assert answer_to_second == Made(7)
         while "is gone" not in notes.get(timeout=60):

@@ -31,7 +31,8 @@ Content = tuple[list[tuple[int, bytes, bytes]], list[tuple[int, int, bytes]]]
 def content(step: StepData, replica: int) -> Content:
     """Return the texts by sample, and the images by (sample, position), of one replica."""
     texts, images = [], []
-    meta, table = step.meta, step.meta.items["vision"]
+    meta = step.meta
+    table = step.meta.items["vision"]
     for (r, i), text in step.text.items():
         assert r == replica
         lo = 0

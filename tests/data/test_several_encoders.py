@@ -94,8 +94,8 @@ def test_a_microbatch_of_text_alone_has_no_features(two_encoders: MakeRecipe) ->
 def test_frames_of_a_video_count_once(two_encoders: MakeRecipe) -> None:
     rows = [row("<video><image>", "red", "small.png", name="0") | {"video": "four.mp4"}]
     assert len(build_index(two_encoders(rows, max_images=5, video=FOUR)).samples) == 1
-    few = build_index(two_encoders([*rows, row("a", "b")], max_images=4, video=FOUR))
-    assert [(q.kind, q.reason) for q in few.quarantined] == [
+    index = build_index(two_encoders([*rows, row("a", "b")], max_images=4, video=FOUR))
+    assert [(q.kind, q.reason) for q in index.quarantined] == [
         ("too_many_images", "5 images, frames of videos included, data.max_images = 4")
     ]
 

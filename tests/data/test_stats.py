@@ -32,7 +32,8 @@ def test_stats_with_and_without_a_recipe(tmp_path: Path, picture: Picture, recip
 
 def test_methods_are_compared_as_training_would_group(recipe: MakeRecipe) -> None:
     made = recipe([row(f"{s} + {s % 7}", "3" * (1 + s % 9)) for s in range(60)])
-    index, grouping = build_index(made), Grouping.of(made.data, 4)
+    index = build_index(made)
+    grouping = Grouping.of(made.data, 4)
     clock = iter(range(100))
     scores = compare_grouping_methods(index.lengths, index.weights, grouping, 3, 4, lambda: float(next(clock)))
     assert [s.method for s in scores] == ["matched", "isf", "random", "length", "device"]

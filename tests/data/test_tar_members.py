@@ -44,17 +44,17 @@ def _read(path: Path, content: bytes, limits: LimitSettings = LIMITS) -> list[Ta
     st.lists(st.tuples(st.lists(NAMES, min_size=1, max_size=3), st.binary(max_size=1100)), max_size=6),
     st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
 )
-def test_members_are_those_of_the_standard_library(
+def test_members_equal_those_of_the_standard_library(
     tmp_path_factory: pytest.TempPathFactory, files: list[tuple[list[str], bytes]], form: int
 ) -> None:
     content = _archive({"/".join(parts): body for parts, body in files}, form)
     path = tmp_path_factory.mktemp("tar") / "a.tar"
-    found = _read(path, content)
+    members = _read(path, content)
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         expected = [(info.name, info.offset_data, info.size) for info in tar]
-    assert [(m.name, m.offset, m.size) for m in found if isinstance(m, TarMember)] == expected
+    assert [(m.name, m.offset, m.size) for m in members if isinstance(m, TarMember)] == expected
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        for member, info in zip(found, tar, strict=True):
+        for member, info in zip(members, tar, strict=True):
             assert isinstance(member, TarMember)
             body = tar.extractfile(info)
             assert body is not None
@@ -162,11 +162,11 @@ def test_a_truncated_archive_yields_its_intact_members(tmp_path: Path) -> None:
     content = _archive({"a": b"x" * 700, "b": b"y" * 20, "c" * 150: b"z" * 600})
     intact = [m for m in _read(tmp_path / "a.tar", content) if isinstance(m, TarMember)]
     for end in range(1, len(content), 61):
-        found = _read(tmp_path / "a.tar", content[:end])
-        good = [m for m in found if isinstance(m, TarMember)]
+        members = _read(tmp_path / "a.tar", content[:end])
+        good = [m for m in members if isinstance(m, TarMember)]
         assert good == intact[: len(good)]
         assert all(m.offset + m.size <= end for m in good)
-        assert len(good) == len(intact) or len(found) > len(good), "members are missing without a report"
+        assert len(good) == len(intact) or len(members) > len(good), "members are missing without a report"
 
 
 def test_a_second_archive_in_one_file_is_quarantined(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ TEXTS = st.one_of(
 
 
 @given(TEXTS, st.sampled_from(sorted(FAST)))
-def test_counts_are_those_of_encoding(text: str, name: str) -> None:
+def test_counts_equal_those_of_encoding(text: str, name: str) -> None:
     tokenizer = FAST[name]
     assert TokenCounter(tokenizer)(text) == len(tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -88,7 +88,8 @@ def test_words_and_pieces_are_cached(name: str) -> None:
 @pytest.mark.parametrize("name", FAST)
 def test_single_spaces_start_pieces(name: str) -> None:
     """Counting by words relies on this; tried with every pair of characters around a space."""
-    tokenizer, unusual = FAST[name], "aZ'7.(-_\t\n\r\x0b\x1c\x7f<"
+    tokenizer = FAST[name]
+    unusual = "aZ'7.(-_\t\n\r\x0b\x1c\x7f<"
     for left in ("x" + c for c in unusual):
         for right in (c + "y" for c in unusual if not c.isspace()):
             apart = len(tokenizer.encode(left).ids) + len(tokenizer.encode(" " + right).ids)

@@ -27,12 +27,12 @@ def _file(path: Path, content: bytes) -> FileMedia:
 
 def _seen(media: FileMedia | TarMember, count: int) -> list[str]:
     """Return the colours that the frames show."""
-    found = []
+    colours = []
     for frame in load_video_frames(media, count, (32, 24), LIMIT):
         assert frame.size == (32, 24)
         mean = np.asarray(frame).mean(axis=(0, 1))
-        found.append(min(COLOURS, key=lambda name: float(np.abs(mean - COLOURS[name]).sum())))
-    return found
+        colours.append(min(COLOURS, key=lambda name: float(np.abs(mean - COLOURS[name]).sum())))
+    return colours
 
 
 @pytest.mark.parametrize("form", ["mp4", "matroska", "avi"])
@@ -65,15 +65,15 @@ def test_videos_are_rotated_as_their_header_says(tmp_path: Path, rotation: int, 
 
 
 @given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 1 << 64))
-def test_damaged_headers_give_some_rotation_and_no_error(noise: bytes, at: int, size: int) -> None:
+def test_damaged_headers_give_some_rotation_and_no_error(noise: bytes, offset: int, size: int) -> None:
     content = movie(["red"], form="mov")
     moov = content.index(b"moov") - 4
-    broken = content[: moov + at] + size.to_bytes(9, "big")[-8:] + noise + content[moov + at + 20 :]
+    broken = content[: moov + offset] + size.to_bytes(9, "big")[-8:] + noise + content[moov + offset + 20 :]
     for piece in (broken, noise, b"\0\0\0\x01moov" + size.to_bytes(9, "big")[-8:] + noise):
         assert 0 <= read_quarter_turns(io.BytesIO(piece)) <= 3
 
 
-def test_a_short_video_has_no_more_frames_than_it_has(tmp_path: Path) -> None:
+def test_a_short_video_yields_no_more_frames_than_it_holds(tmp_path: Path) -> None:
     media = _file(tmp_path / "x.mp4", movie(["red", "blue"], seconds_each=0.1))
     assert read_video_size(media, 64, LIMIT) == (64, 48, 4)
     assert _seen(media, 4) == ["red", "red", "blue", "blue"]
@@ -82,7 +82,7 @@ def test_a_short_video_has_no_more_frames_than_it_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["mpeg4", "libx264"])  # the second stores frames in another order than it shows them
 @pytest.mark.parametrize("form", ["mp4", "matroska", "mpegts"])
 @pytest.mark.parametrize("key_every", [5, 24])
-def test_frames_are_those_on_show_with_and_without_seeking(
+def test_frames_are_those_shown_at_their_times_with_and_without_seeking(
     tmp_path: Path, codec: str, form: str, key_every: int
 ) -> None:
     if codec not in av.codecs_available:
@@ -98,11 +98,11 @@ def test_frames_are_those_on_show_with_and_without_seeking(
         start, seconds = read_start_and_duration(media, container.streams.video[0])
     for count in (1, 2, 3, 7, 20, 60):
         times = [start + (i + 0.5) / count * seconds for i in range(count)]
-        expected = [[shade for time, shade in frames_by_time if time <= wanted][-1] for wanted in times]
-        found = [
+        expected = [[shade for time, shade in frames_by_time if time <= shown_at][-1] for shown_at in times]
+        brightness = [
             float(np.asarray(frame.convert("L")).mean()) for frame in load_video_frames(media, count, (32, 32), LIMIT)
         ]
-        assert np.abs(np.array(found) - expected).max() < 0.5, count
+        assert np.abs(np.array(brightness) - expected).max() < 0.5, count
 
 
 @pytest.mark.parametrize("form", ["matroska", "mov", "avi"])
@@ -149,7 +149,7 @@ def test_lists_that_name_other_files_are_not_followed(tmp_path: Path, hostile: o
     ("content", "kind"),
     [(None, "missing_video"), (b"no video", "not_a_video"), (wav(0.2), "not_a_video"), (b"", "not_a_video")],
 )
-def test_faults_that_the_header_shows(tmp_path: Path, content: bytes | None, kind: str) -> None:
+def test_faults_in_the_header_are_rejected_before_decoding(tmp_path: Path, content: bytes | None, kind: str) -> None:
     media = FileMedia(str(tmp_path / "x.mp4")) if content is None else _file(tmp_path / "x.mp4", content)
     with pytest.raises(BadVideoError, match=r"x\.mp4") as rejected:
         read_video_size(media, 4, LIMIT)

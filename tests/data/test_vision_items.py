@@ -37,7 +37,8 @@ def _talk(text: str, **media: Any) -> dict[str, Any]:
 def test_tiles_cover_the_canvas_and_the_last_is_the_thumbnail(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(_gradient(32, 16))
     image = ImageSettings(**TILES, mean=(0, 0, 0), std=(1, 1, 1))
-    decoder, media = VisionItemDecoder(image, 8), FileMedia(str(tmp_path / "a.png"))
+    decoder = VisionItemDecoder(image, 8)
+    media = FileMedia(str(tmp_path / "a.png"))
     left, right, thumbnail = (decoder.patches("image", media, part, 3, (2, 2)) for part in range(3))
     pixels = np.asarray(Image.open(tmp_path / "a.png"), dtype=np.float32) / 255
     for tile, part in ((left, pixels[:, :16]), (right, pixels[:, 16:])):

@@ -77,13 +77,13 @@ def test_an_image_root_is_rejected_for_shards(tmp_path: Path) -> None:
         list(read_samples(SourceSettings(path=path, image_root=tmp_path), LimitSettings()))
 
 
-def test_shards_follow_each_other(tmp_path: Path) -> None:
+def test_shards_are_read_in_order(tmp_path: Path) -> None:
     for i in range(3):
         tar(tmp_path / f"x-{i:02}.tar", {f"{i}.json": _json("hi"), f"{i}b.json": _json("hi")})
-    found = _read(tmp_path / "x-{00..02}.tar")
-    assert [s.id for s in found] == ["0", "0b", "1", "1b", "2", "2b"]
-    assert [s.index for s in found] == [0, 1] * 3
-    assert {s.source for s in found} == {str(tmp_path / f"x-{i:02}.tar") for i in range(3)}
+    samples = _read(tmp_path / "x-{00..02}.tar")
+    assert [s.id for s in samples] == ["0", "0b", "1", "1b", "2", "2b"]
+    assert [s.index for s in samples] == [0, 1] * 3
+    assert {s.source for s in samples} == {str(tmp_path / f"x-{i:02}.tar") for i in range(3)}
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,9 @@ class Clock:
 
 
 def test_a_hung_worker_is_replaced_and_after_two_hangs_the_sample_is_not_read(tmp_path: Path) -> None:
-    reached, clock, notes = tmp_path / "reached", Clock(), list[str]()
+    reached = tmp_path / "reached"
+    clock = Clock()
+    notes = list[str]()
     os.mkfifo(reached)
     with WorkerPool[int](HangingStepBuilder(str(reached)), 1, notes.append, clock) as pool:
         pool.submit(3, request(3))
@@ -155,7 +157,9 @@ def test_a_hung_worker_is_replaced_and_after_two_hangs_the_sample_is_not_read(tm
 
 
 def test_a_worker_that_makes_progress_is_not_killed(tmp_path: Path) -> None:
-    reached, go, clock = tmp_path / "reached", tmp_path / "go", Clock()
+    reached = tmp_path / "reached"
+    go = tmp_path / "go"
+    clock = Clock()
     os.mkfifo(reached)
     os.mkfifo(go)
     with WorkerPool[int](SlowStepBuilder(str(reached), str(go)), 1, pytest.fail, clock) as pool:
@@ -194,7 +198,8 @@ def test_a_crash_before_the_first_read_is_no_fault_of_a_sample() -> None:
 
 def test_media_of_a_deadly_sample_become_zeros_and_it_is_quarantined(made: Dataset) -> None:
     recipe, index, stream = made()
-    builder, read = StepBuilder(index, stream, recipe), list[int | None]()
+    builder = StepBuilder(index, stream, recipe)
+    read = list[int | None]()
     asked = StepRequest(0, DP, dict.fromkeys(DP, 1), EVERYTHING)
     complete = builder.build(asked, ReadMonitor(read.append))
     with_images = [int(complete.meta.sample_id[s]) for s in complete.meta.items["vision"].sample]
@@ -245,7 +250,7 @@ def test_workers_end_with_a_trainer_that_is_killed() -> None:
     assert psutil.wait_procs(processes, timeout=60)[1] == []
 
 
-def test_steps_are_those_of_a_thread_while_workers_are_killed(made: Dataset) -> None:
+def test_steps_equal_those_of_a_thread_while_workers_are_killed(made: Dataset) -> None:
     recipe, index, stream = made(workers=2, prefetch=2)
     in_line = made(workers=0, prefetch=0)[0]
     notes: list[str] = []
@@ -255,9 +260,9 @@ def test_steps_are_those_of_a_thread_while_workers_are_killed(made: Dataset) -> 
             index, stream, recipe, StepRequest(3, DP, dict.fromkeys(DP, 1), EVERYTHING), notify=notes.append
         ) as loader,
     ):
-        for taken in range(24):
+        for step in range(24):
             assert same(next(loader), next(reference))
-            if taken in (5, 11):
+            if step in (5, 11):
                 [host] = hosts()
                 for worker in host.children():
                     worker.kill()
@@ -270,14 +275,14 @@ def test_samples_that_workers_find_bad_are_quarantined_once_and_in_the_same_step
     victims = [sample for sample in index.samples if sample.images][:3]
     for victim in victims:
         Path(str(victim.images[0])).write_bytes(b"gone bad")
-    found = []
+    quarantined_by_step = []
     for settings in (recipe, made(workers=0, max_bad_rate=1.0)[0]):
         for victim in victims:
             Path(str(victim.images[0])).write_bytes(b"gone bad")  # `made` has written them again
         with Loader(index, stream, settings, StepRequest(0, DP, dict.fromkeys(DP, 1), EVERYTHING)) as loader:
-            found.append([[q.id for q in next(loader).quarantined] for _ in range(30)])
-    assert found[0] == found[1]
-    assert sorted(q for step in found[0] for q in step) == sorted(victim.id for victim in victims)
+            quarantined_by_step.append([[q.id for q in next(loader).quarantined] for _ in range(30)])
+    assert quarantined_by_step[0] == quarantined_by_step[1]
+    assert sorted(q for step in quarantined_by_step[0] for q in step) == sorted(victim.id for victim in victims)
 
 
 @pytest.mark.parametrize(
