@@ -20,8 +20,9 @@ def serve(
 ) -> None:
     """Prepare training steps for trainers on other machines.
 
-    Trainers list this address in `data.producers`. Anyone who can reach the address can read the data, so listen on a
-    private network only. SIGTERM, SIGHUP or Ctrl-C stops the producer; trainers then get its steps from another one.
+    Trainers list this address in `data.producers`. To listen on more than the loopback interface, both need the same
+    secret (`data.producer_secret`). SIGTERM, SIGHUP or Ctrl-C stops the producer; trainers then get its steps from
+    another one.
     """
     import json
     import sys

@@ -100,14 +100,17 @@ class Loader:
             self._window.fail(error)
 
     def _build_with_producers(self) -> None:
-        from mmtrain.data.service.remote_steps import ProducerAccess, RemoteStepBuilder  # ZeroMQ is an optional package
+        from mmtrain.data.service.keys import load_keys  # ZeroMQ is an optional package
+        from mmtrain.data.service.remote_steps import ProducerAccess, RemoteStepBuilder
 
         def start_local_pool() -> WorkerPool[int]:
             return WorkerPool(self._builder, max(1, self._num_workers), self._notify)
 
+        data = self._data
+        keys = load_keys(data.producer_secret)
         RemoteStepBuilder(
             self._window,
-            ProducerAccess(self._data.producers, self._data.producer_timeout_s, self._data.producer_step_timeout_s),
+            ProducerAccess(data.producers, data.producer_timeout_s, data.producer_step_timeout_s, keys),
             self._request_for,
             self._facts,
             start_local_pool,

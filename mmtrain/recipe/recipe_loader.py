@@ -17,6 +17,7 @@ _COST_TABLE = ("cluster", "costs")
 _PATH_SETTINGS = (  # relative paths in these settings start at the folder of the file that sets them
     ("data", "tokenizer"),
     ("data", "index_cache"),
+    ("data", "producer_secret"),
     ("data", "sources", "*", "path"),
     ("data", "sources", "*", "image_root"),
     ("data", "validation", "*", "path"),

@@ -229,6 +229,13 @@ class DataSettings(Section):
         description="Addresses of `mmtrain data serve` processes that prepare steps of this recipe "
         "(`tcp://node7:5557`). While none answers, the ranks prepare steps themselves.",
     )
+    producer_secret: Path | None = setting(
+        None,
+        affects=NOTHING,
+        description="File with a secret of 32 bytes or more that producers and trainers share, readable by its owner "
+        "alone (mode 600). By it they know each other, and what they send is encrypted. Relative paths start at the "
+        "recipe's folder. Required to listen on more than the loopback interface.",
+    )
     producer_timeout_s: float = setting(
         10.0,
         ge=0.1,

@@ -25,6 +25,7 @@ from mmtrain.data.loading.prefetch_window import PrefetchWindow
 from mmtrain.data.loading.step_builders import RequestOf
 from mmtrain.data.loading.step_format import pack, unpack
 from mmtrain.data.loading.worker_pool import StepFailure, WorkerPool
+from mmtrain.data.service.keys import CurveKeys, is_local, load_keys
 from mmtrain.data.service.producer import Producer
 from mmtrain.data.service.protocol import (
     Failed,
@@ -141,13 +142,17 @@ def test_an_unusable_bind_address_is_an_error(
     recipe, *_ = made()
     path = tmp_path / "served.yaml"
     path.write_text(dump_recipe(recipe))
-    monkeypatch.setattr("sys.argv", ["mmtrain", "data", "serve", str(path), "--bind", "tcp://203.0.113.1:5557"])
-    with pytest.raises(SystemExit) as stop:
-        app.main()
-    assert stop.value.code == 2
-    stderr = capsys.readouterr().err
-    assert "--bind: tcp://203.0.113.1:5557 cannot be used" in stderr
-    assert "Traceback" not in stderr
+    for address, message in (
+        ("tcp://127.0.0.1:port", "--bind: tcp://127.0.0.1:port cannot be used"),
+        ("tcp://0.0.0.0:5557", "--bind: tcp://0.0.0.0:5557 can be reached from other machines"),
+    ):
+        monkeypatch.setattr("sys.argv", ["mmtrain", "data", "serve", str(path), "--bind", address])
+        with pytest.raises(SystemExit) as stop:
+            app.main()
+        assert stop.value.code == 2
+        stderr = capsys.readouterr().err
+        assert message in stderr
+        assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1", "tcp://127.0.0.1:port", "ipc://"])
@@ -252,9 +257,10 @@ def step_bytes(step: int) -> bytes:
 @contextmanager
 def consuming(
     window: PrefetchWindow[StepData],
-    *puppets: Puppet,
+    *puppets: Any,  # what has an address
     timeout_s: float = 60.0,
     step_timeout_s: float = 60.0,
+    keys: CurveKeys | None = None,
     request: RequestOf = request_of,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[list[str]]:
@@ -264,7 +270,7 @@ def consuming(
     def start_local_pool() -> WorkerPool[int]:
         return WorkerPool(FakeStepBuilder(), 1, notes.append)  # type: ignore[arg-type]
 
-    access = ProducerAccess([puppet.address for puppet in puppets], timeout_s, step_timeout_s)
+    access = ProducerAccess([puppet.address for puppet in puppets], timeout_s, step_timeout_s, keys)
     remote = RemoteStepBuilder(window, access, request, FACTS, start_local_pool, notes.append, clock)
 
     def run() -> None:
@@ -444,10 +450,10 @@ def test_errors_travel_with_their_traceback(context: Sockets) -> None:
 
 
 @contextmanager
-def producing(builder: Any) -> Iterator[tuple[Producer, SimpleQueue[str]]]:
+def producing(builder: Any, keys: CurveKeys | None = None) -> Iterator[tuple[Producer, SimpleQueue[str]]]:
     """Serve the steps of `builder` with one worker; yields the producer, and its notes."""
     notes: SimpleQueue[str] = SimpleQueue()
-    producer = Producer(builder, FACTS, "tcp://127.0.0.1:*", 1, notes.put)
+    producer = Producer(builder, FACTS, "tcp://127.0.0.1:*", 1, notes.put, keys)
     with Waker() as stop:
         thread = Thread(target=producer.serve, args=(stop.fileno(),))
         thread.start()
@@ -538,3 +544,96 @@ def test_a_producer_survives_nonsense_errors_and_silence(context: Sockets) -> No
         while "has been silent for 0.2 s" not in notes.get(timeout=60):
             pass
         assert trainer.ask(Ping()) == Unknown()
+
+
+# Trainers and producers that must prove that they belong together.
+
+ONE_SECRET, OTHER_SECRET = (CurveKeys.derive(letter * 32) for letter in (b"a", b"b"))
+
+
+def test_a_trainer_and_a_producer_with_one_secret_work_together() -> None:
+    window = PrefetchWindow[StepData](0, 2)
+    with (
+        producing(FakeStepBuilder(), ONE_SECRET) as (producer, notes),
+        consuming(window, producer, keys=ONE_SECRET) as trainer_notes,
+    ):
+        assert [window.take().meta.step for _ in range(5)] == list(range(5))
+        assert "joined" in notes.get(timeout=60)
+    assert trainer_notes == []
+
+
+def test_a_run_reads_the_secret_that_its_recipe_names(made: Dataset, tmp_path: Path) -> None:
+    recipe, index, stream = made(prefetch=2)
+    alone = made(prefetch=0)[0]
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef" * 4)
+    secret.chmod(0o600)
+    request = StepRequest(0, DP, ONE, EVERYTHING)
+    with Served(recipe, tmp_path, "tcp://0.0.0.0:*", f"data.producer_secret={secret}") as producer:
+        asking_for_steps = asking(recipe, producer.address.replace("0.0.0.0", "127.0.0.1"))
+        data = asking_for_steps.data.model_copy(update={"producer_secret": secret})
+        with_secret = asking_for_steps.model_copy(update={"data": data})
+        notes: list[str] = []
+        with (
+            Loader(index, stream, alone, request) as reference,
+            Loader(index, stream, with_secret, request, notify=notes.append) as loader,
+        ):
+            for _ in range(4):
+                assert same(next(loader), next(reference))
+        assert notes == []
+        assert "joined" in producer.end()[1]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(None, ONE_SECRET), (ONE_SECRET, None), (OTHER_SECRET, ONE_SECRET)],
+    ids=["trainer without", "producer without", "different"],
+)
+def test_a_stranger_gets_no_step_and_is_told_why(ours: CurveKeys | None, theirs: CurveKeys | None) -> None:
+    window = PrefetchWindow[StepData](0, 2)
+    with (
+        producing(FakeStepBuilder(), theirs) as (producer, notes),
+        consuming(window, producer, timeout_s=0.5, keys=ours) as trainer_notes,
+    ):
+        assert window.take().meta.step == 0, "built locally"
+        assert notes.empty(), "the producer has heard of no trainer"
+    assert trainer_notes[0] == (
+        f"producer {producer.address} and this trainer do not recognize each other: data.producer_secret is not the "
+        "same in both, or set in one of them only"
+    )
+
+
+def test_a_secret_is_refused_unless_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    with pytest.raises(DataError, match=r"secret: No such file or directory; make one with"):
+        load_keys(path)
+    path.write_bytes(b"0123456789abcdef" * 4 + b"\n")
+    path.chmod(0o640)
+    with pytest.raises(DataError, match=r"has mode 640, .* allowed: 600 \(chmod 600 "):
+        load_keys(path)
+    path.chmod(0o600)
+    assert load_keys(path) == CurveKeys.derive(b"0123456789abcdef" * 4)
+    path.write_bytes(b"short")
+    with pytest.raises(DataError, match="holds 5 bytes, at least 32 are needed"):
+        load_keys(path)
+    assert load_keys(None) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("tcp://127.0.0.1:5557", True),
+        ("tcp://127.8.9.1:*", True),
+        ("tcp://localhost:5557", True),
+        ("tcp://[::1]:5557", True),
+        ("ipc:///tmp/steps", True),
+        ("tcp://*:5557", False),
+        ("tcp://0.0.0.0:5557", False),
+        ("tcp://[::]:5557", False),
+        ("tcp://10.0.0.7:5557", False),
+        ("tcp://eth0:5557", False),
+        ("tcp://127.0.0.1.example.com:5557", False),
+    ],
+)
+def test_only_loopback_addresses_need_no_secret(address: str, local: bool) -> None:
+    assert is_local(address) is local

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from socket import socket
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from mmtrain.data.callbacks import NotifyCallback
@@ -19,6 +20,7 @@ from mmtrain.data.index.data_index import build_index
 from mmtrain.data.loading.batch_builder import StepBuilder, StepRequest
 from mmtrain.data.loading.step_format import WireError
 from mmtrain.data.loading.worker_pool import HANG_CHECK_INTERVAL_S, StepFailure, WorkerPool
+from mmtrain.data.service.keys import CurveKeys, load_keys, require_keys_beyond_loopback
 from mmtrain.data.service.protocol import (
     MAX_REQUEST_BYTES,
     MAX_TIMEOUT_S,
@@ -71,12 +73,14 @@ class Producer:
         bind: str,
         num_workers: int,
         notify: NotifyCallback,
+        keys: CurveKeys | None = None,
     ) -> None:
-        """Listen at `bind`; raises `DataError` if that is not possible.
+        """Listen at `bind`; raises `DataError` if that is not possible, or needs `keys` that are missing.
 
         facts: what a trainer must agree with, from `step_facts`. Each trainer may request twice as many steps at a time
         as there are workers, and in all as many are being built or wait for confirmation.
         """
+        require_keys_beyond_loopback(bind, keys)
         self._facts = facts
         self._notify = notify
         self._credit = 2 * num_workers
@@ -90,9 +94,16 @@ class Producer:
         self._socket.set(zmq.SNDHWM, 0)  # no limit: credit bounds what is sent
         self._socket.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._socket.set(zmq.LINGER, _LINGER_MS)
+        self._authenticator: ThreadAuthenticator | None = None
+        if keys is not None:
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(credentials_provider=keys)
+            keys.authenticate_producer(self._socket)
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
+            self._stop_authenticator()
             self._context.destroy(linger=0)
             raise DataError(
                 f"--bind: {bind} cannot be used: {error.strerror}; expected an address of this machine and a free "
@@ -250,7 +261,12 @@ class Producer:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
+        self._stop_authenticator()
         self._context.term()
+
+    def _stop_authenticator(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
 
 
 def _short_name(trainer: bytes) -> str:
@@ -259,8 +275,10 @@ def _short_name(trainer: bytes) -> str:
 
 def open_producer(recipe: Recipe, bind: str, num_workers: int, notify: NotifyCallback) -> Producer:
     """Open a producer of the recipe's steps. Raises `DataError` if the data or the address cannot be used."""
+    keys = load_keys(recipe.data.producer_secret)
+    require_keys_beyond_loopback(bind, keys)  # before reading the data, which may take long
     index = build_index(recipe, notify=notify)
     for remark in index.remarks():
         notify(remark)
     builder = StepBuilder(index, GroupStream.of(recipe, index), recipe)
-    return Producer(builder, step_facts(recipe, index), bind, num_workers, notify)
+    return Producer(builder, step_facts(recipe, index), bind, num_workers, notify, keys)

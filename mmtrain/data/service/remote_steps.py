@@ -16,6 +16,7 @@ from mmtrain.data.loading.prefetch_window import PrefetchWindow
 from mmtrain.data.loading.step_builders import RequestOf, unpack_result
 from mmtrain.data.loading.step_format import WireError
 from mmtrain.data.loading.worker_pool import HANG_CHECK_INTERVAL_S, WorkerPool
+from mmtrain.data.service.keys import CurveKeys
 from mmtrain.data.service.protocol import (
     MAX_STEP_BYTES,
     PINGS_PER_TIMEOUT,
@@ -38,6 +39,10 @@ from mmtrain.errors import DataError
 
 CLOSE_LINGER_MS = 200  # for the last message of a trainer to leave this machine
 _MAX_RECONNECT_INTERVAL_MS = 5000
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+HANDSHAKE_RETRY_S = 5.0  # ZeroMQ does not try again by itself after some failures
 MAX_RETRY_PAUSE_S = 1800.0  # before a producer that made no step is tried again
 
 
@@ -48,6 +53,7 @@ class ProducerAccess:
     addresses: Sequence[str]
     timeout_s: float  # without a message
     step_timeout_s: float  # without a step, while it owes some
+    keys: CurveKeys | None = None  # by which trainers and producers know each other
 
 
 @dataclass
@@ -75,6 +81,8 @@ class _Connection:
     state: Literal["greeted", "up", "refused"] = "greeted"
     was_up: bool = False  # at any time before, also over an earlier connection
     refusal: str = ""
+    is_handshake_reported: bool = False
+    handshake_retry_s: float | None = None  # when to try a handshake again that failed
     credit: int = 0
     steps: set[int] = field(default_factory=set)  # requested and not yet received
     tried_step: int | None = None  # requested to try the producer again; others build it too
@@ -160,6 +168,8 @@ class RemoteStepBuilder:
         socket.set(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_INTERVAL_MS)
         socket.set(zmq.SNDHWM, 0)  # no limits: credit bounds what is sent
         socket.set(zmq.RCVHWM, 0)
+        if self._access.keys is not None:
+            self._access.keys.authenticate_trainer(socket)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
@@ -168,7 +178,7 @@ class RemoteStepBuilder:
                 f"data.producers: {address} is not an address to connect to ({error.strerror}); "
                 "expected tcp://HOST:PORT"
             ) from None
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
         connection = _Connection(address, socket, monitor)
         connection.send(Hello(self._facts, self._timeout_s), self._clock())
         return connection
@@ -274,6 +284,8 @@ class RemoteStepBuilder:
             connection.state = "up"
             connection.credit = max(1, message.credit)
             connection.was_up = True
+            connection.is_handshake_reported = False
+            connection.handshake_retry_s = None
             if not is_expected:
                 self._has_warned = False
         elif isinstance(message, Refused):
@@ -282,6 +294,7 @@ class RemoteStepBuilder:
             self._notify(f"producer {connection.address} refuses: {message.reason}")
             self._window.release(connection.steps)
             connection.steps.clear()
+            connection.tried_step = None
         elif isinstance(message, Leaving):
             self._reconnect(connection, "has left")
         elif isinstance(message, Unknown):
@@ -311,18 +324,36 @@ class RemoteStepBuilder:
     def _check_alive(self, connection: _Connection, now_s: float, disconnected: bool) -> None:
         """Notice that a producer is gone, and show the producer that this trainer is alive."""
         if disconnected:
-            recv_monitor_message(connection.monitor)
-            if connection.state == "up":
+            event = recv_monitor_message(connection.monitor)["event"]
+            if event & _HANDSHAKE_FAILED:
+                self._report_handshake(connection, now_s)
+            elif connection.handshake_retry_s is not None:
+                pass  # the connection that ends is that of the handshake
+            elif connection.state == "up":
                 self._reconnect(connection, "has closed the connection")
             else:  # ZeroMQ reconnects by itself, at growing intervals
                 connection.state = "greeted"
                 connection.send(Hello(self._facts, self._timeout_s), now_s)
+        elif connection.handshake_retry_s is not None:
+            if now_s >= connection.handshake_retry_s:
+                self._reconnect(connection, "")
         elif connection.state == "up" and now_s - connection.last_heard_s > self._timeout_s:
             self._reconnect(connection, f"has been silent for {self._timeout_s:g} s")
         elif connection.owes_steps and now_s - connection.last_progress_s > self._access.step_timeout_s:
             self._suspend(connection, now_s)
         elif connection.state == "up" and now_s - connection.last_sent_s > self._timeout_s / PINGS_PER_TIMEOUT:
             connection.send(Ping(), now_s)
+
+    def _report_handshake(self, connection: _Connection, now_s: float) -> None:
+        """Say once that producer and trainer did not recognize each other; try again later, over a new connection."""
+        connection.handshake_retry_s = now_s + HANDSHAKE_RETRY_S
+        if connection.is_handshake_reported:
+            return
+        connection.is_handshake_reported = True
+        self._notify(
+            f"producer {connection.address} and this trainer do not recognize each other: data.producer_secret is not "
+            "the same in both, or set in one of them only"
+        )
 
     def _suspend(self, connection: _Connection, now_s: float) -> None:
         """Take the steps of a producer that answers and makes nothing; over a new connection it owes none."""
@@ -344,6 +375,7 @@ class RemoteStepBuilder:
         self._disconnect(connection)
         new = self._connect(connection.address)
         new.was_up = connection.was_up
+        new.is_handshake_reported = connection.is_handshake_reported
         self._connections[connection.address] = new
         self._window.release(connection.steps)
 
