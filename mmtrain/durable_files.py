@@ -48,8 +48,8 @@ class LogEntries:
 
 
 def read_log(path: Path, is_valid: Callable[[dict[str, Any]], bool] = lambda _: True) -> LogEntries:
-    """Read a file of one JSON object per line, whatever its lines are; empty if there is no file."""
-    if not path.exists():
+    """Read a file of one JSON object per line, whatever its lines are; empty if there is none, or a pipe or device."""
+    if not path.is_file():
         return LogEntries([], 0)
     lines = path.read_bytes().split(b"\n")
     entries = []
@@ -76,7 +76,7 @@ def cut_log(
     log = read_log(path, is_valid)
     if log.num_damaged:
         notify(set_aside(path, f"{log.num_damaged} of its lines cannot be read; the others are kept"))
-    elif not path.exists():
+    elif not path.is_file():
         return
     write_whole(path, "".join(json.dumps(entry) + "\n" for entry in log.entries if keep(entry)))
 

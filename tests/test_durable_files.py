@@ -72,6 +72,13 @@ def test_a_log_that_does_not_exist_is_empty_and_stays_away(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_device_in_the_place_of_a_log_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.symlink_to("/dev/zero")  # it has no end
+    cut_log(path, lambda _: True, pytest.fail)
+    assert path.is_symlink()
+
+
 def test_files_are_set_aside_under_a_new_name(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / "plan.json").write_text(str(number))
