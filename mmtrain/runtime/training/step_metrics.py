@@ -1,6 +1,6 @@
 """Reduce what the ranks measured in a step to the metrics of the whole job."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from mmtrain.balance import BatchMeta
 from mmtrain.costs import TokenLoad, costs_for, input_grad_needed, model_flops, num_parameters, preset
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.data import GroupStream
+from mmtrain.data.loading.batch_builder import stream_position
 from mmtrain.program import LLM, ModelTiming, Stage, StepLoads
 from mmtrain.report import StepMetrics, TimeSplit
 from mmtrain.report.metrics_record import EdgeMetrics
@@ -48,9 +49,11 @@ class StepMetricsReduction:
 class StepMetricsReducer:
     """Exchanges the measurements of all ranks, once a step, and makes `StepMetrics` of them."""
 
-    def __init__(self, rank_context: RankContext, stream: GroupStream, hardware: str) -> None:
-        """Reduce steps of `stream`; `hardware` is the preset that the plan was made for."""
-        self._context, self._stream = rank_context, stream
+    def __init__(
+        self, rank_context: RankContext, stream: GroupStream, hardware: str, skipped: Sequence[int] = ()
+    ) -> None:
+        """Reduce steps of `stream` without its positions in `skipped`; `hardware` is the plan's preset."""
+        self._context, self._stream, self._skipped = rank_context, stream, skipped
         self._machine = preset(hardware)
         self._costs = costs_for(self._machine, rank_context.precision, rank_context.recipe.cluster.costs)
         self._input_grad_needed = input_grad_needed(rank_context.shape)
@@ -143,7 +146,7 @@ class StepMetricsReducer:
             step_time_s=step_time_s,
             samples=len(meta.sample_id),
             tokens=int(meta.tokens.sum()),
-            epoch=self._stream.epochs_done((meta.step + 1) * num_groups),
+            epoch=self._stream.epochs_done((stream_position(meta.step, self._skipped) + 1) * num_groups),
             mfu=flops / step_time_s / self.peak_flops,
             peak_flops=self.peak_flops,
             time_s=reduction.time_s,

@@ -191,7 +191,7 @@ def _run_steps(run: _RankRun) -> Path | None:
     stream = GroupStream.of(recipe, index)
     first_step = run.position.first_step
     targets = share_step_targets(run.patient_world, recipe, run.plan, index)
-    reducer = StepMetricsReducer(rank_context, stream, run.plan.hardware)
+    reducer = StepMetricsReducer(rank_context, stream, run.plan.hardware, run.position.skipped_positions)
     validation = Validation(rank_context, recipe.train.validate_every) if recipe.train.validate_every else None
     run.console.print(
         f"MFU is the share of {reducer.peak_flops:.3g} FLOP/s, {world.size} x {run.plan.hardware}", highlight=False
