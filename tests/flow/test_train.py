@@ -96,7 +96,7 @@ def test_a_plan_for_other_data_is_reported(data: Path, unbroken: Path, tmp_path:
     assert plan.data is not None
     shorter = plan.data.model_copy(update={"tokens": {unit: n / longer for unit, n in plan.data.tokens.items()}})
     index = build_index(request.loaded.recipe)
-    introduce_run(Console(file=screen), request, plan.model_copy(update={"data": shorter}), index)
+    introduce_run(Console(file=screen), request, plan.model_copy(update={"data": shorter}), index, first_step=0)
     assert ("the plan was made for other data" in screen.getvalue()) == (longer > 1)
 
 
