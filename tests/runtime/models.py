@@ -28,7 +28,7 @@ PATCH = 8
 
 
 def recipe(tokenizer: Path, train: Path, heldout: Path | None, **llm: Any) -> Recipe:
-    """A recipe with a model of some ten thousand parameters; keywords change its LLM."""
+    """Make a recipe with a model of about ten thousand parameters; keywords change its LLM."""
     return Recipe.model_validate(
         {
             "name": "tiny",
@@ -61,7 +61,7 @@ def randomize(stages: Iterable[nn.Module]) -> None:
 
 
 def save_in_halves(root: Path, step: int, stages: Iterable[StageModule]) -> Path:
-    """Save stages as two tensor-parallel ranks would, the second one's pieces cut again as ZeRO-1 does."""
+    """Save stages as two tensor-parallel ranks would; cut the pieces of the second rank again, as ZeRO-1 does."""
     shards: dict[str, list[Shard]] = {}
     for stage in stages:
         specs = params.stage_param_specs(stage, stage.unit, tp=1)
@@ -73,17 +73,20 @@ def save_in_halves(root: Path, step: int, stages: Iterable[StageModule]) -> Path
                 continue
             rows = spec.full_shape[spec.dim]
             first, second = full.split(rows // 2, dim=spec.dim)
-            flat, cut = second.reshape(-1), second.numel() // 3
+            flat = second.reshape(-1)
+            cut = second.numel() // 3
             shards[spec.name] = [Shard(spec.name, ShardSpec(spec.full_shape, spec.dim, 0, rows // 2), first)]
             for lo, hi in ((0, cut), (cut, second.numel())):
                 piece = ShardSpec(spec.full_shape, spec.dim, rows // 2, rows, flat=(lo, hi))
                 shards[spec.name].append(Shard(spec.name, piece, flat[lo:hi]))
-    pieces = [piece for found in shards.values() for piece in found]  # a tied embedding comes twice, and is saved once
+    pieces = [
+        piece for shards_of_one in shards.values() for piece in shards_of_one
+    ]  # a tied embedding comes twice, and is saved once
     return save(root, Snapshot(step, pieces), keep=9, ranks=Ranks.alone())
 
 
 def whole(settings: Recipe) -> dict[str, StageModule]:
-    """Every unit of the model as one stage, by name."""
+    """Build every unit of the model as one stage; return the stages by unit."""
     model = build_model_shape(settings)
     return {
         unit.name: build_stage(
@@ -98,13 +101,14 @@ def whole(settings: Recipe) -> dict[str, StageModule]:
 
 
 def teach(settings: Recipe) -> dict[str, StageModule]:
-    """Train on the recipe's samples, all in one batch, until there is nothing left to learn."""
-    index, units = build_index(settings), whole(settings)
+    """Train on the recipe's samples, all in one batch, until the model knows their answers."""
+    index = build_index(settings)
+    units = whole(settings)
     needs = tuple(PayloadNeed(name, 0, media=name != LLM, ids=name == LLM, labels=name == LLM) for name in units)
     samples = np.arange(len(index.samples))
-    one = dict.fromkeys(units, 1)
-    meta = assign(0, 0, [samples], index.lengths, one, one)
-    inputs = unit_inputs(BatchBuilder(index, settings, needs, one).build(meta), CPU, torch.float32)
+    single_replica = dict.fromkeys(units, 1)
+    meta = assign(0, 0, [samples], index.lengths, single_replica, single_replica)
+    inputs = unit_inputs(BatchBuilder(index, settings, needs, single_replica).build(meta), CPU, torch.float32)
     adam = torch.optim.AdamW(nn.ModuleDict(units).parameters(), lr=5e-3)
     for _ in range(300):
         features = {name: unit(None, inputs[Microbatch(name, 0, 0)]) for name, unit in units.items() if name != LLM}
@@ -118,7 +122,7 @@ def teach(settings: Recipe) -> dict[str, StageModule]:
 
 
 def run_folder(folder: Path, settings: Recipe, units: dict[str, StageModule] | None = None, step: int = 7) -> Path:
-    """The folder of a run, with a checkpoint of `units` if there are any."""
+    """Make the folder of a run, with a checkpoint of `units` if there are any."""
     folder.mkdir(exist_ok=True)
     (folder / RECIPE_FILE).write_text(dump_recipe(settings))
     if units is not None:
@@ -127,7 +131,7 @@ def run_folder(folder: Path, settings: Recipe, units: dict[str, StageModule] | N
 
 
 def evaluated(run_dir: Path, limit: int | None = None, blank_images: bool = False) -> EvaluationResult:
-    """What `mmtrain evaluate` finds in this process alone."""
+    """Evaluate as `mmtrain evaluate` does, in this process alone."""
     results: list[EvaluationResult] = []
     run(EvaluateRequest(run_dir, _no_plan, results.append, limit, blank_images))
     [result] = results

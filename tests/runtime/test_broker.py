@@ -1,4 +1,4 @@
-"""The broker against plain indexing: random routes over every ratio of replicas, in both types, there and back."""
+"""The broker moves the rows that plain indexing selects on random routes, for every ratio of replicas and dtype."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[tuple[Unit, ...], dict[str, int]]] = {
 
 @dataclass(frozen=True)
 class Item:
-    """Rows of a source microbatch that go to one destination microbatch, or nowhere."""
+    """Rows of a source microbatch that go to one destination microbatch, or to none."""
 
     src: Microbatch
     src_offset: int
@@ -72,20 +72,20 @@ class Item:
 
 @dataclass(frozen=True)
 class Draw:
-    """What flows in one step."""
+    """The rows that every edge carries in one step."""
 
     loads: StepLoads
     items: dict[Edge, list[Item]]
     seed: int
 
     def rows(self, num: int, *key: object) -> Tensor:
-        """The same rows for the same key on every rank; whole numbers, so that bf16 holds them too."""
+        """Return the same rows for the same key on every rank; whole numbers, so that bf16 represents them exactly."""
         rng = np.random.default_rng([self.seed, *str(key).encode()])
         return torch.from_numpy(rng.integers(-99, 99, (num, WIDTH)).astype(np.float32))
 
 
 def draw(graph: StageGraph, seed: int) -> Draw:
-    """Microbatches of none to four items of zero to five rows, each to any microbatch that its own may feed."""
+    """Draw microbatches of 0 to 4 items of 0 to 5 rows; each item goes to any microbatch that its source may feed."""
     rng = np.random.default_rng(seed)
     mbs = [Microbatch(m.unit, r, i) for m in graph.meshes for r in range(m.dp) for i in range(m.num_microbatches)]
     tokens = {mb: int(rng.integers(0, 6)) for mb in mbs}
@@ -124,7 +124,7 @@ def _items(graph: StageGraph, edge: Edge, mbs: list[Microbatch], rng: np.random.
 
 
 class Stages:
-    """Stands for the units of one rank: makes up what they compute, and holds what they get against plain indexing."""
+    """The units of one rank: they send made-up rows and compare the rows they receive with plain indexing."""
 
     def __init__(
         self, graph: StageGraph, rank: int, token_shards: dict[str, int], dtype: torch.dtype, step: Draw
@@ -136,17 +136,18 @@ class Stages:
         forward = isinstance(action, Forward)
         ways: tuple[Payload, Payload] = ("activation", "gradient")
         payload = ways[0] if forward else ways[1]
-        into, out_of = self.graph.inputs(action.stage), self.graph.outputs(action.stage)
+        into = self.graph.inputs(action.stage)
+        out_of = self.graph.outputs(action.stage)
         for edge in into if forward else out_of:
-            found = broker.take(edge, action.mb, payload)
-            wanted = self.flows(edge, action.mb, payload)
-            if found.dtype != self.dtype or not torch.equal(found, wanted.to(self.dtype)):
-                self.wrong.append(f"{action}: {payload}s over {edge} are {found.tolist()}, not {wanted.tolist()}")
+            received = broker.take(edge, action.mb, payload)
+            expected = self.flows(edge, action.mb, payload)
+            if received.dtype != self.dtype or not torch.equal(received, expected.to(self.dtype)):
+                self.wrong.append(f"{action}: {payload}s over {edge} are {received.tolist()}, not {expected.tolist()}")
         for edge in out_of if forward else into:
             broker.put(edge, action.mb, payload, self.made(edge, action.mb, payload).to(self.dtype))
 
     def flows(self, edge: Edge, mb: Microbatch, payload: Payload) -> Tensor:
-        """What `mb` must get over the edge."""
+        """Return the rows that `mb` must receive over the edge."""
         if not edge.crosses_units:
             return self.made(edge, mb, payload)
         forward = payload == "activation"
@@ -161,11 +162,12 @@ class Stages:
         return torch.cat(parts)
 
     def made(self, edge: Edge, mb: Microbatch, payload: Payload) -> Tensor:
-        """What is computed for `mb` and goes over the edge: whole, or between stages of a unit perhaps a slice."""
+        """Return the rows of `mb` that go over the edge: all of them, or a slice between stages of one unit."""
         if edge.crosses_units:
             into = sum(i.length for i in self.step.items[edge] if i.dst == mb)
             return self.step.rows(self.step.loads.rows_out[mb] if payload == "activation" else into, edge, mb, payload)
-        share, num_tokens = self.token_shards.get(mb.unit, 1), self.step.loads.loads[mb].tokens
+        share = self.token_shards.get(mb.unit, 1)
+        num_tokens = self.step.loads.loads[mb].tokens
         tp_groups = (self.graph.tp_group(stage, mb.replica) for stage in (edge.src, edge.dst))
         place = next(tp_group.index(self.rank) for tp_group in tp_groups if self.rank in tp_group) if share > 1 else 0
         return self.step.rows(-(-num_tokens // share), edge, mb, payload, place)
@@ -186,7 +188,8 @@ def run_case(name: str, world: World) -> tuple[list[str], list[dict[str, int]]]:
     widths = dict.fromkeys(graph.edges, WIDTH)
     for seed in range(NUM_DRAWS):
         for dtype in (torch.float32, torch.bfloat16):
-            step, activity = draw(graph, seed), Activity()
+            step = draw(graph, seed)
+            activity = Activity()
             stages = Stages(graph, world.rank, token_shards, dtype, step)
             transport = Transport(world.rank, groups, widths, token_shards, CPU, dtype)
             broker = Broker(graph, actions, transport, LIMIT, activity)
@@ -199,8 +202,8 @@ def run_case(name: str, world: World) -> tuple[list[str], list[dict[str, int]]]:
                         stages.run(broker, action)
                     case Send():
                         broker.send(action)
-                        most = max((len(channel) for channel in broker._sending.values()), default=0)
-                        assert most <= LIMIT, f"{most} sends are under way"
+                        num_in_flight = max((len(channel) for channel in broker._sending.values()), default=0)
+                        assert num_in_flight <= LIMIT, f"{num_in_flight} sends are under way"
                     case Recv():
                         broker.receive(action)
                     case Share():
@@ -219,9 +222,9 @@ def run_cases(names: tuple[str, ...]) -> list[tuple[list[str], list[dict[str, in
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[tuple[list[str], list[dict[str, int]]]]]:
-    """What every rank found, by case; all cases in one world, because starting one takes longer than they do."""
+    """Run all cases in one world, because starting a world takes longer than they do; return the outcomes by case."""
     by_rank = run_ranks(WORLD, run_cases, tuple(CASES))
-    return {name: [found[k] for found in by_rank] for k, name in enumerate(CASES)}
+    return {name: [by_case[k] for by_case in by_rank] for k, name in enumerate(CASES)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -232,11 +235,11 @@ def test_every_row_comes_where_the_route_says(name: str, outcomes: dict) -> None
 
 @pytest.mark.parametrize("name", [n for n, (units, _) in CASES.items() if all(not u.ranks for u in units)])
 def test_between_units_each_row_travels_once_each_way(name: str, outcomes: dict) -> None:
-    """One transfer serves a replica, however many ranks it has; what goes nowhere is not sent."""
+    """Send a replica its rows once, however many ranks it has, and send no rows without a destination."""
     graph = chain(*CASES[name][0], n=NUM_MICROBATCHES)
     for seed in range(NUM_DRAWS):
-        for at, element_bytes in ((2 * seed, 4), (2 * seed + 1, 2)):
+        for draw_index, element_bytes in ((2 * seed, 4), (2 * seed + 1, 2)):
             for edge, items in draw(graph, seed).items.items():
                 rows = sum(item.length for item in items if item.dst is not None)
-                found = sum(sent[at].get(str(edge), 0) for _, sent in outcomes[name] if sent)
-                assert found == 2 * rows * WIDTH * element_bytes
+                sent_bytes = sum(sent[draw_index].get(str(edge), 0) for _, sent in outcomes[name] if sent)
+                assert sent_bytes == 2 * rows * WIDTH * element_bytes

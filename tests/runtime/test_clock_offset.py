@@ -15,13 +15,13 @@ def offsets() -> tuple[ClockOffset, ClockOffset]:
     return measure_clock_offset(world), measure_clock_offset(world, lambda: time.perf_counter() + APART_S * world.rank)
 
 
-def test_clocks_of_one_machine_agree_and_others_are_set_right() -> None:
-    found = run_ranks(3, offsets)
-    for rank, (same, shifted) in enumerate(found):
+def test_clocks_of_one_machine_agree_and_shifted_clocks_are_corrected() -> None:
+    offsets_by_rank = run_ranks(3, offsets)
+    for rank, (same, shifted) in enumerate(offsets_by_rank):
         assert same == ClockOffset(0.0, 0.0)
         assert abs(shifted.offset_s - APART_S * rank) <= shifted.error_s + 1e-9, "the bounds hold the truth"
         assert shifted.error_s < APART_S / 4, "and are far closer than the clocks are apart"
 
 
-def test_one_rank_has_the_first_clock() -> None:
+def test_a_single_rank_has_no_clock_offset() -> None:
     assert measure_clock_offset(World(0, 1, torch.device("cpu"))) == ClockOffset(0.0, 0.0)

@@ -28,14 +28,14 @@ FAST = CPU.peak_flops("fp32") * CPU.gemm_efficiency
 def test_a_missing_package_names_the_extra_and_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OPTIONAL_PACKAGES:
         monkeypatch.setitem(sys.modules, name.module, None)
-    found = {f.remedy: f for f in package_diagnostics()}
-    assert found.keys() == {
+    by_remedy = {f.remedy: f for f in package_diagnostics()}
+    assert by_remedy.keys() == {
         f"pip install 'mmtrain[{extra}]'" for extra in ("audio", "video", "parquet", "serve", "report")
     }
-    assert found["pip install 'mmtrain[report]'"].commands == ("report", "data stats")
-    assert "train" in found["pip install 'mmtrain[video]'"].commands
-    assert "data digits" in found["pip install 'mmtrain[audio]'"].commands
-    assert {f.kind for f in found.values()} == {"missing"}
+    assert by_remedy["pip install 'mmtrain[report]'"].commands == ("report", "data stats")
+    assert "train" in by_remedy["pip install 'mmtrain[video]'"].commands
+    assert "data digits" in by_remedy["pip install 'mmtrain[audio]'"].commands
+    assert {f.kind for f in by_remedy.values()} == {"missing"}
 
 
 def test_a_package_that_fails_to_load_is_reported_apart_from_an_absent_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,14 +69,14 @@ def test_gpus_that_differ_or_are_old_or_in_use_are_reported(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: cards[i][1])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: (cards[i][2] * GIB - i * 4 * GIB, cards[i][2] * GIB))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
-    found = [f.what for f in accelerator_diagnostics(True, False, {"flash_attn": "not installed", "varlen": "too old"})]
-    assert [words for words in found if "NCCL" in words]
-    assert "attention has no fused kernel for packed sequences: not installed" in found
-    assert "GPUs differ (H100, V100): every step waits for the slowest" in found
-    assert "GPU 1, V100, has no bf16 units" in found
-    assert "4 of 16 GiB of GPU 1 are used by other processes" in found
-    assert [words for words in found if "cannot reach the memory of GPU 0" in words]
-    assert len(found) == 6
+    texts = [f.what for f in accelerator_diagnostics(True, False, {"flash_attn": "not installed", "varlen": "too old"})]
+    assert [words for words in texts if "NCCL" in words]
+    assert "attention has no fused kernel for packed sequences: not installed" in texts
+    assert "GPUs differ (H100, V100): every step waits for the slowest" in texts
+    assert "GPU 1, V100, has no bf16 units" in texts
+    assert "4 of 16 GiB of GPU 1 are used by other processes" in texts
+    assert [words for words in texts if "cannot reach the memory of GPU 0" in words]
+    assert len(texts) == 6
 
 
 def test_gemms_and_messages_slower_than_the_preset_assumes_are_reported() -> None:
@@ -97,12 +97,12 @@ def test_low_limits_of_the_system_are_reported(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda kind: (256, 256))
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     (tmp_path / "memory.max").write_text(f"{GIB}\n")
-    found = [f.what for f in host_diagnostics(tmp_path / "runs" / "new", GIB, tmp_path)]
-    assert f"0.1 GiB of disk free in {tmp_path}" in found
-    assert "256 open files allowed; many ranks and workers need more" in found
-    assert "1.0 GiB of memory free: each rank needs half a GiB before any model" in found
-    assert f"this container may use 0.5 of the {num_usable_cores()} cores: ranks and workers will be throttled" in found
-    assert "this container may use 1.0 GiB of memory; processes beyond that are killed" in found
+    texts = [f.what for f in host_diagnostics(tmp_path / "runs" / "new", GIB, tmp_path)]
+    assert f"0.1 GiB of disk free in {tmp_path}" in texts
+    assert "256 open files allowed; many ranks and workers need more" in texts
+    assert "1.0 GiB of memory free: each rank needs half a GiB before any model" in texts
+    assert f"this container may use 0.5 of the {num_usable_cores()} cores: ranks and workers will be throttled" in texts
+    assert "this container may use 1.0 GiB of memory; processes beyond that are killed" in texts
 
 
 def test_a_system_with_enough_of_everything_has_no_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

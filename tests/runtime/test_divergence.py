@@ -1,4 +1,4 @@
-"""What counts as an unusual step, and what a run that was resumed still knows about it."""
+"""Which steps are unusual, and what a resumed run remembers of the steps before it."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from mmtrain.runtime.resilience.divergence import MIN_WINDOW_STEPS, RECOVERY_STE
 
 
 def _usual(count: int, seed: int = 0) -> list[tuple[float, float]]:
-    """Losses that fall and gradient norms that scatter, as training has them."""
+    """Make falling losses and scattered gradient norms, as training has them."""
     rng = np.random.default_rng(seed)
     losses = 3 * np.exp(-np.arange(count) / 400) + 2 + 0.05 * rng.standard_normal(count)
     return list(zip(losses.tolist(), rng.lognormal(0, 0.3, count).tolist(), strict=True))
@@ -24,7 +24,7 @@ def _monitor(count: int = WINDOW_STEPS) -> CourseMonitor:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_training_that_goes_well_is_never_suspect(seed: int) -> None:
+def test_healthy_training_is_never_suspect(seed: int) -> None:
     monitor = CourseMonitor()
     for step, (loss, grad_norm) in enumerate(_usual(1500, seed), 1):
         assert monitor.observe(step, loss, grad_norm) is None
@@ -65,7 +65,7 @@ def test_a_loss_that_stays_high_stays_suspect() -> None:
     assert monitor.suspect_since == 101
 
 
-def test_little_is_known_at_the_start_but_that_numbers_are_finite() -> None:
+def test_at_the_start_only_infinite_numbers_are_suspect() -> None:
     monitor = _monitor(MIN_WINDOW_STEPS - 1)
     assert monitor.observe(MIN_WINDOW_STEPS, 50.0, 500.0) is None
     assert monitor.observe(MIN_WINDOW_STEPS + 1, math.nan, 1.0) is not None

@@ -41,7 +41,7 @@ def _plan(recipe: Recipe, lengths: SampleLengths, num_ranks: int) -> Plan:
 def _evaluate(
     rank: int, world_size: int, _: Path, run_dir: Path, port: int, ranks: int = 1
 ) -> tuple[list[EvaluationResult], str]:
-    """Be one rank that torchrun started; return what it showed and said."""
+    """Evaluate as one rank that torchrun started; return its output and messages."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_PORT": port}
     os.environ |= {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -80,8 +80,8 @@ def test_a_launcher_decides_how_many_ranks_there_are(taught: Taught, tmp_path: P
 
 def test_too_many_broken_images_end_all_ranks(taught: Taught, tmp_path: Path) -> None:
     good = (taught.folder / "red.png").read_bytes()
-    at = good.index(b"IDAT") + 6
-    (taught.folder / "split.png").write_bytes(good[:at] + bytes(8) + good[at + 8 :])
+    position = good.index(b"IDAT") + 6
+    (taught.folder / "split.png").write_bytes(good[:position] + bytes(8) + good[position + 8 :])
     rows = [*taught.rows, asking("colour", row("<image>What colour?", "red", "split.png", name="b1"))]
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, rows), taught.model)
     for shown, said in fork_ranks(2, _evaluate, folder, free_port()):
@@ -91,14 +91,15 @@ def test_too_many_broken_images_end_all_ranks(taught: Taught, tmp_path: Path) ->
 
 
 def _ask_in_training(asking: list[Recipe], root: Path, plans: list[Plan]) -> list[tuple[float, ...]]:
-    """The share of right answers of a job with taught weights, without them, and with them again."""
-    world, shares = World(dist.get_rank(), dist.get_world_size(), CPU), []
+    """Return the shares of right answers of a job with taught weights, without them, and with them again."""
+    world = World(dist.get_rank(), dist.get_world_size(), CPU)
+    shares: list[tuple[float, ...]] = []
     for settings, chosen in itertools.product(asking, plans):
         job = build_rank_context(settings, chosen, world)
         evaluate = build_held_out_evaluation(job)
         params = [p for unit in job.units.values() for stage in unit.stages.values() for p in stage.parameters()]
         untaught = [p.detach().clone() for p in params]
-        found = []
+        shares_by_weights = []
         for weights_are_taught in (True, False, True):
             for unit in job.units.values():
                 load_weights(unit, open_newest_good(root, refuse))
@@ -106,13 +107,13 @@ def _ask_in_training(asking: list[Recipe], root: Path, plans: list[Plan]) -> lis
                 with torch.no_grad():
                     for param, value in zip(params, untaught, strict=True):
                         param.copy_(value)
-            found.append(evaluate())
-        shares.append(tuple(found))
+            shares_by_weights.append(evaluate())
+        shares.append(tuple(shares_by_weights))
     return shares
 
 
 def test_a_job_asks_the_model_that_it_trains(taught: Taught, tmp_path: Path) -> None:
-    """By its own units as they stand, with slices of tokens where training has them."""
+    """Evaluate with the units of training as they are, sequence-parallel where training is."""
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, taught.rows), taught.model)
     settings = load_recipe(folder / RECIPE_FILE).recipe
     # Of two microbatches or replicas, one has nothing to do with a single question.

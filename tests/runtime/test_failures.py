@@ -36,12 +36,12 @@ def claim(tmp_path: Path) -> Iterator[FolderClaim]:
 
 
 def test_a_report_names_the_action_of_the_peer_that_is_missing() -> None:
-    now = [10.0]
-    activity = Activity(clock=lambda: now[0])
+    clock_s = [10.0]
+    activity = Activity(clock=lambda: clock_s[0])
     activity.step = 7
     activity.start(Forward(StageId("llm", 1), MB))
     activity.wait(Recv(EDGE, MB, MB, peer=2, payload="activation"))
-    now[0] = 15.0
+    clock_s[0] = 15.0
     failure = describe_failure(5, activity, "hang")
     assert (failure.peer, failure.missing, failure.stuck_s) == (2, "SA llm.0>llm.1 llm:0.3 llm:0.3 @5", 5.0)
     assert failure.to_text() == (
@@ -76,7 +76,7 @@ def test_the_cause_leads_and_the_others_are_secondary() -> None:
     )
 
 
-def test_who_was_slow_before_is_said_once_at_the_end() -> None:
+def test_former_stragglers_are_reported_once_at_the_end() -> None:
     activity = Activity()
     activity.stragglers = "rank 2 takes 2.1x the time of its peers for F vision.0 (0.3 s a step)"
     hung = [describe_failure(rank, activity, "hang") for rank in (0, 1)]
@@ -125,7 +125,7 @@ def test_nothing_is_written_into_a_folder_that_another_run_has_taken(tmp_path: P
     assert read_run_state(tmp_path) == {}
 
 
-def test_lost_connections_are_told_from_errors() -> None:
+def test_lost_connections_are_distinguished_from_errors() -> None:
     assert is_lost_peer(RuntimeError("... Connection reset by peer"))
     assert not is_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_lost_peer(ValueError("Connection reset by peer"))

@@ -75,7 +75,7 @@ def test_a_folder_given_back_keeps_the_id_of_its_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_a_killed_owner_owns_nothing(tmp_path: Path, locks: bool, request: pytest.FixtureRequest) -> None:
+def test_the_folder_of_a_killed_owner_is_free(tmp_path: Path, locks: bool, request: pytest.FixtureRequest) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", OWN, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -143,9 +143,9 @@ def test_a_folder_taken_by_force_is_lost_to_its_owner(tmp_path: Path) -> None:
         assert _owner(tmp_path).claim_id == other.claim_id
         assert not _owner(tmp_path).released
         # The lock of the operating system follows as soon as the former owner is gone.
-        taken = threading.Event()
+        never_set = threading.Event()
         while not second._has_os_lock:
-            assert not taken.wait(QUICK.renewal_s)
+            assert not never_set.wait(QUICK.renewal_s)
         with FolderLock(tmp_path) as third, pytest.raises(UserError):
             third.claim()
 

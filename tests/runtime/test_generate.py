@@ -1,4 +1,4 @@
-"""Answers of every layout against the plainest loop there is: one sample, one token, the whole model anew."""
+"""Every layout answers like the simplest loop, which computes the whole model again for each token of each sample."""
 
 import json
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ NUM_NEW = 12
 
 
 class Naive:
-    """One stage a unit, one sample at a time."""
+    """Answers with one stage per unit, one sample at a time."""
 
     def __init__(self, settings: Recipe) -> None:
         self.settings, self.units = settings, whole(settings)
@@ -49,7 +49,8 @@ class Naive:
 
     @torch.no_grad()
     def answer(self, number: int, num_new: int, end: int | None) -> list[int]:
-        features, answer = self._features(number), []
+        features = self._features(number)
+        answer: list[int] = []
         while len(answer) < num_new:
             token = int(self.logits(number, answer, features)[: self.tokenizer.vocab_size].argmax())
             if token == end:
@@ -65,7 +66,7 @@ class Naive:
         return self.units["llm"].logits(None, TextInput((len(ids),), ids, None, places), features)[-1]
 
     def _places(self, number: int, prompt: np.ndarray) -> dict[str, list[int]]:
-        """Positions of each encoder's features: item by item, one encoder after another."""
+        """Return the positions of each encoder's features: item by item, one encoder after another."""
         places: dict[str, list[int]] = {unit: [] for unit in self.settings.model.all_encoders}
         for modality, token in self.tokenizer.item_ids.items():
             free = iter(np.flatnonzero(prompt == token).tolist())
@@ -79,7 +80,8 @@ class Naive:
         return places
 
     def _features(self, number: int) -> dict[str, torch.Tensor]:
-        sample, found = self.index.samples[number], {}
+        sample = self.index.samples[number]
+        features: dict[str, torch.Tensor] = {}
         audio = self.settings.model.audio
         for unit, encoder in self.settings.model.all_encoders.items():
             if not isinstance(encoder, VisionSettings) or not sample.images:
@@ -89,24 +91,26 @@ class Naive:
             pairs = zip(sample.images, grids, strict=True)
             pixels = np.concatenate([pictures.patches("image", image, 0, 1, grid) for image, grid in pairs])
             rows, cols = zip(*grids, strict=True)
-            found[unit] = self.units[unit](None, EncoderInput(rows, cols, torch.from_numpy(pixels)))
+            features[unit] = self.units[unit](None, EncoderInput(rows, cols, torch.from_numpy(pixels)))
         if audio and sample.clips:
             frames = tuple(rows for rows, _ in self._grids(number, "audio"))
             clips = zip(sample.clips, frames, strict=True)
             mels = np.concatenate([load_log_mels(clip, rows, audio.mel_bins) for clip, rows in clips])
-            found["audio"] = self.units["audio"](None, EncoderInput(frames, (1,) * len(frames), torch.from_numpy(mels)))
-        return found
+            features["audio"] = self.units["audio"](
+                None, EncoderInput(frames, (1,) * len(frames), torch.from_numpy(mels))
+            )
+        return features
 
     def _grids(self, number: int, unit: str) -> list[tuple[int, int]]:
-        """Rows and columns of a sample's items."""
+        """Return the rows and columns of a sample's items."""
         items = self.index.lengths.items[unit]
-        here = slice(items.first[number], items.first[number + 1])
-        return list(zip(items.rows[here].tolist(), items.cols[here].tolist(), strict=True))
+        span = slice(items.first[number], items.first[number + 1])
+        return list(zip(items.rows[span].tolist(), items.cols[span].tolist(), strict=True))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint, questions, and what the naive loop answers to them. Travels to ranks by pickle."""
+    """A checkpoint, questions, and the answers of the naive loop; it is pickled for the ranks."""
 
     settings: Recipe
     root: Path
@@ -138,7 +142,7 @@ class Case:
         return QuestionAnswerer(generator, self.settings, tokenizer, index, world, NUM_NEW), index, held
 
     def on_rank(self, layouts: Sequence[Layout]) -> list[tuple[list[list[int]], list[list[int]], int]]:
-        """Answers to all questions and to a single one, and the parameters held, by layout."""
+        """Return the answers to all questions and to a single one, and the number of parameters, by layout."""
         world = World(dist.get_rank(), dist.get_world_size(), CPU)
         outcomes = []
         for layout in layouts:
@@ -177,16 +181,18 @@ def tied(folder: Path) -> Case:
 
 @pytest.fixture(scope="module")
 def hearing(folder: Path) -> Case:
-    """Questions with images, with clips, with both and with neither."""
+    """Make questions with images, with clips, with both and with neither."""
     rows = json.loads((folder / "heldout.json").read_text())[:12]
     for i in range(5):
         wave = 0.3 * np.sin(2 * np.pi * 300 * (i + 1) * np.arange(1600 + 400 * i) / 8000)
         soundfile.write(folder / f"{i}.wav", wave, 8000)
-        told = {"conversations": [{"from": "human", "value": "<audio>What is it?"}, {"from": "gpt", "value": "red"}]}
-        rows.append({"audio": f"{i}.wav", **told})
-    both = next(json.loads(json.dumps(row)) for row in rows if row.get("image"))
-    both["conversations"][0]["value"] = "<audio>" + both["conversations"][0]["value"]
-    rows.append({**both, "audio": "4.wav"})
+        conversation = {
+            "conversations": [{"from": "human", "value": "<audio>What is it?"}, {"from": "gpt", "value": "red"}]
+        }
+        rows.append({"audio": f"{i}.wav", **conversation})
+    two_modalities = next(json.loads(json.dumps(row)) for row in rows if row.get("image"))
+    two_modalities["conversations"][0]["value"] = "<audio>" + two_modalities["conversations"][0]["value"]
+    rows.append({**two_modalities, "audio": "4.wav"})
     (folder / "heard.json").write_text(json.dumps(rows))
     tokenizer = train_tokenizer(turn["value"] for row in rows for turn in row["conversations"])
     tokenizer.add_special_tokens([AUDIO.placeholder])
@@ -199,7 +205,7 @@ def hearing(folder: Path) -> Case:
 
 @pytest.fixture(scope="module")
 def seeing_twice(folder: Path) -> Case:
-    """Two encoders that read every image."""
+    """Make a case of two encoders that both read every image."""
     plain = _seeing(folder).model_dump()
     fine = {"modality": "vision", "layers": 1, "hidden": 16, "heads": 2, "ffn": 32, "patch": 16, "max_side": 4}
     plain["model"]["encoders"] = {"fine": fine}
@@ -275,10 +281,10 @@ def test_an_image_token_in_an_answer_stands_for_no_picture(seeing: Case) -> None
     case = Case(seeing.settings, seeing.root, -1, [], 0)
     asker, index = _alone(case)
     asker._tokenizer.item_ids["vision"] = said
-    found, _ = asker.generate(
+    generated, _ = asker.generate(
         [question for question in select_questions(index, None) if question.number in saying], blank=False
     )
-    assert list(found.values()) == [answers[n] for n in saying]
+    assert list(generated.values()) == [answers[n] for n in saying]
 
 
 def test_a_model_that_the_checkpoint_does_not_fit_is_refused(seeing: Case) -> None:
@@ -289,12 +295,12 @@ def test_a_model_that_the_checkpoint_does_not_fit_is_refused(seeing: Case) -> No
         _alone(deeper)
 
 
-def test_nothing_asked_is_nothing_answered(seeing: Case) -> None:
+def test_no_questions_give_no_answers(seeing: Case) -> None:
     asker, _ = _alone(seeing)
     assert asker.generate([], blank=False) == ({}, [])
 
 
-def test_answers_do_not_depend_on_who_is_asked_together(seeing: Case) -> None:
+def test_answers_do_not_depend_on_the_other_questions_of_a_batch(seeing: Case) -> None:
     asker, index = _alone(seeing)
     questions = select_questions(index, None)
     together, _ = asker.generate(questions, blank=False)
@@ -306,14 +312,15 @@ def test_answers_do_not_depend_on_who_is_asked_together(seeing: Case) -> None:
 
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 6), st.integers(1, 100))
-def test_deal_gives_everybody_about_as_much(sizes: list[int], ways: int, max_tokens: int) -> None:
+def test_questions_are_dealt_evenly_to_ranks(sizes: list[int], ways: int, max_tokens: int) -> None:
     rounds = batch_by_length(sizes, ways, max_tokens)
     batches = [batch for batches in rounds for batch in batches]
     assert all(len(batches) == ways for batches in rounds)
     assert sorted(i for batch in batches for i in batch) == list(range(len(sizes)))
     assert len(rounds) == -(-sum(sizes) // (ways * max_tokens))
     loads = [sum(sizes[i] for i in batch) for batch in batches]
-    longest, mean = max(sizes, default=0), sum(sizes) / max(1, len(batches))
+    longest = max(sizes, default=0)
+    mean = sum(sizes) / max(1, len(batches))
     assert all(abs(load - mean) < longest for load in loads)
     assert all(load < max_tokens + longest for load in loads)
     in_order = [sizes[i] for batch in batches for i in batch]

@@ -1,4 +1,4 @@
-"""Going back to an earlier checkpoint, without a model: what is chosen, moved and refused."""
+"""Going back to an earlier checkpoint: which one is chosen, what is moved, and which requests are refused."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def _save(run_dir: Path, step: int, suspect_since: int | None = None, skipped: t
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run that was saved every 10 steps, and diverged after step 25."""
+    """Make the folder of a run that was saved every 10 steps and diverged after step 25."""
     for step in range(10, 60, 10):
         _save(tmp_path, step, suspect_since=26 if step > 25 else None)
     (tmp_path / METRICS_FILE).write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 56)))
@@ -80,7 +80,7 @@ def test_going_back_to_the_newest_step_moves_nothing(tmp_path: Path) -> None:
         ("20", "20-22", "--skip-steps: 20-22 found, but the checkpoint was saved after step 20"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_moves(
+def test_an_impossible_request_is_refused_before_any_file_moves(
     run_dir: Path, resume_from: str, skip_steps: str | None, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):

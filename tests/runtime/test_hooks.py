@@ -26,7 +26,7 @@ from mmtrain.runtime.training.step_metrics import RankFlags
 
 
 class Notes:
-    """A display that keeps what it is told."""
+    """A display that records its messages."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -48,7 +48,7 @@ def records(tmp_path: Path, notes: Notes) -> RunRecords:
 def context(
     step: int, *, num_steps: int = 10, stop: bool = False, no_rank_saves: bool = True, lost_folder: bool = False
 ) -> StepContext:
-    """A step (from 0) whose ranks have exchanged their metrics."""
+    """Return the context of a step (from 0) whose ranks have exchanged their metrics."""
     ctx = StepContext(step, num_steps)
     reduction = SimpleNamespace(stop_requested=stop, no_rank_saves=no_rank_saves, lost_folder=lost_folder)
     ctx.reduction = cast(Any, reduction)
@@ -127,7 +127,7 @@ def test_a_run_that_is_asked_to_stop_ends_after_that_step_with_its_checkpoint() 
 
 
 class _Saver:
-    """Saves nothing; fails as often as told."""
+    """Saves nothing; fails the given number of times."""
 
     def __init__(self, failures: int = 0) -> None:
         self.pending, self.step, self.failures = False, 0, failures

@@ -33,7 +33,7 @@ def _rank_one_is_killed(address: Address) -> None:
 
 
 def _interrupts_twice(address: Address) -> None:
-    """Signals are held back until a run listens, so they can be waited for here."""
+    """Send the launcher two interrupts; ranks hold signals back until a run listens, so they can be waited for."""
     if address.rank == 0:
         os.kill(os.getppid(), signal.SIGINT)
         signal.sigwait({signal.SIGTERM})

@@ -1,4 +1,4 @@
-"""Evaluation of a model that hears: its answers come from the clips, and silence takes them away."""
+"""Evaluate an audio model: its answers come from the clips, and silence removes them."""
 
 import json
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
     return Taught(folder, settings, teach(settings))
 
 
-def test_it_answers_by_ear(taught: Taught, tmp_path: Path) -> None:
+def test_answers_follow_the_clips_and_silence_removes_them(taught: Taught, tmp_path: Path) -> None:
     result = evaluated(run_folder(tmp_path / "run", taught.settings, taught.units))
     counts = {s.template: (s.questions, s.exact) for s in result.templates}
     assert counts == {"1 tones": (3, 3), "2 tones": (2, 2)}

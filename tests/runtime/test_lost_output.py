@@ -1,4 +1,4 @@
-"""Output that nobody reads ends nothing."""
+"""A process continues when the reader of its output is gone."""
 
 import subprocess
 import sys

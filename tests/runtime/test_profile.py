@@ -1,4 +1,4 @@
-"""Layers of a small model are measured in processes of their own; the planner takes the table."""
+"""Layers of a small model are measured in separate processes, and the planner uses the table."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,18 +31,18 @@ def _recipe(**changes: object) -> Recipe:
 
 
 def _measure(_rank: int, _size: int, folder: Path, tp: tuple[int, ...]) -> str:
-    found = profile(
+    layer_profile = profile(
         ProfileRequest(_recipe(), "cpu-core", 2, {"vision": (1,), "llm": tp}, factory.lengths(), repeats=(1, 1))
     )
-    found.table.save(folder / "costs.json")
-    assert set(found.errors) == {"vision tp1", *(f"llm tp{n}" for n in tp)}
-    assert all(error >= 0 for errors in found.errors.values() for error in errors)
-    return found.table.model_dump_json()
+    layer_profile.table.save(folder / "costs.json")
+    assert set(layer_profile.errors) == {"vision tp1", *(f"llm tp{n}" for n in tp)}
+    assert all(error >= 0 for errors in layer_profile.errors.values() for error in errors)
+    return layer_profile.table.model_dump_json()
 
 
 @pytest.fixture(scope="module")
 def table() -> CostTable:
-    """Measured in a process of its own: one that has run a backward, as pytest's may have, starts no others."""
+    """Measure in a separate process, because one that has run a backward, as pytest's may have, cannot fork."""
     [text] = fork_ranks(1, _measure, (1, 2), timeout=200)
     return CostTable.model_validate_json(text)
 
@@ -74,12 +74,12 @@ def test_saved_bytes_are_near_the_memory_model(table: CostTable) -> None:
         assert 0.95 * counted <= modelled <= 1.35 * counted, unit.name  # an index or two is not modelled
 
 
-def test_the_planner_takes_a_table_and_says_so(table: CostTable, tmp_path: Path) -> None:
+def test_the_planner_uses_a_measured_table_and_names_it_as_its_source(table: CostTable, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     table.save(path)
     settings = _recipe(cluster={"costs": path})
-    found = plan_recipe(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
-    assert found.predicted.cost_source.startswith("measured: ")
+    chosen = plan_recipe(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
+    assert chosen.predicted.cost_source.startswith("measured: ")
     with pytest.raises(PlanError, match=r"cluster\.costs: .* was made for hardware cpu-core, but .* h100-80g"):
         plan_recipe(settings, factory.lengths(), world_size=8, hardware="h100-80g", recipe_sha256="x")
 
@@ -95,15 +95,16 @@ def test_probes_fill_the_recipes_sequences() -> None:
         assert len({p.load.num_sequences for p in fitted}) > 1
 
 
-def test_probes_hold_what_the_data_holds_in_any_order() -> None:
-    lengths, settings = factory.lengths(), _recipe()
+def test_probes_consist_of_sizes_that_occur_in_the_data() -> None:
+    lengths = factory.lengths()
+    settings = _recipe()
     vision, llm = build_model_shape(settings).units
     images = lengths.items["vision"]
     held = set(zip(images.rows.tolist(), images.cols.tolist(), strict=True))
-    for probe in [p for some in make_probes(settings, vision, lengths) for p in some]:
+    for probe in [p for probes in make_probes(settings, vision, lengths) for p in probes]:
         assert set(probe.sizes) <= held
     share = images.features.sum() / lengths.tokens.sum()
-    for probe in [p for some in make_probes(settings, llm, lengths) for p in some]:
+    for probe in [p for probes in make_probes(settings, llm, lengths) for p in probes]:
         assert set(probe.sizes[:-1]) <= set(lengths.tokens.tolist())  # the last is cut, or alone
         assert probe.load.tokens <= settings.data.seq_len
         assert probe.features == (("vision", int(share * probe.load.tokens)),)
@@ -112,22 +113,23 @@ def test_probes_hold_what_the_data_holds_in_any_order() -> None:
         assert again.load == probe.load
 
 
-def test_lengths_that_are_only_stated_become_images_that_the_encoder_takes() -> None:
-    lengths, settings = factory.lengths(), _recipe()
+def test_probes_of_stated_lengths_are_images_that_the_encoder_accepts() -> None:
+    lengths = factory.lengths()
+    settings = _recipe()
     images = lengths.items["vision"]
     column = replace(images, rows=images.rows * images.cols, cols=np.ones_like(images.cols))
     stated = replace(lengths, items={"vision": column})
     vision = settings.model.vision
     assert vision is not None
     for probe in [
-        p for some in make_probes(settings, build_model_shape(settings).unit("vision"), stated) for p in some
+        p for probes in make_probes(settings, build_model_shape(settings).unit("vision"), stated) for p in probes
     ]:
         for rows, cols in probe.sizes:  # type: ignore[misc]
             assert rows % vision.merge == cols % vision.merge == 0 < min(rows, cols) <= vision.max_side
             assert min(abs(rows * cols - n) for n in set(column.rows.tolist())) <= 4
 
 
-def test_sizes_are_those_that_the_recipe_allows() -> None:
+def test_only_tp_sizes_that_the_recipe_allows_are_profiled() -> None:
     settings = _recipe()
     assert sizes_to_measure(settings, 2) == {"vision": (1, 2), "llm": (1, 2)}
     assert sizes_to_measure(settings, 4, ["llm"], "1,4") == {"llm": (1, 4)}
@@ -139,6 +141,6 @@ def test_sizes_are_those_that_the_recipe_allows() -> None:
         sizes_to_measure(settings, 4, (), "two")
 
 
-def test_outliers_do_not_move_what_is_typical() -> None:
+def test_outliers_do_not_change_the_typical_value() -> None:
     assert median_without_outliers([1.0, 1.1, 0.9, 1.0, 50.0, 60.0]) == 1.0
     assert median_without_outliers([2.0, 2.0, 2.0, 9.0]) == 2.0

@@ -16,7 +16,8 @@ from mmtrain.runtime.execution.recorder import CudaClock, HostClock, StepRecorde
 VISION, LLM = StageId("vision", 0), StageId("llm", 0)
 EDGE = Edge(VISION, LLM)
 IMAGE, TEXT = Microbatch("vision", 0, 0), Microbatch("llm", 0, 0)
-RECV, SEND = Recv(EDGE, IMAGE, TEXT, 0, "activation"), Send(EDGE, IMAGE, TEXT, 0, "gradient")
+RECV = Recv(EDGE, IMAGE, TEXT, 0, "activation")
+SEND = Send(EDGE, IMAGE, TEXT, 0, "gradient")
 
 
 class Ticks:
@@ -106,7 +107,8 @@ def test_a_gpu_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_are_timed_where_they_run() -> None:
-    clock, device = CudaClock(), torch.device("cuda")
+    clock = CudaClock()
+    device = torch.device("cuda")
     matrix = torch.ones(4096, 4096, device=device)
     clock.start()
     before = time.perf_counter()

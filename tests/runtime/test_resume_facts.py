@@ -23,12 +23,12 @@ def facts(tmp_path: Path, encoders: dict[str, Any] | None = None, **data: Any) -
     return flatten(resume_facts(Recipe.model_validate(raw), INDEX))
 
 
-def test_the_facts_are_those_that_earlier_versions_saved(tmp_path: Path) -> None:
-    found = facts(tmp_path)
-    assert found["data.budgets"] == "vision=512"
-    assert found["train.freeze"] == "llm.layers.0.* llm.layers.1.*"
-    assert found["data.tokenizer_sha256"] == hashlib.sha256(b"").hexdigest()
-    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+def test_the_facts_equal_those_that_earlier_versions_saved(tmp_path: Path) -> None:
+    facts_of_recipe = facts(tmp_path)
+    assert facts_of_recipe["data.budgets"] == "vision=512"
+    assert facts_of_recipe["train.freeze"] == "llm.layers.0.* llm.layers.1.*"
+    assert facts_of_recipe["data.tokenizer_sha256"] == hashlib.sha256(b"").hexdigest()
+    digest = hashlib.sha256(json.dumps(facts_of_recipe, sort_keys=True).encode()).hexdigest()
     assert digest == "1ba1e4fb7094b0d8e1878aee3fbd7b92ec73d3540aa79d32cff1b0491905c748"
 
 
@@ -39,14 +39,14 @@ def test_a_removed_budget_changes_the_facts(tmp_path: Path) -> None:
 
 def test_added_removed_and_reordered_encoders_are_named(tmp_path: Path) -> None:
     fine, coarse = {**ENCODER, "modality": "vision"}, {**ENCODER, "modality": "vision", "patch": 28}
-    short_form, both = facts(tmp_path), facts(tmp_path, {"fine": fine, "coarse": coarse})
-    removed = describe_changed_facts(before=both, now=short_form)
+    short_form, two_encoders = facts(tmp_path), facts(tmp_path, {"fine": fine, "coarse": coarse})
+    removed = describe_changed_facts(before=two_encoders, now=short_form)
     assert removed == [
         f"model.encoders.{name}.position: {i} then, None now" for i, name in enumerate(("fine", "coarse"))
     ]
-    assert "model.encoders.fine.layers: None then, 2 now" in describe_changed_facts(before=short_form, now=both)
+    assert "model.encoders.fine.layers: None then, 2 now" in describe_changed_facts(before=short_form, now=two_encoders)
     reordered = facts(tmp_path, {"coarse": coarse, "fine": fine})
-    assert describe_changed_facts(before=both, now=reordered) == [
+    assert describe_changed_facts(before=two_encoders, now=reordered) == [
         "model.encoders.coarse.position: 1 then, 0 now",
         "model.encoders.fine.position: 0 then, 1 now",
     ]

@@ -1,4 +1,4 @@
-"""`mmtrain evaluate` on models whose answers are known: an untrained one, and one taught three colours here."""
+"""`mmtrain evaluate` on models whose answers are known: an untrained one, and one that was taught three colours."""
 
 import json
 from collections import Counter
@@ -22,7 +22,7 @@ from tests.runtime.models import evaluated, recipe, run_folder, whole
 from tests.runtime.taught import COLOURS, Taught, asking
 
 
-def test_what_a_model_sees_is_told_from_what_it_guesses(taught: Taught, tmp_path: Path) -> None:
+def test_a_taught_model_scores_above_its_blind_baselines(taught: Taught, tmp_path: Path) -> None:
     result = evaluated(run_folder(tmp_path / "run", taught.settings, taught.model))
     colour, sums = result.templates
     assert result.step == 7
@@ -58,8 +58,8 @@ def test_a_limit_takes_questions_from_everywhere(taught: Taught, tmp_path: Path)
 
 def test_a_broken_image_costs_its_question_and_is_named(taught: Taught, tmp_path: Path, capsys) -> None:
     good = (taught.folder / "red.png").read_bytes()
-    at = good.index(b"IDAT") + 6
-    (taught.folder / "broken.png").write_bytes(good[:at] + bytes(8) + good[at + 8 :])
+    position = good.index(b"IDAT") + 6
+    (taught.folder / "broken.png").write_bytes(good[:position] + bytes(8) + good[position + 8 :])
     rows = [*taught.rows, asking("colour", row("<image>What colour?", "red", "broken.png", name="b1"))]
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, rows, max_bad_rate=0.5), taught.model)
     assert evaluated(folder).total.questions == 4
@@ -115,8 +115,8 @@ def test_an_untrained_model_on_demo_data(tmp_path: Path) -> None:
     expected: Counter[str] = Counter()
     heldout = json.loads((data / "heldout.json").read_text())
     for entry in heldout:
-        found = answers[entry["template"]]
-        best = sorted(text for text in found if found[text] == max(found.values()))[0]
+        num_by_answer = answers[entry["template"]]
+        best = sorted(text for text in num_by_answer if num_by_answer[text] == max(num_by_answer.values()))[0]
         expected[entry["template"]] += entry["conversations"][-1]["value"] == best
     assert {s.template: s.baseline for s in result.templates} == {
         t: expected[t] for t in {e["template"] for e in heldout}
@@ -134,7 +134,7 @@ def _asks(entry: Row, text: str) -> bool:
     return entry["conversations"][0]["value"] == text
 
 
-def test_scores_count_per_template() -> None:
+def test_scores_are_counted_per_template() -> None:
     def ask(template: str | None, expected: str, num_images: int, num_clips: int = 0) -> HeldOutQuestion:
         turns = Turn("user", IMAGE_MARK * num_images + AUDIO_MARK * num_clips), Turn("assistant", expected)
         media = FileMedia("x")
@@ -151,12 +151,12 @@ def test_scores_count_per_template() -> None:
     assert [s.baseline for s in score(answers, answers, [])] == [0, 0, 0]
 
 
-def test_spread_is_even_and_never_repeats() -> None:
+def test_evenly_spaced_items_are_distinct_and_evenly_spread() -> None:
     for size in range(12):
         for count in range(1, 15):
-            taken = evenly_spaced(range(size), count)
-            assert len(taken) == len(set(taken)) == min(size, count)
-            gaps = np.diff([*taken, size])
+            picked = evenly_spaced(range(size), count)
+            assert len(picked) == len(set(picked)) == min(size, count)
+            gaps = np.diff([*picked, size])
             assert size == 0 or gaps.max() - gaps.min() <= 1
 
 

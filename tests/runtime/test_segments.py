@@ -1,7 +1,7 @@
 """An encoder's segments run correctly *inside* an LLM layer's forward and backward, with detached boundaries.
 
-This is what moving encoder work into the gaps of tensor-parallel LLM layers rests on: between a layer's attention and
-its MLP, in both directions, layers of the encoder work on other microbatches, and nobody's numbers change. Recomputing
+Moving encoder work into the gaps of tensor-parallel LLM layers relies on this: between a layer's attention and
+its MLP, in both directions, layers of the encoder work on other microbatches, and no result changes. Recomputing
 the host or the segments changes nothing either, if the host's checkpoint does not see what the segments save.
 """
 
@@ -75,7 +75,7 @@ def _between_attention_and_mlp(llm: StageModule, forward: Callable[[], None], ba
 
 
 def _run(inside: bool, recompute: Sequence[int]) -> list[Tensor]:
-    """Three encoder microbatches: 0 feeds the LLM's, 1 goes forward and 2 backward meanwhile. Return all numbers."""
+    """Run microbatch 0 through encoder and LLM, with 1 forward and 2 backward meanwhile; return all results."""
     encoder = Encoder(recompute)
     llm = stage(MODEL, "llm", recompute=recompute)
     randomize(llm)
@@ -108,18 +108,20 @@ def _run(inside: bool, recompute: Sequence[int]) -> list[Tensor]:
     encoder.gradient |= {0: features.grad, 1: torch.ones_like(outputs[1])}
     go_backward(0)
     go_backward(1)
-    found = [loss.detach(), outputs[1], features.grad]
+    numbers = [loss.detach(), outputs[1], features.grad]
     for module in (llm, *encoder.segments):
         for name, param in module.named_parameters():
             assert param.grad is not None, f"{module.unit}.{name} has no gradient"
-            found.append(param.grad)
-    return found
+            numbers.append(param.grad)
+    return numbers
 
 
 @pytest.mark.parametrize("recompute", [(), (1, 2)], ids=["kept", "recomputed"])
 def test_encoder_segments_run_inside_an_llm_layer(recompute: Sequence[int]) -> None:
     apart, inside = _run(False, recompute), _run(True, recompute)
     assert len(apart) == len(inside) > 30
-    assert all(torch.equal(one, other) for one, other in zip(apart[:3], inside[:3], strict=True))
-    for one, other in zip(apart[3:], inside[3:], strict=True):  # gradients of microbatches add up in another order
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(value, same_value) for value, same_value in zip(apart[:3], inside[:3], strict=True))
+    for value, same_value in zip(
+        apart[3:], inside[3:], strict=True
+    ):  # gradients of microbatches add up in another order
+        torch.testing.assert_close(value, same_value, rtol=1e-6, atol=1e-6)

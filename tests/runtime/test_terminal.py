@@ -1,7 +1,7 @@
 """A unit after the LLM, with a loss of its own: the LLM's last stage has a loss and an output.
 
 Toy units on real edges: an encoder feeds the LLM, which feeds a generator some of its last hidden states. Each loss is
-a mean over what its own unit counts. Loss and all gradients must be those of one process, sample by sample.
+a mean over the tokens or items of its unit. Loss and gradients must equal those of one process, sample by sample.
 """
 
 from collections.abc import Mapping
@@ -53,16 +53,16 @@ COUNTED = {"llm": sum(TOKENS), "generator": sum(map(sum, ITEMS["generator"]))}
 
 @dataclass(frozen=True)
 class Input:
-    """A microbatch: rows of its own, rows to aim at, where features go in and where rows are handed on."""
+    """A microbatch: input rows, target rows, positions of features, and of rows for the generator."""
 
-    own: Tensor
+    hidden: Tensor
     target: Tensor
     places: Tensor
     handed: Tensor
 
 
 class Toy(nn.Module):
-    """Layers of a unit; the last one of the LLM gives rows and a loss, that of the generator a loss."""
+    """Layers of a unit; the last one of the LLM returns rows and a loss, that of the generator a loss."""
 
     def __init__(self, unit: str, layers: range, last: int, trainable: bool) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Toy(nn.Module):
         inputs, features = context
         for index in layers:
             if index == 0:
-                hidden = features["llm"] if self.unit == "generator" else inputs.own
+                hidden = features["llm"] if self.unit == "generator" else inputs.hidden
                 if "vision" in features:
                     hidden = hidden.index_add(0, inputs.places, features["vision"])
             hidden = torch.tanh(self.layers[str(index)](hidden))
@@ -92,7 +92,7 @@ class Toy(nn.Module):
 
 
 class Sums:
-    """The least that can be an optimizer of a unit: sums gradients over replicas and changes nothing."""
+    """The smallest optimizer of a unit: it sums gradients over replicas and changes no parameter."""
 
     def __init__(self, stages: nn.ModuleList, groups: ParallelGroups) -> None:
         self.params, self.groups = [p for p in stages.parameters() if p.requires_grad], groups
@@ -110,52 +110,52 @@ class Sums:
         return norms.sum().double() / (self.groups.dp_size * self.groups.tp_size)
 
     def step(self, lr: float, clip: float) -> None:
-        """Leave everything as it is."""
+        """Change no parameter."""
 
     def gather_params(self) -> None:
-        """Nothing has changed."""
+        """Gather nothing, as no parameter has changed."""
 
     def set_num_updates(self, value: int) -> None:
-        """Nothing depends on it."""
+        """Ignore the number, as nothing depends on it."""
 
 
 def rows(*key: object, num: int) -> Tensor:
-    """The same rows for the same key on every rank."""
+    """Return the same rows for the same key on every rank."""
     return torch.from_numpy(np.random.default_rng([*str(key).encode()]).standard_normal((num, WIDTH)))
 
 
 def lengths() -> SampleLengths:
     items = {}
     for unit, samples in ITEMS.items():
-        sizes = np.array([n for own in samples for n in own], dtype=np.int64)
-        first = np.cumsum([0, *(len(own) for own in samples)], dtype=np.int64)
+        sizes = np.array([n for item_sizes in samples for n in item_sizes], dtype=np.int64)
+        first = np.cumsum([0, *(len(item_sizes) for item_sizes in samples)], dtype=np.int64)
         items[unit] = ItemLengths(first, sizes, np.ones_like(sizes), sizes, sizes)
     tokens = np.array(TOKENS, dtype=np.int64)
     return SampleLengths(tokens, tokens, items)
 
 
 def llm_input(samples: list[int]) -> Input:
-    """Samples packed one after another; features go to every other row, the rows handed on overlap."""
-    begins = np.cumsum([0, *(TOKENS[s] for s in samples)])[:-1].tolist()
+    """Pack samples one after another; features go to every other row, rows for the generator overlap."""
+    starts = np.cumsum([0, *(TOKENS[s] for s in samples)])[:-1].tolist()
     places = [
-        b + 2 * k % TOKENS[s] for s, b in zip(samples, begins, strict=True) for k in range(sum(ITEMS["vision"][s]))
+        b + 2 * k % TOKENS[s] for s, b in zip(samples, starts, strict=True) for k in range(sum(ITEMS["vision"][s]))
     ]
     handed = [
         b + (item + k) % TOKENS[s]
-        for s, b in zip(samples, begins, strict=True)
+        for s, b in zip(samples, starts, strict=True)
         for item, num in enumerate(ITEMS["generator"][s])
         for k in range(num)
     ]
-    own, target = (torch.cat([rows(what, s, num=TOKENS[s]) for s in samples]) for what in ("x", "y"))
-    return Input(own, target, torch.tensor(places, dtype=torch.int64), torch.tensor(handed, dtype=torch.int64))
+    hidden, target = (torch.cat([rows(what, s, num=TOKENS[s]) for s in samples]) for what in ("x", "y"))
+    return Input(hidden, target, torch.tensor(places, dtype=torch.int64), torch.tensor(handed, dtype=torch.int64))
 
 
 def item_input(unit: str, items: list[tuple[int, int]]) -> Input:
-    """Items (sample, position) packed one after another."""
+    """Pack items (sample, position) one after another."""
     none = torch.zeros(0, dtype=torch.int64)
     parts = [rows(unit, *item, num=ITEMS[unit][item[0]][item[1]]) for item in items]
-    own = torch.cat([torch.zeros(0, WIDTH, dtype=torch.float64), *parts])
-    return Input(own, own, none, none)
+    hidden = torch.cat([torch.zeros(0, WIDTH, dtype=torch.float64), *parts])
+    return Input(hidden, hidden, none, none)
 
 
 def inputs_of(graph: StageGraph, meta: BatchMeta) -> dict[Microbatch, Any]:
@@ -168,9 +168,9 @@ def inputs_of(graph: StageGraph, meta: BatchMeta) -> dict[Microbatch, Any]:
                     inputs[Microbatch("llm", r, i)] = llm_input(samples)
                 else:
                     table = meta.items[mesh.unit]
-                    own = table.microbatch(r, i)
-                    samples = meta.sample_id[table.sample[own]].tolist()
-                    items = list(zip(samples, table.position[own].tolist(), strict=True))
+                    in_microbatch = table.microbatch(r, i)
+                    samples = meta.sample_id[table.sample[in_microbatch]].tolist()
+                    items = list(zip(samples, table.position[in_microbatch].tolist(), strict=True))
                     inputs[Microbatch(mesh.unit, r, i)] = item_input(mesh.unit, items)
     return inputs
 
@@ -179,7 +179,7 @@ Outcome = tuple[float, float | None, float, dict[str, Tensor]]  # loss, norm, lo
 
 
 def run(units: tuple[Unit, ...], cut_seed: int | None) -> Outcome:
-    """One step on this rank, and the loss of its batch without training."""
+    """Run one step on this rank, and validate its batch; return losses, the gradient norm and gradients."""
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     graph = chain(*units)
     groups = build_groups(graph, world)
@@ -227,12 +227,12 @@ def ordered(graph: StageGraph, cut_seed: int | None) -> Program:
 
 
 def last(graph: StageGraph, unit: str) -> int:
-    """The unit's last layer."""
+    """Return the index of the unit's last layer."""
     return max(s.layers[1] for s in graph.stages if s.id.unit == unit) - 1
 
 
 def one_process(units: tuple[Unit, ...]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients, sample by sample."""
+    """Return loss and gradients, computed sample by sample."""
     graph = chain(*units)
     stages = {
         (s.id.unit, s.id.index): Toy(s.id.unit, range(*s.layers), last(graph, s.id.unit), s.trainable)
@@ -286,16 +286,16 @@ CASES: dict[str, tuple[Unit, ...]] = {
 @pytest.mark.parametrize(
     ("case", "cut_seed"), [*((case, None) for case in CASES), ("one rank", 1), ("dp 1:2 of a pipeline", 2)]
 )
-def test_two_losses_and_all_gradients_are_those_of_one_process(case: str, cut_seed: int | None) -> None:
+def test_two_losses_and_all_gradients_equal_those_of_one_process(case: str, cut_seed: int | None) -> None:
     units = CASES[case]
-    found = run_ranks(chain(*units).world_size, run, units, cut_seed, timeout=20)
-    [(loss, wanted)] = run_ranks(1, one_process, units)
-    assert sum(trained for trained, *_ in found) == pytest.approx(loss, rel=1e-12)
-    assert sum(validated for _, _, validated, _ in found) == pytest.approx(loss, rel=1e-12)
-    norm = float(torch.cat([g.flatten() for g in wanted.values()]).norm())
-    assert all(own == pytest.approx(norm, rel=1e-12) for _, own, _, _ in found)
-    held = [gradients for *_, gradients in found]
-    assert {name for gradients in held for name in gradients} == set(wanted)
+    outcomes = run_ranks(chain(*units).world_size, run, units, cut_seed, timeout=20)
+    [(loss, expected)] = run_ranks(1, one_process, units)
+    assert sum(trained for trained, *_ in outcomes) == pytest.approx(loss, rel=1e-12)
+    assert sum(validated for _, _, validated, _ in outcomes) == pytest.approx(loss, rel=1e-12)
+    norm = float(torch.cat([g.flatten() for g in expected.values()]).norm())
+    assert all(norm_of_rank == pytest.approx(norm, rel=1e-12) for _, norm_of_rank, _, _ in outcomes)
+    held = [gradients for *_, gradients in outcomes]
+    assert {name for gradients in held for name in gradients} == set(expected)
     for gradients in held:
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, wanted[name], rtol=1e-11, atol=1e-13)
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-11, atol=1e-13)

@@ -19,7 +19,7 @@ DEADLINE_S = 5.0
 
 
 class _End:
-    """Stands where the process would end."""
+    """Records the end of the process instead of ending it."""
 
     def __init__(self) -> None:
         self.report, self.came = "", threading.Event()
@@ -33,9 +33,9 @@ def _world(rank: int, size: int, store: Store | None = None) -> World:
     return World(rank, size, torch.device("cpu"), store)
 
 
-def test_all_ranks_report_when_one_has_found_that_nothing_moves(tmp_path: Path) -> None:
-    now = [0.0]
-    stuck, busy = Activity(clock=lambda: now[0]), Activity(clock=lambda: 0.0)
+def test_all_ranks_report_when_one_notices_a_hang(tmp_path: Path) -> None:
+    clock_s = [0.0]
+    stuck, busy = Activity(clock=lambda: clock_s[0]), Activity(clock=lambda: 0.0)
     stuck.start("loading data")
     busy.start(Step())
     ends = [_End(), _End()]
@@ -44,7 +44,7 @@ def test_all_ranks_report_when_one_has_found_that_nothing_moves(tmp_path: Path) 
         Watchdog(busy, 1.0, tmp_path, _world(1, 2), ends[1]),
     ):
         assert not ends[0].came.wait(0.6), "not before its time"
-        now[0] = 1.0
+        clock_s[0] = 1.0
         assert all(end.came.wait(DEADLINE_S) for end in ends)
     assert {f.rank for f in read_failures(tmp_path)} == {0, 1}
     for rank in (0, 1):
@@ -61,27 +61,27 @@ def test_a_timeout_of_zero_watches_nothing(tmp_path: Path) -> None:
     assert read_failures(tmp_path) == []
 
 
-def test_bytes_that_are_written_count_as_life_only_while_they_are_waited_for() -> None:
-    now = [0.0]
-    activity = Activity(clock=lambda: now[0])
+def test_written_bytes_are_progress_only_while_the_rank_waits_for_files() -> None:
+    clock_s = [0.0]
+    activity = Activity(clock=lambda: clock_s[0])
     activity.start(SAVING)
     activity.files.start()
-    now[0] = 50.0
+    clock_s[0] = 50.0
     activity.files.advance(Path("a.safetensors"), 2_000_000)
-    now[0] = 60.0
+    clock_s[0] = 60.0
     assert activity.stuck_s() == 10
     assert not activity.is_collective
     assert activity.files.to_text() == "no progress with a.safetensors for 10 s; 2.00 MB at 0.04 MB/s before that"
     activity.start("loading data")
-    now[0] = 90.0
+    clock_s[0] = 90.0
     activity.files.advance(Path("a.safetensors"), 1)
     assert activity.stuck_s() == 30, "a writer in the background says nothing about the step"
 
 
 def test_a_rank_that_waits_for_files_of_others_learns_of_their_progress() -> None:
-    now = [0.0]
+    clock_s = [0.0]
     store = HashStore()
-    waiting, writing = (Activity(clock=lambda: now[0]) for _ in range(2))
+    waiting, writing = (Activity(clock=lambda: clock_s[0]) for _ in range(2))
     waiting_peers, writing_peers = PeerProgress(store, waiting), PeerProgress(store, writing)
     for activity in (waiting, writing):
         activity.start(SAVING)
@@ -93,17 +93,17 @@ def test_a_rank_that_waits_for_files_of_others_learns_of_their_progress() -> Non
     with waiting.files.waiting_for_ranks():
         assert waiting.is_collective
         exchange()
-        now[0] = 100.0
+        clock_s[0] = 100.0
         writing.files.advance(Path("b.safetensors"), 10)
         exchange()
         assert (waiting.stuck_s(), writing.stuck_s()) == (0, 0)
-        now[0] = 130.0
+        clock_s[0] = 130.0
         exchange()
         assert (waiting.stuck_s(), writing.stuck_s()) == (30, 30)
         assert waiting.files.to_text() is None, "it is not at a file itself"
     with writing.files.waiting_for_ranks():
         waiting.files.advance(Path("c.safetensors"), 0)
-        now[0] = 170.0
+        clock_s[0] = 170.0
         writing_peers.exchange()
     assert waiting.stuck_s() == 40, "the progress of others does not hide that this rank is stuck"
 
@@ -117,12 +117,13 @@ def test_the_run_ends_although_its_folder_hangs_too(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(watchdog, "write_failure", write_late)
     monkeypatch.setattr(watchdog, "MAX_REPORT_S", 0.1)
-    now, end = [0.0], _End()
-    activity = Activity(clock=lambda: now[0])
+    clock_s = [0.0]
+    end = _End()
+    activity = Activity(clock=lambda: clock_s[0])
     activity.start(SAVING)
     activity.files.advance(tmp_path / "file", 0)
     with Watchdog(activity, 1.0, tmp_path, _world(0, 1), end):
-        now[0] = 2.0
+        clock_s[0] = 2.0
         assert end.came.wait(DEADLINE_S)
     assert end.report.startswith(f"rank 0, in `saving a checkpoint`: no progress with {tmp_path}/file for 2 s")
     assert f"no report could be written to {tmp_path}" in end.report
@@ -133,13 +134,13 @@ def test_the_run_ends_although_its_folder_hangs_too(tmp_path: Path, monkeypatch:
 
 
 def test_a_process_that_does_not_run_is_noticed_by_rank_0_and_rank_0_by_the_others() -> None:
-    now = [0.0]
+    clock_s = [0.0]
     store = HashStore()
-    ranks = [Heartbeats(store, _world(rank, 3, store), clock=lambda: now[0]) for rank in range(3)]
+    ranks = [Heartbeats(store, _world(rank, 3, store), clock=lambda: clock_s[0]) for rank in range(3)]
 
     def beat(*running: int) -> list[float]:
         for _ in range(2):  # in the first round they may hear of beats before those of this call
-            now[0] += 5.0
+            clock_s[0] += 5.0
             for rank in running:
                 ranks[rank].beat()
         return [ranks[rank].silent_s() for rank in running]

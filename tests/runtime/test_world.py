@@ -6,7 +6,7 @@ from mmtrain.errors import LaunchError
 from mmtrain.runtime.world import Address, find_address, first_host, join
 
 
-def test_alone_there_is_no_address() -> None:
+def test_a_single_rank_needs_no_address() -> None:
     assert find_address({}) is None
     assert find_address({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, (
         "a batch script without srun is one process"
@@ -65,9 +65,9 @@ def test_unusable_variables_are_named(changes: dict[str, str], named: str) -> No
 
 
 def test_a_port_in_use_is_refused_at_once() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         with pytest.raises(LaunchError, match=f"MASTER_PORT: {port} cannot be used"):
             join(Address(0, 2, 0, "127.0.0.1", port, "torchrun"))
