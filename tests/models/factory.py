@@ -1,4 +1,4 @@
-"""Tiny models and microbatches that the tests of this folder share."""
+"""Make tiny models and microbatches for the tests of this folder."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ LLM: dict[str, Any] = {"layers": 3, "hidden": 48, "heads": 4, "kv_heads": 2, "ff
 def settings(
     vision: dict[str, Any] | None = None, llm: dict[str, Any] | None = None, audio: dict[str, Any] | None = None
 ) -> ModelSettings:
-    """A model with a vision unit, and with an audio unit where settings of one (if only `{}`) are given."""
+    """Make settings of a model with a vision unit, and with an audio unit if `audio` is given (may be `{}`)."""
     return ModelSettings(
         vision=VisionSettings(**{**VISION, **(vision or {})}),
         audio=None if audio is None else AudioSettings(**{**AUDIO, **audio}),
@@ -68,7 +68,7 @@ def stage(
 
 
 def images(*sides: tuple[int, int], patch: int = PATCH, seed: int = 0) -> EncoderInput:
-    """Random images of (rows, cols) patches."""
+    """Make random images of (rows, cols) patches."""
     num_patches = sum(r * c for r, c in sides)
     patches = torch.randn(num_patches, 3 * patch * patch, generator=torch.Generator().manual_seed(seed))
     return EncoderInput(tuple(r for r, _ in sides), tuple(c for _, c in sides), patches)
@@ -86,7 +86,7 @@ def clips_of(frames: Sequence[int], mels: Tensor | None) -> EncoderInput:
 
 
 def text(*lengths: int, places: Iterable[int] = (), vocab: int = 90, seed: int = 0) -> TextInput:
-    """Random sequences, about a third of their tokens without a target."""
+    """Make random sequences; about a third of their tokens have no target."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     ids = torch.randint(0, vocab, (total,), generator=generator)
@@ -96,12 +96,12 @@ def text(*lengths: int, places: Iterable[int] = (), vocab: int = 90, seed: int =
 
 
 def gradients(module: StageModule) -> dict[str, Tensor]:
-    """Gradients by plan-independent name; each parameter must have one."""
-    found = {}
+    """Return gradients by plan-independent name; each parameter must have one."""
+    gradients_by_name = {}
     for name, param in module.named_parameters():
         assert param.grad is not None, f"{name} has no gradient"
-        found[f"{module.unit}.{name}"] = param.grad
-    return found
+        gradients_by_name[f"{module.unit}.{name}"] = param.grad
+    return gradients_by_name
 
 
 def randomize(module: torch.nn.Module, seed: int = 0) -> None:

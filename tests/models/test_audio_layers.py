@@ -45,9 +45,9 @@ def test_hidden_states_equal_whispers() -> None:
         last = ours.layers["3"]
         assert isinstance(last, Projector)
         assert last.post_norm is not None
-        found = last.post_norm(hidden)
-    assert found.shape == (48, 32)
-    difference = (found - expected).abs().max()
+        normalized = last.post_norm(hidden)
+    assert normalized.shape == (48, 32)
+    difference = (normalized - expected).abs().max()
     assert difference < 1e-4, f"hidden states differ by {difference:.2e}"
     assert expected.std() > 0.1  # else the comparison would prove nothing
 
@@ -90,7 +90,7 @@ def test_a_microbatch_without_clips_gives_every_weight_a_zero_gradient() -> None
         assert not param.grad.any(), name
 
 
-def test_what_is_frozen_and_what_still_trains() -> None:
+def test_a_frozen_encoder_can_still_train_its_projector() -> None:
     unit = stage(settings(audio={"freeze": True}), "audio")
     trained = {name for name, param in unit.named_parameters() if param.requires_grad}
     assert trained == {f"layers.3.linear_{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")}

@@ -20,14 +20,14 @@ LENGTHS = (9, 12, 15)
 def _run(stages: list[StageModule], inputs: EncoderInput | TextInput, features: dict[str, Tensor]) -> Tensor:
     """Run stages one after another, cutting the graph between them as the runtime does."""
     hidden: Tensor | None = None
-    kept = []
+    boundaries = []
     for module in stages:
         received = None if hidden is None else hidden.detach().requires_grad_()
         hidden = module(received, inputs, features)
-        kept.append((received, hidden))
+        boundaries.append((received, hidden))
     assert hidden is not None
     gradient = torch.ones_like(hidden) if hidden.ndim == 0 else torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
-    for received, output in reversed(kept):
+    for received, output in reversed(boundaries):
         torch.autograd.backward(output, gradient)
         if received is not None:
             assert received.grad is not None
@@ -45,16 +45,16 @@ def _inputs(unit: str) -> tuple[EncoderInput | TextInput, dict[str, Tensor]]:
 def _outcome(
     model: ModelSettings, unit: str, cuts: tuple[int, ...], recompute: frozenset[int] = frozenset()
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """Output, gradients by global name, gradient of the features; the unit's layers are cut at `cuts`."""
+    """Return output, gradients by global name and the features' gradient, with layers cut at `cuts`."""
     ends = (0, *cuts, len(shape_of(model).unit(unit).layers))
     stages = [stage(model, unit, span, recompute=recompute) for span in itertools.pairwise(ends)]
     inputs, features = _inputs(unit)
     output = _run(stages, inputs, features)
-    found: dict[str, Tensor] = {}
+    gradient_sums: dict[str, Tensor] = {}
     for module in stages:
         for name, gradient in gradients(module).items():
-            found[name] = found[name] + gradient if name in found else gradient
-    return output, found, features["vision"].grad if features else None
+            gradient_sums[name] = gradient_sums[name] + gradient if name in gradient_sums else gradient
+    return output, gradient_sums, features["vision"].grad if features else None
 
 
 @pytest.mark.parametrize("unit", ["vision", "llm"])
@@ -64,11 +64,11 @@ def test_stages_cut_anywhere_compose_to_the_whole(unit: str) -> None:
     expected, expected_gradients, expected_features = _outcome(model, unit, ())
     every_cut = [(c,) for c in range(1, num_layers)]
     for cuts in (*every_cut, tuple(range(1, num_layers))):
-        output, found, features = _outcome(model, unit, cuts)
+        output, result_gradients, features = _outcome(model, unit, cuts)
         assert torch.equal(output, expected), cuts
-        assert found.keys() == expected_gradients.keys()
-        for name in found:
-            torch.testing.assert_close(found[name], expected_gradients[name], rtol=1e-5, atol=1e-7)
+        assert result_gradients.keys() == expected_gradients.keys()
+        for name in result_gradients:
+            torch.testing.assert_close(result_gradients[name], expected_gradients[name], rtol=1e-5, atol=1e-7)
         if features is not None:
             torch.testing.assert_close(features, expected_features)
 
@@ -79,14 +79,14 @@ def test_recompute_changes_nothing(unit: str) -> None:
     expected, expected_gradients, expected_features = _outcome(model, unit, (2,))
     num_layers = len(shape_of(model).unit(unit).layers)
     for recompute in (frozenset({1}), frozenset(range(num_layers))):
-        output, found, features = _outcome(model, unit, (2,), recompute)
+        output, result_gradients, features = _outcome(model, unit, (2,), recompute)
         assert torch.equal(output, expected)
-        assert all(torch.equal(found[name], expected_gradients[name]) for name in expected_gradients)
+        assert all(torch.equal(result_gradients[name], expected_gradients[name]) for name in expected_gradients)
         assert features is None or (expected_features is not None and torch.equal(features, expected_features))
 
 
 def test_recompute_keeps_fewer_activations() -> None:
-    def kept(recompute: tuple[int, ...]) -> int:
+    def num_saved_elements(recompute: tuple[int, ...]) -> int:
         num_elements = 0
 
         def pack(x: Tensor) -> Tensor:
@@ -100,9 +100,9 @@ def test_recompute_keeps_fewer_activations() -> None:
             module(hidden, text(*LENGTHS))
         return num_elements
 
-    nothing, one, everything = kept(()), kept((2,)), kept((1, 2, 3))
-    assert everything < one < nothing
-    assert nothing - one == pytest.approx((nothing - everything) / 3, rel=0.01)
+    nothing, single_layer, everything = num_saved_elements(()), num_saved_elements((2,)), num_saved_elements((1, 2, 3))
+    assert everything < single_layer < nothing
+    assert nothing - single_layer == pytest.approx((nothing - everything) / 3, rel=0.01)
 
 
 def test_packed_sequences_equal_separate_ones() -> None:
@@ -118,13 +118,14 @@ def test_packed_sequences_equal_separate_ones() -> None:
     assert inputs.ids is not None
     assert inputs.labels is not None
     places = inputs.feature_positions["vision"]
-    total, start = torch.zeros(()), 0
+    total = torch.zeros(())
+    start = 0
     for n in inputs.lengths:
-        here = (places >= start) & (places < start + n)
-        one = TextInput(
-            (n,), inputs.ids[start : start + n], inputs.labels[start : start + n], {"vision": places[here] - start}
+        in_sample = (places >= start) & (places < start + n)
+        sample = TextInput(
+            (n,), inputs.ids[start : start + n], inputs.labels[start : start + n], {"vision": places[in_sample] - start}
         )
-        loss = llm(None, one, {"vision": features["vision"].detach()[here]})
+        loss = llm(None, sample, {"vision": features["vision"].detach()[in_sample]})
         loss.backward()
         total += loss.detach()
         start += n
@@ -242,7 +243,7 @@ def test_tied_embeddings_on_two_stages_have_one_name_and_sum_their_gradients() -
 
 
 def test_text_only_model() -> None:
-    """Without an encoder the LLM computes what it computes for text in a model that has one."""
+    """Compare an LLM without encoder with the same LLM on text in a model that has an encoder."""
     inputs = text(*LENGTHS)
     alone = stage(ModelSettings(llm=settings().llm), "llm")(None, replace(inputs, feature_positions={}))
     beside_vision = stage(settings(), "llm")(None, inputs, {"vision": torch.empty(0, 48)})
@@ -257,7 +258,8 @@ def test_attention_backends_agree_in_a_model() -> None:
 
 def test_half_precision_keeps_the_loss_in_fp32() -> None:
     model = settings(vision={"class_token": True})
-    shape, groups = shape_of(model), ParallelGroups.single()
+    shape = shape_of(model)
+    groups = ParallelGroups.single()
     options = StageOptions(torch.bfloat16, CPU, seed=1)
     vision, llm = (
         build_stage(model, shape, StageSpec(unit.name, (0, len(unit.layers))), groups, options) for unit in shape.units

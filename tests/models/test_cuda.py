@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_backends_equal_the_reference(backend: str, causal: bool) -> None:
     if backend == "flash_attn":
         pytest.importorskip("flash_attn")
-    device, lengths = torch.device("cuda"), (5, 17, 17, 1, 40)
+    device = torch.device("cuda")
+    lengths = (5, 17, 17, 1, 40)
     assert choose_backend(backend, device, torch.bfloat16) == backend  # type: ignore[arg-type]
     torch.manual_seed(0)
     qkv = [torch.randn(80, n, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2)]
@@ -32,7 +33,9 @@ def test_backends_equal_the_reference(backend: str, causal: bool) -> None:
 
 def test_a_stage_on_cuda_equals_the_stage_on_a_cpu() -> None:
     model = settings(llm={"head_dim": 16})
-    shape, inputs, losses = shape_of(model), text(9, 12), []
+    shape = shape_of(model)
+    inputs = text(9, 12)
+    losses = []
     for device in (CPU, torch.device("cuda")):
         spec = StageSpec("llm", (0, 5), recompute=frozenset({1}))
         llm = build_stage(model, shape, spec, ParallelGroups.single(), StageOptions(torch.float32, device, seed=1))

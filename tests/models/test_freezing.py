@@ -24,16 +24,16 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_names_are_those_of_the_modules(name: str) -> None:
+def test_parameter_names_equal_those_of_the_modules(name: str) -> None:
     model = MODELS[name]
     for unit in shape_of(model).units:
         module = stage(model, unit.name)
         for index, layer in enumerate(unit.layers):
-            found = {n for n, _ in module.layers[str(index)].named_parameters()}
-            assert set(parameter_names(layer, getattr(model, unit.name))) == found, (unit.name, index)
+            names_in_module = {n for n, _ in module.layers[str(index)].named_parameters()}
+            assert set(parameter_names(layer, getattr(model, unit.name))) == names_in_module, (unit.name, index)
 
 
-def test_a_pattern_freezes_what_it_names_and_a_layer_trains_while_anything_in_it_does() -> None:
+def test_a_pattern_freezes_its_parameters_and_a_layer_trains_with_any_trainable_parameter() -> None:
     patterns = ("llm.layers.[01].*", "llm.layers.2.mlp.*", "vision.layers.0.proj.weight")
     model = settings(llm={"qkv_bias": True})
     shape = shape_of(model, patterns)

@@ -36,7 +36,7 @@ def llava() -> nn.Module:
 
 
 def _llava_settings() -> ModelSettings:
-    """What the tiny LLaVA is in our words: features come from the last block but one, without a last norm."""
+    """Return the settings of the tiny LLaVA: features come from the last block but one, without a last norm."""
     return ModelSettings.model_validate(
         {
             "vision": {
@@ -53,7 +53,7 @@ def _llava_settings() -> ModelSettings:
 
 
 def _samples() -> tuple[list[Tensor], list[Tensor]]:
-    """Token ids of three samples, and the images of the first and the last, (3, height, width) each."""
+    """Make token ids of three samples, and images of the first and the last, (3, height, width) each."""
     generator = torch.Generator().manual_seed(7)
 
     def words(n: int) -> Tensor:
@@ -79,7 +79,8 @@ def test_llava_logits(llava: nn.Module) -> None:
             extra = {} if image is None else {"pixel_values": image[None]}
             expected.append(llava(input_ids=sample[None], **extra).logits[0])
 
-    model, state = _llava_settings(), llava.state_dict()
+    model = _llava_settings()
+    state = llava.state_dict()
     vision, llm = stage(model, "vision"), stage(model, "llm")
     load(vision, clip_unit(state, num_blocks=2, heads=4))
     text_state = {name.replace("model.language_model.", "model."): value for name, value in state.items()}
@@ -129,9 +130,12 @@ def test_qwen2_logits_and_gradients() -> None:
     nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
     grads = {name: param.grad for name, param in theirs.named_parameters()}
     grads["lm_head.weight"] = grads["model.embed_tokens.weight"]
-    wanted = llm_unit(grads, num_blocks=2, kv_heads=2, bias=True, tied=True)
+    expected_grads = llm_unit(grads, num_blocks=2, kv_heads=2, bias=True, tied=True)
     for name, param in ours.named_parameters():
         assert param.grad is not None
         torch.testing.assert_close(
-            param.grad[: len(wanted[name])], wanted[name], rtol=1e-3, atol=1e-3 * wanted[name].abs().max().item()
+            param.grad[: len(expected_grads[name])],
+            expected_grads[name],
+            rtol=1e-3,
+            atol=1e-3 * expected_grads[name].abs().max().item(),
         )

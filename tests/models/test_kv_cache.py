@@ -30,9 +30,12 @@ def write(llm: StageModule, num_new: int = NUM_NEW) -> list[list[int]]:
     """Continue all prompts together, one token at a time; a sequence that ends leaves the batch."""
     memory = KVCache(max(map(len, PROMPTS)) + num_new, (0,) * len(PROMPTS))
     answers: list[list[int]] = [[] for _ in PROMPTS]
-    open_, new, features = list(range(len(PROMPTS))), PROMPTS, {"vision": _features()}
+    open_ = list(range(len(PROMPTS)))
+    new = PROMPTS
+    features = {"vision": _features()}
     for _ in range(num_new):
-        lengths, ids = tuple(map(len, new)), torch.tensor([token for tokens in new for token in tokens])
+        lengths = tuple(map(len, new))
+        ids = torch.tensor([token for tokens in new for token in tokens])
         inputs = TextInput(lengths, ids, feature_positions={"vision": torch.tensor(PLACES)}, kv_cache=memory)
         chosen = llm.next_tokens(None, inputs, features, LIMIT).tolist()
         memory.advance(lengths)
@@ -76,7 +79,7 @@ def _model(model: ModelSettings, groups: ParallelGroups | None = None, sp: bool 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_caching_changes_no_token(name: str) -> None:
+def test_generation_with_a_cache_gives_the_same_tokens(name: str) -> None:
     llm = _model(MODELS[name])
     expected = write_anew(llm)
     assert len({token for answer in expected for token in answer}) > 6, "answers vary"
@@ -92,7 +95,7 @@ def _on_ranks(names: Sequence[str]) -> list[list[list[int]]]:
 
 
 def test_tensor_parallel_ranks_choose_the_same_tokens() -> None:
-    """Also with sequence parallelism, whose token shards are padded if they do not divide."""
+    """Choose tokens also with sequence parallelism, whose token shards are padded if they do not divide."""
     expected = [write_anew(_model(model)) for model in MODELS.values() for _ in (False, True)]
     assert run_ranks(2, _on_ranks, list(MODELS)) == [expected, expected]
 

@@ -1,4 +1,4 @@
-"""Encoders are looked up by modality, so another encoder takes one entry in each table and no other change."""
+"""Encoders are looked up by modality, so a new one takes one entry in each table and no other change."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -160,11 +160,13 @@ def test_settings_of_another_encoder_change_the_fingerprint(registered: None, tm
 def test_problems_of_another_encoder_are_named(registered: None, tmp_path: Path) -> None:
     settings = recipe(tmp_path)
     parallel = settings.parallel.model_copy(update={"depth": UnitParallel(tp=3)})
-    found = [p for check in CHECKS for p in check(settings.model_copy(update={"parallel": parallel}))]
-    assert [str(p) for p in found] == ["parallel.depth.tp: 3 does not divide model.depth.heads 4 or model.depth.ffn 64"]
+    problems = [p for check in CHECKS for p in check(settings.model_copy(update={"parallel": parallel}))]
+    assert [str(p) for p in problems] == [
+        "parallel.depth.tp: 3 does not divide model.depth.heads 4 or model.depth.ffn 64"
+    ]
 
 
-def test_every_room_has_an_entry_for_every_modality() -> None:
+def test_every_package_has_an_entry_for_every_modality() -> None:
     for table in (ENCODER_SHAPES, ENCODER_MODULES, ITEM_READERS, ENCODER_CHECKS, ITEM_SIZES):
         assert set(table) == set(MODALITIES)
     for name, modality in MODALITIES.items():

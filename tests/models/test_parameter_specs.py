@@ -28,8 +28,8 @@ def test_joining_tp_shards_inverts_splitting(spec: ParamSpec, tp: int) -> None:
 
 
 def test_specs_name_every_parameter_and_its_split_dimension() -> None:
-    found = stage_param_specs(stage(settings(llm={"qkv_bias": True}), "llm", (0, 2)), "llm", 1)
-    described = {name: (spec.full_shape, spec.dim) for name, spec in found.items()}
+    specs = stage_param_specs(stage(settings(llm={"qkv_bias": True}), "llm", (0, 2)), "llm", 1)
+    described = {name: (spec.full_shape, spec.dim) for name, spec in specs.items()}
     assert described == {
         "layers.0.table.weight": ((128, 48), 0),
         "layers.1.input_layernorm.weight": ((48,), None),
@@ -40,12 +40,12 @@ def test_specs_name_every_parameter_and_its_split_dimension() -> None:
         "layers.1.mlp.linear_fc1.weight": ((2, 80, 48), 1),
         "layers.1.mlp.linear_fc2.weight": ((48, 80), 1),
     }
-    assert all(spec.name == f"llm.{name}" for name, spec in found.items())
+    assert all(spec.name == f"llm.{name}" for name, spec in specs.items())
 
 
 def test_specs_of_the_vision_unit() -> None:
-    found = stage_param_specs(stage(settings(vision={"class_token": True}), "vision"), "vision", 1)
-    cut = {name.removeprefix("layers."): spec.dim for name, spec in found.items() if not name.startswith("layers.2.")}
+    specs = stage_param_specs(stage(settings(vision={"class_token": True}), "vision"), "vision", 1)
+    cut = {name.removeprefix("layers."): spec.dim for name, spec in specs.items() if not name.startswith("layers.2.")}
     assert cut == {
         "0.proj.weight": None,
         "0.proj.bias": None,
@@ -83,8 +83,8 @@ def test_initial_weights_do_not_depend_on_the_split() -> None:
 def test_initial_weights_depend_on_seed_and_name() -> None:
     first, second = stage(settings(), "llm", seed=1), stage(settings(), "llm", seed=2)
     weights = [m.get_parameter(f"layers.{i}.mlp.linear_fc1.weight") for m in (first, second) for i in (1, 2)]
-    for one, other in itertools.combinations(weights, 2):
-        assert not torch.equal(one, other)
+    for weight, other_weight in itertools.combinations(weights, 2):
+        assert not torch.equal(weight, other_weight)
 
 
 def test_initial_scales() -> None:

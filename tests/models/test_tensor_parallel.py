@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks compute what one rank does: loss, features and, put together, every gradient."""
+"""Tensor-parallel ranks compute the same loss and features as one rank and, joined, the same gradients."""
 
 from dataclasses import replace
 from functools import cache
@@ -29,7 +29,7 @@ PLACES = (1, 2, 3, 4, 9, 10, 11, 12, 13, 20)
 
 
 class Outcome:
-    """What one rank saw; plain attributes because it travels by pickle."""
+    """The results of one rank; plain attributes because it is pickled."""
 
     def __init__(
         self, model: ModelSettings, groups: ParallelGroups, recompute: tuple[int, ...], sp: bool = False
@@ -58,7 +58,7 @@ class Outcome:
 
 
 def _groups() -> ParallelGroups:
-    """All ranks of the world are one TP group."""
+    """Make one TP group of all ranks of the world."""
     return replace(ParallelGroups.single(), tp=dist.group.WORLD)
 
 
@@ -94,7 +94,7 @@ def _with_slices(recompute: tuple[int, ...]) -> dict[str, Outcome]:
 
 
 def test_sequence_parallelism_changes_no_result() -> None:
-    """The 30 tokens of the sequences do not divide by 4 ranks, nor do the images' 42 with class tokens."""
+    """Use 30 tokens of text and 42 of images, which 4 ranks do not divide."""
     on_ranks = run_ranks(4, _with_slices, (1, 3))
     for name, model in VARIANTS.items():
         _assert_equal([outcomes[name] for outcomes in on_ranks], Outcome(model, ParallelGroups.single(), ()))
@@ -115,9 +115,9 @@ def test_sequence_parallelism_without_tokens_gives_zero_gradients() -> None:
 def _assert_equal(ranks: list[Outcome], whole: Outcome) -> None:
     for rank in ranks:
         torch.testing.assert_close(rank.loss, whole.loss, rtol=1e-6, atol=0)
-        for found, wanted in ((rank.features, whole.features), (rank.logits, whole.logits)):
+        for result, reference in ((rank.features, whole.features), (rank.logits, whole.logits)):
             # Rounding goes with the largest terms of a sum, so the tolerance goes with the tensor's scale.
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
+            torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-6 * float(reference.abs().max()))
     largest = max(gradient.norm() for gradient in whole.grads.values())
     for full_name, spec in whole.specs.items():
         assert all(rank.specs[full_name] == spec for rank in ranks)

@@ -60,12 +60,12 @@ def test_pixel_shuffle_merges_squares_of_neighboring_patches() -> None:
 def test_number_of_features_and_packing() -> None:
     vision = stage(settings(), "vision")
     randomize(vision)
-    both = images((4, 6), (2, 2))
-    features = vision(None, both)
+    two_images = images((4, 6), (2, 2))
+    features = vision(None, two_images)
     assert features.shape == (4 * 6 // 4 + 1, 48)
-    assert both.cells is not None
-    first = vision(None, EncoderInput((4,), (6,), both.cells[:24]))
-    second = vision(None, EncoderInput((2,), (2,), both.cells[24:]))
+    assert two_images.cells is not None
+    first = vision(None, EncoderInput((4,), (6,), two_images.cells[:24]))
+    second = vision(None, EncoderInput((2,), (2,), two_images.cells[24:]))
     torch.testing.assert_close(features, torch.cat([first, second]), rtol=1e-4, atol=1e-5)
 
 

@@ -82,8 +82,9 @@ def _check_chain(
 
 
 def least_step(llm: LlmTimeline, plan: EncoderPlan) -> float:
-    """The shortest step, by trying every owner, every start and every order; whole numbers, pp 1, no collectives."""
-    num_pipelines, num_microbatches = plan.num_pipelines(llm), len(llm.first_forwards)
+    """Find the shortest step by trying every owner, start and order; for whole numbers, pp 1 and no collectives."""
+    num_pipelines = plan.num_pipelines(llm)
+    num_microbatches = len(llm.first_forwards)
     furthest = int(sum(k.latency for k in plan.forward[0]) * num_microbatches)
     known: dict[tuple[int, tuple[int, ...], int], float] = {}
 
@@ -105,7 +106,7 @@ def least_step(llm: LlmTimeline, plan: EncoderPlan) -> float:
 
 
 def _least_tail(llm: LlmTimeline, plan: EncoderPlan, pipeline: int, microbatches: tuple[int, ...], head: int) -> float:
-    """The least time after the LLM that one rank needs when it starts `head` before it; infinite if F is missed."""
+    """Return the least time that a rank needs after the LLM if it starts `head` before it; infinite if F is missed."""
     forward = [d for k in plan.forward[0] for d in k.durations]
     backward = [d for layers in plan.backward for k in layers for d in k.durations]
     rank = plan.llm_pipeline_rank(pipeline, 0)
@@ -128,7 +129,8 @@ def _least_tail(llm: LlmTimeline, plan: EncoderPlan, pipeline: int, microbatches
         for k, (kernels, _, due) in enumerate(chains):
             if done[k] == len(kernels):
                 continue
-            seconds, earliest = kernels[done[k]], max(clock, ready[k])
+            seconds = kernels[done[k]]
+            earliest = max(clock, ready[k])
             start = next(max(a, earliest) for a, b in free if max(a, earliest) + seconds <= b + CLOSE)
             if start + seconds <= due + CLOSE:
                 end = start + seconds

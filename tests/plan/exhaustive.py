@@ -1,4 +1,4 @@
-"""Planning by trying everything: the oracle of the search, and random instances small enough for it."""
+"""Plan by exhaustive search: the oracle of the search, and random instances small enough for it."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,14 +23,14 @@ LARGER = range(MAX_EXHAUSTIVE + 1, 20_001)  # partitions of instances that the s
 
 @dataclass(frozen=True)
 class Instance:
-    """What the search is given."""
+    """The input of the search."""
 
     evaluator: Evaluator
     candidates: Sequence[Candidate]
 
     @property
     def num_partitions(self) -> int:
-        """Ways to place the model and to divide its layers."""
+        """Count the ways to place the model and to divide its layers."""
         return _num_partitions(self.evaluator, self.candidates)
 
 
@@ -45,7 +45,7 @@ def larger_instance(seed: int) -> Instance:
 
 
 def _random_instance(seed: int, num_partitions: range, max_blocks: tuple[int, int]) -> Instance:
-    """Make a model of up to so many encoder and LLM blocks; besides, both have two layers."""
+    """Make a model of at most `max_blocks` encoder and LLM blocks; both have two more layers."""
     rng = np.random.default_rng(seed)
     while True:
         vision_width, llm_width = (int(rng.choice([32, 64, 128])) for _ in range(2))
@@ -63,50 +63,50 @@ def _random_instance(seed: int, num_partitions: range, max_blocks: tuple[int, in
 
 
 def all_candidates(evaluator: Evaluator, num_ranks: int) -> list[Candidate]:
-    """Every mesh assignment on so many ranks, without bounds."""
+    """Return every mesh assignment on `num_ranks` ranks, without bounds."""
     assignments = mesh_assignments(evaluator.problem.choices, num_ranks)
     return [evaluator.enumerated(assignment).bounded(0.0) for assignment in assignments]
 
 
-def by_placement(given: Instance) -> Iterator[Instance]:
+def by_placement(instance: Instance) -> Iterator[Instance]:
     """Yield the instance with each of its placements alone."""
-    for placement in dict.fromkeys(candidate.placement for candidate in given.candidates):
-        yield replace(given, candidates=[c for c in given.candidates if c.placement == placement])
+    for placement in dict.fromkeys(candidate.placement for candidate in instance.candidates):
+        yield replace(instance, candidates=[c for c in instance.candidates if c.placement == placement])
 
 
-def everything(given: Instance) -> Iterator[Candidate]:
+def everything(instance: Instance) -> Iterator[Candidate]:
     """Simulate everything that fits."""
-    for fitted in _all_that_fit(given):
-        yield given.evaluator.simulate(fitted)
+    for fitted in _all_that_fit(instance):
+        yield instance.evaluator.simulate(fitted)
 
 
-def least_step(given: Instance) -> float:
+def least_step(instance: Instance) -> float:
     """Return the seconds of the fastest step of everything that fits, or infinity.
 
     No step is shorter than what its busiest rank computes. So in the order of that work, all that follow the first one
     whose work alone exceeds the fastest step are slower, and are not simulated.
     """
     by_work = sorted(
-        ((_busiest_rank_s(fitted, given.evaluator), fitted) for fitted in _all_that_fit(given)),
+        ((_busiest_rank_s(fitted, instance.evaluator), fitted) for fitted in _all_that_fit(instance)),
         key=lambda entry: entry[0],
     )
-    least = math.inf
+    fastest_s = math.inf
     for work_s, fitted in by_work:
-        if work_s > least:
+        if work_s > fastest_s:
             break
-        least = min(least, given.evaluator.simulate(fitted).step_time_s)
-    return least
+        fastest_s = min(fastest_s, instance.evaluator.simulate(fitted).step_time_s)
+    return fastest_s
 
 
-def fastest_found(given: Instance) -> float:
+def fastest_found(instance: Instance) -> float:
     """Return the seconds of the step that the search finds, or infinity."""
-    return best_first_search(given.candidates, given.evaluator, num_simulated=1).fastest_s
+    return best_first_search(instance.candidates, instance.evaluator, num_simulated=1).fastest_s
 
 
-def _all_that_fit(given: Instance) -> Iterator[Candidate]:
+def _all_that_fit(instance: Instance) -> Iterator[Candidate]:
     """Yield every partition of every mesh assignment, recomputing as little as memory demands."""
-    evaluator = given.evaluator
-    for candidate in given.candidates:
+    evaluator = instance.evaluator
+    for candidate in instance.candidates:
         if candidate.assignment.tp_group_across_nodes(evaluator.problem.hardware.ranks_per_node):
             continue
         for partition in all_partitions(evaluator.layer_chains(candidate)):
@@ -134,10 +134,10 @@ def all_partitions(chains: tuple[LayerChain, ...]) -> Iterator[LayerPartition]:
     yield from product(*map(all_chain_partitions, chains))
 
 
-def squeezed(given: Instance, share: float) -> Instance:
+def squeezed(instance: Instance, share: float) -> Instance:
     """Give ranks only a share of the memory that the largest of all plans needs."""
-    most = max(candidate.peak_bytes for candidate in everything(given))
-    return replace(given, evaluator=with_memory(given.evaluator, share * most))
+    peak_bytes = max(candidate.peak_bytes for candidate in everything(instance))
+    return replace(instance, evaluator=with_memory(instance.evaluator, share * peak_bytes))
 
 
 def _is_short(candidate: Candidate) -> bool:

@@ -1,4 +1,4 @@
-"""Recipes and lengths of data that do not exist, for planning tests."""
+"""Make recipes and lengths of made-up data for planning tests."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -48,7 +48,7 @@ def recipe(
 
 
 def lengths(num_samples: int = 300, seed: int = 0) -> SampleLengths:
-    """Samples of up to three images of 4 to 36 patches, and some text."""
+    """Make lengths of samples with up to three images of 4 to 36 patches, and some text."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 4, num_samples)
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -66,25 +66,25 @@ def text_lengths(num_samples: int = 300) -> SampleLengths:
 
 
 def problem_for(settings: Recipe, hardware: str = "cpu-core", world_size: int = 1) -> PlanningProblem:
-    """The planning problem of a recipe on data that does not exist."""
+    """Make the planning problem of a recipe on made-up data."""
     samples = lengths() if settings.model.vision else text_lengths()
     return formulate_problem(settings, samples, world_size=world_size, hardware=hardware, recipe_sha256="f" * 64)
 
 
 def evaluator_for(settings: Recipe, hardware: str = "cpu-core") -> Evaluator:
-    """An evaluator of that problem, without sequence parallelism."""
+    """Make an evaluator of that problem, without sequence parallelism."""
     return Evaluator(problem_for(settings, hardware))
 
 
 def with_memory(evaluator: Evaluator, memory_bytes: float) -> Evaluator:
-    """The same where each rank has so much memory."""
+    """Return the evaluator for ranks of so much memory."""
     cluster = evaluator.problem.cluster
     small = replace(cluster, hardware=replace(cluster.hardware, memory_bytes=memory_bytes))
     return Evaluator(replace(evaluator.problem, cluster=small), evaluator.budget, evaluator.layer_costs)
 
 
 def simulated(layout: Layout, evaluator: Evaluator, schedule: SchedulePlan | None = None) -> Candidate:
-    """A layout as a simulated candidate, whether it fits into memory or not."""
+    """Simulate a layout as a candidate, whether it fits into memory or not."""
     meshes = {name: MeshSize(unit.tp, unit.pp, unit.dp, unit.vpp) for name, unit in layout.units.items()}
     candidate = evaluator.enumerated(MeshAssignment(layout.placement, meshes, layout.num_microbatches))
     schedule = schedule or SchedulePlan(num_microbatches=dict(layout.num_microbatches))
@@ -95,6 +95,6 @@ def simulated(layout: Layout, evaluator: Evaluator, schedule: SchedulePlan | Non
 
 
 def layer_costs_for(settings: Recipe, hardware: str = "cpu-core") -> tuple[LayerCosts, Mapping[str, UnitChoices]]:
-    """The layer costs and the mesh choices of that problem."""
+    """Return the layer costs and the mesh choices of that problem."""
     problem = problem_for(settings, hardware)
     return LayerCosts(problem), problem.choices

@@ -1,4 +1,4 @@
-"""Partition and recompute as one mixed-integer program (HiGHS): the reference that the planner is held against.
+"""Partition and recompute as one mixed-integer program (HiGHS): the reference for the planner.
 
 x[l, p]: layer l lies in stage p; r[l, p]: and is recomputed. Stages are runs of layers, each fits into memory, and the
 makespan of 1F1B with equal microbatches, (M - 1) x slowest stage + one microbatch through all, is least.
@@ -29,7 +29,7 @@ from tests.plan.factory import VISION, evaluator_for, recipe, with_memory
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One pipeline over an encoder and an LLM, short of memory."""
+    """One pipeline over an encoder and an LLM with too little memory to run without recomputation."""
 
     evaluator: Evaluator
     candidate: Candidate
@@ -38,7 +38,7 @@ class Pipeline:
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of a rank."""
+        """Return the memory of a rank."""
         return self.evaluator.memory_bytes
 
     def planned(self) -> float:
@@ -58,7 +58,7 @@ class Pipeline:
 
 
 def pipeline(vision: int, llm: int, pp: int, batch: int, share: float) -> Pipeline:
-    """Make a pipeline of so many blocks, ranks and microbatches, with a share of the memory that its anchor needs."""
+    """Make a pipeline of `pp` ranks that have a share of the memory that its anchor partition needs."""
     settings = recipe(vision={**VISION, "layers": vision}, llm={"layers": llm}, global_batch=batch)
     evaluator = evaluator_for(settings)
     layer_costs = evaluator.layer_costs
@@ -67,14 +67,14 @@ def pipeline(vision: int, llm: int, pp: int, batch: int, share: float) -> Pipeli
     (chain,) = evaluator.layer_chains(candidate)
     assert chain.anchor is not None
     graph = layout_graph(partitioned_layout(candidate.assignment, layer_costs, (chain.anchor,)), layer_costs)
-    most = max(rank.total for rank in layer_costs.memory(graph).values())
+    peak_bytes = max(rank.total for rank in layer_costs.memory(graph).values())
     num_in_flight = in_flight_by_chunk(chain, in_flight_microbatches(graph))
-    return Pipeline(with_memory(evaluator, share * most), candidate, chain, num_in_flight)
+    return Pipeline(with_memory(evaluator, share * peak_bytes), candidate, chain, num_in_flight)
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The best partition found, and whether it is proven to be."""
+    """The best partition found, and whether it is proven optimal."""
 
     partition: ChainPartition
     is_proven: bool
@@ -82,7 +82,9 @@ class Solution:
 
 def solve(chain: LayerChain, num_in_flight: IntArray, memory_bytes: float, seconds: float = 60.0) -> Solution | None:
     """Solve for one chain with one model chunk per rank; None if nothing fits, or nothing is found in time."""
-    costs, parts, num = chain.costs, chain.num_chunks, len(chain.costs.seconds)
+    costs = chain.costs
+    parts = chain.num_chunks
+    num = len(chain.costs.seconds)
     size, slowest = num * parts, 2 * num * parts
     objective = np.zeros(2 * size + 1)
     objective[slowest] = chain.num_microbatches - 1
@@ -91,48 +93,48 @@ def solve(chain: LayerChain, num_in_flight: IntArray, memory_bytes: float, secon
     low: list[float] = []
     high: list[float] = []
 
-    def add(row: dict[int, float], least: float, most: float) -> None:
+    def add(row: dict[int, float], minimum: float, maximum: float) -> None:
         rows.append(row)
-        low.append(least)
-        high.append(most)
+        low.append(minimum)
+        high.append(maximum)
 
     x = np.arange(size).reshape(num, parts)
     r = x + size
     # The largest layer's working bytes and the messages, as if everything were recomputed: no less than it takes.
     constant = float(costs.recompute_working_bytes.max() + 2 * costs.input_bytes.max())
-    for at in range(num):
-        add({int(x[at, p]): 1.0 for p in range(parts)}, 1, 1)
+    for layer in range(num):
+        add({int(x[layer, p]): 1.0 for p in range(parts)}, 1, 1)
         for p in range(parts):
-            add({int(r[at, p]): 1.0, int(x[at, p]): -1.0}, -np.inf, 0)
-            if at + 1 < num:
-                row = {int(x[at, q]): 1.0 for q in range(p + 1)}
-                add(row | {int(x[at + 1, q]): -1.0 for q in range(p + 1)}, 0, np.inf)
+            add({int(r[layer, p]): 1.0, int(x[layer, p]): -1.0}, -np.inf, 0)
+            if layer + 1 < num:
+                row = {int(x[layer, q]): 1.0 for q in range(p + 1)}
+                add(row | {int(x[layer + 1, q]): -1.0 for q in range(p + 1)}, 0, np.inf)
     for p in range(parts):
-        add({int(x[at, p]): 1.0 for at in range(num)}, 1, np.inf)
-        busy = {int(x[at, p]): float(costs.seconds[at]) for at in range(num)}
+        add({int(x[layer, p]): 1.0 for layer in range(num)}, 1, np.inf)
+        busy = {int(x[layer, p]): float(costs.seconds[layer]) for layer in range(num)}
         add(
-            busy | {int(r[at, p]): float(costs.recompute_seconds[at]) for at in range(num)} | {slowest: -1.0},
+            busy | {int(r[layer, p]): float(costs.recompute_seconds[layer]) for layer in range(num)} | {slowest: -1.0},
             -np.inf,
             0,
         )
         held = {
-            int(x[at, p]): float(costs.state_bytes[at] + num_in_flight[at, p] * costs.kept_bytes[at])
-            for at in range(num)
+            int(x[layer, p]): float(costs.state_bytes[layer] + num_in_flight[layer, p] * costs.kept_bytes[layer])
+            for layer in range(num)
         }
-        spared = {int(r[at, p]): -float(num_in_flight[at, p] * costs.saved_bytes[at]) for at in range(num)}
+        spared = {int(r[layer, p]): -float(num_in_flight[layer, p] * costs.saved_bytes[layer]) for layer in range(num)}
         add(held | spared, -np.inf, memory_bytes / (1 + MEMORY_MARGIN) - constant)
     cells = [(i, j, value) for i, row in enumerate(rows) for j, value in row.items()]
     row_of, column_of, values = (np.array(column) for column in zip(*cells, strict=True))
     matrix = csr_array((values, (row_of, column_of)), shape=(len(rows), 2 * size + 1))
     integral = np.append(np.ones(2 * size), 0)
-    found = milp(
+    optimum = milp(
         objective,
         constraints=LinearConstraint(matrix, low, high),
         integrality=integral,
         bounds=Bounds(0, np.append(np.ones(2 * size), np.inf)),
         options={"time_limit": seconds},
     )
-    if found.x is None:
+    if optimum.x is None:
         return None
-    stage = found.x[:size].reshape(num, parts).argmax(axis=1)
-    return Solution((0, *(np.flatnonzero(np.diff(stage)) + 1).tolist(), num), found.status == 0)
+    stage = optimum.x[:size].reshape(num, parts).argmax(axis=1)
+    return Solution((0, *(np.flatnonzero(np.diff(stage)) + 1).tolist(), num), optimum.status == 0)

@@ -1,4 +1,4 @@
-"""Baselines: each does what its name says, is simulated like any plan, and is never faster than the chosen plan."""
+"""Baselines follow their rules, are simulated like any plan, and are never faster than the chosen plan."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {"llm": {"layers": 2}, "vision": {"layers": 1, "hidden":
 
 
 def chain(pp: int, **vision: Any) -> tuple[LayerChain, FloatArray]:
-    """A pipeline of 5 + 8 layers, and the forward seconds of each layer."""
+    """Make a pipeline of 5 + 8 layers; return it with the forward seconds of each layer."""
     evaluator = evaluator_for(recipe(llm={"layers": 6}, vision=VISION | vision))
     assignments = mesh_assignments(evaluator.problem.choices, pp)
     assignment = next(a for a in assignments if str(a) == f"unified: tp1 pp{pp} dp1")
@@ -44,12 +44,12 @@ def baseline_planner(settings: Recipe, world_size: int, memory_bytes: float | No
     return BaselinePlanner(evaluator, [evaluator.enumerated(assignment).bounded(s) for s, assignment in bounded])
 
 
-def problem(settings: Recipe, world_size: int, **wanted: Any) -> PlanningProblem:
-    return replace(problem_for(settings, world_size=world_size), request=PlanRequest(**wanted))
+def problem(settings: Recipe, world_size: int, **request: Any) -> PlanningProblem:
+    return replace(problem_for(settings, world_size=world_size), request=PlanRequest(**request))
 
 
-def planned(settings: Recipe, world_size: int, **wanted: Any) -> Plan:
-    return plan(problem(settings, world_size, **wanted))
+def planned(settings: Recipe, world_size: int, **request: Any) -> Plan:
+    return plan(problem(settings, world_size, **request))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_layers_are_divided_as_the_rule_says(name: str, expected: tuple[int, ...
     assert (bounds[0], bounds[-1]) == (0, 13)
 
 
-def test_each_rule_evens_out_what_its_name_says() -> None:
+def test_each_rule_balances_the_quantity_in_its_name() -> None:
     layer_chain, forward = chain(3, freeze=True)  # without a backward, forward time alone overrates the encoder
     partitions = {name: rule.partition(layer_chain, forward) for name, rule in PARTITION_RULES.items()}
     cumulative_forward = np.concatenate([[0.0], np.cumsum(forward)])
@@ -119,17 +119,17 @@ def test_baselines_are_simulated_and_never_faster_than_the_plan(world_size: int)
 
 
 def test_a_baseline_faster_than_everything_searched_becomes_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search that cannot try everything may overlook it."""
+    """Choose a baseline that a search that cannot try everything has overlooked."""
     baselines = baseline_planner(recipe(**SMALL), 2).plan_all()
 
     def search_slow_ones(candidates: Sequence[Candidate], *more: Any) -> SearchResults:
         return best_first_search([c for c in candidates if c.placement == "disaggregated"], *more)
 
     monkeypatch.setattr("mmtrain.plan.search.pipelined.best_first_search", search_slow_ones)
-    given = problem(recipe(**SMALL), 2)
-    constraints = replace(given.constraints, placements=("unified", "disaggregated"))
+    unrestricted = problem(recipe(**SMALL), 2)
+    constraints = replace(unrestricted.constraints, placements=("unified", "disaggregated"))
     fastest = min(baseline.step_time_s for baseline in baselines.values())
-    assert plan(replace(given, constraints=constraints)).predicted.step_time_s == fastest
+    assert plan(replace(unrestricted, constraints=constraints)).predicted.step_time_s == fastest
 
 
 @pytest.mark.parametrize("name", BASELINES)

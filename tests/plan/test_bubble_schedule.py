@@ -1,4 +1,4 @@
-"""Encoders in an LLM's bubbles: valid on any table, near the optimum on tiny ones, near the bound on a paper's."""
+"""Encoders in an LLM's bubbles: valid on any cost table, near the optimum on tiny ones, near the bound on a paper's."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -23,7 +23,7 @@ from tests.plan.colocated_checks import Spans, check_schedule, least_step
 
 
 def layer(text: str) -> KernelSequence:
-    """Kernels like `1.5 c0.3`, collectives with a c."""
+    """Parse kernels like `1.5 c0.3`; a `c` marks a collective."""
     words = text.split()
     return KernelSequence.of([float(w.lstrip("c")) for w in words], [not w.startswith("c") for w in words])
 
@@ -55,7 +55,7 @@ def make_table(encoders: dict[int, LayerKernels], pp: int = 2, vpp: int = 2, lay
 
 
 def llm_spans(table: KernelTable, num_microbatches: int) -> tuple[list[Spans], list[Spans]]:
-    """When each rank of the LLM computes and communicates, kernel by kernel."""
+    """Return the spans in which each rank of the LLM computes and communicates, kernel by kernel."""
     timeline = simulate_interleaved(table.pipeline(num_microbatches))
     busy: list[Spans] = []
     link: list[Spans] = []
@@ -121,14 +121,15 @@ def test_any_kernels_run_beside_any_llm(data: st.DataObject) -> None:
 
 def test_search_takes_the_fastest_of_all_plans_and_none_slower_than_coarse() -> None:
     table = make_table(ENCODERS, pp=4, layers=6)
-    llm, plans = table.llm_timeline(8), table.encoder_plans()
+    llm = table.llm_timeline(8)
+    plans = table.encoder_plans()
     best = search_encoder_plans(llm, plans)
     assert best.step_time <= 1.0005 * min(search_shares(llm, plan).step_time for plan in plans)
     assert best.step_time <= search_shares(llm, best.plan, whole_layers=True).step_time
 
 
 def test_a_paper_sized_table_comes_near_the_bound() -> None:
-    """The proportions of ViT-22B in GPT-175B: 48 encoder layers in 96 of the LLM, 8 ranks of 12 chunks."""
+    """Use the proportions of ViT-22B in GPT-175B: 48 encoder layers in 96 of the LLM, 8 ranks of 12 chunks."""
     table = make_table({2: ENCODERS[2]}, pp=8, vpp=12, layers=48)
     llm = table.llm_timeline(16)
     best = search_encoder_plans(llm, table.encoder_plans())
@@ -179,7 +180,7 @@ def test_chains_share_a_rank_without_idling() -> None:
 
 
 def tiny_instance(seed: int) -> tuple[LlmTimeline, EncoderPlan]:
-    """Two ranks with random gaps, two or three microbatches, one or two kernels each way; whole numbers."""
+    """Make two ranks with random gaps, 2 or 3 microbatches, 1 or 2 kernels per direction; whole numbers."""
     rng = np.random.default_rng(seed)
     free_times, ends = [], []
     for _ in range(2):
@@ -187,7 +188,8 @@ def tiny_instance(seed: int) -> tuple[LlmTimeline, EncoderPlan]:
         busy = np.array([(a, b) for a, b in pairwise(points)][::2])
         free_times.append(FreeTime.around(busy, busy[:0]))
         ends.append(busy[-1, 1])
-    end, num_microbatches = max(ends), rng.integers(2, 4)
+    end = max(ends)
+    num_microbatches = rng.integers(2, 4)
     first = np.sort(rng.integers(0, int(end) // 2, num_microbatches)).astype(float)
     last = np.sort(rng.integers(int(end) // 2, int(end), num_microbatches)).astype(float)
     forward, backward = (

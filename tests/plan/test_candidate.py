@@ -22,15 +22,15 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def simulated_candidates(evaluator: Evaluator) -> tuple[Candidate, ...]:
-    """The fastest partition of several meshes of every placement that can be run."""
+    """Return the fastest partition of several meshes of every placement that can be run."""
     instances = by_placement(Instance(evaluator, all_candidates(evaluator, 4)))
-    results = [best_first_search(given.candidates, evaluator, num_simulated=4) for given in instances]
+    results = [best_first_search(instance.candidates, evaluator, num_simulated=4) for instance in instances]
     return search_colocated(evaluator, 4).merged(*results).candidates
 
 
 @pytest.mark.parametrize("case", RECIPES)
 def test_what_the_planner_says_fits_is_proven_to_fit(case: str) -> None:
-    """The checker adds up the activations of every action; the planner counts microbatches by a formula."""
+    """Compare the checker, which adds up the activations of every action, with the planner's formula."""
     evaluator = evaluator_for(recipe(**RECIPES[case]))
     candidates = simulated_candidates(evaluator)
     assert {candidate.placement for candidate in candidates} == {"unified", "disaggregated", "colocated"}

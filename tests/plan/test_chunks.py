@@ -28,45 +28,45 @@ def test_a_deep_encoder_fills_its_pipeline_sooner_in_chunks() -> None:
     assert chosen.predicted.step_time_s < 0.99 * planned({**OWN, "vpp": 1}).predicted.step_time_s
 
 
-def test_chunks_are_few_and_even() -> None:
+def test_encoders_are_divided_into_few_equal_chunks() -> None:
     settings = recipe(vision={**VISION, "layers": 8})
-    found = list(mesh_assignments(problem_for(settings).choices, 8))
-    apart = {(s.meshes["vision"].pp, s.meshes["vision"].vpp) for s in found if s.placement == "disaggregated"}
+    assignments = list(mesh_assignments(problem_for(settings).choices, 8))
+    apart = {(s.meshes["vision"].pp, s.meshes["vision"].vpp) for s in assignments if s.placement == "disaggregated"}
     assert {(pp, vpp) for pp, vpp in apart if vpp > 1} == {(2, 2), (4, 2)}
-    assert len(set(map(str, found))) == len(found)
-    for assignment in found:
+    assert len(set(map(str, assignments))) == len(assignments)
+    for assignment in assignments:
         size = assignment.meshes["vision"]
         if assignment.placement == "disaggregated" and size.vpp > 1:
             assert assignment.num_microbatches["vision"] >= size.pp
 
 
-@pytest.mark.parametrize(("vision", "found"), [({**VISION, "layers": 4, "hidden": 32}, {1}), (DEEP, {1, 2})])
+@pytest.mark.parametrize(("vision", "expected"), [({**VISION, "layers": 4, "hidden": 32}, {1}), (DEEP, {1, 2})])
 def test_on_large_clusters_only_pipelines_that_take_long_to_fill_have_chunks(
-    vision: dict[str, Any], found: set[int]
+    vision: dict[str, Any], expected: set[int]
 ) -> None:
     wide = {"layers": 24, "hidden": 1024, "ffn": 4096}
     settings = recipe(vision=vision, llm=wide, parallel={"placement": "disaggregated", "vision": OWN})
     evaluator = evaluator_for(settings)
     bounded = bounded_mesh_assignments(evaluator.problem.choices, 12, evaluator.time_lower_bound)
     apart = [assignment for _, assignment in bounded if assignment.placement == "disaggregated"]
-    assert {s.meshes["vision"].vpp for s in apart} == found
+    assert {s.meshes["vision"].vpp for s in apart} == expected
 
 
 def test_the_search_finds_the_best_number_of_chunks() -> None:
-    """Against every partition of every mesh simulated, encoders in one chunk and in two."""
+    """Compare with a simulation of every partition of every mesh, with encoders in one chunk and in two."""
     parallel = {"placement": "disaggregated", "vision": OWN, "llm": {"tp": 1, "dp": 1, "pp": 1}}
     settings = recipe(vision={**DEEP, "layers": 4}, llm={"layers": 2}, global_batch=4, parallel=parallel)
     evaluator = evaluator_for(settings)
     candidates = [c for c in all_candidates(evaluator, 3) if c.assignment.meshes["llm"].pp == 1]
-    given = Instance(evaluator, candidates)
+    instance = Instance(evaluator, candidates)
     apart = [c.assignment for c in candidates if c.placement == "disaggregated"]
     assert {assignment.meshes["vision"].vpp for assignment in apart} == {1, 2}
-    best = min(candidate.step_time_s for candidate in everything(given))
-    assert math.isclose(fastest_found(given), best, rel_tol=1e-3)
+    best = min(candidate.step_time_s for candidate in everything(instance))
+    assert math.isclose(fastest_found(instance), best, rel_tol=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("placement", "parallel", "world_size", "found"),
+    ("placement", "parallel", "world_size", "expected"),
     [
         ("colocated", {"llm": {"pp": 2, "vpp": 3}}, 2, {"llm": 3}),
         ("colocated", {"llm": {"pp": 2, "vpp": 1}}, 2, {"llm": 1}),
@@ -76,9 +76,9 @@ def test_the_search_finds_the_best_number_of_chunks() -> None:
     ],
 )
 def test_a_fixed_number_of_chunks_is_used(
-    placement: str, parallel: dict[str, Any], world_size: int, found: dict[str, int]
+    placement: str, parallel: dict[str, Any], world_size: int, expected: dict[str, int]
 ) -> None:
     settings = recipe(parallel={"placement": placement, **parallel})
     chosen = plan_recipe(settings, lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64)
     assert placement in ("auto", chosen.placement)
-    assert {unit: chosen.units[unit].vpp for unit in found} == found
+    assert {unit: chosen.units[unit].vpp for unit in expected} == expected

@@ -1,4 +1,4 @@
-"""Colocated plans of whole recipes: orders that run, are no slower than the coarse one, and fit."""
+"""Colocated plans of whole recipes: their orders run, are no slower than the coarse one, and fit."""
 
 from dataclasses import replace
 from itertools import islice
@@ -36,14 +36,14 @@ def order_of(candidate: Candidate) -> tuple[ScheduleKind, Any]:
 
 
 def layouts(settings: Recipe, world_size: int, vpp: int = 1) -> list[Layout]:
-    """Colocated layouts on all meshes."""
+    """Return the colocated layouts on all meshes."""
     layer_costs, choices = layer_costs_for(settings)
-    found = [
+    candidates = [
         colocated_layout(layer_costs, encoders, replace(llm, vpp=vpp))
         for llm in llm_mesh_sizes(choices, world_size)
         for encoders in encoder_mesh_sizes(choices, llm)
     ]
-    return [layout for layout in found if layout is not None]
+    return [layout for layout in candidates if layout is not None]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -81,7 +81,8 @@ def test_planned_orders_pass_the_checker_and_are_evaluated_as_they_run(
     layer_costs = evaluator.layer_costs
     num_faster = 0
     for layout in layouts(settings, world_size, vpp)[::2]:
-        graph, counts = layout_graph(layout, layer_costs), dict(layout.num_microbatches)
+        graph = layout_graph(layout, layer_costs)
+        counts = dict(layout.num_microbatches)
         coarse = simulated(layout, evaluator, SchedulePlan(kind="coarse", num_microbatches=counts))
         seconds = layer_costs.stage_seconds(graph)
         for max_ahead in (None, 2, 0):
@@ -105,7 +106,7 @@ def test_planned_orders_pass_the_checker_and_are_evaluated_as_they_run(
 @pytest.mark.parametrize("with_sp", [False, True], ids=["without sp", "with sp"])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_pieces_of_layers_fill_the_gaps_inside_the_llms_layers(with_sp: bool, recompute: str) -> None:
-    """The models are wider than in other tests, so that gaps are longer than an encoder's pieces."""
+    """Use wider models than other tests do, so that gaps are longer than an encoder's pieces."""
     wide = {**VISION, "hidden": 512, "ffn": 1024}
     settings = recipe(
         vision=wide, llm={"hidden": 2048, "heads": 16, "ffn": 4096}, parallel={"vision": {"recompute": recompute}}

@@ -29,7 +29,7 @@ DIT: dict[str, Any] = {
 
 @pytest.fixture
 def unet_recipe(tmp_path: Path) -> Recipe:
-    """A recipe with some images to generate, by a U-Net."""
+    """Make a recipe that generates some images by a U-Net."""
     file = tmp_path / "lengths.csv"
     file.write_text("count,text,vision,generator\n40,60,16,64\n20,100,36,\n20,30,,2x64\n", encoding="utf-8")
     plain = recipe().model_dump()
@@ -40,7 +40,7 @@ def unet_recipe(tmp_path: Path) -> Recipe:
 
 @pytest.fixture
 def dit_recipe(unet_recipe: Recipe) -> Recipe:
-    """The same recipe with a diffusion transformer."""
+    """Make the same recipe with a diffusion transformer."""
     plain = unet_recipe.model_dump()
     plain["model"]["generator"] = DIT
     return Recipe.model_validate(plain)
@@ -73,7 +73,7 @@ def test_a_generator_is_placed_and_its_program_checked(unet_recipe: Recipe, plac
 
 
 def test_every_step_waits_for_the_generator(unet_recipe: Recipe) -> None:
-    """With ten times its layers a step takes longer, since the LLM's backward waits for them."""
+    """Show that a step with ten times its layers takes longer, since the LLM's backward waits for them."""
     model = unet_recipe.model
     assert model.generator is not None
     larger = model.generator.model_copy(update={"layers": 10})

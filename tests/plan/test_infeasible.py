@@ -28,7 +28,7 @@ def choices_of(settings: Recipe) -> dict[str, UnitChoices]:
 
 
 def random_settings(seed: int) -> tuple[dict[str, dict[str, int]], Recipe]:
-    """A recipe with a few random mesh sizes, each of them possible by itself."""
+    """Make a recipe with a few random mesh sizes, each of them possible by itself."""
     rng = np.random.default_rng(seed)
     possible = {"tp": [1, 2, 4], "pp": [1, 2, 3, 4], "dp": [1, 2, 4], "vpp": [1, 2, 3], "num_microbatches": [2, 4]}
     fixed: dict[str, dict[str, int]] = {"vision": {}, "llm": {}}
@@ -39,7 +39,7 @@ def random_settings(seed: int) -> tuple[dict[str, dict[str, int]], Recipe]:
 
 
 def consistent_choices(seeds: range) -> list[dict[str, UnitChoices]]:
-    """Choices of the random recipes whose settings do not contradict each other by themselves."""
+    """Return the choices of the random recipes whose settings do not contradict each other."""
     consistent = []
     for seed in seeds:
         with suppress(PlanError):
@@ -47,7 +47,7 @@ def consistent_choices(seeds: range) -> list[dict[str, UnitChoices]]:
     return consistent
 
 
-def test_a_placement_has_meshes_exactly_where_some_can_be_enumerated() -> None:
+def test_has_meshes_agrees_with_enumeration() -> None:
     consistent = consistent_choices(range(40))
     assert len(consistent) >= 20
     for choices, ranks in product(consistent, (1, 2, 3, 4, 6, 7, 8, 12)):
@@ -57,7 +57,7 @@ def test_a_placement_has_meshes_exactly_where_some_can_be_enumerated() -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_fewest_contradicting_settings_are_named(placement: Placement) -> None:
-    """With them alone there are no meshes; without any one of them there are some."""
+    """Show that they alone exclude all meshes, and that there are meshes without any one of them."""
     num_named = 0
     for seed in range(60):
         fixed, settings = random_settings(seed)
@@ -72,12 +72,12 @@ def test_the_fewest_contradicting_settings_are_named(placement: Placement) -> No
         named = re.search(rf"{placement}: (parallel.*?) (?:contradict each other|cannot be met)", text)
         paths = re.findall(r"parallel\.(\w+)\.(\w+) (\d+)", named[1]) if named else []
         for left_out in [None, *paths]:
-            some: dict[str, dict[str, int]] = {"vision": {}, "llm": {}}
+            remaining: dict[str, dict[str, int]] = {"vision": {}, "llm": {}}
             for unit, key, value in paths:
                 assert fixed[unit][key] == int(value)
                 if (unit, key, value) != left_out:
-                    some[unit][key] = int(value)
-            assert has_meshes(choices_of(recipe(parallel=some)), ranks, placement) == (
+                    remaining[unit][key] = int(value)
+            assert has_meshes(choices_of(recipe(parallel=remaining)), ranks, placement) == (
                 bool(paths) and left_out is not None
             )
         num_named += len(paths) > 1
@@ -123,8 +123,8 @@ def test_settings_of_a_named_encoder_are_named_by_their_path() -> None:
 
 def test_fixed_meshes_are_found_far_below_max_gpus() -> None:
     """Numbers of ranks are tried in steps; where none of them is possible, the next possible one below is taken."""
-    one = {"tp": 1, "pp": 1, "dp": 1}
-    assert planned(64, placement="disaggregated", max_gpus=64, vision=one, llm=one).world_size == 2
+    single_rank = {"tp": 1, "pp": 1, "dp": 1}
+    assert planned(64, placement="disaggregated", max_gpus=64, vision=single_rank, llm=single_rank).world_size == 2
 
 
 def test_the_nearest_numbers_of_ranks_can_be_used() -> None:

@@ -51,7 +51,7 @@ def test_forwards_are_delayed_and_the_step_is_no_longer(pp: int, vpp: int, n: in
 
 
 def test_the_warm_up_is_shortened_where_the_step_is_no_longer() -> None:
-    """Interleaved 1F1B starts more forwards than it needs; some are delayed past a backward."""
+    """Delay some of the forwards that interleaved 1F1B starts early without need past a backward."""
     graph = chain(Unit("llm", 2, num_stages=4), n=4)
     spans = [
         s for s in simulate(build_program(graph), Seconds(llm=1.0)).spans if isinstance(s.action, Forward | Backward)

@@ -1,4 +1,4 @@
-"""The microbatch that memory is planned for: a little larger than the sampled ones, never larger than can come."""
+"""Memory is planned for a microbatch a little larger than the sampled ones, never larger than the largest possible."""
 
 from dataclasses import replace
 

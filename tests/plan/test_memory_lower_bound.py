@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def min_bytes(bound: UnitMemoryBound, assignment: MeshAssignment) -> dict[str, float]:
-    """The lower bound of each unit, beside the microbatches in flight behind it."""
+    """Return the lower bound of each unit."""
     num_microbatches = assignment.num_microbatches
     bounds = {}
     for unit, mesh in assignment.meshes.items():
@@ -57,16 +57,16 @@ def test_the_fullest_rank_holds_no_less(case: str, num_ranks: int) -> None:
             layout = partitioned_layout(assignment, layer_costs, anchors, recompute)
             memory = layer_costs.memory(layout_graph(layout, layer_costs))
             fullest = max(rank.total for rank in memory.values())
-            for unit, least in min_bytes(evaluator.memory_lower_bound, assignment).items():
-                assert least <= fullest * (1 + 1e-9), (assignment, unit)
-                closest = max(closest, least / fullest)
+            for unit, bound in min_bytes(evaluator.memory_lower_bound, assignment).items():
+                assert bound <= fullest * (1 + 1e-9), (assignment, unit)
+                closest = max(closest, bound / fullest)
     assert closest > 0.4
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bound_excludes_nothing_that_fits(seed: int) -> None:
-    given = random_instance(seed, max_partitions=60)
-    for candidate in given.candidates:
-        least = max(min_bytes(given.evaluator.memory_lower_bound, candidate.assignment).values())
-        for simulated in everything(replace(given, candidates=[candidate])):
-            assert least <= simulated.peak_bytes
+    instance = random_instance(seed, max_partitions=60)
+    for candidate in instance.candidates:
+        bound = max(min_bytes(instance.evaluator.memory_lower_bound, candidate.assignment).values())
+        for simulated in everything(replace(instance, candidates=[candidate])):
+            assert bound <= simulated.peak_bytes

@@ -23,12 +23,12 @@ def objective(costs: list[float], bounds: tuple[int, ...]) -> tuple[float, float
 
 @given(COSTS, st.integers(1, 9))
 def test_no_partition_is_better(costs: list[float], parts: int) -> None:
-    found = min_max_partition(costs, parts)
+    partition = min_max_partition(costs, parts)
     if parts > len(costs):
-        assert found is None
+        assert partition is None
         return
-    assert found is not None
-    assert objective(costs, found) == pytest.approx(
+    assert partition is not None
+    assert objective(costs, partition) == pytest.approx(
         min(objective(costs, cuts) for cuts in all_partitions(len(costs), parts))
     )
 
@@ -42,9 +42,9 @@ def test_only_allowed_partitions_are_returned(costs: list[float], parts: int, ra
         for cuts in (all_partitions(len(costs), parts) if parts <= len(costs) else [])
         if all(allowed[p, lo, hi] for p, (lo, hi) in enumerate(pairwise(cuts)))
     ]
-    found = min_max_partition(costs, parts, allowed)
+    partition = min_max_partition(costs, parts, allowed)
     if not fitting:
-        assert found is None
+        assert partition is None
     else:
-        assert found in fitting
-        assert objective(costs, found) == pytest.approx(min(objective(costs, cuts) for cuts in fitting))
+        assert partition in fitting
+        assert objective(costs, partition) == pytest.approx(min(objective(costs, cuts) for cuts in fitting))

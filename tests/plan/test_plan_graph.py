@@ -61,7 +61,8 @@ def test_every_layout_keeps_the_invariants_of_stage_graphs(index: int) -> None:
 @given(st.integers(0, len(ASSIGNMENTS) - 1))
 def test_every_layout_has_a_program_that_holds_the_expected_microbatches(index: int) -> None:
     _, graph = lay_out(index)
-    program, expected = build_program(graph), in_flight_microbatches(graph)
+    program = build_program(graph)
+    expected = in_flight_microbatches(graph)
     for stage in graph.stages:
         peak = peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])
         assert peak[stage.id] == expected[stage.id]

@@ -76,7 +76,7 @@ def test_merged_microbatches_need_more_memory() -> None:
     assert peaks[0] < peaks[1] < peaks[2]
 
 
-def test_fewer_alternatives_on_demand() -> None:
+def test_the_number_of_alternatives_can_be_reduced() -> None:
     assert len(planned(recipe(), 4, top=2).alternatives) == 2
 
 
@@ -181,7 +181,7 @@ def test_fixed_pipeline_sizes_without_a_partition_are_named() -> None:
         planned(settings, 3)
 
 
-def test_no_samples_no_plan() -> None:
+def test_planning_without_samples_is_an_error() -> None:
     none = np.empty(0, dtype=np.int64)
     with pytest.raises(PlanError, match=r"data\.sources: no usable sample"):
         plan_recipe(

@@ -22,7 +22,8 @@ def holds(data: st.DataObject) -> None:
     layer_costs = EVALUATOR.layer_costs
     partition = []
     for chain in EVALUATOR.layer_chains(candidate):
-        length, num_bounds = len(chain.costs.seconds), chain.num_chunks - 1
+        length = len(chain.costs.seconds)
+        num_bounds = chain.num_chunks - 1
         bounds = st.lists(st.integers(1, length - 1), min_size=num_bounds, max_size=num_bounds, unique=True)
         partition.append((0, *sorted(data.draw(bounds)), length))
     graph = layout_graph(partitioned_layout(candidate.assignment, layer_costs, tuple(partition)), layer_costs)

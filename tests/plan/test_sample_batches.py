@@ -1,4 +1,4 @@
-"""Sampled batches are whole, fit their groups, and stand for the steps of a run."""
+"""Sampled batches are whole, fit their groups, and represent the steps of a run."""
 
 import numpy as np
 import pytest
@@ -25,8 +25,8 @@ def test_batches_are_whole_and_groups_fit(num_samples: int, global_batch: int, m
     assert [[g.tolist() for g in b] for b in sampled.groups] == [[g.tolist() for g in b] for b in again.groups]
 
 
-def test_few_batches_stand_for_steps_that_differ() -> None:
-    """Groups of a step are alike, so three steps by chance would often hold too few images, or too many."""
+def test_a_few_sampled_batches_represent_the_variation_of_steps() -> None:
+    """Sample few steps, although groups of a step are alike and three random steps often misjudge images."""
     samples = lengths(2000)
     work = unit_tokens(samples)[1].astype(np.float64)
     share = work.sum(axis=0) / work[:, 0].sum()

@@ -28,13 +28,14 @@ COST_UNIT = 12  # costs are multiples of it, so that parts of a stage have integ
 
 @st.composite
 def scheduled(draw: st.DrawFn) -> tuple[StageGraph, SchedulePlan, Program]:
-    """A graph of two or more units, a schedule of any kind for it, and the program of that."""
+    """Draw a graph of two or more units, a schedule of any kind for it, and its program."""
     graph = deeper(draw(graphs(max_n=5, max_dp=2)), draw(st.integers(1, 4)))
     counts = {mesh.unit: mesh.num_microbatches for mesh in graph.meshes}
     kind = draw(st.sampled_from(["1f1b", "coarse", "explicit"]))
     if kind != "explicit":
         return graph, SchedulePlan(kind=kind, num_microbatches=counts), build_program(graph, kind=kind)
-    seed, uncut = draw(st.integers(0, 2**32)), draw(st.sampled_from([build_1f1b, build_coarse]))(graph)
+    seed = draw(st.integers(0, 2**32))
+    uncut = draw(st.sampled_from([build_1f1b, build_coarse]))(graph)
     pieces = {rank: [p for a in todo for p in cut(graph, a, seed)] for rank, todo in uncut.actions.items()}
     order = {rank: tuple(map(action_to_text, todo)) for rank, todo in pieces.items()}
     program = lower(Program(graph, {rank: tuple(todo) for rank, todo in pieces.items()}))
@@ -44,16 +45,18 @@ def scheduled(draw: st.DrawFn) -> tuple[StageGraph, SchedulePlan, Program]:
 @given(scheduled(), st.integers(0, 10_000))
 def test_the_recurrence_takes_as_long_as_the_program(case: tuple[StageGraph, SchedulePlan, Program], seed: int) -> None:
     graph, schedule, program = case
-    rng, num = np.random.default_rng(seed), schedule.num_microbatches
+    rng = np.random.default_rng(seed)
+    num = schedule.num_microbatches
     costs_by_stage = {
         s.id: tuple(SequenceCost(COST_UNIT * int(p)) for p in rng.integers(1, 9, 2)) for s in graph.stages
     }
-    loads, inside = rng.integers(1, 20, num["llm"]), np.arange(num["llm"]).reshape(gcd(*num.values()), -1)
+    loads = rng.integers(1, 20, num["llm"])
+    inside = np.arange(num["llm"]).reshape(gcd(*num.values()), -1)
     order = inside[rng.permutation(len(inside))].ravel()  # blocks move together
     shares = {unit: gcd(count, num["llm"]) for unit, count in num.items()}
 
     def load(unit: str, microbatch: int, of: np.ndarray) -> float:
-        """The load of a microbatch: a unit's microbatches in a block share the load of the LLM's microbatches in it."""
+        """Return the load of a microbatch: a unit's microbatches in a block share the load of the LLM's in it."""
         per = num[unit] // shares[unit]
         return float(of.reshape(shares[unit], -1).sum(axis=1)[microbatch // per] / per)
 
@@ -68,13 +71,13 @@ def test_the_recurrence_takes_as_long_as_the_program(case: tuple[StageGraph, Sch
     for t, task in enumerate(table.tasks):
         per, width = num[task.unit] // shares[task.unit], num["llm"] // shares[task.unit]
         costs[0, t] = [task.cost.linear * load(task.unit, m // width * per, loads) for m in range(num["llm"])]
-    found = ScheduleRecurrence(table, num).makespans(costs, order[None])
-    assert found[0] == pytest.approx(program_seconds(program, seconds))
-    assert found[0] <= simulate(program, Given({}, {}, rule=seconds)).step_time_s + 1e-6, "its messages queue"
+    makespan_s = ScheduleRecurrence(table, num).makespans(costs, order[None])
+    assert makespan_s[0] == pytest.approx(program_seconds(program, seconds))
+    assert makespan_s[0] <= simulate(program, Given({}, {}, rule=seconds)).step_time_s + 1e-6, "its messages queue"
 
 
 def program_seconds(program: Program, seconds: Callable[[Compute], float]) -> float:
-    """Seconds of a program whose messages cost nothing, action by action over all ranks."""
+    """Return the seconds of a program whose messages cost nothing, action by action over all ranks."""
     graph = program.graph
     todo = {rank: [a for a in actions if isinstance(a, Compute)] for rank, actions in program.actions.items()}
     left = Counter(pass_of(action) for actions in todo.values() for action in actions)
@@ -104,7 +107,8 @@ def program_seconds(program: Program, seconds: Callable[[Compute], float]) -> fl
 
 @st.composite
 def chains(draw: st.DrawFn) -> StageGraph:
-    small, n = st.integers(1, 3), draw(st.integers(1, 7))
+    small = st.integers(1, 3)
+    n = draw(st.integers(1, 7))
     if draw(st.booleans()):
         pp = draw(st.integers(1, 4))
         return unified(pp, draw(small), draw(small), draw(st.integers(1, pp)), n)
@@ -114,11 +118,13 @@ def chains(draw: st.DrawFn) -> StageGraph:
 @given(chains(), st.integers(0, 10_000))
 def test_a_list_of_ranks_describes_a_single_chain(graph: StageGraph, seed: int) -> None:
     assert is_single_chain(graph)
-    rng, num = np.random.default_rng(seed), {mesh.unit: mesh.num_microbatches for mesh in graph.meshes}
+    rng = np.random.default_rng(seed)
+    num = {mesh.unit: mesh.num_microbatches for mesh in graph.meshes}
     costs_by_stage = {stage.id: (SequenceCost(1), SequenceCost(1)) for stage in graph.stages}
     table = build_schedule_table(graph, SchedulePlan(num_microbatches=num), costs_by_stage)
     assert table is not None
-    costs, orders = rng.gamma(2.0, 1.0, (1, len(table.tasks), num["llm"])), np.arange(num["llm"])[None]
+    costs = rng.gamma(2.0, 1.0, (1, len(table.tasks), num["llm"]))
+    orders = np.arange(num["llm"])[None]
     recurrence = ScheduleRecurrence(table, num)
     forward, backward = (work[None] for work in recurrence.rank_seconds(costs[0]))  # ranks count along the chain
     assert recurrence.makespans(costs, orders) == pytest.approx(makespans_1f1b(forward, backward, orders))
@@ -140,8 +146,9 @@ def test_other_pipelines_are_no_single_chains(graph: StageGraph) -> None:
 
 
 def interleaved(p: int, chunks: int, num: int) -> tuple[ScheduleTable, dict[str, int]]:
-    """An LLM with several chunks on each of p ranks; forwards cost 1 and backwards 2."""
-    graph, counts = chain(Unit("llm", p, num_stages=p * chunks), n=num), {"llm": num}
+    """Make an LLM with several chunks on each of p ranks; forwards cost 1 and backwards 2."""
+    graph = chain(Unit("llm", p, num_stages=p * chunks), n=num)
+    counts = {"llm": num}
     costs_by_stage = {stage.id: (SequenceCost(1), SequenceCost(2)) for stage in graph.stages}
     table = build_schedule_table(graph, SchedulePlan(num_microbatches=counts), costs_by_stage)
     assert table is not None
@@ -156,10 +163,11 @@ def even(table: ScheduleTable, num: int) -> np.ndarray:
 def test_one_chunk_is_plain_1f1b(seed: int, p: int, num: int) -> None:
     table, counts = interleaved(p, 1, num)
     rng = np.random.default_rng(seed)
-    costs, orders = rng.gamma(2.0, 1.0, (2, len(table.tasks), num)), np.stack([rng.permutation(num) for _ in range(3)])
+    costs = rng.gamma(2.0, 1.0, (2, len(table.tasks), num))
+    orders = np.stack([rng.permutation(num) for _ in range(3)])
     forward, backward = (
-        costs[:, [i for _, i in sorted((t.stage, i) for i, t in enumerate(table.tasks) if t.is_forward == way)]]
-        for way in (True, False)
+        costs[:, [i for _, i in sorted((t.stage, i) for i, t in enumerate(table.tasks) if t.is_forward == is_forward)]]
+        for is_forward in (True, False)
     )
     recurrence = ScheduleRecurrence(table, counts)
     assert recurrence.makespans(costs, orders) == pytest.approx(makespans_1f1b(forward, backward, orders))
@@ -175,7 +183,8 @@ def test_even_chunks_take_as_long_as_megatron_lm_states() -> None:
 
 def test_reordering_several_chunks_never_lengthens_the_step() -> None:
     table, counts = interleaved(4, 2, 16)
-    recurrence, gains = ScheduleRecurrence(table, counts), []
+    recurrence = ScheduleRecurrence(table, counts)
+    gains = []
     first = [i for i, task in enumerate(table.tasks) if task.stage == 0]
     for seed in range(6):
         rng = np.random.default_rng(seed)
@@ -183,18 +192,18 @@ def test_reordering_several_chunks_never_lengthens_the_step() -> None:
         costs[:, first] *= rng.gamma(2.0, 0.6, 16)
         given_order = rng.permutation(16)
         forward, backward = (work[None] for work in recurrence.rank_seconds(costs[0]))
-        found = reorder_microbatches(
+        new_order = reorder_microbatches(
             forward, backward, given_order, 3, rng, score=lambda orders, c=costs: recurrence.makespans(c, orders)
         )
-        assert sorted(found.tolist()) == list(range(16))
-        before, after = recurrence.makespans(costs, np.stack([given_order, found]))
+        assert sorted(new_order.tolist()) == list(range(16))
+        before, after = recurrence.makespans(costs, np.stack([given_order, new_order]))
         assert after <= before
         gains.append(before - after)
     assert np.mean(gains) > 1
 
 
-def test_passes_that_wait_for_each_other_are_rejected() -> None:
-    tasks = tuple(ScheduledTask(0, "llm", way, SequenceCost(1)) for way in (True, False))
+def test_a_cycle_of_passes_is_rejected() -> None:
+    tasks = tuple(ScheduledTask(0, "llm", is_forward, SequenceCost(1)) for is_forward in (True, False))
     with pytest.raises(ValueError, match="wait for each other in a cycle"):
         ScheduleRecurrence(ScheduleTable(tasks, ((),), ("1 0",)), {"llm": 1})
 

@@ -35,57 +35,63 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def holds(given: Instance, least: float) -> None:
-    """The search finds the best of everything, which takes `least` seconds, and ranks by step time."""
-    results = best_first_search(given.candidates, given.evaluator, num_simulated=1)
-    if least == math.inf:
+def holds(instance: Instance, fastest_s: float) -> None:
+    """Check that the search finds the fastest plan, which takes `fastest_s`, and ranks by step time."""
+    results = best_first_search(instance.candidates, instance.evaluator, num_simulated=1)
+    if fastest_s == math.inf:
         assert not results.candidates
         return
     best, *others = results.candidates
-    assert least <= best.step_time_s <= least * EQUAL_STEP_TIME_RATIO
-    assert best.peak_bytes <= given.evaluator.memory_bytes
+    assert fastest_s <= best.step_time_s <= fastest_s * EQUAL_STEP_TIME_RATIO
+    assert best.peak_bytes <= instance.evaluator.memory_bytes
     assert sorted(other.step_time_s for other in others) == [other.step_time_s for other in others]
     num_explained = len(results.candidates) + len(results.rejected)
     max_unsearched = DEFAULT_BUDGET.explanations.max_unsearched
-    assert min(len(given.candidates), max_unsearched) <= num_explained <= len(given.candidates)
+    assert min(len(instance.candidates), max_unsearched) <= num_explained <= len(instance.candidates)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_search_finds_the_best_of_everything(seed: int) -> None:
-    given = random_instance(seed, max_partitions=120)
-    holds(given, least_step(given))
+def test_the_search_finds_the_fastest_of_all_plans(seed: int) -> None:
+    instance = random_instance(seed, max_partitions=120)
+    holds(instance, least_step(instance))
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_oracle_simulates_all_that_could_be_best(seed: int) -> None:
-    given = random_instance(seed, max_partitions=60)
-    assert least_step(given) == min(candidate.step_time_s for candidate in everything(given))
+def test_the_oracle_skips_no_plan_that_could_be_the_fastest(seed: int) -> None:
+    instance = random_instance(seed, max_partitions=60)
+    assert least_step(instance) == min(candidate.step_time_s for candidate in everything(instance))
 
 
 @pytest.mark.parametrize("seed", range(100, 104))
-def test_the_search_finds_the_best_of_everything_that_fits(seed: int) -> None:
-    given = squeezed(random_instance(seed, max_partitions=60), 0.8)
-    holds(given, least_step(given))
+def test_the_search_finds_the_fastest_of_all_plans_that_fit(seed: int) -> None:
+    instance = squeezed(random_instance(seed, max_partitions=60), 0.8)
+    holds(instance, least_step(instance))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(200))
-def test_the_search_finds_the_best_of_everything_in_many_instances(seed: int) -> None:
-    """The instances of `python -m scripts.bench_plan --only exact`: as large as the search tries in full."""
-    given = random_instance(seed)
-    least = [(part, least_step(part)) for part in by_placement(given)]
-    for instance, seconds in [*least, (given, min(seconds for _, seconds in least))]:
+def test_the_search_finds_the_fastest_of_all_plans_in_many_instances(seed: int) -> None:
+    """Search the instances of `python -m scripts.bench_plan --only exact`, which the search tries in full."""
+    full_instance = random_instance(seed)
+    fastest_by_placement = [(part, least_step(part)) for part in by_placement(full_instance)]
+    for instance, seconds in [
+        *fastest_by_placement,
+        (full_instance, min(seconds for _, seconds in fastest_by_placement)),
+    ]:
         holds(instance, seconds)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_estimates_bound_the_simulator_and_lower_bounds_the_estimates(case: str) -> None:
     evaluator = evaluator_for(recipe(**CASES[case][0]), CASES[case][1])
-    layer_costs, estimator = evaluator.layer_costs, evaluator.estimator(None)
-    slack, rng = 1 + 1e-9, np.random.default_rng(0)
+    layer_costs = evaluator.layer_costs
+    estimator = evaluator.estimator(None)
+    slack = 1 + 1e-9
+    rng = np.random.default_rng(0)
     errors = []
     for candidate in all_candidates(evaluator, 4):
-        assignment, chains = candidate.assignment, evaluator.layer_chains(candidate)
+        assignment = candidate.assignment
+        chains = evaluator.layer_chains(candidate)
         partitions = list(all_partitions(chains))
         chosen = [partitions[i] for i in rng.permutation(len(partitions))[:2]]
         estimates = estimator.estimate(assignment, chains, chosen, [None] * len(chains))
@@ -100,20 +106,20 @@ def test_estimates_bound_the_simulator_and_lower_bounds_the_estimates(case: str)
     assert np.median(errors) < 0.05
 
 
-def found(candidates: list[Candidate], evaluator: Evaluator) -> Candidate:
+def fastest_fitting(candidates: list[Candidate], evaluator: Evaluator) -> Candidate:
     best = best_first_search(candidates, evaluator, num_simulated=1).best
     assert best is not None
     return best
 
 
-def test_memory_decides_where_time_would_not() -> None:
-    """Under a limit between the need of the fastest layout and that of others, another layout that fits is chosen."""
+def test_a_slower_layout_is_chosen_where_the_fastest_does_not_fit() -> None:
+    """Set a limit between the need of the fastest layout and that of others, so that another layout is chosen."""
     settings = recipe(parallel={"vision": {"recompute": "none"}, "llm": {"recompute": "none"}})
     evaluator = evaluator_for(settings)
     candidates = all_candidates(evaluator, 3)
-    fastest = found(candidates, evaluator)
+    fastest = fastest_fitting(candidates, evaluator)
     small = with_memory(evaluator, fastest.peak_bytes * 0.9)
-    fitting = found(candidates, small)
+    fitting = fastest_fitting(candidates, small)
     assert fitting.peak_bytes <= small.memory_bytes
     assert fitting.step_time_s > fastest.step_time_s
 
@@ -122,16 +128,16 @@ def test_as_few_layers_are_recomputed_as_memory_demands() -> None:
     evaluator = evaluator_for(recipe(vision=None, llm={"layers": 8}))
     candidates = [c for c in all_candidates(evaluator, 2) if str(c.assignment) == "unified: tp1 pp2 dp1"]
     num_recomputed = []
-    free = found(candidates, evaluator)
+    free = fastest_fitting(candidates, evaluator)
     for share in (1.0, 0.9, 0.7):
         small = with_memory(evaluator, share * free.peak_bytes)
-        fitting = found(candidates, small)
+        fitting = fastest_fitting(candidates, small)
         assert fitting.peak_bytes <= small.memory_bytes
         num_recomputed.append(fitting.layout.units["llm"].num_recomputed)
     assert num_recomputed[0] == 0 < num_recomputed[1] < num_recomputed[2]
 
 
-def test_the_heaviest_group_stands_for_all_where_they_are_very_many() -> None:
+def test_the_heaviest_group_represents_all_of_a_very_large_batch() -> None:
     evaluator = evaluator_for(recipe())
     step_times: list[list[float]] = []
     for max_passes in (10**9, 0):

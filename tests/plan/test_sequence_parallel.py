@@ -1,4 +1,4 @@
-"""Sequence parallelism as a choice: on where it costs no time, and where nothing fits without it."""
+"""Sequence parallelism is chosen where it costs no time, and where nothing fits without it."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,13 +33,13 @@ def planned(sp: object, hardware: str = "cpu-core", memory_gib: float | None = N
     return plan_recipe(settings, lengths(), world_size=2, hardware=hardware, recipe_sha256="f" * 64)
 
 
-def test_it_is_left_off_where_it_takes_time() -> None:
+def test_sequence_parallelism_is_off_where_it_takes_time() -> None:
     assert not any(unit.sp for unit in planned("auto").units.values())
     assert planned("auto").predicted == planned(False).predicted
 
 
-def test_it_is_on_where_memory_demands_it() -> None:
-    """A processor core exchanges small messages slowly; what does not fit otherwise is run that way nevertheless."""
+def test_sequence_parallelism_is_on_where_memory_demands_it() -> None:
+    """Choose it on processor cores, which exchange small messages slowly, only where nothing else fits."""
     without, sliced = (max(planned(sp).predicted.peak_memory_gib.values()) for sp in (False, True))
     limit = (without + sliced) / 2
     assert all(unit.sp for unit in planned("auto", memory_gib=limit).units.values())
@@ -50,7 +50,7 @@ def test_it_is_on_where_memory_demands_it() -> None:
     assert "sp: true" not in str(error.value)
 
 
-def test_it_is_on_where_it_costs_no_time_and_never_takes_more_memory() -> None:
+def test_sequence_parallelism_is_on_where_it_costs_no_time_and_never_takes_more_memory() -> None:
     problem = problem_for(recipe(llm=WIDE, seq_len=4096, global_batch=2), "h100-80g")
     without = Evaluator(problem).layer_costs
     chosen = without.with_settings(sp=choose_sequence_parallelism(problem, without))
@@ -61,7 +61,8 @@ def test_it_is_on_where_it_costs_no_time_and_never_takes_more_memory() -> None:
         if layout is None:
             continue
         graph = layout_graph(layout, without)
-        off, on = without.memory(graph), chosen.memory(graph)
+        off = without.memory(graph)
+        on = chosen.memory(graph)
         for rank in on:
             assert on[rank].total <= off[rank].total
         if chosen.has_sp("llm", assignment.meshes["llm"].tp):
@@ -77,13 +78,13 @@ def test_a_setting_of_the_recipe_holds(at_any_cost: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", [100, 103])
-def test_the_search_finds_the_best_of_everything_that_fits(seed: int) -> None:
-    """With sequence parallelism, where memory decides."""
-    given = random_instance(seed, max_partitions=60)
-    problem, layer_costs = given.evaluator.problem, given.evaluator.layer_costs
+def test_the_search_finds_the_fastest_of_all_plans_that_fit(seed: int) -> None:
+    """Search with sequence parallelism, under a limit where memory decides."""
+    instance = random_instance(seed, max_partitions=60)
+    problem, layer_costs = instance.evaluator.problem, instance.evaluator.layer_costs
     everywhere = {unit: frozenset(choices.tp) - {1} for unit, choices in problem.choices.items()}
     evaluator = Evaluator(problem, layer_costs=layer_costs.with_settings(sp=everywhere))
-    tight = squeezed(replace(given, evaluator=evaluator), 0.7)
+    tight = squeezed(replace(instance, evaluator=evaluator), 0.7)
     holds(tight, least_step(tight))
 
 
@@ -92,8 +93,8 @@ def test_each_rank_sends_its_own_rows_to_the_next_stage() -> None:
     problem, without = plain.problem, plain.layer_costs
     with_sp = Evaluator(problem, layer_costs=without.with_settings(sp={"llm": frozenset({2, 4})}))
     assignments = mesh_assignments(problem.choices, 4)
-    wanted = (2, 2, 1)
-    assignment = next(a for a in assignments if (a.meshes["llm"].tp, a.meshes["llm"].pp, a.meshes["llm"].vpp) == wanted)
+    sizes = (2, 2, 1)
+    assignment = next(a for a in assignments if (a.meshes["llm"].tp, a.meshes["llm"].pp, a.meshes["llm"].vpp) == sizes)
     bytes_sent = []
     for evaluator in (plain, with_sp):
         layer_costs = evaluator.layer_costs
@@ -112,7 +113,8 @@ def test_each_rank_sends_its_own_rows_to_the_next_stage() -> None:
         [estimate_s] = evaluator.estimator(None).estimate(assignment, (chain,), [(chain.anchor,)], [None])
         step_time_s = simulated(partitioned_layout(assignment, layer_costs, (chain.anchor,)), evaluator).step_time_s
         assert step_time_s * (1 - 0.05) <= estimate_s <= step_time_s * (1 + 1e-9)
-    tokens, width = loads.loads[mb].tokens, 4 * without.shape.unit("llm").layers[0].out
+    tokens = loads.loads[mb].tokens
+    width = 4 * without.shape.unit("llm").layers[0].out
     assert bytes_sent[0] == [tokens * width] * len(edges)
     assert bytes_sent[1] == [-(-tokens // 2) * width] * len(edges)
     assert edges

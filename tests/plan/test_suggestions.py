@@ -34,10 +34,10 @@ def test_the_suggested_memory_is_enough() -> None:
 
 def test_the_suggested_memory_assumes_recompute_where_the_recipe_leaves_it_open() -> None:
     again = {unit: {"dp": 1, "recompute": "all"} for unit in ("llm", "vision")}
-    least = max(planned(1, placement="unified", **again).predicted.peak_memory_gib.values())
+    min_gib = max(planned(1, placement="unified", **again).predicted.peak_memory_gib.values())
     free: dict[str, Any] = {"placement": "unified", "llm": {"dp": 1}, "vision": {"dp": 1}}
-    named = float(re.search(r"ranks with ([0-9.]+) GiB", suggested(1, least / 2, **free))[1])  # type: ignore[index]
-    assert named == pytest.approx(least, rel=0.01)
+    named = float(re.search(r"ranks with ([0-9.]+) GiB", suggested(1, min_gib / 2, **free))[1])  # type: ignore[index]
+    assert named == pytest.approx(min_gib, rel=0.01)
 
 
 def test_the_suggested_number_of_ranks_is_enough() -> None:
@@ -49,10 +49,10 @@ def test_the_suggested_number_of_ranks_is_enough() -> None:
 def test_recomputing_is_suggested_where_it_is_enough() -> None:
     peak = max(planned(1, **UNIFIED).predicted.peak_memory_gib.values())
     again = {unit: {"dp": 1, "recompute": "all"} for unit in ("llm", "vision")}
-    least = max(planned(1, placement="unified", **again).predicted.peak_memory_gib.values())
-    limit = (peak + least) / 2
+    min_gib = max(planned(1, placement="unified", **again).predicted.peak_memory_gib.values())
+    limit = (peak + min_gib) / 2
     assert "recompute: all" in suggested(1, limit, **UNIFIED)
-    assert "recompute: all" not in suggested(1, least * 0.9, **UNIFIED)
+    assert "recompute: all" not in suggested(1, min_gib * 0.9, **UNIFIED)
 
 
 def test_the_nearest_numbers_of_ranks_are_suggested() -> None:
@@ -62,14 +62,14 @@ def test_the_nearest_numbers_of_ranks_are_suggested() -> None:
     assert "make 8 ranks, which does not divide 20" in str(error.value)
 
 
-def test_plans_that_were_tried_come_before_meshes_that_were_only_bounded() -> None:
-    """A lower bound of memory is less than any plan needs, so meshes would stand first among the closest."""
+def test_simulated_plans_are_listed_before_meshes_that_were_only_bounded() -> None:
+    """List them apart: a lower bound is less than any plan needs, so meshes would come first among the closest."""
     settings = recipe(cluster={"memory_gib": 0.005})
     with pytest.raises(PlanError) as error:
         plan_recipe(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
     first, tried, *others = str(error.value).splitlines()
     assert first == "no plan fits 2 ranks of cpu-core with 0.005 GiB each."
     assert tried == "The closest of those tried:"
-    at = others.index("By what ranks hold at least:")
-    assert all(": rank " in line for line in others[:at])
-    assert all("sizes of" in line for line in others[at + 1 : -1])
+    heading = others.index("By what ranks hold at least:")
+    assert all(": rank " in line for line in others[:heading])
+    assert all("sizes of" in line for line in others[heading + 1 : -1])

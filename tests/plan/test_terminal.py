@@ -20,7 +20,7 @@ from tests.plan.factory import problem_for, recipe, simulated
 
 
 def with_generator(model: ModelShape, freeze: tuple[str, ...] = ()) -> ModelShape:
-    """The model with a generator that has the encoder's layers; the units named in `freeze` do not train."""
+    """Make a model whose generator has the encoder's layers; the units named in `freeze` do not train."""
     units = (*model.units, replace(model.unit("vision"), name="generator"))
     edge = ModelEdge("llm", "generator", layer=0, width=model.unit("llm").layers[0].out)
     return ModelShape(tuple(_frozen(u) if u.name in freeze else u for u in units), (*model.edges, edge))
@@ -31,7 +31,7 @@ def _frozen(unit: UnitShape) -> UnitShape:
 
 
 def with_images_to_generate(lengths: SampleLengths) -> SampleLengths:
-    """Every other sample also has an image of four patches to generate."""
+    """Give every other sample an image of four patches to generate."""
     first = np.arange(len(lengths) + 1, dtype=np.int64) // 2
     twos = np.full(first[-1], 2, dtype=np.int64)
     return replace(lengths, items={**lengths.items, "generator": ItemLengths(first, twos, twos, 2 * twos, twos // 2)})

@@ -26,7 +26,7 @@ def speech(vision: dict[str, Any] | None = VISION, parallel: dict[str, Any] | No
 
 
 def heard(settings: Recipe) -> SampleLengths:
-    """The factory's samples, every third of them with an audio clip."""
+    """Return the factory's samples, with an audio clip in every third of them."""
     samples = lengths()
     frames = 4 * np.random.default_rng(1).integers(5, 60, len(samples) // 3)
     first = (np.arange(len(samples) + 1, dtype=np.int64) + 2) // 3

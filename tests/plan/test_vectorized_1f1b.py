@@ -1,4 +1,4 @@
-"""Orders in numbers against the programs that builders write: the simulator ends them at the same time."""
+"""Vectorized orders end at the same time as the simulation of the programs that builders make."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from tests.program.timings import Seconds
 
 @dataclass
 class Drawn(Seconds):
-    """Other seconds for every forward and backward."""
+    """Random seconds for every forward and backward."""
 
     graph: StageGraph
     seconds: dict[StageId, tuple[FloatArray, FloatArray]]
@@ -31,7 +31,7 @@ class Drawn(Seconds):
 
 
 def holds(graph: StageGraph) -> None:
-    """Every rank's last compute ends when the simulator says."""
+    """Check that every rank's last compute ends when the simulator says."""
     rng = np.random.default_rng(0)
     seconds = {}
     for stage in graph.stages:
@@ -45,9 +45,9 @@ def holds(graph: StageGraph) -> None:
     for span in timeline.spans:
         if isinstance(span.action, Pass):
             ends[span.rank] = max(ends.get(span.rank, 0.0), span.start_s + span.duration_s)
-    found = order.rank_ends(seconds, np.zeros(len(graph.edges)))
-    assert {rank: float(end[0]) for rank, end in found.items()} == pytest.approx(
-        {rank: ends[rank] for rank in found}, rel=1e-9
+    ends_by_rank = order.rank_ends(seconds, np.zeros(len(graph.edges)))
+    assert {rank: float(end[0]) for rank, end in ends_by_rank.items()} == pytest.approx(
+        {rank: ends[rank] for rank in ends_by_rank}, rel=1e-9
     )
 
 
@@ -58,5 +58,5 @@ def test_ranks_end_when_the_program_does(graph: StageGraph) -> None:
 
 
 @pytest.mark.parametrize(("pp", "vpp", "n"), [(2, 2, 5), (3, 3, 4), (4, 2, 12)])
-def test_ranks_of_interleaved_pipelines_too(pp: int, vpp: int, n: int) -> None:
+def test_ranks_of_interleaved_pipelines_end_when_the_program_does(pp: int, vpp: int, n: int) -> None:
     holds(chain(Unit("llm", pp, num_stages=pp * vpp), n=n))

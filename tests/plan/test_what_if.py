@@ -1,4 +1,4 @@
-"""What a request may ask of the planner: fewer ranks, every loser, a measured order, progress."""
+"""Planning requests: fewer ranks, every rejected plan, a measured order, progress."""
 
 import math
 from dataclasses import replace
@@ -14,12 +14,12 @@ from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import problem_for, recipe
 
 
-def planned(settings: Recipe, world_size: int = 4, **wanted: Any) -> Plan:
-    return plan(replace(problem_for(settings, world_size=world_size), request=PlanRequest(**wanted)))
+def planned(settings: Recipe, world_size: int = 4, **request: Any) -> Plan:
+    return plan(replace(problem_for(settings, world_size=world_size), request=PlanRequest(**request)))
 
 
 def test_fewer_ranks_are_used_only_where_the_recipe_allows_it() -> None:
-    """With one group a step the LLM has one replica, and a longer pipeline is no faster."""
+    """Use fewer ranks for one group a step: the LLM has one replica, and a longer pipeline is no faster."""
     tiny: dict[str, Any] = {"vision": None, "global_batch": 1, "seq_len": 224}
     assert planned(recipe(**tiny, parallel={"llm": {"tp": 1}})).world_size == 4
     free = planned(recipe(**tiny, parallel={"llm": {"tp": 1}, "max_gpus": 4}))
@@ -28,10 +28,10 @@ def test_fewer_ranks_are_used_only_where_the_recipe_allows_it() -> None:
 
 
 def test_all_losers_are_explained_on_demand() -> None:
-    few, every = planned(recipe(), num_alternatives=1), planned(recipe(), num_alternatives=1, explain=True)
-    assert len(few.alternatives) == 1 < len(every.alternatives)
-    assert all(a.reason for a in every.alternatives)
-    assert every.model_copy(update={"alternatives": ()}) == few.model_copy(update={"alternatives": ()})
+    brief, complete = planned(recipe(), num_alternatives=1), planned(recipe(), num_alternatives=1, explain=True)
+    assert len(brief.alternatives) == 1 < len(complete.alternatives)
+    assert all(a.reason for a in complete.alternatives)
+    assert complete.model_copy(update={"alternatives": ()}) == brief.model_copy(update={"alternatives": ()})
 
 
 def test_the_plan_that_measures_fastest_is_chosen() -> None:
@@ -57,7 +57,7 @@ def test_plans_that_cannot_be_run_are_not_chosen() -> None:
 
 
 def test_meshes_whose_state_alone_is_too_large_are_rejected_for_memory() -> None:
-    """Their lower bound is infinite, so no ratio can be reported."""
+    """Report no ratio, as their lower bound is infinite."""
     large: dict[str, Any] = {"vocab": 8192, "hidden": 256, "layers": 14}
     chosen = planned(recipe(vision=None, llm=large, cluster={"memory_gib": 0.09}), explain=True)
     why = {other.summary: other.reason for other in chosen.alternatives}

@@ -16,11 +16,11 @@ OTHERS = sorted({path.name for path in FOLDER.glob("*.yaml")} - {LARGEST, *QUICK
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_it_fits_its_cluster(name: str) -> None:
+def test_each_published_model_fits_its_cluster(name: str) -> None:
     recipe = load_recipe(FOLDER / name, ["parallel.placement=unified"]).recipe
     ranks, hardware = recipe.cluster.ranks, recipe.cluster.hardware
     assert ranks is not None
-    found = plan_recipe(
+    chosen = plan_recipe(
         recipe,
         build_index(recipe).lengths,
         world_size=ranks,
@@ -28,5 +28,5 @@ def test_it_fits_its_cluster(name: str) -> None:
         recipe_sha256=recipe_fingerprint(recipe),
         request=PlanRequest(num_alternatives=1),
     )
-    assert 0.05 < found.predicted.mfu < 0.7
-    assert found.world_size == ranks
+    assert 0.05 < chosen.predicted.mfu < 0.7
+    assert chosen.world_size == ranks

@@ -16,7 +16,7 @@ SETTINGS = factory.recipe()
 
 
 def simulated(llm_bounds: tuple[int, ...], recompute: dict[str, range] | None = None) -> Candidate:
-    """The encoder on one rank, the LLM's six layers on two."""
+    """Simulate the encoder on one rank and the LLM's six layers on two."""
     sizes = {"vision": MeshSize(1, 1, 1), "llm": MeshSize(1, len(llm_bounds) - 1, 1)}
     units = disaggregated_units(sizes, {"vision": (0, 5), "llm": llm_bounds}, recompute or {})
     layout = Layout("disaggregated", units, {"vision": 8, "llm": 8})
@@ -24,7 +24,7 @@ def simulated(llm_bounds: tuple[int, ...], recompute: dict[str, range] | None = 
 
 
 def changed(candidate: Candidate, **fields: Any) -> Candidate:
-    """The candidate with another simulation."""
+    """Return the candidate with another simulation."""
     assert candidate.simulation is not None
     return replace(candidate, simulation=replace(candidate.simulation, **fields))
 
@@ -35,7 +35,7 @@ def even() -> Candidate:
 
 
 def test_the_busiest_rank_is_reported_with_all_its_stages() -> None:
-    """In one pipeline of one rank all stages are the busiest rank's."""
+    """Use one pipeline of one rank, where all stages belong to the busiest rank."""
     evaluator = factory.evaluator_for(SETTINGS)
     units = unified_units(evaluator.problem.shape, MeshSize(1, 1, 1), (0, 11))
     candidate = factory.simulated(Layout("unified", units, {"vision": 8, "llm": 8}), evaluator)
@@ -56,7 +56,7 @@ def test_an_uneven_partition_is_called_load_imbalance(even: Candidate) -> None:
 
 
 def test_a_plan_that_idles_longer_names_the_bubble(even: Candidate) -> None:
-    """The same work, evenly spread, in a longer step: only the pipeline's cool-down has grown."""
+    """Compare the same work, evenly spread, in a longer step: only the pipeline's cool-down has grown."""
     busy = 1 - sum(even.bubbles.values())
     flat = changed(even, busiest_s=busy * even.step_time_s)
     longer = {kind: share / 2 for kind, share in even.bubbles.items()} | {"pp_warmup": 0.0, "pp_cooldown": 0.0}
@@ -69,7 +69,7 @@ def test_a_plan_that_idles_longer_names_the_bubble(even: Candidate) -> None:
     )
 
 
-def test_a_measured_ratio_stands_before_the_predicted_one(even: Candidate) -> None:
+def test_a_measured_ratio_is_listed_before_the_predicted_one(even: Candidate) -> None:
     slow = changed(even, step_time_s=1.5 * even.step_time_s)
     chosen = even.measured(2.0)
     assert explain_measured_slower(slow.measured(2.5), chosen) == "1.25x slower as measured, 1.50x as predicted"

@@ -26,7 +26,7 @@ Write = Callable[[str, str], Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write a recipe file below a temporary folder, return its path."""
+    """Return a function that writes a recipe file below a temporary folder."""
 
     def write_file(name: str, text: str) -> Path:
         path = tmp_path / name
@@ -39,5 +39,5 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def base(write: Write) -> Path:
-    """A small valid recipe."""
+    """Write a small valid recipe."""
     return write("base.yaml", BASE)

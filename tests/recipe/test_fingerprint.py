@@ -110,9 +110,9 @@ def test_the_fingerprint_ignores_the_folders_of_files(base: Path, tmp_path: Path
     copy = tmp_path / "elsewhere" / base.name
     copy.parent.mkdir()
     copy.write_text(base.read_text(encoding="utf-8"), encoding="utf-8")
-    here, there = load_recipe(base, env={}).recipe, load_recipe(copy, env={}).recipe
-    assert here.data.sources[0].path != there.data.sources[0].path
-    assert recipe_fingerprint(here) == recipe_fingerprint(there)
+    original, copied = load_recipe(base, env={}).recipe, load_recipe(copy, env={}).recipe
+    assert original.data.sources[0].path != copied.data.sources[0].path
+    assert recipe_fingerprint(original) == recipe_fingerprint(copied)
 
 
 def test_the_fingerprint_is_stable(base: Path) -> None:

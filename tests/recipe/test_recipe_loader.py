@@ -121,7 +121,7 @@ def test_origins_name_line_or_override(base: Path, write: Write) -> None:
         ("run_dir=a=b", lambda r: r.run_dir == Path("a=b")),
     ],
 )
-def test_overrides(base: Path, override: str, read: Callable[..., bool]) -> None:
+def test_an_override_sets_a_value(base: Path, override: str, read: Callable[..., bool]) -> None:
     assert read(load_recipe(base, [override], {}).recipe)
 
 
@@ -169,12 +169,12 @@ def test_an_override_that_is_not_yaml_is_named(base: Path) -> None:
         ("name: [\n", "{path}:2: not valid YAML"),
     ],
 )
-def test_unusable_files(write: Write, text: str, message: str) -> None:
+def test_unusable_files_are_rejected_with_the_reason(write: Write, text: str, message: str) -> None:
     path = write("r.yaml", text)
     assert message.format(path=path) in refusal(path)
 
 
-def test_missing_file_folder_and_binary(tmp_path: Path) -> None:
+def test_missing_files_folders_and_binary_files_are_rejected(tmp_path: Path) -> None:
     missing, binary = tmp_path / "no.yaml", tmp_path / "b.yaml"
     binary.write_bytes(b"name: a\nx: \xff\xfe\n")
     assert refusal(missing) == f"{missing}: cannot read the recipe: {os.strerror(2)}"

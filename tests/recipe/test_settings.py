@@ -63,7 +63,7 @@ def test_every_setting_declares_what_it_affects() -> None:
     assert {effect for effects in settings.values() if effects for effect in effects} == set(EFFECTS)
 
 
-def test_what_changes_lengths_or_steps_of_the_data_changes_plans() -> None:
+def test_settings_that_affect_lengths_or_steps_also_affect_plans() -> None:
     for path, effects in _leaf_settings(DataSettings):
         assert effects is not None
         assert "plan" in effects or not effects & {"lengths", "steps", "resume"}, path
@@ -91,12 +91,12 @@ def test_a_section_field_restricts_the_effects_of_the_settings_inside() -> None:
 
 
 def test_a_fingerprint_made_before_settings_declared_their_effects_still_holds() -> None:
-    """Saved plans hold this fingerprint. A change of it voids them all, so it must be meant."""
+    """Compare with the fingerprint of saved plans, since a change of it invalidates all of them."""
     expected = "159f48c57abb5a0a284b370dd6cde44a805988a0ac1f2964ac3d22fc26584828"
     assert recipe_fingerprint(Recipe.model_validate(RECIPE)) == expected
 
 
-def test_what_is_saved_keeps_the_former_names_of_settings() -> None:
+def test_saved_facts_use_the_former_names_of_settings() -> None:
     class Inner(Section):
         new: int = setting(1, affects={"plan"}, description="-", formerly="old")
 
@@ -120,8 +120,8 @@ def test_what_is_saved_keeps_the_former_names_of_settings() -> None:
     }
 
 
-def test_no_former_name_is_a_setting_again() -> None:
-    """Its recipes would mean something else without notice."""
+def test_no_former_name_is_reused_for_another_setting() -> None:
+    """Reject a former name for a new setting, because old recipes would silently change their meaning."""
     renamed = json_schema.renamed_settings()
     assert len(renamed) == 5
     for former, present in renamed.items():

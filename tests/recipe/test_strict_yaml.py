@@ -54,10 +54,10 @@ def read(text: str, **env: str) -> object:
         ("12345678901234567890", "12345678901234567890"),
     ],
 )
-def test_scalar_means_what_it_looks_like(text: str, value: object) -> None:
-    found = read(f"k: {text}")
-    assert found == {"k": value}
-    assert type(found["k"]) is type(value)
+def test_a_scalar_has_the_type_that_it_appears_to_have(text: str, value: object) -> None:
+    parsed = read(f"k: {text}")
+    assert parsed == {"k": value}
+    assert type(parsed["k"]) is type(value)
 
 
 def test_nan_is_a_float() -> None:
@@ -153,6 +153,6 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["a", "on", "x.y", "1"]), values, max_size=3))
-def test_what_is_dumped_reads_back_equal(value: dict[str, object]) -> None:
+def test_a_dumped_value_reads_back_equal(value: dict[str, object]) -> None:
     text = yaml.dump_yaml(value)
     assert read(text) == value, text

@@ -42,7 +42,7 @@ def test_all_problems_are_reported_at_once(base: Path, write: Write) -> None:
           vision: {tp: 3}
         """,
     )
-    found = problems(child)
+    reported = problems(child)
     starts = [
         "nme: unknown key; did you mean name? Allowed here: name, model, data",
         "model.llm.heads: found the text 'four', allowed: a whole number of at least 1",
@@ -55,9 +55,9 @@ def test_all_problems_are_reported_at_once(base: Path, write: Write) -> None:
         "parallel.llm.dp: 3 does not divide train.global_batch 4",
         "parallel.vision.tp: 3 does not divide model.vision.heads 4 or model.vision.ffn 64",
     ]
-    assert len(found) == len(starts)
-    assert all(line.startswith(start) for line, start in zip(found, starts, strict=True)), found
-    lines = [int(line.rstrip(")").rpartition(":")[2]) for line in found]
+    assert len(reported) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(reported, starts, strict=True)), reported
+    lines = [int(line.rstrip(")").rpartition(":")[2]) for line in reported]
     assert lines == [2, 4, 5, 7, 8, 11, 12, 12, 14, 15] == sorted(lines)
 
 
@@ -93,11 +93,11 @@ def test_all_problems_are_reported_at_once(base: Path, write: Write) -> None:
         ("model.llm.kv_heads=3", "heads 4 is not divisible by kv_heads 3"),
     ],
 )
-def test_one_setting(base: Path, override: str, message: str) -> None:
-    found = problems(base, override)
-    assert len(found) == 1
-    assert message in found[0]
-    assert found[0].startswith(override.partition("=")[0].partition(".std")[0].rpartition(".")[0])
+def test_an_invalid_setting_is_the_only_problem_reported(base: Path, override: str, message: str) -> None:
+    reported = problems(base, override)
+    assert len(reported) == 1
+    assert message in reported[0]
+    assert reported[0].startswith(override.partition("=")[0].partition(".std")[0].rpartition(".")[0])
 
 
 @pytest.mark.parametrize(
@@ -109,15 +109,15 @@ def test_one_setting(base: Path, override: str, message: str) -> None:
         ("{preset: stable-diffusion-2.1, patch: 2}", "patch is 2, but a U-Net reads every position"),
     ],
 )
-def test_a_generator(base: Path, generator: str, message: str) -> None:
-    (found,) = problems(base, "data.sources=[{path: a.csv}]", f"model.generator={generator}")
-    assert found.startswith(f"model.generator: {message}")
+def test_an_invalid_generator_is_reported(base: Path, generator: str, message: str) -> None:
+    (reported,) = problems(base, "data.sources=[{path: a.csv}]", f"model.generator={generator}")
+    assert reported.startswith(f"model.generator: {message}")
 
 
 def test_missing_settings_say_what_they_are(write: Write) -> None:
-    found = problems(write("r.yaml", "name: x\ntrain: {steps: 3}\n"))
-    assert [line.partition(":")[0] for line in found] == ["model", "data", "train.global_batch", "train.optimizer"]
-    assert "missing; allowed: a whole number of at least 1 (Groups (packed sequences)" in found[2]
+    reported = problems(write("r.yaml", "name: x\ntrain: {steps: 3}\n"))
+    assert [line.partition(":")[0] for line in reported] == ["model", "data", "train.global_batch", "train.optimizer"]
+    assert "missing; allowed: a whole number of at least 1 (Groups (packed sequences)" in reported[2]
 
 
 @pytest.mark.parametrize(
@@ -243,9 +243,9 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
     ],
 )
 def test_settings_that_do_not_fit_together(base: Path, overrides: list[str], message: str) -> None:
-    found = problems(base, *overrides)
-    assert len(found) == 1
-    assert found[0].startswith(message)
+    reported = problems(base, *overrides)
+    assert len(reported) == 1
+    assert reported[0].startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -321,8 +321,8 @@ FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, 
     ],
 )
 def test_problems_of_named_encoders_name_them(base: Path, overrides: list[str], expected: str) -> None:
-    found = problems(base, *overrides)
-    assert [line for line in found if line.startswith(expected)], found
+    reported = problems(base, *overrides)
+    assert [line for line in reported if line.startswith(expected)], reported
 
 
 def test_a_named_encoder_takes_what_it_leaves_out_from_its_preset(base: Path) -> None:
