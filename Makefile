@@ -18,7 +18,7 @@ demo: $(VENV)/.installed      ## demo data, plan, train on CPU, report what it l
 	$(BIN)/python scripts/demo.py
 
 # One worker per core; the tests of a file stay together, because they share what is expensive to start.
-PARALLEL := -n auto --dist loadfile
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed      ## the test suite
 	$(BIN)/pytest $(PARALLEL) -m 'not slow'
