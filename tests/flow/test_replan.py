@@ -37,7 +37,7 @@ def _world() -> World:
 
 def _save(root: Path, job: RankContext, next_step: int) -> None:
     """Save while standing still."""
-    saver = BackgroundSaver(root, job, dict)
+    saver = BackgroundSaver(root, job, lambda: {"facts": {}})
     saver.start(next_step, copy=False)
     saver.finish()
 
@@ -91,7 +91,7 @@ def _save_both_ways(settings: Recipe, meshes: dict[str, Mesh], root: Path) -> No
     job = build_rank_context(settings, plan(settings, **meshes), _world())
     job.train(step_data(job, 0), LR)
     _save(root / "still", job, 1)
-    saver = BackgroundSaver(root / "moving", job, dict)
+    saver = BackgroundSaver(root / "moving", job, lambda: {"facts": {}})
     saver.start(1, copy=True)
     job.train(step_data(job, 1), LR)
     assert saver.finish() == root / "moving" / "step-00000001"
