@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 def main() -> None:
-    """Print everything."""
+    """Print every measure beside its target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, required=True, metavar="DIR", help="folder of the length files")
     parser.add_argument("--no-milp", action="store_true", help="leave out the exact node-wise optimum (a minute)")
@@ -120,7 +120,8 @@ def grouping(tokens: np.ndarray) -> None:
             steps = _steps(groups.loads(tokens), replicas)
             summed = method(replicas, LOADS_SUMMED) if name == "matched" else groups
             over = max_over_mean(_steps(summed.loads(tokens) @ LOADS_SUMMED[0], replicas)) - 1
-            dist, padded = dist_ratio(steps), pad_ratio(tokens[:, TOKENS], groups)
+            dist = dist_ratio(steps)
+            padded = pad_ratio(tokens[:, TOKENS], groups)
             filled = groups.loads(tokens)[:, TOKENS].mean() / MAX_GROUP_TOKENS
             padding = f"{padded:.3f}" if name in ("random", "length", "device") else "  -  "
             print(
@@ -211,7 +212,8 @@ def _arranged(
         meta = stream.batch(step, replicas * microbatches, dp, dict.fromkeys(dp, microbatches), targets)
         np.add.at(slots[step], (meta.index, meta.replica), tokens[meta.sample_id])
     step_ms = (time.process_time() - start) / num_steps * 1e3
-    side_by_side, in_all = slots.reshape(-1, replicas, 3), slots.sum(axis=1)
+    side_by_side = slots.reshape(-1, replicas, 3)
+    in_all = slots.sum(axis=1)
     over, over_all = (max_over_mean(loads @ LOADS_SUMMED[0]) - 1 for loads in (side_by_side, in_all))
     fill = side_by_side[:, :, TOKENS].mean() / MAX_GROUP_TOKENS
     print(
@@ -234,7 +236,7 @@ def _ratios(loads: np.ndarray) -> str:
 
 
 def _items(counts: np.ndarray) -> ItemLengths:
-    """One item for each sample that has any."""
+    """Make one item for each sample that has any."""
     sizes = counts[counts > 0]
     return ItemLengths(np.concatenate([[0], np.cumsum(counts > 0)]), sizes, np.ones_like(sizes), sizes, sizes)
 
@@ -297,7 +299,7 @@ def post_and_nodes(tokens: np.ndarray, exact: bool) -> None:
 
 
 def _milp(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num: int, per_node: int) -> tuple[float, float]:
-    """Best solution and lower bound that HiGHS finds in 30 s."""
+    """Return the best solution and the lower bound that HiGHS finds in 30 s."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_matrix, eye, hstack, kron, lil_matrix
 
@@ -337,11 +339,11 @@ def ordering() -> None:
         backward = 2 * forward
         chance = makespans_1f1b(forward, backward, np.stack([rng.permutation(64) for _ in range(100)])).mean()
         excess = chance - makespan_lower_bound(forward[0], backward[0])
-        given = np.arange(64)
+        given_order = np.arange(64)
         searches: dict[str, Callable[[], np.ndarray]] = {
-            "constructed": lambda f=forward, b=backward, g=given: construct_order(f[0], b[0], g),
+            "constructed": lambda f=forward, b=backward, g=given_order: construct_order(f[0], b[0], g),
             **{
-                f"{r} rounds": lambda f=forward, b=backward, g=given, r=r: reorder_microbatches(
+                f"{r} rounds": lambda f=forward, b=backward, g=given_order, r=r: reorder_microbatches(
                     f, b, g, r, np.random.default_rng(0)
                 )
                 for r in rounds_of
@@ -349,12 +351,13 @@ def ordering() -> None:
         }
         for name, search in searches.items():
             search_s, order = _least_seconds(search, 2)
-            span, before = makespans_1f1b(forward, backward, np.stack([order, given]))
+            span, before = makespans_1f1b(forward, backward, np.stack([order, given_order]))
             assert name == "constructed" or span <= before, "worse than the given order"
             removed[name].append(float((chance - span) / excess))
             seconds[name].append(search_s)
     for name in removed:
-        search_ms, share = float(np.median(seconds[name])) * 1e3, float(np.mean(removed[name]))
+        search_ms = float(np.median(seconds[name])) * 1e3
+        share = float(np.mean(removed[name]))
         print(f"  ordering 64 x 10, {name}: {search_ms:.1f} ms, removes {share:.3f} of the cost of a random order")
         if name != "constructed" and search_ms <= 10:
             target("ordering 64 x 10 within 10 ms: share removed", share, 0.8, at_least=True)
@@ -378,7 +381,9 @@ def ordering_chunks(stages: int, chunks: int, num: int) -> None:
         graph, SchedulePlan(num_microbatches=counts), dict.fromkeys(ids, (SequenceCost(1), SequenceCost(2)))
     )
     assert table is not None
-    recurrence, saved, seconds = ScheduleRecurrence(table, counts), [], []
+    recurrence = ScheduleRecurrence(table, counts)
+    saved = []
+    seconds = []
     for seed in range(10):
         rng = np.random.default_rng(seed)
         uneven = 0.9 * chunks * rng.gamma(1 / 0.36, 0.36, num)
@@ -403,7 +408,8 @@ def ordering_chunks(stages: int, chunks: int, num: int) -> None:
 def ordering_plan(settings: Sequence[str]) -> None:
     """Simulate steps of a planned run with and without an order in time."""
     recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "whatif" / "internvl_26b.yaml", settings).recipe
-    index, ranks = build_index(recipe), recipe.cluster.ranks
+    index = build_index(recipe)
+    ranks = recipe.cluster.ranks
     assert ranks is not None
     chosen = plan_recipe(
         recipe,
@@ -413,13 +419,17 @@ def ordering_plan(settings: Sequence[str]) -> None:
         recipe_sha256="",
         request=PlanRequest(num_alternatives=1),
     )
-    targets, stream = derive_step_targets(recipe, chosen, index.lengths), GroupStream.of(recipe, index)
-    dp, counts = {name: unit.dp for name, unit in chosen.units.items()}, chosen.schedule.num_microbatches
+    targets = derive_step_targets(recipe, chosen, index.lengths)
+    stream = GroupStream.of(recipe, index)
+    dp = {name: unit.dp for name, unit in chosen.units.items()}
+    counts = chosen.schedule.num_microbatches
     shares = []
     for step in range(6):
         with_order, without = (
-            simulate_plan(recipe, chosen, stream.batch(step, recipe.train.global_batch, dp, counts, wanted)).step_time_s
-            for wanted in (targets, replace(targets, pipeline=(), schedule_table=None))
+            simulate_plan(
+                recipe, chosen, stream.batch(step, recipe.train.global_batch, dp, counts, step_targets)
+            ).step_time_s
+            for step_targets in (targets, replace(targets, pipeline=(), schedule_table=None))
         )
         shares.append(with_order / without)
     print(
@@ -472,14 +482,14 @@ def _columns(path: Path, *names: str) -> np.ndarray:
 
 
 def _isf_budgets(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The published defaults."""
+    """Return the published default budgets."""
     longest = int(tokens[:, TOKENS].max())
     tiles = int(longest * tokens[:, TILES].sum() / tokens[:, TOKENS].sum())
     return np.array([longest, tiles]), np.array([longest - 128, tiles])
 
 
 def _steps(loads: np.ndarray, replicas: int) -> np.ndarray:
-    """Whole steps of `replicas` groups."""
+    """Arrange whole steps of `replicas` groups."""
     whole = len(loads) // replicas * replicas
     return loads[:whole].reshape(-1, replicas, *loads.shape[1:])
 

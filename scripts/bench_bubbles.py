@@ -46,7 +46,8 @@ def table_row(name: str, encoder: MeshSize, llm: MeshSize) -> str:
     )
     layer_costs = LayerCosts(problem)
     layer_costs = layer_costs.with_settings(sp=choose_sequence_parallelism(problem, layer_costs))
-    layout, machine = colocated_layout(layer_costs, {"vision": encoder}, llm), problem.hardware
+    layout = colocated_layout(layer_costs, {"vision": encoder}, llm)
+    machine = problem.hardware
     assert layout is not None, "the layers are too few for this mesh"
     num_microbatches = dict(layout.num_microbatches)
     coarse = SchedulePlan(kind="coarse", num_microbatches=num_microbatches)

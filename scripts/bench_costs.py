@@ -82,7 +82,7 @@ def main() -> None:
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
     )
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for model, cases in _cases(options, folder).items():
@@ -90,11 +90,11 @@ def main() -> None:
             table = None if options.modelled else _profile(first, folder / f"{model}.json")
             for case, recipe in cases.items():
                 cluster = recipe.cluster.model_copy(update={"costs": table})
-                found[case] = run(case, recipe.model_copy(update={"cluster": cluster}), folder, options.detail)
-    off = [abs(outcome.step - 1) for outcome in found.values()]
-    ratios = [ratio for outcome in found.values() for ratio in outcome.memory]
+                outcomes[case] = run(case, recipe.model_copy(update={"cluster": cluster}), folder, options.detail)
+    off = [abs(outcome.step - 1) for outcome in outcomes.values()]
+    ratios = [ratio for outcome in outcomes.values() for ratio in outcome.memory]
     print(f"\n{'predicted over measured':<30} {'step':>6}  memory of each rank")
-    for case, outcome in found.items():
+    for case, outcome in outcomes.items():
         print(f"{case:<30} {outcome.step:6.2f}  {', '.join(f'{r:.2f}' for r in outcome.memory)}")
     print(f"steps are off by {statistics.median(off):.1%} (median; limit 10%), at worst {max(off):.1%} (limit 20%)")
     print(f"memory: {min(ratios):.2f} to {max(ratios):.2f} (wanted 1.00 to 1.25)")
@@ -119,21 +119,23 @@ def _cases(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Rec
     common = ("cluster.hardware=cpu-core", "data.validation=[]", "train.validate_every=0",
               f"data.sources=[{{path: {data / 'train.json'}}}]", f"data.tokenizer={data / 'tokenizer.json'}",
               "parallel.placement=disaggregated", *options.set)  # fmt: skip
-    found: dict[str, dict[str, Recipe]] = {}
+    cases: dict[str, dict[str, Recipe]] = {}
     for case, (model, settings) in CASES.items():
         if not options.only or case in options.only:
-            found.setdefault(model, {})[case] = load_recipe(DEMO, [*common, *MODELS[model], *settings]).recipe
-    return found
+            cases.setdefault(model, {})[case] = load_recipe(DEMO, [*common, *MODELS[model], *settings]).recipe
+    return cases
 
 
 def _profile(recipe: Recipe, out: Path) -> Path:
     """Measure the recipe's layers at every tensor-parallel size that its placements allow."""
     free = recipe.model_copy(update={"parallel": type(recipe.parallel)()})
-    found = profile(ProfileRequest(free, "cpu-core", RANKS, sizes_to_measure(free, RANKS), build_index(recipe).lengths))
-    for name, errors in found.errors.items():
+    measured = profile(
+        ProfileRequest(free, "cpu-core", RANKS, sizes_to_measure(free, RANKS), build_index(recipe).lengths)
+    )
+    for name, errors in measured.errors.items():
         print(f"{name:<12} {len(errors)} held-out loads: error {statistics.median(errors):.1%} (median)")
-    print(f"all: {found.median_error:.1%} (limit 10%)", flush=True)
-    found.table.save(out)
+    print(f"all: {measured.median_error:.1%} (limit 10%)", flush=True)
+    measured.table.save(out)
     return out
 
 
@@ -149,7 +151,8 @@ def run(case: str, recipe: Recipe, folder: Path, detail: bool) -> Outcome:
     trace_file, memory_file = folder / "trace.json", folder / "memory.json"
     launch_local(RANKS, partial(run_rank, recipe, chosen, trace_file, memory_file))
     trace = RunTrace.load(trace_file)
-    stream, dp = GroupStream.of(recipe, build_index(recipe)), {name: unit.dp for name, unit in chosen.units.items()}
+    stream = GroupStream.of(recipe, build_index(recipe))
+    dp = {name: unit.dp for name, unit in chosen.units.items()}
     counts = chosen.schedule.num_microbatches
     batches = [stream.batch(number - 1, recipe.train.global_batch, dp, counts) for number in trace.steps]
     timelines = [simulate_plan(recipe, chosen, batch) for batch in batches]
@@ -231,7 +234,8 @@ class Alive(TorchDispatchMode):
     def see(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key, nbytes = storage._cdata, storage.nbytes()
+            key = storage._cdata
+            nbytes = storage.nbytes()
             if key not in self._seen:
                 self._seen[key] = nbytes
                 self.bytes += nbytes

@@ -39,19 +39,19 @@ def main() -> None:
     changes = [*arguments.changes, "cluster.ranks=1", "parallel.placement=unified"]
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     print(f"{'way':<10}  {'waits':>6}  {'step s':>7}  {'samples/s':>9}  {'CPU s':>6}  {'samples':>7}")
-    for way in arguments.way or WAYS:
+    for builder in arguments.way or WAYS:
         with tempfile.TemporaryDirectory() as folder:
             start_s = processor_s()
             run = Path(folder) / "run"
-            with producer(way, arguments.recipe, changes) as more:
-                train(arguments.recipe, [*changes, *WAYS[way], *more], run)
-            report(way, run, processor_s() - start_s)
+            with producer(builder, arguments.recipe, changes) as more:
+                train(arguments.recipe, [*changes, *WAYS[builder], *more], run)
+            report(builder, run, processor_s() - start_s)
 
 
 @contextmanager
-def producer(way: str, recipe: str, changes: list[str]) -> Iterator[list[str]]:
+def producer(builder: str, recipe: str, changes: list[str]) -> Iterator[list[str]]:
     """Start a producer on this machine for the way that needs one; yields the settings of the trainer."""
-    if way != "producer":
+    if builder != "producer":
         yield []
         return
     command = [*mmtrain("data", "serve", recipe, changes), "--bind", "tcp://127.0.0.1:*", "--workers", "1"]
@@ -81,14 +81,14 @@ def processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def report(way: str, run: Path, cpu_s: float) -> None:
+def report(builder: str, run: Path, cpu_s: float) -> None:
     steps = read_metrics(run)
     steps = steps[len(steps) // 5 :]  # without those in which processes start
     total_s = sum(s["step_time_s"] for s in steps)
     waited = sum(s["time_s"]["data"] for s in steps) / total_s
     step_s = median(s["step_time_s"] for s in steps)
     samples = sum(s["samples"] for s in steps)
-    line = f"{way:<10}  {waited:>6.1%}  {step_s:>7.3f}  {samples / total_s:>9.1f}  {cpu_s:>6.1f}  {samples:>7}"
+    line = f"{builder:<10}  {waited:>6.1%}  {step_s:>7.3f}  {samples / total_s:>9.1f}  {cpu_s:>6.1f}  {samples:>7}"
     print(line, flush=True)
 
 

@@ -77,7 +77,8 @@ def divide_at_layers(recipe: Recipe, chosen: Plan) -> Plan:
     for rank, todo in build_1f1b(graph).actions.items():
         lines = []
         for action in todo:
-            kind, layers = direction(action), range(num_segments(graph, action.stage))
+            kind = direction(action)
+            layers = range(num_segments(graph, action.stage))
             pieces = [Partial(action.stage, action.mb, kind, i, i + 1) for i in layers]
             lines += [action_to_text(piece) for piece in (pieces if kind == "F" else reversed(pieces))]
         order[rank] = tuple(lines)

@@ -34,7 +34,7 @@ TILE, FEATURES = (
 
 
 def main() -> None:
-    """Print what was asked for."""
+    """Print the parts named by `--only`, or all but the measured one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("exact", "larger", "milp", "speed", "measured"))
     parser.add_argument("--first", type=int, default=0, help="number of the first random instance")
@@ -61,10 +61,10 @@ def main() -> None:
 
 
 def exact(seeds: range) -> None:
-    """How often the search finds what simulating every assignment and partition finds: overall, per placement."""
+    """Print how often the search finds the optimum of exhaustive simulation: overall, per placement."""
     start = time.process_time()
-    ratios = [_over_the_best(random_instance(seed)) for seed in _told_every(20, seeds)]
-    equal = sum(max(found) <= EQUAL_STEP_TIME_RATIO for found in ratios)
+    ratios = [_over_the_best(random_instance(seed)) for seed in _with_progress(20, seeds)]
+    equal = sum(max(of_instance) <= EQUAL_STEP_TIME_RATIO for of_instance in ratios)
     worst = max(map(max, ratios))
     print(
         f"exact: {equal} of {len(seeds)} random instances as fast as the best of everything; worst {worst:.4f}x, "
@@ -73,15 +73,17 @@ def exact(seeds: range) -> None:
 
 
 def larger(seeds: range) -> None:
-    """The same where the search does not try everything: how far behind it is."""
+    """Print how far the search is from the optimum where it does not try everything."""
     near = 0
     for seed in seeds:
-        given, start = larger_instance(seed), time.process_time()
-        ratios = _over_the_best(given)
+        instance = larger_instance(seed)
+        start = time.process_time()
+        ratios = _over_the_best(instance)
         near += max(ratios) <= CLOSE
-        ranks = given.candidates[0].assignment.ranks
+        ranks = instance.candidates[0].assignment.ranks
+        hardware = instance.evaluator.problem.hardware.name
         print(
-            f"  {seed}: {given.num_partitions} plans on {ranks} ranks of {given.evaluator.problem.hardware.name}: "
+            f"  {seed}: {instance.num_partitions} plans on {ranks} ranks of {hardware}: "
             f"{', '.join(f'{ratio:.4f}' for ratio in ratios)} of the best (of all, of each placement); "
             f"{time.process_time() - start:.0f} s",
             flush=True,
@@ -89,40 +91,40 @@ def larger(seeds: range) -> None:
     print(f"larger: {near} of {len(seeds)} random instances within {CLOSE - 1:.0%} of the best of everything")
 
 
-def _over_the_best(given: Instance) -> list[float]:
-    """The step of the plan found over that of the best: of all, then of each placement."""
-    best = [least_step(apart) for apart in by_placement(given)]
-    wanted = [(given, min(best)), *zip(by_placement(given), best, strict=True)]
-    return [fastest_found(instance) / least for instance, least in wanted if math.isfinite(least)]
+def _over_the_best(full_instance: Instance) -> list[float]:
+    """Return the step time found over that of the best: of all plans, then of each placement."""
+    best = [least_step(apart) for apart in by_placement(full_instance)]
+    best_by_instance = [(full_instance, min(best)), *zip(by_placement(full_instance), best, strict=True)]
+    return [fastest_found(instance) / best_s for instance, best_s in best_by_instance if math.isfinite(best_s)]
 
 
-def _told_every(number: int, seeds: range) -> Iterator[int]:
-    for at, seed in enumerate(seeds):
-        if at and at % number == 0:
-            print(f"  {at} of {len(seeds)}", flush=True)
+def _with_progress(number: int, seeds: range) -> Iterator[int]:
+    for num_done, seed in enumerate(seeds):
+        if num_done and num_done % number == 0:
+            print(f"  {num_done} of {len(seeds)}", flush=True)
         yield seed
 
 
 def against_milp() -> None:
-    """Simulated step of the planner's cut over that of the MILP's, and the seconds of both."""
+    """Print the simulated step of the planner's partition over that of the MILP, and the seconds of both."""
     print("partition and recompute, one encoder, 1F1B, memory for 0.7 of what no recompute takes")
     for vision, llm, pp, batch in ((3, 5, 3, 8), (6, 9, 4, 16), (44, 78, 8, 32)):
-        given = pipeline(vision, llm, pp, batch, share=0.7)
+        instance = pipeline(vision, llm, pp, batch, share=0.7)
         start = time.process_time()
-        ours = given.planned()
+        ours = instance.planned()
         seconds = time.process_time() - start
         start = time.process_time()
-        solved = solve(given.chain, given.num_in_flight, given.memory_bytes)
+        solved = solve(instance.chain, instance.num_in_flight, instance.memory_bytes)
         milp_seconds = time.process_time() - start
         ratio = "the MILP found nothing in 60 s"
-        if solved is not None and (reference := given.simulated(solved.partition)) is not None:
+        if solved is not None and (reference := instance.simulated(solved.partition)) is not None:
             ratio = f"{ours / reference:.4f} of the MILP's step{'' if solved.is_proven else ' (unproven, 60 s)'}"
         model = f"{vision + 2}+{llm + 2} layers, PP {pp}, {batch} microbatches"
         print(f"  {model}: {ratio}; {seconds:.2f} s, MILP {milp_seconds:.1f} s")
 
 
 def speed() -> None:
-    """Processor seconds of whole plans."""
+    """Print the processor seconds of whole plans."""
     for name, settings, world_size, hardware, target in (
         ("demo", factory.recipe(), 2, "cpu-core", 1.0),
         ("26B on 64 H100", model_26b(), 64, "h100-80g", 10.0),
@@ -130,19 +132,19 @@ def speed() -> None:
     ):
         lengths = factory.lengths() if name == "demo" else tiles()
         start = time.process_time()
-        found = plan_recipe(settings, lengths, world_size=world_size, hardware=hardware, recipe_sha256="0" * 64)
+        chosen = plan_recipe(settings, lengths, world_size=world_size, hardware=hardware, recipe_sha256="0" * 64)
         seconds = time.process_time() - start
-        print(f"{name}: {seconds:.1f} s (target {target:.0f} s); {told(found)}")
+        print(f"{name}: {seconds:.1f} s (target {target:.0f} s); {summarize(chosen)}")
 
 
-def told(found: Plan) -> str:
-    """A plan in a line."""
-    units = ", ".join(f"{n} tp{u.tp} pp{u.pp} vpp{u.vpp} dp{u.dp}" for n, u in found.units.items())
-    return f"{found.placement}: {units}; step {found.predicted.step_time_s:.3f} s, MFU {found.predicted.mfu:.1%}"
+def summarize(chosen: Plan) -> str:
+    """Return a plan in one line."""
+    units = ", ".join(f"{n} tp{u.tp} pp{u.pp} vpp{u.vpp} dp{u.dp}" for n, u in chosen.units.items())
+    return f"{chosen.placement}: {units}; step {chosen.predicted.step_time_s:.3f} s, MFU {chosen.predicted.mfu:.1%}"
 
 
 def tiles(num_samples: int = 20_000) -> SampleLengths:
-    """Text with up to seven tiles a sample; every third without."""
+    """Make lengths of texts with up to seven tiles a sample; every third sample has none."""
     rng = np.random.default_rng(0)
     counts = np.where(rng.random(num_samples) < 0.3, 0, rng.integers(1, 8, num_samples))
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

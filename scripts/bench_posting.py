@@ -44,11 +44,15 @@ def main() -> None:
 
 def _run_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
     torch.set_num_threads(1)
-    world, seconds, calls = join(address), Counter[str](), Counter[str]()
+    world = join(address)
+    seconds = Counter[str]()
+    calls = Counter[str]()
     for name in (*SENDING, *RECEIVING):
         setattr(Broker, name, _timed(getattr(Broker, name), name, seconds, calls))
-    job, index = build_rank_context(recipe, chosen, world), build_index(recipe)
-    stream, batch_builder = GroupStream.of(recipe, index), BatchBuilder(index, recipe, job.needs, job.num_microbatches)
+    job = build_rank_context(recipe, chosen, world)
+    index = build_index(recipe)
+    stream = GroupStream.of(recipe, index)
+    batch_builder = BatchBuilder(index, recipe, job.needs, job.num_microbatches)
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
             seconds.clear()

@@ -77,7 +77,7 @@ def ranking(only: str | None, folder: Path | None, costs: Path | None, rounds: i
 
 
 def compared(name: str, folder: Path, costs: Path | None, rounds: int) -> bool:
-    """Run all plans of a model beside each other; whether the one ranked first is near the fastest."""
+    """Run all plans of a model side by side; return whether the plan ranked first is near the fastest."""
     settings = recipe(name, folder)
     index = build_index(settings)
     table = costs or folder / f"{name.replace(' ', '')}.json"
@@ -90,43 +90,43 @@ def compared(name: str, folder: Path, costs: Path | None, rounds: int) -> bool:
     print(f"{name}: {rounds} rounds of {len(plans)} plans", flush=True)
     steps = measure_step_times(settings, plans, rounds)
     measured = [Ranked(p, statistics.median(seconds)) for p, seconds in zip(plans, steps, strict=True)]
-    in_order = sorted(measured, key=lambda one: one.seconds)
-    for place, one in enumerate(in_order):
-        predicted = one.plan.predicted.step_time_s
+    in_order = sorted(measured, key=lambda ranked: ranked.seconds)
+    for place, ranked in enumerate(in_order):
+        predicted = ranked.plan.predicted.step_time_s
         print(
-            f"  measured {place + 1:>2}, ranked {plans.index(one.plan) + 1:>2}: {one.seconds * 1e3:7.1f} ms, predicted "
-            f"{predicted * 1e3:7.1f} ({predicted / one.seconds:.2f})  {_sizes(one.plan)}"
+            f"  measured {place + 1:>2}, ranked {plans.index(ranked.plan) + 1:>2}: {ranked.seconds * 1e3:7.1f} ms, "
+            f"predicted {predicted * 1e3:7.1f} ({predicted / ranked.seconds:.2f})  {_sizes(ranked.plan)}"
         )
     ratio = measured[0].seconds / in_order[0].seconds
     print(f"{name}: the plan ranked first takes {ratio:.3f} of the fastest measured", flush=True)
     return ratio <= NEAR
 
 
-def _sizes(found: Plan) -> str:
-    counts = found.schedule.num_microbatches
-    units = (f"{n} tp{u.tp} pp{u.pp} vpp{u.vpp} dp{u.dp} mb{counts[n]}" for n, u in found.units.items())
-    return f"{found.placement}: {', '.join(units)}"
+def _sizes(candidate: Plan) -> str:
+    counts = candidate.schedule.num_microbatches
+    units = (f"{n} tp{u.tp} pp{u.pp} vpp{u.vpp} dp{u.dp} mb{counts[n]}" for n, u in candidate.units.items())
+    return f"{candidate.placement}: {', '.join(units)}"
 
 
 def every_plan(settings: Recipe, lengths: SampleLengths) -> list[Plan]:
-    """Every plan of two ranks: as they are ranked, then those of placements of which the ranking has none."""
+    """Return every plan of two ranks: the ranked ones, then those of placements that the ranking lacks."""
     plans: list[Plan] = []
 
-    def as_predicted(found: Plan) -> float:
-        plans.append(found)
-        return found.predicted.step_time_s
+    def as_predicted(candidate: Plan) -> float:
+        plans.append(candidate)
+        return candidate.predicted.step_time_s
 
     for placement in ("auto", "unified", "disaggregated", "colocated"):
-        if placement not in {found.placement for found in plans}:
+        if placement not in {candidate.placement for candidate in plans}:
             parallel = settings.parallel.model_copy(update={"placement": placement})
-            wanted = settings.model_copy(update={"parallel": parallel})
+            restricted = settings.model_copy(update={"parallel": parallel})
             try:
                 plan_recipe(
-                    wanted,
+                    restricted,
                     lengths,
                     world_size=RANKS,
                     hardware="cpu-core",
-                    recipe_sha256=recipe_fingerprint(wanted),
+                    recipe_sha256=recipe_fingerprint(restricted),
                     request=PlanRequest(num_alternatives=1_000, measure=as_predicted),
                 )
             except PlanError as error:
@@ -135,7 +135,7 @@ def every_plan(settings: Recipe, lengths: SampleLengths) -> list[Plan]:
 
 
 def recipe(name: str, folder: Path) -> Recipe:
-    """The model on pictures, on recordings, or on both in turns."""
+    """Make a recipe of the model on pictures, on recordings, or on both in turns."""
     model = MODELS[name]
     kinds = [kind for kind, unit in (("demo", "vision"), ("digits", "audio")) if unit in model]
     return Recipe.model_validate(
@@ -156,9 +156,10 @@ def recipe(name: str, folder: Path) -> Recipe:
 
 
 def make_data(folder: Path) -> None:
-    """The demo's pictures, and recordings of noise as long as a spoken digit."""
+    """Make the demo's pictures, and recordings of noise as long as a spoken digit."""
     generate_demo(folder / "demo", seed=0, train=1_000, heldout=10)
-    recordings, rng = folder / "recordings", np.random.default_rng(0)
+    recordings = folder / "recordings"
+    rng = np.random.default_rng(0)
     recordings.mkdir(exist_ok=True)
     for digit in range(10):
         for speaker in SPEAKERS:

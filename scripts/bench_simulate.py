@@ -75,10 +75,11 @@ def main() -> None:
     _, all_s = timed(lambda: simulate(program, timing(graph, 1), DP))
     print(f"  all {DP} replica groups, had they loads of their own: {all_s:.1f} s a batch after the first")
 
-    one = sum(map(len, lower(build_1f1b(graph_of(1, MICROBATCHES))).actions.values()))
-    graph = graph_of(1, -(-MILLION * MICROBATCHES // one // PP) * PP)
+    num_actions_per_stage = sum(map(len, lower(build_1f1b(graph_of(1, MICROBATCHES))).actions.values()))
+    graph = graph_of(1, -(-MILLION * MICROBATCHES // num_actions_per_stage // PP) * PP)
     program = lower(build_1f1b(graph))
-    actions, costs = sum(map(len, program.actions.values())), timing(graph, 0)
+    actions = sum(map(len, program.actions.values()))
+    costs = timing(graph, 0)
     separate = NoEquivalentRanks(**{name: getattr(costs, name) for name in costs.__dataclass_fields__})
     gc.collect()
     _, first_s = timed(lambda: simulate(program, separate))
@@ -108,7 +109,8 @@ def graph_of(dp: int, num_microbatches: int) -> StageGraph:
 def timing(graph: StageGraph, seed: int) -> ModelTiming:
     """Return the costs of a batch whose microbatches hold texts of about 2,048 tokens together."""
     rng = np.random.default_rng(seed)
-    mesh, lengths = graph.mesh(LLM), rng.integers(200, 600, (graph.mesh(LLM).num_microbatches, 5))
+    mesh = graph.mesh(LLM)
+    lengths = rng.integers(200, 600, (graph.mesh(LLM).num_microbatches, 5))
     loads = {
         Microbatch(LLM, replica, index): TokenLoad.of(lengths[index])
         for replica in range(mesh.dp)

@@ -24,7 +24,7 @@ MISSING = object()  # what a plan without some key holds there
 
 
 def cases() -> Iterator[tuple[str, list[str]]]:
-    """Names and arguments of `mmtrain plan` after the command; paths are relative to the checkout."""
+    """Return names of cases and arguments of `mmtrain plan`; paths are relative to the checkout."""
     for path in WHAT_IF:
         yield path.stem, [str(path.relative_to(ROOT))]
     small = "recipes/whatif/optimus_14b.yaml"
@@ -88,10 +88,10 @@ def diff(old: Path, new: Path) -> int:
     changed = 0
     for path in sorted(new.glob("*.json")):
         before, after = (json.loads((folder / path.name).read_text(encoding="utf-8")) for folder in (old, new))
-        found = list(differences(before, after))
-        wording = [where for where, _, _ in found if where.rsplit(".", 1)[-1] in SENTENCES]
-        added = [where for where, left, _ in found if left is MISSING]
-        real = [entry for entry in found if entry[0] not in (*wording, *added)]
+        changes = list(differences(before, after))
+        wording = [where for where, _, _ in changes if where.rsplit(".", 1)[-1] in SENTENCES]
+        added = [where for where, left, _ in changes if left is MISSING]
+        real = [entry for entry in changes if entry[0] not in (*wording, *added)]
         seconds = [float((folder / f"{path.stem}.seconds").read_text()) for folder in (old, new)]
         verdict = "DIFFERS" if real else "identical"
         reworded = f", {len(wording)} sentences reworded" if wording else ""

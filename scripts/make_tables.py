@@ -65,18 +65,18 @@ def _cpu_core(folder: Path) -> CostTable:
          "data.validation=[]", "train.validate_every=0", "parallel.placement=auto"],
     ).recipe  # fmt: skip
     sizes = sizes_to_measure(recipe, RANKS_OF_CPU)
-    found = profile(ProfileRequest(recipe, "cpu-core", RANKS_OF_CPU, sizes, build_index(recipe).lengths))
-    print(f"median error on loads held out: {found.median_error:.1%}")
-    return found.table
+    measured = profile(ProfileRequest(recipe, "cpu-core", RANKS_OF_CPU, sizes, build_index(recipe).lengths))
+    print(f"median error on loads held out: {measured.median_error:.1%}")
+    return measured.table
 
 
 def _published(hardware: str, folder: Path) -> CostTable:
     """Return layers of published models, measured at the sizes that the GPUs of this machine allow."""
     gpus = torch.cuda.device_count()
-    here = gpus > 0 and preset_for_device(torch.cuda.get_device_name(0)) == hardware
+    has_hardware = gpus > 0 and preset_for_device(torch.cuda.get_device_name(0)) == hardware
     table = CostTable(
         hardware=hardware,
-        device=torch.cuda.get_device_name(0) if here else f"none: modelled as {hardware}",
+        device=torch.cuda.get_device_name(0) if has_hardware else f"none: modelled as {hardware}",
         precision="bf16",
         software={"python": platform.python_version(), "torch": torch.__version__},
         date=time.strftime("%Y-%m-%d"),
@@ -89,7 +89,7 @@ def _published(hardware: str, folder: Path) -> CostTable:
             e for u in build_model_shape(recipe).units for tp in (1, 2, 4, 8) for e in modelled(recipe, u, tp, hardware)
         ]
         table = table.merged(table.model_copy(update={"layers": tuple(layers)}))
-        if here:
+        if has_hardware:
             sizes = sizes_to_measure(recipe, gpus)
             table = table.merged(profile(ProfileRequest(recipe, hardware, gpus, sizes)).table)
     return table

@@ -62,8 +62,8 @@ class Row:
         return "ok" if self.found <= self.allowed else "WRONG"
 
     def __str__(self) -> str:
-        found = self.found if isinstance(self.found, str) else f"{self.found:.1e} of {self.allowed:.0e}"
-        return f"{self.verdict:<9}{self.check:<66}{found}"
+        shown = self.found if isinstance(self.found, str) else f"{self.found:.1e} of {self.allowed:.0e}"
+        return f"{self.verdict:<9}{self.check:<66}{shown}"
 
 
 def main() -> int:
@@ -84,14 +84,14 @@ def main() -> int:
 
 
 def rows(device: torch.device, num_devices: int, run: Run) -> Iterator[Row]:
-    """Every comparison that this machine allows."""
+    """Yield every comparison that this machine allows."""
     yield from attention_rows(device)
     yield from training_rows(device, run)
     yield from mesh_rows(num_devices, run)
 
 
 def attention_rows(device: torch.device) -> Iterator[Row]:
-    """Each backend against the reference in fp32: outputs and gradients, causal or not, fewer KV heads or not."""
+    """Compare each backend with the fp32 reference: outputs and gradients, causal or not, fewer KV heads or not."""
     for dtype in (torch.float32, torch.bfloat16):
         for backend in get_args(AttentionBackend):
             name = f"attention {backend}, {dtype}"
@@ -106,11 +106,11 @@ def attention_rows(device: torch.device) -> Iterator[Row]:
 
 
 def training_rows(device: torch.device, run: Run) -> Iterator[Row]:
-    """Five steps on one device against one process on the CPU in fp32."""
+    """Compare five steps on one device with one process on the CPU in fp32."""
     settings = recipe(**KERNELS_NEED, **FP32)
-    wanted, found = run(settings, {}), run(settings, ALONE)
-    yield Row("train fp32, one device / CPU", difference(found, wanted), TOLERANCE["fp32"])
-    yield Row("train fp32, recomputed / kept", difference(run(settings, RECOMPUTED), found), TOLERANCE["same"])
+    expected, actual = run(settings, {}), run(settings, ALONE)
+    yield Row("train fp32, one device / CPU", difference(actual, expected), TOLERANCE["fp32"])
+    yield Row("train fp32, recomputed / kept", difference(run(settings, RECOMPUTED), actual), TOLERANCE["same"])
     frozen = recipe(**KERNELS_NEED, **FP32, **FROZEN)
     yield Row("train fp32, partly frozen / CPU", difference(run(frozen, ALONE), run(frozen, {})), TOLERANCE["fp32"])
     for backend in get_args(AttentionBackend):
@@ -119,13 +119,13 @@ def training_rows(device: torch.device, run: Run) -> Iterator[Row]:
         except UserError:
             continue  # said above
         half = recipe(**KERNELS_NEED, **BF16, train__attention=backend)
-        found = run(half, ALONE)
-        losses = difference([curve[:1] for curve in found], [curve[:1] for curve in wanted])
+        actual = run(half, ALONE)
+        losses = difference([curve[:1] for curve in actual], [curve[:1] for curve in expected])
         yield Row(f"train bf16 with {backend}, one device / CPU fp32, losses", losses, TOLERANCE["bf16"])
 
 
 def mesh_rows(num_devices: int, run: Run) -> Iterator[Row]:
-    """The master test's meshes of two and more ranks that fit, each against one process on the CPU."""
+    """Compare the master test's meshes of two or more ranks that fit with one process on the CPU."""
     for name, (changes, meshes) in (PLAIN | CASES).items():
         if not 1 < num_ranks(meshes) <= num_devices:
             continue
@@ -137,9 +137,9 @@ def num_ranks(meshes: Meshes) -> int:
     return len({rank for mesh in meshes.values() for rank in mesh.ranks})
 
 
-def difference(found: Curve, wanted: Curve) -> float:
+def difference(actual: Curve, expected: Curve) -> float:
     """Return the largest relative difference between two curves."""
-    pairs = [(a, b) for f, w in zip(found, wanted, strict=True) for a, b in zip(f, w, strict=True)]
+    pairs = [(a, b) for f, w in zip(actual, expected, strict=True) for a, b in zip(f, w, strict=True)]
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
@@ -159,7 +159,7 @@ def train(settings: Recipe, meshes: Meshes, device: torch.device) -> Curve:
 
 
 def spawned(settings: Recipe, meshes: Meshes) -> Curve:
-    """Train in processes of their own, one for each GPU; CUDA forbids to fork."""
+    """Train in spawned processes, one for each GPU, because CUDA forbids forking."""
     size = num_ranks(meshes) or 1
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, get_context("spawn")) as pool:
         ranks = [pool.submit(_rank, rank, size, f"{folder}/store", settings, meshes) for rank in range(size)]
@@ -182,8 +182,10 @@ def _rank(rank: int, size: int, store: str, settings: Recipe, meshes: Meshes) ->
 def _attention_difference(
     backend: AttentionBackend, device: torch.device, dtype: torch.dtype, causal: bool, kv_heads: int
 ) -> float:
-    """Largest difference of output and gradients, relative to the largest value of each."""
-    lengths, heads, width = (33, 1, 128, 70), 4, 64
+    """Return the largest difference of output and gradients, relative to the largest value of each."""
+    lengths = (33, 1, 128, 70)
+    heads = 4
+    width = 64
     sizes = ((sum(lengths), n, width) for n in (heads, kv_heads, kv_heads, heads))
     generator = torch.Generator().manual_seed(0)
     q, k, v, up = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
@@ -193,8 +195,8 @@ def _attention_difference(
         out = attend(leaves[0], leaves[1], leaves[2], lengths, causal, how)
         return [out.detach(), *torch.autograd.grad(out, leaves, up.to(out.dtype))]
 
-    wanted = run("reference", [x.float() for x in (q, k, v)])
-    pairs = zip(run(backend, (q, k, v)), wanted, strict=True)
+    expected = run("reference", [x.float() for x in (q, k, v)])
+    pairs = zip(run(backend, (q, k, v)), expected, strict=True)
     return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 

@@ -26,7 +26,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_names_it(tmp_path: Path, ful
     with pytest.raises(RunError, match=f"^{path}: File too large. Free space"), disk_errors_named(tmp_path):
         write_whole(path, "new and longer")
     assert path.read_text() == "old"
-    assert [found.name for found in tmp_path.iterdir()] == ["state.json"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
 
 
 def test_errors_that_are_not_the_disks_pass(tmp_path: Path) -> None:

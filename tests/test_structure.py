@@ -46,7 +46,7 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found = []
+    components = []
     counter = itertools.count()
 
     def visit(node: str) -> None:
@@ -63,12 +63,12 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
             while not component or component[-1] != node:
                 component.append(stack.pop())
             if len(component) > 1:
-                found.append(sorted(component))
+                components.append(sorted(component))
 
     for name in graph:
         if name not in index:
             visit(name)
-    return found
+    return components
 
 
 def test_the_cycle_finder_finds_cycles() -> None:
@@ -114,7 +114,7 @@ def test_a_class_name_stands_for_one_class() -> None:
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(module)
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name: places_of_class for name, places_of_class in places.items() if len(places_of_class) > 1} == {}
 
 
 def test_a_module_name_stands_for_one_module() -> None:
@@ -123,7 +123,7 @@ def test_a_module_name_stands_for_one_module() -> None:
     for module in modules():
         if not module.startswith("mmtrain.cli") and module.count(".") > 1:
             places[module.rsplit(".", 1)[1]].append(module)
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name: places_of_module for name, places_of_module in places.items() if len(places_of_module) > 1} == {}
 
 
 def words_of(name: str) -> set[str]:

@@ -29,10 +29,10 @@ def order_microbatches(
     schedule, no step takes longer than in the given order 0, 1, 2, ...
     """
     num_llm = num_microbatches[LLM]
-    given = np.arange(num_llm)
+    given_order = np.arange(num_llm)
     num_blocks = math.gcd(*num_microbatches.values())
     if num_blocks < 3:  # two orders of two blocks take the same time, or nearly
-        return given
+        return given_order
 
     def costs(costs_by_unit: Sequence[CostsByUnit]) -> FloatArray:
         return stage_costs(work, replica, index, costs_by_unit, dp, num_llm)
@@ -41,7 +41,7 @@ def order_microbatches(
         task_costs = costs([{task.unit: task.cost} for task in targets.schedule_table.tasks])
         return _order_by_schedule(targets.schedule_table, task_costs, num_microbatches)
     if len(targets.pipeline) < 2:
-        return given
+        return given_order
     forward = costs([rank.forward for rank in targets.pipeline])
     backward = costs([rank.backward for rank in targets.pipeline])
     blocks = reorder_microbatches(
@@ -52,14 +52,14 @@ def order_microbatches(
         np.random.default_rng(0),
     )
     reordered = _expand_blocks(blocks[None], num_llm)[0]
-    before, after = makespans_1f1b(forward, backward, np.stack([given, reordered]))
-    return reordered if after < before else given
+    before, after = makespans_1f1b(forward, backward, np.stack([given_order, reordered]))
+    return reordered if after < before else given_order
 
 
 def _order_by_schedule(table: ScheduleTable, costs: FloatArray, num_microbatches: Mapping[str, int]) -> IntArray:
     """Order microbatches as `order_microbatches` does, by a schedule table; costs: (dp_llm, tasks, l)."""
     num_llm = num_microbatches[LLM]
-    given = np.arange(num_llm)
+    given_order = np.arange(num_llm)
     num_blocks = math.gcd(*num_microbatches.values())
     for t, unit in enumerate(task.unit for task in table.tasks):  # an action stands for its share of a whole block
         num_shared_blocks = math.gcd(num_microbatches[unit], num_llm)
@@ -77,8 +77,8 @@ def _order_by_schedule(table: ScheduleTable, costs: FloatArray, num_microbatches
         score=lambda orders: recurrence.makespans(all_replicas[None], _expand_blocks(orders, num_llm)),
     )
     reordered = _expand_blocks(blocks[None], num_llm)[0]
-    before, after = recurrence.makespans(costs, np.stack([given, reordered]))
-    return reordered if after < before else given
+    before, after = recurrence.makespans(costs, np.stack([given_order, reordered]))
+    return reordered if after < before else given_order
 
 
 def stage_costs(

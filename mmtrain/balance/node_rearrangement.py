@@ -98,10 +98,10 @@ def _place_greedily(volume: _Volume, exponent: int) -> IntArray:
     best_first = key[np.argsort(-gains[key], kind="stable")]
     node: dict[int, int] = {}
     room = [c] * num_nodes
-    for batch, wanted in zip((best_first // num_nodes).tolist(), (best_first % num_nodes).tolist(), strict=True):
-        if batch not in node and room[wanted]:
-            node[batch] = wanted
-            room[wanted] -= 1
+    for batch, best_node in zip((best_first // num_nodes).tolist(), (best_first % num_nodes).tolist(), strict=True):
+        if batch not in node and room[best_node]:
+            node[batch] = best_node
+            room[best_node] -= 1
     free = [n for n, count in enumerate(room) for _ in range(count)]
     unplaced = [batch for batch in range(d) if batch not in node]
     node |= dict(zip(unplaced, free, strict=True))

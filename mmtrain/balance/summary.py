@@ -61,8 +61,8 @@ def summarize_lengths(names: Sequence[str], values: npt.NDArray[np.float64] | In
     scale = np.sqrt((centered**2).sum(axis=0))
 
     def correlation(i: int, j: int) -> float | None:
-        both = scale[i] * scale[j]
-        return float(centered[:, i] @ centered[:, j] / both) if both > 0 else None
+        product = scale[i] * scale[j]
+        return float(centered[:, i] @ centered[:, j] / product) if product > 0 else None
 
     measures = range(len(names))
     return LengthSummary(len(values), spreads, tuple(tuple(correlation(i, j) for j in measures) for i in measures))
@@ -120,16 +120,16 @@ def _distribution(name: str, values: npt.NDArray[np.float64] | IntArray) -> Leng
 
 def _histogram_edges(values: npt.NDArray[np.float64] | IntArray, median: float) -> FloatArray:
     """Bins over all values: whole numbers if the values are, and growing where a few values are much larger."""
-    least, largest = float(values.min()), float(values.max())
+    smallest, largest = float(values.min()), float(values.max())
     is_whole = bool((values == np.floor(values)).all())
-    end = largest + 1 if is_whole or largest == least else largest
+    end = largest + 1 if is_whole or largest == smallest else largest
     if largest > SKEWED_MAX_OVER_MEDIAN * median:
-        edges = np.geomspace(least, end, NUM_HISTOGRAM_BINS + 1)
+        edges = np.geomspace(smallest, end, NUM_HISTOGRAM_BINS + 1)
         edges = np.unique(np.round(edges)) if is_whole else edges
     elif is_whole:
-        step = max(1, np.ceil((end - least) / NUM_HISTOGRAM_BINS))
-        edges = np.arange(least, end + step, step)
+        step = max(1, np.ceil((end - smallest) / NUM_HISTOGRAM_BINS))
+        edges = np.arange(smallest, end + step, step)
     else:
-        edges = np.linspace(least, end, NUM_HISTOGRAM_BINS + 1)
-    edges[0], edges[-1] = least, max(edges[-1], end)  # rounding must leave no value outside
+        edges = np.linspace(smallest, end, NUM_HISTOGRAM_BINS + 1)
+    edges[0], edges[-1] = smallest, max(edges[-1], end)  # rounding must leave no value outside
     return edges

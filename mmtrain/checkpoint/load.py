@@ -127,10 +127,10 @@ class Checkpoint:
         stored = self.manifest.tensors[name]
         result = torch.empty(spec.size, dtype=getattr(torch, stored.dtype))
         is_copied = torch.zeros(spec.size, dtype=torch.bool)
-        wanted = spec.regions()
+        targets = spec.regions()
         for piece in stored.pieces:
             for source in piece.spec.regions():
-                for target in wanted:
+                for target in targets:
                     common = overlap(source.box, target.box)
                     if common is None:
                         continue

@@ -37,8 +37,8 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"mmtrain {__version__}")
         raise typer.Exit
 

@@ -27,8 +27,8 @@ def gemm_sides(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[GemmSid
                 (images, layer.time_width, layer.time_width),
             )
         case "unet_residual":
-            both = ((t, out, _KERNEL * wide), (images, out, layer.time_width), (t, out, _KERNEL * out))
-            return both if wide == out else (*both, (t, out, wide))
+            gemms = ((t, out, _KERNEL * wide), (images, out, layer.time_width), (t, out, _KERNEL * out))
+            return gemms if wide == out else (*gemms, (t, out, wide))
         case "unet_attention":
             self_attention = [(t, wide, wide)] * 4  # queries, keys, values and output
             cross_attention = [(t, wide, wide), *[(rows, wide, layer.context_width)] * 2, (t, wide, wide)]

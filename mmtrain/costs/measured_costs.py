@@ -145,9 +145,9 @@ class MeasuredCosts:
         if entry is None or recompute or load.tokens == 0 or not (layer.trainable or input_grad):
             return self.model.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
         element_bytes = self.model.element_bytes
-        least = analytic.input_bytes(layer, load, element_bytes)
+        min_bytes = analytic.input_bytes(layer, load, element_bytes)
         not_needed = 0 if layer.trainable else analytic.weight_grad_bytes(layer, load, element_bytes, tp)
-        return max(least, round(self._interpolate(entry, "bytes", layer, load)) - not_needed)
+        return max(min_bytes, round(self._interpolate(entry, "bytes", layer, load)) - not_needed)
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
         """Return the seconds of one message of `nbytes` between two ranks."""

@@ -70,12 +70,12 @@ def require_feasible(problem: PlanningProblem) -> None:
     if problem.cluster.rank_counts:
         return
     recipe, num_ranks = problem.recipe, problem.cluster.num_ranks
-    most = min(num_ranks, recipe.parallel.max_gpus or num_ranks)
+    max_ranks = min(num_ranks, recipe.parallel.max_gpus or num_ranks)
     choices_of: Callable[[Recipe], Mapping[str, UnitChoices]] = partial(
         unit_choices, shape=problem.shape, ranks_per_node=problem.hardware.ranks_per_node
     )
     raise PlanError(
-        explain_infeasible(recipe, problem.choices, most, problem.constraints.runnable_placements, choices_of)
+        explain_infeasible(recipe, problem.choices, max_ranks, problem.constraints.runnable_placements, choices_of)
     )
 
 
@@ -102,12 +102,12 @@ def rank_counts(recipe: Recipe, constraints: Constraints, world_size: int, budge
 
     if limit is None:
         return (world_size,) if is_possible(world_size) else ()
-    most = min(world_size, limit)
-    preferred = tuple(filter(is_possible, rank_counts_to_try(most, budget)))
-    return preferred or tuple(islice(filter(is_possible, range(most, 0, -1)), 1))
+    max_ranks = min(world_size, limit)
+    preferred = tuple(filter(is_possible, rank_counts_to_try(max_ranks, budget)))
+    return preferred or tuple(islice(filter(is_possible, range(max_ranks, 0, -1)), 1))
 
 
-def rank_counts_to_try(most: int, budget: MeshBudget) -> list[int]:
-    """Return numbers of ranks worth trying where fewer than `most` may do: evenly spaced, the largest first."""
-    step = max(1, most // budget.rank_count_divisor)
-    return list(range(most, 0, -step))[: budget.num_rank_counts]
+def rank_counts_to_try(max_ranks: int, budget: MeshBudget) -> list[int]:
+    """Return numbers of ranks worth trying where fewer than `max_ranks` may do: evenly spaced, the largest first."""
+    step = max(1, max_ranks // budget.rank_count_divisor)
+    return list(range(max_ranks, 0, -step))[: budget.num_rank_counts]

@@ -113,8 +113,8 @@ def run_strategies(evaluator: Evaluator) -> SearchResults:
     results = SearchResults()
     for i, strategy in enumerate(strategies):
         progress = progress_of_part(problem.request.progress, sum(num_searches[:i]), num_searches[i], sum(num_searches))
-        found = strategy.search(problem, evaluator, evaluator.budget, results.best, progress)
-        results = results.merged(found)
+        of_strategy = strategy.search(problem, evaluator, evaluator.budget, results.best, progress)
+        results = results.merged(of_strategy)
     report_end = progress_of_part(problem.request.progress, 0, sum(num_searches), sum(num_searches))
     if report_end is not None:
         report_end(1, 1)

@@ -28,8 +28,8 @@ def apply_presets(tree: Node) -> Node:
             continue
         origin = replace(name.origin, source=f"{name.origin}, preset {name.value}", line=None)
         preset = {key: _node(value, origin) for key, value in presets[str(name.value)].settings.items()}
-        own = section.value if isinstance(section.value, dict) else {}
-        filled = set_node(tree, path, replace(section, value={**preset, **own}))
+        settings = section.value if isinstance(section.value, dict) else {}
+        filled = set_node(tree, path, replace(section, value={**preset, **settings}))
         assert isinstance(filled, Node)
         tree = filled
     return tree

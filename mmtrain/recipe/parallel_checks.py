@@ -95,9 +95,9 @@ def check_placement(recipe: Recipe) -> Iterator[Problem]:
         yield from _check_colocated(recipe)
     elif placement == "unified":
         for name, degree in product(other_units(recipe.model), ("tp", "dp", "vpp")):
-            own, llm = getattr(recipe.parallel.of(name), degree), getattr(recipe.parallel.llm, degree)
-            if own is not None and llm is not None and own != llm:
-                text = f"{own} differs from parallel.llm.{degree} {llm}, but `unified` puts all units on one mesh"
+            of_unit, llm = getattr(recipe.parallel.of(name), degree), getattr(recipe.parallel.llm, degree)
+            if of_unit is not None and llm is not None and of_unit != llm:
+                text = f"{of_unit} differs from parallel.llm.{degree} {llm}, but `unified` puts all units on one mesh"
                 yield Problem(("parallel", *unit_path(name), degree), text)
 
 
@@ -107,9 +107,11 @@ def _check_colocated(recipe: Recipe) -> Iterator[Problem]:
         text = "found colocated, allowed with model.generator: disaggregated, unified or auto"
         yield Problem(("parallel", "placement"), text)
     for name, degree in product(encoder_names(recipe.model), ("tp", "pp")):
-        own, llm = getattr(recipe.parallel.of(name), degree), getattr(recipe.parallel.llm, degree)
-        if own is not None and llm is not None and llm % own:
-            text = f"{own} does not divide parallel.llm.{degree} {llm}; a colocated encoder uses a part of its ranks"
+        of_unit, llm = getattr(recipe.parallel.of(name), degree), getattr(recipe.parallel.llm, degree)
+        if of_unit is not None and llm is not None and llm % of_unit:
+            text = (
+                f"{of_unit} does not divide parallel.llm.{degree} {llm}; a colocated encoder uses a part of its ranks"
+            )
             yield Problem(("parallel", *unit_path(name), degree), text)
     for name in encoder_names(recipe.model):
         vpp = recipe.parallel.of(name).vpp or 1

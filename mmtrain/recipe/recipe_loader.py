@@ -76,25 +76,25 @@ def _read(path: Path, files: _RecipeFiles, chain: tuple[Path, ...]) -> Node:
     if path in chain:
         raise RecipeError("recipes extend each other in a cycle: " + " -> ".join(map(str, (*chain, path))))
     if path not in files.trees:
-        own, problems = parse_yaml(_text(path), Origin(str(path), 1, path.parent), files.env)
+        root, problems = parse_yaml(_text(path), Origin(str(path), 1, path.parent), files.env)
         files.problems += problems
-        files.trees[path] = _merge_over_bases(own, path, files, (*chain, path))
+        files.trees[path] = _merge_over_bases(root, path, files, (*chain, path))
     return files.trees[path]
 
 
-def _merge_over_bases(own: Node, path: Path, files: _RecipeFiles, chain: tuple[Path, ...]) -> Node:
-    if own.value is None:
+def _merge_over_bases(root: Node, path: Path, files: _RecipeFiles, chain: tuple[Path, ...]) -> Node:
+    if root.value is None:
         raise RecipeError(f"{path}: the file is empty; a recipe has at least name, model, data and train")
-    if not isinstance(own.value, dict):
-        raise RecipeError(f"{own.origin}: found {_kind(own)} at the top level; allowed: a mapping (`name: ...`)")
-    tree = Node({}, own.origin)
-    for base in _bases(own.value.get("extends"), files):
+    if not isinstance(root.value, dict):
+        raise RecipeError(f"{root.origin}: found {_kind(root)} at the top level; allowed: a mapping (`name: ...`)")
+    tree = Node({}, root.origin)
+    for base in _bases(root.value.get("extends"), files):
         base_path = Path(os.path.normpath(path.parent / str(base.value)))
         if not base_path.is_file():
             raise RecipeError(f"{base.origin}: extends: there is no file {base_path}")
         tree = merge_trees(tree, _read(base_path, files, chain))
-    settings = {key: child for key, child in own.value.items() if key != "extends"}
-    return merge_trees(tree, replace(own, value=settings))
+    settings = {key: child for key, child in root.value.items() if key != "extends"}
+    return merge_trees(tree, replace(root, value=settings))
 
 
 def _bases(extends: Node | None, files: _RecipeFiles) -> list[Node]:

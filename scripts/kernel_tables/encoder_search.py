@@ -72,7 +72,8 @@ def search_shares(llm: LlmTimeline, plan: EncoderPlan, *, whole_layers: bool = F
         schedule = _faster(best, place(llm, plan, _interleave(shares.tolist())))
         trials -= 1
         if schedule is not best:
-            best, slowest = schedule, _slowest_pipeline(schedule)
+            best = schedule
+            slowest = _slowest_pipeline(schedule)
             untried = [pipeline for pipeline in range(num_pipelines) if pipeline != slowest]
     return best
 
@@ -98,7 +99,8 @@ def search_encoder_plans(llm: LlmTimeline, plans: Iterable[EncoderPlan]) -> Enco
 
 def compute_share_inside_llm(schedule: EncoderSchedule) -> float:
     """Return the share of the encoder's compute time that lies inside the LLM's own step (Optimus' efficiency)."""
-    start, end = -schedule.llm.gather, schedule.llm.end + schedule.llm.scatter
+    start = -schedule.llm.gather
+    end = schedule.llm.end + schedule.llm.scatter
     inside = total = 0.0
     for placed in chain(schedule.forward.values(), schedule.backward.values()):
         spans = placed.spans[placed.computes]

@@ -133,7 +133,7 @@ def _earliest_starts(
     while progressed:
         progressed = False
         for rank, passes in enumerate(order):
-            rank_starts, now, first = starts[rank], clock[rank], num_done[rank]
+            rank_starts, time, first = starts[rank], clock[rank], num_done[rank]
             for chunk_pass in passes[first:]:
                 source = _source(pipeline, rank, chunk_pass)
                 if source is not None:
@@ -141,10 +141,10 @@ def _earliest_starts(
                     if source_start is None:
                         break
                     transfer = pipeline.transfer if source[0] != rank else 0.0
-                    now = max(now, source_start + pipeline.duration(*source) + transfer)
-                rank_starts[chunk_pass] = now
-                now += pipeline.duration(rank, chunk_pass)
-            clock[rank] = now
+                    time = max(time, source_start + pipeline.duration(*source) + transfer)
+                rank_starts[chunk_pass] = time
+                time += pipeline.duration(rank, chunk_pass)
+            clock[rank] = time
             num_done[rank] = len(rank_starts)
             progressed = progressed or num_done[rank] > first
     if any(len(rank_starts) < len(passes) for rank_starts, passes in zip(starts, order, strict=True)):

@@ -133,7 +133,8 @@ def read_table(path: Path) -> KernelTable:
 
 def megatron_step_ms(table: KernelTable, num_microbatches: int) -> float:
     """Return the step with the whole encoder in front of the LLM's first stage, under the LLM's tp."""
-    llm, encoder = table.pipeline(num_microbatches), table.encoder[table.tp]
+    llm = table.pipeline(num_microbatches)
+    encoder = table.encoder[table.tp]
     forward, backward = list(llm.forward), list(llm.backward)
     forward[0] += table.encoder_layers * encoder.forward.latency
     backward[0] += table.encoder_layers * encoder.backward.latency
@@ -145,10 +146,10 @@ def balanced_step_ms(table: KernelTable, num_microbatches: int) -> float:
     encoder = table.encoder[table.tp]
     forward = [encoder.forward.latency] * table.encoder_layers + [table.llm.forward.latency] * table.llm_layers
     backward = [encoder.backward.latency] * table.encoder_layers + [table.llm.backward.latency] * table.llm_layers
-    both = [f + b for f, b in zip(forward, backward, strict=True)]
+    seconds_by_layer = [f + b for f, b in zip(forward, backward, strict=True)]
     steps = []
     for vpp in (v for v in range(1, table.vpp + 1) if table.vpp % v == 0):
-        bounds = min_max_partition(both, table.pp * vpp)
+        bounds = min_max_partition(seconds_by_layer, table.pp * vpp)
         assert bounds is not None, "there are more layers than stages"
         chunks = list(pairwise(bounds))
         chunk_forward = [sum(forward[lo:hi]) for lo, hi in chunks]

@@ -89,7 +89,8 @@ def test_a_batch_holds_every_sample_and_item_once_in_declared_order(case: tuple[
 def test_items_stay_in_their_block_and_are_spread_evenly(case: tuple[int, int, int, int, int]) -> None:
     _, dp_vision, dp_llm, num_vision, num_microbatches = case
     _, _, meta = laid_out(case)
-    table, g = meta.items["vision"], math.gcd(dp_vision, dp_llm)
+    table = meta.items["vision"]
+    g = math.gcd(dp_vision, dp_llm)
 
     blocks = math.gcd(num_vision, num_microbatches)
     assert (table.index * blocks // num_vision == meta.index[table.sample] * blocks // num_microbatches).all()
@@ -109,7 +110,8 @@ def test_items_are_assigned_by_cost_and_blocks_make_up_for_each_other(
 ) -> None:
     seed, dp_vision, dp_llm, num_vision, num = case
     rng = np.random.default_rng(seed)
-    lengths, groups = make_lengths(rng, 3 * dp_llm * num), make_groups(rng, 3 * dp_llm * num, dp_llm * num)
+    lengths = make_lengths(rng, 3 * dp_llm * num)
+    groups = make_groups(rng, 3 * dp_llm * num, dp_llm * num)
     dp, counts = {"vision": dp_vision, "llm": dp_llm}, {"vision": num_vision, "llm": num}
     item_cost = SequenceCost(1, 5)
     table = assign(0, 0, groups, lengths, dp, counts, StepTargets(item_costs={"vision": item_cost})).items["vision"]
@@ -130,7 +132,8 @@ def test_items_are_assigned_by_cost_and_blocks_make_up_for_each_other(
 @given(st.integers(0, 10_000), st.integers(2, 4), st.integers(1, 5))
 def test_replicas_are_even_in_the_targeted_cost(seed: int, dp: int, num: int) -> None:
     rng = np.random.default_rng(seed)
-    lengths, groups = make_lengths(rng, 3 * dp * num), make_groups(rng, 3 * dp * num, dp * num)
+    lengths = make_lengths(rng, 3 * dp * num)
+    groups = make_groups(rng, 3 * dp * num, dp * num)
     targets = StepTargets((BalancedLoad({"llm": SequenceCost(1, 3)}),))
     meta = assign(0, 0, groups, lengths, {"vision": 1, "llm": dp}, {"vision": num, "llm": num}, targets)
     loads = np.zeros((num, dp), dtype=np.int64)
@@ -141,7 +144,7 @@ def test_replicas_are_even_in_the_targeted_cost(seed: int, dp: int, num: int) ->
 
 
 def _best_partition(sizes: list[int], num_bins: int) -> int:
-    """Try everything: the least possible largest load."""
+    """Return the least possible largest load, by trying every partition."""
     choices = itertools.product(range(num_bins), repeat=len(sizes))
     return min(int(np.bincount(choice, weights=sizes, minlength=num_bins).max()) for choice in choices)
 

@@ -14,7 +14,7 @@ from mmtrain.balance.step_targets import SampleWork
 
 
 def _imbalance(groups: list[IntArray], loads: np.ndarray, weights: list[float], replicas: int) -> list[float]:
-    """Weighted sum of the largest loads over their means, of each run of `replicas` groups; loads by sample number."""
+    """Return for each run of `replicas` groups the weighted sum of largest over mean loads; loads by sample number."""
     sums = np.array([loads[group].sum(axis=0) for group in groups]).reshape(-1, replicas, loads.shape[1])
     mean = sums.mean(axis=1)
     shares = np.divide(sums.max(axis=1), mean, out=np.zeros_like(mean), where=mean > 0)

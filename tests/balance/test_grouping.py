@@ -11,7 +11,7 @@ from tests.call_counter import count_calls
 
 
 def _fewest_groups(sizes: list[int], budget: int) -> int:
-    """Exact bin packing: try every assignment, each set of bins once."""
+    """Pack bins exactly: try every assignment, each set of bins once."""
     best = len(sizes)
 
     def place(i: int, loads: list[int]) -> None:
@@ -109,7 +109,7 @@ def test_a_hundred_thousand_samples_pack_tightly() -> None:
 
 
 def test_the_work_of_packing_grows_with_the_number_of_samples() -> None:
-    """Twice as many samples in windows of one size take about twice as many calls."""
+    """Check that twice as many samples in windows of one size take about twice as many calls."""
 
     def calls(num: int) -> int:
         rng = np.random.default_rng(0)

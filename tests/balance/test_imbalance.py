@@ -38,7 +38,9 @@ def test_no_arrangement_of_a_step_goes_below_its_bound(seed: int, steps: int, re
     groups = SampleGroups(np.concatenate([[0], np.cumsum(sizes)]), rng.permutation(sizes.sum()))
     tokens = rng.choice([0, 1, 2, 9], sizes.sum())
     bound = imbalance_bound(groups, tokens, replicas)
-    ratios, exceeding, excess = [], 0, {}
+    ratios = []
+    exceeding = 0
+    excess = {}
     for step in range(steps):
         members = groups.samples[groups.first[step * replicas] : groups.first[(step + 1) * replicas]]
         best = 1.0

@@ -12,7 +12,7 @@ from mmtrain.balance.grouping import group_across_devices, group_by_isf, group_b
 def _isf_by_hand(
     tokens: IntArray, budgets: IntArray, fill: IntArray, rounds: int, rng: np.random.Generator
 ) -> list[list[int]]:
-    """OmniBal's algorithm as its text describes it, one sample after the other."""
+    """Run OmniBal's algorithm as its paper describes it, one sample after another."""
 
     def fill_groups(order: list[int]) -> list[list[int]]:
         groups: list[list[int]] = []
@@ -69,7 +69,8 @@ def test_baselines_use_every_sample_once_in_batches_of_the_given_size(
     seed: int, n: int, batch: int, replicas: int
 ) -> None:
     tokens = np.random.default_rng(seed).integers(1, 100, (n, 2))
-    loose, tight = np.full(2, 100 * batch), np.array([250, 180])
+    loose = np.full(2, 100 * batch)
+    tight = np.array([250, 180])
     by_budgets = [
         (
             group_randomly(tokens, budgets, batch, np.random.default_rng(seed)),
@@ -91,7 +92,8 @@ def test_baselines_use_every_sample_once_in_batches_of_the_given_size(
 def test_each_baseline_is_good_at_what_it_is_named_for() -> None:
     rng = np.random.default_rng(5)
     lengths = rng.integers(10, 1000, 4000)
-    tokens, loose = lengths[:, None], np.array([5000])
+    tokens = lengths[:, None]
+    loose = np.array([5000])
     by_method = {
         "random": group_randomly(tokens, loose, 5, rng),
         "length": group_by_length(tokens, loose, 5, 2000, rng),

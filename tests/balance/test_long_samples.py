@@ -17,7 +17,8 @@ def _largest(tokens: np.ndarray, rank: np.ndarray, num_ranks: int) -> float:
 @given(st.integers(0, 10_000), st.integers(0, 7), st.integers(1, 3))
 def test_long_samples_are_spread_near_the_optimum(seed: int, num_items: int, num_ranks: int) -> None:
     rng = np.random.default_rng(seed)
-    sample, tokens = np.sort(rng.integers(0, 3, num_items)), rng.integers(1, 30, num_items)
+    sample = np.sort(rng.integers(0, 3, num_items))
+    tokens = rng.integers(1, 30, num_items)
     owner = rng.integers(0, num_ranks, 3)[sample]
     max_tokens = 40
 
@@ -39,7 +40,8 @@ def test_long_samples_are_spread_near_the_optimum(seed: int, num_items: int, num
 
 
 def test_a_sample_with_most_of_the_images_is_spread_over_all_ranks() -> None:
-    sample, tokens = np.array([0] * 16 + [1, 2, 3]), np.full(19, 10)
+    sample = np.array([0] * 16 + [1, 2, 3])
+    tokens = np.full(19, 10)
     owner = np.array([0] * 16 + [1, 2, 3])
     moved = split_long_samples(sample, tokens, owner, 4, 100)
     assert np.bincount(moved.dest_rank).tolist() == [5, 5, 5, 4]

@@ -37,7 +37,7 @@ def test_every_sample_once_within_budgets_and_window(seed: int, n: int, m: int, 
 
 
 def _mixture(n: int, shares: tuple[float, ...] = (0.25, 0.25, 0.25, 0.25)) -> np.ndarray:
-    """LLM tokens and image tiles of texts and of images of three kinds."""
+    """Make LLM tokens and image tiles of texts and of images of three kinds."""
     rng = np.random.default_rng(0)
     tiles = rng.choice([0, 1, 3, 5], n, p=shares)
     text = np.where(tiles > 0, rng.integers(40, 300, n), np.clip(rng.lognormal(5.5, 1, n), 16, 4000).astype(int))
@@ -46,7 +46,8 @@ def _mixture(n: int, shares: tuple[float, ...] = (0.25, 0.25, 0.25, 0.25)) -> np
 
 def test_steps_are_full_and_even_on_a_mixture() -> None:
     tokens = _mixture(20_000)
-    budgets, order = np.array([4096, 64]), np.random.default_rng(1).permutation(20_000)
+    budgets = np.array([4096, 64])
+    order = np.random.default_rng(1).permutation(20_000)
     apart, cost = np.array([[0.0, 1.0], [1.0, 0.0]]), np.array([[1.0, 300.0]])
     groups = group_matched(sizes_for(tokens, budgets, apart), order, 8192, 8, np.random.default_rng(2))
     loads = groups.loads(tokens)
@@ -61,7 +62,8 @@ def test_steps_are_full_and_even_on_a_mixture() -> None:
 @given(st.integers(0, 10_000), st.integers(2, 8))
 def test_groups_without_a_modality_come_to_fill_whole_steps(seed: int, replicas: int) -> None:
     rng = np.random.default_rng(seed)
-    num, budgets = 24, np.array([100, 8])
+    num = 24
+    budgets = np.array([100, 8])
     sizes = rng.integers(1, 4, num)
     first = np.concatenate([[0], np.cumsum(sizes)])
     tiles = np.where(rng.random(first[-1]) < 0.5, 0, rng.integers(1, 3, first[-1]))
@@ -118,13 +120,14 @@ def test_local_search_never_worsens_a_step_and_loses_no_sample(seed: int, replic
 
     after = local_search(members, objective, 40)
 
-    for before, now in zip(members, after, strict=True):
-        assert sorted(before.ravel().tolist()) == sorted(now.ravel().tolist()), "samples stay in their step"
-        assert ((now != n).sum(axis=1) > 0).all()
-        loads_before, loads_now = sizes[before].sum(axis=1), sizes[now].sum(axis=1)
+    for before, improved in zip(members, after, strict=True):
+        assert sorted(before.ravel().tolist()) == sorted(improved.ravel().tolist()), "samples stay in their step"
+        assert ((improved != n).sum(axis=1) > 0).all()
+        loads_before = sizes[before].sum(axis=1)
+        loads_improved = sizes[improved].sum(axis=1)
         scale = np.maximum(loads_before.mean(axis=0), 1)
-        assert (loads_now.max(axis=0) / scale).sum() <= (loads_before.max(axis=0) / scale).sum() + 1e-9
-        assert (loads_now <= 60).all()
+        assert (loads_improved.max(axis=0) / scale).sum() <= (loads_before.max(axis=0) / scale).sum() + 1e-9
+        assert (loads_improved <= 60).all()
 
 
 @given(st.lists(st.integers(1, 30), min_size=4, max_size=7))

@@ -45,7 +45,7 @@ def laid_out(case: Case, targets: StepTargets) -> tuple[SampleLengths, BatchMeta
 
 
 def interleaved(case: Case) -> StepTargets:
-    """Vision on ranks of its own before an LLM of two chunks on each of two ranks, with the costs of PIPELINE."""
+    """Put vision on separate ranks before an LLM of two chunks on each of two ranks, with the costs of PIPELINE."""
     _, dp_vision, dp_llm, num_vision, num = case
     graph = chain(Unit("vision", dp=dp_vision, n=num_vision), Unit("llm", 2, dp_llm, num_stages=4), n=num)
     counts = {"vision": num_vision, "llm": num}
@@ -57,7 +57,7 @@ def interleaved(case: Case) -> StepTargets:
 
 
 def seconds(meta: BatchMeta, case: Case, costs: Sequence[Mapping[str, SequenceCost]]) -> np.ndarray:
-    """(dp_llm, costs, num) from the finished layout: what each replica group's encoders do, shared evenly."""
+    """Return (dp_llm, costs, num) of a layout; the work of each replica group's encoders is shared evenly."""
     _, dp_vision, dp_llm, _, num = case
     g = math.gcd(dp_vision, dp_llm)
     table = meta.items["vision"]
@@ -73,13 +73,13 @@ def seconds(meta: BatchMeta, case: Case, costs: Sequence[Mapping[str, SequenceCo
 
 
 def span(meta: BatchMeta, case: Case, targets: StepTargets) -> float:
-    """The makespan of a layout in its own order, by the recurrence."""
-    given = np.arange(case[4])[None]
+    """Return the makespan of a layout in its own order, by the recurrence."""
+    given_order = np.arange(case[4])[None]
     if targets.schedule_table is None:
         forward, backward = (
-            seconds(meta, case, [getattr(p, way) for p in PIPELINE]) for way in ("forward", "backward")
+            seconds(meta, case, [getattr(p, direction) for p in PIPELINE]) for direction in ("forward", "backward")
         )
-        return float(makespans_1f1b(forward, backward, given)[0])
+        return float(makespans_1f1b(forward, backward, given_order)[0])
     costs = seconds(meta, case, [{task.unit: task.cost} for task in targets.schedule_table.tasks])
     blocks = math.gcd(case[3], case[4])
     for t, task in enumerate(targets.schedule_table.tasks):
@@ -87,7 +87,7 @@ def span(meta: BatchMeta, case: Case, targets: StepTargets) -> float:
             by_block = costs[:, t].reshape(case[2], blocks, -1).sum(axis=2)
             costs[:, t] = np.repeat(by_block // (case[3] // blocks), case[4] // blocks, axis=1)
     return float(
-        ScheduleRecurrence(targets.schedule_table, {"vision": case[3], "llm": case[4]}).makespans(costs, given)[0]
+        ScheduleRecurrence(targets.schedule_table, {"vision": case[3], "llm": case[4]}).makespans(costs, given_order)[0]
     )
 
 
@@ -113,14 +113,17 @@ def test_an_order_in_time_moves_whole_blocks_and_lengthens_no_step(case: Case, c
 
 @pytest.mark.parametrize("chunks", [False, True], ids=["1F1B", "two chunks"])
 def test_an_uneven_pipeline_comes_near_the_best_of_all_orders(chunks: bool) -> None:
-    ratios, orders = [], np.array(list(itertools.permutations(range(6))))
+    ratios = []
+    orders = np.array(list(itertools.permutations(range(6))))
     for seed in range(12):
         case = seed, 1, 1, 6, 6
         timing = interleaved(case) if chunks else TARGETS
         _, timed = laid_out(case, timing)
         if timing.schedule_table is None:
-            ways = (seconds(timed, case, [getattr(p, way) for p in PIPELINE]) for way in ("forward", "backward"))
-            spans = makespans_1f1b(*ways, orders)
+            durations = (
+                seconds(timed, case, [getattr(p, direction) for p in PIPELINE]) for direction in ("forward", "backward")
+            )
+            spans = makespans_1f1b(*durations, orders)
         else:
             costs = seconds(timed, case, [{task.unit: task.cost} for task in timing.schedule_table.tasks])
             spans = ScheduleRecurrence(timing.schedule_table, {"vision": 6, "llm": 6}).makespans(costs, orders)

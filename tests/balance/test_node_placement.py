@@ -19,7 +19,8 @@ def _largest_sender(volume: np.ndarray, node_of: list[int], placed: list[int]) -
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 4))
 def test_no_placement_has_a_smaller_largest_sender(seed: int, d: int, nodes: int) -> None:
     rng = np.random.default_rng(seed)
-    volume, node_of = rng.integers(0, 30, (d, nodes)), rng.integers(0, nodes, d).tolist()
+    volume = rng.integers(0, 30, (d, nodes))
+    node_of = rng.integers(0, nodes, d).tolist()
     placed = place_batches(volume, node_of).tolist()
     assert sorted(placed) == list(range(d))
     best = min(_largest_sender(volume, node_of, list(p)) for p in itertools.permutations(range(d)))
@@ -32,7 +33,8 @@ def test_no_placement_has_a_smaller_largest_sender(seed: int, d: int, nodes: int
 def test_a_layout_sends_no_more_off_its_nodes_and_keeps_its_loads(seed: int, dp: tuple[int, int], num: int) -> None:
     rng = np.random.default_rng(seed)
     num_groups = dp[1] * num
-    lengths, groups = make_lengths(rng, 3 * num_groups), make_groups(rng, 3 * num_groups, num_groups)
+    lengths = make_lengths(rng, 3 * num_groups)
+    groups = make_groups(rng, 3 * num_groups, num_groups)
     nodes = {"vision": tuple(rng.integers(0, 3, dp[0]).tolist()), "llm": tuple(rng.integers(0, 3, dp[1]).tolist())}
     sizes, counts = {"vision": dp[0], "llm": dp[1]}, {"vision": num, "llm": num}
     plain, near = (
@@ -42,7 +44,7 @@ def test_a_layout_sends_no_more_off_its_nodes_and_keeps_its_loads(seed: int, dp:
     llm_node = np.array(nodes["llm"])
 
     def senders(table: ItemTable) -> np.ndarray:
-        """(groups,) the most that an encoder replica of each sends off its node."""
+        """Return for each group, (groups,), the most that one of its encoder replicas sends off its node."""
         leaves = np.array(nodes["vision"])[table.replica] != llm_node[plain.replica[table.sample]]
         sent = np.zeros(dp[0], dtype=np.int64)
         np.add.at(sent, table.replica[leaves], table.features[leaves])

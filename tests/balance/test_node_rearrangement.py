@@ -13,7 +13,7 @@ from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_
 
 
 def _pieces(seed: int, num_replicas: int, per_replica: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Source, new batch and bytes of samples of skewed lengths after post-balancing."""
+    """Return source, new batch and bytes of samples of skewed lengths after post-balancing."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(6, 1, num_replicas * per_replica).astype(np.int64), 1, 8192)
     source = np.repeat(np.arange(num_replicas), per_replica)
@@ -42,7 +42,7 @@ def test_placements_are_permutations_as_good_as_the_best_of_all(seed: int, nodes
 
 
 def _optimum(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num_replicas: int, per_node: int) -> float:
-    """The min-max assignment by HiGHS: x[j, n] batch j on node n, and the bound T."""
+    """Solve the min-max assignment by HiGHS: x[j, n] batch j on node n, and the bound T."""
     num_nodes = num_replicas // per_node
     volume = np.zeros((num_replicas, num_replicas))
     np.add.at(volume, (source, batch), sizes)

@@ -19,7 +19,7 @@ NUM_COLUMNS = 4
 
 @st.composite
 def dependencies(draw: st.DrawFn) -> tuple[int, Dependencies]:
-    """Random actions in a random numbering; each waits for earlier ones, some for more than are compared one by one."""
+    """Draw randomly numbered actions that wait for earlier ones, some for more than are compared one by one."""
     num_actions = draw(st.integers(1, 30))
     rng = np.random.default_rng(draw(st.integers(0, 10_000)))
     number = rng.permutation(num_actions)
@@ -34,7 +34,7 @@ def dependencies(draw: st.DrawFn) -> tuple[int, Dependencies]:
 
 
 def one_by_one(durations: FloatArray, waits: Dependencies, delays: FloatArray) -> FloatArray:
-    """The definition: `duration + max(end of producer + delay)`, as soon as all producers are known."""
+    """Evaluate the definition: `duration + max(end of producer + delay)`, as soon as all producers are known."""
     ends: dict[int, FloatArray] = {}
     while len(ends) < len(durations):
         for action in set(range(len(durations))) - set(ends):

@@ -21,7 +21,7 @@ small = st.tuples(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integ
 
 
 def _by_formula(cost: BatchCost, batch: list[int]) -> float:
-    """One rank's cost as OrchMLLM writes it."""
+    """Return one rank's cost by the formula of OrchMLLM."""
     if not batch:
         return 0.0
     padded = len(batch) * max(batch)

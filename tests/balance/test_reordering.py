@@ -13,7 +13,7 @@ from tests.balance.makespan_bound import makespan_lower_bound
 
 
 def _one_pipeline(forward: np.ndarray, backward: np.ndarray, order: list[int]) -> float:
-    """1F1B action by action: each starts after the one before on its stage and after its neighbor's."""
+    """Run 1F1B action by action: each starts after the one before on its stage and after its neighbor's."""
     p, num = forward.shape
     todo: list[list[tuple[str, int]]] = []
     for s in range(p):
@@ -88,7 +88,7 @@ def test_the_search_is_near_the_best_of_all_orders() -> None:
 
 
 def _encoder_first(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ten stages, the first an encoder whose times vary; 64 microbatches."""
+    """Make times of 64 microbatches on ten stages, the first an encoder whose times vary."""
     forward = np.ones((1, 10, 64))
     forward[0, 0] = np.random.default_rng(seed).gamma(1 / 0.36, 0.9 * 0.36, 64)
     return forward, 2 * forward

@@ -9,7 +9,7 @@ from mmtrain.balance.top_up_groups import LOW_LOAD_SHARE, MAX_GIVEN_LOAD_SHARE, 
 
 
 def make(seed: int, num: int, low: int) -> tuple[SampleGroups, np.ndarray]:
-    """Groups of about 100 tokens, `low` of them half as full; every third sample with two tokens of another kind."""
+    """Make groups of 100 tokens, `low` of them half as full; every third sample has two tokens of another kind."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 12, num * 40)
     members: list[np.ndarray] = []
@@ -31,7 +31,8 @@ def test_full_groups_give_little_and_none_overflows(seed: int, num: int, low: in
     topped_up = top_up(groups, tokens)
     assert sorted(topped_up.samples) == sorted(groups.samples)
     assert len(topped_up) == len(groups)
-    before, after = groups.loads(tokens), topped_up.loads(tokens)
+    before = groups.loads(tokens)
+    after = topped_up.loads(tokens)
     mean = before[:, 0].mean()
     was_low = before[:, 0] < LOW_LOAD_SHARE * mean
     assert (after[was_low] >= before[was_low]).all()

@@ -75,12 +75,14 @@ class Plain(nn.Module):
 class UNet(nn.Module):
     def __init__(self, g: GeneratorSettings, llm_hidden: int) -> None:
         super().__init__()
-        first, last = g.widths[0], len(g.widths) - 1
+        first = g.widths[0]
+        last = len(g.widths) - 1
         self.context = nn.Linear(llm_hidden, g.context_width)
         self.embed = nn.ModuleList([nn.Conv2d(g.channels, first, 3, padding=1)])
         self.embed += [nn.Linear(first, 4 * first), nn.Linear(4 * first, 4 * first)]
         self.down, self.up = nn.ModuleList(), nn.ModuleList()
-        width, widths = first, [first]
+        width = first
+        widths = [first]
         for level, wide in enumerate(g.widths):
             for _ in range(g.layers):
                 self.down.append(self._block(g, level, width, level < last))
@@ -104,7 +106,8 @@ class UNet(nn.Module):
 
     def forward(self, noise: Tensor, rows: Tensor) -> Tensor:
         conv, fc1, fc2 = self.embed
-        context, x = self.context(rows), conv(noise)
+        context = self.context(rows)
+        x = conv(noise)
         time = fc2(F.silu(fc1(torch.zeros(len(noise), fc1.in_features))))
         skips = [x]
         for block in self.down:
@@ -157,7 +160,8 @@ class Dit(nn.Module):
 
     def forward(self, patches: Tensor, rows: Tensor) -> Tensor:
         linear, fc1, fc2 = self.embed
-        context, x = self.context(rows), linear(patches)
+        context = self.context(rows)
+        x = linear(patches)
         time = fc2(F.silu(fc1(torch.zeros(len(patches), fc1.in_features))))
         modulation = self.modulation(F.silu(time)).unflatten(-1, (6, -1))
         for block in self.blocks:

@@ -31,7 +31,8 @@ def build_module(settings: dict[str, Any]) -> tuple[GeneratorSettings, nn.Module
     """Return the settings, the module, an input of some images, and its load."""
     g = GeneratorSettings(**settings)
     if g.kind == "unet":
-        noise, tokens = torch.randn(IMAGES, g.channels, SIDE, SIDE), SIDE**2
+        noise = torch.randn(IMAGES, g.channels, SIDE, SIDE)
+        tokens = SIDE**2
         return g, UNet(g, LLM_HIDDEN), noise, TokenLoad.of(np.full(IMAGES, tokens))
     tokens = (SIDE // g.patch) ** 2
     noise = torch.randn(IMAGES, tokens, g.channels * g.patch**2)
@@ -109,8 +110,8 @@ def test_inputs_of_a_transformers_layers_have_the_size_that_blocks_read() -> Non
     read: list[int] = []
     assert isinstance(module, Dit)
     for block in module.blocks:
-        block.register_forward_pre_hook(lambda _, given: read.append(sum(x.numel() for x in given)))
-    module.out.register_forward_pre_hook(lambda _, given: read.append(given[0].numel()))
+        block.register_forward_pre_hook(lambda _, args: read.append(sum(x.numel() for x in args)))
+    module.out.register_forward_pre_hook(lambda _, args: read.append(args[0].numel()))
     rows = torch.randn(IMAGES, g.context_tokens, LLM_HIDDEN)
     module(patches, rows)
     sizes = [layer.input_elements(load.tokens, load.num_sequences) for layer in (embed, *blocks, out)]

@@ -90,8 +90,10 @@ def test_parameters_are_exact_for_every_layer(model: ModelSettings, unit: str) -
 
 @pytest.mark.parametrize(("model", "unit"), UNITS, ids=NAMES)
 def test_flops_equal_those_torch_counts(model: ModelSettings, unit: str) -> None:
-    shape, load = shape_of(model), load_of(model, unit)
-    layers, needs = without_mask(shape, unit), analytic.input_grad_needed(shape)[unit]
+    shape = shape_of(model)
+    load = load_of(model, unit)
+    layers = without_mask(shape, unit)
+    needs = analytic.input_grad_needed(shape)[unit]
     forward = sum(analytic.forward_flops(layer, load) for layer in layers)
     backward = sum(
         analytic.backward_flops(layer, load, weight_grad=layer.trainable, input_grad=needed)

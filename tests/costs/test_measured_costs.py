@@ -86,7 +86,8 @@ def test_similar_loads_share_a_node_and_no_term_is_negative() -> None:
 
 
 def test_seconds_are_those_of_the_needed_gradients() -> None:
-    costs, load = MeasuredCosts(_table(), MODEL), _load(200)
+    costs = MeasuredCosts(_table(), MODEL)
+    load = _load(200)
     frozen = replace(BLOCK, trainable=False)
     for layer, kind, input_grad, name in (
         (BLOCK, "forward", True, "forward"),
@@ -106,7 +107,8 @@ def test_seconds_are_those_of_the_needed_gradients() -> None:
 
 
 def test_the_source_names_what_was_modelled_or_extrapolated() -> None:
-    costs, load = MeasuredCosts(_table(), MODEL), _load(200)
+    costs = MeasuredCosts(_table(), MODEL)
+    load = _load(200)
     assert costs.seconds(BLOCK, 2, load, "forward") == MODEL.seconds(BLOCK, 2, load, "forward")
     costs.seconds(BLOCK, 1, _load(4096), "forward")
     assert "modelled (cpu-core): decoder_block tp2" in costs.source
@@ -129,7 +131,8 @@ def test_errors_are_relative_to_the_measurement() -> None:
 
 
 def test_a_table_reads_back_and_merges(tmp_path: Path) -> None:
-    path, table = tmp_path / "costs.json", _table()
+    path = tmp_path / "costs.json"
+    table = _table()
     table.save(path)
     assert CostTable.load(path) == table
     other = replace(BLOCK, ffn=2 * BLOCK.ffn)

@@ -36,27 +36,27 @@ def held(layers: tuple[LayerShape, ...], dp: int = 1, in_flight: int = 1, recomp
 def test_every_kind_is_counted_by_hand() -> None:
     llm = shape_of(settings()).unit("llm").layers
     blocks = llm[1:3]
-    found = rank_memory([held(blocks, dp=4, in_flight=3)], COSTS, "fp32", tied=False)
+    memory = rank_memory([held(blocks, dp=4, in_flight=3)], COSTS, "fp32", tied=False)
     count = sum(map(num_parameters, blocks))
-    kept = sum(COSTS.activation_bytes(layer, 1, TokenLoad.of(np.array(LENGTHS)), False) for layer in blocks)
-    assert found.parameters == found.gradients == 4 * count
-    assert found.optimizer == 8 * count / 4
-    assert found.activations == 3 * kept
-    assert found.margin == pytest.approx(MEMORY_MARGIN * (found.total - found.margin))
-    assert found.binding == "activations"
+    activation_bytes = sum(COSTS.activation_bytes(layer, 1, TokenLoad.of(np.array(LENGTHS)), False) for layer in blocks)
+    assert memory.parameters == memory.gradients == 4 * count
+    assert memory.optimizer == 8 * count / 4
+    assert memory.activations == 3 * activation_bytes
+    assert memory.margin == pytest.approx(MEMORY_MARGIN * (memory.total - memory.margin))
+    assert memory.binding == "activations"
 
 
 def test_mixed_precision_adds_a_master_weight() -> None:
     layers = shape_of(settings()).unit("llm").layers[1:2]
-    found = rank_memory([held(layers)], AnalyticCosts(preset("h100-80g"), "bf16"), "bf16", tied=False)
+    memory = rank_memory([held(layers)], AnalyticCosts(preset("h100-80g"), "bf16"), "bf16", tied=False)
     count = num_parameters(layers[0])
-    assert (found.parameters, found.gradients, found.optimizer) == (2 * count, 4 * count, 12 * count)
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (2 * count, 4 * count, 12 * count)
 
 
 def test_a_frozen_unit_has_weights_only() -> None:
     frozen = shape_of(settings(llm={"freeze": True})).unit("llm").layers[1:2]
-    found = rank_memory([held(frozen)], COSTS, "fp32", tied=False)
-    assert found.gradients == found.optimizer == 0 < found.parameters
+    memory = rank_memory([held(frozen)], COSTS, "fp32", tied=False)
+    assert memory.gradients == memory.optimizer == 0 < memory.parameters
 
 
 def test_tied_embeddings_count_once_if_both_are_on_the_rank() -> None:
@@ -70,9 +70,9 @@ def test_tied_embeddings_count_once_if_both_are_on_the_rank() -> None:
 
 def test_recomputing_keeps_less() -> None:
     blocks = shape_of(settings()).unit("llm").layers[1:4]
-    kept, recomputed = (rank_memory([held(blocks, 1, 4, r)], COSTS, "fp32", tied=False) for r in (False, True))
-    assert recomputed.activations < 0.2 * kept.activations
-    assert recomputed.total < kept.total
+    saving_all, recomputed = (rank_memory([held(blocks, 1, 4, r)], COSTS, "fp32", tied=False) for r in (False, True))
+    assert recomputed.activations < 0.2 * saving_all.activations
+    assert recomputed.total < saving_all.total
 
 
 def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> int:
@@ -100,11 +100,14 @@ def test_activation_bytes_are_those_that_autograd_saves(unit: str) -> None:
     )
     module = stage(model, unit)
     if unit == "vision":
-        inputs, load = images(*IMAGES), TokenLoad.of(np.array([r * c for r, c in IMAGES]))
+        inputs = images(*IMAGES)
+        load = TokenLoad.of(np.array([r * c for r, c in IMAGES]))
     elif unit == "audio":
-        inputs, load = clips(*CLIPS, bins=40), TokenLoad.of(np.array(CLIPS) // 2)
+        inputs = clips(*CLIPS, bins=40)
+        load = TokenLoad.of(np.array(CLIPS) // 2)
     else:
-        inputs, load = text(*LENGTHS), TokenLoad.of(np.array(LENGTHS))
+        inputs = text(*LENGTHS)
+        load = TokenLoad.of(np.array(LENGTHS))
     layers = shape_of(model).unit(unit).layers
     real = saved_bytes(module, None, lambda hidden: module(hidden, inputs, {}))
     predicted = sum(COSTS.activation_bytes(layer, 1, load, False, input_grad=i > 0) for i, layer in enumerate(layers))
@@ -124,7 +127,7 @@ def test_frozen_layers_keep_what_autograd_still_saves(unit: str, layers: slice) 
     inputs = images(*IMAGES) if unit == "vision" else text(*LENGTHS)
     load = TokenLoad.of(np.array([r * c for r, c in IMAGES] if unit == "vision" else LENGTHS))
     hidden = torch.randn(load.tokens, chosen[0].hidden, requires_grad=True)
-    real = saved_bytes(module, hidden, lambda given: module(given, inputs, {}))
+    real = saved_bytes(module, hidden, lambda tensor: module(tensor, inputs, {}))
     predicted = sum(COSTS.activation_bytes(layer, 1, load, False) for layer in chosen)
     assert not any(layer.trainable for layer in chosen)
     assert 1.0 <= predicted / real <= 1.2
@@ -151,7 +154,8 @@ def test_sequence_parallelism_saves_what_autograd_no_longer_keeps() -> None:
     (saved, _) = run_ranks(2, _saved_on_this_rank)
     for unit, (lo, hi) in SLICED:
         lengths = [r * c for r, c in IMAGES] if unit == "vision" else EVEN
-        load, layers = TokenLoad.of(np.array(lengths)), shape_of(WIDE).unit(unit).layers[lo:hi]
+        load = TokenLoad.of(np.array(lengths))
+        layers = shape_of(WIDE).unit(unit).layers[lo:hi]
         predicted = [
             sum(layer_activation_bytes(RankLayer(layer, 2, sp=sp), load, COSTS, "fp32") for layer in layers)
             for sp in (False, True)

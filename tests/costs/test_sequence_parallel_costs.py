@@ -15,7 +15,8 @@ BLOCK = LayerShape("decoder_block", hidden=64, out=64, heads=4, kv_heads=4, head
 HEAD = LayerShape("head", hidden=64, out=512, vocab=512)
 EMBEDDING = LayerShape("embedding", hidden=64, out=64, vocab=512)
 PROJECTOR = LayerShape("projector", hidden=64, out=32, ffn=32)
-TOKENS, NBYTES = 100, 100 * 64 * 2
+TOKENS = 100
+NBYTES = 100 * 64 * 2
 
 
 @dataclass(frozen=True)

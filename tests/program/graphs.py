@@ -95,8 +95,10 @@ def graphs(draw: st.DrawFn, max_n: int = 4, max_dp: int = 3) -> StageGraph:
         pp = draw(st.integers(1, 3 if name == "llm" else 2))
         num_stages = draw(st.integers(pp, 3 * pp)) if draw(st.booleans()) else pp
         trainable = tuple(draw(st.booleans()) for _ in range(num_stages))
-        own = 0 if name == "llm" else draw(counts(max_n))
-        return Unit(name, pp, draw(st.integers(1, max_dp)), draw(small), trainable, num_stages=num_stages, n=own)
+        num_microbatches = 0 if name == "llm" else draw(counts(max_n))
+        return Unit(
+            name, pp, draw(st.integers(1, max_dp)), draw(small), trainable, num_stages=num_stages, n=num_microbatches
+        )
 
     names = {
         "text": ["llm"],

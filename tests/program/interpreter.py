@@ -80,8 +80,10 @@ class Interpreter:
     def _expanded(self, action: Action) -> list[Action]:
         if not isinstance(action, Fill):
             return [action]
-        host, kind = action.host, "F" if isinstance(action.host, Forward) else "B"
-        lo, hi = 0, self._num_layers(host.stage)
+        host = action.host
+        kind = "F" if isinstance(action.host, Forward) else "B"
+        lo = 0
+        hi = self._num_layers(host.stage)
         if isinstance(host, Partial):
             lo, hi, kind = host.lo, host.hi, host.kind
         halves = [Partial(host.stage, host.mb, kind, a, b) for a, b in ((lo, action.gap), (action.gap, hi))]
@@ -93,7 +95,8 @@ class Interpreter:
         return hi - lo
 
     def _advance(self, rank: int) -> bool:
-        state, moved = self.ranks[rank], False
+        state = self.ranks[rank]
+        moved = False
         while state.at < len(state.actions):
             action = state.actions[state.at]
             if isinstance(action, Send):
@@ -223,7 +226,9 @@ class Interpreter:
         """
         if unit == mb.unit:
             return [mb]
-        mine, other, groups = self.graph.mesh(mb.unit), self.graph.mesh(unit), self.graph.num_groups
+        mine = self.graph.mesh(mb.unit)
+        other = self.graph.mesh(unit)
+        groups = self.graph.num_groups
         parts = gcd(mine.num_microbatches, other.num_microbatches)
         return [
             Microbatch(unit, r, i)
@@ -260,39 +265,41 @@ class Interpreter:
 
     def _part(self, state: _Rank, part: Partial) -> bool:
         """Run layers one by one; return whether any was not the next of its microbatch."""
-        whole, count = _made_of(part), self._num_layers(part.stage)
-        wanted = list(range(count)) if part.kind == "F" else list(range(count))[::-1]
+        whole = _made_of(part)
+        count = self._num_layers(part.stage)
+        expected = list(range(count)) if part.kind == "F" else list(range(count))[::-1]
         done = state.layers.setdefault(whole, [])
         if not done and isinstance(whole, Backward) and Forward(part.stage, part.mb) not in state.did:
             return True
         done += self._layers_of(part)
-        if done == wanted:
+        if done == expected:
             state.done.append(whole)
             state.did.add(whole)
-        return done != wanted[: len(done)]
+        return done != expected[: len(done)]
 
     def _audit(self, rank: int, state: _Rank) -> None:
         """Report a rank that did not do exactly what the graph asks of it, each once."""
-        trained, wanted = set(), []
+        trained = set()
+        expected = []
         for stage in self.graph.stages:
             for replica, tp_group in enumerate(stage.tp_groups):
                 if rank not in tp_group:
                     continue
                 for i in range(self.graph.mesh(stage.id.unit).num_microbatches):
                     mb = Microbatch(stage.id.unit, replica, i)
-                    wanted.append(Forward(stage.id, mb))
+                    expected.append(Forward(stage.id, mb))
                     if trains_up_to(self.graph, stage.id):
-                        wanted.append(Backward(stage.id, mb))
+                        expected.append(Backward(stage.id, mb))
                 if stage.trainable:
                     trained.add(stage.id.unit)
-        wanted += [kind(unit) for unit in trained for kind in (ReduceGrads, GatherParams)] + [Step()]
+        expected += [kind(unit) for unit in trained for kind in (ReduceGrads, GatherParams)] + [Step()]
         llm = [s for s in self.graph.stages if s.id.unit == "llm"]
         two_copies = llm[0].tp_groups != llm[-1].tp_groups if llm else False
         if self.graph.tied_embeddings and two_copies and llm[0].trainable and llm[-1].trainable:
-            wanted += [ReduceShared("embeddings")] * any(rank in x for s in (llm[0], llm[-1]) for x in s.tp_groups)
-        found = [a for a in state.done if not isinstance(a, Share | Partial)]
+            expected += [ReduceShared("embeddings")] * any(rank in x for s in (llm[0], llm[-1]) for x in s.tp_groups)
+        executed = [a for a in state.done if not isinstance(a, Share | Partial)]
         shares = [a for a in state.actions if isinstance(a, Share)]
-        if sorted(map(repr, wanted)) != sorted(map(repr, found)) or len(set(shares)) != len(shares):
+        if sorted(map(repr, expected)) != sorted(map(repr, executed)) or len(set(shares)) != len(shares):
             self.problems.append(f"rank {rank} did not do what it should")
 
 

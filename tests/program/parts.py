@@ -18,7 +18,8 @@ def cut_programs(draw: st.DrawFn, max_n: int = 3, inside_layers: bool = False) -
     graph = deeper(draw(graphs(max_n=max_n)), draw(st.integers(1, 4)))
     if inside_layers:
         graph = in_pieces(graph)
-    program, seed = draw(st.sampled_from([build_1f1b, build_coarse]))(graph), draw(st.integers(0, 2**32))
+    program = draw(st.sampled_from([build_1f1b, build_coarse]))(graph)
+    seed = draw(st.integers(0, 2**32))
     pieces = {rank: [p for a in todo for p in cut(graph, a, seed)] for rank, todo in program.actions.items()}
     return lower(Program(graph, {rank: tuple(todo) for rank, todo in pieces.items()}))
 
@@ -32,7 +33,8 @@ def filled_programs(draw: st.DrawFn, max_n: int = 3) -> Program:
     encoder = Unit("vision", dp=pp, tp=tp, ranks=ranks, trainable=(not frozen,))
     shared = draw(st.sampled_from([unified(pp, 1, tp, n=n), chain(encoder, Unit("llm", pp, tp=tp, ranks=ranks), n=n)]))
     graph = deeper(shared, draw(st.integers(2, 4)))
-    program, seed = draw(st.sampled_from([build_1f1b, build_coarse]))(graph), draw(st.integers(0, 2**32))
+    program = draw(st.sampled_from([build_1f1b, build_coarse]))(graph)
+    seed = draw(st.integers(0, 2**32))
     return lower(Program(graph, {rank: fill(graph, todo, seed) for rank, todo in program.actions.items()}))
 
 
@@ -52,7 +54,8 @@ def in_pieces(graph: StageGraph) -> StageGraph:
 
 def cut(graph: StageGraph, action: Compute, seed: int, always: bool = False) -> list[Compute]:
     """Cut half of all actions between random segments, alike on every rank; with `always` every action."""
-    lo, hi = 0, num_segments(graph, action.stage)
+    lo = 0
+    hi = num_segments(graph, action.stage)
     chance = _chance(seed, action)
     if isinstance(action, Partial) or (not always and chance.random() < 0.5):
         return [action]
@@ -72,7 +75,8 @@ def fill(graph: StageGraph, todo: tuple[Compute, ...], seed: int) -> tuple[Compu
         chance = _chance(seed, action)
         guest = rest and rest[0].stage.unit != action.stage.unit and total > 1
         if guest and chance.random() < (0.6 if rest[0].mb.index != action.mb.index else 0.05):
-            gap, inside = chance.randrange(1, total), cut(graph, rest.pop(0), seed, always=True)
+            gap = chance.randrange(1, total)
+            inside = cut(graph, rest.pop(0), seed, always=True)
             out.append(Fill(action, gap, tuple(p for p in inside if isinstance(p, Partial))))
         else:
             out += cut(graph, action, seed)

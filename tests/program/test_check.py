@@ -29,25 +29,25 @@ def mutations(draw: st.DrawFn) -> Program:
     program = build_program(draw(graphs(max_n=3)))
     rank = draw(st.sampled_from(sorted(program.actions)))
     actions = list(program.actions[rank])
-    at = draw(st.integers(0, len(actions) - 1))
+    position = draw(st.integers(0, len(actions) - 1))
     how = draw(st.sampled_from(["delete", "duplicate", "swap", "swap neighbors", "move", "alter", "steal"]))
     if how == "delete":
-        del actions[at]
+        del actions[position]
     elif how == "duplicate":
-        actions.insert(draw(st.integers(0, len(actions))), actions[at])
+        actions.insert(draw(st.integers(0, len(actions))), actions[position])
     elif how == "swap":
         other = draw(st.integers(0, len(actions) - 1))
-        actions[at], actions[other] = actions[other], actions[at]
-    elif how == "swap neighbors" and at:
-        actions[at - 1 : at + 1] = actions[at], actions[at - 1]
+        actions[position], actions[other] = actions[other], actions[position]
+    elif how == "swap neighbors" and position:
+        actions[position - 1 : position + 1] = actions[position], actions[position - 1]
     elif how == "move":
-        moved = actions.pop(at)
+        moved = actions.pop(position)
         actions.insert(draw(st.integers(0, len(actions))), moved)
     elif how == "alter":
-        actions[at] = draw(st.sampled_from(altered(program, actions[at])))
+        actions[position] = draw(st.sampled_from(altered(program, actions[position])))
     elif how == "steal":
         other = draw(st.sampled_from(sorted(program.actions)))
-        actions.insert(at, draw(st.sampled_from(program.actions[other])))
+        actions.insert(position, draw(st.sampled_from(program.actions[other])))
     return replace(program, actions={**program.actions, rank: tuple(actions)})
 
 
@@ -126,8 +126,8 @@ GP llm
 def test_messages_of_a_channel_in_another_order_are_rejected():
     program = build_program(chain(Unit("llm", pp=2, trainable=(False, False)), n=2))
     actions = list(program.actions[1])
-    posts = [at for at, a in enumerate(actions) if isinstance(a, Recv)]
-    first, second = (actions[at] for at in posts)
+    posts = [position for position, a in enumerate(actions) if isinstance(a, Recv)]
+    first, second = (actions[position] for position in posts)
     actions.remove(second)
     actions.insert(0, second)
     message = rejection(replace(program, actions={**program.actions, 1: tuple(actions)}))

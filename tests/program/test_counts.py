@@ -97,7 +97,8 @@ def test_the_llm_has_the_same_order_with_any_encoders(pp, chunks, vision_n):
 
 @given(graphs(max_n=9))
 def test_in_flight_microbatches_are_predicted_exactly(graph):
-    program, in_flight = build_program(graph), in_flight_microbatches(graph)
+    program = build_program(graph)
+    in_flight = in_flight_microbatches(graph)
     for actions in program.actions.values():
         for stage, count in peak_in_flight_by_stage(graph, actions).items():
             assert count == (in_flight[stage] if graph.needs_backward(stage) else 1)

@@ -44,9 +44,11 @@ class Table:
 
     def compute(self, action: Compute) -> float:
         lo, hi = self.graph.stage(action.stage).layers
-        kind, layers = "F" if isinstance(action, Forward) else "B", hi - lo
+        kind = "F" if isinstance(action, Forward) else "B"
+        layers = hi - lo
         if isinstance(action, Partial):
-            kind, layers = action.kind, action.hi - action.lo
+            kind = action.kind
+            layers = action.hi - action.lo
         return self.seconds[action.stage.unit][kind] * layers * self.load.get(action.mb, 1.0)
 
     def message(self, sender: int, action: Send) -> TransferCost:
@@ -209,8 +211,8 @@ def test_a_reduction_overlaps_with_the_work_of_other_ranks() -> None:
     """
     apart = chain(Unit("vision"), Unit("llm"), n=1)
     slow = {ReduceGrads: 3.0, GatherParams: 3.0, Step: 1.0}
-    both = {"vision": LLM["llm"], "llm": LLM["llm"]}
-    timeline = simulate(build_program(apart), Table(apart, both, collectives=slow))
+    seconds = {"vision": LLM["llm"], "llm": LLM["llm"]}
+    timeline = simulate(build_program(apart), Table(apart, seconds, collectives=slow))
     reduced = {
         s.rank: (s.start_s, s.start_s + s.duration_s) for s in timeline.spans if isinstance(s.action, ReduceGrads)
     }
@@ -226,7 +228,7 @@ def test_a_reduction_overlaps_with_the_work_of_other_ranks() -> None:
         "imbalance": 0.0,
     }
     together = chain(Unit("vision", ranks=(0,)), Unit("llm", ranks=(0,)), n=1)
-    timeline = simulate(build_program(together), Table(together, both, collectives=slow))
+    timeline = simulate(build_program(together), Table(together, seconds, collectives=slow))
     assert timeline.step_time_s == 2 + 4 + 3 + 3 + 1 + 3 + 3
     assert timeline.bubbles[0]["dp_reduce"] == 7.0
 

@@ -79,7 +79,8 @@ def test_no_deadlock_with_any_units_before_and_after():
         middle = Unit("llm", pp, num_stages=pp + extra * pp - (n % 2))
         ends = [[Unit("vision", before)] if before else [], [Unit("generator", after)] if after else []]
         graph = chain(*ends[0], middle, *ends[1], n=n)
-        program, in_flight = build_program(graph), in_flight_microbatches(graph)
+        program = build_program(graph)
+        in_flight = in_flight_microbatches(graph)
         for stage in graph.stages:
             assert (
                 peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == in_flight[stage.id]
@@ -151,12 +152,14 @@ def test_two_encoders_of_a_unified_pipeline_are_chunks_like_others():
 @pytest.mark.parametrize("cut", [*product((1, 2, 3), (1, 2, 3), (1, 2, 3))])
 def test_two_encoders_and_an_llm_in_a_row_run_on_any_ranks(cut, n):
     """Units may start and end anywhere in the rounds; `build_program` proves that there is no deadlock."""
-    units, first = [], 0
+    units = []
+    first = 0
     for name, num_stages in zip(("vision", "audio", "llm"), cut, strict=True):
         pipeline_ranks = [(first + k) % 2 for k in range(num_stages)]
         units.append(Unit(name, min(2, num_stages), ranks=tuple(dict.fromkeys(pipeline_ranks)), num_stages=num_stages))
         first += num_stages
     graph = chain(*units, n=n)
-    program, in_flight = build_program(graph), in_flight_microbatches(graph)
+    program = build_program(graph)
+    in_flight = in_flight_microbatches(graph)
     for stage in graph.stages:
         assert peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == in_flight[stage.id]

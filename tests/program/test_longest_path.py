@@ -31,8 +31,8 @@ from tests.program.parts import cut_programs
 class RandomTiming:
     """Random quarters of seconds by action, with `by_rank` also by rank; some messages have no rows."""
 
-    def __init__(self, seed: int, by_rank: bool, least: int = 1) -> None:
-        self.seed, self.by_rank, self.least = seed, by_rank, least
+    def __init__(self, seed: int, by_rank: bool, min_quarters: int = 1) -> None:
+        self.seed, self.by_rank, self.min_quarters = seed, by_rank, min_quarters
 
     def compute(self, action: Compute) -> float:
         return self._quarters("", action) + 0.5
@@ -55,7 +55,7 @@ class RandomTiming:
         return crc32(f"{self.seed} {stage} {mb}".encode()) % 5
 
     def _quarters(self, ranks: object, action: object) -> float:
-        return (self.least + crc32(f"{self.seed} {ranks} {action}".encode()) % 6) / 4
+        return (self.min_quarters + crc32(f"{self.seed} {ranks} {action}".encode()) % 6) / 4
 
 
 programs = st.one_of(graphs(max_n=3).map(build_program), cut_programs(), cut_programs(inside_layers=True))
@@ -89,7 +89,8 @@ def test_the_critical_path_is_the_step(program: Program, seed: int, by_rank: boo
     assert all(span.start_s + span.duration_s == after.start_s for span, after in pairwise(path))
     spans = {(s.rank, s.action): s for s in timeline.spans}
     for s in path:
-        span, waited = spans[s.rank, s.action], 0.0
+        span = spans[s.rank, s.action]
+        waited = 0.0
         if isinstance(s.action, Partial) and s.duration_s > span.duration_s:
             waited = timing.left_under_way(s.action)
         assert s == span._replace(duration_s=span.duration_s + waited)

@@ -62,8 +62,8 @@ def recorded(graph: StageGraph, timeline: Timeline) -> dict[int, StepRecord]:
         actions: list[ActionRecord] = []
         messages: list[MessageRecord] = []
         clock = 0.0
-        own = [s for s in timeline.spans if s.rank == rank and not isinstance(s.action, Send | Recv)]
-        for span in sorted(own, key=lambda s: (s.start_s, s.start_s + s.duration_s)):
+        spans = [s for s in timeline.spans if s.rank == rank and not isinstance(s.action, Send | Recv)]
+        for span in sorted(spans, key=lambda s: (s.start_s, s.start_s + s.duration_s)):
             # Only the first rank of a collective records its wait; the others wait inside the collective.
             first = participants(graph, rank, span.action)[0]
             waited = span.start_s - clock if rank == first or isinstance(span.action, Compute) else 0.0
@@ -108,7 +108,8 @@ def test_records_of_a_simulated_step_give_its_timeline_back(graph: StageGraph, s
 VISION, LLM = StageId("vision", 0), StageId("llm", 0)
 EDGE = Edge(VISION, LLM)
 IMAGE, TEXT = Microbatch("vision", 0, 0), Microbatch("llm", 0, 0)
-SEND, RECV = Send(EDGE, IMAGE, TEXT, 1, "activation"), Recv(EDGE, IMAGE, TEXT, 0, "activation")
+SEND = Send(EDGE, IMAGE, TEXT, 1, "activation")
+RECV = Recv(EDGE, IMAGE, TEXT, 0, "activation")
 
 
 def two_ranks() -> dict[int, StepRecord]:
@@ -138,16 +139,16 @@ def two_ranks() -> dict[int, StepRecord]:
 
 
 def test_messages_are_on_their_sender_and_collectives_start_together() -> None:
-    found = measured_timeline(chain(Unit("vision"), Unit("llm"), n=1), two_ranks(), lambda rank, action: 4)
-    assert [(s.rank, s.start_s, s.duration_s, s.action, s.nbytes) for s in found.spans] == [
+    timeline = measured_timeline(chain(Unit("vision"), Unit("llm"), n=1), two_ranks(), lambda rank, action: 4)
+    assert [(s.rank, s.start_s, s.duration_s, s.action, s.nbytes) for s in timeline.spans] == [
         (0, 0.0, 3.0, Forward(VISION, IMAGE), 0),
         (0, 3.0, 1.0, SEND, 64),
         (1, 4.0, 3.0, Forward(LLM, TEXT), 0),
         (0, 7.0, 2.0, Step(), 4),
         (1, 7.0, 2.0, Step(), 4),
     ]
-    assert found.step_time_s == 10.0
-    assert found.bubbles[0] == pytest.approx(
+    assert timeline.step_time_s == 10.0
+    assert timeline.bubbles[0] == pytest.approx(
         dict.fromkeys(BUBBLE_KINDS, 0.0) | {"pp_cooldown": 4, "dp_reduce": 2, "dp_gather": 1}
     )
 

@@ -45,27 +45,27 @@ def mutations(draw: st.DrawFn) -> Program:
     program = draw(st.one_of(cut_programs(max_n=2), filled_programs(max_n=2)))
     rank = draw(st.sampled_from(sorted(program.actions)))
     actions = list(program.actions[rank])
-    inside = [at for at, a in enumerate(actions) if isinstance(a, Partial | Fill)]
-    at = draw(st.sampled_from(inside or range(len(actions))))
+    inside = [position for position, a in enumerate(actions) if isinstance(a, Partial | Fill)]
+    position = draw(st.sampled_from(inside or range(len(actions))))
     how = draw(
         st.sampled_from(["nothing", "nothing", "nothing", "delete", "duplicate", "swap", "move", "alter", "spill"])
     )
-    action = actions[at]
+    action = actions[position]
     if how == "delete":
-        del actions[at]
+        del actions[position]
     elif how == "duplicate":
         actions.insert(draw(st.integers(0, len(actions))), action)
     elif how == "swap":
         other = draw(st.integers(0, len(actions) - 1))
-        actions[at], actions[other] = actions[other], actions[at]
+        actions[position], actions[other] = actions[other], actions[position]
     elif how == "move":
-        actions.insert(draw(st.integers(0, len(actions) - 1)), actions.pop(at))
+        actions.insert(draw(st.integers(0, len(actions) - 1)), actions.pop(position))
     elif how == "alter" and isinstance(action, Partial):
         hi = draw(st.integers(action.lo + 1, action.hi + 1))
-        actions[at] = replace(action, hi=hi, kind=draw(st.sampled_from("FB")))
+        actions[position] = replace(action, hi=hi, kind=draw(st.sampled_from("FB")))
     elif how == "spill" and isinstance(action, Fill):  # parts of it are lost, doubled or come in another order
         inner = draw(st.lists(st.sampled_from(action.partials), min_size=1, max_size=3))
-        actions[at] = replace(action, partials=tuple(inner))
+        actions[position] = replace(action, partials=tuple(inner))
     return replace(program, actions={**program.actions, rank: tuple(actions)})
 
 

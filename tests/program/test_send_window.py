@@ -15,8 +15,8 @@ from tests.program.graphs import Unit, chain, graphs
 
 def walks_to_its_end(matched: MatchedActions, window: int) -> bool:
     """Let every rank go on as far as it can, again and again, until no rank moves; return whether all have ended."""
-    at = dict.fromkeys(matched.sequences, 0)
-    taken: set[int] = set()
+    next_step = dict.fromkeys(matched.sequences, 0)
+    received: set[int] = set()
     sent: set[int] = set()
     on_channel: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     done: set[int] = set()
@@ -25,14 +25,14 @@ def walks_to_its_end(matched: MatchedActions, window: int) -> bool:
     while moved:
         moved = False
         for rank, steps in matched.sequences.items():
-            while at[rank] < len(steps):
-                step = steps[at[rank]]
+            while next_step[rank] < len(steps):
+                step = steps[next_step[rank]]
                 if isinstance(step, Post):
                     sender, send = matched.messages[step.message]
                     channel = on_channel[sender, send.edge, send.payload, send.peer]
                     if sender != rank:
-                        taken.add(step.message)
-                    elif len([m for m in channel if m not in taken]) < window:
+                        received.add(step.message)
+                    elif len([m for m in channel if m not in received]) < window:
                         channel.append(step.message)
                         sent.add(step.message)
                     else:
@@ -45,9 +45,9 @@ def walks_to_its_end(matched: MatchedActions, window: int) -> bool:
                         break
                 else:
                     break
-                at[rank] += 1
+                next_step[rank] += 1
                 moved = True
-    return all(at[rank] == len(steps) for rank, steps in matched.sequences.items())
+    return all(next_step[rank] == len(steps) for rank, steps in matched.sequences.items())
 
 
 def shuffled(program: Program, seed: int) -> Program:

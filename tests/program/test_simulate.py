@@ -61,8 +61,8 @@ def one_f_one_b_time(f: list[float], b: list[float], n: int) -> float:
 
     def end(kind: str, s: int, i: int) -> float:
         if (kind, s, i) not in ends:
-            at = orders[s].index((kind, i))
-            before = end(orders[s][at - 1][0], s, orders[s][at - 1][1]) if at else 0.0
+            position = orders[s].index((kind, i))
+            before = end(orders[s][position - 1][0], s, orders[s][position - 1][1]) if position else 0.0
             if kind == "F":
                 data = end("F", s - 1, i) if s else 0.0
             else:
@@ -210,9 +210,9 @@ def test_a_replica_group_waits_for_the_slowest_one():
     def rule(action):
         return 0.5 + action.mb.replica
 
-    both = simulate(program, Given({}, {}, rule=rule), num_groups=2)
-    assert both.step_time_s == 3.0
-    assert both.bubbles[0]["imbalance"] == 2.0
+    two_groups = simulate(program, Given({}, {}, rule=rule), num_groups=2)
+    assert two_groups.step_time_s == 3.0
+    assert two_groups.bubbles[0]["imbalance"] == 2.0
     alone = simulate(program, Given({}, {}, rule=rule))
     assert alone.step_time_s == 1.0
     assert list(alone.bubbles) == [0]

@@ -112,7 +112,8 @@ def test_every_row_arrives_once_in_the_order_of_samples_and_items(encoders, llms
 )
 def test_an_assigned_batch_flows_along_the_edges_of_its_graph(dp, n, llm_n, seed):
     graph = chain(Unit("vision", dp=dp[0], n=n), Unit("llm", dp=dp[1], n=llm_n))
-    rng, num_groups = np.random.default_rng(seed), dp[1] * llm_n
+    rng = np.random.default_rng(seed)
+    num_groups = dp[1] * llm_n
     lengths = make_lengths(rng, 3 * num_groups)
     counts = {"vision": n, "llm": llm_n}
     meta = assign(0, 0, make_groups(rng, 3 * num_groups, num_groups), lengths, {"vision": dp[0], "llm": dp[1]}, counts)

@@ -223,6 +223,6 @@ def test_spans_of_receives_look_like_those_of_sends(timing):
     send = sent.action
     recv = Recv(send.edge, send.src, send.dst, sent.rank, send.payload)
     received = sent._replace(rank=send.peer, action=recv)
-    both = chrome_trace(replace(timeline, spans=(sent, received), simulated=False), "")["traceEvents"][-2:]
-    assert both[0]["args"] == both[1]["args"]
-    assert [e["pid"] for e in both] == [0, 1]
+    events = chrome_trace(replace(timeline, spans=(sent, received), simulated=False), "")["traceEvents"][-2:]
+    assert events[0]["args"] == events[1]["args"]
+    assert [e["pid"] for e in events] == [0, 1]

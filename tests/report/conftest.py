@@ -1,4 +1,4 @@
-"""Plans, steps, metrics and clocks for the tests of the report room."""
+"""Plans, steps, metrics and clocks for the tests of reports."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from tests.plan import factory
 
 @pytest.fixture(scope="package")
 def simulated_plan() -> tuple[Plan, Timeline]:
-    """A plan on two ranks, and a simulated step."""
+    """Make a plan on two ranks, and simulate a step."""
     settings = factory.recipe()
     chosen = plan_recipe(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
     layer_costs, _ = factory.layer_costs_for(settings)

@@ -52,10 +52,10 @@ def test_the_table_marks_the_recipes_method() -> None:
 def test_the_figure_has_a_panel_for_each_measure_that_varies(tmp_path: Path) -> None:
     stats_picture(SUMMARY, tmp_path / "a.png")
     stats_picture(summarize_lengths(("LLM tokens",), VALUES[:, :1]), tmp_path / "b.png")
-    with Image.open(tmp_path / "a.png") as two, Image.open(tmp_path / "b.png") as one:
-        assert two.format == "PNG"
-        assert two.height > 1.5 * one.height
-        dark = np.asarray(two.convert("L")) < 128
+    with Image.open(tmp_path / "a.png") as two_panels, Image.open(tmp_path / "b.png") as one_panel:
+        assert two_panels.format == "PNG"
+        assert two_panels.height > 1.5 * one_panel.height
+        dark = np.asarray(two_panels.convert("L")) < 128
     assert 0.01 < dark.mean() < 0.5, "something is drawn"
 
 

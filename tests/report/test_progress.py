@@ -22,7 +22,8 @@ def terminal(width: int) -> Console:
 
 
 def test_plain_lines() -> None:
-    file, clock = io.StringIO(), Clock()
+    file = io.StringIO()
+    clock = Clock()
     with open_progress(Console(file=file, width=60), "demo", 400, first_step=120, clock=clock) as progress:
         clock.now = 0.5
         progress.step(metrics(120))
@@ -47,7 +48,8 @@ def test_the_display_suits_the_console(term: str, kind: type) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_panel_fits_and_shows_every_figure(width: int) -> None:
-    clock, console = Clock(), Console(file=io.StringIO(), width=width, record=True)
+    clock = Clock()
+    console = Console(file=io.StringIO(), width=width, record=True)
     panel = LiveProgress(console, "demo", ProgressClock(400, 1, clock))
     console.print(panel)
     before = console.export_text()
@@ -79,7 +81,8 @@ def test_the_panel_fits_and_shows_every_figure(width: int) -> None:
 
 @pytest.mark.parametrize("width", [20, 80, 120])
 def test_the_live_display_runs_to_its_end_on_a_terminal(width: int) -> None:
-    console, clock = terminal(width), Clock()
+    console = terminal(width)
+    clock = Clock()
     with open_progress(console, "demo", 3, clock=clock) as progress:
         assert isinstance(progress, LiveProgress)
         for step in (1, 2, 3):

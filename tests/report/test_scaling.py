@@ -21,7 +21,7 @@ def small_plan() -> Plan:
 
 
 def scaled(gpus: int, tokens_per_s: float) -> ScalingPoint:
-    """A plan for this many GPUs with this throughput."""
+    """Make a plan for this many GPUs with this throughput."""
     base = small_plan()
     predicted = base.predicted.model_copy(update={"tokens_per_s_per_gpu": tokens_per_s / gpus})
     return ScalingPoint(gpus, base.model_copy(update={"world_size": gpus, "predicted": predicted}), "")
@@ -54,7 +54,7 @@ def test_efficiency_and_added_throughput() -> None:
 
 
 def test_a_number_that_adds_little_is_passed_over_if_a_larger_one_is_worthwhile() -> None:
-    """Each GPU adds 10% of a first one from 8 to 12, 60% from 8 to 16, 40% from 16 to 32."""
+    """Let each GPU add 10% of a first one from 8 to 12, 60% from 8 to 16, 40% from 16 to 32."""
     rows = scaling_rows([scaled(8, 80.0), scaled(12, 84.0), scaled(16, 128.0), scaled(32, 192.0)])
     assert scaling_verdict(rows[:3]) == "16 GPUs are worthwhile, 12 are not."
     assert scaling_verdict(rows).startswith(
@@ -64,7 +64,7 @@ def test_a_number_that_adds_little_is_passed_over_if_a_larger_one_is_worthwhile(
 
 
 def test_gpus_that_a_plan_does_not_use_count() -> None:
-    """With parallel.max_gpus a plan may use fewer GPUs than the cluster has."""
+    """Count them, because with parallel.max_gpus a plan may use fewer GPUs than the cluster has."""
     all_used = scaled(8, 80.0)
     rows = scaling_rows([all_used, ScalingPoint(16, all_used.plan, "")])
     assert rows[1].efficiency == pytest.approx(0.5)

@@ -53,7 +53,9 @@ class DataIndex:
         for unit, modality in self.modalities.items():
             of_unit = self.unit_features(sample, unit)
             of_others = features.get(modality, [0] * len(of_unit))
-            features[modality] = [own + others for own, others in zip(of_unit, of_others, strict=True)]
+            features[modality] = [
+                num_features + others for num_features, others in zip(of_unit, of_others, strict=True)
+            ]
         return features
 
     def unit_features(self, sample: int, unit: str) -> list[int]:

@@ -253,6 +253,6 @@ class _SampleMeasurer:
             ]
             of_others = features.get(encoder.modality)
             if of_others is not None:
-                of_unit = [own + others for own, others in zip(of_unit, of_others, strict=True)]
+                of_unit = [num_features + others for num_features, others in zip(of_unit, of_others, strict=True)]
             features[encoder.modality] = of_unit
         return features

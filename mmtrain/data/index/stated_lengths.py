@@ -163,10 +163,10 @@ def _parse_rows(text: str, path: Path, units: Mapping[str, _UnitRule]) -> list[_
     has_unknown = any(name not in known for name in columns)
     has_duplicates = len(set(columns)) < len(columns)
     if _TEXT_COLUMN not in columns or has_unknown or has_duplicates:
-        found = ", ".join(columns) or "nothing"
+        names = ", ".join(columns) or "nothing"
         optional = ", ".join(name for name in known if name != _TEXT_COLUMN)
         raise DataError(
-            f"{path}: the columns are {found}; needed: {_TEXT_COLUMN}; allowed besides, once each: {optional} "
+            f"{path}: the columns are {names}; needed: {_TEXT_COLUMN}; allowed besides, once each: {optional} "
             "(units that the model has)"
         )
     rows = []

@@ -24,8 +24,8 @@ def read_quarter_turns(file: BinaryIO) -> int:
     return 0
 
 
-def _boxes(file: BinaryIO, start: int, end: int, wanted: bytes) -> Iterator[tuple[int, int]]:
-    """Yield start and end of the body of each box of type `wanted` among the boxes in [start, end)."""
+def _boxes(file: BinaryIO, start: int, end: int, box_type: bytes) -> Iterator[tuple[int, int]]:
+    """Yield start and end of the body of each box of type `box_type` among the boxes in [start, end)."""
     for _ in range(_MAX_BOXES):
         if start + 8 > end:
             return
@@ -38,7 +38,7 @@ def _boxes(file: BinaryIO, start: int, end: int, wanted: bytes) -> Iterator[tupl
         box_end = end if size == 0 else start + size
         if not body <= box_end <= end:
             return
-        if kind == wanted:
+        if kind == box_type:
             yield body, box_end
         start = box_end
 

@@ -38,7 +38,7 @@ class _RankWork:
         self.forward[unit] = self.forward.get(unit, MarginalCost()) + forward
         self.backward[unit] = self.backward.get(unit, MarginalCost()) + backward
 
-    def both(self, units: frozenset[str]) -> UnitCosts:
+    def total(self, units: frozenset[str]) -> UnitCosts:
         """Return forward and backward together, of these units."""
         return {
             unit: sum((costs[unit] for costs in (self.forward, self.backward) if unit in costs), MarginalCost())
@@ -97,7 +97,7 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     typical = typical_loads(graph, lengths, recipe.data.seq_len)
     stage_costs = _StageCosts(graph, shape, cost_model, typical)
     ranks = _first_replica_work(stage_costs)
-    busiest_s = max(sum(_seconds(rank.both(frozenset(typical)), typical).values()) for rank in ranks)
+    busiest_s = max(sum(_seconds(rank.total(frozenset(typical)), typical).values()) for rank in ranks)
     scale = MICROBATCH_COST_UNITS / max(busiest_s, _MIN_SECONDS)
     encoders = [mesh.unit for mesh in graph.meshes if mesh.unit != LLM]
     pipeline: tuple[PipelineRank, ...] = ()
@@ -180,7 +180,7 @@ def _distinct_loads(
     balanced_units = frozenset(typical) if graph.num_groups > 1 else frozenset({LLM})
     with_seconds: list[tuple[UnitCosts, WorkSeconds]] = []
     for rank in ranks:
-        costs = rank.both(balanced_units)
+        costs = rank.total(balanced_units)
         seconds = _seconds(costs, typical)
         if sum(seconds.values()) > 0:
             with_seconds.append((costs, seconds))
@@ -219,7 +219,7 @@ def _time_share_apart(seconds: WorkSeconds, other: WorkSeconds) -> float:
 
 def _unit_cost(ranks: Sequence[_RankWork], unit: str) -> MarginalCost:
     """Return the cost of all of a unit's stages, forward and backward."""
-    return sum((rank.both(frozenset({unit})).get(unit, MarginalCost()) for rank in ranks), MarginalCost())
+    return sum((rank.total(frozenset({unit})).get(unit, MarginalCost()) for rank in ranks), MarginalCost())
 
 
 def _to_integers(costs: UnitCosts, scale: float) -> dict[str, SequenceCost]:

@@ -324,7 +324,7 @@ class LayerCosts:
         """Return state, kept, saved, working, working if recomputed, and input bytes: see `UnitLayerCosts`."""
         mode, sp = self.recompute[unit], self.has_sp(unit, tp)
 
-        def kept(recompute: bool) -> int:
+        def kept_bytes(recompute: bool) -> int:
             held = RankLayer(layer, tp, input_grad, recompute, sp)
             return layer_activation_bytes(held, load, self.costs, self.precision)
 
@@ -332,7 +332,7 @@ class LayerCosts:
             held = RankLayer(layer, tp, input_grad, recompute, sp)
             return layer_working_bytes(held, load, self.costs, self.precision)
 
-        full, recomputed = kept(False), kept(True)
+        full, recomputed = kept_bytes(False), kept_bytes(True)
         return (
             sum(layer_state(layer, tp, dp, self.precision)),
             recomputed if mode == "all" else full,

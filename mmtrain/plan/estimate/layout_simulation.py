@@ -150,8 +150,8 @@ def _busiest_rank(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) ->
     busy_s: dict[int, float] = {}
     held: dict[int, tuple[StageId, ...]] = {}
     for stage in graph.stages:
-        both = seconds[stage.id].forward + seconds[stage.id].backward
-        for tp_group, replica_s in zip(stage.tp_groups, both.sum(axis=2).mean(axis=0), strict=True):
+        pass_seconds = seconds[stage.id].forward + seconds[stage.id].backward
+        for tp_group, replica_s in zip(stage.tp_groups, pass_seconds.sum(axis=2).mean(axis=0), strict=True):
             rank = tp_group[0]
             busy_s[rank] = busy_s.get(rank, 0.0) + float(replica_s)
             held[rank] = (*held.get(rank, ()), stage.id)

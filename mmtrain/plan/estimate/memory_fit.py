@@ -53,8 +53,8 @@ def fit_memory(
                 to_save[tp_group] += nbytes / (1 + MEMORY_MARGIN)
         enough = _layers_to_recompute(graph, layer_costs, to_save, num_in_flight, budget)
         if enough is None:
-            least = partitioned_layout(assignment, layer_costs, partition, _all_free_layers(layer_costs))
-            least_memory = layer_costs.memory(layout_graph(least, layer_costs), num_in_flight)
+            recomputing_layout = partitioned_layout(assignment, layer_costs, partition, _all_free_layers(layer_costs))
+            least_memory = layer_costs.memory(layout_graph(recomputing_layout, layer_costs), num_in_flight)
             memory = min(memory, least_memory, key=lambda of_ranks: max(rank.total for rank in of_ranks.values()))
             break
         recompute = enough

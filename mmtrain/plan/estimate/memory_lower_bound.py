@@ -61,8 +61,8 @@ def unit_memory_bound(layer_costs: LayerCosts) -> UnitMemoryBound:
         if unit == LLM:
             return layer_costs.largest_load(LLM, unsplit)
         loads = layer_costs.microbatch_loads(unit, unsplit)
-        most = max(loads.total(batch).tokens for batch in range(len(layer_costs.batches.groups)))
-        return TokenLoad(most // step_microbatches if step_microbatches else 0, 0, 0, 0)
+        max_tokens = max(loads.total(batch).tokens for batch in range(len(layer_costs.batches.groups)))
+        return TokenLoad(max_tokens // step_microbatches if step_microbatches else 0, 0, 0, 0)
 
     def compute(unit: str, mesh: MeshSize, num_microbatches: int, in_flight_behind: int) -> float:
         step_microbatches = 0 if unit == LLM else num_microbatches * mesh.dp
@@ -106,8 +106,8 @@ def describe_excluded(
 def _weighted_mean(kinds: _KindBytes, in_flight: FloatArray) -> float:
     """Return the weighted mean bytes of a rank; a layer counts as on the rank where it counts least."""
     weights = 1 / np.maximum(kinds.count @ kinds.state + in_flight * (kinds.count @ kinds.kept), 1.0)
-    least = np.min(weights[:, None] * (kinds.state + in_flight[:, None] * kinds.kept), axis=0)
-    return float(kinds.count @ least / weights.sum())
+    fewest_bytes = np.min(weights[:, None] * (kinds.state + in_flight[:, None] * kinds.kept), axis=0)
+    return float(kinds.count @ fewest_bytes / weights.sum())
 
 
 def _kind_bytes(layer_costs: LayerCosts, unit: str, mesh: MeshSize, load: TokenLoad) -> _KindBytes:

@@ -65,8 +65,8 @@ class StepTimeEstimator:
         for alike in self._orders.group_by_order(assignment, partitions, shares):
             at_once = max(1, MAX_END_TABLE_NUMBERS // (alike.order.num_actions * groups.size))
             for first in range(0, len(alike), at_once):
-                some = alike.of(slice(first, first + at_once))
-                step_time_s[some.numbers] = run.step_time_s(some)
+                chunk = alike.of(slice(first, first + at_once))
+                step_time_s[chunk.numbers] = run.step_time_s(chunk)
         return step_time_s
 
     def in_flight(self, assignment: MeshAssignment, partition: LayerPartition) -> Mapping[StageId, int]:
@@ -185,7 +185,9 @@ class _EstimateRun:
             last_reduction_s = np.where((num_layers > 0) & holds_nothing, reduction_s, last_reduction_s)
             holds_nothing &= num_layers == 0
         reduced = np.max([end + seconds[:, None] for end, seconds in zip(ends, last_reduction_s, strict=True)], axis=0)
-        optimizer_s = np.array([self.layer_costs.costs.optimizer(int(most)) for most in num_updated.max(axis=0)])
+        optimizer_s = np.array(
+            [self.layer_costs.costs.optimizer(int(max_updated)) for max_updated in num_updated.max(axis=0)]
+        )
         num_ranks = self.assignment.ranks
         norm_s = self.layer_costs.costs.collective(
             "all_reduce", NORM_BYTES, num_ranks, num_ranks <= self.machine.ranks_per_node

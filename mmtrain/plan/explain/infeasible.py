@@ -56,8 +56,8 @@ def explain_infeasible(
     """
     limit = recipe.parallel.max_gpus
     number = f"{ranks} rank{'s' * (ranks > 1)}"
-    wanted = f"exactly {number}" if limit is None else f"at most {number} (parallel.max_gpus {limit})"
-    lines = [f"no plan uses {wanted}."]
+    requested = f"exactly {number}" if limit is None else f"at most {number} (parallel.max_gpus {limit})"
+    lines = [f"no plan uses {requested}."]
     for placement in placements:
         cause = _explain_placement(recipe.parallel, choices, ranks, placement)
         clash = _name_clash(recipe, choices, ranks, placement, choices_of)

@@ -299,10 +299,10 @@ def in_flight_by_chunk(chain: LayerChain, num_in_flight: Mapping[StageId, int]) 
 def _round_trip_seconds(layer_costs: LayerCosts, unit: str, tp: int, assignment: MeshAssignment) -> FloatArray:
     """Return (L + 1,) the least seconds through a unit's layers [0, l), down and back, mean over the batches."""
     times = layer_costs.unit_times(unit, tp, assignment.batch_split)
-    least = times.by_kind.min(axis=(3, 4)).mean(axis=2)
-    per_layer = least[:, FORWARD] + least[:, BACKWARD]
+    shortest_s = times.by_kind.min(axis=(3, 4)).mean(axis=2)
+    per_layer = shortest_s[:, FORWARD] + shortest_s[:, BACKWARD]
     if layer_costs.recompute[unit] == "all":
-        per_layer = per_layer + least[:, RECOMPUTE]
+        per_layer = per_layer + shortest_s[:, RECOMPUTE]
     return np.concatenate([[0.0], np.cumsum(per_layer[times.kind])])
 
 

@@ -132,10 +132,10 @@ def assignments_near_shares(
         units.append(_by_ranks(entry for entry in bounded if entry.bound_s < math.inf))
     splits = ((*ranks, num_ranks - sum(ranks)) for ranks in product(*units[:-1]))
     possible = [ranks for ranks in splits if ranks[-1] in units[-1]]
-    wanted = [shares[unit] for unit in choices]
+    unit_shares = [shares[unit] for unit in choices]
 
     def distance(ranks: tuple[int, ...]) -> float:
-        return sum(abs(actual - share) for actual, share in zip(ranks, wanted, strict=True))
+        return sum(abs(actual - share) for actual, share in zip(ranks, unit_shares, strict=True))
 
     for ranks in sorted(possible, key=lambda ranks: (distance(ranks), ranks)):
         meshes_of_units = [by_ranks[n] for by_ranks, n in zip(units, ranks, strict=True)]
@@ -222,7 +222,7 @@ def _fastest_disaggregated(
     They are sought for each number of the LLM's replicas, because that decides how large an encoder's microbatches are,
     and for each depth of its pipeline, because that decides how many of them an encoder holds.
     """
-    found: list[tuple[float, MeshAssignment]] = []
+    assignments: list[tuple[float, MeshAssignment]] = []
     limit = budget.max_assignments_per_rank_count
     for can_fit in (True, False):
         for llm_dp, llm_pp in product(choices[LLM].dp, _runs_within_a_doubling(choices[LLM].pp)):
@@ -232,12 +232,12 @@ def _fastest_disaggregated(
             for combined in _combine(units, num_ranks, 4 * limit):
                 assignment = _disaggregated_assignment(choices, combined.chosen)
                 if assignment is not None:
-                    found.append((combined.bound_s, assignment))
-        if found:
+                    assignments.append((combined.bound_s, assignment))
+        if assignments:
             break
     num_with_llm_mesh = Counter[MeshSize]()
     fastest: list[tuple[float, MeshAssignment]] = []
-    for bound_s, assignment in sorted(found, key=lambda entry: entry[0]):
+    for bound_s, assignment in sorted(assignments, key=lambda entry: entry[0]):
         llm_mesh = assignment.meshes[LLM]
         num_with_llm_mesh[llm_mesh] += 1
         if num_with_llm_mesh[llm_mesh] <= budget.max_assignments_per_llm_mesh and len(fastest) < limit:
@@ -331,8 +331,8 @@ def _joined(pairs: Sequence[tuple[list[UnitMeshes], list[BoundedUnitMesh]]], lim
     joined: list[UnitMeshes] = []
     pairs = sorted(pairs, key=lambda pair: max(pair[0][0].bound_s, pair[1][0].bound_s))
     for chosen, meshes in pairs:
-        least = max(chosen[0].bound_s, meshes[0].bound_s)
-        if len(joined) == limit and least >= joined[-1].bound_s:
+        bound_s = max(chosen[0].bound_s, meshes[0].bound_s)
+        if len(joined) == limit and bound_s >= joined[-1].bound_s:
             break  # all pairs that follow are no faster
         joined += _extend(*_fastest_parts(chosen, meshes, limit))
         joined = sorted(joined, key=lambda entry: entry.bound_s)[:limit]

@@ -10,7 +10,7 @@ from mmtrain.recipe.schema import Recipe
 
 
 def sizes_to_measure(
-    recipe: Recipe, ranks: int, only: Sequence[str] = (), wanted: str | None = None
+    recipe: Recipe, ranks: int, only: Sequence[str] = (), tp_option: str | None = None
 ) -> dict[str, tuple[int, ...]]:
     """Return by unit the tensor-parallel sizes that the recipe allows on `ranks` local ranks.
 
@@ -18,10 +18,10 @@ def sizes_to_measure(
         recipe: what will be planned.
         ranks: ranks of this machine.
         only: names of units; all by default.
-        wanted: the sizes to measure, like `1,2`; all that are possible by default.
+        tp_option: the sizes to measure, like `1,2`; all that are possible by default.
 
     Raises:
-        UserError: a unit does not exist, or no size in `wanted` is possible.
+        UserError: a unit does not exist, or no size in `tp_option` is possible.
     """
     hardware = preset(recipe.cluster.hardware) if recipe.cluster.hardware != "auto" else None
     ranks_per_node = recipe.cluster.ranks_per_node or (hardware.ranks_per_node if hardware else ranks)
@@ -38,17 +38,17 @@ def sizes_to_measure(
         for unit, choice in choices.items()
         if not only or unit in only
     }
-    return possible if wanted is None else _restrict(possible, wanted, ranks)
+    return possible if tp_option is None else _restrict(possible, tp_option, ranks)
 
 
-def _restrict(possible: dict[str, tuple[int, ...]], wanted: str, ranks: int) -> dict[str, tuple[int, ...]]:
-    """Keep the sizes that are wanted."""
+def _restrict(possible: dict[str, tuple[int, ...]], tp_option: str, ranks: int) -> dict[str, tuple[int, ...]]:
+    """Keep the sizes that `--tp` names."""
     try:
-        sizes = {int(part) for part in wanted.split(",")}
+        sizes = {int(part) for part in tp_option.split(",")}
     except ValueError:
-        raise UserError(f"--tp {wanted}: whole numbers with commas are needed, like 1,2") from None
+        raise UserError(f"--tp {tp_option}: whole numbers with commas are needed, like 1,2") from None
     chosen = {unit: tuple(sorted(sizes & set(of_unit))) for unit, of_unit in possible.items()}
     if not any(chosen.values()):
         allowed = "; ".join(f"{unit}: {', '.join(map(str, of_unit))}" for unit, of_unit in possible.items())
-        raise UserError(f"--tp {wanted}: not possible on {ranks} ranks; allowed: {allowed}")
+        raise UserError(f"--tp {tp_option}: not possible on {ranks} ranks; allowed: {allowed}")
     return chosen

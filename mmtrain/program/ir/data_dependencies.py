@@ -145,8 +145,8 @@ def sends_after(graph: StageGraph, rank: int, task: ComputeTask) -> list[Send]:
 
 def shares_before(graph: StageGraph, task: ComputeTask) -> list[Share]:
     """Return the broadcasts in which every rank of the task's TP group takes part just before `task`."""
-    wanted = dict.fromkeys((f.edge, f.receiver, f.payload) for f in input_flows(graph, task))
-    return [Share(*key) for key in wanted if needs_share(graph, *key)]
+    flows = dict.fromkeys((f.edge, f.receiver, f.payload) for f in input_flows(graph, task))
+    return [Share(*key) for key in flows if needs_share(graph, *key)]
 
 
 def reader_of(graph: StageGraph, recv: Recv) -> Share | Pass:

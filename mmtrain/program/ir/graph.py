@@ -181,8 +181,10 @@ class StageGraph:
     def _block(self, unit: str, mb: Microbatch) -> tuple[Microbatch, ...]:
         if unit == mb.unit:
             return (mb,)
-        own, per_block = microbatches_per_block(self.mesh(mb.unit).num_microbatches, self.mesh(unit).num_microbatches)
-        index = mb.index // own * per_block
+        per_own_block, per_block = microbatches_per_block(
+            self.mesh(mb.unit).num_microbatches, self.mesh(unit).num_microbatches
+        )
+        index = mb.index // per_own_block * per_block
         per_group = self.mesh(unit).dp // self.num_groups
         replica = self.group_of(mb) * per_group
         return tuple(

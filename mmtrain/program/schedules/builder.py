@@ -117,7 +117,7 @@ def build_explicit(graph: StageGraph, order: Mapping[int, Sequence[str]]) -> Pro
     """
     compute: dict[int, tuple[ComputeTask, ...]] = {}
     for rank, lines in order.items():
-        tasks = [_task_from_text(graph, rank, at, line) for at, line in enumerate(lines)]
+        tasks = [_task_from_text(graph, rank, index, line) for index, line in enumerate(lines)]
         compute[rank] = tuple(part for task in tasks for part in _without_needless_backwards(graph, task))
     return Program(graph, compute)
 
@@ -131,8 +131,8 @@ def in_flight_microbatches(graph: StageGraph) -> dict[StageId, int]:
     return {stage: count for position in find_positions(graph) for stage, count in position.in_flight().items()}
 
 
-def _task_from_text(graph: StageGraph, rank: int, at: int, line: str) -> ComputeTask:
-    where = f"order of rank {rank}, line {at}: {line!r}"
+def _task_from_text(graph: StageGraph, rank: int, index: int, line: str) -> ComputeTask:
+    where = f"order of rank {rank}, line {index}: {line!r}"
     try:
         task = action_from_text(line)
     except ValueError as error:

@@ -43,18 +43,18 @@ def _lower_rank(graph: StageGraph, rank: int, actions: Sequence[Action], reduce_
     ahead = RECV_LOOKAHEAD_PIECES if any(stage.pieces for stage in graph.stages) else 1
     posts: list[list[Recv]] = [recvs_before(graph, rank, action) for action in compute]
     units = trained_units(graph, rank)
-    last_backward = {unit: at for at, task in enumerate(compute) for unit in _backward_units(graph, task)}
+    last_backward = {unit: index for index, task in enumerate(compute) for unit in _backward_units(graph, task)}
     if reduce_last:
         last_backward = dict.fromkeys(last_backward, len(compute) - 1)
     lowered: list[Action] = [recv for recvs in posts[:ahead] for recv in recvs]
-    for at, action in enumerate(compute):
-        if at + ahead < len(posts):
-            lowered += posts[at + ahead]
+    for index, action in enumerate(compute):
+        if index + ahead < len(posts):
+            lowered += posts[index + ahead]
         lowered += shares_before(graph, action)
         lowered.append(action)
         lowered += sends_after(graph, rank, action)
         for unit in units:
-            if last_backward.get(unit) != at:
+            if last_backward.get(unit) != index:
                 continue
             if unit == LLM and holds_shared_embeddings(graph, rank):
                 # Before the reduction: after it each replica holds only its own shard of the gradient.

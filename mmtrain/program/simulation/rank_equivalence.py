@@ -132,11 +132,11 @@ def _components(
             small, large = sorted((component_of[rank], component_of[other]), key=lambda number: len(members[number]))
             component_of.update(dict.fromkeys(members[small], large))
             members[large] += members.pop(small)
-    own: defaultdict[int, list[_Connection]] = defaultdict(list)
+    connections_of: defaultdict[int, list[_Connection]] = defaultdict(list)
     for connection in connections:
-        own[component_of[connection.ranks[0]]].append(connection)
+        connections_of[component_of[connection.ranks[0]]].append(connection)
     for number in dict.fromkeys(component_of.values()):
-        yield members[number], own[number]
+        yield members[number], connections_of[number]
 
 
 def _link_classes(

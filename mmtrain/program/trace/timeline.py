@@ -55,11 +55,11 @@ class LazySpans(Sequence[Span]):
         self._make = make
 
     @overload
-    def __getitem__(self, at: int) -> Span: ...
+    def __getitem__(self, index: int) -> Span: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[Span, ...]: ...
-    def __getitem__(self, at: int | slice) -> Span | tuple[Span, ...]:
-        return self._made[at]
+    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
+    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
+        return self._made[index]
 
     def __len__(self) -> int:
         return len(self._made)

@@ -31,12 +31,12 @@ def _reordered(
     rank: int, actions: Sequence[Action], sent: Mapping[Channel, Mapping[MicrobatchPair, int]]
 ) -> tuple[Action, ...]:
     receives: defaultdict[Channel, list[tuple[int, int]]] = defaultdict(list)  # (place in channel, place in `actions`)
-    for at, action in enumerate(actions):
+    for place_of_action, action in enumerate(actions):
         if isinstance(action, Recv):
             channel = (action.edge, action.payload, action.peer, rank)
             place = sent[channel].get((action.src, action.dst)) if channel in sent else None
             if place is not None:
-                receives[channel].append((place, at))
+                receives[channel].append((place, place_of_action))
     before: defaultdict[int, list[Action]] = defaultdict(list)  # place in `actions` -> receives to post there
     moved: set[int] = set()
     for of_channel in receives.values():
@@ -45,17 +45,17 @@ def _reordered(
             continue
         latest = len(actions)
         moves: list[tuple[int, int]] = []
-        for _, at in reversed(in_channel_order):
-            latest = min(latest, at)
-            moves.append((latest, at))
-        for to, at in reversed(moves):
-            before[to].append(actions[at])
-            moved.add(at)
+        for _, place_of_action in reversed(in_channel_order):
+            latest = min(latest, place_of_action)
+            moves.append((latest, place_of_action))
+        for to, place_of_action in reversed(moves):
+            before[to].append(actions[place_of_action])
+            moved.add(place_of_action)
     if not moved:
         return tuple(actions)
     reordered: list[Action] = []
-    for at, action in enumerate(actions):
-        reordered += before[at]
-        if at not in moved:
+    for place_of_action, action in enumerate(actions):
+        reordered += before[place_of_action]
+        if place_of_action not in moved:
             reordered.append(action)
     return tuple(reordered)

@@ -96,7 +96,7 @@ def check_program(program: Program, memory: MemoryLimit | None = None) -> None:
         raise ProgramError(f"program: has actions for ranks {present}, but replica group 0 is {sorted(ranks)}")
     graph = program.graph
     numbered = {
-        rank: [(at, part) for at, action in enumerate(actions) for part in expand(graph, action)]
+        rank: [(index, part) for index, action in enumerate(actions) for part in expand(graph, action)]
         for rank, actions in program.actions.items()
     }
     _raise_if_any([text for rank, actions in numbered.items() for text in _not_exactly_once(graph, rank, actions)])
@@ -136,12 +136,12 @@ def _not_exactly_once(graph: StageGraph, rank: int, actions: NumberedActions) ->
     if counted.items() == expected.items():
         return problems
     for action in expected | counted:
-        text, count, wanted = action_to_text(action), counted[action], expected[action]
-        if wanted == 0:
+        text, count, expected_count = action_to_text(action), counted[action], expected[action]
+        if expected_count == 0:
             problems.append(f"rank {rank}: `{text}` does not belong on this rank")
         elif count == 0:
             problems.append(f"rank {rank}: `{text}` is missing")
-        elif count != wanted:
+        elif count != expected_count:
             problems.append(f"rank {rank}: `{text}` comes {count} times")
     return problems
 
@@ -156,7 +156,7 @@ def _count_with_parts_joined(
     counted: Counter[Action] = Counter(action for _, action in actions)
     num_done: Counter[Pass] = Counter()  # segments done of each pass that runs in parts
     problems = []
-    for at, action in actions:
+    for index, action in actions:
         if not isinstance(action, Partial) or not expected[pass_of(action)]:
             continue
         del counted[action]
@@ -166,7 +166,7 @@ def _count_with_parts_joined(
         if lo != done or hi > total:
             due = done if action.kind == "F" else total - done - 1
             state = f"segment {due} is due" if done < total else "all segments are done"
-            problems.append(f"rank {rank}: `{action_to_text(action)}` (action {at}) comes where {state} of {total}")
+            problems.append(f"rank {rank}: `{action_to_text(action)}` (action {index}) comes where {state} of {total}")
         counted[joined] += done == 0
         num_done[joined] = max(done, hi)
     for joined, done in num_done.items():
@@ -181,13 +181,13 @@ def _count_with_parts_joined(
 def _out_of_order(graph: StageGraph, rank: int, actions: NumberedActions) -> list[str]:
     done: set[Action] = set()
     problems = []
-    for nth, (at, action) in enumerate(actions):
+    for nth, (index, action) in enumerate(actions):
         late = [before for before in _before(graph, rank, action) if before not in done]
         if isinstance(action, ReduceGrads | ReduceShared | Step):
             late += [other for _, other in actions[nth + 1 :] if _must_follow(action, other)]
         if late:
             others = ", ".join(f"`{action_to_text(other)}`" for other in late[:3])
-            problems.append(f"rank {rank}: `{action_to_text(action)}` (action {at}) comes before {others}")
+            problems.append(f"rank {rank}: `{action_to_text(action)}` (action {index}) comes before {others}")
         done.add(action)
         if isinstance(action, Partial) and (finished := finished_pass(graph, action)):
             done.add(finished)
@@ -304,11 +304,11 @@ def _deadlock_text(cycle: list[JointAction]) -> str:
 def _too_large(program: Program, memory: MemoryLimit) -> list[str]:
     problems = []
     for rank, actions in program.actions.items():
-        peak, at = peak_activation_bytes(program.graph, actions, memory.bytes_of)
+        peak, index = peak_activation_bytes(program.graph, actions, memory.bytes_of)
         if peak > memory.limit_bytes[rank]:
             problems.append(
-                f"rank {rank}: {peak / 2**30:.3f} GiB of activations are alive at `{action_to_text(actions[at])}` "
-                f"(action {at}), {memory.limit_bytes[rank] / 2**30:.3f} GiB are free; recompute more layers, "
+                f"rank {rank}: {peak / 2**30:.3f} GiB of activations are alive at `{action_to_text(actions[index])}` "
+                f"(action {index}), {memory.limit_bytes[rank] / 2**30:.3f} GiB are free; recompute more layers, "
                 "use more stages or smaller microbatches"
             )
     return problems

@@ -14,7 +14,7 @@ BytesOf = Callable[[StageId, Microbatch], int]  # bytes one rank keeps between f
 class ActivationEvent(NamedTuple):
     """A point where the activations of a microbatch start or end to be kept."""
 
-    at: int  # place among the rank's actions
+    place: int  # among the rank's actions
     starts: bool
     stage: StageId
     mb: Microbatch
@@ -27,25 +27,25 @@ def activation_events(graph: StageGraph, actions: Sequence[Action]) -> list[Acti
     stage without backward live during its forward only.
     """
     events = []
-    for at, action in enumerate(actions):
+    for index, action in enumerate(actions):
         for part in expand(graph, action):
             if not isinstance(part, Compute):
                 continue
             if isinstance(started := started_pass(graph, part), Forward):
-                events.append(ActivationEvent(at, True, started.stage, started.mb))
+                events.append(ActivationEvent(index, True, started.stage, started.mb))
             finished = finished_pass(graph, part)
             if finished and (isinstance(finished, Backward) or not graph.needs_backward(finished.stage)):
-                events.append(ActivationEvent(at, False, finished.stage, finished.mb))
+                events.append(ActivationEvent(index, False, finished.stage, finished.mb))
     return events
 
 
 def peak_of_events(events: Iterable[ActivationEvent], bytes_of: BytesOf) -> tuple[int, int]:
     """Return the most bytes alive at once, and the place among the rank's actions where that first happens."""
     live = peak = peak_at = 0
-    for at, starts, stage, mb in events:
+    for index, starts, stage, mb in events:
         live += bytes_of(stage, mb) if starts else -bytes_of(stage, mb)
         if live > peak:
-            peak, peak_at = live, at
+            peak, peak_at = live, index
     return peak, peak_at
 
 

@@ -16,15 +16,15 @@ from mmtrain.program.verify.matching import Join, MatchedActions
 MIN_SEND_WINDOW = 4  # sends: enough to keep a link busy while the receiver computes
 
 
-def send_window(program: Program, least: int = MIN_SEND_WINDOW) -> int:
-    """Return the smallest of `least`, 2 x `least`, ... with which the (checked) program still cannot deadlock.
+def send_window(program: Program, min_window: int = MIN_SEND_WINDOW) -> int:
+    """Return the smallest of `min_window`, 2 x `min_window`, ... with which the checked program cannot deadlock.
 
     The number of messages on the busiest channel is always enough, so the search ends.
     """
     matched = program.matching
     num_sends = Counter(_channel(matched, message) for message in range(len(matched.messages)))
     busiest = max(num_sends.values(), default=0)
-    window = least
+    window = min_window
     while window < busiest and not terminates(matched, window):
         window *= 2
     return window

@@ -176,9 +176,9 @@ def _load_recipe(run_dir: Path) -> Recipe:
     """Load the recipe of a run. Raises UserError if there is none, or if it has no held-out data."""
     path = run_dir / RECIPE_FILE
     if not path.is_file():
-        found = f"it has no {RECIPE_FILE}" if run_dir.is_dir() else "there is no such folder"
+        problem = f"it has no {RECIPE_FILE}" if run_dir.is_dir() else "there is no such folder"
         raise UserError(
-            f"{run_dir}: not the folder of a run: {found}. Name the folder that `mmtrain train` wrote to "
+            f"{run_dir}: not the folder of a run: {problem}. Name the folder that `mmtrain train` wrote to "
             "(`run_dir` of its recipe, by default runs/<name>)"
         )
     recipe = load_recipe(path).recipe

@@ -138,8 +138,8 @@ class LayerProfiler:
         for _ in range(LAYER_WARM_UP_ROUNDS):
             times = self._run_round(mode, [fresh() for _ in range(num_in_flight)])
             round_s = sum(sum(forward) + sum(backward) for forward, backward in times.values())
-        least, most = repeats
-        num_rounds = self.world.broadcast(min(most, max(least, round(MODE_BUDGET_S / max(round_s, 1e-6)))))
+        min_rounds, max_rounds = repeats
+        num_rounds = self.world.broadcast(min(max_rounds, max(min_rounds, round(MODE_BUDGET_S / max(round_s, 1e-6)))))
         assert isinstance(num_rounds, int)
         all_times: LayerTimes = {key: ([], []) for key in self.keys}
         for _ in range(num_rounds):

@@ -180,7 +180,7 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
     facts = select_for_saving(recipe, "resume")
     # As one text each: `restore_run` compares the facts of now, and would miss an entry that was removed.
     facts["train"]["freeze"] = " ".join(recipe.train.freeze)
-    facts["data"]["budgets"] = " ".join(f"{unit}={most}" for unit, most in sorted(recipe.data.budgets.items()))
+    facts["data"]["budgets"] = " ".join(f"{unit}={budget}" for unit, budget in sorted(recipe.data.budgets.items()))
     facts["data"] |= {
         "tokenizer_sha256": hashlib.sha256(recipe.data.tokenizer_file.read_bytes()).hexdigest(),
         "samples": len(index.samples),
