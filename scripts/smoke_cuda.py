@@ -51,18 +51,18 @@ class Row:
     """One line of the table: what was compared, by how much it differed, and how much it may."""
 
     check: str
-    found: float | str  # text says why the check was left out
+    difference: float | str  # text says why the check was left out
     allowed: float = 0.0
 
     @property
     def verdict(self) -> str:
         """`ok`, `WRONG` or `left out`."""
-        if isinstance(self.found, str):
+        if isinstance(self.difference, str):
             return "left out"
-        return "ok" if self.found <= self.allowed else "WRONG"
+        return "ok" if self.difference <= self.allowed else "WRONG"
 
     def __str__(self) -> str:
-        shown = self.found if isinstance(self.found, str) else f"{self.found:.1e} of {self.allowed:.0e}"
+        shown = self.difference if isinstance(self.difference, str) else f"{self.difference:.1e} of {self.allowed:.0e}"
         return f"{self.verdict:<9}{self.check:<66}{shown}"
 
 

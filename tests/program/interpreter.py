@@ -41,7 +41,7 @@ class Result:
 @dataclass
 class _Rank:
     actions: Sequence[Action]
-    at: int = 0
+    position: int = 0
     clock: float = 0.0
     done: list[Action] = field(default_factory=list)
     did: set[Action] = field(default_factory=set)
@@ -69,8 +69,8 @@ class Interpreter:
         while sum(self._advance(rank) for rank in self.ranks):
             pass
         for rank, state in self.ranks.items():
-            if state.at < len(state.actions):
-                self.problems.append(f"rank {rank} is stuck at {state.actions[state.at]}")
+            if state.position < len(state.actions):
+                self.problems.append(f"rank {rank} is stuck at {state.actions[state.position]}")
             self._audit(rank, state)
         for channel in {*self.sent, *self.received}:
             if len(self.sent[channel]) != self.received[channel]:
@@ -97,17 +97,17 @@ class Interpreter:
     def _advance(self, rank: int) -> bool:
         state = self.ranks[rank]
         moved = False
-        while state.at < len(state.actions):
-            action = state.actions[state.at]
+        while state.position < len(state.actions):
+            action = state.actions[state.position]
             if isinstance(action, Send):
                 self._send(rank, state, action)
-                state.at += 1
+                state.position += 1
             elif isinstance(action, Recv):
                 channel = (action.edge, action.payload, action.peer, rank)
                 piece = (action.edge, action.src, action.dst, action.payload)
                 state.posted[piece] = (channel, self.received[channel], state.clock)
                 self.received[channel] += 1
-                state.at += 1
+                state.position += 1
             elif not self._together(rank, action):
                 return moved
             moved = True
@@ -130,7 +130,7 @@ class Interpreter:
         start = 0.0
         for member in group:
             state = self.ranks[member]
-            if state.at >= len(state.actions) or state.actions[state.at] != action:
+            if state.position >= len(state.actions) or state.actions[state.position] != action:
                 return False
             ready = self._data_time(member, action)
             if ready is None:
@@ -142,7 +142,7 @@ class Interpreter:
             state.clock = start + self.seconds(action)
             state.done.append(action)
             state.did.add(action)
-            state.at += 1
+            state.position += 1
             if isinstance(action, Share):
                 state.shared.add((action.edge, action.mb, action.payload))
         return True
@@ -240,7 +240,7 @@ class Interpreter:
 
     def _rules(self, rank: int, state: _Rank, action: Action) -> None:
         """Report an action that runs before something it must follow, though data flow alone would allow it."""
-        later = state.actions[state.at + 1 :]
+        later = state.actions[state.position + 1 :]
         wrong = False
         if isinstance(action, Partial):
             wrong = self._part(state, action)
