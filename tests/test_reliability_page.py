@@ -16,7 +16,7 @@ def _tests_of(path: str) -> dict[str, bool]:
     return {f.name: any(ast.unparse(mark) == "pytest.mark.slow" for mark in f.decorator_list) for f in functions}
 
 
-def test_every_named_test_exists_and_its_tier_is_told() -> None:
+def test_every_named_test_exists_and_the_page_states_its_tier() -> None:
     named = []
     for section in re.split(r"^##+ ", PAGE, flags=re.MULTILINE):
         default = DEFAULT_FILE.search(section)
