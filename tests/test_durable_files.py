@@ -1,29 +1,20 @@
 """Files are old or new, never half; logs give back every entry that can be read."""
 
 import errno
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mmtrain.durable_files import append_line, cut_log, disk_errors_named, read_log, set_aside, write_whole
 from mmtrain.errors import RunError
+from tests.full_disk import full_disk
 
 
-@pytest.fixture
-def full_disk() -> Iterator[None]:
-    """No file can grow beyond 8 bytes, which stands for a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_names_it(tmp_path: Path, full_disk: None) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_names_it(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_whole(path, "old")
-    with pytest.raises(RunError, match=f"^{path}: File too large. Free space"), disk_errors_named(tmp_path):
+    message = f"^{path}: File too large. Free space"
+    with pytest.raises(RunError, match=message), disk_errors_named(tmp_path), full_disk(8):
         write_whole(path, "new and longer")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]

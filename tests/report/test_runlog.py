@@ -2,7 +2,6 @@
 
 import json
 import math
-import resource
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mmtrain.report import RunLog, read_metrics
 from mmtrain.report.metrics_record import EdgeMetrics
+from tests.full_disk import full_disk
 from tests.report.conftest import metrics
 
 
@@ -99,16 +99,12 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
 def test_a_full_disk_delays_lines_and_later_steps_are_logged(tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with RunLog(tmp_path, 1, enabled=True) as run_log:
         run_log.step(metrics(1))
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))  # bytes per file: stands for a full disk
+        with full_disk(600):
             for step in range(2, 6):
                 with pytest.raises(OSError, match="File too large"):
                     run_log.step(metrics(step))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         run_log.step(metrics(6))
         run_log.step(metrics(7))
     assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from mmtrain.errors import FolderTaken, RunError, UserError
 from mmtrain.runtime.resilience import folder_lock
 from mmtrain.runtime.resilience.folder_lock import FolderLock, Lease, may_be_owned
 from mmtrain.runtime.run_owner import LOCK_FILE, FolderOwner, read_owner
+from tests.full_disk import full_disk
 
 QUICK = Lease(renewal_s=0.02, duration_s=0.3)
 DEADLINE_S = 10.0
@@ -172,10 +172,6 @@ def test_a_lock_file_removed_by_hand_names_no_other_owner(tmp_path: Path) -> Non
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # bytes per file: stands for a full disk
-    try:
-        with FolderLock(tmp_path) as lock, pytest.raises(RunError, match=f"{tmp_path / LOCK_FILE}: File too large"):
-            lock.claim()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = f"{tmp_path / LOCK_FILE}: File too large"
+    with FolderLock(tmp_path) as lock, pytest.raises(RunError, match=message), full_disk(0):
+        lock.claim()
