@@ -20,7 +20,7 @@ from tests.flow.runs import request_for, run_all
 
 TOGETHER = ("parallel.placement=unified", "parallel.llm.dp=2", "train.global_batch=8")
 APART = ("parallel.placement=disaggregated", "train.global_batch=8")
-CHUNKS = (*APART, "train.steps=3", "model.llm.layers=4", "parallel.llm.pp=2", "parallel.llm.vpp=2")
+CHUNKS = (*APART, "model.llm.layers=4", "parallel.llm.pp=2", "parallel.llm.vpp=2")
 
 
 def _losses(run_dir: Path) -> list[float]:
@@ -52,7 +52,7 @@ def _rearranged(request: TrainRequest, plan: Plan) -> bool:
 def test_losses_are_those_of_steps_as_they_come(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: tuple[str, ...], ranks: int
 ) -> None:
-    arranged, plain = (request_for(data, tmp_path / name, *changes) for name in ("arranged", "plain"))
+    arranged, plain = (request_for(data, tmp_path / name, *changes, "train.steps=3") for name in ("arranged", "plain"))
     assert run_all(*[arranged] * ranks) == [""] * ranks
     assert _rearranged(arranged, load_plan(arranged.run_dir / PLAN_FILE))
     monkeypatch.setattr(start_run, "derive_step_targets", _no_targets)  # ranks are forked from here
