@@ -194,6 +194,7 @@ def test_a_slow_rank_is_no_hang(data: Path, unbroken: Path, tmp_path: Path) -> N
     assert_same_end(tmp_path, unbroken)
 
 
+@pytest.mark.slow  # a save of a run that stops, on the same disk, is in the quick tests
 def test_saves_on_a_slow_disk_take_longer_than_the_watchdog_waits(data: Path, unbroken: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, "train.watchdog_s=1.5", "train.checkpoint.every=3")
     assert run_all(request, request, faults=FailAt(1, range(9), "slow disk")) == ["", ""]
@@ -244,6 +245,7 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named(data: Path, tmp_p
     assert other.startswith("  secondary: rank 0, in `waiting for the first step of all ranks`: ")
 
 
+@pytest.mark.slow  # as for a rank that is stopped before the first step, the heartbeat ends
 def test_a_rank_that_is_stopped_while_it_plans_is_named(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, "train.watchdog_s=1.5")
     code, message = launch(replace(request, planner=_stopping_planner))
@@ -253,6 +255,7 @@ def test_a_rank_that_is_stopped_while_it_plans_is_named(data: Path, tmp_path: Pa
     assert other.startswith("  secondary: rank 1, in `choosing the plan`: ")
 
 
+@pytest.mark.slow
 def test_a_start_may_take_longer_than_the_watchdog_waits(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, "train.watchdog_s=1.5", "train.steps=2", planner=_slow_planner)
     assert launch(request) == (0, "")

@@ -122,6 +122,7 @@ def _train(settings: Recipe, meshes: dict[str, Mesh]) -> list[tuple[float, ...]]
     return curve
 
 
+@pytest.mark.slow
 def test_the_smoke_script_trains_as_it_would_on_gpus() -> None:
     smoke = _script()
 

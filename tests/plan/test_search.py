@@ -145,7 +145,7 @@ def test_the_heaviest_group_represents_all_of_a_very_large_batch() -> None:
         budget = replace(DEFAULT_BUDGET, evaluation=evaluation)
         limited = Evaluator(evaluator.problem, budget, evaluator.layer_costs)
         step_times.append([])
-        for candidate in all_candidates(evaluator, 6):
+        for candidate in all_candidates(evaluator, 4):
             partition = next(all_partitions(evaluator.layer_chains(candidate)))
             layout = partitioned_layout(candidate.assignment, evaluator.layer_costs, partition)
             step_times[-1].append(simulated(layout, limited).step_time_s)
