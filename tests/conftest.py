@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 # torch reads this when it is imported. Tests run side by side, and their models are too small for several threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-EXAMPLES = {"quick": 30, "thorough": 100}  # of each property; `--hypothesis-profile` chooses
+EXAMPLES = {"quick": 20, "thorough": 100}  # of each property; `--hypothesis-profile` chooses
 
 for profile, examples in EXAMPLES.items():
     settings.register_profile(

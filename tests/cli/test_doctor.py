@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from mmtrain.cli.doctor import health_lines
 from mmtrain.runtime.profiling.diagnostics import Diagnostic
 from mmtrain.runtime.profiling.doctor import MachineReport, examine_machine
 from tests.forked_command import run_forked
 
 
+@pytest.mark.slow  # times messages between two processes
 def test_json_describes_this_machine(tmp_path: Path) -> None:
     done = run_forked(tmp_path, "doctor", "--json")
     assert done.returncode == 0, done.stderr

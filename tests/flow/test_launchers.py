@@ -72,6 +72,7 @@ def test_what_torchrun_restarts_goes_on_unless_it_was_stopped(data: Path, tmp_pa
     assert fork_ranks(2, _restarted_rank, request, free_port()) == [75, 75]
 
 
+@pytest.mark.slow
 def test_a_slurm_task_that_is_killed_is_resumed_and_a_folder_in_use_is_refused(
     data: Path, unbroken: Path, tmp_path: Path
 ) -> None:

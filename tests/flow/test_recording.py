@@ -60,6 +60,7 @@ def test_a_run_writes_the_timelines_it_was_asked_for(data: Path, tmp_path: Path)
     assert len(spans) == sum(1 for e in spans for s in other["steps"] if s["ts"] <= e["ts"] <= s["ts"] + s["dur"])
 
 
+@pytest.mark.slow  # `tests/runtime/test_stragglers.py` finds slow ranks in recorded steps
 def test_a_slow_rank_is_named_in_the_metrics_and_in_the_report_of_a_failure(data: Path, tmp_path: Path) -> None:
     request = request_for(
         data, tmp_path, *TWO_REPLICAS, f"train.steps={STRAGGLER_WINDOW_STEPS + 1}", "train.watchdog_s=2"
