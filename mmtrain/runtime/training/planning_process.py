@@ -1,0 +1,57 @@
+"""The process that `BackgroundPlanning` starts: make one plan, write it to stdout as JSON, and end."""
+
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from mmtrain.errors import UserError
+from mmtrain.plan.artifact.plan import Plan
+
+PLANNING_NICENESS = 15  # of 19: the ranks and the loader's workers come first
+
+
+def main() -> None:
+    """Read a pickled function from stdin, call it, and answer with its plan or with the reason why there is none."""
+    os.nice(PLANNING_NICENESS)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        # A launcher may signal all processes of a job. The run finishes its step and saves, and then ends this one.
+        signal.signal(number, signal.SIG_IGN)
+    answer_file = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
+    try:
+        make_plan = pickle.load(sys.stdin.buffer)
+    except EOFError:  # the run ended meanwhile
+        return
+    threading.Thread(target=_end_with_run, name="mmtrain-parent", daemon=True).start()
+    with answer_file:
+        json.dump(_answer(make_plan), answer_file)
+
+
+def _answer(make_plan: Callable[[], Plan]) -> dict[str, Any]:
+    start_s = time.perf_counter()
+    plan, refusal = None, None
+    try:
+        plan = make_plan().model_dump(mode="json")
+    except UserError as error:
+        refusal = str(error)
+    except Exception as error:  # an error of ours, which must not end the run
+        traceback.print_exc()
+        refusal = f"the planner failed: {type(error).__name__}: {error}"
+    return {"plan": plan, "refusal": refusal, "seconds": time.perf_counter() - start_s}
+
+
+def _end_with_run() -> None:
+    """End this process when the other end of stdin closes, which the system does also for a run that was killed."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
