@@ -60,9 +60,13 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Last norm, projection to the vocabulary, and the loss."""
 
-    def __init__(self, shape: LayerShape, factory: "LayerFactory", tied: Embedding | None) -> None:
-        """Build the layer; `tied` is the embedding whose matrix it uses, if the model ties them."""
+    def __init__(self, shape: LayerShape, factory: "LayerFactory", vocab_size: int, tied: Embedding | None) -> None:
+        """Build the layer for a vocabulary of `vocab_size`; `shape.vocab` is larger if it is padded.
+
+        tied: the embedding whose matrix it uses, if the model ties them.
+        """
         super().__init__()
+        self.vocab_size = vocab_size
         self.factory = factory
         self.norm = factory.norm(shape.hidden, on_sequence_shards=True)
         self.output = factory.vocab_linear(shape.hidden, shape.vocab, own_weight=tied is None)
@@ -78,7 +82,7 @@ class Head(nn.Module):
         assert labels is not None, "the stage with the head needs labels"
         logits = self._project(hidden)
         labels = F.pad(labels, (0, len(logits) - len(labels)), value=_IGNORED_LABEL)
-        losses = self.factory.token_losses(logits, labels)
+        losses = self.factory.token_losses(logits, labels, self.vocab_size)
         return (losses * (labels != _IGNORED_LABEL)).sum()
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -193,6 +193,6 @@ class StageModule(nn.Module):
                 return Embedding(layer, self.factory)
             case "head":
                 assert tied_embedding is None or isinstance(tied_embedding, Embedding)
-                return Head(layer, self.factory, tied_embedding)
+                return Head(layer, self.factory, self._settings.llm.vocab, tied_embedding)
             case _:
                 raise AssertionError(f"{layer.kind} can only be planned; `require_runnable` rejects such recipes")

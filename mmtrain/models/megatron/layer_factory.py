@@ -303,11 +303,18 @@ class LayerFactory:
         )
         return _mark(linear, dim=0) if own_weight else linear
 
-    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def token_losses(self, logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
         """Compute the cross-entropy (T,) in fp32 of logits (T, vocab / tp) and labels (T,); may overwrite the logits.
 
-        A label outside the vocabulary (-100) gives a finite value that the caller must drop.
+        Rows of the vocabulary from `vocab_size` on are padding: they take no part in the softmax, and their gradient is
+        zero. A label outside the vocabulary (-100) gives a finite value that the caller must drop.
         """
+        num_real = max(0, vocab_size - self.groups.tp_rank * logits.shape[1])
+        if num_real < logits.shape[1]:
+            # Without autograd: exp(-inf) is 0, so the loss gives these columns a zero gradient by itself, and a
+            # recorded fill would copy the gradient of all logits.
+            with torch.no_grad():
+                logits[:, num_real:] = float("-inf")
         with tp_group_scope(self.groups):
             losses: Tensor = vocab_parallel_cross_entropy(logits, labels)
         return losses
