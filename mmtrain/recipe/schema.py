@@ -7,7 +7,7 @@ dotted paths in error messages (`data.seq_len`) and in `--set`. `model_settings`
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mmtrain.recipe.model_settings import ModelSettings
 from mmtrain.recipe.settings import NOTHING, PositiveFloat, PositiveInt, Section, setting
@@ -75,7 +75,7 @@ class ImageSettings(Section):
         description="`native` (Qwen2-VL): keep the aspect ratio, scale the area into [`min_pixels`, `max_pixels`], and "
         "round the sides to multiples of merged patches. `tiles` (InternVL): cut the image into up to `max_tiles` "
         "squares of `tile` pixels, on the canvas with the closest aspect ratio; if there are several, one more square "
-        "shows the entire image. `fixed`: resize to `size` x `size`.",
+        "shows the entire image. `fixed`: bring it to `size` x `size`, as `fit` says.",
     )
     tile: PositiveInt = setting(
         448, affects={"plan", "lengths", "steps", "resume"}, description="Side of one tile in pixels, for `tiles`."
@@ -89,6 +89,21 @@ class ImageSettings(Section):
     )
     size: PositiveInt = setting(
         224, affects={"plan", "lengths", "steps", "resume"}, description="Side of an image in pixels, for `fixed`."
+    )
+    fit: Literal["stretch", "crop", "pad"] = setting(
+        "stretch",
+        affects={"steps", "resume"},
+        description="How an image that is no square becomes one, for `fixed`. `stretch` (SigLIP): change its aspect "
+        "ratio. `crop` (CLIP): cut out its middle. `pad` (LLaVA): add borders in the color `mean`.",
+    )
+    resample: Literal["bilinear", "bicubic", "lanczos"] = setting(
+        "bicubic", affects={"steps", "resume"}, description="Filter that resizes images and frames."
+    )
+    decode: Literal["scaled", "full"] = setting(
+        "scaled",
+        affects={"steps", "resume"},
+        description="How a JPEG is read that is much larger than needed. `scaled`: at 1/2, 1/4 or 1/8 of its size, "
+        "several times faster. `full`: all its pixels, as the processors of published models do.",
     )
     min_pixels: PositiveInt = setting(
         28 * 28,
@@ -116,6 +131,16 @@ class ImageSettings(Section):
         affects={"plan", "steps", "resume"},
         description="The RGB values are divided by this after `mean` was subtracted.",
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ImageSettings":
+        problems = []
+        if self.scheme != "fixed" and self.fit != "stretch":
+            problems.append(
+                f"fit is `{self.fit}`, but only images of scheme `fixed` change their aspect: leave fit out, or set "
+                "scheme to fixed"
+            )
+        return self._without(problems)
 
 
 class VideoSettings(Section):

@@ -15,10 +15,11 @@ from mmtrain.data.media.audio import load_log_mels, read_num_frames
 from mmtrain.data.media.images import load_rgb_images, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
 from mmtrain.data.media.video import load_video_frames, read_video_size
-from mmtrain.recipe.schema import AudioDataSettings
+from mmtrain.recipe.schema import AudioDataSettings, ImageSettings
 from tests.data.archives import movie, wav
 
 LIMIT = 1_000_000
+SETTINGS = ImageSettings(max_source_pixels=LIMIT)
 
 
 def _picture(form: str) -> bytes:
@@ -29,7 +30,7 @@ def _picture(form: str) -> bytes:
 
 def _look_at_picture(media: Media) -> None:
     read_image_size(media, LIMIT)
-    assert load_rgb_images(media, [(16, 16)], LIMIT)[0].size == (16, 16)
+    assert load_rgb_images(media, [(16, 16)], SETTINGS)[0].size == (16, 16)
 
 
 def _listen(media: Media) -> None:
@@ -39,7 +40,7 @@ def _listen(media: Media) -> None:
 
 def _watch(media: Media) -> None:
     _, _, frames = read_video_size(media, 3, LIMIT)
-    assert len(load_video_frames(media, frames, (16, 16), LIMIT)) == frames
+    assert len(load_video_frames(media, frames, (16, 16), SETTINGS)) == frames
 
 
 CASES: dict[str, tuple[Callable[[], bytes], Callable[[Media], None]]] = {

@@ -14,10 +14,12 @@ from PIL import Image
 from mmtrain.data.media.media_bytes import FileMedia, TarMember
 from mmtrain.data.media.mp4_rotation import read_quarter_turns
 from mmtrain.data.media.video import BadVideoError, load_video_frames, read_start_and_duration, read_video_size
+from mmtrain.recipe.schema import ImageSettings
 from tests.data.archives import movie, tar, wav
 
 COLOURS = {"red": (255, 0, 0), "lime": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
 LIMIT = 1_000_000
+SETTINGS = ImageSettings(max_source_pixels=LIMIT)
 
 
 def _file(path: Path, content: bytes) -> FileMedia:
@@ -28,7 +30,7 @@ def _file(path: Path, content: bytes) -> FileMedia:
 def _seen(media: FileMedia | TarMember, count: int) -> list[str]:
     """Return the colours that the frames show."""
     colours = []
-    for frame in load_video_frames(media, count, (32, 24), LIMIT):
+    for frame in load_video_frames(media, count, (32, 24), SETTINGS):
         assert frame.size == (32, 24)
         mean = np.asarray(frame).mean(axis=(0, 1))
         colours.append(min(COLOURS, key=lambda name: float(np.abs(mean - COLOURS[name]).sum())))
@@ -59,7 +61,7 @@ def test_videos_are_rotated_as_their_header_says(tmp_path: Path, rotation: int, 
         assert read_quarter_turns(file) == turns
     width, height, _ = read_video_size(media, 1, LIMIT)
     assert (width, height) == ((64, 48) if turns % 2 == 0 else (48, 64))
-    (frame,) = load_video_frames(media, 1, (width, height), LIMIT)
+    (frame,) = load_video_frames(media, 1, (width, height), SETTINGS)
     expected = np.asarray(filmed.rotate(rotation, expand=True), dtype=float)
     assert np.abs(np.asarray(frame, dtype=float) - expected).mean() < 20
 
@@ -100,7 +102,8 @@ def test_frames_are_those_shown_at_their_times_with_and_without_seeking(
         times = [start + (i + 0.5) / count * seconds for i in range(count)]
         expected = [[shade for time, shade in frames_by_time if time <= shown_at][-1] for shown_at in times]
         brightness = [
-            float(np.asarray(frame.convert("L")).mean()) for frame in load_video_frames(media, count, (32, 32), LIMIT)
+            float(np.asarray(frame.convert("L")).mean())
+            for frame in load_video_frames(media, count, (32, 32), SETTINGS)
         ]
         assert np.abs(np.array(brightness) - expected).max() < 0.5, count
 
@@ -168,5 +171,5 @@ def test_missing_frames_are_an_error(tmp_path: Path) -> None:
     media = _file(tmp_path / "x.mkv", intact[: len(intact) // 2])
     assert read_video_size(media, 4, LIMIT)[2] == 4  # the header is fine
     with pytest.raises(BadVideoError) as rejected:
-        load_video_frames(media, 4, (32, 24), LIMIT)
+        load_video_frames(media, 4, (32, 24), SETTINGS)
     assert rejected.value.kind in ("truncated", "undecodable")

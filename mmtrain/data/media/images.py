@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
+from mmtrain.data.media.fitting import Size, covering_size, fit_picture
 from mmtrain.data.media.image_headers import fast_image_size, fast_image_size_in_stream
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
 from mmtrain.recipe.schema import ImageSettings
@@ -66,20 +67,27 @@ def _fast_size_in_archive(media: Media) -> tuple[int, int] | None:
         return None
 
 
-def load_rgb_images(media: Media, sizes: Sequence[tuple[int, int]], max_source_pixels: int) -> list[Image.Image]:
-    """Decode an image and resize it to each of `sizes` (width, height), of which the first is the largest.
+def load_rgb_images(media: Media, sizes: Sequence[Size], settings: ImageSettings) -> list[Image.Image]:
+    """Decode an image and fit it into each of `sizes` (width, height), of which the first is the largest.
 
     Transparent images are put on a white background. Raises `BadImageError`.
     """
-    with _open_image(media, max_source_pixels) as (image, _):
+    with _open_image(media, settings.max_source_pixels) as (image, _):
         orientation = _orientation(image)
-        largest = sizes[0][::-1] if orientation in _SWAPS_SIDES else sizes[0]
-        # JPEG only: decode at 1/2, 1/4 or 1/8 of the size as long as that is at least twice the largest size.
-        image.draft("RGB", (2 * largest[0], 2 * largest[1]))
+        if settings.decode == "scaled":
+            _decode_scaled(image, sizes[0], orientation in _SWAPS_SIDES, settings)
         rgb = _to_rgb(image)
     if orientation in _TO_UPRIGHT:
         rgb = rgb.transpose(_TO_UPRIGHT[orientation])
-    return [rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC) for size in sizes]
+    return [fit_picture(rgb, size, settings) for size in sizes]
+
+
+def _decode_scaled(image: Image.Image, largest: Size, swaps_sides: bool, settings: ImageSettings) -> None:
+    """Let a JPEG be decoded at 1/2, 1/4 or 1/8 of its size as long as this is at least twice the largest size."""
+    width, height = largest[::-1] if swaps_sides else largest
+    if settings.fit == "crop":
+        width, height = covering_size(image.size, (width, height))
+    image.draft("RGB", (2 * width, 2 * height))
 
 
 def patchify(rgb: Image.Image, settings: ImageSettings, patch: int) -> Float32Array:

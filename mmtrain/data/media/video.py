@@ -14,9 +14,11 @@ from typing import Any
 
 from PIL import Image
 
+from mmtrain.data.media.fitting import Size, fit_picture
 from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.media.mp4_rotation import read_quarter_turns
 from mmtrain.data.optional_packages import require_package
+from mmtrain.recipe.schema import ImageSettings
 
 # Containers that hold their frames themselves.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv"
@@ -51,13 +53,13 @@ def read_video_size(media: Media, max_frames: int, max_source_pixels: int) -> tu
     return width, height, max(1, min(max_frames, num_frames))
 
 
-def load_video_frames(media: Media, count: int, size: tuple[int, int], max_source_pixels: int) -> list[Image.Image]:
-    """Decode `count` frames and resize them to `size` (width, height).
+def load_video_frames(media: Media, count: int, size: Size, settings: ImageSettings) -> list[Image.Image]:
+    """Decode `count` frames and fit them into `size` (width, height).
 
     The video is divided into `count` equal parts, and the frame in the middle of each is returned. Raises
     `BadVideoError`.
     """
-    with _open_video(media, "undecodable", max_source_pixels) as (container, stream):
+    with _open_video(media, "undecodable", settings.max_source_pixels) as (container, stream):
         start_s, duration_s = read_start_and_duration(media, stream)
         last_frame_s = max(_LAST_FRAME_S, _LAST_FRAME_SHARE * duration_s)
         times_s = [start_s + (i + 0.5) / count * duration_s for i in range(count)]
@@ -66,17 +68,16 @@ def load_video_frames(media: Media, count: int, size: tuple[int, int], max_sourc
         for run in _split_into_runs(stream, times_s):
             frames = _frames_from(container, stream, run[0], seek=run[0] > times_s[0])
             for frame in _frames_at(frames, run, last_frame_s):
-                images.append(_to_image(frame, rotation, size))  # resized one by one: decoded frames may be large
+                # One by one: decoded frames may be large.
+                images.append(fit_picture(_to_image(frame, rotation), size, settings))
     if len(images) < count:
         raise BadVideoError("truncated", f"{media}: {len(images)} of {count} frames are there")
     return images
 
 
-def _to_image(frame: Any, rotation: Image.Transpose | None, size: tuple[int, int]) -> Image.Image:
+def _to_image(frame: Any, rotation: Image.Transpose | None) -> Image.Image:
     image: Image.Image = frame.to_image()
-    if rotation is not None:
-        image = image.transpose(rotation)
-    return image.resize(size, Image.Resampling.BICUBIC)
+    return image if rotation is None else image.transpose(rotation)
 
 
 def _quarter_turns(media: Media) -> int:

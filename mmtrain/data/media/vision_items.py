@@ -78,26 +78,24 @@ class VisionItemDecoder:
 
     def _decode(self, kind: MediaKind, media: Media, num_parts: int, grid: Grid) -> list[Image.Image]:
         size = grid[1] * self._patch, grid[0] * self._patch
-        max_source_pixels = self._settings.max_source_pixels
         if kind == "video":
-            return load_video_frames(media, num_parts, size, max_source_pixels)
+            return load_video_frames(media, num_parts, size, self._settings)
         if self._settings.scheme == "tiles":
             return _load_tiles(media, num_parts, self._settings)
-        return load_rgb_images(media, [size], max_source_pixels)
+        return load_rgb_images(media, [size], self._settings)
 
 
 def _load_tiles(media: Media, expected_tiles: int, settings: ImageSettings) -> list[Image.Image]:
     """Return the tiles of an image, row-major; where there are several, the last one shows all of the image."""
     side = settings.tile
-    max_source_pixels = settings.max_source_pixels
-    width, height = read_image_size(media, max_source_pixels)
+    width, height = read_image_size(media, settings.max_source_pixels)
     if num_tiles(width, height, settings) != expected_tiles:
         what = f"{media}: {width} x {height} pixels are not {expected_tiles} tiles"
         reason = f"{what}: it has changed since lengths were read; touch the data file, so that they are read again"
         raise BadMediaError("undecodable", reason)
     rows, cols = tile_canvas(width, height, side, settings.max_tiles)
     if (rows, cols) == (1, 1):
-        return load_rgb_images(media, [(side, side)], max_source_pixels)
-    canvas, thumbnail = load_rgb_images(media, [(cols * side, rows * side), (side, side)], max_source_pixels)
+        return load_rgb_images(media, [(side, side)], settings)
+    canvas, thumbnail = load_rgb_images(media, [(cols * side, rows * side), (side, side)], settings)
     boxes = [(c * side, r * side, (c + 1) * side, (r + 1) * side) for r in range(rows) for c in range(cols)]
     return [*(canvas.crop(box) for box in boxes), thumbnail]
