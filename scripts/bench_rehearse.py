@@ -38,7 +38,7 @@ def main() -> None:
         _, plan, [batch] = plan_and_batches(recipe, None)
         timing = plan_timing(recipe, plan, batch)
         used_s = _processor_s()
-        result = rehearse(RehearsalRequest(plan, timing, NUM_STEPS, max_processes=arguments.ranks_here))
+        result = rehearse(RehearsalRequest(recipe, plan, timing, NUM_STEPS, max_processes=arguments.ranks_here))
         order = plan.schedule.order
         group = first_group(timing.graph)
         program = build_program(

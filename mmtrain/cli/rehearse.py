@@ -2,7 +2,7 @@
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mmtrain.program import BubbleKind
-    from mmtrain.runtime.rehearsal.rehearse import RehearsalFault, RehearsalResult
+    from mmtrain.runtime.rehearsal.rehearse import FaultKind, RehearsalFault, RehearsalRequest, RehearsalResult
 
-FAULT_FORMS = "slow:RANK:FACTOR, dead:RANK or lost:RANK"
+FAULT_FORMS = "slow:RANK:FACTOR, lost:RANK, dead:RANK or dead_node:NODE"
+BYTES_PER_GB = 1e9
 
 
 def rehearse(
@@ -26,7 +27,21 @@ def rehearse(
         float | None,
         typer.Option(min=1.0, help="Run so many times slower than planned. Default: as slow as this machine needs."),
     ] = None,
-    fault: Annotated[str | None, typer.Option(metavar="FAULT", help=f"Let a rank fail: {FAULT_FORMS}.")] = None,
+    fault: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FAULT",
+            help=f"Make a rank slow, lose its first message of the second step, or end it or its node: {FAULT_FORMS}.",
+        ),
+    ] = None,
+    disk: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            min=1e-3,
+            help="Rehearse a checkpoint too, on a disk to which each rank writes so many GB a second while all write.",
+        ),
+    ] = None,
     ranks_here: Annotated[int, typer.Option(min=1, help="Most processes to start on this machine.")] = 64,
     as_json: AsJson = False,
 ) -> None:
@@ -34,7 +49,8 @@ def rehearse(
 
     Starts a process for each rank of the first replica group. Each runs the program as in training, with stand-ins for
     the model: they take the predicted time and send messages without features. Shows how far the step is from the
-    simulator's prediction, or what the ranks report of a fault.
+    simulator's prediction, or what the ranks report of a fault and what a run would do. With --disk also how long a
+    checkpoint takes, whether it delays steps, and what a kill would cost.
     """
     import json
     from dataclasses import asdict
@@ -49,9 +65,18 @@ def rehearse(
     loaded = load_recipe(recipe, overrides).recipe
     _, chosen, [batch] = plan_and_batches(loaded, plan)
     timing = plan_timing(loaded, chosen, batch)
-    request = RehearsalRequest(chosen, timing, steps, stretch, parsed_fault, ranks_here)
+    request = RehearsalRequest(
+        loaded,
+        chosen,
+        timing,
+        steps,
+        stretch,
+        parsed_fault,
+        disk_bytes_per_s=None if disk is None else disk * BYTES_PER_GB,
+        max_processes=ranks_here,
+    )
     result = run_rehearsal(request)
-    typer.echo(json.dumps(asdict(result)) if as_json else _text(result, chosen.world_size))
+    typer.echo(json.dumps(asdict(result)) if as_json else _text(request, result))
 
 
 def _parse_fault(text: str) -> "RehearsalFault":
@@ -63,28 +88,34 @@ def _parse_fault(text: str) -> "RehearsalFault":
         if kind == "slow":
             rank, factor = numbers
             return RehearsalFault("slow", int(rank), float(factor))
-        if kind in ("dead", "lost"):
-            [rank] = numbers
-            return RehearsalFault("dead" if kind == "dead" else "lost", int(rank))
+        if kind in ("dead", "dead_node", "lost"):
+            [number] = numbers
+            return RehearsalFault(cast("FaultKind", kind), int(number))
     raise UserError(f"--fault {text}: allowed: {FAULT_FORMS}, for example slow:3:1.5")
 
 
-def _text(result: "RehearsalResult", num_ranks: int) -> str:
+def _text(request: "RehearsalRequest", result: "RehearsalResult") -> str:
     from mmtrain.report.idle_time import idle_text
     from mmtrain.report.plain_text import seconds_text
+    from mmtrain.runtime.rehearsal.consequences import describe_checkpoint, describe_consequences
 
     lines = [
-        f"Rehearsed {len(result.ranks)} of {num_ranks} ranks (the first replica group), "
+        f"Rehearsed {len(result.ranks)} of {request.plan.world_size} ranks (the first replica group), "
         f"{result.stretch:.3g} times slower than planned.",
         f"Predicted step: {seconds_text(result.predicted_s)}. Idle: {idle_text(_by_kind(result.predicted_bubbles))}.",
     ]
     if result.failure is not None:
         ranks = ", ".join(map(str, result.ranks))
         lines.append(f"The fault ended the rehearsal. The ranks, numbered from 0 in place of {ranks}, report:")
-        return "\n".join([*lines, result.failure])
-    steps = ", ".join(map(seconds_text, result.steps_s))
-    idle = idle_text(_by_kind(result.bubbles))
-    lines.append(f"Rehearsed steps: {steps}; the prediction is off by {result.error:+.1%}. Idle: {idle}.")
+        lines.append(result.failure)
+    else:
+        steps = ", ".join(map(seconds_text, result.steps_s))
+        idle = idle_text(_by_kind(result.bubbles))
+        lines.append(f"Rehearsed steps: {steps}; the prediction is off by {result.error:+.1%}. Idle: {idle}.")
+    if result.checkpoint is not None and request.disk_bytes_per_s is not None:
+        lines.append(describe_checkpoint(result.checkpoint, request.disk_bytes_per_s))
+    if request.fault is not None:
+        lines.append(describe_consequences(request, result))
     return "\n".join(lines)
 
 

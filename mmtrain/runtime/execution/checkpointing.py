@@ -1,18 +1,56 @@
 """Save what one rank holds to a checkpoint, in the background, and restore it."""
 
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from mmtrain.checkpoint import Checkpoint, Ranks, SavingRun, Shard, ShardSpec, Snapshot, open_newest_good, save
+from mmtrain.checkpoint import (
+    Checkpoint,
+    Ranks,
+    SavingRun,
+    Shard,
+    ShardSpec,
+    Snapshot,
+    Storage,
+    open_newest_good,
+    save,
+)
 from mmtrain.models.named_shards import NamedShard
+from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.file_progress import FileProgress
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.world import World
+
+
+@dataclass(frozen=True)
+class SavedRank:
+    """What saving needs of a rank. A rehearsal has all of it without a model."""
+
+    world: World
+    activity: Activity
+    keep: int  # `train.checkpoint.keep`
+    shards: Callable[[], Iterable[NamedShard]]  # the live tensors that this rank saves
+    num_updates: Callable[[], int]  # of the optimizer so far
+    storage: Callable[[int], Storage]  # where the checkpoint after so many steps is written to
+
+    @classmethod
+    def of(cls, rank_context: RankContext) -> Self:
+        """Save what this rank of a run holds."""
+        optimizer = rank_context.optimizer
+        return cls(
+            rank_context.world,
+            rank_context.activity,
+            rank_context.recipe.train.checkpoint.keep,
+            lambda: (piece for unit in optimizer.units.values() for piece in unit.shards()),
+            lambda: optimizer.num_updates,
+            rank_context.faults.checkpoint_storage,
+        )
 
 
 def checkpoint_ranks(world: World, files: FileProgress | None = None) -> Ranks:
@@ -31,17 +69,13 @@ def checkpoint_ranks(world: World, files: FileProgress | None = None) -> Ranks:
     return Ranks(world.rank, world.size, gather, broadcast)
 
 
-def take_snapshot(rank_context: RankContext, next_step: int, state: Mapping[str, object], copy: bool) -> Snapshot:
+def take_snapshot(rank: SavedRank, next_step: int, state: Mapping[str, object], copy: bool) -> Snapshot:
     """Collect everything that steps from `next_step` on depend on; `state` is what the loop and its hooks add.
 
     Without `copy` the shards are the live tensors: they must be written before training goes on.
     """
-    shards = [
-        Shard(piece.name, shard_spec(piece), _stored(piece, copy))
-        for unit in rank_context.optimizer.units.values()
-        for piece in unit.shards()
-    ]
-    own_state = {"next_step": next_step, "num_updates": rank_context.optimizer.num_updates}
+    shards = [Shard(piece.name, shard_spec(piece), _stored(piece, copy)) for piece in rank.shards()]
+    own_state = {"next_step": next_step, "num_updates": rank.num_updates()}
     # Nothing draws from this generator in a run without dropout; a resumed run restores its state all the same.
     rank_state = {"torch_rng": bytes(torch.get_rng_state().tolist()).hex()}
     return Snapshot(next_step, shards, {**state, **own_state}, rank_state)
@@ -57,16 +91,17 @@ class BackgroundSaver:
     def __init__(
         self,
         root: Path,
-        rank_context: RankContext,
+        rank: SavedRank,
         state: Callable[[], Mapping[str, object]],
         run: SavingRun | None = None,
     ) -> None:
         """Save to `root`; `state` returns what else a resumed run depends on, as JSON values."""
-        self._root, self._rank_context, self._state, self._run = root, rank_context, state, run
+        self._root, self._rank, self._state, self._run = root, rank, state, run
         # A group of its own: the thread's collectives must not come between those of the steps. Without a timeout:
         # ranks wait in it for the slowest storage, and the watchdog knows whether that makes progress.
-        self._ranks = checkpoint_ranks(rank_context.world.without_timeout(), rank_context.activity.files)
+        self._ranks = checkpoint_ranks(rank.world.without_timeout(), rank.activity.files)
         self.step = 0  # after which the pending or the last save was started
+        self.save_s = 0.0  # seconds that the last save took in its thread
         self._thread: threading.Thread | None = None
         self._folder: Path | None = None
         self._error: BaseException | None = None
@@ -85,7 +120,7 @@ class BackgroundSaver:
         """Start to write; without `copy`, which takes host memory, no weight may change before `finish`."""
         assert not self.pending, "two saves at once would remove each other's drafts"
         self.step = next_step
-        snapshot = take_snapshot(self._rank_context, next_step, self._state(), copy=copy)
+        snapshot = take_snapshot(self._rank, next_step, self._state(), copy=copy)
         # A daemon: after a failure elsewhere, a save whose peers are gone must not keep the process.
         self._thread = threading.Thread(target=self._save, args=(snapshot,), name="mmtrain-saver", daemon=True)
         self._thread.start()
@@ -103,20 +138,22 @@ class BackgroundSaver:
         return self._folder
 
     def _save(self, snapshot: Snapshot) -> None:
-        files = self._rank_context.activity.files
+        files = self._rank.activity.files
         files.start()
+        start_s = time.perf_counter()
         try:
             self._folder = save(
                 self._root,
                 snapshot,
-                keep=self._rank_context.recipe.train.checkpoint.keep,
+                keep=self._rank.keep,
                 ranks=self._ranks,
-                storage=self._rank_context.faults.checkpoint_storage(snapshot.step),
+                storage=self._rank.storage(snapshot.step),
                 progress=files.advance,
                 run=self._run,
             )
         except BaseException as error:
             self._error = error
+        self.save_s = time.perf_counter() - start_s
 
 
 def restore_checkpoint(

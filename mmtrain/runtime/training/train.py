@@ -18,7 +18,7 @@ from mmtrain.errors import LaunchError, RunError, StoppedAndSaved
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.report import RunLog, open_progress
 from mmtrain.runtime.execution.activity import BUILDING, INDEXING, LOADING, PLANNING, PREPARING, RESTORING, Activity
-from mmtrain.runtime.execution.checkpointing import BackgroundSaver
+from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.resilience.config_consensus import require_consensus
@@ -254,7 +254,7 @@ def _make_saver(run: _RankRun, course: CourseWatch) -> BackgroundSaver:
     }
     return BackgroundSaver(
         run.request.run_dir / CHECKPOINTS_FOLDER,
-        run.rank_context,
+        SavedRank.of(run.rank_context),
         lambda: {**state, **course.state()},
         SavingRun(run.claim.run_id, run.claim.require),
     )
