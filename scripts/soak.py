@@ -2,10 +2,11 @@
 
     python -m scripts.soak --minutes 60 --every 60
 
-First trains the demo undisturbed for that long, then again for the same number of steps with a random fault after every
-`--every` seconds of training. Each command that ends before its last step is started again with `--resume`, as a user
-or a scheduler would. Exits with 1 unless the weights are bit-equal, at least 80% of the time went into steps that count
-(goodput), and neither memory nor open files of the processes grew from start to start.
+Trains the demo twice side by side, each on half of the processor cores, so that whatever else the machine does slows
+both: one run is undisturbed and lasts that long, the other takes as many steps with a random fault every `--every`
+seconds. Each command that ends before its last step is started again with `--resume`, as a user or a scheduler would.
+Exits with 1 unless the weights are bit-equal, at least 80% of the time went into steps that count (goodput), and
+neither memory nor open files of the processes grew from start to start.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +37,8 @@ from tests.flow.runs import tensors
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 CALIBRATION_STEPS = 40
+# Young's rule, sqrt(2 x seconds of a save x seconds between faults), gives about 5 s.
+CHECKPOINT_EVERY_STEPS = 20
 MIN_GOODPUT = 0.8
 MAX_GROWTH = 1.15  # of memory and open files: the last starts against the first
 WATCHDOG_S = 5.0
@@ -49,6 +53,7 @@ class Run:
     folder: Path
     data: Path
     num_steps: int
+    cores: list[int]
     starts: int = 0
     peak_rss_mb: list[float] = field(default_factory=list)  # of all processes, by start
     peak_files: list[int] = field(default_factory=list)  # open files of all processes, by start
@@ -61,7 +66,7 @@ class Run:
             f"data.tokenizer={self.data}/tokenizer.json",
             f"train.steps={self.num_steps}",
             f"train.watchdog_s={WATCHDOG_S}",
-            "train.checkpoint.every=50",
+            f"train.checkpoint.every={CHECKPOINT_EVERY_STEPS}",
             "train.validate_every=0",
             "train.optimizer.schedule=constant",
         ]
@@ -73,7 +78,9 @@ class Run:
         self.peak_rss_mb.append(0.0)
         self.peak_files.append(0)
         log = (self.folder.parent / f"{self.folder.name}.log").open("a")
-        return psutil.Popen([sys.executable, "-m", "mmtrain", *arguments], stdout=log, stderr=subprocess.STDOUT)
+        launcher = psutil.Popen([sys.executable, "-m", "mmtrain", *arguments], stdout=log, stderr=subprocess.STDOUT)
+        launcher.cpu_affinity(self.cores)  # at once: the ranks inherit it
+        return launcher
 
     def sample(self, launcher: psutil.Popen) -> None:
         """Note memory and open files of the launcher and its ranks."""
@@ -159,18 +166,20 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=60.0, help="seconds from one fault to the next")
     parser.add_argument("--seed", type=int, default=0, help="of the random faults")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    with tempfile.TemporaryDirectory(prefix="soak-") as temporary, ThreadPoolExecutor(1) as background:
         folder = Path(temporary)
         generate_demo(folder / "data", seed=3, train=400, heldout=8)
-        start_s, step_s = _time(Run(folder / "calibration", folder / "data", CALIBRATION_STEPS))
+        start_s, step_s = _time(Run(folder / "calibration", folder / "data", CALIBRATION_STEPS, cores[:half]))
         num_steps = max(CALIBRATION_STEPS, int(60 * options.minutes / step_s))
-        undisturbed = Run(folder / "undisturbed", folder / "data", num_steps)
-        undisturbed_s = train(undisturbed)
-        print(f"undisturbed: {num_steps} steps in {undisturbed_s:.0f} s, of which {start_s:.0f} s were the start")
-        soaked = Run(folder / "soaked", folder / "data", num_steps)
+        print(f"{num_steps} steps of {step_s:.2f} s on {half} of {len(cores)} cores; a start takes {start_s:.0f} s")
+        undisturbed = Run(folder / "undisturbed", folder / "data", num_steps, cores[:half])
+        soaked = Run(folder / "soaked", folder / "data", num_steps, cores[-half:])
+        reference = background.submit(train, undisturbed)
         faults: Counter[str] = Counter()
         soaked_s = train(soaked, options.every, random.Random(options.seed), faults)
-        sys.exit(_report(undisturbed, undisturbed_s, soaked, soaked_s, faults))
+        sys.exit(_report(undisturbed, reference.result(), soaked, soaked_s, faults))
 
 
 def train(
