@@ -7,6 +7,7 @@
     |   `-- FolderTaken          exit 1   another run took over the run's folder
     `-- UserError                exit 2   the input is wrong; the message says what, where and what to do
         |-- RecipeError          exit 2   problems in a recipe, all of them at once
+        |-- ModelFolderError     exit 2   a folder with a pretrained model cannot be used
         |-- DataError            exit 2   a data source cannot be used at all
         |-- PlanError            exit 2   no plan fits, or a plan does not match its recipe or hardware
         |-- ProgramError         exit 2   the checker rejects a program
@@ -50,6 +51,10 @@ class UserError(MmtrainError):
 
 class RecipeError(UserError):
     """One or more problems in a recipe."""
+
+
+class ModelFolderError(UserError):
+    """A folder with a pretrained model cannot be used."""
 
 
 class DataError(UserError):

@@ -7,6 +7,7 @@ k and v may have fewer heads than q (grouped-query attention).
 import importlib.util
 import inspect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmtrain.errors import UserError
+from mmtrain.recipe.model_settings import RopeScalingSettings
 
 AttentionBackend = Literal["flash_attn", "varlen", "sdpa", "reference"]
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines, each (T, 1, d / 2)
@@ -31,12 +33,15 @@ def rotary_tables(
     dtype: torch.dtype,
     device: torch.device,
     starts: tuple[int, ...] | None = None,
+    scaling: RopeScalingSettings | None = None,
 ) -> RotaryTables:
     """Compute cosines and sines of the rotary positions of packed sequences (RoFormer, arXiv 2104.09864).
 
     Positions of sequence i start at `starts[i]`, by default at 0.
     """
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if scaling is not None:
+        frequencies = _scaled_frequencies(frequencies, scaling)
     starts = starts or (0,) * len(lengths)
     spans = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     num_positions = max((stop for _, stop in spans), default=0)
@@ -45,6 +50,14 @@ def rotary_tables(
     angles = torch.cat([all_angles[start:stop] for start, stop in spans] or [positions.new_empty(0, head_dim // 2)])
     angles = angles.unsqueeze(1)
     return torch.cos(angles).to(device, dtype), torch.sin(angles).to(device, dtype)
+
+
+def _scaled_frequencies(frequencies: Tensor, scaling: RopeScalingSettings) -> Tensor:
+    """Slow down low frequencies as Llama 3.1 does: fully, not at all, or in between, by their turns in a context."""
+    turns = scaling.original_positions * frequencies / (2 * math.pi)
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    share_kept = smooth.clamp(0, 1)
+    return frequencies * (share_kept + (1 - share_kept) / scaling.factor)
 
 
 def apply_rotary(x: Tensor, rope: RotaryTables) -> Tensor:

@@ -13,6 +13,7 @@ from mmtrain.models.attention import rotary_tables
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.stage_inputs import TextInput
+from mmtrain.recipe.model_settings import LlmSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory
@@ -26,8 +27,8 @@ class TextContext:
 
     inputs: TextInput
     features: Mapping[str, Tensor]  # encoder unit -> (F, hidden)
+    settings: LlmSettings
     head_dim: int
-    rope_base: float
     dtype: torch.dtype
     device: torch.device
 
@@ -36,7 +37,8 @@ class TextContext:
         """Sequences with rotary positions that start at 0, or where the cached tokens of the sequence end."""
         lengths, kv_cache = self.inputs.lengths, self.inputs.kv_cache
         starts = None if kv_cache is None else kv_cache.cached_lengths
-        rope = rotary_tables(lengths, self.head_dim, self.rope_base, self.dtype, self.device, starts)
+        base, scaling = self.settings.rope_base, self.settings.rope_scaling
+        rope = rotary_tables(lengths, self.head_dim, base, self.dtype, self.device, starts, scaling)
         return PackedSequences(lengths, rope, kv_cache)
 
 

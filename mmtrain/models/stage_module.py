@@ -139,8 +139,8 @@ class StageModule(nn.Module):
         """Derive from a microbatch what all layers of the stage need to know about it."""
         device = next(self.parameters()).device
         if isinstance(inputs, TextInput):
-            rope_base = self._settings.llm.rope_base
-            return TextContext(inputs, features, self.factory.block.head_dim, rope_base, self.factory.dtype, device)
+            head_dim, dtype = self.factory.block.head_dim, self.factory.dtype
+            return TextContext(inputs, features, self._settings.llm, head_dim, dtype, device)
         modality = self._settings.all_encoders[self.unit].modality
         return ENCODER_MODULES[modality].context(inputs, self.shape.layers[0], device)
 

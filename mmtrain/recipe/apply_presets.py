@@ -1,13 +1,11 @@
 """Fill the settings of published models into a recipe."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import reduce
-from typing import cast
 
 from mmtrain.recipe.modalities import MODALITIES
-from mmtrain.recipe.presets import GENERATOR_PRESETS, LLM_PRESETS, ModelPreset, PresetValue
-from mmtrain.recipe.raw_tree import Node, Origin, set_node
+from mmtrain.recipe.presets import GENERATOR_PRESETS, LLM_PRESETS, ModelPreset
+from mmtrain.recipe.raw_tree import Node, node_at, set_node, to_node
 
 
 def presets_by_unit() -> dict[str, Mapping[str, ModelPreset]]:
@@ -22,12 +20,12 @@ def apply_presets(tree: Node) -> Node:
     Unknown names are left as they are: validation reports them.
     """
     for path, presets in _sections_with_presets(tree):
-        section = _node_at(tree, path)
-        name = _child(section, "preset")
+        section = node_at(tree, path)
+        name = node_at(section, ("preset",))
         if section is None or name is None or name.value not in presets:
             continue
         origin = replace(name.origin, source=f"{name.origin}, preset {name.value}", line=None)
-        preset = {key: _node(value, origin) for key, value in presets[str(name.value)].settings.items()}
+        preset = {key: to_node(value, origin) for key, value in presets[str(name.value)].settings.items()}
         settings = section.value if isinstance(section.value, dict) else {}
         filled = set_node(tree, path, replace(section, value={**preset, **settings}))
         assert isinstance(filled, Node)
@@ -39,22 +37,8 @@ def _sections_with_presets(tree: Node) -> Iterator[tuple[tuple[str, ...], Mappin
     """Yield path and presets of every section that may name a preset."""
     for unit, presets in presets_by_unit().items():
         yield ("model", unit), presets
-    encoders = _node_at(tree, ("model", "encoders"))
+    encoders = node_at(tree, ("model", "encoders"))
     for name in encoders.value if encoders is not None and isinstance(encoders.value, dict) else ():
-        modality = _node_at(tree, ("model", "encoders", name, "modality"))
+        modality = node_at(tree, ("model", "encoders", name, "modality"))
         if modality is not None and modality.value in MODALITIES:
             yield ("model", "encoders", name), MODALITIES[str(modality.value)].presets
-
-
-def _node_at(tree: Node, path: Iterable[str]) -> Node | None:
-    return reduce(_child, path, cast("Node | None", tree))
-
-
-def _node(value: PresetValue, origin: Origin) -> Node:
-    if isinstance(value, tuple):
-        return Node([Node(item, origin) for item in value], origin)
-    return Node(value, origin)
-
-
-def _child(node: Node | None, key: str) -> Node | None:
-    return node.value.get(key) if node is not None and isinstance(node.value, dict) else None

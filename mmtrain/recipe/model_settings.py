@@ -1,6 +1,7 @@
 """The settings of the model's units: encoders, LLM and generator."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
@@ -236,6 +237,32 @@ class AudioSettings(EncoderSettings):
 AnyEncoderSettings: TypeAlias = Annotated[VisionSettings | AudioSettings, Field(discriminator="modality")]
 
 
+class RopeScalingSettings(Section):
+    """How Llama 3.1 stretches rotary positions over contexts longer than those of pretraining (arXiv 2407.21783)."""
+
+    factor: float = setting(gt=0, affects={"resume"}, description="Slow rotations are this much slower.")
+    low_freq_factor: float = setting(
+        gt=0,
+        affects={"resume"},
+        description="Rotations that turn fewer times than this within `original_positions` are slow.",
+    )
+    high_freq_factor: float = setting(
+        gt=0,
+        affects={"resume"},
+        description="Rotations that turn more often than this within `original_positions` stay as they are.",
+    )
+    original_positions: PositiveInt = setting(affects={"resume"}, description="Context of pretraining in tokens.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RopeScalingSettings":
+        problems = []
+        if self.low_freq_factor >= self.high_freq_factor:
+            problems.append(
+                f"low_freq_factor {self.low_freq_factor:g} is not below high_freq_factor {self.high_freq_factor:g}"
+            )
+        return self._without(problems)
+
+
 class LlmSettings(UnitSettings):
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention (Llama, Qwen2)."""
 
@@ -260,6 +287,9 @@ class LlmSettings(UnitSettings):
         description="Rows of the embedding table; at least the tokenizer's size. Padded to a multiple of 64.",
     )
     rope_base: float = setting(10000.0, gt=0, affects={"plan", "resume"}, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScalingSettings | None = setting(
+        None, affects={"resume"}, description="Scaling of the rotary frequencies (Llama 3.1). Default: none."
+    )
     norm_eps: float = setting(1e-5, gt=0, affects={"plan", "resume"}, description="Epsilon of the RMS norms.")
     qkv_bias: bool = setting(
         False, affects={"plan", "resume"}, description="Bias in the query, key and value projections (Qwen2)."
@@ -352,6 +382,13 @@ EncoderName: TypeAlias = Annotated[str, AfterValidator(_check_encoder_name)]
 class ModelSettings(Section):
     """The units of the model."""
 
+    hf: Path | None = setting(
+        None,
+        affects={"resume"},
+        description="A folder with a pretrained model in the layout of Hugging Face. It supplies the settings of the "
+        "units that it holds, and training starts from its weights. Relative paths start at the recipe's folder. See "
+        "docs/models.md.",
+    )
     vision: VisionSettings | None = Field(None, description="The image encoder. Leave it out for a text-only model.")
     audio: AudioSettings | None = Field(None, description="The audio encoder. Leave it out for a model without speech.")
     encoders: dict[EncoderName, AnyEncoderSettings] = Field(

@@ -4,7 +4,7 @@ Loading is a chain of pure functions on this tree (parse, merge, override, resol
 typed `Recipe`. Every step reports what is wrong as a `Problem`, so that a user sees all problems at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -70,6 +70,23 @@ def iter_nodes(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]
         children = iter(enumerate(node.value))
     for key, child in children:
         yield from iter_nodes(child, (*path, key))
+
+
+def to_node(value: object, origin: Origin) -> Node:
+    """Return the tree of plain values that all have one origin; the inverse of `to_plain`."""
+    if isinstance(value, Mapping):
+        return Node({str(key): to_node(child, origin) for key, child in value.items()}, origin)
+    if isinstance(value, list | tuple):
+        return Node([to_node(child, origin) for child in value], origin)
+    assert value is None or isinstance(value, bool | int | float | str), value
+    return Node(value, origin)
+
+
+def node_at(node: Node | None, keys: Iterable[str]) -> Node | None:
+    """Return the node at `keys`, which name mappings; None if there is none."""
+    for key in keys:
+        node = node.value.get(key) if node is not None and isinstance(node.value, dict) else None
+    return node
 
 
 def nearest_node(node: Node, keys: KeyPath) -> Node:

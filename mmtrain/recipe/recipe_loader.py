@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mmtrain.errors import RecipeError
+from mmtrain.recipe.apply_model_folder import FOLDER_SETTING, apply_model_folder
 from mmtrain.recipe.apply_presets import apply_presets
 from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, dotted_path, iter_nodes, merge_trees, set_node
@@ -15,6 +16,7 @@ from mmtrain.recipe.validation import validate
 
 _COST_TABLE = ("cluster", "costs")
 _PATH_SETTINGS = (  # relative paths in these settings start at the folder of the file that sets them
+    FOLDER_SETTING,
     ("data", "tokenizer"),
     ("data", "index_cache"),
     ("data", "producer_secret"),
@@ -63,8 +65,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str
     tree = _read(path, files, ())
     for override in overrides:
         tree = _apply_override(tree, override, files)
-    tree = apply_presets(_make_paths_absolute(tree))
-    problems, recipe = validate(tree, files.problems, CHECKS)
+    tree, folder_problems = apply_model_folder(_make_paths_absolute(tree))
+    if any(problem.where == FOLDER_SETTING for problem in folder_problems):
+        # Everything that the folder would have supplied is missing; these problems would hide the cause.
+        raise RecipeError(_message(path, [*files.problems, *folder_problems]))
+    tree = apply_presets(tree)
+    problems, recipe = validate(tree, [*files.problems, *folder_problems], CHECKS)
     if recipe is None:
         raise RecipeError(_message(path, problems))
     origins = {dotted_path(keys): str(node.origin) for keys, node in iter_nodes(tree) if keys}

@@ -1,0 +1,101 @@
+"""Decoders in the manner of Llama: RMS norms, rotary positions, grouped-query attention, a gated MLP."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.family import FolderSettings, Settings
+from mmtrain.families.weight_layouts import ParameterSource, as_is, gate_and_up, query_key_value, vocabulary
+
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def decoder_settings(config: ConfigSection, defaults: Mapping[str, int], **of_family: Any) -> Settings:
+    """Return the settings of the LLM.
+
+    defaults: what the family's config class in `transformers` assumes for keys that are missing; classes that hold a
+        decoder write only what differs from it.
+    of_family: settings that the config does not state.
+    """
+    hidden = config.integer("hidden_size", 4096)
+    heads = config.integer("num_attention_heads", 32)
+    config.choice("hidden_act", {"silu": "silu"}, "silu")
+    config.require("attention_dropout", 0, 0.0, None, default=0)
+    return {
+        "layers": config.integer("num_hidden_layers", 32),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": config.optional_integer("num_key_value_heads", defaults.get("num_key_value_heads")) or heads,
+        "head_dim": config.optional_integer("head_dim") or hidden // heads,
+        "ffn": config.integer("intermediate_size", defaults["intermediate_size"]),
+        "mlp": "swiglu",
+        "vocab": config.integer("vocab_size", defaults["vocab_size"]),
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": config.flag("tie_word_embeddings", False),
+        **_rotary_settings(config),
+        **of_family,
+    }
+
+
+def _rotary_settings(config: ConfigSection) -> Settings:
+    """Read the rotary positions as `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) wrote."""
+    theta = config.number("rope_theta", 10000.0)
+    parameters = config.section("rope_parameters")
+    scaling = config.section("rope_scaling")
+    theta = parameters.number("rope_theta", theta)
+    scaled = scaling if scaling.value("rope_type") or scaling.value("type") else parameters
+    older_name = scaled.value("type")
+    kind = scaled.value("rope_type") or older_name or "default"
+    settings: dict[str, Any] = {"rope_base": theta, "rope_scaling": None}
+    if kind == "llama3":
+        values = [scaled.number(key) for key in _LLAMA3_KEYS]
+        settings["rope_scaling"] = {
+            "factor": values[0],
+            "low_freq_factor": values[1],
+            "high_freq_factor": values[2],
+            "original_positions": int(values[3]),
+        }
+    elif kind != "default":
+        scaled.reject("rope_type", f'"{kind}" is not supported yet; supported: default, llama3')
+    parameters.require("partial_rotary_factor", 1.0, 1, None, default=None)
+    if kind in ("default", "llama3"):
+        parameters.finish()
+        scaling.finish()
+    return settings
+
+
+def decoder_weights(
+    settings: FolderSettings, model: str = "model.", head: str = "lm_head."
+) -> Iterator[ParameterSource]:
+    """Yield the weights of the LLM; `model` and `head` are the prefixes of its tensors in the folder."""
+    llm = settings.model["llm"]
+    hidden, vocab, layers = llm["hidden"], llm["vocab"], llm["layers"]
+    last = layers + 1
+    yield vocabulary("llm.layers.0.table.weight", f"{model}embed_tokens.weight", vocab, hidden)
+    for block in range(layers):
+        yield from _block_weights(llm, f"llm.layers.{block + 1}.", f"{model}layers.{block}.")
+    yield as_is(f"llm.layers.{last}.norm.weight", f"{model}norm.weight", (hidden,))
+    if not llm["tie_embeddings"]:
+        yield vocabulary(f"llm.layers.{last}.output.weight", "lm_head.weight", vocab, hidden)
+
+
+def _block_weights(llm: Settings, ours: str, theirs: str) -> Iterator[ParameterSource]:
+    hidden, ffn = llm["hidden"], llm["ffn"]
+    heads, kv_heads, head_dim = llm["heads"], llm["kv_heads"], llm["head_dim"]
+    attention, mlp = f"{theirs}self_attn.", f"{theirs}mlp."
+    yield as_is(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (hidden,))
+    for kind, inputs in (("weight", (hidden,)), ("bias", ()))[: 1 + llm["qkv_bias"]]:
+        projections = (f"{attention}q_proj.{kind}", f"{attention}k_proj.{kind}", f"{attention}v_proj.{kind}")
+        joint = f"{ours}self_attention.linear_qkv.{kind}"
+        yield query_key_value(joint, projections, heads, kv_heads, head_dim, inputs)
+    output_shape = (hidden, heads * head_dim)
+    yield as_is(f"{ours}self_attention.linear_proj.weight", f"{attention}o_proj.weight", output_shape)
+    yield as_is(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
+    gate, up = f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"
+    yield gate_and_up(f"{ours}mlp.linear_fc1.weight", gate, up, (ffn, hidden))
+    yield as_is(f"{ours}mlp.linear_fc2.weight", f"{mlp}down_proj.weight", (hidden, ffn))
+
+
+def decoder_buffers(settings: FolderSettings) -> tuple[str, ...]:
+    """Return what folders may hold beside the weights: tables that are computed, and the copy of a tied matrix."""
+    return (".rotary_emb.inv_freq", *(("lm_head.weight",) if settings.model["llm"]["tie_embeddings"] else ()))

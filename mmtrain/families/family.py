@@ -1,0 +1,38 @@
+"""What a family of published models consists of."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.weight_layouts import ParameterSource
+
+Settings = Mapping[str, Any]  # settings of a recipe's section by name; values may be sections of their own
+PrefixChange = tuple[str, str]  # (prefix in the names that `weights` yields, prefix in a folder)
+
+
+@dataclass(frozen=True)
+class FolderSettings:
+    """What a folder says of a recipe."""
+
+    model: Mapping[str, Settings]  # by unit: shapes, which a recipe must not contradict
+    data: Mapping[str, Settings] = field(default_factory=dict)  # by section of `data`: defaults of a recipe
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models, as data and small functions.
+
+    spellings: a family whose tensors were renamed by a version of `transformers` lists the prefixes of each spelling;
+        export writes the one that the source folder has.
+    carried: prefixes of tensors that the folder has and this model does not compute; export copies them.
+    ignored: prefixes or suffixes of tensors that may be in a folder and hold nothing to keep (buffers).
+    """
+
+    name: str
+    architectures: tuple[str, ...]  # in `config.json`
+    settings: Callable[[ConfigSection], FolderSettings]
+    weights: Callable[[FolderSettings], Iterator[ParameterSource]]
+    spellings: tuple[tuple[PrefixChange, ...], ...] = ((),)
+    carried: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()
+    ignored: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()

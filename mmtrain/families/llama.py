@@ -1,0 +1,27 @@
+"""Llama 2 and 3 (arXiv 2307.09288, 2407.21783), as `LlamaForCausalLM` of `transformers` computes them."""
+
+from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
+from mmtrain.families.family import Family, FolderSettings, Settings
+
+_DEFAULTS = {"intermediate_size": 11008, "vocab_size": 32000}
+
+
+def llama_settings(config: ConfigSection) -> Settings:
+    """Return the settings of the LLM."""
+    config.require("attention_bias", False, default=False)
+    config.require("mlp_bias", False, default=False)
+    return decoder_settings(config, _DEFAULTS, qkv_bias=False)
+
+
+def _settings(config: ConfigSection) -> FolderSettings:
+    return FolderSettings({"llm": llama_settings(config)})
+
+
+LLAMA = Family(
+    "llama",
+    ("LlamaForCausalLM",),
+    _settings,
+    decoder_weights,
+    ignored=decoder_buffers,
+)

@@ -1,0 +1,109 @@
+"""Read what a Hugging Face folder says of its model: `config.json`, without weights."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from mmtrain.errors import ModelFolderError
+from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.family import Family, FolderSettings
+from mmtrain.families.registry import FAMILIES
+
+CONFIG_FILE = "config.json"
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_QUANTIZED_KEYS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder with a model of a known family, and what its config says."""
+
+    path: Path
+    family: Family
+    settings: FolderSettings
+    config: Mapping[str, Any]  # `config.json` as it is
+    config_sha256: str
+
+
+def read_model_folder(path: Path) -> ModelFolder:
+    """Read the config of a folder.
+
+    Raises ModelFolderError, which names everything that is wrong or not supported.
+    """
+    content = _config_bytes(path)
+    return _parse(path, content)
+
+
+def _config_bytes(path: Path) -> bytes:
+    if not path.is_dir():
+        raise ModelFolderError(
+            f"there is no folder {path}; allowed: a local folder in the layout of Hugging Face (a model of the hub is "
+            "fetched by `hf download ORG/NAME --local-dir DIR`)"
+        )
+    try:
+        return (path / CONFIG_FILE).read_bytes()
+    except OSError as error:
+        raise ModelFolderError(
+            f"cannot read {path / CONFIG_FILE}: {error.strerror}; allowed: a folder in the layout of Hugging Face"
+        ) from None
+
+
+def _parse(path: Path, content: bytes) -> ModelFolder:
+    config_path = path / CONFIG_FILE
+    try:
+        config = json.loads(content)
+    except ValueError as error:
+        raise ModelFolderError(f"{config_path} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelFolderError(f"{config_path} holds no mapping")
+    problems = [*_forbidden(path, config)]
+    family = find_family(config, config_path)
+    section = ConfigSection(config)
+    settings = family.settings(section)
+    section.finish()
+    problems += section.problems
+    if problems:
+        raise ModelFolderError(f"{config_path} ({family.name}): " + "; ".join(problems))
+    return ModelFolder(path, family, settings, config, hashlib.sha256(content).hexdigest())
+
+
+def _forbidden(path: Path, config: Mapping[str, Any]) -> list[str]:
+    """Return what keeps any folder from being used, whatever its family."""
+    problems = []
+    if config.get("auto_map"):
+        problems.append("auto_map: the folder needs Python code of its own, which is never run; use a folder without")
+    for key in _QUANTIZED_KEYS:
+        if config.get(key):
+            problems.append(f"{key}: quantized weights cannot be trained; use the folder of the bf16 or fp16 model")
+    names = [entry.name for entry in path.iterdir()]
+    pickled = sorted(name for name in names if name.endswith(PICKLED_SUFFIXES))
+    if pickled and not any(name.endswith(".safetensors") for name in names):
+        problems.append(
+            f"{pickled[0]}: pickled weights can run code and are not read; convert them to safetensors "
+            "(`save_pretrained` of transformers does)"
+        )
+    return problems
+
+
+def find_family(config: Mapping[str, Any], config_path: Path) -> Family:
+    """Return the family of a config by its `architectures`, or by its `model_type` if it names none.
+
+    Raises ModelFolderError, which says what is supported and what is nearest.
+    """
+    by_architecture = {name: family for family in FAMILIES.values() for name in family.architectures}
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and architectures:
+        key, found, known = "architectures", str(architectures[0]), by_architecture
+    else:
+        key, found, known = "model_type", str(config.get("model_type")), dict(FAMILIES)
+    if found in known:
+        return known[found]
+    closest = get_close_matches(found, known, n=1)
+    hint = f"; the nearest of these is {closest[0]}" if closest else ""
+    raise ModelFolderError(
+        f"{config_path}: {key} {found!r} is not supported; supported: {', '.join(sorted(known))}{hint}"
+    )

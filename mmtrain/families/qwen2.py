@@ -1,0 +1,25 @@
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115), as `Qwen2ForCausalLM` of `transformers` computes them."""
+
+from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
+from mmtrain.families.family import Family, FolderSettings, Settings
+
+_DEFAULTS = {"intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32}
+
+
+def qwen2_settings(config: ConfigSection) -> Settings:
+    """Return the settings of the LLM. Without `use_sliding_window` the other keys of the window have no effect."""
+    config.require("use_sliding_window", False, default=False)
+    config.value("sliding_window")
+    config.value("max_window_layers")
+    kinds = set(config.value("layer_types") or ["full_attention"])
+    if kinds != {"full_attention"}:
+        config.reject("layer_types", f"{', '.join(sorted(kinds))} are not supported yet; supported: full_attention")
+    return decoder_settings(config, _DEFAULTS, qkv_bias=True)
+
+
+def _settings(config: ConfigSection) -> FolderSettings:
+    return FolderSettings({"llm": qwen2_settings(config)})
+
+
+QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), _settings, decoder_weights, ignored=decoder_buffers)

@@ -1,0 +1,8 @@
+"""The families that can be trained from a folder. To add one, see CONTRIBUTING.md."""
+
+from mmtrain.families.family import Family
+from mmtrain.families.llama import LLAMA
+from mmtrain.families.mistral import MISTRAL
+from mmtrain.families.qwen2 import QWEN2
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2)}

@@ -1,0 +1,131 @@
+"""Which box of which tensor in a folder is which box of a parameter: the same data for reading and for writing.
+
+Boxes of a parameter lie in its *full view* (`models.parameter_specs`), which tensor parallelism splits along one
+dimension. Elements have the same row-major order in both boxes of a block, so that a rank can read just its slice, and
+export can write the tensor from the parameter.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+Box = tuple[tuple[int, int], ...]  # [lo, hi) along each dimension
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of a tensor that is a box of a parameter's full view.
+
+    The view may have more dimensions (in front, where its box has a size of 1) or fewer (the last dimensions of the
+    tensor are flattened).
+    """
+
+    tensor: str
+    tensor_box: Box
+    view_box: Box
+
+    def cut(self, dim: int, start: int, stop: int) -> "Block | None":
+        """Return the part whose rows along dimension `dim` of the view lie in [start, stop); None if there is none."""
+        lo, hi = self.view_box[dim]
+        new_lo, new_hi = max(lo, start), min(hi, stop)
+        if new_lo >= new_hi:
+            return None
+        if (new_lo, new_hi) == (lo, hi):
+            return self
+        axis = dim - self.num_stacked
+        assert axis >= 0, "a stacked dimension has a size of 1"
+        assert axis == 0 or len(self.tensor_box) <= len(self.view_box), "a flattened dimension cannot be cut"
+        base = self.tensor_box[axis][0] - lo
+        return replace(
+            self,
+            tensor_box=_with_range(self.tensor_box, axis, new_lo + base, new_hi + base),
+            view_box=_with_range(self.view_box, dim, new_lo, new_hi),
+        )
+
+    @property
+    def num_stacked(self) -> int:
+        """Return how many dimensions the view has in front of the tensor's."""
+        return max(0, len(self.view_box) - len(self.tensor_box))
+
+
+@dataclass(frozen=True)
+class ParameterSource:
+    """The tensors that one of our parameters is made of."""
+
+    name: str  # plan-independent, e.g. `llm.layers.1.self_attention.linear_qkv.weight`
+    blocks: tuple[Block, ...]
+    may_be_padded: bool = False  # the parameter may have more rows, which become zeros and are not exported
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor that it is made of."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for block in self.blocks:
+            ends = tuple(hi for _, hi in block.tensor_box)
+            known = shapes.get(block.tensor, ends)
+            shapes[block.tensor] = tuple(map(max, known, ends))
+        return shapes
+
+
+def as_is(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:
+    """Return a parameter that is the tensor."""
+    box = _whole(shape)
+    return ParameterSource(name, (Block(tensor, box, box),))
+
+
+def vocabulary(name: str, tensor: str, rows: int, width: int) -> ParameterSource:
+    """Return a parameter that has the tensor's rows, and perhaps rows that pad the vocabulary."""
+    return replace(as_is(name, tensor, (rows, width)), may_be_padded=True)
+
+
+def flattened(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:
+    """Return a matrix whose rows are the tensor's, flattened: the linear form of a convolution."""
+    width = 1
+    for size in shape[1:]:
+        width *= size
+    return ParameterSource(name, (Block(tensor, _whole(shape), _whole((shape[0], width))),))
+
+
+def gate_and_up(name: str, gate: str, up: str, shape: Sequence[int]) -> ParameterSource:
+    """Return the first linear of a gated MLP, whose full view stacks both tensors of `shape`."""
+    box = _whole(shape)
+    return ParameterSource(name, (Block(gate, box, ((0, 1), *box)), Block(up, box, ((1, 2), *box))))
+
+
+def query_key_value(
+    name: str, tensors: tuple[str, str, str], heads: int, kv_heads: int, head_dim: int, inputs: Sequence[int]
+) -> ParameterSource:
+    """Return the joint projection: for each KV head the rows of its query heads, then of its key, then of its value.
+
+    inputs: the dimensions after the rows, (hidden,) of weights, () of biases.
+    """
+    query_rows = heads // kv_heads * head_dim
+    blocks = []
+    row = 0
+    for head in range(kv_heads):
+        for tensor, rows in zip(tensors, (query_rows, head_dim, head_dim), strict=True):
+            rest = _whole(inputs)
+            tensor_box = ((head * rows, (head + 1) * rows), *rest)
+            blocks.append(Block(tensor, tensor_box, ((row, row + rows), *rest)))
+            row += rows
+    return ParameterSource(name, tuple(blocks))
+
+
+def renamed(sources: Iterable[ParameterSource], prefix: str, replacement: str) -> Iterable[ParameterSource]:
+    """Yield the sources with another prefix of those tensors that have `prefix`."""
+    for source in sources:
+        yield replace(
+            source,
+            blocks=tuple(
+                replace(block, tensor=replacement + block.tensor.removeprefix(prefix))
+                if block.tensor.startswith(prefix)
+                else block
+                for block in source.blocks
+            ),
+        )
+
+
+def _whole(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def _with_range(box: Box, axis: int, lo: int, hi: int) -> Box:
+    return (*box[:axis], (lo, hi), *box[axis + 1 :])

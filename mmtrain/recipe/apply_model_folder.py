@@ -1,0 +1,60 @@
+"""Fill the settings of a pretrained model (`model.hf`) into a recipe."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmtrain.errors import ModelFolderError
+from mmtrain.families import CONFIG_FILE, read_model_folder
+from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, node_at, set_node, to_node, to_plain
+
+FOLDER_SETTING = ("model", "hf")
+
+
+def apply_model_folder(tree: Node) -> tuple[Node, list[Problem]]:
+    """Add the settings that the folder of `model.hf` states, and return what contradicts them.
+
+    Shapes of units must be those of the folder, because its weights have them. What the folder says of data are
+    defaults.
+    """
+    setting = node_at(tree, FOLDER_SETTING)
+    if setting is None or not isinstance(setting.value, str):
+        return tree, []
+    try:
+        folder = read_model_folder(Path(setting.value))
+    except ModelFolderError as error:
+        return tree, [Problem(FOLDER_SETTING, str(error), setting.origin)]
+    origin = Origin(str(folder.path / CONFIG_FILE), None, folder.path)
+    problems: list[Problem] = []
+    for unit, settings in folder.settings.model.items():
+        preset = node_at(tree, ("model", unit, "preset"))
+        if preset is not None and preset.value is not None:
+            text = "model.hf supplies the settings of this unit; remove the preset or model.hf"
+            problems.append(Problem(("model", unit, "preset"), text, preset.origin))
+        tree = _fill(tree, ("model", unit), settings, origin, problems)
+    for section, settings in folder.settings.data.items():
+        tree = _fill(tree, ("data", section), settings, origin, None)
+    return tree, problems
+
+
+def _fill(
+    tree: Node, path: tuple[str, ...], settings: Mapping[str, Any], origin: Origin, problems: list[Problem] | None
+) -> Node:
+    """Add settings that are missing below `path`; add to `problems`, if given, those that have another value."""
+    for key, value in settings.items():
+        where = (*path, key)
+        written = node_at(tree, where)
+        if isinstance(value, Mapping) and (written is None or isinstance(written.value, dict)):
+            tree = _fill(tree, where, value, origin, problems)
+        elif written is None:
+            tree = _set(tree, where, to_node(value, origin))
+        elif problems is not None and to_plain(written) != to_plain(to_node(value, origin)):
+            text = f"is {to_plain(written)!r} here, but {value!r} in {origin}, whose weights need that; remove it"
+            problems.append(Problem(where, text, written.origin))
+    return tree
+
+
+def _set(tree: Node, where: KeyPath, node: Node) -> Node:
+    """Set a value; a recipe with another thing above it stays as it is, and validation rejects it."""
+    updated = set_node(tree, where, node)
+    return tree if isinstance(updated, Problem) else updated

@@ -1,0 +1,123 @@
+"""`model.hf` supplies the settings of a pretrained model, which a recipe must not contradict."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmtrain.errors import RecipeError
+from mmtrain.recipe import LoadedRecipe, load_recipe
+from mmtrain.recipe.model_settings import LlmSettings
+from tests.families.configs import LLAMA31, QWEN2, write_config
+from tests.recipe.conftest import Write
+
+OF_TRAINING = {"preset", "freeze", "lr_scale", "weight_decay"}  # no folder states these
+
+
+@pytest.fixture
+def text_only(write: Write) -> Path:
+    return write(
+        "recipe.yaml",
+        """
+        name: tiny
+        model: {hf: pretrained}
+        data: {sources: [{path: train.json}], tokenizer: tok.json, seq_len: 2048}
+        train: {steps: 10, global_batch: 4, optimizer: {lr: 1e-3}}
+        """,
+    )
+
+
+def _load(recipe: Path, config: dict[str, Any], *overrides: str, **changes: Any) -> LoadedRecipe:
+    write_config(recipe.parent / "pretrained", config, **changes)
+    return load_recipe(recipe, overrides, env={})
+
+
+def _error(recipe: Path, config: dict[str, Any], *overrides: str, **changes: Any) -> str:
+    with pytest.raises(RecipeError) as caught:
+        _load(recipe, config, *overrides, **changes)
+    return str(caught.value)
+
+
+def test_a_folder_supplies_the_settings_of_its_units(text_only: Path) -> None:
+    loaded = _load(text_only, QWEN2, "model.llm.freeze=true")
+    llm = loaded.recipe.model.llm
+    assert (llm.layers, llm.hidden, llm.kv_heads, llm.head_dim, llm.vocab) == (2, 48, 2, 8, 100)
+    assert (llm.rope_base, llm.norm_eps, llm.qkv_bias, llm.tie_embeddings) == (1e6, 1e-6, True, True)
+    assert llm.freeze
+    assert loaded.recipe.model.hf == text_only.parent / "pretrained"
+    assert loaded.origin("model.llm.hidden") == str(text_only.parent / "pretrained" / "config.json")
+
+
+def test_llama_31_brings_its_rope_scaling(text_only: Path) -> None:
+    scaling = _load(text_only, LLAMA31).recipe.model.llm.rope_scaling
+    assert scaling is not None
+    assert (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor) == (8, 1, 4)
+    assert scaling.original_positions == 64
+
+
+@pytest.mark.parametrize("config", [QWEN2, LLAMA31], ids=["qwen2", "llama"])
+def test_a_folder_states_every_setting_of_the_llm(text_only: Path, config: dict[str, Any]) -> None:
+    loaded = _load(text_only, config)
+    left_open = [name for name in LlmSettings.model_fields if loaded.origin(f"model.llm.{name}") == "default"]
+    scaling = {"rope_scaling"} if config is LLAMA31 else set()  # a section has no origin of its own
+    assert set(left_open) - scaling == OF_TRAINING
+
+
+def test_settings_that_contradict_the_folder_are_rejected(text_only: Path) -> None:
+    error = _error(text_only, QWEN2, "model.llm.hidden=64", "model.llm.qkv_bias=false")
+    assert "2 problems" in error
+    assert "model.llm.hidden: is 64 here, but 48 in " in error
+    assert "model.llm.qkv_bias: is False here, but True in " in error
+
+
+def test_what_is_not_supported_is_listed_by_its_key(text_only: Path) -> None:
+    error = _error(
+        text_only, QWEN2, use_sliding_window=True, hidden_act="gelu", new_feature=3,
+        rope_scaling={"type": "yarn", "factor": 4.0},
+    )  # fmt: skip
+    assert error.count("is not supported yet") == 4
+    for key in ("use_sliding_window: true", 'hidden_act: "gelu"', "new_feature: 3", 'rope_scaling.rope_type: "yarn"'):
+        assert key in error
+    assert "missing" not in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map: the folder needs Python code of its own"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights cannot be trained"),
+        ({"architectures": ["Qwen2ForCausalML"]}, "the nearest of these is Qwen2ForCausalLM"),
+        ({"architectures": ["RwkvForCausalLM"]}, "supported: LlamaForCausalLM,"),
+        ({"architectures": None, "model_type": "t5"}, "model_type 't5' is not supported; supported: llama, mistral"),
+        ({"hidden_size": "wide"}, 'hidden_size: found "wide", allowed: a whole number'),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_one_clear_problem(text_only: Path, changes: dict[str, Any], text: str) -> None:
+    error = _error(text_only, QWEN2, **changes)
+    assert text in error
+    assert "1 problem\n  model.hf: " in error
+
+
+def test_a_missing_folder_is_named(text_only: Path) -> None:
+    with pytest.raises(RecipeError, match=r"model\.hf: there is no folder .*pretrained; .*hf download ORG/NAME"):
+        load_recipe(text_only, env={})
+
+
+def test_a_config_that_is_no_json_is_named(text_only: Path) -> None:
+    folder = write_config(text_only.parent / "pretrained", QWEN2)
+    (folder / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"config\.json is no JSON"):
+        load_recipe(text_only, env={})
+
+
+def test_pickled_weights_are_refused(text_only: Path) -> None:
+    folder = write_config(text_only.parent / "pretrained", QWEN2)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(RecipeError, match=r"pytorch_model\.bin: pickled weights can run code"):
+        load_recipe(text_only, env={})
+    (folder / "model.safetensors").write_bytes(b"")
+    assert load_recipe(text_only, env={}).recipe.model.llm.hidden == 48
+
+
+def test_a_preset_beside_a_folder_is_rejected(text_only: Path) -> None:
+    assert "model.llm.preset: model.hf supplies the settings" in _error(text_only, QWEN2, "model.llm.preset=qwen2-7b")
