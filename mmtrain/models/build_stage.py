@@ -11,7 +11,7 @@ import torch
 
 from mmtrain.models.attention import AttentionBackend, choose_backend
 from mmtrain.models.model_shape import ModelShape
-from mmtrain.models.parameter_specs import initialize_parameters, stage_param_specs
+from mmtrain.models.parameter_specs import WeightSource, initialize_parameters, stage_param_specs
 from mmtrain.models.stage_module import BLOCK_KINDS, StageModule, StageSpec
 from mmtrain.models.unit_shape import UnitShape
 from mmtrain.recipe.model_settings import ModelSettings
@@ -28,6 +28,7 @@ class StageOptions:
     device: torch.device
     seed: int
     attention: Literal["auto"] | AttentionBackend = "auto"
+    pretrained: WeightSource | None = None  # what it has weights for starts with those
 
 
 def build_stage(
@@ -44,7 +45,7 @@ def build_stage(
     factory = _layer_factory(settings, shape.unit(spec.unit), spec, groups, options)
     stage = StageModule(settings, shape, spec, factory)
     param_specs = stage_param_specs(stage, spec.unit, groups.tp_size)
-    initialize_parameters(stage, param_specs, options.seed, groups.tp_rank, groups.tp_size)
+    initialize_parameters(stage, param_specs, options.seed, groups.tp_rank, groups.tp_size, options.pretrained)
     _freeze(stage)
     return stage.to(options.device)
 

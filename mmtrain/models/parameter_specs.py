@@ -9,6 +9,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -63,18 +64,34 @@ def join_tp_shards(shards: Sequence[Tensor], spec: ParamSpec) -> Tensor:
     return torch.cat([shard.reshape(spec.local_shape(len(shards))) for shard in shards], dim=spec.dim)
 
 
-def initialize_parameters(stage: StageModule, specs: Mapping[str, ParamSpec], seed: int, tp_rank: int, tp: int) -> None:
+class WeightSource(Protocol):
+    """Weights to start from, such as those of a pretrained model."""
+
+    def fill(self, param: Tensor, spec: ParamSpec, tp_rank: int, tp: int) -> bool:
+        """Fill this rank's shard of a parameter; return False if there are no weights for it."""
+
+
+def initialize_parameters(
+    stage: StageModule,
+    specs: Mapping[str, ParamSpec],
+    seed: int,
+    tp_rank: int,
+    tp: int,
+    pretrained: WeightSource | None = None,
+) -> None:
     """Set every parameter to its initial values, which are the same for any mesh and any split into stages.
 
-    Each shard is cut from a full tensor drawn under the seed and the parameter's name. Weights are normal with standard
-    deviation 1 / sqrt(fan-in) (LeCun; for embedding tables 1 / sqrt(width)), divided by sqrt(2 * blocks) for
-    projections into the residual stream (GPT-2). Norms are 1, biases 0. At a width of 2,500 this gives GPT-2's 0.02; a
-    fixed 0.02 would make the outputs of narrow models vanish.
+    Parameters that `pretrained` has no weights for are drawn. Each shard is cut from a full tensor drawn under the seed
+    and the parameter's name. Weights are normal with standard deviation 1 / sqrt(fan-in) (LeCun; for embedding tables
+    1 / sqrt(width)), divided by sqrt(2 * blocks) for projections into the residual stream (GPT-2). Norms are 1, biases
+    0. At a width of 2,500 this gives GPT-2's 0.02; a fixed 0.02 would make the outputs of narrow models vanish.
     """
     num_blocks = sum(layer.heads > 0 for layer in stage.shape.layers)
     with torch.no_grad():
         for name, param in stage.named_parameters():
             spec = specs[name]
+            if pretrained is not None and pretrained.fill(param, spec, tp_rank, tp):
+                continue
             full = _initial_values(spec, seed, num_blocks)
             param.copy_(tp_shard(full, spec, tp_rank, tp).reshape(param.shape))
 

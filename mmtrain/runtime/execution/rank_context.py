@@ -12,6 +12,7 @@ from mmtrain.models import parameter_specs
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
 from mmtrain.models.model_shape import ModelShape, build_model_shape
+from mmtrain.models.parameter_specs import WeightSource
 from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
 from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.plan.artifact.plan import Plan
@@ -87,9 +88,16 @@ class RankContext:
 
 
 def build_rank_context(
-    recipe: Recipe, plan: Plan, world: World, activity: Activity | None = None, faults: FaultPoints | None = None
+    recipe: Recipe,
+    plan: Plan,
+    world: World,
+    activity: Activity | None = None,
+    faults: FaultPoints | None = None,
+    pretrained: WeightSource | None = None,
 ) -> RankContext:
     """Build what this rank of the plan runs: groups, stages, optimizer, executors. All ranks call this together.
+
+    Parameters start with the weights that `pretrained` has for them, others with random ones.
 
     The program is checked before anything is built, and every channel is probed before anything is trained.
 
@@ -108,7 +116,7 @@ def build_rank_context(
     probe_channels(actions, groups, world)
     sequence_parallel = {name: unit.tp for name, unit in plan.units.items() if unit.sp}
     transport = Transport(world.rank, groups, edge_widths(graph, model), sequence_parallel, world.device, dtype)
-    units = build_units(recipe, graph, transport, sequence_parallel)
+    units = build_units(recipe, graph, transport, sequence_parallel, pretrained)
     optimizer = Optimizer(
         {name: build_unit_optimizer(recipe, unit, world) for name, unit in units.items()},
         recipe.train.optimizer,
@@ -189,11 +197,15 @@ def edge_widths(graph: StageGraph, model: ModelShape) -> dict[Edge, int]:
 
 
 def build_units(
-    recipe: Recipe, graph: StageGraph, transport: Transport, sequence_parallel: Collection[str] = ()
+    recipe: Recipe,
+    graph: StageGraph,
+    transport: Transport,
+    sequence_parallel: Collection[str] = (),
+    pretrained: WeightSource | None = None,
 ) -> dict[str, UnitRunner]:
     """Build this rank's stages of every unit, with their initial weights; `sequence_parallel` names units with it."""
     model = build_model_shape(recipe)
-    options = StageOptions(transport.dtype, transport.device, recipe.train.seed, recipe.train.attention)
+    options = StageOptions(transport.dtype, transport.device, recipe.train.seed, recipe.train.attention, pretrained)
     units: dict[str, UnitRunner] = {}
     for mesh in graph.meshes:
         if transport.rank not in mesh.ranks:

@@ -14,6 +14,8 @@ from mmtrain.data import DataIndex, read_quarantine, write_quarantine
 from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.durable_files import cut_log, disk_errors_named, set_aside, write_whole
 from mmtrain.errors import PlanError, UserError
+from mmtrain.families import read_model_folder
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.artifact.data_drift import describe_data_drift
 from mmtrain.plan.artifact.plan import Plan
@@ -39,6 +41,7 @@ from mmtrain.runtime.training.go_back import go_back, read_skipped_positions
 from mmtrain.runtime.training.hooks.course import COURSE_STATE
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
+from mmtrain.weights import PretrainedWeights, open_pretrained
 
 
 def claim_run_folder(request: TrainRequest, lock: FolderLock) -> FolderClaim:
@@ -117,6 +120,25 @@ def share_step_targets(world: World, recipe: Recipe, plan: Plan, index: DataInde
     return from_json(StepTargets, text)
 
 
+def open_start_weights(request: TrainRequest, world: World) -> PretrainedWeights | None:
+    """Open the pretrained weights that a run starts from; None for random ones, and for a run that has a checkpoint.
+
+    Raises ModelFolderError.
+    """
+    if request.recipe.model.hf is None:
+        return None
+    if request.resume and world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
+        return None
+    return open_pretrained(request.recipe)
+
+
+def introduce_start_weights(console: Console, recipe: Recipe, weights: PretrainedWeights) -> None:
+    """Print where the weights of a new run come from, and which units have none there."""
+    fresh = [unit.name for unit in build_model_shape(recipe).units if unit.name not in weights.units]
+    random_units = f"; random weights for {', '.join(fresh)}, which the folder does not hold" if fresh else ""
+    console.print(f"starting from the weights in {recipe.model.hf}{random_units}", highlight=False, soft_wrap=True)
+
+
 @dataclass(frozen=True)
 class RunPosition:
     """Where a run continues: what the loop must know of the steps before. The default is a new run."""
@@ -180,6 +202,8 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
     facts = select_for_saving(recipe, "resume")
     # As one text each: `restore_run` compares the facts of now, and would miss an entry that was removed.
     facts["train"]["freeze"] = " ".join(recipe.train.freeze)
+    if recipe.model.hf is not None:  # the folder may move, but must hold the same model
+        facts["model"]["hf"] = read_model_folder(recipe.model.hf).config_sha256
     facts["data"]["budgets"] = " ".join(f"{unit}={budget}" for unit, budget in sorted(recipe.data.budgets.items()))
     facts["data"] |= {
         "tokenizer_sha256": hashlib.sha256(recipe.data.tokenizer_file.read_bytes()).hexdigest(),

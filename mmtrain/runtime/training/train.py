@@ -43,6 +43,8 @@ from mmtrain.runtime.training.start_run import (
     choose_plan,
     claim_run_folder,
     introduce_run,
+    introduce_start_weights,
+    open_start_weights,
     restore_run,
     resume_facts,
     share_step_targets,
@@ -50,6 +52,7 @@ from mmtrain.runtime.training.start_run import (
 from mmtrain.runtime.training.step_metrics import RankFlags, StepMetricsReducer
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import Address, World, find_address, join, leave, torch_seed
+from mmtrain.weights import open_pretrained
 
 
 def run(request: TrainRequest) -> None:
@@ -57,6 +60,8 @@ def run(request: TrainRequest) -> None:
 
     Raises UserError for wrong input and RunError where the run breaks; both name what and where.
     """
+    if not request.resume:
+        open_pretrained(request.recipe)  # report a folder whose weights do not fit before anything starts
     address = find_address()
     if address is not None:
         if request.max_restarts:
@@ -154,9 +159,13 @@ def _train(request: TrainRequest, world: World, stop: StopSignalListener) -> Pat
             activity.start(PLANNING)
             plan = choose_plan(request, patient_world, index)
             activity.start(BUILDING)
-            rank_context = build_rank_context(recipe, plan, world, activity, request.faults)
+            pretrained = open_start_weights(request, patient_world)
+            rank_context = build_rank_context(recipe, plan, world, activity, request.faults, pretrained)
             torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
             console = Console(quiet=not world.is_first)
+            if pretrained is not None:
+                pretrained.close()
+                introduce_start_weights(console, recipe, pretrained)
             position = RunPosition()
             if request.resume:
                 activity.start(RESTORING)

@@ -1,0 +1,97 @@
+"""Compare the tensors of a folder with those that its family expects, and name all that differ at once."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from mmtrain.errors import ModelFolderError
+from mmtrain.families import ModelFolder, ParameterSource
+from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
+
+MAX_NAMES_IN_MESSAGE = 40  # a folder of another model lacks thousands
+
+
+@dataclass(frozen=True)
+class MatchedFolder:
+    """A folder whose tensors are those that its family expects, by the names that they have in the folder."""
+
+    sources: Mapping[str, ParameterSource]  # by our name of the parameter
+    carried: tuple[str, ...]  # tensors that this model does not compute, in the order of their names
+
+
+def match_tensors(folder: ModelFolder, stored: FolderTensors) -> MatchedFolder:
+    """Return what every parameter is made of.
+
+    Raises ModelFolderError with all tensors that are missing, unknown, of another shape or of a type that is not read.
+    """
+    family = folder.family
+    expected = list(family.weights(folder.settings))
+    sources = max(
+        (_spelled(expected, spelling) for spelling in family.spellings),
+        key=lambda candidate: _num_known(candidate, stored),
+    )
+    shapes = {tensor: shape for source in sources for tensor, shape in source.tensor_shapes().items()}
+    carried_prefixes, ignored = family.carried(folder.settings), family.ignored(folder.settings)
+    others = sorted(stored.tensors.keys() - shapes.keys())
+    carried = tuple(name for name in others if name.startswith(carried_prefixes))
+    unknown = [name for name in others if name not in carried and not name.endswith(ignored)]
+    problems = [*_missing(shapes, stored, unknown), *_unknown(unknown, shapes), *_misshaped(shapes, stored)]
+    if problems:
+        shown = problems[:MAX_NAMES_IN_MESSAGE]
+        rest = f"\n  and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
+        raise ModelFolderError(
+            f"model.hf: the weights in {folder.path} are not those of its config.json ({family.name}), "
+            f"{len(problems)} differ:\n  " + "\n  ".join(shown) + rest
+        )
+    return MatchedFolder({source.name: source for source in sources}, carried)
+
+
+def _spelled(sources: Iterable[ParameterSource], spelling: Sequence[tuple[str, str]]) -> list[ParameterSource]:
+    """Return the sources with the names of tensors in one spelling of the family."""
+    return [
+        replace(
+            source,
+            blocks=tuple(replace(block, tensor=respell(block.tensor, spelling)) for block in source.blocks),
+        )
+        for source in sources
+    ]
+
+
+def respell(tensor: str, spelling: Sequence[tuple[str, str]]) -> str:
+    """Replace the first prefix of the spelling that the name has."""
+    for prefix, replacement in spelling:
+        if tensor.startswith(prefix):
+            return replacement + tensor.removeprefix(prefix)
+    return tensor
+
+
+def _num_known(sources: Iterable[ParameterSource], stored: FolderTensors) -> int:
+    return sum(block.tensor in stored.tensors for source in sources for block in source.blocks)
+
+
+def _missing(shapes: Mapping[str, tuple[int, ...]], stored: FolderTensors, unknown: Sequence[str]) -> list[str]:
+    return [
+        f"{name}: missing, {list(shape)} expected{_nearest(name, unknown)}"
+        for name, shape in shapes.items()
+        if name not in stored.tensors
+    ]
+
+
+def _unknown(unknown: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    return [f"{name}: not a tensor of this model{_nearest(name, list(shapes))}" for name in unknown]
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    closest = get_close_matches(name, known, n=1, cutoff=0.8)
+    return f" (the nearest name is {closest[0]})" if closest else ""
+
+
+def _misshaped(shapes: Mapping[str, tuple[int, ...]], stored: FolderTensors) -> list[str]:
+    problems = []
+    for name, shape in shapes.items():
+        weight = stored.tensors.get(name)
+        if weight is not None and weight.shape != shape:
+            problems.append(f"{name}: has the shape {list(weight.shape)}, {list(shape)} expected")
+        if weight is not None and weight.dtype not in DTYPES:
+            problems.append(f"{name}: is stored as {weight.dtype}; allowed: {', '.join(DTYPES)}")
+    return problems

@@ -1,0 +1,47 @@
+"""`model.hf`: planning needs a folder's config only, and training reports weights that do not fit before it starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import RunMmtrain
+from tests.families.configs import QWEN2, write_config
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """Write a recipe beside a folder with a config of Qwen2.5-7B, and lengths in place of data."""
+    write_config(
+        tmp_path / "qwen", QWEN2, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
+    )  # fmt: skip
+    (tmp_path / "lengths.csv").write_text("count,text\n64,900\n64,4000\n", encoding="utf-8")
+    path = tmp_path / "sft.yaml"
+    path.write_text(
+        """
+name: sft
+model: {hf: qwen}
+data: {sources: [{path: lengths.csv}], seq_len: 4096}
+cluster: {hardware: h100-80g, ranks: 8}
+train: {steps: 10, global_batch: 64, optimizer: {lr: 1e-5}}
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_planning_needs_the_config_only(run_mmtrain: RunMmtrain, recipe: Path) -> None:
+    done = run_mmtrain("plan", recipe, "--json")
+    assert done.returncode == 0, done.stderr
+    layers = [stage["layers"] for stage in json.loads(done.stdout)["units"]["llm"]["stages"]]
+    assert max(hi for _, hi in layers) == 30
+
+
+def test_training_without_the_weights_starts_nothing(run_mmtrain: RunMmtrain, recipe: Path, tmp_path: Path) -> None:
+    text = recipe.read_text(encoding="utf-8").replace("lengths.csv}]", "samples.json}], tokenizer: tokenizer.json")
+    recipe.write_text(text.replace("cluster: {hardware: h100-80g, ranks: 8}", ""), encoding="utf-8")
+    done = run_mmtrain("train", recipe, "--run-dir", tmp_path / "run")
+    assert done.returncode == 2
+    assert "qwen holds no weights; allowed: model.safetensors" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,83 @@
+"""Tiny pretrained models, written by `transformers`, and recipes that start from them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmtrain.models.parameter_specs import ParamSpec, stage_param_specs
+from mmtrain.models.stage_module import StageModule
+from mmtrain.recipe import Recipe, load_recipe
+from tests.models.factory import randomize
+
+VOCAB = 61  # padded to 64; what `tests.flow.cases` draws its words from
+
+
+def qwen2(**changes: Any) -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    settings: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "vocab_size": VOCAB, "rope_theta": 1e6, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return _random(Qwen2ForCausalLM(Qwen2Config(**settings | changes)))
+
+
+def llama(**changes: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    settings: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "rope_parameters": rope,
+    }  # fmt: skip
+    return _random(LlamaForCausalLM(LlamaConfig(**settings | changes)))
+
+
+def mistral() -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=12, vocab_size=VOCAB, sliding_window=None,
+    )  # fmt: skip
+    return _random(MistralForCausalLM(config))
+
+
+def _random(model: nn.Module) -> nn.Module:
+    randomize(model)  # biases and norms away from 0 and 1
+    return model.eval()
+
+
+def save(model: nn.Module, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    """Save as `transformers` does."""
+    model.to(dtype).save_pretrained(folder, **options)
+    return folder
+
+
+def recipe_from(folder: Path, *overrides: str) -> Recipe:
+    """Load a recipe that starts from the folder."""
+    path = folder.parent / f"{folder.name}.yaml"
+    path.write_text(
+        f"""
+name: pretrained
+model: {{hf: {folder}}}
+data: {{sources: [{{path: none.json}}], tokenizer: none.json, seq_len: 64}}
+train:
+  steps: 5
+  global_batch: 4
+  precision: fp32
+  optimizer: {{lr: 0.01, weight_decay: 0.1, clip_norm: null, schedule: constant}}
+""",
+        encoding="utf-8",
+    )
+    return load_recipe(path, overrides, env={}).recipe
+
+
+def specs_of(stage: StageModule) -> dict[str, ParamSpec]:
+    """Describe the parameters of an unsharded stage by their plan-independent names."""
+    return {spec.name: spec for spec in stage_param_specs(stage, stage.unit, tp=1).values()}

@@ -1,0 +1,175 @@
+"""A model that starts from a folder computes what `transformers` computes with it."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmtrain.families import FAMILIES, read_model_folder
+from mmtrain.models.build_stage import StageOptions, build_stage
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.parameter_specs import join_tp_shards
+from mmtrain.models.stage_inputs import TextInput
+from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.world import World
+from mmtrain.weights import FolderTensors, PretrainedWeights, open_pretrained
+from mmtrain.weights.match_tensors import match_tensors
+from tests.distributed import run_ranks
+from tests.flow.cases import TEXTS, Mesh, encoded, plan, step_data
+from tests.flow.gather import copy, whole
+from tests.weights.pretrained import VOCAB, llama, mistral, qwen2, recipe_from, save, specs_of
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "qwen2": qwen2,
+    "qwen2 untied": lambda: qwen2(tie_word_embeddings=False, num_key_value_heads=3),
+    "llama 3.1": llama,
+    "mistral": mistral,
+}
+CPU = torch.device("cpu")
+
+
+def pretrained_of(recipe: Recipe) -> PretrainedWeights:
+    weights = open_pretrained(recipe)
+    assert weights is not None
+    return weights
+
+
+def llm_stage(recipe: Recipe, dtype: torch.dtype = torch.float32) -> StageModule:
+    """Build the LLM of a recipe, as one stage with the weights of its folder."""
+    model = build_model_shape(recipe)
+    options = StageOptions(dtype, CPU, 1, "reference", pretrained_of(recipe))
+    spec = StageSpec("llm", (0, len(model.unit("llm").layers)))
+    return build_stage(recipe.model, model, spec, ParallelGroups.single(), options)
+
+
+def assert_equal_gradients(folder: Path, theirs: nn.Module, ours: Mapping[str, Tensor]) -> None:
+    """Compare the gradients of all tensors of a folder with ours, which are by name, in the full view."""
+    read = read_model_folder(folder)
+    matched = match_tensors(read, FolderTensors.of(folder))
+    assert matched.sources.keys() == ours.keys()
+    expected = {name: param.grad for name, param in theirs.named_parameters()}
+    largest = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
+    for name, source in matched.sources.items():
+        for block in source.blocks:
+            gradient = expected[block.tensor]
+            assert gradient is not None
+            part = ours[name][tuple(slice(lo, hi) for lo, hi in block.view_box)]
+            wanted = gradient[tuple(slice(lo, hi) for lo, hi in block.tensor_box)].reshape(part.shape)
+            assert (part - wanted).norm() <= 1e-3 * max(float(wanted.norm()), 1e-3 * largest), block.tensor
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_loss_and_gradients_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = MODELS[name]()
+    folder = save(theirs, tmp_path / "model")
+    ours = llm_stage(recipe_from(folder))
+    ids = torch.randint(0, VOCAB, (90,), generator=torch.Generator().manual_seed(3))
+    labels = torch.cat([ids[1:], torch.tensor([-100])])
+    expected = theirs(input_ids=ids[None], labels=ids[None])
+    inputs = TextInput((90,), ids, labels)
+    with torch.no_grad():
+        logits = ours.logits(None, inputs)[:, :VOCAB]
+    assert (logits - expected.logits[0]).abs().max() < 1e-4
+    assert expected.logits.std() > 0.1  # else the comparison would prove nothing
+
+    loss = ours(None, inputs) / 89
+    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    loss.backward()
+    expected.loss.backward()
+    specs = specs_of(ours)
+    gradients = {f"llm.{name}": param.grad for name, param in ours.named_parameters()}
+    full = {name: gradients[name].view(spec.full_shape) for name, spec in specs.items()}  # type: ignore[union-attr]
+    assert_equal_gradients(folder, theirs, full)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_rank_reads_its_slice_only(tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split qkv inside a KV head and the vocabulary inside its padding; read in pieces of a few rows."""
+    folder = save(qwen2(), tmp_path / "model")
+    recipe = recipe_from(folder)
+    stage = llm_stage(recipe)
+    monkeypatch.setattr("mmtrain.weights.import_weights.MAX_ELEMENTS_PER_READ", 200)
+    weights = pretrained_of(recipe)
+    num_read = 0
+    read = FolderTensors.read
+
+    def count(tensors: FolderTensors, name: str, box: tuple[tuple[int, int], ...]) -> Tensor:
+        nonlocal num_read
+        part = read(tensors, name, box)
+        num_read += part.numel()
+        return part
+
+    monkeypatch.setattr(FolderTensors, "read", count)
+    params = {f"llm.{name}": param for name, param in stage.named_parameters()}
+    for name, spec in specs_of(stage).items():
+        shards = [torch.full(spec.local_shape(tp), float("nan")) for _ in range(tp)]
+        num_read = 0
+        for rank, shard in enumerate(shards):
+            assert weights.fill(shard, spec, rank, tp)
+        assert torch.equal(join_tp_shards(shards, spec), params[name].view(spec.full_shape)), name
+        assert num_read <= params[name].numel() * (tp if spec.dim is None else 1)
+    padding = params["llm.layers.0.table.weight"][VOCAB:]
+    assert len(padding) == 3
+    assert not padding.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sharded_folders_of_any_dtype_are_read_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = qwen2()
+    folder = save(theirs, tmp_path / "model", dtype, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    stage = llm_stage(recipe_from(folder))
+    table = dict(stage.named_parameters())["layers.0.table.weight"]
+    assert torch.equal(table[:VOCAB], theirs.state_dict()["model.embed_tokens.weight"].float())
+
+
+def test_units_that_the_folder_lacks_start_as_without_it(tmp_path: Path) -> None:
+    vision = "model.vision={layers: 1, hidden: 16, heads: 2, ffn: 24, max_side: 4}"
+    image = "data.image={min_pixels: 196, max_pixels: 196}"
+    recipe = recipe_from(save(qwen2(), tmp_path / "model"), vision, image)
+    model, groups = build_model_shape(recipe), ParallelGroups.single()
+    weights = pretrained_of(recipe)
+    assert weights.units == ("llm",)
+    spec = StageSpec("vision", (0, 3))
+    stages = [
+        build_stage(recipe.model, model, spec, groups, StageOptions(torch.float32, CPU, 1, "sdpa", source))
+        for source in (None, weights)
+    ]
+    for ours, expected in zip(*(stage.parameters() for stage in stages), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def _train_one_step(recipe: Recipe) -> tuple[float, list[object]]:
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    context = build_rank_context(
+        recipe, plan(recipe, llm=Mesh((2,), tuple(range(size)), tp=2)), World(rank, size, CPU),
+        pretrained=open_pretrained(recipe),
+    )  # fmt: skip
+    outcome = context.train(step_data(context, 1, texts_between=True), lr=0.01)
+    return outcome.loss, [copy(g) for unit in context.optimizer.units.values() for g in unit.gradients()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2", "llama 3.1"])
+def test_a_step_at_tp_2_and_pp_2_equals_one_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = MODELS[name]()
+    folder = save(theirs, tmp_path / "model")
+    ranks = run_ranks(4, _train_one_step, recipe_from(folder), timeout=60)
+    samples = [encoded(sample) for sample in TEXTS]
+    num_targets = sum(int((sample.labels >= 0).sum()) for sample in samples)
+    loss = torch.zeros(())
+    for sample in samples:
+        logits = theirs(input_ids=torch.from_numpy(sample.ids)[None]).logits[0]
+        loss = loss + nn.functional.cross_entropy(logits, torch.from_numpy(sample.labels), reduction="sum")
+    (loss / num_targets).backward()
+    assert sum(part for part, _ in ranks) == pytest.approx(loss.item() / num_targets, rel=1e-4)
+    assert_equal_gradients(folder, theirs, whole([g for _, gradients in ranks for g in gradients]))  # type: ignore[misc]
+
+
+def test_every_family_is_trained_here() -> None:
+    assert set(FAMILIES) <= {name.split()[0] for name in MODELS}
