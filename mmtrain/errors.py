@@ -3,6 +3,7 @@
     MmtrainError                 exit 1   the run failed
     |-- RunError                 exit 1   something broke while running
     |   |-- CheckpointError      exit 1   a checkpoint is damaged or missing
+    |   |-- RankDied             exit 1   a rank was killed
     |   |-- TooManyBadSamples    exit 1   more samples are unusable than data.max_bad_rate allows
     |   `-- FolderTaken          exit 1   another run took over the run's folder
     `-- UserError                exit 2   the input is wrong; the message says what, where and what to do
@@ -33,6 +34,14 @@ class RunError(MmtrainError):
 
 class CheckpointError(RunError):
     """A checkpoint is damaged, incomplete or missing."""
+
+
+class RankDied(RunError):  # noqa: N818 - names what happened to a rank
+    """A rank ended without a word, as one does whose device is gone; `rank` is the first that did."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class TooManyBadSamples(RunError):  # noqa: N818 - names a state of the data

@@ -40,6 +40,14 @@ def train(
         int,
         typer.Option(min=0, metavar="N", help="Restart up to N times from the newest good checkpoint after a failure."),
     ] = 0,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="Go on with fewer ranks when some are gone for good, and with more when they are back. Plans for "
+            "these numbers of ranks are made ahead, beside the training.",
+        ),
+    ] = False,
     force_unlock: Annotated[
         bool,
         typer.Option(
@@ -85,6 +93,7 @@ def train(
             resume=resume or go_back is not None,
             go_back=go_back,
             max_restarts=max_restarts,
+            elastic=elastic,
             force_unlock=force_unlock,
         )
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -28,8 +29,11 @@ class RunLog:
         if not enabled:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
+        last_step_s = time_of_last_step(run_dir)
         cut_log(run_dir / METRICS_FILE, lambda step: step["step"] < first_step, notify, _is_step)
         self._lines = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        if last_step_s is not None:
+            os.utime(run_dir / METRICS_FILE, (last_step_s, last_step_s))
         self._events = _Events(run_dir / TENSORBOARD_FOLDER, first_step)
 
     def step(self, metrics: StepMetrics) -> None:
@@ -105,6 +109,17 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     Lines that are no steps are skipped.
     """
     return read_log(run_dir / METRICS_FILE, _is_step).entries
+
+
+def time_of_last_step(run_dir: Path) -> float | None:
+    """Return when a run last finished a step, in seconds since 1970 by the clock of the file system; None if never.
+
+    It is the time of the log, which starts of the run that got to no step leave as it is.
+    """
+    try:
+        return (run_dir / METRICS_FILE).stat().st_mtime
+    except OSError:
+        return None
 
 
 def _is_step(entry: dict[str, Any]) -> bool:

@@ -33,6 +33,7 @@ class Address:
     port: int
     launcher: str  # `torchrun` (or anything else that sets its variables), `slurm` or `mmtrain`
     attempt: int = 0  # restarts by torchrun so far
+    ranks_per_node: int = 1  # that are lost together; of our own launcher, whose ranks share one node, each by itself
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,9 @@ def find_address(env: Mapping[str, str] = os.environ) -> Address | None:
         port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else 29500
         attempt = _int(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
         master = env.get("MASTER_ADDR", "127.0.0.1")
-        return _checked(Address(values["RANK"], values["WORLD_SIZE"], local, master, port, "torchrun", attempt))
+        per_node = _int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else 1
+        rank, size = values["RANK"], values["WORLD_SIZE"]
+        return _checked(Address(rank, size, local, master, port, "torchrun", attempt, per_node))
     # Only srun sets the step's size: in a batch script without srun, mmtrain is one process, not all tasks.
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
@@ -147,7 +150,11 @@ def find_address(env: Mapping[str, str] = os.environ) -> Address | None:
         port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
         local = _int(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else 0
         size = _int(env, "SLURM_STEP_NUM_TASKS")
-        return _checked(Address(_int(env, "SLURM_PROCID"), size, local, master, port, "slurm"))
+        # `8(x2),4`: eight tasks on each of two nodes, and four on the next.
+        tasks_per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        per_node = int(tasks_per_node.group()) if tasks_per_node else 1
+        address = Address(_int(env, "SLURM_PROCID"), size, local, master, port, "slurm", ranks_per_node=per_node)
+        return _checked(address)
     return None
 
 
@@ -184,8 +191,7 @@ def join(address: Address) -> World:
         )
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            # The store of torchrun's agent outlives a failed attempt and still holds the addresses of its ranks.
-            store=PrefixStore(f"mmtrain/{address.attempt}", store),
+            store=PrefixStore(_store_prefix(address), store),
             rank=address.rank,
             world_size=address.world_size,
             timeout=COLLECTIVE_TIMEOUT,
@@ -206,7 +212,7 @@ def _second_client(address: Address) -> Store | None:
     store = TCPStore(
         address.master, address.port, address.world_size, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False
     )
-    return PrefixStore(f"mmtrain/{address.attempt}/threads", store)
+    return PrefixStore(f"{_store_prefix(address)}/threads", store)
 
 
 def leave() -> None:
@@ -215,9 +221,22 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def has_agent_store(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the ranks meet in a store of torchrun's agent, which already listens at MASTER_PORT."""
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _hosts_store(address: Address) -> bool:
-    # torchrun's agent already listens at MASTER_PORT, and its workers use that store.
-    return address.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return address.rank == 0 and not has_agent_store()
+
+
+def _store_prefix(address: Address) -> str:
+    """Return what keeps the keys of one start apart from those of another.
+
+    The store of torchrun's agent outlives a failed attempt and still holds the addresses of its ranks. A store of our
+    own is new in each start; agents that joined at different times count attempts differently.
+    """
+    return f"mmtrain/{address.attempt}" if has_agent_store() else "mmtrain"
 
 
 def _require_bindable(address: Address) -> None:

@@ -81,7 +81,7 @@ def test_a_signal_is_passed_on_and_every_rank_may_finish() -> None:
 
 
 def test_a_killed_rank_is_named() -> None:
-    assert "RunError: rank 1 was killed by SIGKILL" in _outcome(2, _rank_one_is_killed)
+    assert "RankDied: rank 1 was killed by SIGKILL" in _outcome(2, _rank_one_is_killed)
 
 
 def test_ranks_that_have_nothing_to_save_end_at_once() -> None:

@@ -58,7 +58,10 @@ def require_match(plan: Plan, recipe_sha256: str, world_size: int, hardware: str
             f"(plan {plan.recipe_sha256[:12]}, now {recipe_sha256[:12]})"
         )
     if plan.world_size != world_size:
-        differs.append(f"the number of ranks: plan {plan.world_size}, now {world_size}; start {plan.world_size}")
+        differs.append(
+            f"the number of ranks: plan {plan.world_size}, now {world_size}; start {plan.world_size} (a run that is "
+            "resumed with --elastic makes another plan)"
+        )
     if plan.hardware != hardware:
         differs.append(f"the hardware: plan `{plan.hardware}`, now `{hardware}`")
     if differs:

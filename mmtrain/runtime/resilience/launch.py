@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from mmtrain.errors import MmtrainError, RunError, StoppedAndSaved, UserError
+from mmtrain.errors import MmtrainError, RankDied, RunError, StoppedAndSaved, UserError
 from mmtrain.runtime.resilience.failures import is_lost_peer
 from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 from mmtrain.runtime.resilience.orphans import stop_orphan
@@ -159,6 +159,8 @@ def _first_failure(exits: list[_RankExit]) -> MmtrainError:
     if secondary:
         ranks = "rank" if len(secondary) == 1 else "ranks"
         message += f"; secondary: {ranks} {', '.join(map(str, secondary))} lost a peer"
+    if cause.code < 0:
+        return RankDied(message, cause.rank)
     error_type = UserError if cause.code == UserError.exit_code else RunError
     return error_type(message)
 

@@ -1,10 +1,12 @@
-"""What a run does before its first step: claim its folder, choose a plan, restore a checkpoint, introduce itself."""
+"""What a run does before its first step: claim its folder, restore a checkpoint, introduce itself.
+
+`choose_plan` has a module of its own.
+"""
 
 import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 
@@ -13,14 +15,13 @@ from mmtrain.checkpoint import SavingRun, find, foreign_drafts
 from mmtrain.data import DataIndex, read_quarantine, write_quarantine
 from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.durable_files import cut_log, disk_errors_named, set_aside, write_whole
-from mmtrain.errors import PlanError, UserError
+from mmtrain.errors import UserError
 from mmtrain.families import read_model_folder
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.artifact.data_drift import describe_data_drift
 from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_files import load_plan, require_match
-from mmtrain.recipe import Recipe, dump_recipe, recipe_fingerprint
+from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.recipe.settings import POSITION_KEY, select_for_saving
 from mmtrain.runtime.execution.checkpointing import restore_checkpoint
 from mmtrain.runtime.execution.rank_context import RankContext
@@ -30,13 +31,13 @@ from mmtrain.runtime.resilience.failures import clear_failures
 from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.run_folder import (
     CHECKPOINTS_FOLDER,
-    PLAN_FILE,
     QUARANTINE_FILE,
     RECIPE_FILE,
     SKIPPED_STEPS_FILE,
 )
 from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.run_state import RUN_STATE_FILE, read_run_state, write_run_state
+from mmtrain.runtime.training.choose_plan import ChosenPlan
 from mmtrain.runtime.training.go_back import go_back, read_skipped_positions
 from mmtrain.runtime.training.hooks.course import COURSE_STATE
 from mmtrain.runtime.training.train_request import TrainRequest
@@ -51,7 +52,8 @@ def claim_run_folder(request: TrainRequest, lock: FolderLock) -> FolderClaim:
     run.
     """
     folder = request.run_dir
-    if request.resume and not (folder / RECIPE_FILE).exists() and not find(folder / CHECKPOINTS_FOLDER):
+    holds_run = (folder / RECIPE_FILE).exists() or bool(find(folder / CHECKPOINTS_FOLDER))
+    if request.resume and not request.may_be_new and not holds_run:
         raise UserError(f"--resume: {folder} holds no run; leave --resume out to start one there")
     with disk_errors_named(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,42 +78,6 @@ def claim_run_folder(request: TrainRequest, lock: FolderLock) -> FolderClaim:
 
 def _notify(text: str) -> None:
     print(f"mmtrain: {text}", file=sys.stderr, flush=True)
-
-
-def choose_plan(request: TrainRequest, world: World, index: DataIndex) -> Plan:
-    """Return the same plan on all ranks: the user's, that of the run that is resumed, or a new one made on rank 0."""
-    recipe = request.recipe
-    fingerprint = recipe_fingerprint(recipe)
-
-    def choose() -> str:
-        saved = request.run_dir / PLAN_FILE
-        plan = None
-        if request.plan_path is not None:
-            plan = load_plan(request.plan_path)
-            require_match(plan, fingerprint, world.size, request.hardware)
-        elif request.resume and saved.exists():
-            plan = _plan_of_run(saved, fingerprint, world.size, request.hardware)
-        if plan is None:
-            plan = request.planner(
-                recipe, index.lengths, world_size=world.size, hardware=request.hardware, recipe_sha256=fingerprint
-            )
-        with disk_errors_named(request.run_dir):
-            write_whole(saved, plan.file_text())
-        return plan.model_dump_json()
-
-    return Plan.model_validate_json(world.on_first(choose))
-
-
-def _plan_of_run(path: Path, fingerprint: str, world_size: int, hardware: str) -> Plan | None:
-    """Load the plan of a run that is resumed; None if it was made for something else, or cannot be read."""
-    try:
-        plan = load_plan(path)
-    except PlanError as error:
-        with disk_errors_named(path.parent):
-            _notify(f"{set_aside(path, 'the run gets a new plan')} ({error})")
-        return None
-    is_for_this = (plan.recipe_sha256, plan.world_size, plan.hardware) == (fingerprint, world_size, hardware)
-    return plan if is_for_this else None
 
 
 def share_step_targets(world: World, recipe: Recipe, plan: Plan, index: DataIndex) -> StepTargets:
@@ -213,8 +179,19 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
     return facts
 
 
-def introduce_run(console: Console, request: TrainRequest, plan: Plan, index: DataIndex, first_step: int) -> None:
+def introduce_run(
+    console: Console, request: TrainRequest, chosen: ChosenPlan, index: DataIndex, first_step: int
+) -> None:
     """Print the plan, the data and the folder of the run; make its records agree with `first_step` (from 0)."""
+    plan = chosen.plan
+    if changes := chosen.describe_change(request.run_dir):
+        train = request.recipe.train
+        as_before = (
+            f"as before: global batch {train.global_batch}, the order of the data, the learning rate, and weights and "
+            f"optimizer state of step {first_step}"
+        )
+        text = "\n  ".join(["the run goes on with another number of ranks:", *changes, as_before])
+        console.print(text, style="yellow", highlight=False, soft_wrap=True)
     meshes = ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in plan.units.items())
     console.print(
         f"{plan.placement} plan on {plan.world_size} ranks: {meshes}; predicted {plan.predicted.step_time_s:.3f} s "

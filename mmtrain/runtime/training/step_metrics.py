@@ -153,4 +153,5 @@ class StepMetricsReducer:
             peak_memory_bytes=reduction.peak_memory_bytes,
             edges=reduction.edges,
             slow_ranks=tuple(straggler.to_text() for straggler in reduction.stragglers),
+            ranks=self._context.world.size,
         )

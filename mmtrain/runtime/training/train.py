@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,36 +12,40 @@ import torch
 from rich.console import Console
 
 from mmtrain.balance import StepTargets
-from mmtrain.checkpoint import SavingRun, find
+from mmtrain.checkpoint import SavingRun
 from mmtrain.data import DataIndex, GroupStream, Loader, StepRequest, build_index
 from mmtrain.durable_files import disk_errors_named
-from mmtrain.errors import LaunchError, RunError, StoppedAndSaved
+from mmtrain.errors import LaunchError, StoppedAndSaved
 from mmtrain.plan.artifact.plan import Plan
+from mmtrain.recipe import recipe_fingerprint
 from mmtrain.report import RunLog, open_progress
 from mmtrain.runtime.execution.activity import BUILDING, INDEXING, LOADING, PLANNING, PREPARING, RESTORING, Activity
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.resilience.config_consensus import require_consensus
-from mmtrain.runtime.resilience.failures import explain_failures, read_failures, report_failures
-from mmtrain.runtime.resilience.folder_lock import FolderLock, may_be_owned
-from mmtrain.runtime.resilience.launch import free_port, launch_local
+from mmtrain.runtime.resilience.failures import report_failures
+from mmtrain.runtime.resilience.folder_lock import FolderLock
+from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.resilience.orphans import LauncherMonitor, has_watching_launcher
 from mmtrain.runtime.resilience.out_of_memory import OutOfMemoryReport, predicted_peak_gib
 from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.resilience.watchdog import Watchdog
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.run_owner import FolderClaim
-from mmtrain.runtime.run_state import read_run_state, write_run_state
+from mmtrain.runtime.run_state import read_run_state
+from mmtrain.runtime.training.choose_plan import ChosenPlan, choose_plan
 from mmtrain.runtime.training.go_back import SKIPPED_STATE
 from mmtrain.runtime.training.hooks.build_hooks import RunParts, build_hooks
 from mmtrain.runtime.training.hooks.course import CourseWatch
+from mmtrain.runtime.training.hooks.elastic import ResumeTime, StandbyPlanning
 from mmtrain.runtime.training.hooks.held_out import Validation
+from mmtrain.runtime.training.local_restarts import launch_with_restarts
 from mmtrain.runtime.training.loop import Loop
 from mmtrain.runtime.training.run_records import RunRecords
+from mmtrain.runtime.training.standby_plans import load_standby_plan, rank_counts_ahead
 from mmtrain.runtime.training.start_run import (
     RunPosition,
-    choose_plan,
     claim_run_folder,
     introduce_run,
     introduce_start_weights,
@@ -49,9 +54,10 @@ from mmtrain.runtime.training.start_run import (
     resume_facts,
     share_step_targets,
 )
+from mmtrain.runtime.training.step_hook import StepHook
 from mmtrain.runtime.training.step_metrics import RankFlags, StepMetricsReducer
 from mmtrain.runtime.training.train_request import TrainRequest
-from mmtrain.runtime.world import Address, World, find_address, join, leave, torch_seed
+from mmtrain.runtime.world import Address, World, find_address, has_agent_store, join, leave, torch_seed
 from mmtrain.weights import open_pretrained
 
 
@@ -69,59 +75,50 @@ def run(request: TrainRequest) -> None:
                 f"--max-restarts: {request.max_restarts} found, but {address.launcher} started these processes and "
                 "must restart them (torchrun --max-restarts, sbatch --requeue with --resume); leave it out here"
             )
-        if address.attempt:  # torchrun starts again with the arguments of the first start
-            if read_run_state(request.run_dir).get("status") == "stopped":
-                raise StoppedAndSaved("stopped by a signal before this restart, which torchrun counts as a failure")
-            request = replace(request, resume=True, go_back=None, force_unlock=False)
-        train_rank(request, address)
+        train_rank(_request_under_torchrun(request, address) if address.launcher == "torchrun" else request, address)
     elif request.ranks == 1 and not request.max_restarts:
         train_rank(request, Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain"))
     else:
-        _launch(request)
+        launch_with_restarts(request, train_rank)
 
 
-def _launch(request: TrainRequest) -> None:
-    """Start the ranks; after a failure start them again from the newest good checkpoint, as often as allowed."""
-    # The ranks refuse a folder with checkpoints of another run; a restart must not turn that into resuming it.
-    holds_other_run = not request.resume and bool(find(request.run_dir / CHECKPOINTS_FOLDER))
-    num_restarts_left = 0 if holds_other_run else request.max_restarts
-    while True:
-        try:
-            return launch_local(request.ranks, partial(train_rank, request), saves_on_stop=True)
-        except RunError as launch_error:
-            error = _root_cause(request, launch_error)
-        if not num_restarts_left or not (request.run_dir / RECIPE_FILE).exists():
-            raise error
-        num_restarts_left -= 1
-        print(
-            f"mmtrain: {error}\nmmtrain: starting again, {num_restarts_left} restarts left after this", file=sys.stderr
-        )
-        request = replace(request, resume=True, go_back=None, force_unlock=False)
+def _request_under_torchrun(request: TrainRequest, address: Address) -> TrainRequest:
+    """Return what to do in a start by torchrun, which starts ranks again with the arguments of the first start.
 
+    An elastic run resumes whatever its folder holds: when nodes come or go, torchrun counts no attempt. For it, a
+    signal that stopped ranks is no end either: torchrun itself stops them so when a node has come, and a node whose
+    agent gets a signal leaves a run that goes on.
 
-def _root_cause(request: TrainRequest, error: RunError) -> RunError:
-    """Return what the ranks reported of a run that hung, else what the launcher saw; write it to the run's state.
-
-    All our ranks have ended. A run that owns the folder now is another one, which wrote what lies there.
+    Raises StoppedAndSaved for a run that a signal stopped, and LaunchError for what an elastic run cannot do.
     """
-    if may_be_owned(request.run_dir):
-        return error
-    failures = read_failures(request.run_dir)
-    if any(f.kind == "hang" for f in failures):
-        error = RunError(explain_failures(failures, request.ranks))
-    if read_run_state(request.run_dir).get("status") in ("running", "failed"):
-        write_run_state(request.run_dir, "failed", error=str(error))
-    return error
+    if request.elastic:
+        if request.go_back is not None:
+            raise LaunchError(
+                "--resume-from: with --elastic, each restart by torchrun would go back again. Go back once without "
+                "--elastic, then continue with it"
+            )
+        if has_agent_store():
+            raise LaunchError(
+                "--elastic: torchrun lets the ranks meet in a store that nodes which come later cannot find. Start "
+                "torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment and with --rdzv-backend=c10d, "
+                "on every node"
+            )
+        return replace(request, resume=True, may_be_new=not request.resume)
+    if not address.attempt:
+        return request
+    if read_run_state(request.run_dir).get("status") == "stopped":
+        raise StoppedAndSaved("stopped by a signal before this restart, which torchrun counts as a failure")
+    return replace(request, resume=True, go_back=None, force_unlock=False)
 
 
 def train_rank(request: TrainRequest, address: Address) -> None:
     """Train as one rank of the run. Raises StoppedAndSaved when a signal stopped the run before its last step."""
     num_ranks, max_gpus = request.recipe.cluster.ranks, request.recipe.parallel.max_gpus
-    may_be_fewer = max_gpus is not None and address.world_size <= max_gpus
-    if num_ranks is not None and address.world_size != num_ranks and not may_be_fewer:
+    may_differ = request.elastic or (max_gpus is not None and address.world_size <= max_gpus)
+    if num_ranks is not None and address.world_size != num_ranks and not may_differ:
         raise LaunchError(
             f"cluster.ranks: {num_ranks} in the recipe, but {address.world_size} processes were started; "
-            "start as many, or leave cluster.ranks out to take what the launcher starts"
+            "start as many, leave cluster.ranks out to take what the launcher starts, or add --elastic"
         )
     if torch.get_num_threads() > 1 and not torch.cuda.is_available():
         torch.set_num_threads(1)  # a rank is one core; more threads than cores would fight the other ranks
@@ -129,13 +126,13 @@ def train_rank(request: TrainRequest, address: Address) -> None:
         stop = stack.enter_context(StopSignalListener())
         if has_watching_launcher(address):
             stack.enter_context(LauncherMonitor(address.rank))
-        checkpoint = _train(request, join(address), stop)
+        checkpoint = _train(request, address, join(address), stop)
         leave()
     if checkpoint:
         raise StoppedAndSaved(f"stopped by a signal and saved {checkpoint}; continue with --resume")
 
 
-def _train(request: TrainRequest, world: World, stop: StopSignalListener) -> Path | None:
+def _train(request: TrainRequest, address: Address, world: World, stop: StopSignalListener) -> Path | None:
     """Train from the first step, or from the newest good checkpoint, to the last step, or until a signal stops the run.
 
     Return the checkpoint of a run that was stopped.
@@ -157,10 +154,10 @@ def _train(request: TrainRequest, world: World, stop: StopSignalListener) -> Pat
                 patient_world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}}
             )
             activity.start(PLANNING)
-            plan = choose_plan(request, patient_world, index)
+            chosen = choose_plan(request, patient_world, index)
             activity.start(BUILDING)
             pretrained = open_start_weights(request, patient_world)
-            rank_context = build_rank_context(recipe, plan, world, activity, request.faults, pretrained)
+            rank_context = build_rank_context(recipe, chosen.plan, world, activity, request.faults, pretrained)
             torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
             console = Console(quiet=not world.is_first)
             if pretrained is not None:
@@ -171,9 +168,11 @@ def _train(request: TrainRequest, world: World, stop: StopSignalListener) -> Pat
                 activity.start(RESTORING)
                 position = restore_run(request, patient_world, rank_context, index, console)
             activity.start(INDEXING)
-            introduce_run(console, request, plan, index, position.first_step)
+            introduce_run(console, request, chosen, index, position.first_step)
             return _run_steps(
-                _RankRun(request, patient_world, rank_context, plan, index, console, position, stop, claim, lock)
+                _RankRun(
+                    request, address, patient_world, rank_context, chosen, index, console, position, stop, claim, lock
+                )
             )
 
 
@@ -182,15 +181,21 @@ class _RankRun:
     """A run on one rank, ready for its first step."""
 
     request: TrainRequest
+    address: Address
     patient_world: World  # for waits in which other ranks may take any time
     rank_context: RankContext
-    plan: Plan
+    chosen: ChosenPlan
     index: DataIndex
     console: Console
     position: RunPosition
     stop: StopSignalListener
     claim: FolderClaim
     lock: FolderLock
+
+    @property
+    def plan(self) -> Plan:
+        """What this rank executes its part of."""
+        return self.chosen.plan
 
 
 def _run_steps(run: _RankRun) -> Path | None:
@@ -211,6 +216,7 @@ def _run_steps(run: _RankRun) -> Path | None:
     num_local_ranks = run.patient_world.all_gather(node).count(node)
     rank_context.activity.start(LOADING)
     with (
+        contextlib.ExitStack() as stack,
         RunLog(request.run_dir, first_step + 1, world.is_first, partial(_print_of_rank, world.rank)) as log,
         open_progress(run.console, recipe.name, num_steps, first_step + 1) as progress,
         Loader(
@@ -238,21 +244,50 @@ def _run_steps(run: _RankRun) -> Path | None:
             progress,
             records,
             run.claim,
+            _elastic_hooks(run, records, stack),
         )
         loop = Loop(
             rank_context=rank_context,
             loader=loader,
             reducer=reducer,
             flags=lambda: RankFlags(run.stop.stop_requested, not saver.done, run.lock.is_lost),
-            memory_report=OutOfMemoryReport(
-                world, rank_context.activity, index, predicted_peak_gib(world.rank, run.plan.predicted.peak_memory_gib)
-            ),
+            memory_report=_memory_report(run),
             hooks=build_hooks(parts),
         )
         checkpoint = loop.run(first_step)
         if checkpoint is None:
             records.write_state("done", num_steps)
         return checkpoint
+
+
+def _memory_report(run: _RankRun) -> OutOfMemoryReport:
+    """Return what explains this rank's lack of memory."""
+    world = run.rank_context.world
+    peak_gib = predicted_peak_gib(world.rank, run.plan.predicted.peak_memory_gib)
+    return OutOfMemoryReport(world, run.rank_context.activity, run.index, peak_gib)
+
+
+def _elastic_hooks(run: _RankRun, records: RunRecords, stack: contextlib.ExitStack) -> tuple[StepHook, ...]:
+    """Return the hooks of an elastic run, on rank 0, which is the one that plans and logs; `stack` ends them."""
+    request, world = run.request, run.rank_context.world
+    if not request.elastic or not world.is_first:
+        return ()
+    fingerprint, hardware = recipe_fingerprint(request.recipe), request.hardware
+    counts = rank_counts_ahead(world.size, run.address.ranks_per_node, may_grow=run.address.launcher != "mmtrain")
+    missing = [n for n in counts if load_standby_plan(request.run_dir, fingerprint, n, hardware) is None]
+
+    def planner_for(num_ranks: int) -> Callable[[], Plan]:
+        return partial(
+            request.planner,
+            request.recipe,
+            run.index.lengths,
+            world_size=num_ranks,
+            hardware=hardware,
+            recipe_sha256=fingerprint,
+        )
+
+    standby = stack.enter_context(StandbyPlanning(missing, planner_for, records))
+    return ResumeTime(run.chosen.last_step_s, records), standby
 
 
 def _make_saver(run: _RankRun, course: CourseWatch) -> BackgroundSaver:

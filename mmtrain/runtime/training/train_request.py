@@ -34,6 +34,8 @@ class TrainRequest:
     resume: bool = False
     go_back: GoBack | None = None  # resume at an earlier checkpoint than the newest one
     max_restarts: int = 0  # after failures, of processes that we start
+    elastic: bool = False  # go on with another number of ranks than the run had, with plans that are made ahead
+    may_be_new: bool = False  # with `resume`: start a run if there is none
     force_unlock: bool = False  # take the folder from a run that owns it
     faults: FaultPoints = field(default_factory=FaultPoints)
 

@@ -43,6 +43,7 @@ class RunParts:
     progress: TrainingProgress
     records: RunRecords
     claim: FolderClaim
+    elastic: tuple[StepHook, ...]  # of a run that may change its number of ranks
 
 
 def build_hooks(parts: RunParts) -> tuple[StepHook, ...]:
@@ -69,6 +70,7 @@ def build_hooks(parts: RunParts) -> tuple[StepHook, ...]:
     if train.evaluate_every:
         hooks.append(HeldOutEvaluation(build_held_out_evaluation(rank_context), train.evaluate_every))
     hooks += [
+        *parts.elastic,
         LoadImbalanceReports(parts.index, parts.targets, rank_context.dp[LLM], records),
         MetricsLog(parts.log, parts.progress, records),
         Checkpointing(writer, records, train.checkpoint.every),

@@ -1,0 +1,96 @@
+"""Choose the plan of a run: the user's, that of the run that is resumed, one that was made ahead, or a new one."""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmtrain.data import DataIndex
+from mmtrain.durable_files import disk_errors_named, write_whole
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.artifact.plan_change import describe_plan_change
+from mmtrain.plan.artifact.plan_files import load_plan, require_match
+from mmtrain.recipe import recipe_fingerprint
+from mmtrain.report.runlog import time_of_last_step
+from mmtrain.runtime.run_folder import PLAN_FILE
+from mmtrain.runtime.training.standby_plans import (
+    is_made_for,
+    load_plan_of_run,
+    load_standby_plan,
+    save_standby_plan,
+    standby_plan_path,
+)
+from mmtrain.runtime.training.train_request import TrainRequest
+from mmtrain.runtime.world import World
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """The plan of a run, and what a run that is resumed must know of the time before."""
+
+    plan: Plan
+    before: Plan | None = None  # which the run was executed with until now, where it is for another number of ranks
+    planning_s: float = 0.0  # that the plan took at this start; 0 for one that was there
+    last_step_s: float | None = None  # time of day of the last step before, in seconds since 1970
+
+    def describe_change(self, run_dir: Path) -> list[str]:
+        """Return lines on what is new for a run that goes on with another number of ranks; none if it does not."""
+        if self.before is None:
+            return []
+        origin = f"was made ahead ({standby_plan_path(run_dir, self.plan.world_size)})"
+        if self.planning_s:
+            origin = f"was made now, in {self.planning_s:.1f} s"
+        return [*describe_plan_change(self.before, self.plan), f"the plan {origin}"]
+
+
+def choose_plan(request: TrainRequest, world: World, index: DataIndex) -> ChosenPlan:
+    """Return the same plan on all ranks; rank 0 chooses it and writes it into the run's folder.
+
+    Raises PlanError for a plan of the user that was made for something else, and if no plan fits.
+    """
+    chosen: ChosenPlan = world.on_first(lambda: _choose(request, world.size, index))
+    return chosen
+
+
+def _choose(request: TrainRequest, num_ranks: int, index: DataIndex) -> ChosenPlan:
+    run_dir, fingerprint = request.run_dir, recipe_fingerprint(request.recipe)
+    before = load_plan_of_run(run_dir / PLAN_FILE, _notify) if request.resume else None
+    plan = _plan_of_user(request, num_ranks, fingerprint)
+    if plan is None and before is not None and is_made_for(before, fingerprint, num_ranks, request.hardware):
+        plan = before
+    if plan is None and request.elastic:
+        plan = load_standby_plan(run_dir, fingerprint, num_ranks, request.hardware, _notify)
+    planning_s = 0.0
+    if plan is None:
+        start_s = time.perf_counter()
+        plan = request.planner(
+            request.recipe,
+            index.lengths,
+            world_size=num_ranks,
+            hardware=request.hardware,
+            recipe_sha256=fingerprint,
+        )
+        planning_s = time.perf_counter() - start_s
+    with disk_errors_named(run_dir):
+        write_whole(run_dir / PLAN_FILE, plan.file_text())
+        if request.elastic:
+            save_standby_plan(run_dir, plan)  # for when the run has had fewer ranks and gets these back
+    has_other_ranks = before is not None and before.world_size != num_ranks
+    last_step_s = time_of_last_step(run_dir) if request.resume else None
+    return ChosenPlan(plan, before if has_other_ranks else None, planning_s, last_step_s)
+
+
+def _plan_of_user(request: TrainRequest, num_ranks: int, fingerprint: str) -> Plan | None:
+    """Load the plan of `--plan`; None if there is none, or if ranks of the run for which it was made are gone."""
+    if request.plan_path is None:
+        return None
+    plan = load_plan(request.plan_path)
+    if request.elastic and request.resume and plan.world_size != num_ranks:
+        _notify(f"--plan {request.plan_path} is for {plan.world_size} ranks and not for {num_ranks}: not used now")
+        return None
+    require_match(plan, fingerprint, num_ranks, request.hardware)
+    return plan
+
+
+def _notify(text: str) -> None:
+    print(f"mmtrain: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,103 @@
+"""Start the ranks of a run on this machine, and start them again after a failure: with fewer if some are gone."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mmtrain.checkpoint import find
+from mmtrain.errors import RankDied, RunError
+from mmtrain.runtime.resilience.failures import explain_failures, read_failures
+from mmtrain.runtime.resilience.folder_lock import may_be_owned
+from mmtrain.runtime.resilience.launch import launch_local
+from mmtrain.runtime.resilience.usable_devices import VISIBLE_DEVICES, find_usable_devices, given_devices
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
+from mmtrain.runtime.run_state import read_run_state, write_run_state
+from mmtrain.runtime.training.standby_plans import standby_plan_path
+from mmtrain.runtime.training.train_request import TrainRequest
+from mmtrain.runtime.world import Address
+
+
+def launch_with_restarts(request: TrainRequest, train_rank: Callable[[TrainRequest, Address], None]) -> None:
+    """Start the ranks; after a failure start them again from the newest good checkpoint, as often as allowed."""
+    # The ranks refuse a folder with checkpoints of another run; a restart must not turn that into resuming it.
+    holds_other_run = not request.resume and bool(find(request.run_dir / CHECKPOINTS_FOLDER))
+    num_restarts_left = 0 if holds_other_run else request.max_restarts
+    losses = LossMonitor(request.ranks, given_devices() if request.elastic else ())
+    while True:
+        try:
+            return launch_local(request.ranks, partial(train_rank, request), saves_on_stop=True)
+        except RunError as launch_error:
+            error = _root_cause(request, launch_error)
+            num_usable = request.ranks
+            if request.elastic:
+                num_usable = losses.count_usable(request.ranks, launch_error, _num_saved_steps(request))
+        if not num_restarts_left or not num_usable or not (request.run_dir / RECIPE_FILE).exists():
+            raise error
+        num_restarts_left -= 1
+        print(
+            f"mmtrain: {error}\nmmtrain: starting again, {num_restarts_left} restarts left after this", file=sys.stderr
+        )
+        if num_usable != request.ranks:
+            num_ranks = _planned_ranks(request, num_usable)
+            print(f"mmtrain: {losses.reason}: starting {num_ranks} ranks instead of {request.ranks}", file=sys.stderr)
+            request = replace(request, ranks=num_ranks)
+        request = replace(request, resume=True, go_back=None, force_unlock=False)
+
+
+@dataclass
+class LossMonitor:
+    """Decides how many ranks can be started after a failure, of `num_ranks` at most.
+
+    A GPU is tried out, so that one that has recovered is used again. On CPU nothing can be tried out: a rank counts as
+    gone if it was the first to die in two starts in a row, with no checkpoint in between, and without a word both
+    times; a rank that raises an error is wrong and not gone.
+    """
+
+    num_ranks: int
+    devices: tuple[str, ...]  # GPUs that the run was given; none on CPU
+    reason: str = ""  # why there are other ranks than before
+    _last_death: tuple[int, int] | None = None  # rank, and steps that were saved
+
+    def count_usable(self, num_started: int, error: RunError, num_saved_steps: int) -> int:
+        """Return with how many ranks to start again after `error` ended `num_started` ranks; 0 if none is left."""
+        if self.devices:
+            usable = find_usable_devices(self.devices)
+            os.environ[VISIBLE_DEVICES] = ",".join(usable)  # of the ranks that are started from now on
+            self.reason = f"{len(usable)} of {len(self.devices)} GPUs can be used"
+            return min(len(usable), self.num_ranks)
+        death = (error.rank, num_saved_steps) if isinstance(error, RankDied) else None
+        is_gone = death is not None and death == self._last_death
+        self._last_death = None if is_gone else death
+        if death is None or not is_gone:
+            return num_started
+        self.reason = f"rank {death[0]} died again before the next checkpoint and counts as gone for good"
+        return num_started - 1
+
+
+def _planned_ranks(request: TrainRequest, num_usable: int) -> int:
+    """Return the largest number of usable ranks for which a plan was made ahead; all of them where there is none."""
+    counts = range(num_usable, 0, -1)
+    return next((count for count in counts if standby_plan_path(request.run_dir, count).exists()), num_usable)
+
+
+def _num_saved_steps(request: TrainRequest) -> int:
+    """Return the steps that a restart would not repeat."""
+    steps: int = read_run_state(request.run_dir).get("step", 0)
+    return steps
+
+
+def _root_cause(request: TrainRequest, error: RunError) -> RunError:
+    """Return what the ranks reported of a run that hung, else what the launcher saw; write it to the run's state.
+
+    All our ranks have ended. A run that owns the folder now is another one, which wrote what lies there.
+    """
+    if may_be_owned(request.run_dir):
+        return error
+    failures = read_failures(request.run_dir)
+    if any(f.kind == "hang" for f in failures):
+        error = RunError(explain_failures(failures, request.ranks))
+    if read_run_state(request.run_dir).get("status") in ("running", "failed"):
+        write_run_state(request.run_dir, "failed", error=str(error))
+    return error
