@@ -17,6 +17,7 @@ from mmtrain.program import Backward, Forward
 from mmtrain.recipe import load_recipe
 from mmtrain.report import StepMetrics, read_metrics
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, QUARANTINE_FILE, RECIPE_FILE
+from mmtrain.runtime.training.choose_plan import ChosenPlan
 from mmtrain.runtime.training.start_run import introduce_run
 from tests.distributed import RanksFailed
 from tests.faults import FailAt
@@ -98,7 +99,8 @@ def test_a_plan_for_other_data_is_reported(data: Path, unbroken: Path, tmp_path:
     assert plan.data is not None
     shorter = plan.data.model_copy(update={"tokens": {unit: n / longer for unit, n in plan.data.tokens.items()}})
     index = build_index(request.loaded.recipe)
-    introduce_run(Console(file=screen), request, plan.model_copy(update={"data": shorter}), index, first_step=0)
+    chosen = ChosenPlan(plan.model_copy(update={"data": shorter}))
+    introduce_run(Console(file=screen), request, chosen, index, first_step=0)
     assert ("the plan was made for other data" in screen.getvalue()) == (longer > 1)
 
 
