@@ -9,7 +9,7 @@ weight = checkpoint.read("llm.layers.0.weight", ShardSpec((64, 32), dim=0, start
 
 from mmtrain.checkpoint.abandon import set_aside_newer
 from mmtrain.checkpoint.folders import find, foreign_drafts, latest
-from mmtrain.checkpoint.load import Checkpoint, open_newest_good
+from mmtrain.checkpoint.load import Checkpoint, open_newest_good, open_step
 from mmtrain.checkpoint.manifest import SUSPECT_SINCE
 from mmtrain.checkpoint.rank_agreement import Ranks
 from mmtrain.checkpoint.save import SavingRun, Snapshot, save
@@ -34,6 +34,7 @@ __all__ = [
     "is_trusted",
     "latest",
     "open_newest_good",
+    "open_step",
     "save",
     "set_aside_newer",
     "verify",

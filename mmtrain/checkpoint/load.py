@@ -54,6 +54,24 @@ def open_newest_good(
     raise CheckpointError(f"no checkpoint in {root}")
 
 
+def open_step(root: Path, step: int, on_bad: Callable[[str], None]) -> "Checkpoint":
+    """Open the newest good checkpoint of one step, alone; see `open_newest_good`.
+
+    Raises CheckpointError, which says which steps there are, if there is none.
+    """
+    folders = layout.find(root)
+    for folder in folders:
+        if layout.step_of(folder) != step:
+            continue
+        problems = verify_together(folder, Ranks.alone())
+        if not problems:
+            return Checkpoint(folder, read_manifest(folder))
+        on_bad(f"checkpoint {folder} is damaged and not used: {'; '.join(problems)}")
+    steps = sorted({str(layout.step_of(folder)) for folder in folders}, key=int)
+    there_are = f"there are checkpoints of steps {', '.join(steps)}" if steps else "there is none at all"
+    raise CheckpointError(f"no good checkpoint of step {step} in {root}; {there_are}")
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A verified checkpoint, from which pieces of tensors are read on demand.

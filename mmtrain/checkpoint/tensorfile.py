@@ -5,7 +5,9 @@ bytes with the header's length, a JSON header, the data), and the library reads 
 """
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmtrain.checkpoint.tensor_pieces import Shard, ShardSpec
@@ -43,24 +45,51 @@ def dtype_name(tensor: "torch.Tensor") -> str:
 
 def chunks(shards: Sequence[Shard]) -> Iterator[bytes | memoryview]:
     """Yield the file's bytes. Tensors are copied to the host one at a time, widest elements first for alignment."""
-    import torch
-
     ordered = sorted(shards, key=lambda shard: (-shard.tensor.element_size(), key(shard.name, shard.spec)))
-    header = {}
-    end = 0
+    yield header_bytes(
+        TensorEntry(key(shard.name, shard.spec), dtype_name(shard.tensor), tuple(shard.tensor.shape))
+        for shard in ordered
+    )
     for shard in ordered:
+        yield tensor_bytes(shard.tensor)
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor as the header of a file lists it. `dtype` is torch's name, such as `bfloat16`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of its data."""
+        num_bits = _CODES[self.dtype].lstrip("BFIOLU") or "8"  # the code of bool has no number
+        return math.prod(self.shape) * int(num_bits) // 8
+
+
+def header_bytes(entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return everything before the data of a file with these tensors, in this order."""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for entry in entries:
         start = end
-        end += shard.tensor.numel() * shard.tensor.element_size()
-        header[key(shard.name, shard.spec)] = {
-            "dtype": _CODES[dtype_name(shard.tensor)],
-            "shape": list(shard.tensor.shape),
+        end += entry.num_bytes
+        header[entry.name] = {
+            "dtype": _CODES[entry.dtype],
+            "shape": list(entry.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for shard in ordered:
-        flat = shard.tensor.detach().reshape(-1).cpu().contiguous()
-        # A tensor of one element is contiguous with any stride, but only stride 1 can be viewed as bytes.
-        yield flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensor_bytes(tensor: "torch.Tensor") -> memoryview:
+    """Return the data of a tensor, which is copied to the host if it lies elsewhere."""
+    import torch
+
+    flat = tensor.detach().reshape(-1).cpu().contiguous()
+    # A tensor of one element is contiguous with any stride, but only stride 1 can be viewed as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from mmtrain import __version__
-from mmtrain.cli import data, doctor, evaluate, plan, profile, rehearse, report, schema, simulate, train
+from mmtrain.cli import data, doctor, evaluate, export, plan, profile, rehearse, report, schema, simulate, train
 from mmtrain.errors import MmtrainError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command()(simulate.simulate)
 app.command()(rehearse.rehearse)
 app.command()(report.report)
 app.command()(evaluate.evaluate)
+app.command()(export.export)
 app.add_typer(data.app, name="data")
 app.command()(schema.schema)
 app.command()(doctor.doctor)

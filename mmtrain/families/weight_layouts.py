@@ -5,7 +5,8 @@ dimension. Elements have the same row-major order in both boxes of a block, so t
 export can write the tensor from the parameter.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 Box = tuple[tuple[int, int], ...]  # [lo, hi) along each dimension
@@ -64,6 +65,15 @@ class ParameterSource:
             shapes[block.tensor] = tuple(map(max, known, ends))
         return shapes
 
+    def check_cover(self, full_shape: tuple[int, ...]) -> None:
+        """Assert that the blocks cover a full view of this shape: all of it, or the first rows of one with padding."""
+        for block in self.blocks:
+            is_inside = all(hi <= size for (_, hi), size in zip(block.view_box, full_shape, strict=True))
+            assert is_inside, f"{self.name}: {block} lies outside of {full_shape}"
+        num_covered = sum(math.prod(hi - lo for lo, hi in block.view_box) for block in self.blocks)
+        is_covered = self.may_be_padded or num_covered == math.prod(full_shape)
+        assert is_covered, f"{self.name}: the family covers {num_covered} elements of {full_shape}"
+
 
 def as_is(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:
     """Return a parameter that is the tensor."""
@@ -78,10 +88,7 @@ def vocabulary(name: str, tensor: str, rows: int, width: int) -> ParameterSource
 
 def flattened(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:
     """Return a matrix whose rows are the tensor's, flattened: the linear form of a convolution."""
-    width = 1
-    for size in shape[1:]:
-        width *= size
-    return ParameterSource(name, (Block(tensor, _whole(shape), _whole((shape[0], width))),))
+    return ParameterSource(name, (Block(tensor, _whole(shape), _whole((shape[0], math.prod(shape[1:])))),))
 
 
 def gate_and_up(name: str, gate: str, up: str, shape: Sequence[int]) -> ParameterSource:
@@ -107,20 +114,6 @@ def query_key_value(
             blocks.append(Block(tensor, tensor_box, ((row, row + rows), *rest)))
             row += rows
     return ParameterSource(name, tuple(blocks))
-
-
-def renamed(sources: Iterable[ParameterSource], prefix: str, replacement: str) -> Iterable[ParameterSource]:
-    """Yield the sources with another prefix of those tensors that have `prefix`."""
-    for source in sources:
-        yield replace(
-            source,
-            blocks=tuple(
-                replace(block, tensor=replacement + block.tensor.removeprefix(prefix))
-                if block.tensor.startswith(prefix)
-                else block
-                for block in source.blocks
-            ),
-        )
 
 
 def _whole(shape: Sequence[int]) -> Box:

@@ -1,5 +1,10 @@
 """Names of the files in a run's folder; `run_state` names its state, `report.runlog` its metrics."""
 
+from pathlib import Path
+
+from mmtrain.errors import UserError
+from mmtrain.recipe import Recipe, load_recipe
+
 RECIPE_FILE = "recipe.yaml"  # with all defaults filled in
 PLAN_FILE = "plan.json"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -9,3 +14,15 @@ SKIPPED_POSITIONS_FILE = "skipped_positions.json"  # of the data, that `--skip-s
 ABANDONED_FOLDER = "abandoned"  # what came after the checkpoints that the run went back to
 SKIPPED_STEPS_FILE = "skipped.jsonl"  # steps whose gradient was not finite, with their samples
 STANDBY_PLANS_FOLDER = "plans"  # for other numbers of ranks, with `--elastic`
+
+
+def load_run_recipe(run_dir: Path) -> Recipe:
+    """Load the recipe of a run. Raises UserError if the folder is none of a run."""
+    path = run_dir / RECIPE_FILE
+    if not path.is_file():
+        problem = f"it has no {RECIPE_FILE}" if run_dir.is_dir() else "there is no such folder"
+        raise UserError(
+            f"{run_dir}: not the folder of a run: {problem}. Name the folder that `mmtrain train` wrote to "
+            "(`run_dir` of its recipe, by default runs/<name>)"
+        )
+    return load_recipe(path).recipe

@@ -1,10 +1,19 @@
 """Weights of Hugging Face folders: read into the shards of a run, and written from a run's checkpoint.
 
 Only safetensors, read by range: a rank reads just its tensor-parallel slices of its own stages. Which tensors a
-parameter is made of is data of its family (`mmtrain.families`). Read `import_weights` first, then `export_folder`.
+parameter is made of is data of its family (`mmtrain.families`). Read `import_weights` first, then `export_weights`.
 """
 
+from mmtrain.weights.export_weights import ExportDtype, ExportedFolder, export_folder
 from mmtrain.weights.folder_tensors import FolderTensors, StoredWeight
 from mmtrain.weights.import_weights import PretrainedWeights, open_pretrained
 
-__all__ = ["FolderTensors", "PretrainedWeights", "StoredWeight", "open_pretrained"]
+__all__ = [
+    "ExportDtype",
+    "ExportedFolder",
+    "FolderTensors",
+    "PretrainedWeights",
+    "StoredWeight",
+    "export_folder",
+    "open_pretrained",
+]

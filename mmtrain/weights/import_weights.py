@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mmtrain.errors import ModelFolderError
-from mmtrain.families import Block, ModelFolder, ParameterSource, read_model_folder
+from mmtrain.families import Block, ModelFolder, read_model_folder
 from mmtrain.models.parameter_specs import ParamSpec
 from mmtrain.recipe import Recipe
 from mmtrain.weights.folder_tensors import FolderTensors
@@ -37,7 +37,7 @@ class PretrainedWeights:
         if spec.name.split(".", 1)[0] not in self.units:
             return False
         source = self._matched.sources[spec.name]
-        _check_cover(source, spec)
+        source.check_cover(spec.full_shape)
         target = param.view(spec.local_shape(tp))
         shard_start = 0
         blocks: list[Block] = list(source.blocks)
@@ -86,14 +86,3 @@ def _pieces(block: Block) -> Iterator[Block]:
         piece = block.cut(axis, start, min(start + step, hi))
         assert piece is not None
         yield piece
-
-
-def _check_cover(source: ParameterSource, spec: ParamSpec) -> None:
-    """Assert that the blocks cover the parameter: all of it, or the first rows of one that is padded."""
-    covered = sum(math.prod(hi - lo for lo, hi in block.view_box) for block in source.blocks)
-    fits = all(
-        hi <= size for block in source.blocks for (_, hi), size in zip(block.view_box, spec.full_shape, strict=True)
-    )
-    is_complete = covered == math.prod(spec.full_shape) or (source.may_be_padded and covered > 0)
-    assert fits, f"{spec.name}: the family has boxes outside of {spec.full_shape}"
-    assert is_complete, f"{spec.name}: the family covers {covered} elements of {spec.full_shape}"

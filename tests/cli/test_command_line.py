@@ -22,6 +22,7 @@ COMMANDS = [
     "simulate",
     "rehearse",
     "evaluate",
+    "export",
     "report",
     "doctor",
     "data",

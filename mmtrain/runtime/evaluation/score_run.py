@@ -23,7 +23,7 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan import Plan, StagePlan, UnitPlan
 from mmtrain.plan.artifact.plan_files import load_plan
-from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
+from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.recipe.schema import ParallelSettings
 from mmtrain.report.evaluation_result import MEDIA_KINDS, AnsweredQuestion, EvaluationResult, TemplateScore
 from mmtrain.runtime.evaluation.generate import load_generator
@@ -37,7 +37,7 @@ from mmtrain.runtime.evaluation.qa_eval import (
 from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.launch import launch_local
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE, load_run_recipe
 from mmtrain.runtime.world import Address, World, find_address, join, leave
 
 NUM_EXAMPLES = 5  # of questions, shown with their answers
@@ -174,18 +174,11 @@ def _by_template(questions: Iterable[HeldOutQuestion]) -> dict[str, list[HeldOut
 
 def _load_recipe(run_dir: Path) -> Recipe:
     """Load the recipe of a run. Raises UserError if there is none, or if it has no held-out data."""
-    path = run_dir / RECIPE_FILE
-    if not path.is_file():
-        problem = f"it has no {RECIPE_FILE}" if run_dir.is_dir() else "there is no such folder"
-        raise UserError(
-            f"{run_dir}: not the folder of a run: {problem}. Name the folder that `mmtrain train` wrote to "
-            "(`run_dir` of its recipe, by default runs/<name>)"
-        )
-    recipe = load_recipe(path).recipe
+    recipe = load_run_recipe(run_dir)
     if not recipe.data.validation:
         raise UserError(
-            f"{path}: data.validation: no held-out data to ask about; add a source of samples that training "
-            "does not see, such as `validation: [{path: heldout.json}]` under `data`"
+            f"{run_dir / RECIPE_FILE}: data.validation: no held-out data to ask about; add a source of samples that "
+            "training does not see, such as `validation: [{path: heldout.json}]` under `data`"
         )
     return recipe
 

@@ -1,0 +1,66 @@
+"""`mmtrain export`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mmtrain.cli.options import RunFolder
+
+if TYPE_CHECKING:
+    from mmtrain.weights import ExportedFolder
+
+
+class StoredType(StrEnum):
+    """The values of `--dtype`."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+def export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; it must not exist.")],
+    step: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Step of the checkpoint. Default: the newest good one.")
+    ] = None,
+    dtype: Annotated[
+        StoredType | None,
+        typer.Option(help="Type of the stored weights. Default: as in the folder that the run started from."),
+    ] = None,
+) -> None:
+    """Write a trained model as a Hugging Face folder.
+
+    transformers, vLLM and SGLang open it. For runs that started from such a folder (`model.hf`), whose config,
+    tokenizer and templates are copied.
+    """
+    from mmtrain.checkpoint import open_newest_good, open_step
+    from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
+    from mmtrain.weights import export_folder
+
+    recipe = load_run_recipe(run)
+    root = run / CHECKPOINTS_FOLDER
+    checkpoint = open_newest_good(root, _warn) if step is None else open_step(root, step, _warn)
+    written = export_folder(recipe, checkpoint, out, None if dtype is None else dtype.value)
+    typer.echo(_summary(written))
+
+
+def _warn(text: str) -> None:
+    typer.echo(f"mmtrain: {text}", err=True)
+
+
+def _summary(written: "ExportedFolder") -> str:
+    from shlex import quote
+
+    files = "1 file" if written.num_files == 1 else f"{written.num_files} files"
+    folder = quote(str(written.folder))
+    return "\n".join(
+        [
+            f"{written.folder}: weights after step {written.step}, {files}, {written.num_bytes / 1e9:,.3g} GB "
+            f"({', '.join(written.dtypes)}). Use it with",
+            f"  vllm serve {folder}",
+            f"  python -m sglang.launch_server --model-path {folder}",
+        ]
+    )

@@ -1,0 +1,204 @@
+"""Write a run's weights as a Hugging Face folder: the source folder with other values, tensor by tensor."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mmtrain.checkpoint import Checkpoint, LocalStorage, ShardSpec
+from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
+from mmtrain.errors import ModelFolderError, UserError, writing
+from mmtrain.families import CONFIG_FILE, ModelFolder, ParameterSource, read_model_folder
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.recipe import Recipe
+from mmtrain.weights.folder_tensors import DTYPES, INDEX_FILE, SINGLE_FILE, FolderTensors
+from mmtrain.weights.match_tensors import MatchedFolder, match_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+ExportDtype = Literal["bf16", "fp16", "fp32"]
+MAX_FILE_BYTES = 5_000_000_000  # as `save_pretrained` of transformers splits files
+_TORCH_NAMES: Mapping[ExportDtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_COPIED_SUFFIXES = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")  # tokenizer, templates, licence
+
+
+@dataclass(frozen=True)
+class ExportedFolder:
+    """What was written."""
+
+    folder: Path
+    step: int
+    num_files: int  # with weights
+    num_bytes: int  # of weights
+    dtypes: tuple[str, ...]  # torch's names
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor to write: a part of one of our parameters, or one that the source folder has and we do not compute."""
+
+    entry: TensorEntry
+    source: ParameterSource | None
+
+
+def export_folder(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    out: Path,
+    dtype: ExportDtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> ExportedFolder:
+    """Write the weights of a checkpoint, in whatever sharding, to a new folder that `transformers` opens.
+
+    Names, order of dimensions and, without `dtype`, the type of every tensor are those of the folder that the run
+    started from, whose config, tokenizer and other small files are copied. One parameter at a time is in memory. The
+    folder appears by rename when it is complete.
+
+    Raises UserError for a run that started from no folder or whose units no family holds, and for an `out` that exists
+    or cannot be written; ModelFolderError for a source folder that changed; CheckpointError.
+    """
+    folder = _source_folder(recipe)
+    if out.exists():
+        raise UserError(f"--out {out}: exists already; name a folder that does not")
+    stored = FolderTensors.of(folder.path)
+    matched = match_tensors(folder, stored)
+    targets = _targets(matched, stored, dtype)
+    files = _split(targets, max_file_bytes)
+    reader = _WeightReader(stored, checkpoint)
+    draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
+    with writing("--out", out, "model"):
+        try:
+            draft.mkdir(parents=True)
+            for name, targets_of_file in files.items():
+                _write_file(draft / name, targets_of_file, reader)
+            _write_index(draft, files)
+            _copy_small_files(folder, draft, dtype)
+            draft.rename(out)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+            stored.close()
+    num_bytes = sum(target.entry.num_bytes for target in targets)
+    dtypes = tuple(sorted({target.entry.dtype for target in targets}))
+    return ExportedFolder(out, checkpoint.step, len(files), num_bytes, dtypes)
+
+
+def _source_folder(recipe: Recipe) -> ModelFolder:
+    """Return the folder that the run started from. Raises UserError if the run cannot be written like it."""
+    if recipe.model.hf is None:
+        raise UserError(
+            "this run started from random weights: its recipe has no model.hf, whose config and tokenizer an exported "
+            "folder needs; exporting such a run is not supported yet"
+        )
+    try:
+        folder = read_model_folder(recipe.model.hf)
+    except ModelFolderError as error:
+        raise ModelFolderError(f"model.hf: {error}") from None
+    others = [unit.name for unit in build_model_shape(recipe).units if unit.name not in folder.settings.model]
+    if others:
+        raise UserError(
+            f"the run has {', '.join(others)}, which models of the family {folder.family.name} do not; exporting it is "
+            "not supported yet"
+        )
+    return folder
+
+
+def _targets(matched: MatchedFolder, stored: FolderTensors, dtype: ExportDtype | None) -> list[_Target]:
+    """Return all tensors to write, those of one parameter after another."""
+    targets = []
+    names: dict[str, ParameterSource | None] = {
+        tensor: source for source in matched.sources.values() for tensor in source.tensor_shapes()
+    }
+    names |= dict.fromkeys(matched.carried)
+    for tensor, source in names.items():
+        weight = stored.tensors[tensor]
+        torch_name = DTYPES[weight.dtype] if dtype is None else _TORCH_NAMES[dtype]
+        targets.append(_Target(TensorEntry(tensor, torch_name, weight.shape), source))
+    return targets
+
+
+def _split(targets: Sequence[_Target], max_file_bytes: int) -> dict[str, list[_Target]]:
+    """Divide the tensors over files, named as `transformers` does; a larger tensor has a file of its own."""
+    groups: list[list[_Target]] = [[]]
+    num_bytes = 0
+    for target in targets:
+        if groups[-1] and num_bytes + target.entry.num_bytes > max_file_bytes:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(target)
+        num_bytes += target.entry.num_bytes
+    if len(groups) == 1:
+        return {SINGLE_FILE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+class _WeightReader:
+    """Reads tensors to write; the parameter that several of them are made of is read once."""
+
+    def __init__(self, stored: FolderTensors, checkpoint: Checkpoint) -> None:
+        self._stored, self._checkpoint = stored, checkpoint
+        self._parameter: tuple[str, torch.Tensor] | None = None
+
+    def read(self, target: _Target) -> "torch.Tensor":
+        """Return the values of a tensor, in the dtype in which the checkpoint or the source folder holds them."""
+        import torch
+
+        name, shape, source = target.entry.name, target.entry.shape, target.source
+        if source is None:
+            return self._stored.read(name, tuple((0, size) for size in shape))
+        values = self._values_of(source)
+        tensor = torch.empty(shape, dtype=values.dtype)
+        for block in source.blocks:
+            if block.tensor == name:
+                place = tensor[tuple(slice(lo, hi) for lo, hi in block.tensor_box)]
+                place.copy_(values[tuple(slice(lo, hi) for lo, hi in block.view_box)].reshape(place.shape))
+        return tensor
+
+    def _values_of(self, source: ParameterSource) -> "torch.Tensor":
+        if self._parameter is None or self._parameter[0] != source.name:
+            self._parameter = None  # free the last one before the next is read
+            full_shape = self._checkpoint.full_shape(source.name)
+            source.check_cover(full_shape)
+            self._parameter = (source.name, self._checkpoint.read(source.name, ShardSpec(full_shape)))
+        return self._parameter[1]
+
+
+def _write_file(path: Path, targets: Sequence[_Target], reader: _WeightReader) -> None:
+    import torch
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield header_bytes((target.entry for target in targets), metadata={"format": "pt"})
+        for target in targets:
+            yield tensor_bytes(reader.read(target).to(getattr(torch, target.entry.dtype)))
+
+    LocalStorage().write(path, chunks())
+
+
+def _write_index(draft: Path, files: Mapping[str, Sequence[_Target]]) -> None:
+    """Write the index of several files; a single one needs none."""
+    if len(files) == 1:
+        return
+    total_size = sum(target.entry.num_bytes for targets in files.values() for target in targets)
+    num_parameters = sum(math.prod(target.entry.shape) for targets in files.values() for target in targets)
+    weight_map = {target.entry.name: name for name, targets in files.items() for target in targets}
+    index = {
+        "metadata": {"total_parameters": num_parameters, "total_size": total_size},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (draft / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_small_files(folder: ModelFolder, draft: Path, dtype: ExportDtype | None) -> None:
+    """Copy config, tokenizer and templates; the config states the type of the weights, if that is another one."""
+    for path in sorted(folder.path.iterdir()):
+        is_wanted = path.suffix in _COPIED_SUFFIXES or path.name.upper().startswith("LICENSE")
+        if path.is_file() and is_wanted and path.name != INDEX_FILE:
+            shutil.copyfile(path, draft / path.name)
+    if dtype is not None:
+        key = "torch_dtype" if "torch_dtype" in folder.config else "dtype"
+        config = {**folder.config, key: _TORCH_NAMES[dtype]}
+        (draft / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,147 @@
+"""An exported folder is the source folder with the weights of the run, bit for bit where nothing was trained."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from mmtrain.checkpoint import LocalStorage, open_newest_good
+from mmtrain.errors import CheckpointError, ModelFolderError, UserError
+from mmtrain.models.stage_module import StageModule
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
+from mmtrain.weights import export_folder
+from tests.cli.conftest import RunMmtrain, run_mmtrain
+from tests.runtime.models import run_folder
+from tests.weights.pretrained import llama, qwen2, recipe_from, save
+from tests.weights.test_import_weights import llm_stage
+
+__all__ = ["run_mmtrain"]
+
+MODELS = {"qwen2": qwen2, "llama": lambda: llama(num_hidden_layers=2)}
+
+
+def content(folder: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """Return dtype, shape and hash of the bytes of every tensor of a folder."""
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_tensor(name)
+                digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+                tensors[name] = (str(tensor.dtype), tuple(tensor.shape), digest)
+    return tensors
+
+
+def run_from(folder: Path, stage: StageModule | None = None) -> Path:
+    """Make a run that started from the folder, with a checkpoint of two ranks after step 7."""
+    recipe = recipe_from(folder)
+    run = folder.parent / "run"
+    return run_folder(run, recipe, {"llm": stage or llm_stage(recipe)})
+
+
+def loaded(run: Path) -> Any:
+    return open_newest_good(run / CHECKPOINTS_FOLDER, print)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", MODELS)
+def test_import_and_export_give_the_same_bits(
+    name: str, dtype: torch.dtype, tmp_path: Path, run_mmtrain: RunMmtrain
+) -> None:
+    folder = save(MODELS[name](), tmp_path / "model", dtype)
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    (folder / "training_args.bin").write_bytes(b"pickled")
+    out = tmp_path / "exports" / "first"
+    done = run_mmtrain("export", run_from(folder), "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{out}: weights after step 7, 1 file, ")
+    assert f"vllm serve {out}" in done.stdout
+    assert content(out) == content(folder)
+    assert {path.name for path in out.iterdir()} == {p.name for p in folder.iterdir()} - {"training_args.bin"}
+    assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_large_models_are_split_and_transformers_opens_them(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = qwen2(tie_word_embeddings=False)
+    folder = save(theirs, tmp_path / "model", max_shard_size="60KB")
+    run = run_from(folder)
+    out = tmp_path / "out"
+    written = export_folder(recipe_from(folder), loaded(run), out, max_file_bytes=50_000)
+    sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
+    assert written.num_files == len(sizes) > 3
+    assert max(sizes) < 50_000 + 4_000  # and the header
+    assert not (out / "model.safetensors").exists()
+    assert content(out) == content(folder)
+    index = json.loads((out / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    assert index["metadata"]["total_size"] == written.num_bytes
+    opened = AutoModelForCausalLM.from_pretrained(out)
+    for (name, expected), (_, param) in zip(theirs.named_parameters(), opened.named_parameters(), strict=True):
+        assert torch.equal(expected, param), name
+
+
+def test_another_dtype_is_stated_in_the_config(tmp_path: Path, run_mmtrain: RunMmtrain) -> None:
+    folder = save(qwen2(), tmp_path / "model")
+    out = tmp_path / "out"
+    assert run_mmtrain("export", run_from(folder), "--out", out, "--dtype", "bf16", "--step", 7).returncode == 0
+    assert {dtype for dtype, _, _ in content(out).values()} == {"torch.bfloat16"}
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    assert config == {**json.loads((folder / "config.json").read_text(encoding="utf-8")), "dtype": "bfloat16"}
+
+
+def test_a_step_without_checkpoint_is_named(tmp_path: Path, run_mmtrain: RunMmtrain) -> None:
+    run = run_from(save(qwen2(), tmp_path / "model"))
+    done = run_mmtrain("export", run, "--out", tmp_path / "out", "--step", 8)
+    assert done.returncode == CheckpointError.exit_code
+    assert "no good checkpoint of step 8" in done.stderr
+    assert "there are checkpoints of steps 7" in done.stderr
+
+
+def test_nothing_is_written_over_a_folder(tmp_path: Path) -> None:
+    folder = save(qwen2(), tmp_path / "model")
+    run = run_from(folder)
+    before = content(folder)
+    with pytest.raises(UserError, match=r"--out .*model: exists already"):
+        export_folder(recipe_from(folder), loaded(run), folder)
+    assert content(folder) == before
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(qwen2(), tmp_path / "model")
+    run = run_from(folder)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalStorage, "write", fail)
+    with pytest.raises(UserError, match=r"--out .*: cannot write the model: No space left on device"):
+        export_folder(recipe_from(folder), loaded(run), tmp_path / "new" / "out")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_runs_that_no_folder_can_hold_are_refused(tmp_path: Path) -> None:
+    folder = save(qwen2(), tmp_path / "model")
+    run = run_from(folder)
+    vision = "model.vision={layers: 1, hidden: 16, heads: 2, ffn: 24, max_side: 4}"
+    recipe = recipe_from(folder, vision, "data.image={min_pixels: 196, max_pixels: 196}")
+    with pytest.raises(UserError, match="the run has vision, which models of the family qwen2 do not"):
+        export_folder(recipe, loaded(run), tmp_path / "out")
+    random = recipe.model.model_copy(update={"hf": None, "vision": None})
+    with pytest.raises(UserError, match="started from random weights"):
+        export_folder(_with_model(recipe, random), loaded(run), tmp_path / "out")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ModelFolderError, match=r"model\.hf: .*config\.json: model_type 'None' is not supported"):
+        export_folder(recipe, loaded(run), tmp_path / "out")
+
+
+def _with_model(recipe: Recipe, model: Any) -> Recipe:
+    return recipe.model_copy(update={"model": model})
