@@ -23,6 +23,7 @@ class FolderSettings:
 class Family:
     """A family of models, as data and small functions.
 
+    tiny: the `config.json` of a tiny model, for `mmtrain data tiny-model`.
     spellings: a family whose tensors were renamed by a version of `transformers` lists the prefixes of each spelling;
         export writes the one that the source folder has.
     carried: prefixes of tensors that the folder has and this model does not compute; export copies them.
@@ -33,6 +34,7 @@ class Family:
     architectures: tuple[str, ...]  # in `config.json`
     settings: Callable[[ConfigSection], FolderSettings]
     weights: Callable[[FolderSettings], Iterator[ParameterSource]]
+    tiny: Mapping[str, Any]
     spellings: tuple[tuple[PrefixChange, ...], ...] = ((),)
     carried: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()
     ignored: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()

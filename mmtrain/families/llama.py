@@ -3,8 +3,21 @@
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.tiny import tiny_decoder
 
 _DEFAULTS = {"intermediate_size": 11008, "vocab_size": 32000}
+_TINY = tiny_decoder(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    rope_theta=500000.0,
+    rope_scaling={
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+)
 
 
 def llama_settings(config: ConfigSection) -> Settings:
@@ -23,5 +36,6 @@ LLAMA = Family(
     ("LlamaForCausalLM",),
     _settings,
     decoder_weights,
+    _TINY,
     ignored=decoder_buffers,
 )

@@ -3,8 +3,10 @@
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.tiny import tiny_decoder
 
 _DEFAULTS = {"intermediate_size": 14336, "vocab_size": 32000, "num_key_value_heads": 8}
+_TINY = tiny_decoder(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None)
 
 
 def mistral_settings(config: ConfigSection) -> Settings:
@@ -17,4 +19,4 @@ def _settings(config: ConfigSection) -> FolderSettings:
     return FolderSettings({"llm": mistral_settings(config)})
 
 
-MISTRAL = Family("mistral", ("MistralForCausalLM",), _settings, decoder_weights, ignored=decoder_buffers)
+MISTRAL = Family("mistral", ("MistralForCausalLM",), _settings, decoder_weights, _TINY, ignored=decoder_buffers)

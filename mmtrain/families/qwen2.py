@@ -3,8 +3,10 @@
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.tiny import tiny_decoder
 
 _DEFAULTS = {"intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32}
+_TINY = tiny_decoder(architectures=["Qwen2ForCausalLM"], model_type="qwen2", rope_theta=1e6, tie_word_embeddings=True)
 
 
 def qwen2_settings(config: ConfigSection) -> Settings:
@@ -22,4 +24,4 @@ def _settings(config: ConfigSection) -> FolderSettings:
     return FolderSettings({"llm": qwen2_settings(config)})
 
 
-QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), _settings, decoder_weights, ignored=decoder_buffers)
+QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), _settings, decoder_weights, _TINY, ignored=decoder_buffers)

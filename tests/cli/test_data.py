@@ -59,3 +59,10 @@ def test_a_missing_source_is_one_message(run_mmtrain: RunMmtrain) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("mmtrain: ")
     assert "/no/such.json" in done.stderr
+
+
+def test_tiny_model_says_what_it_wrote(tmp_path: Path, run_mmtrain: RunMmtrain) -> None:
+    done = run_mmtrain("data", "tiny-model", "qwen2", "--out", tmp_path / "q")
+    assert done.returncode == 0, done.stderr
+    assert "a tiny qwen2 of 755,840 parameters" in done.stdout
+    assert (tmp_path / "q" / "config.json").exists()
