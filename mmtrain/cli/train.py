@@ -71,6 +71,7 @@ def train(
     from mmtrain.cli.local_cluster import plan_for_started_ranks, resolve_cluster
     from mmtrain.plan import load_plan
     from mmtrain.plan.artifact.plan_files import ranks_to_start
+    from mmtrain.plan.plan_again import plan_again
     from mmtrain.runtime.training.go_back import parse_go_back
     from mmtrain.runtime.training.train import run
     from mmtrain.runtime.training.train_request import TrainRequest
@@ -86,6 +87,7 @@ def train(
         TrainRequest(
             loaded,
             plan_for_started_ranks,
+            plan_again,
             hardware,
             ranks,
             folder,

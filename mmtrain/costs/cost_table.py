@@ -15,6 +15,7 @@ TimedPass = Literal["forward", "forward_only", "recompute", "backward", "backwar
 Source = Literal["measured", "modelled"]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Frozen(BaseModel):
@@ -81,8 +82,20 @@ class OptimizerEntry(_Frozen):
     source: Source = "measured"
 
 
+class LayerScale(_Frozen):
+    """How many times as long a layer took in a run as the entries or the model say, whatever its load and tp."""
+
+    layer: dict[str, Any]  # see `layer_fields`
+    forward: Scale = 1.0
+    backward: Scale = 1.0  # recomputation included
+
+
 class CostTable(_Frozen):
-    """What `mmtrain profile` measured. Tables that come with the package hold modelled entries where nothing was."""
+    """What `mmtrain profile` measured. Tables that come with the package hold modelled entries where nothing was.
+
+    The scales are what a run recorded (`recorded_costs`). They multiply everything that this table gives, also what is
+    modelled because the table has no entry for it.
+    """
 
     version: Literal[1] = 1
     hardware: str  # name of the preset that models what was not measured
@@ -93,6 +106,9 @@ class CostTable(_Frozen):
     layers: tuple[LayerEntry, ...] = ()
     messages: tuple[MessageEntry, ...] = ()
     optimizer: tuple[OptimizerEntry, ...] = ()
+    layer_scales: tuple[LayerScale, ...] = ()
+    message_scale: Scale = 1.0  # of messages between two ranks
+    reduction_scale: Scale = 1.0  # of collectives and the optimizer step
 
     def save(self, path: Path) -> None:
         """Write the table in one step."""
@@ -162,6 +178,21 @@ class CostTable(_Frozen):
     def by_message(self) -> dict[tuple[str, int], MessageEntry]:
         """Entries by kind and number of ranks."""
         return {(e.kind, e.size): e for e in self.messages}
+
+    @cached_property
+    def scale_by_layer(self) -> dict[str, LayerScale]:
+        """Scales by the key of their layer."""
+        return {layer_key(scale.layer): scale for scale in self.layer_scales}
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether anything was measured apart from the scales."""
+        return bool(self.layers or self.messages or self.optimizer)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a run has corrected the table."""
+        return bool(self.layer_scales)
 
 
 def layer_fields(layer: LayerShape) -> dict[str, Any]:

@@ -94,7 +94,11 @@ class MeasuredCosts:
     @property
     def source(self) -> str:
         """Where the table's entries come from, and which layers were modelled or extrapolated."""
+        if self.table.is_recorded and not self.table.has_entries:
+            return f"modelled: {self.table.hardware}, corrected by what a run recorded on {self.table.date}"
         parts = [f"{self.table.provenance}: {self.table.device}, {self.table.date}"]
+        if self.table.is_recorded:
+            parts.append("corrected by what a run recorded")
         if self.missing:
             parts.append(f"modelled ({self.model.hardware.name}): {', '.join(sorted(self.missing))}")
         if self.extrapolated:
@@ -107,6 +111,17 @@ class MeasuredCosts:
         self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
     ) -> float:
         """Return the seconds one rank of `tp` spends on `layer`; see `CostModel`."""
+        seconds = self._unscaled_seconds(layer, tp, load, kind, input_grad)
+        if not self.table.layer_scales:
+            return seconds
+        scale = self.table.scale_by_layer.get(_key(layer))
+        if scale is None:
+            return seconds
+        return seconds * (scale.forward if kind == "forward" else scale.backward)
+
+    def _unscaled_seconds(
+        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, input_grad: bool
+    ) -> float:
         if load.tokens == 0 or (kind == "backward" and not (layer.trainable or input_grad)):
             return 0.0
         entry = self._entry(layer, tp)
@@ -152,7 +167,8 @@ class MeasuredCosts:
     def transfer(self, nbytes: int, same_node: bool) -> float:
         """Return the seconds of one message of `nbytes` between two ranks."""
         measured = self._message("p2p", 2, nbytes) if same_node else None
-        return self.model.transfer(nbytes, same_node) if measured is None else measured
+        seconds = self.model.transfer(nbytes, same_node) if measured is None else measured
+        return seconds * self.table.message_scale
 
     def posting(self) -> float:
         """Return how many seconds each end of a message keeps its rank from computing; it is always modelled."""
@@ -161,14 +177,15 @@ class MeasuredCosts:
     def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
         """Return the seconds of a collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
         measured = self._message(kind, size, nbytes) if same_node and size > 1 else None
-        return self.model.collective(kind, nbytes, size, same_node) if measured is None else measured
+        seconds = self.model.collective(kind, nbytes, size, same_node) if measured is None else measured
+        return seconds * self.table.reduction_scale
 
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step over `parameters` of one rank, on a line through the measurements."""
         if not self.table.optimizer:
-            return self.model.optimizer(parameters)
+            return self.model.optimizer(parameters) * self.table.reduction_scale
         start, per_parameter = self._optimizer_line
-        return start + per_parameter * parameters if parameters else 0.0
+        return (start + per_parameter * parameters) * self.table.reduction_scale if parameters else 0.0
 
     @cached_property
     def _optimizer_line(self) -> tuple[float, float]:

@@ -11,6 +11,7 @@ import torch
 from mmtrain.checkpoint import Checkpoint, open_newest_good
 from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import MmtrainError
+from mmtrain.plan.plan_again import plan_again
 from mmtrain.plan.planner import plan_recipe as planner
 from mmtrain.recipe import load_recipe
 from mmtrain.report import read_metrics
@@ -44,7 +45,7 @@ def request_for(data: Path, run_dir: Path, *changes: str, **options: object) -> 
         f"data.tokenizer={data}/tokenizer.json",
     ]
     loaded = load_recipe(RECIPE, [*paths, *SMALL, *changes])
-    return replace(TrainRequest(loaded, planner, "cpu-core", 2, run_dir), **options)  # type: ignore[arg-type]
+    return replace(TrainRequest(loaded, planner, plan_again, "cpu-core", 2, run_dir), **options)  # type: ignore[arg-type]
 
 
 def run_all(*requests: TrainRequest, faults: FaultPoints | None = None) -> list[str]:

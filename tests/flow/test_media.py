@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from mmtrain.data.synthetic.demo import train_tokenizer
+from mmtrain.plan.plan_again import plan_again
 from mmtrain.plan.planner import plan_recipe as planner
 from mmtrain.recipe import load_recipe
 from mmtrain.recipe.modalities import AUDIO
@@ -65,7 +66,7 @@ def _losses(media: Path, source: str, world_size: int, *changes: str) -> list[fl
     run_dir = media / f"run-{source}-{world_size}"
     paths = [f"data.sources.0.path={media / source}", f"data.tokenizer={media}/t.json"]
     loaded = load_recipe(RECIPE, [*paths, *SMALL, *changes])
-    request = TrainRequest(loaded, planner, "cpu-core", world_size, run_dir)
+    request = TrainRequest(loaded, planner, plan_again, "cpu-core", world_size, run_dir)
     assert run_all(*[request] * world_size) == [""] * world_size
     assert (run_dir / QUARANTINE_FILE).read_text() == ""
     return [step["loss"] for step in read_metrics(run_dir)]

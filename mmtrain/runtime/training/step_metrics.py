@@ -2,14 +2,16 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.balance import BatchMeta
-from mmtrain.costs import TokenLoad, costs_for, input_grad_needed, model_flops, num_parameters, preset
+from mmtrain.costs import CostTable, TokenLoad, costs_for, input_grad_needed, model_flops, num_parameters, preset
 from mmtrain.costs.hardware import ELEMENT_BYTES
+from mmtrain.costs.recorded_costs import RecordedRatios, costs_of_table, recorded_table
 from mmtrain.data import GroupStream
 from mmtrain.data.loading.batch_builder import stream_position
 from mmtrain.program import LLM, ModelTiming, Stage, StepLoads
@@ -19,6 +21,7 @@ from mmtrain.runtime.execution.executor import StepOutcome
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.out_of_memory import peak_memory_bytes
 from mmtrain.runtime.resilience.stragglers import Straggler, StragglerDetector
+from mmtrain.runtime.training.cost_drift import CostDrift, CostDriftDetector
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class RankFlags:
     stop_requested: bool  # a signal asked this rank to stop
     is_saving: bool  # this rank is still writing a checkpoint
     lost_folder: bool = False  # another run has taken the run's folder; only the first rank knows
+    has_new_plan: bool = False  # the run is to switch to another plan; only the first rank knows
 
 
 @dataclass(frozen=True)
@@ -41,31 +45,56 @@ class StepMetricsReduction:
     stop_requested: bool  # a signal asked at least one rank to stop
     no_rank_saves: bool  # every rank has written its part of the checkpoint
     lost_folder: bool  # another run has taken the run's folder
+    has_new_plan: bool  # the run is to switch to another plan at its next checkpoint
     edges: dict[str, EdgeMetrics]
     stragglers: list[Straggler]
     new_stragglers: list[Straggler]  # those that were none in the step before
+    cost_drift: CostDrift | None  # in the step in which it has lasted long enough
 
 
 class StepMetricsReducer:
     """Exchanges the measurements of all ranks, once a step, and makes `StepMetrics` of them."""
 
     def __init__(
-        self, rank_context: RankContext, stream: GroupStream, hardware: str, skipped: Sequence[int] = ()
+        self,
+        rank_context: RankContext,
+        stream: GroupStream,
+        hardware: str,
+        skipped: Sequence[int] = (),
+        recorded: CostTable | None = None,
     ) -> None:
-        """Reduce steps of `stream` without its positions in `skipped`; `hardware` is the plan's preset."""
+        """Reduce steps of `stream` without its positions in `skipped`.
+
+        hardware: the plan's preset. recorded: costs that the run recorded before it was resumed, in the place of the
+        recipe's.
+        """
         self._context, self._stream, self._skipped = rank_context, stream, skipped
         self._machine = preset(hardware)
-        self._costs = costs_for(self._machine, rank_context.precision, rank_context.recipe.cluster.costs)
+        self.costs = costs_for(self._machine, rank_context.precision, rank_context.recipe.cluster.costs)
+        watches_costs = rank_context.recipe.train.replan != "off"
+        self._drift_detector = CostDriftDetector(rank_context.graph, rank_context.world.rank) if watches_costs else None
+        if recorded is not None:
+            self.use_costs(recorded)
         self._input_grad_needed = input_grad_needed(rank_context.shape)
         self._straggler_detector = StragglerDetector(rank_context.graph, self._work_of)
         self.peak_flops = self._machine.peak_flops(rank_context.precision) * rank_context.world.size
+
+    def use_costs(self, table: CostTable) -> None:
+        """Predict steps with the costs of a table from now on."""
+        self.costs = costs_of_table(table, self._machine, self._context.precision)
+        if self._drift_detector is not None:
+            self._drift_detector.restart()
+
+    def corrected_table(self, ratios: RecordedRatios) -> CostTable:
+        """Return the costs that steps are predicted with, corrected by what was recorded."""
+        return recorded_table(self.costs, self._machine, self._context.precision, self._context.shape, ratios)
 
     def timing(self, loads: StepLoads) -> ModelTiming:
         """Return what a step with these loads should take, by the cost model of the plan's hardware."""
         return ModelTiming(
             self._context.graph,
             self._context.shape,
-            self._costs,
+            self.costs,
             loads,
             self._input_grad_needed,
             num_parameters,
@@ -88,7 +117,9 @@ class StepMetricsReducer:
         times = [seconds["compute"], seconds["wait"], seconds["communication"], data_wait_s]
         traffic = record.traffic_by_edge()
         edges = [value for e in self._context.graph.edges for value in (traffic[e].nbytes, traffic[e].wait_s)]
-        paces = self._straggler_detector.rank_values(world.rank, record, self.timing(outcome.loads))
+        timing = self.timing(outcome.loads)
+        paces = self._straggler_detector.rank_values(world.rank, record, timing)
+        drift = self._drift_detector.rank_values(record, timing) if self._drift_detector is not None else []
         scalars = [
             outcome.loss,
             float(peak_memory_bytes(world.device)),
@@ -96,11 +127,13 @@ class StepMetricsReducer:
             float(flags.stop_requested),
             float(not flags.is_saving),
             float(flags.lost_folder),
+            float(flags.has_new_plan),
         ]
-        table = self._all_gather([*scalars, *times, *edges, *paces])
-        ends = [len(scalars), len(scalars) + len(times), len(scalars) + len(times) + len(edges)]
-        all_scalars, all_times, all_edges, all_paces = table.tensor_split(ends, dim=1)
-        losses, peaks, broken, stop_flags, saved_flags, lost_flags = all_scalars.unbind(dim=1)
+        parts = [scalars, times, edges, paces, drift]
+        table = self._all_gather([value for part in parts for value in part])
+        ends = list(accumulate(map(len, parts)))[:-1]
+        all_scalars, all_times, all_edges, all_paces, all_drift = table.tensor_split(ends, dim=1)
+        losses, peaks, broken, stop_flags, saved_flags, lost_flags, plan_flags = all_scalars.unbind(dim=1)
         stragglers, new_stragglers = self._straggler_detector.detect(all_paces.numpy(), record.end_s - record.start_s)
         return StepMetricsReduction(
             loss=float(losses.sum()),
@@ -110,9 +143,11 @@ class StepMetricsReducer:
             stop_requested=bool(stop_flags.any()),
             no_rank_saves=bool(saved_flags.all()),
             lost_folder=bool(lost_flags.any()),
+            has_new_plan=bool(plan_flags.any()),
             edges=self._edge_metrics(all_edges.sum(dim=0).tolist()),
             stragglers=stragglers,
             new_stragglers=new_stragglers,
+            cost_drift=self._drift_detector.observe(all_drift.numpy()) if self._drift_detector is not None else None,
         )
 
     def _all_gather(self, values: list[float]) -> Tensor:

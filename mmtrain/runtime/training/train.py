@@ -40,8 +40,10 @@ from mmtrain.runtime.training.hooks.build_hooks import RunParts, build_hooks
 from mmtrain.runtime.training.hooks.course import CourseWatch
 from mmtrain.runtime.training.hooks.elastic import ResumeTime, StandbyPlanning
 from mmtrain.runtime.training.hooks.held_out import Validation
+from mmtrain.runtime.training.hooks.replanning import Replanning
 from mmtrain.runtime.training.local_restarts import launch_with_restarts
 from mmtrain.runtime.training.loop import Loop
+from mmtrain.runtime.training.replanned_run import share_recorded_costs
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.standby_plans import load_standby_plan, rank_counts_ahead
 from mmtrain.runtime.training.start_run import (
@@ -205,7 +207,8 @@ def _run_steps(run: _RankRun) -> Path | None:
     stream = GroupStream.of(recipe, index)
     first_step = run.position.first_step
     targets = share_step_targets(run.patient_world, recipe, run.plan, index)
-    reducer = StepMetricsReducer(rank_context, stream, run.plan.hardware, run.position.skipped_positions)
+    recorded = share_recorded_costs(run.patient_world, request)
+    reducer = StepMetricsReducer(rank_context, stream, run.plan.hardware, run.position.skipped_positions, recorded)
     validation = Validation(rank_context, recipe.train.validate_every) if recipe.train.validate_every else None
     run.console.print(
         f"MFU is the share of {reducer.peak_flops:.3g} FLOP/s, {world.size} x {run.plan.hardware}", highlight=False
@@ -219,18 +222,13 @@ def _run_steps(run: _RankRun) -> Path | None:
         contextlib.ExitStack() as stack,
         RunLog(request.run_dir, first_step + 1, world.is_first, partial(_print_of_rank, world.rank)) as log,
         open_progress(run.console, recipe.name, num_steps, first_step + 1) as progress,
-        Loader(
-            index,
-            stream,
-            recipe,
-            _first_request(rank_context, run.position, targets),
-            num_local_ranks,
-            partial(_print_of_rank, world.rank),
-        ) as loader,
+        _make_loader(run, stream, targets, num_local_ranks) as loader,
     ):
         records = RunRecords(request.run_dir, progress, world.is_first)
         course = CourseWatch(run.position.course, records)
         saver = _make_saver(run, course)
+        replanning = _make_replanning(run, reducer, records)
+        stack.callback(replanning.close)
         parts = RunParts(
             rank_context,
             run.plan,
@@ -240,6 +238,7 @@ def _run_steps(run: _RankRun) -> Path | None:
             validation,
             saver,
             course,
+            replanning,
             log,
             progress,
             records,
@@ -250,7 +249,9 @@ def _run_steps(run: _RankRun) -> Path | None:
             rank_context=rank_context,
             loader=loader,
             reducer=reducer,
-            flags=lambda: RankFlags(run.stop.stop_requested, not saver.done, run.lock.is_lost),
+            flags=lambda: RankFlags(
+                run.stop.stop_requested, not saver.done, run.lock.is_lost, replanning.new_plan is not None
+            ),
             memory_report=_memory_report(run),
             hooks=build_hooks(parts),
         )
@@ -290,6 +291,13 @@ def _elastic_hooks(run: _RankRun, records: RunRecords, stack: contextlib.ExitSta
     return ResumeTime(run.chosen.last_step_s, records), standby
 
 
+def _make_replanning(run: _RankRun, reducer: StepMetricsReducer, records: RunRecords) -> Replanning:
+    """Return what plans again for this run when its costs have turned out to be others."""
+    recipe, activity = run.request.recipe, run.rank_context.activity
+    plan_with_costs = partial(run.request.replanner, recipe, run.index.lengths, present=run.plan)
+    return Replanning(recipe.train.replan, plan_with_costs, reducer, run.rank_context.world, activity, records)
+
+
 def _make_saver(run: _RankRun, course: CourseWatch) -> BackgroundSaver:
     """Return what saves this run's checkpoints, with everything beside the weights that a resumed run depends on."""
     state = {
@@ -304,9 +312,10 @@ def _make_saver(run: _RankRun, course: CourseWatch) -> BackgroundSaver:
     )
 
 
-def _first_request(rank_context: RankContext, position: RunPosition, targets: StepTargets) -> StepRequest:
-    """Return what this rank needs of the first step that it trains."""
-    return StepRequest(
+def _make_loader(run: _RankRun, stream: GroupStream, targets: StepTargets, num_local_ranks: int) -> Loader:
+    """Return what prepares this rank's steps, from the first that it trains."""
+    rank_context, position = run.rank_context, run.position
+    first = StepRequest(
         position.first_step,
         rank_context.dp,
         rank_context.num_microbatches,
@@ -314,6 +323,8 @@ def _first_request(rank_context: RankContext, position: RunPosition, targets: St
         targets,
         position.skipped_positions,
     )
+    notify = partial(_print_of_rank, rank_context.world.rank)
+    return Loader(run.index, stream, rank_context.recipe, first, num_local_ranks, notify)
 
 
 def _print_of_rank(rank: int, text: str) -> None:

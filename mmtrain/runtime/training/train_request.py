@@ -21,12 +21,21 @@ class Planner(Protocol):
         ...
 
 
+class Replanner(Protocol):
+    """Plans again with other costs, as `mmtrain.plan.plan_again.plan_again` does; it can be pickled."""
+
+    def __call__(self, recipe: Recipe, lengths: SampleLengths, *, present: Plan, costs: Path) -> Plan:
+        """Return the fastest plan by the table `costs`, with the present one as its first alternative."""
+        ...
+
+
 @dataclass(frozen=True)
 class TrainRequest:
     """A run to start or to resume."""
 
     loaded: LoadedRecipe
     planner: Planner
+    replanner: Replanner
     hardware: str  # preset to plan for
     ranks: int  # processes to start where no launcher has started any
     run_dir: Path

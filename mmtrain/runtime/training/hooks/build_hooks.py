@@ -19,6 +19,7 @@ from mmtrain.runtime.training.hooks.held_out import HeldOutEvaluation, Validatio
 from mmtrain.runtime.training.hooks.learning_rate import LearningRateSchedule
 from mmtrain.runtime.training.hooks.nonfinite_guard import NonFiniteGuard
 from mmtrain.runtime.training.hooks.quarantine import QuarantineRecorder
+from mmtrain.runtime.training.hooks.replanning import Replanning
 from mmtrain.runtime.training.hooks.reports import LoadImbalanceReports, MetricsLog, StragglerReports
 from mmtrain.runtime.training.hooks.tracing import Tracing
 from mmtrain.runtime.training.run_records import RunRecords
@@ -39,6 +40,7 @@ class RunParts:
     validation: Validation | None
     saver: BackgroundSaver
     course: CourseWatch
+    replanning: Replanning
     log: RunLog
     progress: TrainingProgress
     records: RunRecords
@@ -64,6 +66,7 @@ def build_hooks(parts: RunParts) -> tuple[StepHook, ...]:
         parts.course,
         FinishBackgroundSave(writer),
         QuarantineRecorder(world, _bad_samples(parts), records),
+        parts.replanning,
     ]
     if parts.validation:
         hooks.append(parts.validation)

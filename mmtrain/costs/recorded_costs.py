@@ -1,0 +1,57 @@
+"""Correct a cost table by what a run recorded; the result is a table like any other (`cluster.costs`)."""
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mmtrain.costs.analytic_costs import AnalyticCosts
+from mmtrain.costs.cost_model import CostModel
+from mmtrain.costs.cost_table import CostTable, LayerScale, layer_fields, layer_key
+from mmtrain.costs.hardware import Hardware, Precision
+from mmtrain.costs.measured_costs import MeasuredCosts
+from mmtrain.models.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class RecordedRatios:
+    """Recorded over predicted seconds, by kind of work; a kind that was not recorded is absent or None."""
+
+    forward: Mapping[str, float]  # by unit
+    backward: Mapping[str, float]
+    reductions: float | None = None  # of gradients, with the optimizer step and the gathering of parameters
+    messages: float | None = None  # between two ranks
+
+
+def recorded_table(
+    costs: CostModel, machine: Hardware, precision: Precision, shape: ModelShape, ratios: RecordedRatios
+) -> CostTable:
+    """Return the table of `costs`, corrected by the ratios of what was recorded to what `costs` predicted.
+
+    All layers of a unit are corrected alike, and where several units have the same layer, the last one counts: records
+    tell units apart, not layers. A table that was corrected before is corrected further.
+    """
+    table = costs.table if isinstance(costs, MeasuredCosts) else _empty_table(machine, precision)
+    scales = dict(table.scale_by_layer)
+    for unit in shape.units:
+        forward, backward = ratios.forward.get(unit.name, 1.0), ratios.backward.get(unit.name, 1.0)
+        for key, layer in {layer_key(layer): layer for layer in map(layer_fields, unit.layers)}.items():
+            before = table.scale_by_layer.get(key, LayerScale(layer=layer))
+            scales[key] = LayerScale(layer=layer, forward=before.forward * forward, backward=before.backward * backward)
+    fields = {name: getattr(table, name) for name in CostTable.model_fields}
+    corrected = {
+        "layer_scales": tuple(scales.values()),
+        "message_scale": table.message_scale * (ratios.messages or 1.0),
+        "reduction_scale": table.reduction_scale * (ratios.reductions or 1.0),
+    }
+    return CostTable(**(fields | corrected))  # not `model_copy`, which copies what the old table has cached
+
+
+def costs_of_table(table: CostTable, machine: Hardware, precision: Precision) -> CostModel:
+    """Return the costs of a table that is known to fit this hardware and precision."""
+    return MeasuredCosts(table, AnalyticCosts(machine, precision))
+
+
+def _empty_table(machine: Hardware, precision: Precision) -> CostTable:
+    """Return a table without entries: everything is modelled, and then scaled."""
+    date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    return CostTable(hardware=machine.name, device=machine.name, precision=precision, software={}, date=date)

@@ -1,0 +1,115 @@
+"""Plan again when recorded actions take other times than the plan's costs predict."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, Protocol
+
+from mmtrain.costs import CostTable
+from mmtrain.durable_files import write_whole
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.artifact.replanned import plan_layout, present_step_s
+from mmtrain.report.plain_text import seconds_text
+from mmtrain.runtime.execution.activity import TRACING, Activity
+from mmtrain.runtime.run_folder import FASTER_PLAN_FILE, RECORDED_COSTS_FILE
+from mmtrain.runtime.training.background_planning import BackgroundPlanning, PlanningOutcome
+from mmtrain.runtime.training.cost_drift import CostDrift
+from mmtrain.runtime.training.message_times import measure_message_ratio
+from mmtrain.runtime.training.run_records import RunRecords
+from mmtrain.runtime.training.step_hook import StepContext, StepHook
+from mmtrain.runtime.training.step_metrics import StepMetricsReducer
+from mmtrain.runtime.world import World
+
+# Of the present plan's step time. A restored checkpoint and rebuilt stages must pay off, and predictions of two plans
+# with the same costs differ from runs by a few percent of each other (docs/benchmarks.md).
+MIN_GAIN = 0.03
+
+ReplanMode = Literal["off", "tell", "auto"]
+
+
+class PlanWithCosts(Protocol):
+    """Plans again as `mmtrain.plan.plan_again` does, for everything but the costs given; it can be pickled."""
+
+    def __call__(self, *, costs: Path) -> Plan:
+        """Return the fastest plan by a cost table, with the present one as its first alternative."""
+        ...
+
+
+class Replanning(StepHook):
+    """Writes the recorded costs, makes a plan with them in the background, and says what it would gain.
+
+    With mode `auto`, `new_plan` is the plan to switch to at the next checkpoint; only the first rank knows it.
+    """
+
+    def __init__(
+        self,
+        mode: ReplanMode,
+        plan_with_costs: PlanWithCosts,
+        reducer: StepMetricsReducer,
+        world: World,
+        activity: Activity,
+        records: RunRecords,
+    ) -> None:
+        self._mode, self._plan_with_costs = mode, plan_with_costs
+        self._reducer, self._world, self._activity, self._records = reducer, world, activity, records
+        self._planning: BackgroundPlanning | None = None
+        self.new_plan: Plan | None = None
+
+    def close(self) -> None:
+        """End what plans beside the training."""
+        if self._planning is not None:
+            self._planning.close()
+            self._planning = None
+
+    def after_step(self, ctx: StepContext) -> None:
+        """See `StepHook`."""
+        if ctx.reduction.cost_drift is not None:
+            self._record_costs(ctx, ctx.reduction.cost_drift)
+        outcome = self._planning.poll() if self._planning is not None else None
+        if outcome is not None:
+            self.close()
+            self._handle(outcome)
+
+    def _record_costs(self, ctx: StepContext, drift: CostDrift) -> None:
+        """Predict steps with the recorded costs from now on, on all ranks, and start to plan with them."""
+        self._activity.start(TRACING)
+        assert ctx.outcome.loads is not None, "an outcome of a step that was run"
+        messages = measure_message_ratio(self._world, ctx.outcome.record, self._reducer.timing(ctx.outcome.loads))
+        ratios = replace(drift.ratios, messages=messages)
+        table_text: str = self._world.on_first(lambda: self._reducer.corrected_table(ratios).model_dump_json(indent=1))
+        self._reducer.use_costs(CostTable.model_validate_json(table_text))
+        path = self._records.run_dir / RECORDED_COSTS_FILE
+        self._records.note(
+            f"step {ctx.step_number}: for {drift.num_steps} steps, actions took other times than the plan's costs say "
+            f"({drift.to_text()}). {path} holds the recorded costs; another plan is made with them beside the training"
+        )
+        if not self._world.is_first:
+            return
+        self.close()
+        try:
+            write_whole(path, f"{table_text}\n")
+        except OSError as error:
+            self._records.note(f"{path} could not be written, so no other plan is made: {error}")
+            return
+        self._planning = BackgroundPlanning(partial(self._plan_with_costs, costs=path))
+
+    def _handle(self, outcome: PlanningOutcome) -> None:
+        """Say what the new plan gains, if that is enough to act on."""
+        plan = outcome.plan
+        if plan is None:
+            self._records.note(f"no other plan was made with the recorded costs: {outcome.refusal}")
+            return
+        present_s, new_s = present_step_s(plan), plan.predicted.step_time_s
+        if new_s > present_s * (1 - MIN_GAIN):
+            return
+        text = (
+            f"with the recorded costs, a step takes {seconds_text(present_s)} on this plan and {seconds_text(new_s)} "
+            f"({1 - new_s / present_s:.0%} less) on another one ({plan_layout(plan).summary})"
+        )
+        if self._mode == "auto":
+            self.new_plan = plan
+            self._records.note(f"{text}; the run switches to it at its next checkpoint")
+            return
+        path = self._records.run_dir / FASTER_PLAN_FILE
+        self._records.try_write(FASTER_PLAN_FILE, lambda: write_whole(path, plan.file_text()))
+        self._records.note(f"{text}; `--resume --plan {path}` continues on it")
