@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,15 @@ from mmtrain.plan.artifact.plan_files import load_plan
 from mmtrain.program import Action
 from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints
+from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE
 from mmtrain.runtime.run_state import read_run_state
 from mmtrain.runtime.training.standby_plans import standby_plan_path
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import fork_ranks
-from tests.flow.runs import launch, launch_here, refuse, request_for, tensors
+from tests.faults import FailAt
+from tests.flow.launched import StartedProcesses, slurm_task, train_arguments
+from tests.flow.runs import launch, launch_here, poll, refuse, request_for, tensors
 
 NUM_STEPS = 30
 SETTINGS = (f"train.steps={NUM_STEPS}", "train.checkpoint.every=5")
@@ -103,3 +107,75 @@ def test_a_run_goes_on_without_a_rank_that_is_gone_for_good(data: Path, unbroken
     assert "ranks: 3 -> 2" in printed
     [resumed] = [step for step in read_metrics(tmp_path) if "resume_s" in step]
     assert resumed["ranks"] == 2
+
+
+SLOW_STEPS = ("train.global_batch=32", "train.optimizer.lr=1e-5", "train.steps=1000", "train.checkpoint.every=5")
+
+
+def _agent(port: int, data: Path, run_dir: Path) -> list[str]:
+    """Arguments of torchrun's agent on one of two or three nodes."""
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic"]
+    short = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+    torchrun = ["torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1", *meet, short, "--max-restarts=5"]
+    changes = (part for setting in SLOW_STEPS for part in ("--set", setting))
+    return [*torchrun, "-m", *train_arguments(data, run_dir, *changes, "--elastic")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lost", ["agent", "node"])
+def test_a_run_under_torchrun_shrinks_when_a_node_is_gone_and_grows_when_one_comes(
+    data: Path, tmp_path: Path, lost: str
+) -> None:
+    run_dir, port = tmp_path / "run", free_port()
+
+    def trains_on(num_ranks: int) -> bool:
+        newest = [step.get("ranks") for step in read_metrics(run_dir)][-3:]
+        return newest == [num_ranks] * 3
+
+    with StartedProcesses(_agent(port, data, run_dir), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as nodes:
+        poll(lambda: has_listener(port), 60)  # the first agent holds the rendezvous, and stays
+        nodes.start(_agent(port, data, run_dir))
+        nodes.start(_agent(port, data, run_dir))
+        poll(lambda: trains_on(3) and standby_plan_path(run_dir, 2).exists(), 180)
+        gone = nodes.processes[2]
+        for process in [gone, *(gone.children() if lost == "node" else ())]:
+            process.kill()
+        poll(lambda: trains_on(2), 120)
+        nodes.start(_agent(port, data, run_dir))
+        poll(lambda: trains_on(3), 120)
+        for number in (0, 1, 3):
+            nodes.processes[number].send_signal(signal.SIGTERM)
+        nodes.wait()
+    assert load_plan(run_dir / PLAN_FILE) == load_plan(standby_plan_path(run_dir, 3))
+    steps = read_metrics(run_dir)
+    assert read_run_state(run_dir)["status"] == "stopped"
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    assert [step["ranks"] for step in steps if "resume_s" in step] == [2, 3]
+    reference = request_for(data, tmp_path / "unbroken", *SLOW_STEPS)
+    assert launch(reference, FailAt(0, len(steps) - 1, "signal"))[0] == 75
+    expected = [step["loss"] for step in read_metrics(tmp_path / "unbroken")]
+    assert [step["loss"] for step in steps] == pytest.approx(expected, rel=1e-5)
+
+
+def has_listener(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.slow
+def test_a_requeued_slurm_job_may_have_fewer_or_more_tasks(data: Path, unbroken: Path, tmp_path: Path) -> None:
+    # The number of ranks that a recipe names binds a run that is not elastic.
+    request = request_for(data, tmp_path, "cluster.ranks=3", elastic=True)
+    resumed = replace(request, resume=True)
+    starts = [
+        (3, replace(request, faults=FailAt(1, 1, "signal")), 75),
+        (2, replace(resumed, faults=FailAt(1, 3, "signal")), 75),
+        (3, resumed, 0),
+    ]
+    for num_tasks, one_start, code in starts:
+        assert fork_ranks(num_tasks, slurm_task, one_start, free_port()) == [code] * num_tasks
+    steps = read_metrics(tmp_path)
+    assert [step["ranks"] for step in steps] == [3, 3, 2, 2, 3, 3]
+    assert [step["loss"] for step in steps] == pytest.approx([s["loss"] for s in read_metrics(unbroken)], rel=1e-5)
+    assert fork_ranks(2, slurm_task, replace(resumed, elastic=False), free_port()) == [2, 2]

@@ -12,53 +12,35 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mmtrain.errors import MmtrainError
 from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.run_state import read_run_state, write_run_state
-from mmtrain.runtime.training.train import run
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import RanksFailed, fork_ranks
 from tests.faults import FailAt
-from tests.flow.runs import NUM_STEPS, RECIPE, SMALL, assert_same_end, poll, request_for, run_all
+from tests.flow.launched import StartedProcesses, has_ended, slurm_task, train_arguments
+from tests.flow.runs import NUM_STEPS, assert_same_end, poll, request_for, run_all
 
 ORPHANS_S = 5  # how long a process may outlive the launcher
 SAVE_S = 30  # the same where it finishes its step and saves first
 SBATCH = Path(__file__).parents[2] / "scripts" / "train.sbatch"
 
 
-def _slurm_task(rank: int, size: int, _: Path, request: TrainRequest, port: int) -> int:
-    """Be what srun starts as one task; return the exit code."""
-    os.environ |= {
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_NUM_TASKS": str(size),
-        "SLURM_LOCALID": "0",
-        "SLURM_STEP_NODELIST": "localhost",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    try:
-        run(request)
-    except MmtrainError as e:
-        return e.exit_code
-    return 0
-
-
 def test_slurm_tasks_stop_together_when_one_is_signalled(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path)
     stopped = replace(request, faults=FailAt(1, 2, "signal", number=signal.SIGUSR1))
-    assert fork_ranks(2, _slurm_task, stopped, free_port()) == [75, 75]
+    assert fork_ranks(2, slurm_task, stopped, free_port()) == [75, 75]
     assert read_run_state(tmp_path) == {"status": "stopped", "step": 3, "error": None}
-    assert fork_ranks(2, _slurm_task, replace(request, resume=True), free_port()) == [0, 0]
+    assert fork_ranks(2, slurm_task, replace(request, resume=True), free_port()) == [0, 0]
     assert read_run_state(tmp_path)["status"] == "done"
 
 
 def _restarted_rank(rank: int, size: int, folder: Path, request: TrainRequest, port: int) -> int:
     """Be what torchrun starts after a failure; return the exit code."""
     os.environ |= {"TORCHELASTIC_RESTART_COUNT": "1", "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
-    return _slurm_task(rank, size, folder, request, port)
+    return slurm_task(rank, size, folder, request, port)
 
 
 def test_what_torchrun_restarts_goes_on_unless_it_was_stopped(data: Path, tmp_path: Path) -> None:
@@ -78,18 +60,18 @@ def test_a_slurm_task_that_is_killed_is_resumed_and_a_folder_in_use_is_refused(
 ) -> None:
     request = request_for(data, tmp_path)
     with pytest.raises(RanksFailed):
-        fork_ranks(2, _slurm_task, replace(request, faults=FailAt(1, 3, "kill")), free_port())
+        fork_ranks(2, slurm_task, replace(request, faults=FailAt(1, 3, "kill")), free_port())
     resumed = replace(request, resume=True)
     with FolderLock(tmp_path) as lock:
         lock.claim()
-        assert fork_ranks(2, _slurm_task, resumed, free_port()) == [2, 2]
-    assert fork_ranks(2, _slurm_task, resumed, free_port()) == [0, 0]
+        assert fork_ranks(2, slurm_task, resumed, free_port()) == [2, 2]
+    assert fork_ranks(2, slurm_task, resumed, free_port()) == [0, 0]
     assert_same_end(tmp_path, unbroken)
 
 
 def test_our_restarts_are_refused_under_other_launchers(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, max_restarts=1)
-    assert fork_ranks(1, _slurm_task, request, free_port()) == [2]
+    assert fork_ranks(1, slurm_task, request, free_port()) == [2]
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (75, True)])
@@ -118,56 +100,12 @@ def test_the_batch_script_requeues_a_run_that_was_stopped(tmp_path: Path, code: 
         (run_dir / "recipe.yaml").touch()
 
 
-def _train(data: Path, run_dir: Path, *options: str) -> list[str]:
-    """Arguments of `python -m` that train the small demo."""
-    settings = [
-        *SMALL,
-        f"data.sources.0.path={data}/train.json",
-        f"data.validation.0.path={data}/heldout.json",
-        f"data.tokenizer={data}/tokenizer.json",
-    ]
-    changes = (part for setting in settings for part in ("--set", setting))
-    return ["mmtrain", "train", str(RECIPE), "--run-dir", str(run_dir), *changes, *options]
-
-
-class _Started:
-    """Processes with these arguments of `python -m`, and none of their offspring left behind."""
-
-    def __init__(self, *arguments: list[str]) -> None:
-        env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0"}
-        self.processes = [psutil.Popen([sys.executable, "-m", *a], env=env) for a in arguments]
-
-    def __enter__(self) -> "_Started":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in (*self.offspring(), *self.processes):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        for process in self.processes:
-            process.wait()
-
-    def offspring(self) -> list[psutil.Process]:
-        return [child for p in self.processes if p.poll() is None for child in p.children(recursive=True)]
-
-    def wait(self) -> list[int]:
-        return [process.wait(60) for process in self.processes]
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended; in a container nobody may collect what an orphan leaves."""
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _torchrun(data: Path, run_dir: Path, *options: str) -> _Started:
+def _torchrun(data: Path, run_dir: Path, *options: str) -> StartedProcesses:
     """Two agents, one rank each, that stand for two nodes."""
     port = free_port()
     meet = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
-    mine = ["-m", *_train(data, run_dir, *options)]
-    return _Started(*([*meet, f"--master-port={port}", f"--node-rank={rank}", *mine] for rank in range(2)))
+    mine = ["-m", *train_arguments(data, run_dir, *options)]
+    return StartedProcesses(*([*meet, f"--master-port={port}", f"--node-rank={rank}", *mine] for rank in range(2)))
 
 
 @pytest.mark.slow
@@ -193,7 +131,7 @@ def test_two_torchrun_nodes_stop_when_one_is_signalled_and_go_on_later(
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_from_its_newest_checkpoint(data: Path, tmp_path: Path) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m"]
-    with _Started([*command, *_train(data, tmp_path, "--set", "train.steps=80")]) as started:
+    with StartedProcesses([*command, *train_arguments(data, tmp_path, "--set", "train.steps=80")]) as started:
         poll(lambda: any((tmp_path / CHECKPOINTS_FOLDER).glob("step-*")), 120)
         started.offspring()[0].kill()
         assert started.wait() == [0]
@@ -204,7 +142,9 @@ def test_torchrun_restarts_a_run_from_its_newest_checkpoint(data: Path, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_no_process_is_left_after_the_save(data: Path, tmp_path: Path, number: signal.Signals) -> None:
-    with _Started(_train(data, tmp_path, "--set", "train.steps=2000", "--set", "train.checkpoint.every=0")) as started:
+    with StartedProcesses(
+        train_arguments(data, tmp_path, "--set", "train.steps=2000", "--set", "train.checkpoint.every=0")
+    ) as started:
         poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
         ranks = started.offspring()
         assert len(ranks) >= 2
@@ -217,7 +157,7 @@ def test_no_process_is_left_after_the_save(data: Path, tmp_path: Path, number: s
 @pytest.mark.slow
 def test_a_closed_terminal_saves(data: Path, tmp_path: Path) -> None:
     terminal, end = pty.openpty()
-    command = [sys.executable, "-m", *_train(data, tmp_path, "--set", "train.steps=2000")]
+    command = [sys.executable, "-m", *train_arguments(data, tmp_path, "--set", "train.steps=2000")]
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     # A session of its own, whose terminal is the one that is closed below.
     session = (
@@ -248,16 +188,16 @@ def test_ranks_of_a_torchrun_agent_that_was_ended_save_and_stop(
     data: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    with _Started([*command, *_train(data, tmp_path, "--set", "train.steps=2000")]) as started:
+    with StartedProcesses([*command, *train_arguments(data, tmp_path, "--set", "train.steps=2000")]) as started:
         poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
         ranks = started.offspring()
         started.processes[0].send_signal(number)
-        poll(lambda: all(_has_ended(process) for process in ranks), SAVE_S)
+        poll(lambda: all(has_ended(process) for process in ranks), SAVE_S)
     state = read_run_state(tmp_path)
     assert state["status"] == "stopped"
     assert len(read_metrics(tmp_path)) == state["step"] < 2000
-    with _Started(
-        [*command, *_train(data, tmp_path, "--set", f"train.steps={state['step'] + 2}", "--resume")]
+    with StartedProcesses(
+        [*command, *train_arguments(data, tmp_path, "--set", f"train.steps={state['step'] + 2}", "--resume")]
     ) as again:
         assert again.wait() == [0]
     assert read_run_state(tmp_path) == {"status": "done", "step": state["step"] + 2, "error": None}
@@ -266,7 +206,7 @@ def test_ranks_of_a_torchrun_agent_that_was_ended_save_and_stop(
 @pytest.mark.slow
 def test_a_slurm_task_whose_step_daemon_is_gone_saves_and_stops(data: Path, tmp_path: Path) -> None:
     settings = ["--set", "train.steps=2000", "--set", "parallel.placement=unified"]
-    task = [sys.executable, "-m", *_train(data, tmp_path, *settings)]
+    task = [sys.executable, "-m", *train_arguments(data, tmp_path, *settings)]
     variables = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "localhost"}
     env = os.environ | variables | {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     daemon = psutil.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({task})"], env=env)
@@ -274,7 +214,7 @@ def test_a_slurm_task_whose_step_daemon_is_gone_saves_and_stops(data: Path, tmp_
         poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
         [rank, *_] = daemon.children(recursive=True)
         daemon.kill()
-        poll(lambda: _has_ended(rank), SAVE_S)
+        poll(lambda: has_ended(rank), SAVE_S)
     finally:
         daemon.kill()
         daemon.wait()
