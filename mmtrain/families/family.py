@@ -13,10 +13,11 @@ PrefixChange = tuple[str, str]  # (prefix in the names that `weights` yields, pr
 
 @dataclass(frozen=True)
 class FolderSettings:
-    """What a folder says of a recipe."""
+    """What a folder says of a recipe, and which of its tensors export copies because nothing here computes them."""
 
     model: Mapping[str, Settings]  # by unit: shapes, which a recipe must not contradict
     data: Mapping[str, Settings] = field(default_factory=dict)  # by section of `data`: defaults of a recipe
+    carried: tuple[str, ...] = ()  # prefixes, as `Family.weights` spells them, of tensors that are not computed here
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,7 @@ class Family:
     tiny: the `config.json` of a tiny model, for `mmtrain data tiny-model`.
     spellings: a family whose tensors were renamed by a version of `transformers` lists the prefixes of each spelling;
         export writes the one that the source folder has.
-    carried: prefixes of tensors that the folder has and this model does not compute; export copies them.
-    ignored: prefixes or suffixes of tensors that may be in a folder and hold nothing to keep (buffers).
+    ignored: suffixes of tensors that may be in a folder and hold nothing to keep (buffers).
     """
 
     name: str
@@ -36,5 +36,4 @@ class Family:
     weights: Callable[[FolderSettings], Iterator[ParameterSource]]
     tiny: Mapping[str, Any]
     spellings: tuple[tuple[PrefixChange, ...], ...] = ((),)
-    carried: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()
     ignored: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()

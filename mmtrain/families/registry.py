@@ -2,7 +2,8 @@
 
 from mmtrain.families.family import Family
 from mmtrain.families.llama import LLAMA
+from mmtrain.families.llava import LLAVA
 from mmtrain.families.mistral import MISTRAL
 from mmtrain.families.qwen2 import QWEN2
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, LLAVA, MISTRAL, QWEN2)}

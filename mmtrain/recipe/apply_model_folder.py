@@ -14,8 +14,8 @@ FOLDER_SETTING = ("model", "hf")
 def apply_model_folder(tree: Node) -> tuple[Node, list[Problem]]:
     """Add the settings that the folder of `model.hf` states, and return what contradicts them.
 
-    Shapes of units must be those of the folder, because its weights have them. What the folder says of data are
-    defaults.
+    Shapes of units must be those of the folder, because its weights have them. What the folder says of a section of
+    data are defaults, for recipes that do not choose the `scheme` of that section themselves.
     """
     setting = node_at(tree, FOLDER_SETTING)
     if setting is None or not isinstance(setting.value, str):
@@ -33,6 +33,8 @@ def apply_model_folder(tree: Node) -> tuple[Node, list[Problem]]:
             problems.append(Problem(("model", unit, "preset"), text, preset.origin))
         tree = _fill(tree, ("model", unit), settings, origin, problems)
     for section, settings in folder.settings.data.items():
+        if node_at(tree, ("data", section, "scheme")) is not None:
+            continue  # the defaults belong to the folder's scheme
         tree = _fill(tree, ("data", section), settings, origin, None)
     return tree, problems
 

@@ -26,12 +26,11 @@ def match_tensors(folder: ModelFolder, stored: FolderTensors) -> MatchedFolder:
     """
     family = folder.family
     expected = list(family.weights(folder.settings))
-    sources = max(
-        (_spelled(expected, spelling) for spelling in family.spellings),
-        key=lambda candidate: _num_known(candidate, stored),
-    )
+    spelling = max(family.spellings, key=lambda candidate: _num_known(_spelled(expected, candidate), stored))
+    sources = _spelled(expected, spelling)
     shapes = {tensor: shape for source in sources for tensor, shape in source.tensor_shapes().items()}
-    carried_prefixes, ignored = family.carried(folder.settings), family.ignored(folder.settings)
+    carried_prefixes = tuple(respell(prefix, spelling) for prefix in folder.settings.carried)
+    ignored = family.ignored(folder.settings)
     others = sorted(stored.tensors.keys() - shapes.keys())
     carried = tuple(name for name in others if name.startswith(carried_prefixes))
     unknown = [name for name in others if name not in carried and not name.endswith(ignored)]

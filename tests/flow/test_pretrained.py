@@ -4,30 +4,36 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from mmtrain.balance import assign
 from mmtrain.checkpoint import open_newest_good
-from mmtrain.data import ChatTokenizer, build_index
+from mmtrain.data import BatchBuilder, ChatTokenizer, PayloadNeed, build_index
+from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.plan.planner import plan_recipe as planner
-from mmtrain.recipe import load_recipe
+from mmtrain.program import LLM, Microbatch
+from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.report import read_metrics
+from mmtrain.runtime.execution.rank_context import unit_inputs
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.weights import export_folder
 from tests.flow.runs import refuse, run_all
-from tests.weights.pretrained import qwen2, save
+from tests.weights.pretrained import IMAGE_SIDE, PATCH, llava, qwen2, save
 
 RECIPE = """
 name: sft
 model: {{hf: {folder}}}
 data:
-  sources: [{{path: train.json}}]
-  validation: [{{path: heldout.json}}]
+  sources: [{{path: {train}}}]
+  validation: [{{path: {heldout}}}]
   tokenizer: {tokenizer}
-  seq_len: 64
-parallel: {{llm: {{tp: 2, pp: 2}}}}
+  seq_len: 192
+parallel: {parallel}
 cluster: {{hardware: cpu-core}}
 train:
   steps: 3
@@ -38,50 +44,88 @@ train:
 """
 
 
-def _request(data: Path, folder: Path) -> TrainRequest:
-    """Return a request to train on twelve arithmetic questions, and to validate on four."""
-    for name, numbers in (("train", range(12)), ("heldout", range(12, 16))):
-        rows = [
-            {"messages": [
-                {"role": "user", "content": f"What is {n} and {n + 1}?"},
-                {"role": "assistant", "content": f"It is {2 * n + 1}."},
-            ]}
-            for n in numbers
-        ]  # fmt: skip
-        (folder.parent / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
+def _request(folder: Path, train: Path, heldout: Path, tokenizer: Path, parallel: str) -> TrainRequest:
     path = folder.parent / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=folder, tokenizer=data / "tokenizer.json"), encoding="utf-8")
+    path.write_text(
+        RECIPE.format(folder=folder, train=train, heldout=heldout, tokenizer=tokenizer, parallel=parallel),
+        encoding="utf-8",
+    )
     return TrainRequest(load_recipe(path, env={}), planner, "cpu-core", 4, folder.parent / "run")
 
 
-def _loss_of_transformers(request: TrainRequest, folder: Path) -> float:
-    """Return the mean loss per target of the held-out samples."""
-    from transformers import AutoModelForCausalLM
+def _questions(path: Path, numbers: range) -> Path:
+    """Write questions of arithmetic."""
+    rows = [
+        {"messages": [
+            {"role": "user", "content": f"What is {n} and {n + 1}?"},
+            {"role": "assistant", "content": f"It is {2 * n + 1}."},
+        ]}
+        for n in numbers
+    ]  # fmt: skip
+    path.write_text(json.dumps(rows), encoding="utf-8")
+    return path
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = ChatTokenizer.load(request.recipe.data.tokenizer_file)
-    loss, num_targets = 0.0, 0
-    for sample in build_index(request.recipe, "validation").samples:
-        encoded = tokenizer.encode(sample, {})
-        labels = torch.from_numpy(encoded.labels)
+
+def _pixels(patches: Tensor) -> Tensor:
+    """Put patches (N * side * side, 3 * patch * patch) together to images (N, 3, height, width)."""
+    grid = patches.view(-1, IMAGE_SIDE, IMAGE_SIDE, 3, PATCH, PATCH)
+    return grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, IMAGE_SIDE * PATCH, IMAGE_SIDE * PATCH)
+
+
+def _loss_of_transformers(recipe: Recipe, folder: Path) -> float:
+    """Return the mean loss per target of the held-out samples, one after another, on the pixels that we prepare."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    index = build_index(recipe, "validation")
+    needs = (PayloadNeed(LLM, 0, media=False, ids=True, labels=True),)
+    model_class = AutoModelForCausalLM
+    if recipe.model.vision is not None:
+        needs += (PayloadNeed("vision", 0, media=True, ids=False, labels=False),)
+        model_class = AutoModelForImageTextToText
+    once = {need.unit: 1 for need in needs}
+    meta = assign(0, 0, [np.arange(len(index.samples))], index.lengths, once, once)
+    inputs = unit_inputs(BatchBuilder(index, recipe, needs, once).build(meta), torch.device("cpu"), torch.float32)
+    text = inputs[Microbatch(LLM, 0, 0)]
+    assert isinstance(text, TextInput)
+    assert text.ids is not None
+    assert text.labels is not None
+    pixels = iter(())
+    if recipe.model.vision is not None:
+        media = inputs[Microbatch("vision", 0, 0)]
+        assert isinstance(media, EncoderInput)
+        assert media.cells is not None
+        pixels = iter(_pixels(media.cells))
+    model = model_class.from_pretrained(folder)
+    losses = []
+    for ids, labels in zip(text.ids.split(text.lengths), text.labels.split(text.lengths), strict=True):
+        num_images = int((ids == getattr(model.config, "image_token_id", -1)).sum()) // IMAGE_SIDE**2
+        images = [next(pixels) for _ in range(num_images)]
+        more = {"pixel_values": torch.stack(images)} if images else {}
         with torch.no_grad():
-            logits = model(input_ids=torch.from_numpy(encoded.ids)[None]).logits[0]
-        loss += F.cross_entropy(logits, labels, reduction="sum").item()
-        num_targets += int((labels >= 0).sum())
-    return loss / num_targets
+            losses.append(F.cross_entropy(model(input_ids=ids[None], **more).logits[0], labels, reduction="sum"))
+    return float(sum(losses)) / int((text.labels >= 0).sum())
+
+
+def _assert_training_and_export_agree_with_transformers(request: TrainRequest, folder: Path) -> None:
+    untrained_loss = _loss_of_transformers(request.recipe, folder)
+    assert run_all(*[request] * 4) == [""] * 4
+    checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, refuse)
+    out = folder.parent / "out"
+    export_folder(load_run_recipe(request.run_dir), checkpoint, out)
+    our_loss = read_metrics(request.run_dir)[-1]["val_loss"]
+    assert our_loss == pytest.approx(_loss_of_transformers(request.recipe, out), rel=1e-4)
+    assert abs(our_loss - untrained_loss) > 1e-2, "three steps changed nothing"
 
 
 @pytest.mark.slow
-def test_a_trained_model_has_the_same_loss_in_transformers(data: Path, tmp_path: Path) -> None:
+def test_a_trained_text_model_has_the_same_loss_in_transformers(data: Path, tmp_path: Path) -> None:
     folder = save(qwen2(vocab_size=500), tmp_path / "model")
-    request = _request(data, folder)
-    untrained_loss = _loss_of_transformers(request, folder)
-    assert run_all(*[request] * 4) == [""] * 4
-    checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, refuse)
-    export_folder(load_run_recipe(request.run_dir), checkpoint, tmp_path / "out")
-    our_loss = read_metrics(request.run_dir)[-1]["val_loss"]
-    assert our_loss == pytest.approx(_loss_of_transformers(request, tmp_path / "out"), rel=1e-4)
-    assert abs(our_loss - untrained_loss) > 1e-2, "three steps changed nothing"
+    train, heldout = (
+        _questions(tmp_path / f"{name}.json", numbers)
+        for name, numbers in (("train", range(12)), ("heldout", range(12, 16)))
+    )
+    request = _request(folder, train, heldout, data / "tokenizer.json", "{llm: {tp: 2, pp: 2}}")
+    _assert_training_and_export_agree_with_transformers(request, folder)
 
     # Resumed, the run takes the checkpoint; the folder's weights are not needed any more.
     (folder / "model.safetensors").unlink()
@@ -93,3 +137,13 @@ def test_a_trained_model_has_the_same_loss_in_transformers(data: Path, tmp_path:
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text(encoding="utf-8")), "eos_token_id": 7}))
     assert "model.hf: " in run_all(*[replace(request, loaded=more, resume=True)] * 4)[0]
+
+
+@pytest.mark.slow
+def test_a_trained_llava_has_the_same_loss_in_transformers(data: Path, tmp_path: Path) -> None:
+    """Train CLIP on two tensor-parallel ranks, and the LLM on two pipeline ranks."""
+    image_token = ChatTokenizer.load(data / "tokenizer.json").item_ids["vision"]
+    folder = save(llava(vocab_size=500, image_token=image_token), tmp_path / "model")
+    parallel = "{placement: disaggregated, vision: {tp: 2, pp: 1}, llm: {tp: 1, pp: 2}}"
+    request = _request(folder, data / "train.json", data / "heldout.json", data / "tokenizer.json", parallel)
+    _assert_training_and_export_agree_with_transformers(request, folder)

@@ -88,7 +88,10 @@ def test_what_is_not_supported_is_listed_by_its_key(text_only: Path) -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights cannot be trained"),
         ({"architectures": ["Qwen2ForCausalML"]}, "the nearest of these is Qwen2ForCausalLM"),
         ({"architectures": ["RwkvForCausalLM"]}, "supported: LlamaForCausalLM,"),
-        ({"architectures": None, "model_type": "t5"}, "model_type 't5' is not supported; supported: llama, mistral"),
+        (
+            {"architectures": None, "model_type": "t5"},
+            "model_type 't5' is not supported; supported: llama, llava,",
+        ),
         ({"hidden_size": "wide"}, 'hidden_size: found "wide", allowed: a whole number'),
     ],
 )

@@ -48,6 +48,30 @@ def mistral() -> nn.Module:
     return _random(MistralForCausalLM(config))
 
 
+IMAGE_TOKEN = 3
+IMAGE_SIDE, PATCH = 4, 4  # patches on an image's side, pixels on a patch's side
+
+
+def llava(text: str = "llama", feature_layer: int = -2, image_token: int = IMAGE_TOKEN, **changes: Any) -> nn.Module:
+    """Make a LLaVA whose last encoder block has no effect, as in LLaVA-1.5."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen2Config
+
+    clip = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        image_size=IMAGE_SIDE * PATCH, patch_size=PATCH, projection_dim=16,
+    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": VOCAB,
+    } | changes  # fmt: skip
+    decoder = LlamaConfig(**settings) if text == "llama" else Qwen2Config(**settings)
+    config = LlavaConfig(
+        vision_config=clip, text_config=decoder, image_token_index=image_token, vision_feature_layer=feature_layer,
+        image_seq_length=IMAGE_SIDE**2,
+    )  # fmt: skip
+    return _random(LlavaForConditionalGeneration(config))
+
+
 def _random(model: nn.Module) -> nn.Module:
     randomize(model)  # biases and norms away from 0 and 1
     return model.eval()

@@ -18,7 +18,7 @@ from mmtrain.weights import export_folder
 from tests.cli.conftest import RunMmtrain, run_mmtrain
 from tests.runtime.models import run_folder
 from tests.weights.pretrained import llama, qwen2, recipe_from, save
-from tests.weights.test_import_weights import llm_stage
+from tests.weights.test_import_weights import unit_stage
 
 __all__ = ["run_mmtrain"]
 
@@ -42,7 +42,7 @@ def run_from(folder: Path, stage: StageModule | None = None) -> Path:
     """Make a run that started from the folder, with a checkpoint of two ranks after step 7."""
     recipe = recipe_from(folder)
     run = folder.parent / "run"
-    return run_folder(run, recipe, {"llm": stage or llm_stage(recipe)})
+    return run_folder(run, recipe, {"llm": stage or unit_stage(recipe)})
 
 
 def loaded(run: Path) -> Any:

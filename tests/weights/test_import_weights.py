@@ -11,6 +11,7 @@ from mmtrain.families import FAMILIES, read_model_folder
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.parameter_specs import join_tp_shards
 from mmtrain.models.stage_inputs import TextInput
 from mmtrain.models.stage_module import StageModule, StageSpec
@@ -18,10 +19,10 @@ from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World
 from mmtrain.weights import FolderTensors, PretrainedWeights, open_pretrained
-from mmtrain.weights.match_tensors import match_tensors
 from tests.distributed import run_ranks
 from tests.flow.cases import TEXTS, Mesh, encoded, plan, step_data
 from tests.flow.gather import copy, whole
+from tests.models.factory import gradients
 from tests.weights.pretrained import VOCAB, llama, mistral, qwen2, recipe_from, save, specs_of
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -39,22 +40,28 @@ def pretrained_of(recipe: Recipe) -> PretrainedWeights:
     return weights
 
 
-def llm_stage(recipe: Recipe, dtype: torch.dtype = torch.float32) -> StageModule:
-    """Build the LLM of a recipe, as one stage with the weights of its folder."""
+def unit_stage(recipe: Recipe, unit: str = "llm") -> StageModule:
+    """Build a unit of a recipe, as one stage with the weights of its folder."""
     model = build_model_shape(recipe)
-    options = StageOptions(dtype, CPU, 1, "reference", pretrained_of(recipe))
-    spec = StageSpec("llm", (0, len(model.unit("llm").layers)))
+    options = StageOptions(torch.float32, CPU, 1, "reference", pretrained_of(recipe))
+    spec = StageSpec(unit, (0, len(model.unit(unit).layers)))
     return build_stage(recipe.model, model, spec, ParallelGroups.single(), options)
+
+
+def full_gradients(stage: StageModule) -> dict[str, Tensor]:
+    """Return the gradients of an unsharded stage by plan-independent name, in the full view."""
+    by_name = gradients(stage)
+    return {name: by_name[name].view(spec.full_shape) for name, spec in specs_of(stage).items()}
 
 
 def assert_equal_gradients(folder: Path, theirs: nn.Module, ours: Mapping[str, Tensor]) -> None:
     """Compare the gradients of all tensors of a folder with ours, which are by name, in the full view."""
     read = read_model_folder(folder)
-    matched = match_tensors(read, FolderTensors.of(folder))
-    assert matched.sources.keys() == ours.keys()
+    sources = {source.name: source for source in read.family.weights(read.settings)}
+    assert sources.keys() == ours.keys()
     expected = {name: param.grad for name, param in theirs.named_parameters()}
     largest = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
-    for name, source in matched.sources.items():
+    for name, source in sources.items():
         for block in source.blocks:
             gradient = expected[block.tensor]
             assert gradient is not None
@@ -67,7 +74,7 @@ def assert_equal_gradients(folder: Path, theirs: nn.Module, ours: Mapping[str, T
 def test_logits_loss_and_gradients_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = MODELS[name]()
     folder = save(theirs, tmp_path / "model")
-    ours = llm_stage(recipe_from(folder))
+    ours = unit_stage(recipe_from(folder))
     ids = torch.randint(0, VOCAB, (90,), generator=torch.Generator().manual_seed(3))
     labels = torch.cat([ids[1:], torch.tensor([-100])])
     expected = theirs(input_ids=ids[None], labels=ids[None])
@@ -81,10 +88,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name: str, tmp_pa
     assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
     loss.backward()
     expected.loss.backward()
-    specs = specs_of(ours)
-    gradients = {f"llm.{name}": param.grad for name, param in ours.named_parameters()}
-    full = {name: gradients[name].view(spec.full_shape) for name, spec in specs.items()}  # type: ignore[union-attr]
-    assert_equal_gradients(folder, theirs, full)
+    assert_equal_gradients(folder, theirs, full_gradients(ours))
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -92,7 +96,7 @@ def test_every_rank_reads_its_slice_only(tp: int, tmp_path: Path, monkeypatch: p
     """Split qkv inside a KV head and the vocabulary inside its padding; read in pieces of a few rows."""
     folder = save(qwen2(), tmp_path / "model")
     recipe = recipe_from(folder)
-    stage = llm_stage(recipe)
+    stage = unit_stage(recipe)
     monkeypatch.setattr("mmtrain.weights.import_weights.MAX_ELEMENTS_PER_READ", 200)
     weights = pretrained_of(recipe)
     num_read = 0
@@ -123,7 +127,7 @@ def test_sharded_folders_of_any_dtype_are_read_exactly(dtype: torch.dtype, tmp_p
     theirs = qwen2()
     folder = save(theirs, tmp_path / "model", dtype, max_shard_size="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
-    stage = llm_stage(recipe_from(folder))
+    stage = unit_stage(recipe_from(folder))
     table = dict(stage.named_parameters())["layers.0.table.weight"]
     assert torch.equal(table[:VOCAB], theirs.state_dict()["model.embed_tokens.weight"].float())
 
@@ -144,7 +148,7 @@ def test_units_that_the_folder_lacks_start_as_without_it(tmp_path: Path) -> None
         assert torch.equal(ours, expected)
 
 
-def _train_one_step(recipe: Recipe) -> tuple[float, list[object]]:
+def _train_one_step(recipe: Recipe) -> tuple[float, list[NamedShard]]:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     context = build_rank_context(
         recipe, plan(recipe, llm=Mesh((2,), tuple(range(size)), tp=2)), World(rank, size, CPU),
@@ -168,8 +172,8 @@ def test_a_step_at_tp_2_and_pp_2_equals_one_of_transformers(name: str, tmp_path:
         loss = loss + nn.functional.cross_entropy(logits, torch.from_numpy(sample.labels), reduction="sum")
     (loss / num_targets).backward()
     assert sum(part for part, _ in ranks) == pytest.approx(loss.item() / num_targets, rel=1e-4)
-    assert_equal_gradients(folder, theirs, whole([g for _, gradients in ranks for g in gradients]))  # type: ignore[misc]
+    assert_equal_gradients(folder, theirs, whole([shard for _, shards in ranks for shard in shards]))
 
 
-def test_every_family_is_trained_here() -> None:
-    assert set(FAMILIES) <= {name.split()[0] for name in MODELS}
+def test_every_family_is_compared_with_transformers() -> None:
+    assert set(FAMILIES) <= {name.split()[0] for name in MODELS} | {"llava"}  # tests/weights/test_llava.py

@@ -1,0 +1,83 @@
+"""CLIP's vision transformer (arXiv 2103.00020), as `CLIPVisionModel` of `transformers` computes it."""
+
+from collections.abc import Iterator
+
+from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.family import Settings
+from mmtrain.families.weight_layouts import ParameterSource, as_is, flattened, query_key_value
+
+MEAN = (0.48145466, 0.4578275, 0.40821073)  # of RGB values, as in OpenAI's release
+STD = (0.26862954, 0.26130258, 0.27577711)
+_ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+def clip_settings(config: ConfigSection, feature_layer: int) -> Settings:
+    """Return the settings of an encoder whose features are `hidden_states[feature_layer]`, without its projector.
+
+    Blocks behind that layer, and the last norm, are not computed.
+    """
+    config.require("model_type", "clip_vision_model", default="clip_vision_model")
+    config.require("num_channels", 3, default=3)
+    config.require("attention_dropout", 0, 0.0, default=0)
+    config.value("vocab_size")  # of the text tower, which such configs carry along
+    num_blocks = config.integer("num_hidden_layers", 12)
+    used_blocks = feature_layer if feature_layer >= 0 else num_blocks + 1 + feature_layer
+    if not 1 <= used_blocks <= num_blocks:
+        config.reject("num_hidden_layers", f"{num_blocks} blocks have no features of layer {feature_layer}")
+        used_blocks = 1
+    patch, size = config.integer("patch_size", 32), config.integer("image_size", 224)
+    if size % patch:
+        config.reject("image_size", f"{size} is not a multiple of patch_size {patch}, which is not supported yet")
+    return {
+        "layers": used_blocks,
+        "hidden": config.integer("hidden_size", 768),
+        "heads": config.integer("num_attention_heads", 12),
+        "ffn": config.integer("intermediate_size", 3072),
+        "patch": patch,
+        "activation": config.choice("hidden_act", _ACTIVATIONS, "quick_gelu"),
+        "norm_eps": config.number("layer_norm_eps", 1e-5),
+        "qkv_bias": True,
+        "patch_bias": False,
+        "positions": "grid",
+        "max_side": max(1, size // patch),
+        "class_token": True,
+        "pre_norm": True,
+        "post_norm": False,
+        "downsample": "identity",
+        "merge": 1,
+    }
+
+
+def clip_weights(vision: Settings, model: str) -> Iterator[ParameterSource]:
+    """Yield the weights of the encoder, without its projector; `model` is the prefix of its tensors."""
+    hidden, patch = vision["hidden"], vision["patch"]
+    ours, theirs = "vision.layers.0.", f"{model}embeddings."
+    yield flattened(f"{ours}proj.weight", f"{theirs}patch_embedding.weight", (hidden, 3, patch, patch))
+    yield as_is(f"{ours}class_token", f"{theirs}class_embedding", (hidden,))
+    num_positions = 1 + vision["max_side"] ** 2
+    yield as_is(f"{ours}grid_positions", f"{theirs}position_embedding.weight", (num_positions, hidden))
+    for kind in ("weight", "bias"):
+        yield as_is(f"{ours}pre_norm.{kind}", f"{model}pre_layrnorm.{kind}", (hidden,))
+    for block in range(vision["layers"]):
+        yield from _block_weights(vision, f"vision.layers.{block + 1}.", f"{model}encoder.layers.{block}.")
+
+
+def _block_weights(vision: Settings, ours: str, theirs: str) -> Iterator[ParameterSource]:
+    hidden, heads, ffn = vision["hidden"], vision["heads"], vision["ffn"]
+    attention, mlp = f"{theirs}self_attn.", f"{theirs}mlp."
+    for kind, inputs, inner_inputs in (("weight", (hidden,), (ffn,)), ("bias", (), ())):
+        yield as_is(f"{ours}input_layernorm.{kind}", f"{theirs}layer_norm1.{kind}", (hidden,))
+        projections = (f"{attention}q_proj.{kind}", f"{attention}k_proj.{kind}", f"{attention}v_proj.{kind}")
+        joint = f"{ours}self_attention.linear_qkv.{kind}"
+        yield query_key_value(joint, projections, heads, heads, hidden // heads, inputs)
+        output = f"{ours}self_attention.linear_proj.{kind}"
+        yield as_is(output, f"{attention}out_proj.{kind}", (hidden, *inputs))
+        yield as_is(f"{ours}pre_mlp_layernorm.{kind}", f"{theirs}layer_norm2.{kind}", (hidden,))
+        yield as_is(f"{ours}mlp.linear_fc1.{kind}", f"{mlp}fc1.{kind}", (ffn, *inputs))
+        yield as_is(f"{ours}mlp.linear_fc2.{kind}", f"{mlp}fc2.{kind}", (hidden, *inner_inputs))
+
+
+def unused_clip_tensors(vision: Settings, num_blocks: int, model: str) -> tuple[str, ...]:
+    """Return the prefixes of tensors behind the layer of the features."""
+    blocks = range(vision["layers"], num_blocks)
+    return (f"{model}post_layernorm.", *(f"{model}encoder.layers.{block}." for block in blocks))

@@ -1,0 +1,92 @@
+"""LLaVA-1.5 (arXiv 2310.03744): CLIP, a projector and a decoder, as `LlavaForConditionalGeneration` computes them."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from mmtrain.families.clip import MEAN, STD, clip_settings, clip_weights, unused_clip_tensors
+from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.decoders import decoder_buffers, decoder_weights
+from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.llama import llama_settings
+from mmtrain.families.mistral import mistral_settings
+from mmtrain.families.qwen2 import qwen2_settings
+from mmtrain.families.weight_layouts import ParameterSource, as_is
+
+_DECODERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
+    "llama": llama_settings,
+    "mistral": mistral_settings,
+    "qwen2": qwen2_settings,
+}
+_TOWER = "model.vision_tower."
+_WITHOUT_EFFECT_HERE = ("image_seq_length", "image_token_id", "image_token_index", "ignore_index", "vocab_size")
+
+
+def _settings(config: ConfigSection) -> FolderSettings:
+    for key in _WITHOUT_EFFECT_HERE:  # they belong to text and tokenizer
+        config.value(key)
+    config.require("vision_feature_select_strategy", "default", default="default")
+    config.require("multimodal_projector_bias", True, default=True)
+    feature_layer = config.value("vision_feature_layer")
+    if feature_layer is None:
+        feature_layer = -2
+    if type(feature_layer) is not int:
+        config.reject("vision_feature_layer", f"{feature_layer} is not supported yet; supported: one whole number")
+        feature_layer = -2
+    text, tower = config.section("text_config"), config.section("vision_config")
+    decoder = text.value("model_type") or "llama"
+    if decoder not in _DECODERS:
+        text.reject("model_type", f"{decoder!r} is not supported yet; supported: {', '.join(_DECODERS)}")
+        decoder = "llama"
+    llm = _DECODERS[decoder](text)
+    config.require("tie_word_embeddings", llm["tie_embeddings"], default=llm["tie_embeddings"])
+    activation = config.choice("projector_hidden_act", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}, "gelu")
+    vision = {
+        **clip_settings(tower, feature_layer),
+        "projector": {"activation": activation, "norm": False},
+    }
+    text.finish()
+    tower.finish()
+    image = {
+        "scheme": "fixed",
+        "size": vision["max_side"] * vision["patch"],
+        "fit": "crop",
+        "resample": "bicubic",
+        "decode": "full",
+        "mean": MEAN,
+        "std": STD,
+    }
+    unused = unused_clip_tensors(vision, tower.integer("num_hidden_layers", 12), _TOWER)
+    return FolderSettings({"vision": vision, "llm": llm}, {"image": image}, unused)
+
+
+def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+    vision, llm = settings.model["vision"], settings.model["llm"]
+    yield from clip_weights(vision, _TOWER)
+    ours, theirs = f"vision.layers.{vision['layers'] + 1}.", "model.multi_modal_projector."
+    for linear, width in (("linear_1", vision["hidden"]), ("linear_2", llm["hidden"])):
+        yield as_is(f"{ours}{linear}.weight", f"{theirs}{linear}.weight", (llm["hidden"], width))
+        yield as_is(f"{ours}{linear}.bias", f"{theirs}{linear}.bias", (llm["hidden"],))
+    yield from decoder_weights(settings, "model.language_model.")
+
+
+def _ignored(settings: FolderSettings) -> tuple[str, ...]:
+    return (*decoder_buffers(settings), ".embeddings.position_ids")
+
+
+_INSIDE = (
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+)
+LLAVA = Family(
+    "llava",
+    ("LlavaForConditionalGeneration",),
+    _settings,
+    _weights,
+    spellings=(
+        ((_TOWER, "vision_tower.vision_model."), *_INSIDE),  # folders of transformers 4, and those of the hub
+        ((_TOWER, "vision_tower."), *_INSIDE),  # what transformers 5 writes
+        ((_TOWER, "model.vision_tower.vision_model."),),  # as later versions of 4 name modules
+        (),
+    ),
+    ignored=_ignored,
+)

@@ -1,0 +1,167 @@
+"""LLaVA-1.5 from a folder computes what `transformers` computes, whatever names the folder has for its tensors."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mmtrain.checkpoint import open_newest_good
+from mmtrain.errors import RecipeError
+from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
+from mmtrain.weights import export_folder
+from tests.families.configs import write_config
+from tests.runtime.models import run_folder
+from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, PATCH, VOCAB, llava, recipe_from, save
+from tests.weights.test_export_weights import content
+from tests.weights.test_import_weights import assert_equal_gradients, full_gradients, unit_stage
+
+HUB_CONFIG = {
+    "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "ignore_index": -100,
+    "image_token_index": 32000, "pad_token_id": 32001, "projector_hidden_act": "gelu", "torch_dtype": "float16",
+    "tie_word_embeddings": False, "transformers_version": "4.36.0.dev0", "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default", "vocab_size": 32064,
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5", "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096, "model_type": "llama", "rms_norm_eps": 1e-05, "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+    "vision_config": {
+        "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+}  # fmt: skip
+
+
+def _recipe(folder: Path, *overrides: str) -> Recipe:
+    return recipe_from(folder, *overrides)
+
+
+def _samples() -> tuple[list[Tensor], list[Tensor]]:
+    """Make token ids of three samples, with two images, none and one, and the images, (3, height, width) each."""
+    generator = torch.Generator().manual_seed(7)
+
+    def words(count: int) -> Tensor:
+        return torch.randint(IMAGE_TOKEN + 1, VOCAB, (count,), generator=generator)
+
+    image = torch.full((IMAGE_SIDE**2,), IMAGE_TOKEN)
+    ids = [torch.cat([words(3), image, words(2), image, words(6)]), words(9), torch.cat([image, words(4)])]
+    pixels = [torch.randn(3, IMAGE_SIDE * PATCH, IMAGE_SIDE * PATCH, generator=generator) for _ in range(3)]
+    return ids, pixels
+
+
+def _patches(image: Tensor) -> Tensor:
+    """Cut (3, height, width) into (patches, 3 * patch * patch), features ordered (channel, y, x)."""
+    cut = image.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)  # (3, rows, cols, y, x)
+    return cut.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
+
+
+@pytest.mark.parametrize(("text", "feature_layer"), [("llama", -2), ("qwen2", 2), ("qwen2", -1)])
+def test_logits_loss_and_gradients_equal_those_of_transformers(text: str, feature_layer: int, tmp_path: Path) -> None:
+    theirs = llava(text, feature_layer)
+    folder = save(theirs, tmp_path / "model")
+    recipe = _recipe(folder)
+    vision, llm = unit_stage(recipe, "vision"), unit_stage(recipe, "llm")
+    ids, pixels = _samples()
+    labels = [torch.where(sample == IMAGE_TOKEN, -100, sample)[1:] for sample in ids]
+    labels = [torch.cat([of_sample, torch.tensor([-100])]) for of_sample in labels]
+    expected = [
+        theirs(input_ids=ids[0][None], pixel_values=torch.stack(pixels[:2])).logits[0],
+        theirs(input_ids=ids[1][None]).logits[0],
+        theirs(input_ids=ids[2][None], pixel_values=pixels[2][None]).logits[0],
+    ]
+    packed = torch.cat(ids)
+    places = (packed == IMAGE_TOKEN).nonzero().flatten()
+    inputs = TextInput(tuple(map(len, ids)), packed, torch.cat(labels), {"vision": places})
+    sides = (IMAGE_SIDE,) * 3
+    features = vision(None, EncoderInput(sides, sides, torch.cat([_patches(image) for image in pixels])))
+    with torch.no_grad():
+        logits = llm.logits(None, inputs, {"vision": features})[:, :VOCAB]
+    assert (logits - torch.cat(expected)).abs().max() < 1e-4
+    assert torch.cat(expected).std() > 0.1  # else the comparison would prove nothing
+
+    loss = llm(None, inputs, {"vision": features})
+    their_loss = torch.nn.functional.cross_entropy(torch.cat(expected), torch.cat(labels), reduction="sum")
+    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
+    loss.backward()
+    their_loss.backward()
+    assert_equal_gradients(folder, theirs, full_gradients(vision) | full_gradients(llm))
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {},  # as transformers 5 writes
+        {"vision_tower.": "vision_tower.vision_model."},  # as on the hub
+        {
+            "language_model.model.": "model.language_model.",
+            "language_model.lm_head.": "lm_head.",
+            "vision_tower.": "model.vision_tower.vision_model.",
+            "multi_modal_projector.": "model.multi_modal_projector.",
+        },
+    ],
+)
+def test_import_and_export_give_the_same_bits_in_every_spelling(spelling: dict[str, str], tmp_path: Path) -> None:
+    """Blocks behind the layer of the features and the last norm of CLIP come back too."""
+    folder = save(llava(), tmp_path / "model", torch.bfloat16)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for prefix, replacement in spelling.items():
+        tensors = {
+            replacement + name.removeprefix(prefix) if name.startswith(prefix) else name: value
+            for name, value in tensors.items()
+        }
+    tensors["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(17)
+    save_file(tensors, path, {"format": "pt"})
+    recipe = _recipe(folder)
+    run = run_folder(tmp_path / "run", recipe, {unit: unit_stage(recipe, unit) for unit in ("vision", "llm")})
+    checkpoint = open_newest_good(run / CHECKPOINTS_FOLDER, print)
+    export_folder(recipe, checkpoint, tmp_path / "out")
+    expected = {name: of_tensor for name, of_tensor in content(folder).items() if "position_ids" not in name}
+    assert content(tmp_path / "out") == expected
+
+
+def test_the_config_of_the_hub_is_that_of_the_paper(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "llava-1.5-7b-hf", HUB_CONFIG)
+    recipe = _recipe(folder, "data.seq_len=2048")
+    vision, llm = recipe.model.vision, recipe.model.llm
+    assert vision is not None
+    assert (vision.layers, vision.hidden, vision.max_side, vision.activation) == (23, 1024, 24, "quick_gelu")
+    assert (llm.layers, llm.hidden, llm.ffn, llm.vocab, llm.norm_eps) == (32, 4096, 11008, 32064, 1e-5)
+    image = recipe.data.image
+    assert (image.scheme, image.size, image.fit, image.resample) == ("fixed", 336, "crop", "bicubic")
+    assert image.mean[0] == 0.48145466
+
+
+def test_a_recipe_may_choose_its_own_images_but_not_another_encoder(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model", HUB_CONFIG)
+    image = _recipe(folder, "data.seq_len=2048", "data.image={scheme: fixed, size: 224}").data.image
+    assert (image.size, image.fit, image.mean) == (224, "stretch", (0.5, 0.5, 0.5))
+    frozen = _recipe(folder, "data.seq_len=2048", "model.vision={freeze: true, projector: {freeze: true}}").model.vision
+    assert frozen is not None
+    assert (frozen.layers, frozen.freeze, frozen.projector.freeze) == (23, True, True)
+    with pytest.raises(RecipeError, match=r"model\.vision\.projector\.activation: is 'silu' here, but 'gelu' in"):
+        _recipe(folder, "data.seq_len=2048", "model.vision.projector.activation=silu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"vision_feature_select_strategy": "full"}, 'vision_feature_select_strategy: "full" is not supported yet'),
+        ({"vision_feature_layer": [-2, -5]}, r"vision_feature_layer: [-2, -5] is not supported yet"),
+        ({"vision_feature_layer": 30}, "24 blocks have no features of layer 30"),
+        ({"multimodal_projector_bias": False}, "multimodal_projector_bias: false is not supported yet"),
+        ({"text_config": {"model_type": "phi"}}, "text_config.model_type: 'phi' is not supported yet"),
+        ({"vision_config": {"model_type": "siglip_vision_model"}}, 'vision_config.model_type: "siglip_vision_model"'),
+        ({"vision_config": {"vision_use_head": True}}, "vision_config.vision_use_head: true is not supported yet"),
+    ],
+)
+def test_other_llavas_are_rejected_by_the_key(changes: dict[str, object], text: str, tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model", HUB_CONFIG, **changes)
+    with pytest.raises(RecipeError) as caught:
+        _recipe(folder)
+    assert text in str(caught.value)
