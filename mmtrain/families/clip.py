@@ -77,7 +77,9 @@ def _block_weights(vision: Settings, ours: str, theirs: str) -> Iterator[Paramet
         yield as_is(f"{ours}mlp.linear_fc2.{kind}", f"{mlp}fc2.{kind}", (hidden, *inner_inputs))
 
 
-def unused_clip_tensors(vision: Settings, num_blocks: int, model: str) -> tuple[str, ...]:
-    """Return the prefixes of tensors behind the layer of the features."""
-    blocks = range(vision["layers"], num_blocks)
-    return (f"{model}post_layernorm.", *(f"{model}encoder.layers.{block}." for block in blocks))
+def unused_clip_weights(vision: Settings, num_blocks: int, model: str) -> Iterator[ParameterSource]:
+    """Yield the weights behind the layer of the features, as if the encoder had `num_blocks` and a last norm."""
+    for block in range(vision["layers"], num_blocks):
+        yield from _block_weights(vision, f"vision.unused.{block}.", f"{model}encoder.layers.{block}.")
+    for kind in ("weight", "bias"):
+        yield as_is(f"vision.unused.post_norm.{kind}", f"{model}post_layernorm.{kind}", (vision["hidden"],))

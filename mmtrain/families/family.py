@@ -17,7 +17,7 @@ class FolderSettings:
 
     model: Mapping[str, Settings]  # by unit: shapes, which a recipe must not contradict
     data: Mapping[str, Settings] = field(default_factory=dict)  # by section of `data`: defaults of a recipe
-    carried: tuple[str, ...] = ()  # prefixes, as `Family.weights` spells them, of tensors that are not computed here
+    carried: tuple[ParameterSource, ...] = ()  # of parameters that this model does not have
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from mmtrain.families.clip import MEAN, STD, clip_settings, clip_weights, unused_clip_tensors
+from mmtrain.families.clip import MEAN, STD, clip_settings, clip_weights, unused_clip_weights
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.llama import llama_settings
 from mmtrain.families.mistral import mistral_settings
 from mmtrain.families.qwen2 import qwen2_settings
+from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
 _DECODERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
@@ -17,6 +18,25 @@ _DECODERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
     "qwen2": qwen2_settings,
 }
 _TOWER = "model.vision_tower."
+_TINY = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "image_token_index": tiny_token_id(MEDIA_TOKENS["image"]),
+    "image_seq_length": 16,
+    "text_config": tiny_decoder(model_type="llama"),
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "image_size": 32,
+        "patch_size": 8,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "dtype": "float32",
+}
 _WITHOUT_EFFECT_HERE = ("image_seq_length", "image_token_id", "image_token_index", "ignore_index", "vocab_size")
 
 
@@ -54,8 +74,8 @@ def _settings(config: ConfigSection) -> FolderSettings:
         "mean": MEAN,
         "std": STD,
     }
-    unused = unused_clip_tensors(vision, tower.integer("num_hidden_layers", 12), _TOWER)
-    return FolderSettings({"vision": vision, "llm": llm}, {"image": image}, unused)
+    unused = unused_clip_weights(vision, tower.integer("num_hidden_layers", 12), _TOWER)
+    return FolderSettings({"vision": vision, "llm": llm}, {"image": image}, tuple(unused))
 
 
 def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
@@ -82,6 +102,7 @@ LLAVA = Family(
     ("LlavaForConditionalGeneration",),
     _settings,
     _weights,
+    _TINY,
     spellings=(
         ((_TOWER, "vision_tower.vision_model."), *_INSIDE),  # folders of transformers 4, and those of the hub
         ((_TOWER, "vision_tower."), *_INSIDE),  # what transformers 5 writes

@@ -16,7 +16,7 @@ class MatchedFolder:
     """A folder whose tensors are those that its family expects, by the names that they have in the folder."""
 
     sources: Mapping[str, ParameterSource]  # by our name of the parameter
-    carried: tuple[str, ...]  # tensors that this model does not compute, in the order of their names
+    carried: tuple[str, ...]  # tensors that this model does not compute
 
 
 def match_tensors(folder: ModelFolder, stored: FolderTensors) -> MatchedFolder:
@@ -28,12 +28,10 @@ def match_tensors(folder: ModelFolder, stored: FolderTensors) -> MatchedFolder:
     expected = list(family.weights(folder.settings))
     spelling = max(family.spellings, key=lambda candidate: _num_known(_spelled(expected, candidate), stored))
     sources = _spelled(expected, spelling)
-    shapes = {tensor: shape for source in sources for tensor, shape in source.tensor_shapes().items()}
-    carried_prefixes = tuple(respell(prefix, spelling) for prefix in folder.settings.carried)
+    carried = _tensor_shapes(_spelled(folder.settings.carried, spelling))
+    shapes = _tensor_shapes(sources) | carried
     ignored = family.ignored(folder.settings)
-    others = sorted(stored.tensors.keys() - shapes.keys())
-    carried = tuple(name for name in others if name.startswith(carried_prefixes))
-    unknown = [name for name in others if name not in carried and not name.endswith(ignored)]
+    unknown = sorted(name for name in stored.tensors.keys() - shapes.keys() if not name.endswith(ignored))
     problems = [*_missing(shapes, stored, unknown), *_unknown(unknown, shapes), *_misshaped(shapes, stored)]
     if problems:
         shown = problems[:MAX_NAMES_IN_MESSAGE]
@@ -42,7 +40,11 @@ def match_tensors(folder: ModelFolder, stored: FolderTensors) -> MatchedFolder:
             f"model.hf: the weights in {folder.path} are not those of its config.json ({family.name}), "
             f"{len(problems)} differ:\n  " + "\n  ".join(shown) + rest
         )
-    return MatchedFolder({source.name: source for source in sources}, carried)
+    return MatchedFolder({source.name: source for source in sources}, tuple(carried))
+
+
+def _tensor_shapes(sources: Iterable[ParameterSource]) -> dict[str, tuple[int, ...]]:
+    return {tensor: shape for source in sources for tensor, shape in source.tensor_shapes().items()}
 
 
 def _spelled(sources: Iterable[ParameterSource], spelling: Sequence[tuple[str, str]]) -> list[ParameterSource]:
@@ -50,13 +52,13 @@ def _spelled(sources: Iterable[ParameterSource], spelling: Sequence[tuple[str, s
     return [
         replace(
             source,
-            blocks=tuple(replace(block, tensor=respell(block.tensor, spelling)) for block in source.blocks),
+            blocks=tuple(replace(block, tensor=_respell(block.tensor, spelling)) for block in source.blocks),
         )
         for source in sources
     ]
 
 
-def respell(tensor: str, spelling: Sequence[tuple[str, str]]) -> str:
+def _respell(tensor: str, spelling: Sequence[tuple[str, str]]) -> str:
     """Replace the first prefix of the spelling that the name has."""
     for prefix, replacement in spelling:
         if tensor.startswith(prefix):

@@ -54,7 +54,8 @@ def _write_random_weights(family: Family, out: Path, seed: int) -> int:
     from safetensors.torch import save_file
 
     shapes: dict[str, tuple[int, ...]] = {}
-    for source in family.weights(read_model_folder(out).settings):
+    settings = read_model_folder(out).settings
+    for source in (*family.weights(settings), *settings.carried):
         shapes |= source.tensor_shapes()
     tensors = {}
     for name, shape in shapes.items():
