@@ -75,7 +75,7 @@ def measure(run_dir: Path, limit: int, name: str, layout: Layout, address: Addre
     questions = select_questions(index, limit)
     tokenizer = ChatTokenizer.load(recipe.data.tokenizer)
     endless = ChatTokenizer.load(recipe.data.tokenizer)
-    endless.end_id = -1
+    endless.end_ids = frozenset()
     rates: list[float] = []
     for ending, max_new_tokens in ((tokenizer, None), (endless, LONG_ANSWER_TOKENS)):
         generator = load_generator(recipe, layout, world, checkpoint, ending)

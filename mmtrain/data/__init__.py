@@ -13,7 +13,9 @@ from mmtrain.data.loader import Loader
 from mmtrain.data.loading.batch_builder import BadSampleTracker, BatchBuilder, PayloadNeed, StepData, StepRequest
 from mmtrain.data.loading.payload import EncoderPayload, TextPayload
 from mmtrain.data.stream.group_stream import GroupStream, validation_batches
-from mmtrain.data.text.chat_tokenizer import ChatTokenizer, EncodedSample
+from mmtrain.data.text.chat_tokenizer import ChatTokenizer
+from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.data.text.sample_tokenizer import EncodedSample, SampleTokenizer
 
 __all__ = [
     "BadSampleTracker",
@@ -27,11 +29,13 @@ __all__ = [
     "PayloadNeed",
     "Quarantined",
     "Sample",
+    "SampleTokenizer",
     "StepData",
     "StepRequest",
     "TextPayload",
     "Turn",
     "build_index",
+    "load_tokenizer",
     "read_quarantine",
     "validation_batches",
     "write_quarantine",

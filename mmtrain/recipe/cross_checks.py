@@ -66,7 +66,10 @@ def check_sources(recipe: Recipe) -> Iterator[Problem]:
             text = "states lengths, which is nothing to validate on; name a source of samples"
             yield Problem(("data", "validation", i), text)
     if data.tokenizer is None and not all(lengths_only):
-        text = "missing; allowed: the path of a `tokenizers` JSON file (only sources that state lengths need none)"
+        text = (
+            "missing; allowed: a folder with tokenizer.json and a chat template, or a `tokenizers` JSON file (only "
+            "sources that state lengths need none)"
+        )
         yield Problem(("data", "tokenizer"), text)
 
 

@@ -180,8 +180,9 @@ class DataSettings(Section):
     tokenizer: Path | None = setting(
         None,
         affects={"plan"},
-        description="A JSON file of the `tokenizers` library. Relative paths start at the recipe's folder. Required "
-        "unless all sources hold lengths only.",
+        description="A folder of a Hugging Face model with `tokenizer.json` and a chat template, or a JSON file of the "
+        "`tokenizers` library with the special tokens of mmtrain's own chat format. Relative paths start at the "
+        "recipe's folder. Required unless all sources hold lengths only.",
     )
     seq_len: PositiveInt = setting(
         affects={"plan", "lengths", "steps", "resume"},
@@ -278,8 +279,8 @@ class DataSettings(Section):
     )
 
     @property
-    def tokenizer_file(self) -> Path:
-        """Return the tokenizer of a recipe that has samples."""
+    def tokenizer_path(self) -> Path:
+        """Return the tokenizer of a recipe that has samples: a file, or a folder with a chat template."""
         assert self.tokenizer is not None, "`cross_checks` rejects recipes that have samples and no tokenizer"
         return self.tokenizer
 

@@ -64,7 +64,7 @@ def test_lengths_and_marks(speech_recipe: MakeRecipe) -> None:
     assert index.media_features(0) == {"vision": [2], "audio": [2, 4]}
     assert index.unit_features(1, "audio") == []
     tokenizer = ChatTokenizer.load(made.data.tokenizer)
-    audio_id, image_id = tokenizer.item_ids["audio"], tokenizer.item_ids["vision"]
+    (audio_id,), (image_id,) = tokenizer.item_ids["audio"], tokenizer.item_ids["vision"]
     ids = tokenizer.encode(index.samples[0], {"vision": [2], "audio": [2, 4]}).ids.tolist()
     assert len(ids) == index.lengths.tokens[0]
     assert ids[1:3] == [audio_id] * 2
@@ -96,7 +96,7 @@ def test_without_an_audio_unit_clips_are_rejected_and_the_mark_is_text(recipe: M
 def test_a_tokenizer_without_the_audio_token_is_named(
     speech_recipe: MakeRecipe, tokenizer_path: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=r"lacks the special token <\|audio\|> that model\.audio needs"):
+    with pytest.raises(DataError, match=r"features of model\.audio: it lacks the special token <\|audio\|>"):
         build_index(speech_recipe([_row("x", "0")], tokenizer=tokenizer_path))
     assert json.loads((tmp_path / "train.json").read_text())
 
@@ -104,7 +104,7 @@ def test_a_tokenizer_without_the_audio_token_is_named(
 def test_text_cannot_forge_a_clip(speech_recipe: MakeRecipe) -> None:
     made = speech_recipe([_row("<|audio|>", "0")])
     tokenizer = ChatTokenizer.load(made.data.tokenizer)
-    assert tokenizer.item_ids["audio"] not in tokenizer.encode(build_index(made).samples[0], {}).ids
+    assert tokenizer.item_ids["audio"][0] not in tokenizer.encode(build_index(made).samples[0], {}).ids
 
 
 def test_payload_follows_the_batch_meta(speech_recipe: MakeRecipe, tmp_path: Path) -> None:

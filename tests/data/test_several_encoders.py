@@ -46,12 +46,12 @@ def test_an_image_costs_the_tokens_of_both_encoders(two_encoders: MakeRecipe) ->
     assert vision.first.tolist() == fine.first.tolist() == [0, 7, 8]
     assert (set(vision.features.tolist()), set(fine.features.tolist())) == ({4}, {16})
     assert index.media_features(0) == {"vision": [3 * 20, 4 * 20]}
-    tokenizer = ChatTokenizer.load(made.data.tokenizer_file)
+    tokenizer = ChatTokenizer.load(made.data.tokenizer_path)
     for number, sample in enumerate(index.samples):
         ids = tokenizer.encode(sample, index.media_features(number)).ids
         assert len(ids) == index.lengths.tokens[number]
         features = sum(index.unit_features(number, "vision")) + sum(index.unit_features(number, "fine"))
-        assert np.sum(ids == tokenizer.item_ids["vision"]) == features
+        assert np.sum(ids == tokenizer.item_ids["vision"][0]) == features
 
 
 def test_features_of_an_item_stand_one_encoder_after_another(two_encoders: MakeRecipe) -> None:
@@ -69,7 +69,7 @@ def test_features_of_an_item_stand_one_encoder_after_another(two_encoders: MakeR
     step = BatchBuilder(index, made, needs, num_microbatches).build(meta)
     text = step.text[0, 0]
     assert text.ids is not None
-    image_id = ChatTokenizer.load(made.data.tokenizer_file).item_ids["vision"]
+    image_id = ChatTokenizer.load(made.data.tokenizer_path).item_ids["vision"][0]
     places = np.flatnonzero(text.ids == image_id).reshape(8, 20)  # items of the two samples with images
     assert text.feature_positions["vision"].tolist() == places[:, :4].ravel().tolist()
     assert text.feature_positions["fine"].tolist() == places[:, 4:].ravel().tolist()

@@ -70,7 +70,7 @@ def test_tiles_are_items_and_the_mark_stands_for_all_of_them(tmp_path: Path, rec
     tokenizer = ChatTokenizer.load(made.data.tokenizer)
     ids = tokenizer.encode(index.samples[0], index.media_features(0)).ids
     assert len(ids) == index.lengths.tokens[0]
-    assert (ids == tokenizer.item_ids["vision"]).sum() == 28
+    assert (ids == tokenizer.item_ids["vision"][0]).sum() == 28
 
 
 def test_an_image_replaced_by_one_of_other_tiles_is_quarantined(tmp_path: Path, recipe: MakeRecipe) -> None:

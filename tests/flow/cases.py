@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import EncoderPayload, build_encoder_payload, build_text_payload
-from mmtrain.data.text.chat_tokenizer import EncodedSample
+from mmtrain.data.text.sample_tokenizer import EncodedSample
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape

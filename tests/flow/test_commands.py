@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from tests.data.model_folders import FAMILIES, write_folder
 from tests.forked_command import run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +120,24 @@ def test_a_mistake_is_one_message_and_exit_code_2(folder: Path, arguments: list[
     assert done.returncode == 2, done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow  # `test_a_recipe_trains_on_conversations_through_the_template` shows the steps
+def test_a_model_folder_is_counted_checked_trained_and_scored(folder: Path) -> None:
+    write_folder(folder / "model", FAMILIES["qwen2_vl"])
+    settings = _sets(*SMALL, "data.tokenizer=model", "model.llm.vocab=1024", "train.evaluate_every=3")
+    text = (folder / "recipes" / "demo.yaml").read_text()
+    text = text.replace("../demo-data/tokenizer.json", "../model").replace("vocab: 512", "vocab: 1024")
+    (folder / "recipes" / "templates.yaml").write_text(text)
+    counted = run_forked(folder, "data", "stats", "demo-data/train.json", "--recipe", "recipes/templates.yaml")
+    assert counted.returncode == 0, counted.stderr
+    checked = run_forked(folder, "data", "check", "--recipe", "recipes/templates.yaml")
+    assert checked.returncode == 0, checked.stderr
+    trained = run_forked(folder, "train", "recipes/demo.yaml", *settings, "--run-dir", "runs/templates")
+    assert trained.returncode == 0, trained.stderr
+    scored = run_forked(folder, "evaluate", "runs/templates", "--json")
+    assert scored.returncode == 0, scored.stderr
+    assert json.loads(scored.stdout)["questions"] == 12
 
 
 def test_recordings_of_digits_are_prepared_trained_and_scored(folder: Path) -> None:

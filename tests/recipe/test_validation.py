@@ -234,7 +234,7 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             [DIT, "data.sources=[{path: a.csv}]", "parallel.generator={tp: 2, sp: true}"],
             "parallel.generator.sp: found true, allowed: false or auto",
         ),
-        (["data.tokenizer=null"], "data.tokenizer: missing; allowed: the path of a `tokenizers` JSON file"),
+        (["data.tokenizer=null"], "data.tokenizer: missing; allowed: a folder with tokenizer.json and a chat template"),
         (
             ["parallel.max_gpus=4", "cluster.ranks=8", "parallel.llm={tp: 2, dp: 4}"],
             "parallel.llm: tp x pp x dp needs 8 ranks, parallel.max_gpus is 4",

@@ -68,8 +68,8 @@ class Naive:
     def _places(self, number: int, prompt: np.ndarray) -> dict[str, list[int]]:
         """Return the positions of each encoder's features: item by item, one encoder after another."""
         places: dict[str, list[int]] = {unit: [] for unit in self.settings.model.all_encoders}
-        for modality, token in self.tokenizer.item_ids.items():
-            free = iter(np.flatnonzero(prompt == token).tolist())
+        for modality, tokens in self.tokenizer.item_ids.items():
+            free = iter(np.flatnonzero(np.isin(prompt, tokens)).tolist())
             encoders = [u for u, encoder in self.settings.model.all_encoders.items() if encoder.modality == modality]
             for position in range(len(self._grids(number, encoders[0])) if encoders else 0):
                 for unit in encoders:
@@ -135,7 +135,7 @@ class Case:
         """Build the rank's stages; also return how many parameters they have."""
         # Two of them: prompts end their turns as ever.
         tokenizer, ending = (ChatTokenizer.load(self.settings.data.tokenizer) for _ in range(2))
-        ending.end_id = self.end
+        ending.end_ids = frozenset({self.end})
         index = build_index(self.settings, "validation")
         generator = load_generator(self.settings, layout, world, open_newest_good(self.root, refuse), ending)
         held = _num_params([stage for unit in generator.units.values() for stage in unit.stages.values()])
@@ -280,7 +280,7 @@ def test_an_image_token_in_an_answer_stands_for_no_picture(seeing: Case) -> None
     saying = [n for n in text_only if said in answers[n]]
     case = Case(seeing.settings, seeing.root, -1, [], 0)
     asker, index = _alone(case)
-    asker._tokenizer.item_ids["vision"] = said
+    asker._tokenizer.item_ids["vision"] = (said,)
     generated, _ = asker.generate(
         [question for question in select_questions(index, None) if question.number in saying], blank=False
     )

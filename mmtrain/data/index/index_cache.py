@@ -34,6 +34,7 @@ from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import list_shards
 from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.index.sample_table import SampleTable
+from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe, SourceSettings
 from mmtrain.recipe.settings import select
@@ -42,7 +43,7 @@ INDEX_FOLDER_NAME = ".mmtrain-index"
 MIN_SOURCE_BYTES = 1 << 20  # indexing a smaller source takes less than a second
 MAX_INDEXES_PER_FOLDER = 4  # the least recently used ones are removed
 _FORMAT_VERSION = 2
-_LIBRARIES = ("Pillow", "tokenizers", "soundfile", "av", "pyarrow")  # that read headers and split texts
+_LIBRARIES = ("Pillow", "tokenizers", "jinja2", "soundfile", "av", "pyarrow")  # that read headers and split texts
 _RECORDS_FILE = "samples.bin"
 _ARRAYS_FILE = "arrays.safetensors"
 _REST_FILE = "rest.json"
@@ -77,7 +78,7 @@ class IndexCache:
         """Return the place for a recipe's index; None for small sources, and where no index can be trusted."""
         try:
             files = [(file, file.stat()) for source in sources for file in list_shards(source.path)]
-            tokenizer = recipe.data.tokenizer_file.read_bytes()
+            tokenizer = tokenizer_sha256(recipe.data.tokenizer_path)
         except (OSError, DataError):  # reading the sources will report it
             return None
         if sum(status.st_size for _, status in files) < MIN_SOURCE_BYTES:
@@ -98,7 +99,7 @@ class IndexCache:
             "libraries": _library_versions(),
             # The time of change too: unpacking an archive may give new content an old time of modification.
             "files": [(str(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in files],
-            "tokenizer": hashlib.sha256(tokenizer).hexdigest(),
+            "tokenizer": tokenizer,
             "settings": settings,
         }
         return cls(folder, hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()[:32])

@@ -14,7 +14,8 @@ from mmtrain.data.formats.sample import PLURALS, Quarantined, Sample, find_unusa
 from mmtrain.data.media.image_grids import Grid
 from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
-from mmtrain.data.text.chat_tokenizer import ChatTokenizer, LengthCounter
+from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.data.text.sample_tokenizer import BadConversationError, LengthCounter, SampleTokenizer
 from mmtrain.errors import DataError
 from mmtrain.recipe.modalities import MODALITIES, MediaKind, dotted_unit
 from mmtrain.recipe.schema import DataSettings, Recipe, SourceSettings
@@ -48,7 +49,7 @@ def measure_samples(recipe: Recipe, sources: Sequence[SourceSettings]) -> Iterat
 
     Raises `DataError` if a source cannot be read, or the settings contradict each other.
     """
-    tokenizer = ChatTokenizer.load(recipe.data.tokenizer_file)
+    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
     check_data_settings(recipe, tokenizer)
     reader = _HeaderReader(recipe)
     count_tokens = tokenizer.length_counter(_max_sample_tokens(recipe.data))
@@ -73,7 +74,7 @@ def notify_progress(entries: Iterable[_T], notify: NotifyCallback) -> Iterator[_
             notify(f"reading headers: {done:,} samples so far")
 
 
-def check_data_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
+def check_data_settings(recipe: Recipe, tokenizer: SampleTokenizer) -> None:
     """Raise `DataError` where settings of data and model contradict each other for any samples."""
     vocab = recipe.model.llm.vocab
     if tokenizer.vocab_size > vocab:
@@ -84,11 +85,10 @@ def check_data_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
     for unit, settings in recipe.model.all_encoders.items():
         ITEM_READERS[settings.modality](settings, recipe.data).check_settings()
         if settings.modality not in tokenizer.item_ids:
-            placeholder = MODALITIES[settings.modality].placeholder
+            reason = tokenizer.describe_missing_item_token(settings.modality)
             raise DataError(
-                f"data.tokenizer: {recipe.data.tokenizer} lacks the special token {placeholder} that "
-                f"model.{dotted_unit(unit)} needs; add it with `Tokenizer.add_special_tokens` of the `tokenizers` "
-                "library and save it"
+                f"data.tokenizer: {recipe.data.tokenizer} has no token for the features of "
+                f"model.{dotted_unit(unit)}: {reason}"
             )
 
 
@@ -216,7 +216,10 @@ class _SampleMeasurer:
         if num_images_and_frames > data.max_images:
             reason = f"{num_images_and_frames} images, frames of videos included, data.max_images = {data.max_images}"
             return Quarantined.of(sample, "too_many_images", reason)
-        tokens, targets = self._count_tokens(sample, self._media_features(grids))
+        try:
+            tokens, targets = self._count_tokens(sample, self._media_features(grids))
+        except BadConversationError as bad:
+            return Quarantined.of(sample, "chat_template", str(bad))
         max_tokens = _max_sample_tokens(data)
         if tokens > max_tokens:
             key = "data.max_sample_tokens" if max_tokens == data.max_sample_tokens else "data.seq_len"

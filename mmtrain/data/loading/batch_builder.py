@@ -16,7 +16,8 @@ from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError
 from mmtrain.data.stream.group_stream import GroupStream
-from mmtrain.data.text.chat_tokenizer import ChatTokenizer, EncodedSample
+from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.data.text.sample_tokenizer import EncodedSample, SampleTokenizer
 from mmtrain.errors import RunError
 from mmtrain.recipe.modalities import MODALITIES
 from mmtrain.recipe.schema import Recipe
@@ -96,7 +97,7 @@ class BatchBuilder:
         recipe: Recipe,
         needs: tuple[PayloadNeed, ...],
         num_microbatches: Mapping[str, int],
-        tokenizer: ChatTokenizer | None = None,
+        tokenizer: SampleTokenizer | None = None,
         monitor: ReadMonitor = NO_MONITOR,
     ) -> None:
         """Build the payload of `index`'s samples that `needs` name. The tokenizer is the recipe's by default."""
@@ -105,7 +106,7 @@ class BatchBuilder:
         self._needs = needs
         self._num_microbatches = num_microbatches
         self._monitor = monitor
-        self._tokenizer = tokenizer or ChatTokenizer.load(recipe.data.tokenizer_file)
+        self._tokenizer = tokenizer or load_tokenizer(recipe.data.tokenizer_path)
         self._bad: dict[int, Quarantined] = {}  # sample id -> why, in the step that is being built
         self._encoders = recipe.model.all_encoders
         self._readers = {
@@ -173,7 +174,7 @@ class StepBuilder:
         self._index = index
         self._stream = stream
         self._recipe = recipe
-        self._tokenizer = ChatTokenizer.load(recipe.data.tokenizer_file)
+        self._tokenizer = load_tokenizer(recipe.data.tokenizer_path)
 
     def meta(self, request: StepRequest) -> BatchMeta:
         """Return the samples of the step, and which replica computes each of them in which microbatch."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import BatchMeta, IntArray, ItemTable
 from mmtrain.data.media.images import Float32Array
-from mmtrain.data.text.chat_tokenizer import EncodedSample
+from mmtrain.data.text.sample_tokenizer import EncodedSample
 
 LoadCells = Callable[[int, int, int, int], Float32Array]  # sample id, position, rows, cols -> (rows * cols, F)
 EncodeSample = Callable[[int], EncodedSample]  # sample id -> ids and labels
@@ -63,14 +63,14 @@ def build_text_payload(
     meta: BatchMeta,
     replica: int,
     index: int,
-    item_ids: Mapping[str, int],
+    item_ids: Mapping[str, tuple[int, ...]],
     encode: EncodeSample | None,
     ids: bool,
     labels: bool,
 ) -> TextPayload:
     """Build LLM microbatch (replica, index) with its ids, its labels, both or neither.
 
-    item_ids: encoder unit -> the token id at the positions of its features; encoders of one modality share it.
+    item_ids: encoder unit -> the token ids at the positions of its features; encoders of one modality share them.
     """
     samples = meta.microbatch(replica, index)
     lengths = tuple(meta.tokens[samples].tolist())
@@ -86,27 +86,27 @@ def build_text_payload(
 
 
 def _feature_positions(
-    ids: IntArray, meta: BatchMeta, samples: IntArray, item_ids: Mapping[str, int]
+    ids: IntArray, meta: BatchMeta, samples: IntArray, item_ids: Mapping[str, tuple[int, ...]]
 ) -> dict[str, IntArray]:
     """Return for each encoder the positions of its features among `ids`, those of the `samples` one after another.
 
-    Encoders with the same token share its positions: those of an item belong to one encoder after another, in the order
-    of `meta.items`.
+    Encoders with the same tokens share their positions: those of an item belong to one encoder after another, in the
+    order of `meta.items`.
     """
-    units_of_token: dict[int, list[str]] = {}
+    units_of_tokens: dict[tuple[int, ...], list[str]] = {}
     for unit in meta.items:
-        units_of_token.setdefault(item_ids[unit], []).append(unit)
+        units_of_tokens.setdefault(item_ids[unit], []).append(unit)
     positions: dict[str, IntArray] = {}
-    for token, units in units_of_token.items():
-        of_token = np.flatnonzero(ids == token).astype(np.int64)
+    for tokens, units in units_of_tokens.items():
+        of_tokens = np.flatnonzero(np.isin(ids, tokens)).astype(np.int64)
         if len(units) == 1:
-            positions[units[0]] = of_token
+            positions[units[0]] = of_tokens
             continue
         counts = np.stack([_features_in_order(meta.items[unit], samples) for unit in units], axis=1)  # (items, units)
         owner = np.repeat(np.tile(np.arange(len(units)), len(counts)), counts.ravel())
-        assert len(owner) == len(of_token), "the data changed under a running index"
+        assert len(owner) == len(of_tokens), "the data changed under a running index"
         for number, unit in enumerate(units):
-            positions[unit] = of_token[owner == number]
+            positions[unit] = of_tokens[owner == number]
     return positions
 
 

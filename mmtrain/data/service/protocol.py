@@ -8,7 +8,6 @@ a producer counts a step until the trainer confirms that it has received it; so 
 most. There is no pickle in either direction.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.loading.batch_builder import StepData, StepRequest
 from mmtrain.data.loading.step_format import WireError, format_fingerprint, from_json, to_json
 from mmtrain.data.loading.worker_pool import StepFailure
+from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
 from mmtrain.recipe.settings import select
@@ -141,7 +141,7 @@ def step_facts(recipe: Recipe, index: DataIndex) -> dict[str, str]:
         "format of requests": format_fingerprint(StepRequest),
         "samples": str(len(index.samples)),
         "fingerprint of the samples": index.fingerprint,
-        "SHA-256 of data.tokenizer": hashlib.sha256(recipe.data.tokenizer_file.read_bytes()).hexdigest(),
+        "SHA-256 of data.tokenizer": tokenizer_sha256(recipe.data.tokenizer_path),
         **_flatten(select(recipe, "steps"), ""),
     }
 

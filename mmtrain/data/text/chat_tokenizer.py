@@ -6,8 +6,7 @@ The chat format (the spaces and line breaks here are for reading only; there are
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,13 @@ from tokenizers import Tokenizer
 
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.formats.sample import Role, Sample, Turn
+from mmtrain.data.text.sample_tokenizer import (
+    IGNORE_INDEX,
+    EncodedSample,
+    LengthCounter,
+    MediaFeatures,
+    find_marks,
+)
 from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError
 from mmtrain.recipe.modalities import MODALITIES, VISION
@@ -24,20 +30,7 @@ END_TOKEN = "<|end|>"
 IMAGE_TOKEN = VISION.placeholder  # in every tokenizer; those of other modalities only if their models need them
 ROLE_TOKENS: dict[Role, str] = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIAL_TOKENS = (PAD_TOKEN, *ROLE_TOKENS.values(), END_TOKEN, IMAGE_TOKEN)
-IGNORE_INDEX = -100  # label of positions that do not count in the loss, as in torch's cross_entropy
 _NUM_TURN_TOKENS = 2  # of every turn besides its text: its role, and its end
-
-# Modality -> LLM tokens of each medium of a sample, of all encoders together, in the order of the media's marks.
-MediaFeatures = Mapping[str, Sequence[int]]
-LengthCounter = Callable[[Sample, MediaFeatures], tuple[int, int]]  # -> (number of ids, number of targets)
-
-
-@dataclass(frozen=True)
-class EncodedSample:
-    """One sample as the LLM sees it; `labels[t]` is the token to predict at position t, or `IGNORE_INDEX`."""
-
-    ids: IntArray  # (T,)
-    labels: IntArray  # (T,)
 
 
 class ChatTokenizer:
@@ -64,9 +57,11 @@ class ChatTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._roles: dict[Role, int] = {role: self._special_id(token) for role, token in ROLE_TOKENS.items()}
-        self.end_id = self._special_id(END_TOKEN)
-        # Modality -> the token that each feature of its encoders replaces.
-        self.item_ids = {modality: self._special_id(token) for modality, token in placeholders.items()}
+        self._end_id = self._special_id(END_TOKEN)
+        self.end_ids = frozenset({self._end_id})
+        self.item_ids: dict[str, tuple[int, ...]] = {
+            modality: (self._special_id(token),) for modality, token in placeholders.items()
+        }
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     @classmethod
@@ -82,28 +77,20 @@ class ChatTokenizer:
             raise DataError(f"data.tokenizer: {path}: not a `tokenizers` JSON file: {error}") from None
 
     def encode(self, sample: Sample, features: MediaFeatures) -> EncodedSample:
-        """Encode all turns of a sample.
-
-        Medium i of a modality becomes `features[modality][i]` of the modality's tokens. Labels are the answers' tokens
-        and the `<|end|>` after each, one position ahead: the token to predict.
-        """
-        ids, is_target = self._encode_turns(sample.turns, _marks(sample), features)
+        """Encode all turns of a sample; see `SampleTokenizer.encode`. Each answer ends with `<|end|>`."""
+        ids, is_target = self._encode_turns(sample.turns, find_marks(sample), features)
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
         labels[:-1] = np.where(is_target[1:], ids[1:], IGNORE_INDEX)
         return EncodedSample(ids, labels)
 
     def length_counter(self, max_tokens: int) -> LengthCounter:
-        """Return a function that counts the ids and targets that `encode` would return for the same arguments.
-
-        It does not read texts that surely have more than `max_tokens` tokens (megabytes of text take minutes, and a
-        hundred times their size in memory); it returns a lower bound for these, and no targets.
-        """
+        """Return a function that counts what `encode` returns; see `SampleTokenizer.length_counter`."""
         count = TokenCounter(self._tokenizer)
 
         def count_sample(sample: Sample, features: MediaFeatures) -> tuple[int, int]:
             num_ids = sum(map(sum, features.values()))
             num_targets = 0
-            marks = _marks(sample)
+            marks = find_marks(sample)
             num_mark_characters = max(map(len, marks)) * sum(map(len, features.values()))
             num_characters = sum([len(turn.text) for turn in sample.turns]) - num_mark_characters
             min_tokens = count.min_tokens(num_characters)
@@ -128,8 +115,16 @@ class ChatTokenizer:
         """Encode everything before the last answer, up to and including its `<|assistant|>`: generation starts here."""
         answers = [i for i, turn in enumerate(sample.turns) if turn.role == "assistant"]
         turns = sample.turns[: answers[-1]] if answers else sample.turns
-        ids, _ = self._encode_turns(turns, _marks(sample), features)
+        ids, _ = self._encode_turns(turns, find_marks(sample), features)
         return np.append(ids, self._roles["assistant"])
+
+    def describe_missing_item_token(self, modality: str) -> str:
+        """Say which special token of a modality the tokenizer lacks."""
+        placeholder = MODALITIES[modality].placeholder
+        return (
+            f"it lacks the special token {placeholder}; add it with `Tokenizer.add_special_tokens` of the `tokenizers` "
+            "library and save it"
+        )
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of the ids without special tokens."""
@@ -148,7 +143,7 @@ class ChatTokenizer:
                 body = self._encode_with_items(turn.text, marks, remaining)
             else:
                 body = self._encode_text(turn.text)
-            ids += [self._roles[turn.role], *body, self.end_id]
+            ids += [self._roles[turn.role], *body, self._end_id]
             is_answer = turn.role == "assistant"
             is_target += [False, *[is_answer] * (len(body) + 1)]
         return np.array(ids, dtype=np.int64), np.array(is_target, dtype=bool)
@@ -161,7 +156,7 @@ class ChatTokenizer:
         for part in re.split(f"({'|'.join(marks)})", text):
             if part in marks:
                 modality = marks[part]
-                ids += [self.item_ids[modality]] * next(remaining[modality])
+                ids += self.item_ids[modality] * next(remaining[modality])
             else:
                 ids += self._encode_text(part)
         return ids
@@ -174,18 +169,3 @@ class ChatTokenizer:
         token_id = self._tokenizer.token_to_id(token)
         assert token_id is not None, token
         return int(token_id)
-
-
-def _marks(sample: Sample) -> dict[str, str]:
-    """Return the marks that stand for a medium in the user turns of a sample, each with the medium's modality.
-
-    Without clips an `<audio>` is ordinary text, as it was in data written before models had audio; so with videos.
-    Images always have marks.
-    """
-    media = sample.media
-    marks = {}
-    for modality in MODALITIES.values():
-        for kind, mark in modality.marks.items():
-            if kind == "image" or media[kind]:
-                marks[mark] = modality.name
-    return marks

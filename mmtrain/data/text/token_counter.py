@@ -8,6 +8,7 @@ not plain ASCII (where the regular expressions of two libraries might disagree),
 import json
 import re
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -21,6 +22,7 @@ _QWEN2_PATTERN = (
 _LLAMA3_PATTERN = _QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _ASCII_CLASSES = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9"}  # as they are written inside brackets
 _PATTERN_PARTS = re.compile(r"\\p\{[LN]\}|\\[^p]|\[\^?|\]|.", re.S)
+_ASCII_KEEPING_NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD")
 _KNOWN_ESCAPES = frozenset("srntSdDwW\\'\"[](){}.*+?|^$-/")
 # Byte-level vocabularies write unprintable bytes as these characters.
 _BYTE_LEVEL_CHARACTERS = {byte: 256 + byte for byte in range(33)} | {127: 256 + 33}
@@ -31,19 +33,40 @@ _MAX_CACHED_CHARACTERS = 64  # of one piece; longer ones hardly repeat
 class TokenCounter:
     """Counts exactly the tokens into which `tokenizer` would encode a text, special tokens not parsed."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Find out whether the construction of the tokenizer permits counting by pieces."""
+    def __init__(self, tokenizer: Tokenizer, texts_hold_added_tokens: bool = True) -> None:
+        """Find out whether the construction of the tokenizer permits counting by pieces.
+
+        texts_hold_added_tokens: whether added tokens that are not special may be in the texts.
+        """
         self._tokenizer = tokenizer
         config = json.loads(tokenizer.to_str())
-        patterns = _split_patterns(config)
+        cuts_first = texts_hold_added_tokens and not all(token["special"] for token in config["added_tokens"])
+        patterns = None if cuts_first else _split_patterns(config)
         self._pieces: _PieceCounts | None = None
         self._words: tuple[_WordCounts, _WordCounts] | None = None  # of the first word of a text, and of all others
         self._longest_token: int | None = None  # characters
+        self._splits_before: dict[tuple[str, str], bool] = {}
+        self._looks_ahead_by_one = patterns is not None and _has_known_patterns(config)
         if patterns is not None:
             self._pieces = _PieceCounts(tokenizer.model, patterns)
             self._longest_token = max(map(len, config["model"]["vocab"]))
             if _splits_at_spaces(config):
                 self._words = _WordCounts(self._pieces, ""), _WordCounts(self._pieces, " ")
+
+    @property
+    def knows_pieces(self) -> bool:
+        """Whether plain ASCII texts are counted by their pieces."""
+        return self._pieces is not None
+
+    def splits_between(self, before: str, after: str) -> bool:
+        """Return whether the tokens of `before + after` are surely those of `before` and those of `after`."""
+        key = (before, after[:2])  # the known patterns look at no more than one character after a piece
+        if self._pieces is None or not self._looks_ahead_by_one or not "".join(key).isascii():
+            return False
+        splits = self._splits_before.get(key)
+        if splits is None:
+            splits = self._splits_before[key] = self._pieces.splits_at("".join(key), len(before))
+        return splits
 
     def min_tokens(self, num_characters: int) -> int:
         """Return a lower bound on the tokens of a text of so many characters, from the longest token there is."""
@@ -81,12 +104,22 @@ class _PieceCounts(dict[str, int]):
 
     def count(self, text: str) -> int:
         """Count the tokens of a text. Raises `_NotSeparableError`."""
+        return sum(map(self.__getitem__, self._split(text)))
+
+    def splits_at(self, text: str, position: int) -> bool:
+        """Return whether a piece of a text ends at a position."""
+        try:
+            return position in accumulate(map(len, self._split(text)), initial=0)
+        except _NotSeparableError:
+            return False
+
+    def _split(self, text: str) -> list[str]:
         pieces = [text]
         for split in self._splits:
             pieces = [part for piece in pieces for part in split(piece)]
         if sum(map(len, pieces)) != len(text):  # a pattern leaves characters between its matches
             raise _NotSeparableError
-        return sum(map(self.__getitem__, pieces))
+        return pieces
 
     def __missing__(self, piece: str) -> int:
         count = len(self._model.tokenize(piece.translate(_BYTE_LEVEL_CHARACTERS)))
@@ -118,11 +151,12 @@ def _split_patterns(config: dict[str, Any]) -> "list[re.Pattern[str]] | None":
     config: the content of a `tokenizers` JSON file.
     """
     model = config["model"]
-    if config["normalizer"] is not None or model["type"] != "BPE" or model.get("dropout"):
+    normalizer = config["normalizer"]
+    if normalizer is not None and normalizer["type"] not in _ASCII_KEEPING_NORMALIZERS:
+        return None
+    if model["type"] != "BPE" or model.get("dropout"):
         return None
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        return None
-    if not all(token["special"] for token in config["added_tokens"]):  # others are cut out of the text first
         return None
     *steps, last = _pre_tokenizer_steps(config)
     if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
@@ -132,6 +166,15 @@ def _split_patterns(config: dict[str, Any]) -> "list[re.Pattern[str]] | None":
         patterns.append(_ascii_pattern(_GPT2_PATTERN))
     known = [pattern for pattern in patterns if pattern is not None]
     return known if len(known) == len(patterns) else None
+
+
+def _has_known_patterns(config: dict[str, Any]) -> bool:
+    """Return whether all patterns of the pre-tokenizer are those of GPT-2, Qwen2 and Llama 3, or split digits."""
+    *steps, _ = _pre_tokenizer_steps(config)
+    return all(
+        step["type"] == "Digits" or step["pattern"].get("Regex") in (_GPT2_PATTERN, _QWEN2_PATTERN, _LLAMA3_PATTERN)
+        for step in steps
+    )
 
 
 def _splits_at_spaces(config: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmtrain.checkpoint import Checkpoint
 from mmtrain.costs import TokenLoad
-from mmtrain.data import ChatTokenizer, PayloadNeed, StepData
+from mmtrain.data import PayloadNeed, SampleTokenizer, StepData
 from mmtrain.models import parameter_specs
 from mmtrain.models.kv_cache import KVCache
 from mmtrain.models.megatron import tp_group_scope
@@ -57,7 +57,7 @@ class GreedyGenerator:
         graph: StageGraph,
         units: Mapping[str, UnitRunner],
         transport: Transport,
-        tokenizer: ChatTokenizer,
+        tokenizer: SampleTokenizer,
         activity: Activity | None = None,
     ) -> None:
         """Prepare to answer with `units`, this rank's part of `graph`; never generate ids that `tokenizer` lacks."""
@@ -76,7 +76,7 @@ class GreedyGenerator:
         self.num_microbatches = {mesh.unit: mesh.num_microbatches for mesh in self._graph.meshes}
 
     @classmethod
-    def of(cls, rank_context: RankContext, tokenizer: ChatTokenizer) -> "GreedyGenerator":
+    def of(cls, rank_context: RankContext, tokenizer: SampleTokenizer) -> "GreedyGenerator":
         """Answer with the units of a run in training, with the weights that they have when `generate` is called."""
         return cls(rank_context.graph, rank_context.units, rank_context.transport, tokenizer, rank_context.activity)
 
@@ -84,8 +84,8 @@ class GreedyGenerator:
     def generate(self, data: StepData, max_new_tokens: int) -> dict[int, list[int]]:
         """Continue the prompts of a batch by the likeliest token, again and again.
 
-        An answer ends before `<|end|>`, or after `max_new_tokens` (at least 1). Return the answers of the LLM replica
-        that this rank is part of, by sample id; none on a rank that holds no part of the LLM.
+        An answer ends before a token that ends answers, or after `max_new_tokens` (at least 1). Return the answers of
+        the LLM replica that this rank is part of, by sample id; none on a rank that holds no part of the LLM.
         """
         inputs = unit_inputs(data, self._transport.device, self._transport.dtype)
         drafts: dict[Microbatch, _Draft] = {}
@@ -128,7 +128,7 @@ class GreedyGenerator:
             last_ranks = self._graph.tp_group(self._last_stage, self._replica)
             dist.broadcast(tokens, src=last_ranks[groups.tp_rank], group=groups.pp)
         for draft, picked in zip(drafts.values(), torch.split(tokens.cpu(), counts), strict=True):
-            draft.append(picked.tolist(), self._tokenizer.end_id)
+            draft.append(picked.tolist(), self._tokenizer.end_ids)
 
     def _executor(self, program: Program) -> Executor:
         actions = [action for action in program.for_rank(self._transport.rank) if not isinstance(action, Step)]
@@ -153,13 +153,13 @@ class _Draft:
         kv_cache = KVCache(max(lengths, default=0) + max_new_tokens, (0,) * len(lengths))
         return cls(samples, {sample: [] for sample in samples}, kv_cache, lengths)
 
-    def append(self, tokens: list[int], end_id: int) -> None:
-        """Append a token to each open answer; close those whose token is `end_id`."""
+    def append(self, tokens: list[int], end_ids: frozenset[int]) -> None:
+        """Append a token to each open answer; close those whose token is one of `end_ids`."""
         self.kv_cache.advance(self.lengths)
         for sample, token in zip(self.open, tokens, strict=True):
-            if token != end_id:
+            if token not in end_ids:
                 self.answers[sample].append(token)
-        still_open = [i for i, token in enumerate(tokens) if token != end_id]
+        still_open = [i for i, token in enumerate(tokens) if token not in end_ids]
         self.kv_cache.select_sequences(still_open)
         self.open = [self.open[i] for i in still_open]
         self.lengths = (1,) * len(still_open)
@@ -195,7 +195,7 @@ class _TokenPickingLlm(UnitRunner):
 
 
 def load_generator(
-    recipe: Recipe, plans: Mapping[str, UnitPlan], world: World, checkpoint: Checkpoint, tokenizer: ChatTokenizer
+    recipe: Recipe, plans: Mapping[str, UnitPlan], world: World, checkpoint: Checkpoint, tokenizer: SampleTokenizer
 ) -> GreedyGenerator:
     """Build this rank's stages, of the layout in `plans`, from a checkpoint that any plan may have written.
 

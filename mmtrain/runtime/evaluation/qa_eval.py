@@ -8,11 +8,22 @@ from typing import TypeVar, cast
 import numpy as np
 
 from mmtrain.balance import IntArray, ItemLengths, SampleLengths, assign
-from mmtrain.data import BatchBuilder, ChatTokenizer, DataIndex, EncodedSample, Quarantined, Sample, Turn, build_index
+from mmtrain.data import (
+    BatchBuilder,
+    DataIndex,
+    EncodedSample,
+    Quarantined,
+    Sample,
+    SampleTokenizer,
+    Turn,
+    build_index,
+    load_tokenizer,
+)
 from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
 from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.media_bytes import Media
-from mmtrain.data.text.chat_tokenizer import IGNORE_INDEX
+from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationError
+from mmtrain.errors import DataError
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.modalities import VISION
@@ -95,7 +106,7 @@ class QuestionAnswerer:
         self,
         generator: GreedyGenerator,
         recipe: Recipe,
-        tokenizer: ChatTokenizer,
+        tokenizer: SampleTokenizer,
         index: DataIndex,
         world: World,
         max_new_tokens: int | None = None,
@@ -157,7 +168,7 @@ def build_held_out_evaluation(rank_context: RankContext) -> Callable[[], float]:
     """
     recipe = rank_context.recipe
     index = build_index(recipe, "validation")
-    tokenizer = ChatTokenizer.load(recipe.data.tokenizer_file)
+    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
     questions = select_questions(index, recipe.train.evaluate_questions)
     generator = GreedyGenerator.of(rank_context, tokenizer)
     answerer = QuestionAnswerer(generator, recipe, tokenizer, index, rank_context.world)
@@ -173,7 +184,7 @@ class _PromptBuilder(BatchBuilder):
     """Builds batches of prompts, without answers; with `blank`, their images and clips are zeros."""
 
     def __init__(
-        self, index: DataIndex, recipe: Recipe, generator: GreedyGenerator, tokenizer: ChatTokenizer, blank: bool
+        self, index: DataIndex, recipe: Recipe, generator: GreedyGenerator, tokenizer: SampleTokenizer, blank: bool
     ) -> None:
         super().__init__(index, recipe, generator.needs, generator.num_microbatches, tokenizer)
         self._blank = blank
@@ -211,11 +222,15 @@ def batch_by_length(sizes: Sequence[int], num_batches: int, max_tokens: int) -> 
     return [batches[first : first + num_batches] for first in range(0, num_all, num_batches)]
 
 
-def _prompt_ids(index: DataIndex, tokenizer: ChatTokenizer, number: int) -> IntArray:
-    return tokenizer.prompt_ids(index.samples[number], index.media_features(number))
+def _prompt_ids(index: DataIndex, tokenizer: SampleTokenizer, number: int) -> IntArray:
+    sample = index.samples[number]
+    try:
+        return tokenizer.prompt_ids(sample, index.media_features(number))
+    except BadConversationError as bad:  # its whole conversation was encoded, but not this part of it
+        raise DataError(f"{sample} has no prompt for its last answer: {bad}") from None
 
 
-def prompt_lengths(index: DataIndex, tokenizer: ChatTokenizer, questions: Sequence[HeldOutQuestion]) -> SampleLengths:
+def prompt_lengths(index: DataIndex, tokenizer: SampleTokenizer, questions: Sequence[HeldOutQuestion]) -> SampleLengths:
     """Return the lengths of prompts with only the items that they show; samples without a question have length 0."""
     ids = {question.number: _prompt_ids(index, tokenizer, question.number) for question in questions}
     tokens = np.zeros(len(index.samples), dtype=np.int64)
@@ -228,7 +243,7 @@ def prompt_lengths(index: DataIndex, tokenizer: ChatTokenizer, questions: Sequen
         in_prompt = np.zeros(len(table.rows), dtype=bool)
         for number, prompt in ids.items():
             of_sample = slice(table.first[number], table.first[number + 1])
-            num_features = np.sum(prompt == tokenizer.item_ids[modality])
+            num_features = np.sum(np.isin(prompt, tokenizer.item_ids[modality]))
             in_prompt[of_sample] = np.cumsum(features[of_sample]) <= num_features
         first = np.concatenate([[0], np.cumsum(in_prompt)])[table.first]
         columns = (table.rows, table.cols, table.tokens, table.features)

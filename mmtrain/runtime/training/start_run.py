@@ -3,7 +3,6 @@
 `choose_plan` has a module of its own.
 """
 
-import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from mmtrain.balance import StepTargets
 from mmtrain.checkpoint import SavingRun, find, foreign_drafts
 from mmtrain.data import DataIndex, read_quarantine, write_quarantine
 from mmtrain.data.loading.step_format import from_json, to_json
+from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.durable_files import cut_log, disk_errors_named, set_aside, write_whole
 from mmtrain.errors import UserError
 from mmtrain.families import read_model_folder
@@ -172,7 +172,7 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
         facts["model"]["hf"] = read_model_folder(recipe.model.hf).config_sha256
     facts["data"]["budgets"] = " ".join(f"{unit}={budget}" for unit, budget in sorted(recipe.data.budgets.items()))
     facts["data"] |= {
-        "tokenizer_sha256": hashlib.sha256(recipe.data.tokenizer_file.read_bytes()).hexdigest(),
+        "tokenizer_sha256": tokenizer_sha256(recipe.data.tokenizer_path),
         "samples": len(index.samples),
         "fingerprint": index.fingerprint,
     }

@@ -1,0 +1,135 @@
+"""Turn the turns of a sample into the messages that chat templates render."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from mmtrain.data.formats.sample import Turn
+from mmtrain.data.text.chat_template import PROBE, Message
+from mmtrain.data.text.sample_tokenizer import BadConversationError
+from mmtrain.recipe.modalities import MediaKind
+
+# Characters of the last private plane, which no text may hold: one for each character that starts a special token, and
+# those that `chat_template` marks with.
+_FIRST_ESCAPE = 0x10FE00
+_RESERVED = re.compile("[\U0010fe00-\U0010ffff]")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for a chat template."""
+
+    messages: tuple[Message, ...]
+    media: tuple[MediaKind, ...]  # the kinds of its media, in the order of their marks
+    is_escaped: bool  # whether a text spelled a special token
+
+    def with_probe(self, number: int) -> tuple[Message, ...]:
+        """Return the messages with `PROBE` as the text of message `number`."""
+        message = dict(self.messages[number])
+        is_text = isinstance(message["content"], str)
+        message["content"] = PROBE if is_text else [{"type": "text", "text": PROBE}]
+        return (*self.messages[:number], message, *self.messages[number + 1 :])
+
+
+class TokenEscape:
+    """Replaces the first character of special tokens that a text spells, so that they stay text in a rendering."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        """Escape these tokens."""
+        first_characters = sorted({token[0] for token in tokens})
+        self._first_characters = first_characters
+        self._pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+        self._escapes = {character: chr(_FIRST_ESCAPE + i) for i, character in enumerate(first_characters)}
+        self._originals = str.maketrans({escape: character for character, escape in self._escapes.items()})
+
+    def escape(self, texts: list[str]) -> list[str] | None:
+        """Return the parts of a message with what they spell escaped, also across parts; None if they spell nothing.
+
+        Raises `BadConversationError` for a text with one of the characters that are needed for this.
+        """
+        joined = texts[0] if len(texts) == 1 else "".join(texts)
+        if not joined.isascii() and (reserved := _RESERVED.search(joined)):
+            raise BadConversationError(
+                f"a text holds the private-use character U+{ord(reserved.group()):X}, by which mmtrain keeps text and "
+                "special tokens apart"
+            )
+        if not any(character in joined for character in self._first_characters):
+            return None
+        escaped = self._pattern.sub(lambda token: self._escapes[token[0][0]] + token[0][1:], joined)
+        if escaped == joined:
+            return None
+        ends = list(accumulate(map(len, texts)))
+        return [escaped[end - len(text) : end] for text, end in zip(texts, ends, strict=True)]
+
+    def restore(self, text: str) -> str:
+        """Return a text as it was before `escape`; its length is the same."""
+        return text.translate(self._originals)
+
+
+class ConversationBuilder:
+    """Builds conversations in the form that a template reads."""
+
+    def __init__(self, texts_as_parts: bool, placeholders: Mapping[MediaKind, str], escape: TokenEscape) -> None:
+        """Write all turns as lists of parts if `texts_as_parts`, else only those with media.
+
+        placeholders: what is written into the text for media of kinds that the template does not render as parts.
+        """
+        self._texts_as_parts = texts_as_parts
+        self._placeholders = placeholders
+        self._escape = escape
+
+    def build(self, turns: Sequence[Turn], kinds: Mapping[str, MediaKind]) -> Conversation:
+        """Build the messages of some turns. `kinds`: the marks of the sample's media in user turns, with their kinds.
+
+        Where a medium becomes a part, a line break right after its mark belongs to the mark, and so does one before
+        marks that end the turn: data in LLaVA's format has it there, and templates write their own.
+
+        Raises `BadConversationError`.
+        """
+        messages: list[Message] = []
+        media: list[MediaKind] = []
+        is_escaped = False
+        for turn in turns:
+            texts = [turn.text]
+            turn_kinds: list[MediaKind] = []
+            if turn.role == "user" and any(mark in turn.text for mark in kinds):
+                pieces = re.split(f"({'|'.join(map(re.escape, kinds))})", turn.text)
+                turn_kinds = [kinds[mark] for mark in pieces[1::2]]
+                texts = self._without_line_breaks(pieces[::2], turn_kinds)
+                media += turn_kinds
+            escaped = self._escape.escape(texts)
+            is_escaped = is_escaped or escaped is not None
+            messages.append({"role": turn.role, "content": self._content(escaped or texts, turn_kinds)})
+        return Conversation(tuple(messages), tuple(media), is_escaped)
+
+    def _without_line_breaks(self, texts: list[str], kinds: list[MediaKind]) -> list[str]:
+        """Remove the line breaks that belong to the marks between the texts."""
+        texts = list(texts)
+        for i, kind in enumerate(kinds, 1):
+            if kind not in self._placeholders:
+                texts[i] = texts[i].removeprefix("\n")
+        last = len(texts) - 1
+        while last > 0 and not texts[last] and kinds[last - 1] not in self._placeholders:
+            last -= 1
+        if last < len(kinds):
+            texts[last] = texts[last].removesuffix("\n")
+        return texts
+
+    def _content(self, texts: list[str], kinds: list[MediaKind]) -> str | list[dict[str, str]]:
+        """Return the content of a message from the texts between its media."""
+        parts: list[dict[str, str]] = []
+        text = texts[0]
+        for kind, next_text in zip(kinds, texts[1:], strict=True):
+            if kind in self._placeholders:
+                text += self._placeholders[kind] + next_text
+                continue
+            if text:
+                parts.append({"type": "text", "text": text})
+            parts.append({"type": kind})
+            text = next_text
+        if not parts and not self._texts_as_parts:
+            return text
+        if text or not parts:
+            parts.append({"type": "text", "text": text})
+        return parts

@@ -1,0 +1,29 @@
+"""How a model family writes media into text: the seam between chat templates and families."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mmtrain.recipe.modalities import MediaKind
+
+
+@dataclass(frozen=True)
+class MediaMarkup:
+    """The text of one medium of a kind, between a template and the tokenizer.
+
+    A template writes `placeholder` for a medium, often between special tokens of its own. Before the text becomes
+    tokens, the family's processor replaces it by `prefix`, the feature token once for each feature, and `suffix`.
+    LLaVA and Qwen2-VL replace one token by itself; Gemma 3 writes line breaks and an end token around the features.
+    """
+
+    placeholder: str
+    feature_token: str  # a special token of the tokenizer, whose place one feature takes
+    prefix: str = ""
+    suffix: str = ""
+
+    @property
+    def expansion(self) -> str:
+        """Return what stands for the placeholder in text, with one feature."""
+        return f"{self.prefix}{self.feature_token}{self.suffix}"
+
+
+Markups = Mapping[MediaKind, MediaMarkup]

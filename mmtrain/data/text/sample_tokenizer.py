@@ -1,0 +1,72 @@
+"""What every tokenizer of conversations offers: ids with labels, a fast count of them, prompts, and decoding."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mmtrain.balance.batch_meta import IntArray
+from mmtrain.data.formats.sample import Sample
+from mmtrain.recipe.modalities import MODALITIES
+
+IGNORE_INDEX = -100  # label of positions that do not count in the loss, as in torch's cross_entropy
+
+# Modality -> LLM tokens of each medium of a sample, of all encoders together, in the order of the media's marks.
+MediaFeatures = Mapping[str, Sequence[int]]
+LengthCounter = Callable[[Sample, MediaFeatures], tuple[int, int]]  # -> (number of ids, number of targets)
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """One sample as the LLM sees it; `labels[t]` is the token to predict at position t, or `IGNORE_INDEX`."""
+
+    ids: IntArray  # (T,)
+    labels: IntArray  # (T,)
+
+
+class BadConversationError(Exception):
+    """A conversation that a tokenizer cannot encode; the message is the reason, for the quarantine."""
+
+
+class SampleTokenizer(Protocol):
+    """Encodes samples. `encode`, its counter and `prompt_ids` raise `BadConversationError`."""
+
+    item_ids: dict[str, tuple[int, ...]]  # modality -> the tokens whose places features of its encoders take
+    end_ids: frozenset[int]  # tokens that end an answer
+    vocab_size: int  # one more than the largest id
+
+    def encode(self, sample: Sample, features: MediaFeatures) -> EncodedSample:
+        """Encode all turns; medium i of a modality becomes `features[modality][i]` of the modality's tokens.
+
+        Labels are the tokens of the answers, each with the token that ends it, one position ahead.
+        """
+
+    def length_counter(self, max_tokens: int) -> LengthCounter:
+        """Return a function that counts the ids and targets that `encode` would return for the same arguments.
+
+        It does not read texts that surely have more than `max_tokens` tokens (megabytes of text take minutes, and a
+        hundred times their size in memory); it returns a lower bound for these, and no targets.
+        """
+
+    def prompt_ids(self, sample: Sample, features: MediaFeatures) -> IntArray:
+        """Encode everything before the last answer, up to where generation starts."""
+
+    def decode(self, ids: Sequence[int] | IntArray) -> str:
+        """Return the text of the ids without special tokens."""
+
+    def describe_missing_item_token(self, modality: str) -> str:
+        """Say what the tokenizer lacks, and what to do, if `item_ids` has no entry for a modality."""
+
+
+def find_marks(sample: Sample) -> dict[str, str]:
+    """Return the marks that stand for a medium in the user turns of a sample, each with the medium's modality.
+
+    Without clips an `<audio>` is ordinary text, as it was in data written before models had audio; so with videos.
+    Images always have marks.
+    """
+    media = sample.media
+    marks = {}
+    for modality in MODALITIES.values():
+        for kind, mark in modality.marks.items():
+            if kind == "image" or media[kind]:
+                marks[mark] = modality.name
+    return marks

@@ -1,0 +1,191 @@
+"""Find out by rendering short conversations what a chat template does: before training, not in the middle of it."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from mmtrain.data.text.chat_template import PROBE, ChatTemplate, Message, RenderError
+from mmtrain.data.text.media_markup import Markups, MediaMarkup
+from mmtrain.data.text.tokenizer_folder import TokenizerFolder
+from mmtrain.errors import DataError
+from mmtrain.recipe.modalities import MODALITIES, MediaKind
+
+_QUESTIONS = (f"{PROBE}first question", f"{PROBE}second question")
+_ANSWERS = (f"{PROBE}first answer", f"{PROBE}second answer")
+_LOOKS_LIKE_TOKEN = re.compile(r"<\|\w+\|>")
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """What a template does with every conversation, as far as short ones show."""
+
+    texts_as_parts: bool  # whether it needs all contents as lists of parts
+    answer_header: str  # what `add_generation_prompt` adds; empty if answers follow the user's turn directly
+    answer_lead: str  # what stands between the prompt for an answer and its text
+    terminator: str  # the special token after an answer; empty if there is none
+    ends_alike: bool  # whether every answer has the terminator, not only the last one
+    markups: dict[MediaKind, MediaMarkup]
+    inserted_kinds: frozenset[MediaKind]  # of media that it does not render, so that text must hold their placeholders
+
+
+def probe_template(
+    template: ChatTemplate, folder: TokenizerFolder, added_tokens: Sequence[str], family_markups: Markups
+) -> TemplateFacts:
+    """Render short conversations with a template. `family_markups` take precedence over what the folder says.
+
+    Raises `DataError` if the template cannot render them, if it has no generation prompt, or if it writes special
+    tokens that the tokenizer lacks.
+    """
+    return _Prober(template, folder, added_tokens).probe(family_markups)
+
+
+class _Prober:
+    def __init__(self, template: ChatTemplate, folder: TokenizerFolder, added_tokens: Sequence[str]) -> None:
+        self._template = template
+        self._folder = folder
+        self._added_tokens = frozenset(added_tokens)
+        longest_first = sorted(added_tokens, key=len, reverse=True)
+        self._any_token = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._texts_as_parts = False
+
+    def probe(self, family_markups: Markups) -> TemplateFacts:
+        """Return all facts."""
+        question, *_ = _QUESTIONS
+        answer, *_ = _ANSWERS
+        self._texts_as_parts = self._needs_parts()
+        header = self._answer_header()
+        prompt = self._render([("user", question)], add_generation_prompt=True)
+        ended = self._render([("user", question), ("assistant", answer)])
+        lead = ended.removeprefix(prompt).partition(answer)[0] if ended.startswith(prompt) else ""
+        turns = [("user", question), ("assistant", answer), ("user", _QUESTIONS[1]), ("assistant", _ANSWERS[1])]
+        two_answers = self._render(turns)
+        for text, role in ((question, "a user's"), (answer, "an assistant's")):
+            if text not in two_answers:
+                raise self._error(f"does not write the text of {role} turn")
+        terminator = self._token_after(ended, answer)
+        self._check_tokens(ended + header)
+        markups: dict[MediaKind, MediaMarkup] = {}
+        inserted: set[MediaKind] = set()
+        for kind in get_args(MediaKind):
+            markup, is_rendered = self._markup(kind, family_markups.get(kind))
+            if markup is not None:
+                markups[kind] = markup
+            if not is_rendered:
+                inserted.add(kind)
+        return TemplateFacts(
+            texts_as_parts=self._texts_as_parts,
+            answer_header=header,
+            answer_lead=lead,
+            terminator=terminator,
+            ends_alike=bool(terminator) and self._token_after(two_answers, answer) == terminator,
+            markups=markups,
+            inserted_kinds=frozenset(inserted),
+        )
+
+    def _needs_parts(self) -> bool:
+        """Return whether a user's turn is rendered only if its content is a list of parts."""
+        question = _QUESTIONS[0]
+        reasons = []
+        for content in (question, _text_parts(question)):
+            try:
+                text = self._template.render([_message("user", content)], add_generation_prompt=True).text
+            except RenderError as error:
+                reasons.append(str(error))
+                continue
+            if question in text:
+                return not isinstance(content, str)
+        reason = f"cannot render a question: {reasons[0]}" if reasons else "does not write the text of a user's turn"
+        raise self._error(reason)
+
+    def _answer_header(self) -> str:
+        """Return what `add_generation_prompt` appends to a question."""
+        question, answer = _QUESTIONS[0], _ANSWERS[0]
+        prompt = self._render([("user", question)], add_generation_prompt=True)
+        without = self._render([("user", question)])
+        if prompt != without:
+            return prompt.removeprefix(without) if prompt.startswith(without) else ""
+        answered = self._render([("user", question), ("assistant", answer)])
+        header = answered.partition(question)[2].partition(answer)[0]
+        if header.strip() and not (
+            answered.startswith(prompt) and not answered[len(prompt) :].partition(answer)[0].strip()
+        ):
+            raise self._error(
+                "has no generation prompt: it writes "
+                f"{header.strip()!r} before an answer, but not with add_generation_prompt; add "
+                "`{% if add_generation_prompt %}...{% endif %}` at its end"
+            )
+        return ""
+
+    def _token_after(self, text: str, answer: str) -> str:
+        """Return the special token right after an answer, or an empty text if there is none."""
+        rest = text.partition(answer)[2].lstrip()
+        token = self._any_token.match(rest)
+        return token.group() if token else ""
+
+    def _check_tokens(self, text: str) -> None:
+        """Raise `DataError` if the template writes special tokens that the tokenizer does not have."""
+        special_tokens = self._folder.special_tokens
+        used = [special_tokens[name] for name in sorted(self._template.variables_used & special_tokens.keys())]
+        missing = [
+            token
+            for token in dict.fromkeys([*used, *_LOOKS_LIKE_TOKEN.findall(text)])
+            if token not in self._added_tokens
+        ]
+        if missing:
+            raise self._error(
+                f"writes the special tokens {' '.join(missing)}, which the tokenizer of the folder lacks; take both "
+                "from the same model, or add the tokens with `add_special_tokens` of transformers, save the tokenizer, "
+                "and raise model.llm.vocab to its size"
+            )
+
+    def _markup(self, kind: MediaKind, of_family: MediaMarkup | None) -> tuple[MediaMarkup | None, bool]:
+        """Return how media of a kind are written, None if that is not known; and whether the template renders them."""
+        written = self._tokens_written_for(kind)
+        named = self._folder.media_tokens.get(kind)
+        if of_family is not None:
+            return of_family, written is not None
+        if written is None:
+            own = next(modality.placeholder for modality in MODALITIES.values() if kind in modality.media)
+            token = named or own
+            return (MediaMarkup(token, token) if token in self._added_tokens else None), False
+        if named is None and len(written) == 1:
+            named = written[0]
+        return (MediaMarkup(named, named) if named in written else None), True
+
+    def _tokens_written_for(self, kind: MediaKind) -> list[str] | None:
+        """Return the special tokens that the template writes for a medium; None if it renders no media of the kind."""
+        question = _QUESTIONS[0]
+        parts = _text_parts(question)
+        try:
+            without = self._template.render([_message("user", parts)]).text
+            text = self._template.render([_message("user", [{"type": kind}, *parts])]).text
+        except RenderError:
+            return None
+        is_rendered = question in text and text != without and "'type'" not in text
+        if not is_rendered:
+            return None
+        tokens = self._any_token.findall(text)
+        for token in self._any_token.findall(without):
+            tokens.remove(token)
+        return tokens
+
+    def _render(self, turns: Sequence[tuple[str, str]], add_generation_prompt: bool = False) -> str:
+        contents = [(role, _text_parts(text) if self._texts_as_parts else text) for role, text in turns]
+        messages = [_message(role, content) for role, content in contents]
+        try:
+            return self._template.render(messages, add_generation_prompt=add_generation_prompt).text
+        except RenderError as error:
+            roles = ", ".join(role for role, _ in turns)
+            raise self._error(f"cannot render a plain conversation ({roles}): {error}") from None
+
+    def _error(self, reason: str) -> DataError:
+        return DataError(f"data.tokenizer: {self._template.name}: the chat template {reason}")
+
+
+def _message(role: str, content: object) -> Message:
+    return {"role": role, "content": content}
+
+
+def _text_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]

@@ -1,0 +1,285 @@
+"""Encode conversations with the tokenizer and the chat template of a Hugging Face model folder.
+
+The ids are those of `apply_chat_template` of transformers: the template renders the whole conversation, and the
+tokenizer encodes the whole rendering, so that texts merge with what the template writes around them. A text that
+spells a special token stays text, which transformers does not promise.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from mmtrain.balance.batch_meta import IntArray
+from mmtrain.data.formats.sample import PLURALS, Sample, Turn
+from mmtrain.data.text.answer_spans import AnswerFinder
+from mmtrain.data.text.chat_messages import Conversation, ConversationBuilder, TokenEscape
+from mmtrain.data.text.chat_template import ChatTemplate, Message, RenderError, Rendering, Span
+from mmtrain.data.text.media_markup import Markups
+from mmtrain.data.text.rendering_counter import RenderingCounter
+from mmtrain.data.text.sample_tokenizer import (
+    IGNORE_INDEX,
+    BadConversationError,
+    EncodedSample,
+    LengthCounter,
+    MediaFeatures,
+)
+from mmtrain.data.text.template_facts import probe_template
+from mmtrain.data.text.tokenizer_folder import TokenizerFolder, read_tokenizer_folder
+from mmtrain.errors import DataError
+from mmtrain.recipe.modalities import MODALITIES, MediaKind
+
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class _TextTokens:
+    """The tokens of a rendering, one feature token for each medium, and the characters that each comes from."""
+
+    ids: IntArray  # (T,)
+    starts: IntArray  # (T,)
+    ends: IntArray  # (T,)
+
+    def inside(self, span: Span) -> slice:
+        """Return the tokens that have a character in a span."""
+        first = np.searchsorted(self.ends, span[0], side="right")
+        last = np.searchsorted(self.starts, span[1], side="left")
+        return slice(int(first), int(last))
+
+
+class TemplateTokenizer:
+    """A tokenizer that encodes conversations as its chat template writes them."""
+
+    def __init__(self, folder: TokenizerFolder, family_markups: Markups | None = None) -> None:
+        """Probe the folder's template. `family_markups` say how a model family writes media, where the folder does not.
+
+        Raises `DataError` for a template that cannot be trained with.
+        """
+        self._tokenizer = folder.tokenizer
+        self._path = folder.path
+        self._template = ChatTemplate(folder.template, folder.template_name, folder.special_tokens)
+        added = self._tokenizer.get_added_tokens_decoder()
+        added_tokens = [token.content for token in added.values()]
+        self._facts = probe_template(self._template, folder, added_tokens, family_markups or {})
+        markups = self._facts.markups
+        self._expansions = {
+            markup.placeholder: markup.expansion
+            for markup in markups.values()
+            if markup.placeholder != markup.expansion
+        }
+        self._kind_of_text = {markup.feature_token: kind for kind, markup in markups.items()}
+        self._kind_of_token = {self._token_id(token): kind for token, kind in self._kind_of_text.items()}
+        # Two kinds may have one feature token: in a rendering, both look like the latter.
+        self._shown_kind = {kind: self._kind_of_text[markup.feature_token] for kind, markup in markups.items()}
+        self.item_ids: dict[str, tuple[int, ...]] = {}
+        for modality in MODALITIES.values():
+            tokens = [markups[kind].feature_token for kind in modality.media if kind in markups]
+            if tokens:
+                self.item_ids[modality.name] = tuple(dict.fromkeys(map(self._token_id, tokens)))
+        self._added_token = _any_of(added_tokens)
+        self._protected = self._protected_tokens(folder)
+        special_token = _any_of(self._protected)
+        self._protected_ids = np.array(sorted(map(self._token_id, self._protected)), dtype=np.int64)
+        escape = TokenEscape([*self._protected, *(markup.placeholder for markup in markups.values())])
+        self._restore = escape.restore
+        inserted = {kind: markups[kind].placeholder for kind in self._facts.inserted_kinds if kind in markups}
+        self._builder = ConversationBuilder(self._facts.texts_as_parts, inserted, escape)
+        self._answers = AnswerFinder(self._render, self._facts, special_token)
+        end_ids = set(folder.end_ids)
+        if self._facts.terminator:
+            end_ids.add(self._token_id(self._facts.terminator))
+        self.end_ids = frozenset(end_ids)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @classmethod
+    def load(cls, path: Path, family_markups: Markups | None = None) -> "TemplateTokenizer":
+        """Read a model folder. Raises `DataError`."""
+        return cls(read_tokenizer_folder(path), family_markups)
+
+    def encode(self, sample: Sample, features: MediaFeatures) -> EncodedSample:
+        """Encode all turns of a sample; see `SampleTokenizer.encode`."""
+        conversation = self._conversation(sample, sample.turns)
+        ids, is_target = self._encode(conversation, self._render_sample(conversation), features)
+        labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
+        labels[:-1] = np.where(is_target[1:], ids[1:], IGNORE_INDEX)
+        return EncodedSample(ids, labels)
+
+    def length_counter(self, max_tokens: int) -> LengthCounter:
+        """Return a function that counts what `encode` returns; see `SampleTokenizer.length_counter`."""
+        counter = RenderingCounter(self._tokenizer, self._added_token, self._facts.answer_header)
+
+        def count_sample(sample: Sample, features: MediaFeatures) -> tuple[int, int]:
+            conversation = self._conversation(sample, sample.turns)
+            rendering = self._render_sample(conversation)
+            min_tokens = counter.min_tokens(len(rendering.text))
+            if min_tokens > max_tokens:
+                return min_tokens, 0
+            answers = self._answers.find(conversation, rendering)
+            if not conversation.is_escaped and answers.follow_header:
+                counts = counter.count(rendering.text, answers.spans)
+                if counts is not None:
+                    written = [
+                        self._kind_of_text[token] for token in counts.added_tokens if token in self._kind_of_text
+                    ]
+                    self._check_media(written, conversation.media)
+                    num_features = sum(map(sum, features.values()))
+                    return counts.total - len(conversation.media) + num_features, counts.targets
+            ids, is_target = self._encode(conversation, rendering, features)
+            return len(ids), int(is_target.sum())
+
+        return count_sample
+
+    def prompt_ids(self, sample: Sample, features: MediaFeatures) -> IntArray:
+        """Encode everything before the last answer, with the generation prompt."""
+        answers = [i for i, turn in enumerate(sample.turns) if turn.role == "assistant"]
+        turns = sample.turns[: answers[-1]] if answers else sample.turns
+        conversation = self._conversation(sample, turns)
+        rendering = self._render_sample(conversation, add_generation_prompt=True)
+        tokens = self._tokenize(rendering.text, conversation.is_escaped)
+        return np.repeat(tokens.ids, self._repeats(tokens.ids, conversation.media, features))
+
+    def decode(self, ids: Sequence[int] | IntArray) -> str:
+        """Return the text of the ids without special tokens."""
+        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        return text
+
+    def describe_missing_item_token(self, modality: str) -> str:
+        """Say what to do if neither the template nor the folder names a token for a modality's features."""
+        kind = MODALITIES[modality].media[0]
+        return (
+            f"{self._path} does not say which token stands for {kind} features: name it as `{kind}_token` in "
+            "tokenizer_config.json, or by its id as "
+            f"`{kind}_token_id` in config.json, and have it among the special tokens of tokenizer.json"
+        )
+
+    def _conversation(self, sample: Sample, turns: Sequence[Turn]) -> Conversation:
+        # Without clips an `<audio>` is ordinary text; so with videos. Images always have marks.
+        kinds: dict[str, MediaKind] = {f"<{kind}>": kind for kind, media in sample.media.items() if media}
+        return self._builder.build(turns, kinds)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> Rendering:
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, replacements=self._expansions
+        )
+
+    def _render_sample(self, conversation: Conversation, add_generation_prompt: bool = False) -> Rendering:
+        try:
+            return self._render(conversation.messages, add_generation_prompt)
+        except RenderError as error:
+            raise BadConversationError(f"the chat template rejects the conversation: {error}") from None
+
+    def _encode(
+        self, conversation: Conversation, rendering: Rendering, features: MediaFeatures
+    ) -> tuple[IntArray, BoolArray]:
+        """Return the ids of a rendered conversation, and which of them are targets."""
+        tokens = self._tokenize(rendering.text, conversation.is_escaped)
+        is_target = np.zeros(len(tokens.ids), dtype=bool)
+        for span in self._answers.find(conversation, rendering).spans:
+            is_target[tokens.inside(span)] = True
+        repeats = self._repeats(tokens.ids, conversation.media, features)
+        return np.repeat(tokens.ids, repeats), np.repeat(is_target, repeats)
+
+    def _tokenize(self, text: str, is_escaped: bool) -> _TextTokens:
+        """Encode a rendering. The special tokens in it are the template's; those that texts spell are escaped."""
+        whole = _text_tokens(self._tokenizer, text)
+        if not is_escaped:
+            self._check_normalized(text, whole.ids)
+            return whole
+        pieces: list[_TextTokens] = []
+        position = 0
+        for i in np.flatnonzero(np.isin(whole.ids, self._protected_ids)):
+            start, end = int(whole.starts[i]), int(whole.ends[i])
+            pieces.append(self._tokenize_text(text, position, start))
+            pieces.append(_TextTokens(whole.ids[i : i + 1], whole.starts[i : i + 1], whole.ends[i : i + 1]))
+            position = end
+        pieces.append(self._tokenize_text(text, position, len(text)))
+        return _TextTokens(*(np.concatenate(arrays) for arrays in zip(*map(_columns, pieces), strict=True)))
+
+    def _tokenize_text(self, text: str, start: int, end: int) -> _TextTokens:
+        """Encode what is between two special tokens, as text whatever it spells."""
+        tokens = _text_tokens(self._text_tokenizer, self._restore(text[start:end]))
+        if np.isin(tokens.ids, self._protected_ids).any():
+            raise BadConversationError("a text spells a special token that the tokenizer cannot encode as text")
+        return _TextTokens(tokens.ids, tokens.starts + start, tokens.ends + start)
+
+    @cached_property
+    def _text_tokenizer(self) -> Tokenizer:
+        """The tokenizer to which special tokens are text."""
+        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.add_special_tokens(self._protected)  # marks them as special; their ids stay
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def _check_normalized(self, text: str, ids: IntArray) -> None:
+        """Raise `BadConversationError` if a text became a special token by normalization, such as of wide letters."""
+        if self._tokenizer.normalizer is None or text.isascii():
+            return
+        num_special = int(np.isin(ids, self._protected_ids).sum())
+        num_written = sum(token in self._protected for token in self._added_token.findall(text))
+        if num_special != num_written:
+            raise BadConversationError("a text spells a special token in other characters")
+
+    def _repeats(self, ids: IntArray, media: Sequence[MediaKind], features: MediaFeatures) -> IntArray:
+        """Return how often to repeat each token, so that every medium gets its features.
+
+        Raises `BadConversationError` if the media of the rendering are not those of the sample.
+        """
+        positions = np.flatnonzero(np.isin(ids, list(self._kind_of_token)))
+        written = [self._kind_of_token[int(token)] for token in ids[positions]]
+        self._check_media(written, media)
+        repeats = np.ones(len(ids), dtype=np.int64)
+        remaining = {modality: iter(counts) for modality, counts in features.items()}
+        for position in positions:
+            modality = next(name for name, item_ids in self.item_ids.items() if ids[position] in item_ids)
+            repeats[position] = next(remaining[modality])
+        return repeats
+
+    def _check_media(self, written: Sequence[MediaKind], media: Sequence[MediaKind]) -> None:
+        """Compare the kinds of media in a rendering with those of the conversation; modalities may be mixed anew."""
+        for kind in media:
+            if kind not in self._shown_kind:
+                raise BadConversationError(f"the tokenizer has no token for {kind} features")
+        for modality in MODALITIES.values() if media or written else ():
+            expected = [self._shown_kind[kind] for kind in media if kind in modality.media]
+            found = [kind for kind in written if kind in modality.media]
+            if found != expected:
+                names = ", ".join(PLURALS[kind] for kind in modality.media)
+                raise BadConversationError(
+                    f"the chat template writes {len(found)} {names} for {len(expected)}, or in another order"
+                )
+
+    def _protected_tokens(self, folder: TokenizerFolder) -> list[str]:
+        """Return the tokens that no text may forge."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        written = [*self._added_token.findall(self._facts.answer_header), self._facts.terminator]
+        for markup in self._facts.markups.values():
+            written += [markup.feature_token, *self._added_token.findall(markup.placeholder)]
+        special = [token.content for token in added if token.special]
+        return list(dict.fromkeys(token for token in [*special, *written] if token))
+
+    def _token_id(self, token: str) -> int:
+        token_id = self._tokenizer.token_to_id(token)
+        if token_id is None:
+            raise DataError(f"data.tokenizer: {self._path}: tokenizer.json lacks the token {token}")
+        return int(token_id)
+
+
+def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern with one group that matches the longest of the tokens that start at a character."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def _text_tokens(tokenizer: Tokenizer, text: str) -> _TextTokens:
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    return _TextTokens(np.array(encoding.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1])
+
+
+def _columns(tokens: _TextTokens) -> tuple[IntArray, IntArray, IntArray]:
+    return tokens.ids, tokens.starts, tokens.ends

@@ -1,0 +1,248 @@
+"""Read the tokenizer side of a Hugging Face model folder: vocabulary, special tokens, chat template, end tokens."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from tokenizers import AddedToken, Tokenizer
+
+from mmtrain.errors import DataError
+from mmtrain.recipe.modalities import MediaKind
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+_SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+_ADDED_TOKENS_FILE = "added_tokens.json"
+_GENERATION_FILE = "generation_config.json"
+_MODEL_FILE = "config.json"
+_TEMPLATE_JSON_FILE = "chat_template.json"  # of processors, before `chat_template.jinja`
+# Files that decide the ids of a conversation.
+_CONTENT_FILES = (
+    TOKENIZER_FILE,
+    CONFIG_FILE,
+    TEMPLATE_FILE,
+    _TEMPLATE_JSON_FILE,
+    _SPECIAL_TOKENS_FILE,
+    _ADDED_TOKENS_FILE,
+)
+_SLOW_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "merges.txt")
+_DEFAULT_TEMPLATE = "default"  # the name of the one to use, where a folder has several
+
+
+@dataclass(frozen=True)
+class TokenizerFolder:
+    """What `read_tokenizer_folder` found."""
+
+    path: Path
+    tokenizer: Tokenizer
+    template: str
+    template_name: str  # what messages call it
+    special_tokens: dict[str, str]  # variables of the template, such as `bos_token`
+    end_ids: frozenset[int]  # where generation ends
+    media_tokens: dict[MediaKind, str]  # that `config.json` or the tokenizer's settings name for a kind of media
+
+
+def read_tokenizer_folder(path: Path) -> TokenizerFolder:
+    """Read a folder. Raises `DataError`."""
+    tokenizer = _read_tokenizer(path)
+    config = _read_json(path / CONFIG_FILE)
+    named_tokens = _named_tokens(_read_json(path / _SPECIAL_TOKENS_FILE)) | _named_tokens(config)
+    _add_tokens(tokenizer, path, config, named_tokens)
+    template, template_name = _find_template(path, config)
+    return TokenizerFolder(
+        path,
+        tokenizer,
+        template,
+        template_name,
+        named_tokens,
+        _end_ids(path, tokenizer, named_tokens),
+        _media_tokens(path, tokenizer, named_tokens),
+    )
+
+
+def tokenizer_sha256(path: Path) -> str:
+    """Hash what decides the ids of a conversation: a `tokenizers` file, or the files of a folder. Raises `OSError`."""
+    if not path.is_dir():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    content: dict[str, object] = {
+        name: hashlib.sha256((path / name).read_bytes()).hexdigest()
+        for name in _CONTENT_FILES
+        if (path / name).is_file()
+    }
+    model = _read_json(path / _MODEL_FILE)
+    content["media tokens"] = {kind: _media_token_id(model, kind) for kind in get_args(MediaKind)}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    file = path / TOKENIZER_FILE
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        slow = [name for name in _SLOW_FILES if (path / name).exists()]
+        if not slow:
+            raise DataError(
+                f"data.tokenizer: {path} has no {TOKENIZER_FILE}; expected the folder of a Hugging Face model, or the "
+                "path of a `tokenizers` JSON file"
+            ) from None
+        raise DataError(
+            f"data.tokenizer: {path} has {', '.join(slow)}, but no {TOKENIZER_FILE}; convert the tokenizer once, with "
+            'the packages transformers and sentencepiece: python -c "from transformers import AutoTokenizer; '
+            f"AutoTokenizer.from_pretrained('{path}').save_pretrained('{path}')\""
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.tokenizer: {file} cannot be read: {error}") from None
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception for whatever it cannot parse
+        raise DataError(f"data.tokenizer: {file}: not a `tokenizers` JSON file: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a file; an empty one if there is no such file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"data.tokenizer: {file} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise DataError(f"data.tokenizer: {file}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tokens that a file gives names, such as `eos_token`: texts, or objects with the text as `content`."""
+    extra = config.get("extra_special_tokens")
+    entries = {**config, **(extra if isinstance(extra, dict) else {})}
+    named = {name: _token_text(value) for name, value in entries.items() if name.endswith("_token")}
+    return {name: text for name, text in named.items() if text}
+
+
+def _token_text(value: object) -> str:
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _add_tokens(tokenizer: Tokenizer, path: Path, config: Mapping[str, Any], named_tokens: Mapping[str, str]) -> None:
+    """Add the tokens that other files of the folder add to `tokenizer.json`, with the ids that they state."""
+    declared: dict[int, AddedToken] = {}
+    entries = config.get("added_tokens_decoder")
+    if isinstance(entries, dict):
+        for token_id, entry in entries.items():
+            if not str(token_id).isdigit() or not _token_text(entry):
+                raise DataError(
+                    f"data.tokenizer: {path / CONFIG_FILE}: `added_tokens_decoder` has the entry {token_id!r}: "
+                    f"{entry!r}; expected the id of a token, and an object with its `content`"
+                )
+            declared[int(token_id)] = _added_token(entry)
+    else:
+        for text, token_id in _read_json(path / _ADDED_TOKENS_FILE).items():
+            if type(token_id) is not int:
+                raise DataError(f"data.tokenizer: {path / _ADDED_TOKENS_FILE}: {text!r} has the id {token_id!r}")
+            special = text in named_tokens.values()
+            declared[token_id] = AddedToken(text, normalized=not special, special=special)
+    present = tokenizer.get_added_tokens_decoder()
+    for token_id, token in sorted(declared.items(), key=lambda entry: entry[0]):
+        if token_id in present and present[token_id].content == token.content:
+            continue
+        tokenizer.add_tokens([token])
+        actual = tokenizer.token_to_id(token.content)
+        if actual != token_id:
+            raise DataError(
+                f"data.tokenizer: {path}: the token {token.content!r} has the id {token_id} in {CONFIG_FILE} or "
+                f"{_ADDED_TOKENS_FILE}, but {actual} with {TOKENIZER_FILE}; save the tokenizer again with transformers"
+            )
+
+
+def _added_token(entry: Mapping[str, Any]) -> AddedToken:
+    flags = {name: entry.get(name) is True for name in ("single_word", "lstrip", "rstrip", "special")}
+    normalized = entry.get("normalized", not flags["special"]) is True
+    return AddedToken(_token_text(entry), normalized=normalized, **flags)
+
+
+def _find_template(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the folder's chat template and what messages call it."""
+    file = path / TEMPLATE_FILE
+    try:
+        return file.read_text(encoding="utf-8"), str(file)
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.tokenizer: {file} cannot be read: {error}") from None
+    for name, content in ((_TEMPLATE_JSON_FILE, _read_json(path / _TEMPLATE_JSON_FILE)), (CONFIG_FILE, config)):
+        template = content.get("chat_template")
+        if isinstance(template, str):
+            return template, f"{path / name} (chat_template)"
+        if isinstance(template, list):
+            return _choose_template(template, f"{path / name} (chat_template)")
+    raise DataError(
+        f"data.tokenizer: {path} has no chat template; put the one that your model was trained with into "
+        f"{TEMPLATE_FILE} there (instruction-tuned versions of a model have one, base versions mostly do not)"
+    )
+
+
+def _choose_template(templates: list[Any], name: str) -> tuple[str, str]:
+    """Return the template named `default` of several."""
+    by_name = {
+        entry["name"]: entry["template"]
+        for entry in templates
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+    }
+    if _DEFAULT_TEMPLATE not in by_name:
+        names = ", ".join(sorted(by_name)) or "none"
+        raise DataError(
+            f"data.tokenizer: {name} lists templates named {names}, but none named `{_DEFAULT_TEMPLATE}`; put the one "
+            f"to train with into {TEMPLATE_FILE}"
+        )
+    return by_name[_DEFAULT_TEMPLATE], f"{name}, template `{_DEFAULT_TEMPLATE}`"
+
+
+def _end_ids(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, str]) -> frozenset[int]:
+    """Return the ids at which generation ends: those of `generation_config.json`, else the end of a sequence."""
+    ids = _read_json(path / _GENERATION_FILE).get("eos_token_id")
+    if ids is None:
+        end_id = tokenizer.token_to_id(named_tokens.get("eos_token", ""))
+        return frozenset() if end_id is None else frozenset({end_id})
+    listed = ids if isinstance(ids, list) else [ids]
+    bad = [token_id for token_id in listed if type(token_id) is not int or tokenizer.id_to_token(token_id) is None]
+    if bad:
+        raise DataError(
+            f"data.tokenizer: {path / _GENERATION_FILE}: `eos_token_id` is {ids}, but {TOKENIZER_FILE} has no token "
+            f"with the id {bad[0]}"
+        )
+    return frozenset(listed)
+
+
+def _media_tokens(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, str]) -> dict[MediaKind, str]:
+    """Return for kinds of media the token that the folder names as their placeholder."""
+    model = _read_json(path / _MODEL_FILE)
+    tokens: dict[MediaKind, str] = {}
+    for kind in get_args(MediaKind):
+        token_id = _media_token_id(model, kind)
+        by_id = None if token_id is None else tokenizer.id_to_token(token_id)
+        token = by_id or named_tokens.get(f"{kind}_token")
+        if token_id is not None and by_id is None:
+            raise DataError(
+                f"data.tokenizer: {path / _MODEL_FILE} names the token {token_id} for {kind} features, which "
+                f"{TOKENIZER_FILE} lacks; take both files from the same model"
+            )
+        if token:
+            tokens[kind] = token
+    return tokens
+
+
+def _media_token_id(model: Mapping[str, Any], kind: str) -> int | None:
+    """Return the id that `config.json` names for the features of a kind of media; families name it differently."""
+    for key in (f"{kind}_token_id", f"{kind}_token_index"):
+        if type(model.get(key)) is int:
+            return int(model[key])
+    return None

@@ -1,0 +1,374 @@
+"""Small model folders, tokenizer and template: those of well-known families in shape, written and trained here."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from mmtrain.data.text import token_counter
+
+CHATML = """
+{%- if messages[0].role == 'system' -%}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' -}}
+{%- else -%}
+    {{- '<|im_start|>system\\nBe helpful.<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message.role == 'assistant' -%}
+        {{- '<|im_start|>assistant\\n' -}}{#START#}{{- message.content + '<|im_end|>' -}}{#END#}{{- '\\n' -}}
+    {%- elif not (loop.first and message.role == 'system') -%}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+CHATML_WITH_MEDIA = """
+{%- if messages[0].role != 'system' -%}
+    {{- '<|im_start|>system\\nBe helpful.<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\\n' -}}
+    {%- if message.role == 'assistant' -%}
+        {#START#}{{- message.content + '<|im_end|>' -}}{#END#}{{- '\\n' -}}
+        {%- continue -%}
+    {%- endif -%}
+    {%- if message.content is string -%}
+        {{- message.content -}}
+    {%- else -%}
+        {%- for part in message.content -%}
+            {%- if part.type == 'image' -%}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+            {%- elif part.type == 'video' -%}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+            {%- else -%}
+                {{- part.text -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+# Thoughts are shown in the last answer only, so that earlier answers change when later turns come.
+THINKING = """
+{%- set ns = namespace(last_question=-1) -%}
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}{%- set ns.last_question = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+    {%- set text = message.content -%}
+    {{- '<|im_start|>' + message.role + '\\n' -}}
+    {%- if message.role == 'assistant' -%}
+        {%- set thought = '' -%}
+        {%- if '</think>' in text -%}
+            {%- set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') -%}
+            {%- set text = text.split('</think>')[-1].lstrip('\\n') -%}
+        {%- endif -%}
+        {%- set thought = '<think>\\n' + thought + '\\n</think>\\n\\n' if loop.index0 > ns.last_question else '' -%}
+        {#START#}{{- thought + text + '<|im_end|>' -}}{#END#}{{- '\\n' -}}
+    {%- else -%}
+        {{- text + '<|im_end|>\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+LLAMA3 = """
+{{- bos_token -}}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set system = messages[0]['content'] | trim -%}
+    {%- set rest = messages[1:] -%}
+{%- else -%}
+    {%- set system = '' -%}
+    {%- set rest = messages -%}
+{%- endif -%}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: ' + strftime_now('%d %b %Y') + '\\n\\n' -}}
+{{- system + '<|eot_id|>' -}}
+{%- for message in rest -%}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' -}}
+    {%- if message['role'] == 'assistant' -%}
+        {#START#}{{- message['content'] | trim + '<|eot_id|>' -}}{#END#}
+    {%- else -%}
+        {{- message['content'] | trim + '<|eot_id|>' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}
+"""
+# The system text stands in the last question, so that earlier questions change when later ones come.
+MISTRAL = """
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set system = messages[0]['content'] -%}
+    {%- set rest = messages[1:] -%}
+{%- else -%}
+    {%- set rest = messages -%}
+{%- endif -%}
+{{- bos_token -}}
+{%- for message in rest -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{- raise_exception('Roles must alternate, from user to assistant.') -}}
+    {%- endif -%}
+    {%- if message['role'] == 'user' -%}
+        {%- if system is defined and (loop.last or loop.index0 == rest | length - 2) -%}
+            {{- '[INST] ' + system + '\\n\\n' + message['content'] + ' [/INST]' -}}
+        {%- else -%}
+            {{- '[INST] ' + message['content'] + ' [/INST]' -}}
+        {%- endif -%}
+    {%- else -%}
+        {#START#}{{- ' ' + message['content'] + eos_token -}}{#END#}
+    {%- endif -%}
+{%- endfor -%}
+"""
+LLAVA = """
+{%- for message in messages %}
+{%- if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}
+{%- for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\\n' }}{% endfor %}
+{%- for part in message['content'] | selectattr('type', 'equalto', 'text') %}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{ part['text'] + ' ' }}{% endgeneration %}
+{%- else %}{{ part['text'] + ' ' }}{% endif %}
+{%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}
+"""
+VICUNA = """
+{%- if messages[0]['role'] != 'system' %}{{ 'A chat with a polite assistant. ' }}{% endif %}
+{%- for message in messages %}
+{%- if message['role'] == 'system' %}{{ message['content'] | trim + ' ' }}
+{%- elif message['role'] == 'user' %}{{ 'USER: ' + message['content'] | trim + ' ' }}
+{%- else %}{{ 'ASSISTANT:' }}{#START#}{{ ' ' + message['content'] | trim + eos_token }}{#END#}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}
+"""
+GEMMA = """
+{{- bos_token -}}
+{%- if messages[0]['role'] == 'system' -%}{{- raise_exception('System role not supported') -}}{%- endif -%}
+{%- for message in messages -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{- raise_exception('Conversation roles must alternate') -}}
+    {%- endif -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {{- '<start_of_turn>' + role + '\\n' -}}
+    {%- if role == 'model' -%}
+        {#START#}{{- message['content'] | trim + '<end_of_turn>' -}}{#END#}{{- '\\n' -}}
+    {%- else -%}
+        {{- message['content'] | trim + '<end_of_turn>\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<start_of_turn>model\\n' -}}{%- endif -%}
+"""
+WORDS = [
+    "what",
+    "colour",
+    "is",
+    "the",
+    "circle",
+    "left",
+    "of",
+    "a",
+    "square",
+    "answer",
+    "red",
+    "green",
+    "assistant",
+    "user",
+    "system",
+    "how",
+    "many",
+    "café",
+    "12",
+    "345",
+    "1999",
+    "'",
+    "'s",
+    "don't",
+    "I'll",
+    "we're",
+    "...",
+    "!?",
+    "--",
+    "->",
+    "USER:",
+    "ASSISTANT:",
+    "[INST]",
+    "<b>",
+    "</b>",
+    "北京",
+    "天气",
+    "好",
+    "naïve",
+    "Ünder",
+    "🙂",
+    "\xa0",
+    "é",
+    "＜ﬁ＞",
+]
+
+
+# Comments in the templates show where answers start and end. This is what a judge may know, and mmtrain may not.
+MARK_ANSWERS = {"{#START#}": "{%- generation -%}", "{#END#}": "{%- endgeneration -%}"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to make the folder of a family."""
+
+    template: str
+    train: Callable[[list[str]], Tokenizer]  # special tokens -> tokenizer
+    special: tuple[str, ...]
+    named: dict[str, str]  # names of special tokens
+    media: tuple[str, ...] = ()  # kinds that the template takes as parts
+    has_system: bool = True
+    answers_end_with: str = ""
+    thinks: bool = False
+
+
+def byte_level(
+    pattern: str | None, normalizer: normalizers.Normalizer | None = None
+) -> Callable[[list[str]], Tokenizer]:
+    """Return a trainer of byte-level BPE, with a pre-tokenizer as GPT-2 (None), Qwen2 or Llama 3 have it."""
+
+    def train(special: list[str]) -> Tokenizer:
+        tokenizer = Tokenizer(models.BPE())
+        if normalizer is not None:
+            tokenizer.normalizer = normalizer
+        by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+        split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, by_bytes])
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+        tokenizer.train_from_iterator(_corpus(), trainer)
+        tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+        return tokenizer
+
+    return train
+
+
+def llama2(special: list[str]) -> Tokenizer:
+    """Train BPE with byte fallback over the whole text, spaces written as `▁`, as Llama 2 has it."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    first = ["<unk>", *special, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=first, show_progress=False)
+    tokenizer.train_from_iterator((word for line in _corpus() for word in line.split(" ")), trainer)
+    content = json.loads(tokenizer.to_str())
+    names = {"<unk>", *special}
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in names]
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def metaspace(special: list[str]) -> Tokenizer:
+    """Train a Unigram model with byte fallback that marks the first word of the whole text only, as T5 and Llama do."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.UnigramTrainer(vocab_size=500, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(_corpus(), trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    return tokenizer
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family(
+        CHATML,
+        byte_level(token_counter._QWEN2_PATTERN, normalizers.NFC()),
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+        answers_end_with="<|im_end|>",
+    ),
+    "qwen2_vl": Family(
+        CHATML_WITH_MEDIA,
+        byte_level(token_counter._QWEN2_PATTERN, normalizers.NFC()),
+        (
+            *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+            *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+        ),
+        {"eos_token": "<|im_end|>", "image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        media=("image", "video"),
+        answers_end_with="<|im_end|>",
+    ),
+    "thinking": Family(
+        THINKING,
+        byte_level(token_counter._QWEN2_PATTERN, normalizers.NFC()),
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        {"eos_token": "<|im_end|>"},
+        answers_end_with="<|im_end|>",
+        thinks=True,
+    ),
+    "llama3": Family(
+        LLAMA3,
+        byte_level(token_counter._LLAMA3_PATTERN),
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+        answers_end_with="<|eot_id|>",
+    ),
+    "gpt2_chatml": Family(
+        CHATML,
+        byte_level(None),
+        ("<|im_start|>", "<|im_end|>"),
+        {"eos_token": "<|im_end|>"},
+        answers_end_with="<|im_end|>",
+    ),
+    "mistral": Family(
+        MISTRAL, llama2, ("<s>", "</s>"), {"bos_token": "<s>", "eos_token": "</s>"}, answers_end_with="</s>"
+    ),
+    "llava": Family(
+        LLAVA,
+        llama2,
+        ("<s>", "</s>", "<image>"),
+        {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>"},
+        media=("image",),
+    ),
+    "vicuna": Family(
+        VICUNA, llama2, ("<s>", "</s>"), {"bos_token": "<s>", "eos_token": "</s>"}, answers_end_with="</s>"
+    ),
+    "gemma": Family(
+        GEMMA,
+        metaspace,
+        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+        {"bos_token": "<bos>", "eos_token": "<eos>"},
+        has_system=False,
+        answers_end_with="<end_of_turn>",
+    ),
+}
+
+
+def write_folder(path: Path, family: Family, **changes: object) -> Path:
+    """Write the folder of a family; `changes` replace entries of `tokenizer_config.json`, None removes them."""
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer = family.train(list(family.special))
+    if family.thinks:  # as Qwen3 has it: tokens that texts may spell
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>")])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": family.template,
+        **family.named,
+    } | changes
+    entries = {name: value for name, value in config.items() if value is not None}
+    (path / "tokenizer_config.json").write_text(json.dumps(entries))
+    return path
+
+
+def draw_text(random: Random, max_words: int = 8) -> str:
+    """Draw words with several kinds of space before, between and after them."""
+    spaces = ("", " ", " ", " ", "  ", "\n", "\n\n", "\t", " \n")
+    words = [random.choice(spaces) + random.choice(WORDS) for _ in range(random.randint(1, max_words))]
+    return "".join(words) + random.choice(("", "", "", " ", "\n", "."))
+
+
+def _corpus() -> Iterator[str]:
+    random = Random(0)
+    for _ in range(400):
+        yield draw_text(random, 20)

@@ -1,0 +1,156 @@
+"""Conversations through the chat template of a model folder; transformers is the judge."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
+
+from mmtrain.data import Sample, Turn
+from mmtrain.data.media.media_bytes import FileMedia
+from mmtrain.data.text.chat_template import TEMPLATE_DATE
+from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
+from mmtrain.data.text.template_tokenizer import TemplateTokenizer
+from tests.data.model_folders import FAMILIES, MARK_ANSWERS, Family, draw_text, write_folder
+
+NUM_CONVERSATIONS = 500  # of each family in the slow tests; the quick ones draw the first 30 of them
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A conversation as mmtrain reads it, and as transformers does."""
+
+    sample: Sample
+    features: dict[str, list[int]]
+    messages: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family's folder, opened by both."""
+
+    family: Family
+    folder: Path
+    tokenizer: TemplateTokenizer
+    judge: PreTrainedTokenizerFast
+    marking_judge: PreTrainedTokenizerFast  # whose template marks the answers
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    family = FAMILIES[request.param]
+    folder = write_folder(tmp_path_factory.mktemp(request.param), family)
+    marked = family.template
+    for comment, tag in MARK_ANSWERS.items():
+        marked = marked.replace(comment, tag)
+    judges = [PreTrainedTokenizerFast.from_pretrained(folder) for _ in range(2)]
+    judges[1].chat_template = marked
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: TEMPLATE_DATE))
+        yield Case(family, folder, TemplateTokenizer.load(folder), *judges)
+
+
+def draw(case: Case, random: Random) -> Drawn:
+    family = case.family
+    turns: list[Turn] = []
+    messages: list[dict[str, Any]] = []
+    features: list[int] = []
+    media: dict[str, list[FileMedia]] = {"image": [], "video": []}
+    as_parts = bool(family.media) and "message.content is string" not in family.template
+
+    def add(role: str, parts: list[str]) -> None:
+        """Add a message; its parts are texts and kinds of media."""
+        text = "".join(f"<{part}>" if part in family.media else part for part in parts)
+        turns.append(Turn(role, text))  # type: ignore[arg-type]
+        contents = [{"type": p} if p in family.media else {"type": "text", "text": p} for p in parts]
+        is_text = not as_parts and not any(part in family.media for part in parts)
+        messages.append({"role": role, "content": text if is_text else contents})
+
+    if family.has_system and random.random() < 0.5:
+        add("system", [draw_text(random)])
+    for _ in range(random.randint(1, 4)):
+        parts = [draw_text(random)]
+        for _ in range(random.randint(0, 3) if family.media else 0):
+            kind = random.choice(family.media)
+            media[kind].append(FileMedia("x.png"))
+            features.append(random.randint(1, 9))
+            parts = [parts[0].strip(), kind, *parts[1:]] if random.random() < 0.5 else [*parts, kind, "and"]
+        add("user", [part for part in parts if part])
+        thought = f"<think>\n{draw_text(random)}\n</think>\n\n" if family.thinks and random.random() < 0.5 else ""
+        add("assistant", [thought + draw_text(random)])
+    images, videos = tuple(media["image"]), tuple(media["video"])
+    sample = Sample("s", "f.json", 0, tuple(turns), images, videos=videos)
+    return Drawn(sample, {"vision": features} if family.media else {}, messages)
+
+
+def expand(case: Case, ids: list[int], features: list[int]) -> np.ndarray:
+    """Repeat the placeholders in a judge's ids, as processors do in their text."""
+    placeholders = {i for tokens in case.tokenizer.item_ids.values() for i in tokens}
+    remaining = iter(features)
+    return np.concatenate([np.full(next(remaining), i) if i in placeholders else np.array([i]) for i in ids])
+
+
+@pytest.mark.parametrize("number", [30, pytest.param(NUM_CONVERSATIONS, marks=pytest.mark.slow)])
+def test_ids_and_labels_are_those_of_transformers(case: Case, number: int) -> None:
+    random = Random(1)
+    count = case.tokenizer.length_counter(10_000)
+    for _ in range(number):
+        drawn = draw(case, random)
+        features = drawn.features.get("vision", [])
+        expected = case.marking_judge.apply_chat_template(drawn.messages, return_assistant_tokens_mask=True)
+        assert expected["input_ids"] == case.judge.apply_chat_template(drawn.messages, return_dict=False)
+        encoded = case.tokenizer.encode(drawn.sample, drawn.features)
+        assert encoded.ids.tolist() == expand(case, expected["input_ids"], features).tolist()
+        is_target = np.array(expected["assistant_masks"], dtype=bool)
+        targets = np.array(expected["input_ids"])[is_target]
+        assert encoded.labels[encoded.labels != IGNORE_INDEX].tolist() == targets.tolist(), drawn
+        positions = np.flatnonzero(encoded.labels != IGNORE_INDEX)
+        assert (encoded.labels[positions] == encoded.ids[positions + 1]).all(), "the label is the next token"
+        assert count(drawn.sample, drawn.features) == (len(encoded.ids), len(targets))
+
+
+def test_prompts_are_those_of_transformers(case: Case) -> None:
+    random = Random(2)
+    for _ in range(30):
+        drawn = draw(case, random)
+        ids = case.judge.apply_chat_template(drawn.messages[:-1], add_generation_prompt=True, return_dict=False)
+        prompt = case.tokenizer.prompt_ids(drawn.sample, drawn.features)
+        assert prompt.tolist() == expand(case, ids, drawn.features.get("vision", [])).tolist()
+
+
+def test_an_answer_ends_with_the_terminator(case: Case) -> None:
+    drawn = draw(case, Random(3))
+    labels = case.tokenizer.encode(drawn.sample, drawn.features).labels
+    last = labels[labels != IGNORE_INDEX][-1]
+    if case.family.answers_end_with:
+        assert case.judge.convert_ids_to_tokens(int(last)) == case.family.answers_end_with
+        assert last in case.tokenizer.end_ids
+    assert case.judge.convert_tokens_to_ids(case.family.named["eos_token"]) in case.tokenizer.end_ids
+
+
+def test_no_text_can_forge_a_special_token(case: Case) -> None:
+    random = Random(4)
+    count = case.tokenizer.length_counter(10_000)
+    special = sorted(case.judge.all_special_ids)
+    for _ in range(30):
+        drawn = draw(case, random)
+        plain = case.tokenizer.encode(drawn.sample, drawn.features)
+        forged_turns = []
+        for turn in drawn.sample.turns:
+            token = random.choice(case.family.special)
+            forged = token if turn.role != "user" or token != "<image>" else "</s>"
+            text = random.choice((f"{turn.text}x{forged}y", f"{forged}x{turn.text}", f"x{forged}x{turn.text}"))
+            forged_turns.append(Turn(turn.role, text))
+        forged_sample = replace(drawn.sample, turns=tuple(forged_turns))
+        encoded = case.tokenizer.encode(forged_sample, drawn.features)
+        for ids in (encoded.ids, encoded.labels):
+            before = plain.ids if ids is encoded.ids else plain.labels
+            assert ids[np.isin(ids, special)].tolist() == before[np.isin(before, special)].tolist()
+        targets = int((encoded.labels != IGNORE_INDEX).sum())
+        assert count(forged_sample, drawn.features) == (len(encoded.ids), targets)
