@@ -10,6 +10,14 @@ LOCK_FILE = "run.lock"
 
 
 @dataclass(frozen=True)
+class ProcessIdentity:
+    """A process of one machine."""
+
+    pid: int
+    start: str  # tells it from a later one with the same pid
+
+
+@dataclass(frozen=True)
 class FolderOwner:
     """The content of `run.lock`: the process that owns the folder, or owned it last."""
 
@@ -21,6 +29,19 @@ class FolderOwner:
     process_start: str  # tells the process from a later one with the same pid
     since: str  # for people
     released: bool = False
+    # The launcher that starts the ranks again after a failure (--max-restarts), and keeps the folder meanwhile.
+    launcher_pid: int | None = None
+    launcher_start: str = ""
+
+    @property
+    def process(self) -> ProcessIdentity:
+        """The owner itself."""
+        return ProcessIdentity(self.pid, self.process_start)
+
+    @property
+    def launcher(self) -> ProcessIdentity | None:
+        """The launcher that keeps the folder while no rank runs; None if nobody does."""
+        return None if self.launcher_pid is None else ProcessIdentity(self.launcher_pid, self.launcher_start)
 
     def to_text(self) -> str:
         """Name the process for the user."""

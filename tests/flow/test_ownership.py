@@ -4,21 +4,26 @@ import os
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mmtrain.checkpoint import find, verify
+from mmtrain.errors import UserError
 from mmtrain.program import Action
 from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.resilience.failures import FAILURES_FOLDER
 from mmtrain.runtime.resilience.folder_lock import FolderLock, may_be_owned
+from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.run_owner import LOCK_FILE, read_owner
 from mmtrain.runtime.run_state import read_run_state
-from tests.distributed import RanksFailed
+from mmtrain.runtime.training import local_restarts
+from mmtrain.runtime.training.train_request import TrainRequest
+from tests.distributed import RanksFailed, fork_ranks
 from tests.faults import FailAt
-from tests.flow.runs import NUM_STEPS, assert_same_end, launch, poll, request_for, run_all
+from tests.flow.runs import NUM_STEPS, assert_same_end, launch, launch_here, poll, request_for, run_all
 
 END_S = 20  # how long orphans may take to finish their step and save
 
@@ -44,6 +49,33 @@ def test_a_folder_can_be_taken_by_force(data: Path, tmp_path: Path) -> None:
     assert owner.released
 
 
+def _launch_and_try_to_take(_rank: int, _size: int, scratch: Path, request: TrainRequest) -> list[str]:
+    """Launch a run whose rank is killed; return what another run hears that tries to take the folder meanwhile."""
+    heard = []
+
+    def launch_ranks(*arguments: Any, **options: Any) -> None:
+        if (scratch / "killed").exists():
+            try:
+                with FolderLock(request.run_dir) as other:
+                    other.claim()
+                heard.append("taken")
+            except UserError as error:
+                heard.append(str(error))
+        launch_local(*arguments, **options)
+
+    local_restarts.launch_local = launch_ranks  # type: ignore[attr-defined]
+    assert launch_here(replace(request, faults=FailAt(0, 1, "kill", once=scratch / "killed"))) == (0, "")
+    return heard
+
+
+def test_the_folder_stays_taken_while_ranks_are_started_again(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.steps=3", max_restarts=1)
+    [[refusal]] = fork_ranks(1, _launch_and_try_to_take, request)
+    assert refusal.startswith(f"{tmp_path} is in use by process ")
+    with FolderLock(tmp_path) as later:
+        later.claim()
+
+
 @dataclass
 class _TakeFolder(FaultPoints):
     """Another run takes the folder by force in a step (from 0)."""
@@ -63,11 +95,16 @@ class _TakeFolder(FaultPoints):
             self._other.claim(force=True)
 
 
-def test_a_run_that_lost_its_folder_saves_nothing_there(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("step", "saved"), [pytest.param(2, [2], marks=pytest.mark.slow), (NUM_STEPS - 1, [4, 2])], ids=["middle", "last"]
+)
+def test_a_run_that_lost_its_folder_saves_nothing_there(
+    data: Path, tmp_path: Path, step: int, saved: list[int]
+) -> None:
     request = request_for(data, tmp_path, "train.checkpoint.async_save=false")
-    for message in run_all(request, request, faults=_TakeFolder(tmp_path, NUM_STEPS - 1)):
+    for message in run_all(request, request, faults=_TakeFolder(tmp_path, step)):
         assert f"{tmp_path} was taken over by process" in message
-    assert [folder.name for folder in find(tmp_path / CHECKPOINTS_FOLDER)] == ["step-00000004", "step-00000002"]
+    assert [folder.name for folder in find(tmp_path / CHECKPOINTS_FOLDER)] == [f"step-{n:08d}" for n in saved]
     assert not list((tmp_path / CHECKPOINTS_FOLDER).glob("draft-*"))
     assert read_run_state(tmp_path)["status"] == "running", "nothing is said about the run that took the folder"
     assert not (tmp_path / FAILURES_FOLDER).exists()

@@ -15,7 +15,7 @@ import pytest
 
 from mmtrain.errors import FolderTaken, RunError, UserError
 from mmtrain.runtime.resilience import folder_lock
-from mmtrain.runtime.resilience.folder_lock import FolderLock, Lease, may_be_owned
+from mmtrain.runtime.resilience.folder_lock import FolderKeeper, FolderLock, Lease, may_be_owned
 from mmtrain.runtime.run_owner import LOCK_FILE, FolderOwner, read_owner
 from tests.full_disk import full_disk
 
@@ -72,6 +72,20 @@ def test_a_folder_given_back_keeps_the_id_of_its_run(tmp_path: Path) -> None:
             claims.append(lock.claim())
     assert claims[0].run_id == claims[1].run_id
     assert claims[0].claim_id != claims[1].claim_id
+
+
+def test_a_launcher_keeps_the_folder_after_a_rank_has_failed(tmp_path: Path) -> None:
+    with FolderKeeper(tmp_path) as keeper:
+        for _ in range(2):
+            with FolderLock(tmp_path, launcher=keeper.identity) as rank:
+                rank.claim()
+                rank.close(has_failed=True)
+            _write(tmp_path, replace(_owner(tmp_path), process_start="1"))  # the rank is gone
+            with FolderLock(tmp_path) as other, pytest.raises(UserError, match=f"in use by process {os.getpid()} on"):
+                other.claim()
+        assert not may_be_owned(tmp_path), "the launcher does not count itself"
+    with FolderLock(tmp_path) as other:
+        other.claim()
 
 
 @pytest.mark.parametrize("locks", [True, False])

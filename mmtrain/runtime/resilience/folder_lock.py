@@ -3,6 +3,9 @@
 Three things say whether the owner named in `run.lock` is alive. A lock of the operating system, where the file system
 has one, is exact and ends with the process, however that ends. On the same machine the pid and the start time of the
 process are as exact. On another machine nothing but the lease is left: the owner touches the file every few seconds.
+
+A launcher that starts its ranks again after a failure keeps the folder between two starts, when no rank does: the owner
+names it, and counts as alive while it is.
 """
 
 import contextlib
@@ -21,7 +24,7 @@ from typing import Self
 
 from mmtrain.durable_files import disk_errors_named
 from mmtrain.errors import UserError
-from mmtrain.runtime.run_owner import LOCK_FILE, FolderClaim, FolderOwner, read_owner
+from mmtrain.runtime.run_owner import LOCK_FILE, FolderClaim, FolderOwner, ProcessIdentity, read_owner
 
 # Clocks of two nodes of a cluster never differ by this much; a file that was touched longer ago needs no watching.
 MAX_CLOCK_DIFFERENCE_S = 600.0
@@ -47,8 +50,16 @@ class FolderLock:
     The main thread may hang: the folder is still owned until the process is gone, since what hangs may go on later.
     """
 
-    def __init__(self, run_dir: Path, notify: Callable[[str], None] = print, lease: Lease | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        notify: Callable[[str], None] = print,
+        lease: Lease | None = None,
+        launcher: ProcessIdentity | None = None,
+    ) -> None:
+        """Prepare to own `run_dir`; `launcher` is the process that keeps the folder after a failure of this one."""
         self._run_dir, self._path = run_dir, run_dir / LOCK_FILE
+        self._launcher = launcher
         self._notify, self._lease = notify, lease or Lease()
         self._file: int | None = None
         self._owner: FolderOwner | None = None  # this process, once it owns the folder
@@ -60,8 +71,8 @@ class FolderLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        self.close(has_failed=error_type is not None)
 
     def claim(self, force: bool = False) -> FolderClaim:
         """Take the folder, which must exist; with `force`, also from an owner that is alive.
@@ -69,28 +80,34 @@ class FolderLock:
         Raises UserError that names an owner that is alive, and RunError when the lock file cannot be written.
         """
         with disk_errors_named(self._run_dir):
+            before = read_owner(self._run_dir)
+            # Before taking the lock, which the launcher's next rank 0 must find free.
+            if not force and self._is_kept(before):
+                raise UserError(_in_use(self._run_dir, before))
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             is_free = self._take_os_lock()
             before = read_owner(self._run_dir)
-            if not force and (not is_free or self._is_alive(before)):
+            if not force and (not is_free or self._is_kept(before) or self._is_alive(before)):
                 raise UserError(_in_use(self._run_dir, before))
             # The run that force takes the folder from may be alive, so that its drafts are not ours.
             run_id = before.run_id if before is not None and not force else uuid.uuid4().hex[:8]
-            owner = _this_process(run_id)
-            self._write(owner)
+            owner = _new_owner(run_id, self._launcher)
+            _write_owner(self._file, self._path, owner)
         self._owner = owner
         self._thread.start()
         return FolderClaim(self._run_dir, owner.run_id, owner.claim_id)
 
-    def close(self) -> None:
-        """Give the folder back, if this process owns it."""
+    def close(self, has_failed: bool = False) -> None:
+        """Give the folder back, if this process owns it; after a failure to the launcher, if that keeps it."""
         if self._owner is not None:
             self._closed.set()
             self._thread.join()
+            is_kept = has_failed and self._launcher is not None
             # On a disk that fails now, the next run sees that this process is gone.
             with contextlib.suppress(OSError):
-                if FolderClaim(self._run_dir, self._owner.run_id, self._owner.claim_id).is_held():
-                    self._write(replace(self._owner, released=True))
+                if FolderClaim(self._run_dir, self._owner.run_id, self._owner.claim_id).is_held() and not is_kept:
+                    assert self._file is not None
+                    _write_owner(self._file, self._path, replace(self._owner, released=True))
             self._owner = None
         if self._file is not None:
             os.close(self._file)
@@ -113,6 +130,12 @@ class FolderLock:
         self._has_os_lock = True
         return True
 
+    def _is_kept(self, owner: FolderOwner | None) -> bool:
+        """Return whether a launcher on this machine, other than ours, keeps the folder for its ranks."""
+        if owner is None or owner.released or owner.launcher is None or owner.launcher == self._launcher:
+            return False
+        return owner.machine == _machine() and _is_running(owner.launcher)
+
     def _is_alive(self, owner: FolderOwner | None) -> bool:
         """Return whether the owner named in the lock file, on which no other process here holds a lock, is alive."""
         if owner is None:
@@ -122,7 +145,7 @@ class FolderLock:
             return False
         machine = _machine()
         if machine is not None and owner.machine == machine:
-            return _process_start(owner.pid) == owner.process_start
+            return _is_running(owner.process)
         self._notify(
             f"mmtrain: {self._run_dir} belongs to {owner.to_text()}; waiting up to {self._lease.duration_s:.0f} s for "
             "a sign of life from there"
@@ -164,27 +187,59 @@ class FolderLock:
                 if not self._has_os_lock:  # its holder, from whom we were told to take the folder, may have ended
                     self._take_os_lock()
 
-    def _write(self, owner: FolderOwner) -> None:
-        """Write the owner into the file, never a new file in its place: the lock is on this one."""
-        assert self._file is not None
-        content = owner.to_bytes()
-        try:
-            os.pwrite(self._file, content, 0)
-            os.ftruncate(self._file, len(content))
-            os.fsync(self._file)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+class FolderKeeper:
+    """The launcher's part in owning a folder: between two starts of its ranks nobody else takes it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self.identity = run_dir, this_process()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Give the folder back, which no rank uses any more."""
+        owner = read_owner(self._run_dir)
+        if owner is None or owner.released or owner.launcher != self.identity:
+            return
+        path = self._run_dir / LOCK_FILE
+        # On a disk that fails now, the next run sees that this process is gone.
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDWR)
+            try:
+                _write_owner(file, path, replace(owner, released=True))
+            finally:
+                os.close(file)
+
+
+def _write_owner(file: int, path: Path, owner: FolderOwner) -> None:
+    """Write the owner into the open file, never a new file in its place: the lock is on this one."""
+    content = owner.to_bytes()
+    try:
+        os.pwrite(file, content, 0)
+        os.ftruncate(file, len(content))
+        os.fsync(file)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def may_be_owned(run_dir: Path) -> bool:
-    """Return whether a run may be alive in this folder: one of this machine is, or one of another machine was."""
+    """Return whether a run may be alive in this folder: one of this machine is, or one of another machine was.
+
+    A launcher that calls this does not count itself.
+    """
     owner = read_owner(run_dir)
     if owner is None or owner.released:
         return False
-    return owner.machine != _machine() or _process_start(owner.pid) == owner.process_start
+    if owner.machine != _machine() or _is_running(owner.process):
+        return True
+    return owner.launcher is not None and owner.launcher != this_process() and _is_running(owner.launcher)
 
 
 def _in_use(run_dir: Path, owner: FolderOwner | None) -> str:
+    if owner is not None and owner.launcher is not None and owner.machine == _machine():
+        # It stops the ranks too, and there are none between two of their starts.
+        owner = replace(owner, pid=owner.launcher.pid)
     name = "another process" if owner is None or owner.released else owner.to_text()
     stop = "stop it" if owner is None else f"stop it (`kill {owner.pid}` on {owner.host} makes it save first)"
     return (
@@ -193,15 +248,28 @@ def _in_use(run_dir: Path, owner: FolderOwner | None) -> str:
     )
 
 
-def _this_process(run_id: str) -> FolderOwner:
+def this_process() -> ProcessIdentity:
+    """Return what this process is known by on this machine."""
+    return ProcessIdentity(os.getpid(), _process_start(os.getpid()) or "")
+
+
+def _is_running(process: ProcessIdentity) -> bool:
+    return _process_start(process.pid) == process.start
+
+
+def _new_owner(run_id: str, launcher: ProcessIdentity | None) -> FolderOwner:
+    """Return a claim of this process."""
+    process = this_process()
     return FolderOwner(
         run_id=run_id,
         claim_id=uuid.uuid4().hex[:12],
         host=socket.gethostname(),
         machine=_machine() or "",
-        pid=os.getpid(),
-        process_start=_process_start(os.getpid()) or "",
+        pid=process.pid,
+        process_start=process.start,
         since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        launcher_pid=None if launcher is None else launcher.pid,
+        launcher_start="" if launcher is None else launcher.start,
     )
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from mmtrain.checkpoint import find
 from mmtrain.errors import RankDied, RunError
 from mmtrain.runtime.resilience.failures import explain_failures, read_failures
-from mmtrain.runtime.resilience.folder_lock import may_be_owned
+from mmtrain.runtime.resilience.folder_lock import FolderKeeper, may_be_owned
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.resilience.usable_devices import VISIBLE_DEVICES, find_usable_devices, given_devices
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
@@ -20,7 +20,17 @@ from mmtrain.runtime.world import Address
 
 
 def launch_with_restarts(request: TrainRequest, train_rank: Callable[[TrainRequest, Address], None]) -> None:
-    """Start the ranks; after a failure start them again from the newest good checkpoint, as often as allowed."""
+    """Start the ranks; after a failure start them again from the newest good checkpoint, as often as allowed.
+
+    No other run can take the folder between two starts.
+    """
+    with FolderKeeper(request.run_dir) as keeper:
+        if request.max_restarts:
+            request = replace(request, restarting_launcher=keeper.identity)
+        _launch(request, train_rank)
+
+
+def _launch(request: TrainRequest, train_rank: Callable[[TrainRequest, Address], None]) -> None:
     # The ranks refuse a folder with checkpoints of another run; a restart must not turn that into resuming it.
     holds_other_run = not request.resume and bool(find(request.run_dir / CHECKPOINTS_FOLDER))
     num_restarts_left = 0 if holds_other_run else request.max_restarts

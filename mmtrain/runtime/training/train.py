@@ -142,7 +142,8 @@ def _train(request: TrainRequest, address: Address, world: World, stop: StopSign
     recipe = request.recipe
     require_consensus(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
     activity = Activity(recorder=StepRecorder(clock_for(world.device)))
-    with FolderLock(request.run_dir, partial(print, flush=True)) as lock:  # rank 0 takes it for all
+    notify = partial(print, flush=True)
+    with FolderLock(request.run_dir, notify, launcher=request.restarting_launcher) as lock:  # rank 0 takes it for all
         claim = world.on_first(lambda: claim_run_folder(request, lock))
         with (
             report_failures(claim, world.rank, activity),
@@ -151,7 +152,7 @@ def _train(request: TrainRequest, address: Address, world: World, stop: StopSign
         ):
             patient_world = world.without_timeout()
             activity.start(INDEXING)
-            index = build_index(recipe, notify=partial(print, flush=True))  # one rank reads the data, and prints
+            index = build_index(recipe, notify=notify)  # one rank reads the data, and prints
             require_consensus(
                 patient_world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}}
             )

@@ -8,6 +8,7 @@ from mmtrain.balance import SampleLengths
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.recipe import LoadedRecipe, Recipe
 from mmtrain.runtime.execution.fault_points import FaultPoints
+from mmtrain.runtime.run_owner import ProcessIdentity
 from mmtrain.runtime.training.go_back import GoBack
 
 
@@ -45,6 +46,7 @@ class TrainRequest:
     max_restarts: int = 0  # after failures, of processes that we start
     elastic: bool = False  # go on with another number of ranks than the run had, with plans that are made ahead
     may_be_new: bool = False  # with `resume`: start a run if there is none
+    restarting_launcher: ProcessIdentity | None = None  # the process that does so, and keeps the folder meanwhile
     force_unlock: bool = False  # take the folder from a run that owns it
     faults: FaultPoints = field(default_factory=FaultPoints)
 
