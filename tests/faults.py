@@ -4,10 +4,10 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from mmtrain.checkpoint import LocalStorage, Storage
 from mmtrain.checkpoint.storage import FileSum
 from mmtrain.program import Action, Forward, Step
 from mmtrain.runtime.execution.fault_points import FaultPoints
+from mmtrain.runtime.resilience.signals import STOP_SIGNALS
 
 Kind = Literal[
     "kill",
@@ -29,21 +30,25 @@ Kind = Literal[
     "disk full",
     "slow disk",
     "stuck disk",
-    "kill saving",
-    "signal saving",
     "signal",
     "signal launcher",
+    "close terminal",
 ]
+Phase = Literal["start", "step", "save", "evaluate", "shutdown"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 SLOW_S = 0.3  # that an action of kind `slow` takes longer
 NUM_SLOW_PIECES = 8  # of a file that a slow disk writes
 NUM_PIECES_BEFORE_STUCK = 3
+MAX_SIGNAL_DELAY_S = 20.0  # from a fault outside until this rank gets a signal
+_STOPPING: tuple[Kind, ...] = ("signal", "signal launcher", "close terminal")
+_SURVIVED: tuple[Kind, ...] = ("slow", "exception")  # the latter while a checkpoint is saved
 
 
 @dataclass
 class FailAt(FaultPoints):
     """Injects a fault on `rank` in `step` (from 0; or in each of a range), at the first action of type `action`.
 
-    `nan` replaces the output of the step's forwards; `corrupt`, the kinds of disks and of `saving` concern the
+    `nan` replaces the output of the step's forwards; `corrupt`, the kinds of disks concern the
     checkpoint after `step` steps. `once` is a file that records the fault, so that it does not repeat
     when the run restarts.
     """
@@ -65,23 +70,7 @@ class FailAt(FaultPoints):
         if self.kind in ("nan", *_DISKS) or not isinstance(action, self.action) or not self._due(step):
             return
         self._done_steps.add(step)
-        match self.kind:
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "hang":
-                threading.Event().wait()
-            case "exception":
-                raise ValueError("a failure injected by the test")
-            case "out of memory":
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            case "slow":
-                threading.Event().wait(SLOW_S)
-            case "signal":
-                os.kill(os.getpid(), self.number)
-            case "signal launcher":
-                os.kill(os.getppid(), self.number)
+        _inject(self.kind, self.number)
 
     def forward_output(self, step: int, action: Action, output: Tensor) -> Tensor:
         """See `FaultPoints`."""
@@ -104,6 +93,61 @@ class FailAt(FaultPoints):
 
 
 @dataclass
+class FailInEachPhase(FaultPoints):
+    """Injects a fault on `rank` in each of `phases`, one for each start of the run, or more if the run survives it.
+
+    `start` is just before the first step, `step` in the first step of this start. `save` is while the checkpoint after
+    it is written, `evaluate` in the first validation, and `shutdown` while the last checkpoint is written, after
+    `num_steps`. The files of `folder` name the phases that were reached, so that this works over restarts.
+
+    A fault that stops the run arrives in the phase: the rank waits there until it gets a signal.
+    """
+
+    folder: Path
+    kind: Kind
+    num_steps: int
+    rank: int = 1
+    number: signal.Signals = signal.SIGTERM
+    phases: tuple[Phase, ...] = PHASES
+
+    @property
+    def next_phase(self) -> Phase | None:
+        """The first phase without a fault so far."""
+        return next((phase for phase in self.phases if not (self.folder / phase).exists()), None)
+
+    def start(self, rank: int) -> None:
+        """See `FaultPoints`."""
+        self._phase = self.next_phase if rank == self.rank else None
+        self._has_updated = False
+        self._signalled = threading.Event()
+        if self.kind in _STOPPING and self._phase is not None:
+            for number in STOP_SIGNALS:  # the run's own listener reads signals from a pipe, also with this handler
+                signal.signal(number, lambda *_: self._signalled.set())
+        self._fail_in("start")
+
+    def before_action(self, step: int, action: Action) -> None:
+        """See `FaultPoints`."""
+        if isinstance(action, Step):
+            self._has_updated = True
+        elif isinstance(action, Forward):
+            self._fail_in("evaluate" if self._has_updated else "step")
+
+    def checkpoint_storage(self, step: int) -> Storage:
+        """See `FaultPoints`."""
+        phase: Phase = "shutdown" if step == self.num_steps else "save"
+        return _FailingStorage(lambda: self._fail_in(phase)) if self._phase == phase else LocalStorage()
+
+    def _fail_in(self, phase: Phase) -> None:
+        if self._phase != phase:
+            return
+        (self.folder / phase).touch()
+        self._phase = self.next_phase if self.kind in _SURVIVED else None
+        _inject(self.kind, self.number)
+        if self.kind in _STOPPING:
+            assert self._signalled.wait(MAX_SIGNAL_DELAY_S), "no signal came"
+
+
+@dataclass
 class SignalBeforeSteps(FaultPoints):
     """Signals the process of `rank` before its first step; SIGSTOP does what a debugger or the system would."""
 
@@ -113,28 +157,6 @@ class SignalBeforeSteps(FaultPoints):
     def start(self, rank: int) -> None:
         """See `FaultPoints`."""
         if rank == self.rank:
-            os.kill(os.getpid(), self.number)
-
-
-@dataclass
-class SignalInValidation(FaultPoints):
-    """Signals the process of `rank` in the first forward after the weights of `step` (from 0) were updated; once."""
-
-    rank: int
-    step: int
-    number: signal.Signals
-    once: Path
-
-    def start(self, rank: int) -> None:
-        """See `FaultPoints`."""
-        self._is_here, self._has_updated = rank == self.rank, False
-
-    def before_action(self, step: int, action: Action) -> None:
-        """See `FaultPoints`."""
-        if isinstance(action, Step):
-            self._has_updated = step == self.step
-        elif self._is_here and self._has_updated and isinstance(action, Forward) and not self.once.exists():
-            self.once.touch()
             os.kill(os.getpid(), self.number)
 
 
@@ -195,19 +217,38 @@ class _StuckDisk(LocalStorage):
         return super().write(path, _stuck_after(chunks, NUM_PIECES_BEFORE_STUCK))
 
 
-class _KillsWriter(LocalStorage):
+class _FailingStorage(LocalStorage):
+    def __init__(self, fail: Callable[[], None]) -> None:
+        self._fail = fail
+
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
-        """End the process with half a file."""
-        path.write_bytes(b"".join(bytes(chunk) for chunk in chunks)[:100])
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
+        """Fail with half a file; write it if that is survived."""
+        content = b"".join(bytes(chunk) for chunk in chunks)
+        path.write_bytes(content[: len(content) // 2])
+        self._fail()
+        path.unlink()
+        return super().write(path, [content])
 
 
-class _SignalsWriter(LocalStorage):
-    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
-        """Ask the process to stop, and write the file."""
-        os.kill(os.getpid(), signal.SIGTERM)
-        return super().write(path, chunks)
+def _inject(kind: Kind, number: signal.Signals) -> None:
+    """Do to this process, or to its launcher, what `kind` says."""
+    match kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            threading.Event().wait()
+        case "exception":
+            raise ValueError("a failure injected by the test")
+        case "out of memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        case "slow":
+            threading.Event().wait(SLOW_S)
+        case "signal":
+            os.kill(os.getpid(), number)
+        case "signal launcher":
+            os.kill(os.getppid(), number)
 
 
 def _delayed(chunks: Iterable[bytes | memoryview], count: int, seconds: float) -> Iterator[bytes | memoryview]:
@@ -229,6 +270,4 @@ _DISKS: dict[Kind, type[LocalStorage]] = {
     "corrupt": _BadDisk,
     "slow disk": _SlowDisk,
     "stuck disk": _StuckDisk,
-    "kill saving": _KillsWriter,
-    "signal saving": _SignalsWriter,
 }

@@ -89,10 +89,10 @@ def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read(name, ShardSpec(checkpoint.full_shape(name))) for name in checkpoint.names()}
 
 
-def assert_same_end(run_dir: Path, reference: Path) -> None:
+def assert_same_end(run_dir: Path, reference: Path, num_steps: int = NUM_STEPS) -> None:
     """Assert that both runs ended with the same weights and optimizer state after the same losses, bit for bit."""
     checkpoint, expected = (open_newest_good(run / CHECKPOINTS_FOLDER, refuse) for run in (run_dir, reference))
-    assert checkpoint.step == expected.step == NUM_STEPS
+    assert checkpoint.step == expected.step == num_steps
     assert checkpoint.state == expected.state
     _assert_equal(tensors(checkpoint), tensors(expected))
     assert [s["loss"] for s in read_metrics(run_dir)] == [s["loss"] for s in read_metrics(reference)]

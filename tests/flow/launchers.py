@@ -1,0 +1,133 @@
+"""Launchers of whole runs: `mmtrain train` itself, torchrun's agent, and a process that stands for SLURM's step daemon.
+
+Each is a process of its own with two ranks as its children. All are forked, so that nothing is imported again.
+"""
+
+import ctypes
+import os
+import pty
+import select
+import signal
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from mmtrain.errors import MmtrainError
+from mmtrain.runtime.resilience.launch import free_port
+from mmtrain.runtime.resilience.lost_output import ignore_lost_output
+from mmtrain.runtime.resilience.signals import STOP_SIGNALS
+from mmtrain.runtime.training.train import run
+from mmtrain.runtime.training.train_request import TrainRequest
+from tests.distributed import fork_ranks
+from tests.faults import FailInEachPhase
+from tests.flow.runs import launch_here
+
+NUM_RANKS = 2
+TIMEOUT_S = 120
+PR_SET_PDEATHSIG = 1
+Launcher = Callable[..., list[int]]
+
+
+def alone(request: TrainRequest) -> list[int]:
+    """Run `mmtrain train`; return its exit code."""
+    [code] = fork_ranks(1, _alone, request, timeout=TIMEOUT_S)
+    return [code]
+
+
+def torchrun(request: TrainRequest, max_restarts: int = 0) -> list[int]:
+    """Run torchrun's agent with `mmtrain train`; return its exit code."""
+    return fork_ranks(1, _agent, request, max_restarts, timeout=TIMEOUT_S)
+
+
+def slurm(request: TrainRequest) -> list[int]:
+    """Run `mmtrain train` as the tasks of a SLURM step; return their exit codes, -9 for one that was killed."""
+    [codes] = fork_ranks(1, _step_daemon, request, timeout=TIMEOUT_S)
+    return list(codes)
+
+
+def in_terminal(request: TrainRequest, close_when: Callable[[], bool]) -> list[int]:
+    """Run `mmtrain train` in a terminal, and close that once `close_when` returns True; return the exit code."""
+    return fork_ranks(1, _terminal, request, close_when, timeout=TIMEOUT_S)
+
+
+def _alone(_rank: int, _size: int, _folder: Path, request: TrainRequest) -> int:
+    return launch_here(request)[0]
+
+
+def _agent(_rank: int, _size: int, _folder: Path, request: TrainRequest, max_restarts: int) -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    warnings.simplefilter("default")
+    config = LaunchConfig(  # as `torchrun --standalone` makes it
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=NUM_RANKS,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+        start_method="fork",
+    )
+    try:
+        elastic_launch(config, _torchrun_rank)(request)
+    except (ChildFailedError, SignalException):
+        return 1
+    return 0
+
+
+def _torchrun_rank(request: TrainRequest) -> None:
+    """Be what torchrun starts, which is a fresh process: without the agent's handlers, and not ended with the agent."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    code = _train(request)
+    faults = request.faults
+    agent_ends = isinstance(faults, FailInEachPhase) and faults.kind == "signal launcher"
+    if code or agent_ends:  # without collecting the result that a function returns
+        os._exit(code)
+
+
+def _step_daemon(_rank: int, _size: int, _folder: Path, request: TrainRequest) -> list[int]:
+    port = free_port()
+    tasks: list[int] = []
+    for rank in range(NUM_RANKS):
+        pid = os.fork()
+        if not pid:
+            os.environ |= {
+                "SLURM_PROCID": str(rank),
+                "SLURM_STEP_NUM_TASKS": str(NUM_RANKS),
+                "SLURM_LOCALID": str(rank),
+                "SLURM_STEP_NODELIST": "localhost",
+                "MASTER_PORT": str(port),
+            }
+            os._exit(_train(request))
+        tasks.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in tasks]
+
+
+def _train(request: TrainRequest) -> int:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        run(request)
+    except MmtrainError as e:
+        print(f"mmtrain: {e}", flush=True)
+        return e.exit_code
+    except BaseException as e:
+        print(f"{type(e).__name__}: {e}", flush=True)
+        return 1
+    return 0
+
+
+def _terminal(_rank: int, _size: int, _folder: Path, request: TrainRequest, close_when: Callable[[], bool]) -> int:
+    pid, terminal = pty.fork()  # in a session of its own, whose terminal this is
+    if not pid:
+        ignore_lost_output()
+        os._exit(launch_here(request)[0])
+    while not close_when():
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 1 << 16)  # a terminal that nobody reads from blocks its writers
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
