@@ -6,7 +6,20 @@ from typing import Annotated
 import typer
 
 from mmtrain import __version__
-from mmtrain.cli import data, doctor, evaluate, export, plan, profile, rehearse, report, schema, simulate, train
+from mmtrain.cli import (
+    data,
+    doctor,
+    evaluate,
+    export,
+    inspect,
+    plan,
+    profile,
+    rehearse,
+    report,
+    schema,
+    simulate,
+    train,
+)
 from mmtrain.errors import MmtrainError
 
 app = typer.Typer(
@@ -24,6 +37,7 @@ app.command()(rehearse.rehearse)
 app.command()(report.report)
 app.command()(evaluate.evaluate)
 app.command()(export.export)
+app.command()(inspect.inspect)
 app.add_typer(data.app, name="data")
 app.command()(schema.schema)
 app.command()(doctor.doctor)

@@ -23,6 +23,7 @@ COMMANDS = [
     "rehearse",
     "evaluate",
     "export",
+    "inspect",
     "report",
     "doctor",
     "data",

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from mmtrain.families import FAMILIES
+from mmtrain.weights.tiny_model import write_tiny_model
 from tests.cli.conftest import RunMmtrain
 from tests.families.configs import QWEN2, write_config
 
@@ -36,6 +38,23 @@ def test_planning_needs_the_config_only(run_mmtrain: RunMmtrain, recipe: Path) -
     assert done.returncode == 0, done.stderr
     layers = [stage["layers"] for stage in json.loads(done.stdout)["units"]["llm"]["stages"]]
     assert max(hi for _, hi in layers) == 30
+
+
+def test_a_folder_is_described(run_mmtrain: RunMmtrain, recipe: Path, tmp_path: Path) -> None:
+    done = run_mmtrain("inspect", tmp_path / "qwen")
+    assert done.returncode == 0, done.stderr
+    assert "qwen2, training can start from it (model.hf)" in done.stdout
+    assert "llm: 7,615,616,512 parameters, 28 blocks, 3584 wide, 28 heads" in done.stdout  # as its model card says
+    assert "weights: none; such a folder can be planned for, not trained from" in done.stdout
+
+    write_tiny_model(FAMILIES["llava"], tmp_path / "llava", seed=0)
+    summary = json.loads(run_mmtrain("inspect", tmp_path / "llava", "--json").stdout)
+    assert [unit["name"] for unit in summary["units"]] == ["vision", "llm"]
+    assert summary["dtypes"] == ["float32"]
+    assert "tokenizer.json" in summary["text_files"]
+    write_config(tmp_path / "qwen", QWEN2, hidden_act="gelu")
+    done = run_mmtrain("inspect", tmp_path / "qwen")
+    assert (done.returncode, 'hidden_act: "gelu" is not supported yet' in done.stderr) == (2, True)
 
 
 def test_training_without_the_weights_starts_nothing(run_mmtrain: RunMmtrain, recipe: Path, tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""Describe a Hugging Face folder: its family, its units, its weights, and the files that text needs."""
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from mmtrain.families import read_model_folder
+from mmtrain.weights.folder_tensors import DTYPES, INDEX_FILE, SINGLE_FILE, FolderTensors
+from mmtrain.weights.match_tensors import match_tensors
+
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json")
+
+
+@dataclass(frozen=True)
+class UnitSummary:
+    """A unit that training can start from."""
+
+    name: str
+    layers: int  # transformer blocks
+    hidden: int
+    heads: int
+    parameters: int  # with embeddings and projector, without padding
+
+
+@dataclass(frozen=True)
+class FolderSummary:
+    """What a folder holds. The fields of weights are None for a folder with a config only."""
+
+    folder: str
+    family: str
+    units: tuple[UnitSummary, ...]
+    files: int | None
+    tensors: int | None
+    num_bytes: int | None
+    dtypes: tuple[str, ...] | None
+    text_files: tuple[str, ...]  # of `TEXT_FILES`, those that are there
+
+
+def inspect_folder(path: Path) -> FolderSummary:
+    """Read config and headers of a folder. Raises ModelFolderError for one that training cannot start from."""
+    folder = read_model_folder(path)
+    parameters: Counter[str] = Counter()
+    for source in folder.family.weights(folder.settings):
+        unit = source.name.partition(".")[0]
+        parameters[unit] += sum(prod(shape) for shape in source.tensor_shapes().values())
+    units = tuple(
+        UnitSummary(name, settings["layers"], settings["hidden"], settings["heads"], parameters[name])
+        for name, settings in folder.settings.model.items()
+    )
+    text_files = tuple(name for name in TEXT_FILES if (path / name).is_file())
+    if not any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+        return FolderSummary(str(path), folder.family.name, units, None, None, None, None, text_files)
+    stored = FolderTensors.of(path)
+    match_tensors(folder, stored)
+    files = {weight.file for weight in stored.tensors.values()}
+    return FolderSummary(
+        folder=str(path),
+        family=folder.family.name,
+        units=units,
+        files=len(files),
+        tensors=len(stored.tensors),
+        num_bytes=sum((path / file).stat().st_size for file in files),
+        dtypes=tuple(sorted({DTYPES.get(weight.dtype, weight.dtype) for weight in stored.tensors.values()})),
+        text_files=text_files,
+    )

@@ -1,0 +1,147 @@
+"""Measure time and host memory of starting from a folder: `python -m scripts.bench_import --gb 2 --tp 2`.
+
+Writes a random Llama of the stated size in bf16, in files of one layer each, and lets every tensor-parallel rank fill
+its shard of all layers. Memory is what a rank allocates beyond its start (RssAnon, sampled), against the bytes of the
+parameters that it keeps. Pages of the mapped files are not counted: the system takes them back when it needs memory.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from mmtrain.families import FAMILIES, read_model_folder
+from mmtrain.models.build_stage import StageOptions, build_stage
+from mmtrain.models.megatron import ParallelGroups, prepare_megatron
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.stage_module import StageSpec
+from mmtrain.recipe import Recipe, load_recipe
+from mmtrain.runtime.resilience.launch import launch_local
+from mmtrain.runtime.world import Address, join, leave
+from mmtrain.weights import open_pretrained
+
+CPU = torch.device("cpu")
+SAMPLING_INTERVAL_S = 0.002
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+RECIPE = """
+name: bench
+model: {{hf: {folder}}}
+data: {{sources: [{{path: none.json}}], tokenizer: none.json, seq_len: 64}}
+train: {{steps: 1, global_batch: 1, optimizer: {{lr: 1.0e-3}}}}
+"""
+
+
+def main() -> None:
+    """Write the model and start the ranks."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gb", type=float, default=0.5, help="size of the weights in bf16")
+    parser.add_argument("--tp", type=int, default=2)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "model"
+        num_bytes = _write_model(folder, arguments.gb * 1e9)
+        path = Path(parent) / "recipe.yaml"
+        path.write_text(RECIPE.format(folder=folder), encoding="utf-8")
+        print(f"{num_bytes / 1e9:.2f} GB in {len(list(folder.glob('*.safetensors')))} files, tp {arguments.tp}")
+        launch_local(arguments.tp, partial(_fill_rank, load_recipe(path).recipe))
+
+
+def _write_model(folder: Path, wanted_bytes: float) -> int:
+    """Write a folder of at least this size; return the bytes of its weights."""
+    folder.mkdir()
+    sizes = []
+    for layers in (1, 2):
+        (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}), encoding="utf-8")
+        sizes.append(2 * sum(torch.Size(shape).numel() for shape in _shapes(folder).values()))
+    layers = max(1, round((wanted_bytes - sizes[0]) / (sizes[1] - sizes[0])) + 1)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}), encoding="utf-8")
+    files: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for name, shape in _shapes(folder).items():
+        layer = name.split(".")[2] if ".layers." in name else "ends"
+        files[f"model-{layer}.safetensors"][name] = shape
+    for file, shapes in files.items():
+        save_file({name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}, folder / file)
+    weight_map = {name: file for file, shapes in files.items() for name in shapes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    settings = read_model_folder(folder).settings
+    sources = FAMILIES["llama"].weights(settings)
+    return {tensor: shape for source in sources for tensor, shape in source.tensor_shapes().items()}
+
+
+class _PeakMemory:
+    """Samples the memory that this process has allocated, in a thread."""
+
+    def __init__(self) -> None:
+        self.start_bytes = self.peak_bytes = _anonymous_bytes()
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def __enter__(self) -> "_PeakMemory":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_done.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._is_done.wait(SAMPLING_INTERVAL_S):
+            self.peak_bytes = max(self.peak_bytes, _anonymous_bytes())
+
+
+def _anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("no RssAnon in /proc/self/status")
+
+
+def _fill_rank(recipe: Recipe, address: Address) -> None:
+    torch.set_num_threads(1)
+    world = join(address)
+    prepare_megatron(CPU)
+    groups = replace(ParallelGroups.single(), tp=dist.group.WORLD)
+    model = build_model_shape(recipe)
+    spec = StageSpec("llm", (0, len(model.unit("llm").layers)))
+    # What the first stage of a process imports and caches is no cost of the weights.
+    build_stage(recipe.model, model, StageSpec("llm", (1, 2)), groups, StageOptions(torch.bfloat16, CPU, 0))
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # or memory that is free again would count as allocated at the start
+    start_s = time.perf_counter()
+    with _PeakMemory() as memory:
+        weights = open_pretrained(recipe)
+        options = StageOptions(torch.bfloat16, CPU, 0, pretrained=weights)
+        stage = build_stage(recipe.model, model, spec, groups, options)
+    seconds = time.perf_counter() - start_s
+    kept_bytes = sum(param.numel() * param.element_size() for param in stage.parameters())
+    extra_bytes = memory.peak_bytes - memory.start_bytes
+    line = (
+        f"rank {world.rank}: keeps {kept_bytes / 1e9:.2f} GB, allocated at most {extra_bytes / 1e9:.2f} GB "
+        f"({extra_bytes / kept_bytes:.2f}x), in {seconds:.1f} s ({kept_bytes / seconds / 1e9:.2f} GB/s)"
+    )
+    for text in world.all_gather(line):
+        if world.is_first:
+            print(text)
+    leave()
+
+
+if __name__ == "__main__":
+    main()
