@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.media_markup import Markups
 from mmtrain.families.weight_layouts import ParameterSource
 
 Settings = Mapping[str, Any]  # settings of a recipe's section by name; values may be sections of their own
@@ -27,6 +28,8 @@ class Family:
     tiny: the `config.json` of a tiny model, for `mmtrain data tiny-model`.
     spellings: a family whose tensors were renamed by a version of `transformers` lists the prefixes of each spelling;
         export writes the one that the source folder has.
+    markups: how its processor writes media into text, for those where that is more than the placeholder that the folder
+        names, once for each feature.
     ignored: suffixes of tensors that may be in a folder and hold nothing to keep (buffers).
     """
 
@@ -35,5 +38,6 @@ class Family:
     settings: Callable[[ConfigSection], FolderSettings]
     weights: Callable[[FolderSettings], Iterator[ParameterSource]]
     tiny: Mapping[str, Any]
+    markups: Markups = field(default_factory=dict)
     spellings: tuple[tuple[PrefixChange, ...], ...] = ((),)
     ignored: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()

@@ -9,13 +9,17 @@ from mmtrain.families import CONFIG_FILE, read_model_folder
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, node_at, set_node, to_node, to_plain
 
 FOLDER_SETTING = ("model", "hf")
+_TOKENIZER_SETTING = ("data", "tokenizer")
+# A folder with one of these is a tokenizer too; one that mmtrain cannot read is reported when it is loaded.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def apply_model_folder(tree: Node) -> tuple[Node, list[Problem]]:
     """Add the settings that the folder of `model.hf` states, and return what contradicts them.
 
     Shapes of units must be those of the folder, because its weights have them. What the folder says of a section of
-    data are defaults, for recipes that do not choose the `scheme` of that section themselves.
+    data are defaults, for recipes that do not choose the `scheme` of that section themselves. Its tokenizer and chat
+    template are those of a recipe that names no other.
     """
     setting = node_at(tree, FOLDER_SETTING)
     if setting is None or not isinstance(setting.value, str):
@@ -36,6 +40,9 @@ def apply_model_folder(tree: Node) -> tuple[Node, list[Problem]]:
         if node_at(tree, ("data", section, "scheme")) is not None:
             continue  # the defaults belong to the folder's scheme
         tree = _fill(tree, ("data", section), settings, origin, None)
+    has_tokenizer = any((folder.path / name).exists() for name in _TOKENIZER_FILES)
+    if has_tokenizer and node_at(tree, _TOKENIZER_SETTING) is None:
+        tree = _set(tree, _TOKENIZER_SETTING, to_node(str(folder.path), origin))
     return tree, problems
 
 

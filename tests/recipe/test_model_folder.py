@@ -124,3 +124,14 @@ def test_pickled_weights_are_refused(text_only: Path) -> None:
 
 def test_a_preset_beside_a_folder_is_rejected(text_only: Path) -> None:
     assert "model.llm.preset: model.hf supplies the settings" in _error(text_only, QWEN2, "model.llm.preset=qwen2-7b")
+
+
+def test_a_folder_supplies_the_tokenizer_of_a_recipe_that_names_none(text_only: Path) -> None:
+    text_only.write_text(text_only.read_text().replace("tokenizer: tok.json, ", ""))
+    folder = text_only.parent / "pretrained"
+    assert "data.tokenizer: missing" in _error(text_only, QWEN2)
+    (folder / "tokenizer.json").write_text("{}")
+    loaded = _load(text_only, QWEN2)
+    assert loaded.recipe.data.tokenizer == folder
+    assert loaded.origin("data.tokenizer") == str(folder / "config.json")
+    assert _load(text_only, QWEN2, "data.tokenizer=/t.json").recipe.data.tokenizer == Path("/t.json")

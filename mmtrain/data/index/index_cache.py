@@ -219,9 +219,9 @@ def _library_versions() -> dict[str, str]:
 
 @cache
 def _code_sha256() -> str:
-    """Hash the source of the whole `data` package: any change of it may change the lengths that are read."""
-    package = Path(__file__).parents[1]
+    """Hash the source of the packages `data` and `families`: any change of it may change the lengths that are read."""
+    root = Path(__file__).parents[2]
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    for path in sorted([*(root / "data").rglob("*.py"), *(root / "families").rglob("*.py")]):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import get_args
 
 from mmtrain.data.text.chat_template import PROBE, ChatTemplate, Message, RenderError
-from mmtrain.data.text.media_markup import Markups, MediaMarkup
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder
 from mmtrain.errors import DataError
+from mmtrain.families.media_markup import Markups, MediaMarkup
 from mmtrain.recipe.modalities import MODALITIES, MediaKind
 
 _QUESTIONS = (f"{PROBE}first question", f"{PROBE}second question")

@@ -20,7 +20,6 @@ from mmtrain.data.formats.sample import PLURALS, Sample, Turn
 from mmtrain.data.text.answer_spans import AnswerFinder
 from mmtrain.data.text.chat_messages import Conversation, ConversationBuilder, TokenEscape
 from mmtrain.data.text.chat_template import ChatTemplate, Message, RenderError, Rendering, Span
-from mmtrain.data.text.media_markup import Markups
 from mmtrain.data.text.rendering_counter import RenderingCounter
 from mmtrain.data.text.sample_tokenizer import (
     IGNORE_INDEX,
@@ -32,6 +31,7 @@ from mmtrain.data.text.sample_tokenizer import (
 from mmtrain.data.text.template_facts import probe_template
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder, read_tokenizer_folder
 from mmtrain.errors import DataError
+from mmtrain.families.media_markup import Markups
 from mmtrain.recipe.modalities import MODALITIES, MediaKind
 
 BoolArray = NDArray[np.bool_]

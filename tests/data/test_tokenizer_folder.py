@@ -15,11 +15,11 @@ from mmtrain.balance import Grouping
 from mmtrain.data import GroupStream, PayloadNeed, Sample, Turn, build_index, load_tokenizer
 from mmtrain.data.loading.batch_builder import StepBuilder, StepRequest
 from mmtrain.data.media.media_bytes import FileMedia
-from mmtrain.data.text.media_markup import MediaMarkup
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationError
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.errors import DataError
+from mmtrain.families.media_markup import MediaMarkup
 from mmtrain.recipe.model_settings import ModelSettings
 from mmtrain.recipe.schema import Recipe
 from tests.data.model_folders import CHATML, FAMILIES, write_folder

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mmtrain.recipe.modalities import MediaKind
-
 
 @dataclass(frozen=True)
 class MediaMarkup:
@@ -26,4 +24,4 @@ class MediaMarkup:
         return f"{self.prefix}{self.feature_token}{self.suffix}"
 
 
-Markups = Mapping[MediaKind, MediaMarkup]
+Markups = Mapping[str, MediaMarkup]  # by kind of media: image, video, audio
