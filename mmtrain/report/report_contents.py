@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -107,6 +108,17 @@ def _steady_medians(metrics: Sequence[Mapping[str, Any]] | None) -> dict[str, fl
     return medians
 
 
+def rank_changes(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence for each step of an elastic run from which on it had another number of ranks."""
+    sentences = []
+    for before, step in pairwise(metrics):
+        if before.get("ranks") is not None and step.get("ranks") not in (None, before["ranks"]):
+            seconds = step.get("resume_s")
+            pause = "" if seconds is None else f", {seconds:.1f} s after the last step before the restart"
+            sentences.append(f"{step['ranks']} ranks instead of {before['ranks']} since step {step['step']}{pause}")
+    return sentences
+
+
 def idle_shares(contents: ReportContents) -> tuple[dict[str, float], dict[str, float] | None]:
     """Return idle time by kind as shares of the step: predicted, and measured if a trace says so.
 
@@ -193,4 +205,5 @@ def _training_json(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "first_loss": metrics[0].get("loss"),
         "last_loss": metrics[-1].get("loss"),
         "last_val_loss": validated[-1]["val_loss"] if validated else None,
+        "rank_changes": rank_changes(metrics),
     }

@@ -25,7 +25,7 @@ from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import fork_ranks
 from tests.faults import FailAt
 from tests.flow.launched import StartedProcesses, slurm_task, train_arguments
-from tests.flow.runs import launch, launch_here, poll, refuse, request_for, tensors
+from tests.flow.runs import assert_same_end, launch, launch_here, poll, refuse, request_for, tensors
 
 NUM_STEPS = 30
 SETTINGS = (f"train.steps={NUM_STEPS}", "train.checkpoint.every=5")
@@ -179,3 +179,14 @@ def test_a_requeued_slurm_job_may_have_fewer_or_more_tasks(data: Path, unbroken:
     assert [step["ranks"] for step in steps] == [3, 3, 2, 2, 3, 3]
     assert [step["loss"] for step in steps] == pytest.approx([s["loss"] for s in read_metrics(unbroken)], rel=1e-5)
     assert fork_ranks(2, slurm_task, replace(resumed, elastic=False), free_port()) == [2, 2]
+
+
+@pytest.mark.slow
+def test_a_rank_that_vanishes_without_a_word_is_noticed_long_before_a_hang(
+    data: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    # Stopped, its connections stay open: so a lost node looks from afar on a network that does not report it.
+    fault = FailAt(1, 3, "stop", once=tmp_path / "once")
+    request = request_for(data, tmp_path / "run", "train.watchdog_s=500", elastic=True, max_restarts=1)
+    assert launch(request, fault) == (0, ""), "within the time of a test, which is far below train.watchdog_s"
+    assert_same_end(tmp_path / "run", unbroken)

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, Store
 
-from mmtrain.program import Step
-from mmtrain.runtime.execution.activity import SAVING, Activity
+from mmtrain.program import Action, Step
+from mmtrain.runtime.execution.activity import ENDING, SAVING, Activity
 from mmtrain.runtime.resilience import watchdog
 from mmtrain.runtime.resilience.failures import Failure, read_failures, stacks_path, write_failure
 from mmtrain.runtime.resilience.heartbeats import Heartbeats
@@ -150,3 +150,16 @@ def test_a_process_that_does_not_run_is_noticed_by_rank_0_and_rank_0_by_the_othe
     assert beat(0, 1) == [15, 0], "rank 0 misses rank 2, rank 1 hears rank 0"
     assert beat(1, 2) == [10, 5], "they miss rank 0"
     assert beat(0, 1, 2) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("phase", [Step(), ENDING])
+def test_a_silent_rank_ends_an_elastic_run_long_before_the_limit_of_a_hang(tmp_path: Path, phase: Action | str) -> None:
+    store, end = HashStore(), _End()
+    activity = Activity(clock=lambda: 0.0)
+    activity.start(phase)
+    silent = Heartbeats(store, _world(1, 2, store))
+    silent.beat()
+    with Watchdog(activity, 300.0, tmp_path, _world(0, 2, store), end, silence_limit_s=0.5):
+        assert end.came.wait(DEADLINE_S if phase != ENDING else 1.0) == (phase != ENDING)
+    if phase != ENDING:
+        assert end.report.startswith("rank 1 left no report: it is dead, or stopped by the system")

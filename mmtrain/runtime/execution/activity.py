@@ -20,6 +20,7 @@ SAVING = "saving a checkpoint"
 TRACING = "gathering a trace"
 ANSWERING = "gathering the answers"
 DRAINING = "waiting for what was sent to leave"
+ENDING = "ending the run"
 COLLECTIVE_PHASES = (MEASURING, TRACING, ANSWERING)
 FILE_PHASES = (SAVING, RESTORING)  # bytes that are read or written are progress
 # They take as long as the data and the model demand, on one rank while the others wait for it. Nothing in them that

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.execution.activity import ENDING, Activity
 from mmtrain.runtime.resilience.failures import (
     FAILURES_FOLDER,
     Failure,
@@ -26,6 +26,8 @@ from mmtrain.runtime.run_state import write_run_state
 from mmtrain.runtime.world import World
 
 WATCHDOG_POLL_S = 0.5
+LOST_RANK_SILENCE_S = 20.0  # of an elastic run; torchrun's agents give each other up after 15 s
+BEATS_PER_SILENCE_LIMIT = 5  # few, since rank 0 asks the store about every rank
 REPORT_COLLECTION_S = 1.0  # how long a rank waits for the reports of the others
 REPORT_POLL_S = 0.05
 MAX_LISTENER_END_S = 1.0  # in which the listener ends; one that hangs itself ends with the process
@@ -36,7 +38,8 @@ class Watchdog:
     """Ends this process when `activity` made no progress for `timeout_s`, or when another rank's watchdog found so.
 
     Before the first step there are phases that may take any time; in these it ends when another rank's process does not
-    run for `timeout_s`.
+    run for `timeout_s`. With `silence_limit_s` it ends in later phases too when a process does not run for so long: on
+    a network that does not report a lost node, waiting for a message says nothing.
 
     One thread watches. Another one looks for the alarms of other ranks in the run's folder, which they share for their
     checkpoints since the network is what may hang, and for their progress with files. Both the folder and the store
@@ -52,6 +55,7 @@ class Watchdog:
         world: World,
         end: Callable[[str], None] | None = None,
         may_write: Callable[[], bool] = lambda: True,
+        silence_limit_s: float | None = None,
     ) -> None:
         """Prepare to watch `activity`; a timeout of 0 seconds disables the watchdog.
 
@@ -62,6 +66,8 @@ class Watchdog:
         self._peers = PeerProgress(world.store, activity) if world.store else None
         self._heartbeats = Heartbeats(world.store, world) if world.store else None
         self._end, self._may_write = end or _end_process, may_write
+        self._silence_limit_s = silence_limit_s
+        self._next_beat_s = 0.0
         self._closed = threading.Event()
         self._alarmed = threading.Event()  # another rank has reported a hang
         self._poll_s = min(WATCHDOG_POLL_S, timeout_s / 4)
@@ -87,15 +93,16 @@ class Watchdog:
                 return
 
     def _is_stuck(self) -> bool:
-        if self._activity.is_starting:
-            return self._heartbeats is not None and self._heartbeats.silent_s() >= self._timeout_s
-        return self._activity.stuck_s() >= self._timeout_s
+        limit_s = self._timeout_s if self._activity.is_starting else self._silence_limit_s
+        if limit_s is not None and self._heartbeats is not None and self._heartbeats.silent_s() >= limit_s:
+            return self._activity.doing != ENDING  # another rank may have ended already
+        return not self._activity.is_starting and self._activity.stuck_s() >= self._timeout_s
 
     def _listen(self) -> None:
         """Exchange signs of life with other ranks and look for their alarms, until the watchdog closes."""
         while not self._closed.wait(self._poll_s):
             with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
-                if self._heartbeats is not None and self._activity.is_starting:
+                if self._heartbeats is not None and self._must_beat():
                     self._heartbeats.beat()
                 if self._peers is not None:
                     self._peers.exchange()
@@ -104,6 +111,15 @@ class Watchdog:
             ):
                 self._alarmed.set()
                 return
+
+    def _must_beat(self) -> bool:
+        """Return whether a beat is due: always before the first step, later a few times in the limit of silence."""
+        if self._activity.is_starting:
+            return True
+        if self._silence_limit_s is None or time.monotonic() < self._next_beat_s:
+            return False
+        self._next_beat_s = time.monotonic() + self._silence_limit_s / BEATS_PER_SILENCE_LIMIT
+        return True
 
     def _report_in_time(self) -> str:
         """Write this rank's report; return what the user should read, which is empty on all ranks but one."""

@@ -19,7 +19,16 @@ from mmtrain.errors import LaunchError, StoppedAndSaved
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.recipe import recipe_fingerprint
 from mmtrain.report import RunLog, open_progress
-from mmtrain.runtime.execution.activity import BUILDING, INDEXING, LOADING, PLANNING, PREPARING, RESTORING, Activity
+from mmtrain.runtime.execution.activity import (
+    BUILDING,
+    ENDING,
+    INDEXING,
+    LOADING,
+    PLANNING,
+    PREPARING,
+    RESTORING,
+    Activity,
+)
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
@@ -30,7 +39,7 @@ from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.resilience.orphans import LauncherMonitor, has_watching_launcher
 from mmtrain.runtime.resilience.out_of_memory import OutOfMemoryReport, predicted_peak_gib
 from mmtrain.runtime.resilience.signals import StopSignalListener
-from mmtrain.runtime.resilience.watchdog import Watchdog
+from mmtrain.runtime.resilience.watchdog import LOST_RANK_SILENCE_S, Watchdog
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.run_state import read_run_state
@@ -147,7 +156,14 @@ def _train(request: TrainRequest, address: Address, world: World, stop: StopSign
         claim = world.on_first(lambda: claim_run_folder(request, lock))
         with (
             report_failures(claim, world.rank, activity),
-            Watchdog(activity, recipe.train.watchdog_s, request.run_dir, world, may_write=claim.is_held),
+            Watchdog(
+                activity,
+                recipe.train.watchdog_s,
+                request.run_dir,
+                world,
+                may_write=claim.is_held,
+                silence_limit_s=LOST_RANK_SILENCE_S if request.elastic else None,
+            ),
             disk_errors_named(request.run_dir),
         ):
             patient_world = world.without_timeout()
@@ -257,6 +273,7 @@ def _run_steps(run: _RankRun) -> Path | None:
             hooks=build_hooks(parts),
         )
         checkpoint = loop.run(first_step)
+        rank_context.activity.start(ENDING)
         if checkpoint is None:
             records.write_state("done", num_steps)
         return checkpoint
