@@ -36,8 +36,10 @@ def serve(
     require_runnable(settings, "data serve")
     require_zmq("mmtrain data serve")
     from mmtrain.data.service.producer import open_producer
+    from mmtrain.runtime.resilience.lost_output import ignore_lost_output
     from mmtrain.runtime.resilience.signals import SignalPipe
 
+    ignore_lost_output()
     num_workers = workers or num_available_cores()
     with SignalPipe() as signals:
         producer = open_producer(settings, bind, num_workers, partial(print, "mmtrain:", file=sys.stderr, flush=True))

@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+import pytest
 
 from mmtrain.data import read_quarantine
 from mmtrain.program import Action
 from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.run_folder import QUARANTINE_FILE
-from tests.data.producers import Served
-from tests.flow.runs import request_for, run_all
+from tests.data.producers import Served, ServedInTerminal
+from tests.flow.runs import poll, request_for, run_all
+
+PRODUCER_END_S = 20.0
 
 
 def test_a_run_with_workers_is_the_run_without(data: Path, unbroken: Path, tmp_path: Path) -> None:
@@ -64,6 +67,24 @@ def test_a_run_whose_producer_is_killed_is_the_run_without(data: Path, unbroken:
         addresses = f"data.producers=[{one.address},{two.address}]"
         request = request_for(data, tmp_path / "run", addresses)
         assert run_all(request, request, faults=KillProducer(one.process.pid, 2)) == ["", ""]
+    assert [s["loss"] for s in read_metrics(tmp_path / "run")] == [s["loss"] for s in read_metrics(unbroken)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hang_up", ["kill -HUP $!", ""], ids=["ends", "goes on"])
+def test_a_run_whose_producer_loses_its_terminal_is_the_run_without(
+    data: Path, unbroken: Path, tmp_path: Path, hang_up: str
+) -> None:
+    with ServedInTerminal(request_for(data, tmp_path).loaded.recipe, tmp_path, hang_up) as producer:
+        request = request_for(data, tmp_path / "run", f"data.producers=[{producer.address}]")
+        assert run_all(request, request, faults=KillProducer(producer.process.pid, 2)) == ["", ""]
+        if not hang_up:  # as after `disown`: it prints that the trainers have left, and nobody reads that
+            again = request_for(data, tmp_path / "again", f"data.producers=[{producer.address}]")
+            assert run_all(again, again) == ["", ""]
+            assert not producer.has_ended()
+            producer.end_producer()
+        poll(producer.has_ended, PRODUCER_END_S)
+        assert producer.exit_code == 0
     assert [s["loss"] for s in read_metrics(tmp_path / "run")] == [s["loss"] for s in read_metrics(unbroken)]
 
 
