@@ -33,11 +33,10 @@ WAIT_S = 0.2  # of each step while there is no plan for fewer ranks yet
 
 
 class RankIsGone(FaultPoints):
-    """Kills one rank in every start with `num_ranks` ranks, as soon as there is a plan for one rank fewer."""
+    """Kills one rank in every start with more than `num_left` ranks, once there is a plan for one rank fewer."""
 
-    def __init__(self, rank: int, num_ranks: int, run_dir: Path) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
-        self.plan = standby_plan_path(run_dir, num_ranks - 1)
+    def __init__(self, rank: int, num_left: int, run_dir: Path) -> None:
+        self.rank, self.num_left, self.run_dir = rank, num_left, run_dir
 
     def start(self, rank: int) -> None:
         """See `FaultPoints`."""
@@ -46,10 +45,10 @@ class RankIsGone(FaultPoints):
 
     def before_action(self, step: int, action: Action) -> None:
         """See `FaultPoints`."""
-        if not self.is_here or dist.get_world_size() != self.num_ranks or step == self.last_step:
+        if not self.is_here or dist.get_world_size() <= self.num_left or step == self.last_step:
             return
         self.last_step = step
-        if self.plan.exists():
+        if standby_plan_path(self.run_dir, dist.get_world_size() - 1).exists():
             os.kill(os.getpid(), signal.SIGKILL)
         threading.Event().wait(WAIT_S)
 
@@ -91,22 +90,24 @@ def ranks_of_steps(run_dir: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_a_rank_that_is_gone_for_good(data: Path, unbroken_three: Path, tmp_path: Path) -> None:
-    request = request_for(data, tmp_path, *SETTINGS, ranks=3, max_restarts=2, elastic=True)
-    [outcome] = fork_ranks(1, _launch_printing, replace(request, faults=RankIsGone(1, 3, tmp_path)), tmp_path / "text")
+def test_a_run_goes_on_without_ranks_that_are_gone_for_good(data: Path, unbroken_three: Path, tmp_path: Path) -> None:
+    changes = (*SETTINGS, "parallel.placement=auto")
+    request = request_for(data, tmp_path, *changes, ranks=3, max_restarts=4, elastic=True)
+    [outcome] = fork_ranks(1, _launch_printing, replace(request, faults=RankIsGone(1, 1, tmp_path)), tmp_path / "text")
     assert outcome == (0, "")
     ranks = ranks_of_steps(tmp_path)
     assert ranks == sorted(ranks, reverse=True)
-    assert set(ranks) == {3, 2}
-    assert load_plan(tmp_path / PLAN_FILE) == load_plan(standby_plan_path(tmp_path, 2))
+    assert set(ranks) == {3, 2, 1}
+    plans = {num_ranks: load_plan(standby_plan_path(tmp_path, num_ranks)) for num_ranks in (3, 2, 1)}
+    assert load_plan(tmp_path / PLAN_FILE) == plans[1]
+    assert plans[3].placement != plans[2].placement, "another plan, and not only fewer replicas"
     assert_same_course(tmp_path, unbroken_three)
     assert read_run_state(tmp_path) == {"status": "done", "step": NUM_STEPS, "error": None}
     printed = (tmp_path / "text").read_text(encoding="utf-8")
     assert "a plan for 2 ranks is ready" in printed
     assert "rank 1 died again before the next checkpoint and counts as gone for good: starting 2 ranks" in printed
     assert "ranks: 3 -> 2" in printed
-    [resumed] = [step for step in read_metrics(tmp_path) if "resume_s" in step]
-    assert resumed["ranks"] == 2
+    assert [step["ranks"] for step in read_metrics(tmp_path) if "resume_s" in step] == [2, 1]
 
 
 SLOW_STEPS = ("train.global_batch=32", "train.optimizer.lr=1e-5", "train.steps=1000", "train.checkpoint.every=5")

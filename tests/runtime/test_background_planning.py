@@ -30,7 +30,7 @@ def outcome_of(make_plan: Callable[[], Plan]) -> PlanningOutcome:
 
 
 def test_a_plan_made_in_the_background_is_the_planners() -> None:
-    make_plan = partial(plan_recipe, recipe(), lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
+    make_plan = partial(plan_recipe, recipe(), lengths(), world_size=1, hardware="cpu-core", recipe_sha256="f" * 64)
     outcome = outcome_of(make_plan)
     assert outcome.plan == make_plan()
     assert outcome.refusal is None

@@ -159,7 +159,7 @@ def test_a_silent_rank_ends_an_elastic_run_long_before_the_limit_of_a_hang(tmp_p
     activity.start(phase)
     silent = Heartbeats(store, _world(1, 2, store))
     silent.beat()
-    with Watchdog(activity, 300.0, tmp_path, _world(0, 2, store), end, silence_limit_s=0.5):
-        assert end.came.wait(DEADLINE_S if phase != ENDING else 1.0) == (phase != ENDING)
+    with Watchdog(activity, 300.0, tmp_path, _world(0, 2, store), end, silence_limit_s=0.1):
+        assert end.came.wait(DEADLINE_S if phase != ENDING else 0.6) == (phase != ENDING)
     if phase != ENDING:
         assert end.report.startswith("rank 1 left no report: it is dead, or stopped by the system")

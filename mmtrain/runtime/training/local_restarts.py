@@ -51,7 +51,8 @@ def _launch(request: TrainRequest, train_rank: Callable[[TrainRequest, Address],
         )
         if num_usable != request.ranks:
             num_ranks = _planned_ranks(request, num_usable)
-            print(f"mmtrain: {losses.reason}: starting {num_ranks} ranks instead of {request.ranks}", file=sys.stderr)
+            ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+            print(f"mmtrain: {losses.reason}: starting {ranks} instead of {request.ranks}", file=sys.stderr)
             request = replace(request, ranks=num_ranks)
         request = replace(request, resume=True, go_back=None, force_unlock=False)
 
