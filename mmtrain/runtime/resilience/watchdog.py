@@ -42,9 +42,9 @@ class Watchdog:
     a network that does not report a lost node, waiting for a message says nothing.
 
     One thread watches. Another one looks for the alarms of other ranks in the run's folder, which they share for their
-    checkpoints since the network is what may hang, and for their progress with files. Both the folder and the store
-    may hang too, and then the first thread still ends the process. `end` does that and prints the report; tests
-    replace it.
+    checkpoints since the network is what may hang, and for their progress with files. A third one beats. Both the
+    folder and the store may hang too, and then the first thread still ends the process. `end` does that and prints the
+    report; tests replace it.
     """
 
     def __init__(
@@ -73,10 +73,13 @@ class Watchdog:
         self._poll_s = min(WATCHDOG_POLL_S, timeout_s / 4)
         self._watcher = threading.Thread(target=self._watch, name="mmtrain-watchdog", daemon=True)
         self._listener = threading.Thread(target=self._listen, name="mmtrain-watchdog-peers", daemon=True)
+        # Of its own: the listener may hang in the run's folder, and a process with slow storage is alive.
+        self._beater = threading.Thread(target=self._beat, name="mmtrain-heartbeats", daemon=True)
 
     def __enter__(self) -> Self:
         if self._timeout_s:
             self._listener.start()
+            self._beater.start()
             self._watcher.start()
         return self
 
@@ -85,6 +88,7 @@ class Watchdog:
         if self._timeout_s:
             self._watcher.join()
             self._listener.join(MAX_LISTENER_END_S)
+            self._beater.join(MAX_LISTENER_END_S)
 
     def _watch(self) -> None:
         while not self._closed.wait(self._poll_s):
@@ -99,11 +103,9 @@ class Watchdog:
         return not self._activity.is_starting and self._activity.stuck_s() >= self._timeout_s
 
     def _listen(self) -> None:
-        """Exchange signs of life with other ranks and look for their alarms, until the watchdog closes."""
+        """Exchange progress with other ranks and look for their alarms, until the watchdog closes."""
         while not self._closed.wait(self._poll_s):
             with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
-                if self._heartbeats is not None and self._must_beat():
-                    self._heartbeats.beat()
                 if self._peers is not None:
                     self._peers.exchange()
             if (self._run_dir / FAILURES_FOLDER).exists() and any(
@@ -111,6 +113,13 @@ class Watchdog:
             ):
                 self._alarmed.set()
                 return
+
+    def _beat(self) -> None:
+        """Show the other ranks that this process runs, and listen to them, until the watchdog closes."""
+        while self._heartbeats is not None and not self._closed.wait(self._poll_s):
+            if self._must_beat():
+                with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+                    self._heartbeats.beat()
 
     def _must_beat(self) -> bool:
         """Return whether a beat is due: always before the first step, later a few times in the limit of silence."""
