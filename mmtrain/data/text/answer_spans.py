@@ -1,16 +1,14 @@
 """Find the answers in a rendered conversation, each with the token that ends it, from the template itself."""
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from mmtrain.data.text.chat_messages import Conversation
-from mmtrain.data.text.chat_template import PROBE, Message, RenderError, Rendering, Span
+from mmtrain.data.text.chat_template import PROBE, RenderError, Rendering, Span
+from mmtrain.data.text.rendering_skeletons import Render
 from mmtrain.data.text.sample_tokenizer import BadConversationError
 from mmtrain.data.text.template_facts import TemplateFacts
-
-Render = Callable[[Sequence[Message], bool], Rendering]  # (messages, whether to add the generation prompt)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mmtrain.data.text.opaque_text import InspectedTextError, holds_opaque_text
 from mmtrain.errors import DataError
 
 Message = Mapping[str, Any]  # `role` and `content`: a text, or a list of parts
@@ -75,6 +76,7 @@ class ChatTemplate:
             ) from None
         _check_harmless(tree, name)
         self.name = name
+        self.tree = tree
         self.variables_used = frozenset(meta.find_undeclared_variables(tree))
         self.marks_generation = any(
             isinstance(node.call, nodes.Call)
@@ -181,6 +183,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if holds_opaque_text(value):
+        raise InspectedTextError
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

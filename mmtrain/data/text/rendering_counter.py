@@ -9,6 +9,9 @@ from tokenizers import Tokenizer
 from mmtrain.data.text.chat_template import Span
 from mmtrain.data.text.token_counter import TokenCounter
 
+_MAX_CACHED_TEXTS = 1 << 16  # about ten megabytes
+_MAX_CACHED_CHARACTERS = 64
+
 
 @dataclass(frozen=True)
 class RenderingCounts:
@@ -25,6 +28,7 @@ class RenderingCounter:
     def __init__(self, tokenizer: Tokenizer, added_token: re.Pattern[str], answer_header: str) -> None:
         """Count what `tokenizer` makes of renderings. `added_token` matches its added tokens, in one group."""
         self._counter = TokenCounter(tokenizer, texts_hold_added_tokens=False)
+        self._counts = _TextCounts(self._counter)
         self._split = added_token.split
         self._text_before_answers = self._split(answer_header)[-1]
         added_tokens = tokenizer.get_added_tokens_decoder().values()
@@ -54,4 +58,18 @@ class RenderingCounter:
 
     def _count_parts(self, parts: Sequence[str]) -> int:
         """Count texts and the added tokens between them."""
-        return sum(map(self._counter, parts[::2])) + len(parts) // 2
+        return sum(map(self._counts.__getitem__, parts[::2])) + len(parts) // 2
+
+
+class _TextCounts(dict[str, int]):
+    """Text between added tokens -> number of tokens; cached where short, as what templates write around texts is."""
+
+    def __init__(self, counter: TokenCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __missing__(self, text: str) -> int:
+        count = self._counter(text)
+        if len(text) <= _MAX_CACHED_CHARACTERS and len(self) < _MAX_CACHED_TEXTS:
+            self[text] = count
+        return count

@@ -6,7 +6,7 @@ spells a special token stays text, which transformers does not promise.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from mmtrain.data.text.answer_spans import AnswerFinder
 from mmtrain.data.text.chat_messages import Conversation, ConversationBuilder, TokenEscape
 from mmtrain.data.text.chat_template import ChatTemplate, Message, RenderError, Rendering, Span
 from mmtrain.data.text.rendering_counter import RenderingCounter
+from mmtrain.data.text.rendering_skeletons import SkeletonRenderer
 from mmtrain.data.text.sample_tokenizer import (
     IGNORE_INDEX,
     BadConversationError,
@@ -84,17 +85,19 @@ class TemplateTokenizer:
         self._added_token = _any_of(added_tokens)
         self._protected = self._protected_tokens(folder)
         special_token = _any_of(self._protected)
-        self._protected_ids = np.array(sorted(map(self._token_id, self._protected)), dtype=np.int64)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self._is_protected = self._mask_of(map(self._token_id, self._protected))
+        self._is_feature = self._mask_of(self._kind_of_token)
         escape = TokenEscape([*self._protected, *(markup.placeholder for markup in markups.values())])
         self._restore = escape.restore
         inserted = {kind: markups[kind].placeholder for kind in self._facts.inserted_kinds if kind in markups}
         self._builder = ConversationBuilder(self._facts.texts_as_parts, inserted, escape)
+        self._render = SkeletonRenderer(self._template.tree, self._render_in_full).render
         self._answers = AnswerFinder(self._render, self._facts, special_token)
         end_ids = set(folder.end_ids)
         if self._facts.terminator:
             end_ids.add(self._token_id(self._facts.terminator))
         self.end_ids = frozenset(end_ids)
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     @classmethod
     def load(cls, path: Path, family_markups: Markups | None = None) -> "TemplateTokenizer":
@@ -162,7 +165,7 @@ class TemplateTokenizer:
         kinds: dict[str, MediaKind] = {f"<{kind}>": kind for kind, media in sample.media.items() if media}
         return self._builder.build(turns, kinds)
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> Rendering:
+    def _render_in_full(self, messages: Sequence[Message], add_generation_prompt: bool) -> Rendering:
         return self._template.render(
             messages, add_generation_prompt=add_generation_prompt, replacements=self._expansions
         )
@@ -192,7 +195,7 @@ class TemplateTokenizer:
             return whole
         pieces: list[_TextTokens] = []
         position = 0
-        for i in np.flatnonzero(np.isin(whole.ids, self._protected_ids)):
+        for i in np.flatnonzero(self._is_protected[whole.ids]):
             start, end = int(whole.starts[i]), int(whole.ends[i])
             pieces.append(self._tokenize_text(text, position, start))
             pieces.append(_TextTokens(whole.ids[i : i + 1], whole.starts[i : i + 1], whole.ends[i : i + 1]))
@@ -203,7 +206,7 @@ class TemplateTokenizer:
     def _tokenize_text(self, text: str, start: int, end: int) -> _TextTokens:
         """Encode what is between two special tokens, as text whatever it spells."""
         tokens = _text_tokens(self._text_tokenizer, self._restore(text[start:end]))
-        if np.isin(tokens.ids, self._protected_ids).any():
+        if self._is_protected[tokens.ids].any():
             raise BadConversationError("a text spells a special token that the tokenizer cannot encode as text")
         return _TextTokens(tokens.ids, tokens.starts + start, tokens.ends + start)
 
@@ -219,7 +222,7 @@ class TemplateTokenizer:
         """Raise `BadConversationError` if a text became a special token by normalization, such as of wide letters."""
         if self._tokenizer.normalizer is None or text.isascii():
             return
-        num_special = int(np.isin(ids, self._protected_ids).sum())
+        num_special = int(self._is_protected[ids].sum())
         num_written = sum(token in self._protected for token in self._added_token.findall(text))
         if num_special != num_written:
             raise BadConversationError("a text spells a special token in other characters")
@@ -229,7 +232,7 @@ class TemplateTokenizer:
 
         Raises `BadConversationError` if the media of the rendering are not those of the sample.
         """
-        positions = np.flatnonzero(np.isin(ids, list(self._kind_of_token)))
+        positions = np.flatnonzero(self._is_feature[ids])
         written = [self._kind_of_token[int(token)] for token in ids[positions]]
         self._check_media(written, media)
         repeats = np.ones(len(ids), dtype=np.int64)
@@ -261,6 +264,12 @@ class TemplateTokenizer:
             written += [markup.feature_token, *self._added_token.findall(markup.placeholder)]
         special = [token.content for token in added if token.special]
         return list(dict.fromkeys(token for token in [*special, *written] if token))
+
+    def _mask_of(self, ids: Iterable[int]) -> BoolArray:
+        """Return a mask of the vocabulary with these ids."""
+        mask = np.zeros(self.vocab_size, dtype=bool)
+        mask[list(ids)] = True
+        return mask
 
     def _token_id(self, token: str) -> int:
         token_id = self._tokenizer.token_to_id(token)
