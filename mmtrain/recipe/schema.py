@@ -485,12 +485,12 @@ class TrainSettings(Section):
         description="Seconds in which no action starts and no file of a checkpoint makes progress, after which the run "
         "ends with a report of what each rank waits for. Below torch's own timeout of 600 s. 0: no watchdog.",
     )
-    replan: Literal["off", "tell"] = setting(
+    replan: Literal["off", "tell", "auto"] = setting(
         "tell",
         affects=NOTHING,
         description="What to do when recorded actions differ from the plan's costs by more than 10% for 50 steps in a "
         "row. `tell`: plan again beside the training with the recorded costs, and say what a better plan would gain. "
-        "`off`: compare nothing.",
+        "`auto`: also switch to it at the next checkpoint. `off`: compare nothing.",
     )
     freeze: tuple[str, ...] = setting(
         (),

@@ -56,6 +56,7 @@ class StepMetrics:
     edges: Mapping[str, EdgeMetrics] = field(default_factory=dict)  # by edge, as `vision.0>llm.0`
     slow_ranks: tuple[str, ...] = ()  # stragglers, and the work they are slow at
     bound_sample: str | None = None  # a sample above the mean load of a replica, so this step cannot be balanced
+    new_plan: str | None = None  # in the first step after the run has switched to another plan
     ranks: int | None = None  # that trained this step; the number changes in elastic runs
     resume_s: float | None = None  # since the last step before; in the first step of an elastic run that was resumed
 
@@ -72,7 +73,7 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """Return the step as an object of `metrics.jsonl`; numbers that are not finite become null.
 
-        `val_loss`, `val_exact`, `bound_sample`, `ranks` and `resume_s` are left out if they are None.
+        `val_loss`, `val_exact`, `bound_sample`, `new_plan`, `ranks` and `resume_s` are left out if they are None.
         """
         values = {
             "step": self.step,
@@ -93,6 +94,7 @@ class StepMetrics:
             "epoch": self.epoch,
             "slow_ranks": list(self.slow_ranks),
             **({} if self.bound_sample is None else {"bound_sample": self.bound_sample}),
+            **({} if self.new_plan is None else {"new_plan": self.new_plan}),
             **({} if self.ranks is None else {"ranks": self.ranks}),
             **({} if self.resume_s is None else {"resume_s": self.resume_s}),
             "edges": {edge: {"bytes": e.nbytes, "wait_s": e.wait_s} for edge, e in self.edges.items()},

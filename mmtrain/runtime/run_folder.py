@@ -8,7 +8,8 @@ from mmtrain.recipe import Recipe, load_recipe
 RECIPE_FILE = "recipe.yaml"  # with all defaults filled in
 PLAN_FILE = "plan.json"
 RECORDED_COSTS_FILE = "recorded_costs.json"  # the plan's costs, corrected by what the run recorded
-FASTER_PLAN_FILE = "faster_plan.json"  # that was made with them, of a run that only tells of it
+REPLANNED_FOLDER = "replanned"  # plans that the run had before it switched, and the costs of the plans after them
+FASTER_PLAN_FILE = "faster_plan.json"  # that was made with them, if it is faster than the run's
 CHECKPOINTS_FOLDER = "checkpoints"
 QUARANTINE_FILE = "quarantine.jsonl"  # samples set aside, and why
 TRACE_FILE = "trace.json"  # of the steps that `train.trace_steps` names

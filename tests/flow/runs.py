@@ -50,7 +50,7 @@ def request_for(data: Path, run_dir: Path, *changes: str, **options: object) -> 
 
 def run_all(*requests: TrainRequest, faults: FaultPoints | None = None) -> list[str]:
     """Run one rank per request, started as by another launcher; return the error of each, or an empty string."""
-    return fork_ranks(len(requests), _rank, requests, free_port(), faults or FaultPoints())
+    return fork_ranks(len(requests), run_one_rank, requests, free_port(), faults or FaultPoints())
 
 
 def launch(request: TrainRequest, faults: FaultPoints | None = None) -> tuple[int, str]:
@@ -60,7 +60,10 @@ def launch(request: TrainRequest, faults: FaultPoints | None = None) -> tuple[in
     return outcome
 
 
-def _rank(rank: int, world_size: int, _: Path, requests: Sequence[TrainRequest], port: int, faults: FaultPoints) -> str:
+def run_one_rank(
+    rank: int, world_size: int, _: Path, requests: Sequence[TrainRequest], port: int, faults: FaultPoints
+) -> str:
+    """Run one of the ranks of `run_all` in this process; return its error, or an empty string."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         address = Address(rank, world_size, rank, "127.0.0.1", port, "mmtrain")

@@ -81,6 +81,14 @@ def build_groups(graph: StageGraph, world: World) -> ProcessGroups:
     return ProcessGroups(units, channels, creator.create(_tied_pairs(graph)))
 
 
+def release_groups(groups: ProcessGroups) -> None:
+    """Leave the groups of a stage graph, which hold connections and a GPU's memory; all ranks call this together."""
+    of_units = [group for unit in groups.units.values() for group in (unit.tp, unit.dp, unit.pp)]
+    every = [*of_units, *groups.channels.values(), groups.tied_embeddings]
+    for group in dict.fromkeys(group for group in every if group is not None):
+        dist.destroy_process_group(group)
+
+
 class _GroupCreator:
     """Creates groups. Every rank must ask for the same ones in the same order: torch counts them for their names."""
 

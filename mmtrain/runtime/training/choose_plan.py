@@ -13,6 +13,7 @@ from mmtrain.plan.artifact.plan_files import load_plan, require_match
 from mmtrain.recipe import recipe_fingerprint
 from mmtrain.report.runlog import time_of_last_step
 from mmtrain.runtime.run_folder import PLAN_FILE
+from mmtrain.runtime.training.replanned_run import was_replaced
 from mmtrain.runtime.training.standby_plans import (
     is_made_for,
     load_plan_of_run,
@@ -31,6 +32,7 @@ class ChosenPlan:
     plan: Plan
     before: Plan | None = None  # which the run was executed with until now, where it is for another number of ranks
     planning_s: float = 0.0  # that the plan took at this start; 0 for one that was there
+    is_switched_to: bool = False  # while the run was going on
     last_step_s: float | None = None  # time of day of the last step before, in seconds since 1970
 
     def describe_change(self, run_dir: Path) -> list[str]:
@@ -77,11 +79,14 @@ def _choose(request: TrainRequest, num_ranks: int, index: DataIndex) -> ChosenPl
             save_standby_plan(run_dir, plan)  # for when the run has had fewer ranks and gets these back
     has_other_ranks = before is not None and before.world_size != num_ranks
     last_step_s = time_of_last_step(run_dir) if request.resume else None
-    return ChosenPlan(plan, before if has_other_ranks else None, planning_s, last_step_s)
+    return ChosenPlan(plan, before if has_other_ranks else None, planning_s, last_step_s=last_step_s)
 
 
 def _plan_of_user(request: TrainRequest, num_ranks: int, fingerprint: str) -> Plan | None:
-    """Load the plan of `--plan`; None if there is none, or if ranks of the run for which it was made are gone."""
+    """Load the plan of `--plan`; None if there is none, or if the run has gone on without it.
+
+    That is so if ranks of the run for which it was made are gone, or if the run has switched to a faster plan.
+    """
     if request.plan_path is None:
         return None
     plan = load_plan(request.plan_path)
@@ -89,6 +94,12 @@ def _plan_of_user(request: TrainRequest, num_ranks: int, fingerprint: str) -> Pl
         _notify(f"--plan {request.plan_path} is for {plan.world_size} ranks and not for {num_ranks}: not used now")
         return None
     require_match(plan, fingerprint, num_ranks, request.hardware)
+    if request.resume and request.recipe.train.replan == "auto" and was_replaced(request.run_dir, plan):
+        _notify(
+            f"--plan {request.plan_path}: the run has switched from it to {request.run_dir / PLAN_FILE} and stays "
+            "there; `--set train.replan=tell` goes back to it"
+        )
+        return None
     return plan
 
 

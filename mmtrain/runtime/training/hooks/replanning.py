@@ -49,10 +49,13 @@ class Replanning(StepHook):
         world: World,
         activity: Activity,
         records: RunRecords,
+        switched_to: Plan | None = None,
     ) -> None:
+        """Plan again with `plan_with_costs`; `switched_to` is the plan on which the run has just gone on."""
         self._mode, self._plan_with_costs = mode, plan_with_costs
         self._reducer, self._world, self._activity, self._records = reducer, world, activity, records
         self._planning: BackgroundPlanning | None = None
+        self._switched_to = switched_to
         self.new_plan: Plan | None = None
 
     def close(self) -> None:
@@ -63,6 +66,9 @@ class Replanning(StepHook):
 
     def after_step(self, ctx: StepContext) -> None:
         """See `StepHook`."""
+        if self._switched_to is not None:
+            ctx.metrics = replace(ctx.metrics, new_plan=plan_layout(self._switched_to).summary)
+            self._switched_to = None
         if ctx.reduction.cost_drift is not None:
             self._record_costs(ctx, ctx.reduction.cost_drift)
         outcome = self._planning.poll() if self._planning is not None else None
@@ -85,12 +91,20 @@ class Replanning(StepHook):
         )
         if not self._world.is_first:
             return
-        self.close()
         try:
             write_whole(path, f"{table_text}\n")
         except OSError as error:
             self._records.note(f"{path} could not be written, so no other plan is made: {error}")
             return
+        self.plan_with_recorded_costs()
+
+    def plan_with_recorded_costs(self) -> None:
+        """Start to plan in the background with the costs in the run's folder; on the first rank only.
+
+        A run that is resumed does so too, since it may have ended before such a plan was made, or before it switched.
+        """
+        self.close()
+        path = self._records.run_dir / RECORDED_COSTS_FILE
         self._planning = BackgroundPlanning(partial(self._plan_with_costs, costs=path))
 
     def _handle(self, outcome: PlanningOutcome) -> None:
@@ -106,10 +120,12 @@ class Replanning(StepHook):
             f"with the recorded costs, a step takes {seconds_text(present_s)} on this plan and {seconds_text(new_s)} "
             f"({1 - new_s / present_s:.0%} less) on another one ({plan_layout(plan).summary})"
         )
+        path = self._records.run_dir / FASTER_PLAN_FILE
+        self._records.try_write(FASTER_PLAN_FILE, lambda: write_whole(path, plan.file_text()))
         if self._mode == "auto":
             self.new_plan = plan
             self._records.note(f"{text}; the run switches to it at its next checkpoint")
             return
-        path = self._records.run_dir / FASTER_PLAN_FILE
-        self._records.try_write(FASTER_PLAN_FILE, lambda: write_whole(path, plan.file_text()))
-        self._records.note(f"{text}; `--resume --plan {path}` continues on it")
+        self._records.note(
+            f"{text}; `--resume --plan {path}` continues on it, and `train.replan: auto` switches without a stop"
+        )

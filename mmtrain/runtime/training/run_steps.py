@@ -1,0 +1,235 @@
+"""The steps of a run on one plan: everything that they need, and the loop."""
+
+import contextlib
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+
+from mmtrain.balance import StepTargets
+from mmtrain.checkpoint import SavingRun
+from mmtrain.data import DataIndex, GroupStream, Loader, StepRequest
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.recipe import recipe_fingerprint
+from mmtrain.report import RunLog, open_progress
+from mmtrain.runtime.execution.activity import BUILDING, ENDING, LOADING, PREPARING, Activity
+from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank
+from mmtrain.runtime.execution.rank_context import RankContext
+from mmtrain.runtime.resilience.folder_lock import FolderLock
+from mmtrain.runtime.resilience.out_of_memory import OutOfMemoryReport, predicted_peak_gib
+from mmtrain.runtime.resilience.signals import StopSignalListener
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECORDED_COSTS_FILE
+from mmtrain.runtime.run_owner import FolderClaim
+from mmtrain.runtime.training.choose_plan import ChosenPlan
+from mmtrain.runtime.training.go_back import SKIPPED_STATE
+from mmtrain.runtime.training.hooks.build_hooks import RunParts, build_hooks
+from mmtrain.runtime.training.hooks.course import CourseWatch
+from mmtrain.runtime.training.hooks.elastic import ResumeTime, StandbyPlanning
+from mmtrain.runtime.training.hooks.held_out import Validation
+from mmtrain.runtime.training.hooks.replanning import Replanning
+from mmtrain.runtime.training.loop import Loop
+from mmtrain.runtime.training.replanned_run import share_recorded_costs
+from mmtrain.runtime.training.run_records import RunRecords
+from mmtrain.runtime.training.standby_plans import load_standby_plan, rank_counts_ahead
+from mmtrain.runtime.training.start_run import (
+    RunPosition,
+    resume_facts,
+    share_step_targets,
+)
+from mmtrain.runtime.training.step_hook import StepHook
+from mmtrain.runtime.training.step_metrics import RankFlags, StepMetricsReducer
+from mmtrain.runtime.training.train_request import TrainRequest
+from mmtrain.runtime.world import Address, World
+
+
+@dataclass(frozen=True)
+class RankSession:
+    """What a rank keeps for a whole run, whatever its plan."""
+
+    request: TrainRequest
+    address: Address
+    patient_world: World  # for waits in which other ranks may take any time
+    activity: Activity
+    index: DataIndex
+    console: Console
+    stop: StopSignalListener
+    claim: FolderClaim
+    lock: FolderLock
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """A run on one rank, ready for its first step on a plan."""
+
+    session: RankSession
+    rank_context: RankContext
+    chosen: ChosenPlan
+    position: RunPosition
+
+    @property
+    def plan(self) -> Plan:
+        """What this rank executes its part of."""
+        return self.chosen.plan
+
+
+@dataclass(frozen=True)
+class StepsEnd:
+    """How the steps of a run on one plan ended."""
+
+    checkpoint: Path | None = None  # of a run that did not come to its last step
+    new_plan: Plan | None = None  # on which it goes on from there; None for a run that a signal stopped
+
+
+def run_steps(run: RankRun) -> StepsEnd:
+    """Open everything that steps need, and run the training loop."""
+    session, rank_context = run.session, run.rank_context
+    request, index = session.request, session.index
+    recipe, world, num_steps = rank_context.recipe, rank_context.world, rank_context.recipe.train.steps
+    stream = GroupStream.of(recipe, index)
+    first_step = run.position.first_step
+    targets = share_step_targets(run.session.patient_world, request.run_dir, recipe, run.plan, index)
+    recorded = share_recorded_costs(run.session.patient_world, request)
+    reducer = StepMetricsReducer(rank_context, stream, run.plan.hardware, run.position.skipped_positions, recorded)
+    validation = Validation(rank_context, recipe.train.validate_every) if recipe.train.validate_every else None
+    run.session.console.print(
+        f"MFU is the share of {reducer.peak_flops:.3g} FLOP/s, {world.size} x {run.plan.hardware}", highlight=False
+    )
+    rank_context.faults.start(world.rank)
+    with (
+        contextlib.ExitStack() as stack,
+        RunLog(request.run_dir, first_step + 1, world.is_first, partial(_print_of_rank, world.rank)) as log,
+        open_progress(run.session.console, recipe.name, num_steps, first_step + 1) as progress,
+        _make_loader(run, stream, targets) as loader,
+    ):
+        records = RunRecords(request.run_dir, progress, world.is_first)
+        course = CourseWatch(run.position.course, records)
+        saver = _make_saver(run, course)
+        replanning = _make_replanning(run, reducer, records)
+        stack.callback(replanning.close)
+        parts = RunParts(
+            rank_context,
+            run.plan,
+            index,
+            targets,
+            reducer,
+            validation,
+            saver,
+            course,
+            replanning,
+            log,
+            progress,
+            records,
+            run.session.claim,
+            _elastic_hooks(run, records, stack),
+        )
+        loop = Loop(
+            rank_context=rank_context,
+            loader=loader,
+            reducer=reducer,
+            flags=lambda: RankFlags(
+                session.stop.stop_requested, not saver.done, session.lock.is_lost, replanning.new_plan is not None
+            ),
+            memory_report=_memory_report(run),
+            hooks=build_hooks(parts),
+        )
+        end = loop.run(first_step)
+        rank_context.activity.start(BUILDING if end.switches_plan else ENDING)
+        if end.switches_plan:
+            return StepsEnd(end.checkpoint, cast(Plan, run.session.patient_world.broadcast(replanning.new_plan)))
+        if end.checkpoint is None:
+            records.write_state("done", num_steps)
+        return StepsEnd(end.checkpoint)
+
+
+def _memory_report(run: RankRun) -> OutOfMemoryReport:
+    """Return what explains this rank's lack of memory."""
+    world = run.rank_context.world
+    peak_gib = predicted_peak_gib(world.rank, run.plan.predicted.peak_memory_gib)
+    return OutOfMemoryReport(world, run.rank_context.activity, run.session.index, peak_gib)
+
+
+def _elastic_hooks(run: RankRun, records: RunRecords, stack: contextlib.ExitStack) -> tuple[StepHook, ...]:
+    """Return the hooks of an elastic run, on rank 0, which is the one that plans and logs; `stack` ends them."""
+    request, world = run.session.request, run.rank_context.world
+    if not request.elastic or not world.is_first:
+        return ()
+    fingerprint, hardware = recipe_fingerprint(request.recipe), request.hardware
+    address = run.session.address
+    counts = rank_counts_ahead(world.size, address.ranks_per_node, may_grow=address.launcher != "mmtrain")
+    missing = [n for n in counts if load_standby_plan(request.run_dir, fingerprint, n, hardware) is None]
+
+    def planner_for(num_ranks: int) -> Callable[[], Plan]:
+        return partial(
+            request.planner,
+            request.recipe,
+            run.session.index.lengths,
+            world_size=num_ranks,
+            hardware=hardware,
+            recipe_sha256=fingerprint,
+        )
+
+    standby = stack.enter_context(StandbyPlanning(missing, planner_for, records))
+    return ResumeTime(run.chosen.last_step_s, records), standby
+
+
+def _make_replanning(run: RankRun, reducer: StepMetricsReducer, records: RunRecords) -> Replanning:
+    """Return what plans again for this run when its costs have turned out to be others."""
+    request, activity = run.session.request, run.rank_context.activity
+    recipe = request.recipe
+    plan_with_costs = partial(request.replanner, recipe, run.session.index.lengths, present=run.plan)
+    replanning = Replanning(
+        recipe.train.replan,
+        plan_with_costs,
+        reducer,
+        run.rank_context.world,
+        activity,
+        records,
+        switched_to=run.plan if run.chosen.is_switched_to else None,
+    )
+    has_recorded_costs = request.resume and (request.run_dir / RECORDED_COSTS_FILE).exists()
+    if records.is_first and has_recorded_costs and not run.chosen.is_switched_to and recipe.train.replan != "off":
+        replanning.plan_with_recorded_costs()
+    return replanning
+
+
+def _make_saver(run: RankRun, course: CourseWatch) -> BackgroundSaver:
+    """Return what saves this run's checkpoints, with everything beside the weights that a resumed run depends on."""
+    state = {
+        "facts": resume_facts(run.rank_context.recipe, run.session.index),
+        SKIPPED_STATE: list(run.position.skipped_positions),
+    }
+    return BackgroundSaver(
+        run.session.request.run_dir / CHECKPOINTS_FOLDER,
+        SavedRank.of(run.rank_context),
+        lambda: {**state, **course.state()},
+        SavingRun(run.session.claim.run_id, run.session.claim.require),
+    )
+
+
+def _make_loader(run: RankRun, stream: GroupStream, targets: StepTargets) -> Loader:
+    """Return what prepares this rank's steps, from the first that it trains. All ranks call this together."""
+    rank_context, position = run.rank_context, run.position
+    rank_context.activity.start(PREPARING)
+    node = socket.gethostname()
+    num_local_ranks = run.session.patient_world.all_gather(node).count(node)
+    rank_context.activity.start(LOADING)
+    first = StepRequest(
+        position.first_step,
+        rank_context.dp,
+        rank_context.num_microbatches,
+        rank_context.needs,
+        targets,
+        position.skipped_positions,
+    )
+    notify = partial(_print_of_rank, rank_context.world.rank)
+    return Loader(run.session.index, stream, rank_context.recipe, first, num_local_ranks, notify)
+
+
+def _print_of_rank(rank: int, text: str) -> None:
+    """Print what concerns one rank, whichever it is: rank 0 may not know of it."""
+    print(f"mmtrain: rank {rank}: {text}", file=sys.stderr, flush=True)
