@@ -20,6 +20,7 @@ from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE
 from mmtrain.runtime.run_state import read_run_state
+from mmtrain.runtime.training.go_back import GoBack
 from mmtrain.runtime.training.standby_plans import standby_plan_path
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import fork_ranks
@@ -162,6 +163,20 @@ def test_a_run_under_torchrun_shrinks_when_a_node_is_gone_and_grows_when_one_com
 def has_listener(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _refused_by_torchrun(rank: int, size: int, folder: Path, request: TrainRequest, store_of_agent: str) -> str:
+    """Be a rank that torchrun starts; return the error."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": store_of_agent}
+    return launch_here(request)[1]
+
+
+def test_what_an_elastic_run_cannot_do_under_torchrun_is_refused(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, elastic=True)
+    [message] = fork_ranks(1, _refused_by_torchrun, request, "True")
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in message
+    [message] = fork_ranks(1, _refused_by_torchrun, replace(request, go_back=GoBack(4)), "False")
+    assert message.startswith("--resume-from: with --elastic")
 
 
 @pytest.mark.slow

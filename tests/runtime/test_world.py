@@ -29,6 +29,21 @@ def test_slurm_variables() -> None:
     assert find_address(env) == Address(5, 16, 1, "gpu003", 20000 + 123456 % 20000, "slurm")
 
 
+@pytest.mark.parametrize(
+    ("env", "ranks_per_node"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "24", "LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"RANK": "0", "WORLD_SIZE": "24"}, 1),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "20", "SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}, 8),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, 1),
+    ],
+)
+def test_ranks_that_are_lost_together(env: dict[str, str], ranks_per_node: int) -> None:
+    address = find_address(env)
+    assert address is not None
+    assert address.ranks_per_node == ranks_per_node
+
+
 def test_torchrun_started_by_srun_wins() -> None:
     env = {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "1"}
     address = find_address(env)

@@ -44,6 +44,11 @@ class Lease:
     duration_s: float = 60.0
 
 
+# Of an elastic run, which is to go on within a minute when the node of rank 0 is gone. Its ranks end by themselves when
+# they have not heard of each other for as long. Two renewals of a run that is not elastic fit into the duration.
+ELASTIC_LEASE = Lease(renewal_s=4.0, duration_s=25.0)
+
+
 class FolderLock:
     """Rank 0's ownership of a run's folder, renewed by a thread until it is closed.
 

@@ -17,7 +17,7 @@ from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.failures import report_failures
-from mmtrain.runtime.resilience.folder_lock import FolderLock
+from mmtrain.runtime.resilience.folder_lock import ELASTIC_LEASE, FolderLock
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.resilience.orphans import LauncherMonitor, has_watching_launcher
 from mmtrain.runtime.resilience.signals import StopSignalListener
@@ -120,7 +120,9 @@ def _train(request: TrainRequest, address: Address, world: World, stop: StopSign
     require_consensus(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
     activity = Activity(recorder=StepRecorder(clock_for(world.device)))
     notify = partial(print, flush=True)
-    with FolderLock(request.run_dir, notify, launcher=request.restarting_launcher) as lock:  # rank 0 takes it for all
+    lease = ELASTIC_LEASE if request.elastic else None
+    # Rank 0 takes the folder for all.
+    with FolderLock(request.run_dir, notify, lease, launcher=request.restarting_launcher) as lock:
         claim = world.on_first(lambda: claim_run_folder(request, lock))
         with (
             report_failures(claim, world.rank, activity),
