@@ -17,7 +17,7 @@ from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.text.chat_template import TEMPLATE_DATE
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
-from tests.data.model_folders import FAMILIES, MARK_ANSWERS, Family, draw_text, write_folder
+from tests.data.model_folders import FAMILIES, MARK_ANSWERS, Family, draw_text, metaspace, write_folder
 
 NUM_CONVERSATIONS = 500  # of each family in the slow tests; the quick ones draw the first 30 of them
 
@@ -99,7 +99,7 @@ def expand(case: Case, ids: list[int], features: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("number", [30, pytest.param(NUM_CONVERSATIONS, marks=pytest.mark.slow)])
 def test_ids_and_labels_are_those_of_transformers(case: Case, number: int) -> None:
     random = Random(1)
-    count = case.tokenizer.length_counter(10_000)
+    count, at_once = (case.tokenizer.length_counter(limit) for limit in (10_000, 0))
     for _ in range(number):
         drawn = draw(case, random)
         features = drawn.features.get("vision", [])
@@ -113,6 +113,16 @@ def test_ids_and_labels_are_those_of_transformers(case: Case, number: int) -> No
         positions = np.flatnonzero(encoded.labels != IGNORE_INDEX)
         assert (encoded.labels[positions] == encoded.ids[positions + 1]).all(), "the label is the next token"
         assert count(drawn.sample, drawn.features) == (len(encoded.ids), len(targets))
+        assert at_once(drawn.sample, drawn.features)[0] <= len(encoded.ids)
+
+
+def test_a_text_that_is_surely_too_long_is_not_read(case: Case) -> None:
+    turns = (Turn("user", "q"), Turn("assistant", "a" * 20_000))
+    tokens, targets = case.tokenizer.length_counter(100)(Sample("s", "f.json", 0, turns, ()), {})
+    if case.family.train is metaspace:  # its unknown characters may become one token
+        assert targets > 100
+    else:
+        assert (tokens > 100, targets) == (True, 0)
 
 
 def test_prompts_are_those_of_transformers(case: Case) -> None:

@@ -43,7 +43,7 @@ class ChatTokenizer:
             raise DataError(
                 f"data.tokenizer: {name} lacks the special tokens {' '.join(missing)}; add them with "
                 "`Tokenizer.add_special_tokens` of the `tokenizers` library, save it, and raise model.llm.vocab to "
-                "its size"
+                "its size; or name the folder of a model with a chat template instead"
             )
         placeholders = {
             modality.name: modality.placeholder

@@ -44,12 +44,11 @@ class TokenCounter:
         patterns = None if cuts_first else _split_patterns(config)
         self._pieces: _PieceCounts | None = None
         self._words: tuple[_WordCounts, _WordCounts] | None = None  # of the first word of a text, and of all others
-        self._longest_token: int | None = None  # characters
+        self._longest_token = _longest_token(config, counts_pieces=patterns is not None)
         self._splits_before: dict[tuple[str, str], bool] = {}
         self._looks_ahead_by_one = patterns is not None and _has_known_patterns(config)
         if patterns is not None:
             self._pieces = _PieceCounts(tokenizer.model, patterns)
-            self._longest_token = max(map(len, config["model"]["vocab"]))
             if _splits_at_spaces(config):
                 self._words = _WordCounts(self._pieces, ""), _WordCounts(self._pieces, " ")
 
@@ -166,6 +165,31 @@ def _split_patterns(config: dict[str, Any]) -> "list[re.Pattern[str]] | None":
         patterns.append(_ascii_pattern(_GPT2_PATTERN))
     known = [pattern for pattern in patterns if pattern is not None]
     return known if len(known) == len(patterns) else None
+
+
+def _longest_token(config: dict[str, Any], counts_pieces: bool) -> int | None:
+    """Return the most characters of a text that become one token; None if that is not known."""
+    model = config["model"]
+    entries = model["vocab"]
+    tokens = entries if isinstance(entries, dict) else [entry[0] for entry in entries]
+    longest = max(map(len, [*tokens, *(token["content"] for token in config["added_tokens"])]))
+    if counts_pieces:
+        # Normalization may compose up to four characters to one, which has three bytes then.
+        return longest if config["normalizer"] is None else -(-longest * 4 // 3)
+    has_all_bytes = model.get("byte_fallback") and not {f"<0x{byte:02X}>" for byte in range(256)}.difference(tokens)
+    pre_tokenizer = config["pre_tokenizer"]
+    splits_nothing_off = pre_tokenizer is None or pre_tokenizer["type"] == "Metaspace"
+    return longest if has_all_bytes and splits_nothing_off and _keeps_length(config["normalizer"]) else None
+
+
+def _keeps_length(normalizer: dict[str, Any] | None) -> bool:
+    """Return whether a normalized text surely has no fewer characters."""
+    if normalizer is None or normalizer["type"] == "Prepend":
+        return True
+    if normalizer["type"] == "Sequence":
+        return all(map(_keeps_length, normalizer["normalizers"]))
+    is_replacement = normalizer["type"] == "Replace" and "String" in normalizer["pattern"]
+    return is_replacement and len(normalizer["content"]) >= len(normalizer["pattern"]["String"])
 
 
 def _has_known_patterns(config: dict[str, Any]) -> bool:

@@ -33,7 +33,7 @@ from mmtrain.runtime.world import Address, detect_hardware, join, leave
 
 DOCTOR_MESSAGE_BYTES = (2**10, 2**22)
 NUM_TIMED_GEMMS = 5
-PACKAGES = ("torch", "megatron-core", "numpy", "tokenizers", "safetensors", "pydantic", "pillow")
+PACKAGES = ("torch", "megatron-core", "numpy", "tokenizers", "jinja2", "safetensors", "pydantic", "pillow")
 EXTRA_PACKAGES = ("flash-attn", "soundfile", "av", "pyarrow", "pyzmq", "matplotlib")
 NETWORK_REMEDY = "check firewalls and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
 
