@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import threading
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +38,7 @@ from tests.flow.runs import (
 )
 
 # `tests/runtime/test_signals.py` listens to the other two, so here they are long runs.
+SLOW_PLANNING_S = 4.0  # of processor time, from the start of the process
 SLOW_SIGNALS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGHUP)]
 
 
@@ -232,8 +234,16 @@ def _stopping_planner(*inputs: Any, **options: Any) -> Plan:
 
 def _slow_planner(*inputs: Any, **options: Any) -> Plan:
     """Plan for longer than the watchdog waits for an action."""
-    threading.Event().wait(2.5)
+    while time.process_time() < SLOW_PLANNING_S:
+        pass
     return plan_recipe(*inputs, **options)
+
+
+def _deadlocked_planner(*inputs: Any, **options: Any) -> Plan:
+    """Wait for a lock that this thread holds."""
+    lock = threading.Lock()
+    with lock, lock:
+        return plan_recipe(*inputs, **options)
 
 
 def test_a_rank_that_is_stopped_before_the_first_step_is_named(data: Path, tmp_path: Path) -> None:
@@ -252,7 +262,18 @@ def test_a_rank_that_is_stopped_while_it_plans_is_named(data: Path, tmp_path: Pa
     assert code == 1
     lead, other = message.splitlines()
     assert lead == "rank 0 left no report: it is dead, or stopped by the system"
-    assert other.startswith("  secondary: rank 1, in `choosing the plan`: ")
+    assert other.startswith("  secondary: rank 1, in `waiting for the plan`: ")
+
+
+@pytest.mark.slow  # `tests/runtime/test_watchdog.py` tells a rank that plans from one that does not
+def test_a_rank_that_is_deadlocked_while_it_plans_is_named(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.watchdog_s=1.5")
+    code, message = launch(replace(request, planner=_deadlocked_planner))
+    assert code == 1
+    lead, other = message.splitlines()
+    assert lead.startswith("rank 0, in `choosing the plan`: made no progress for ")
+    assert other.startswith("  secondary: rank 1, in `waiting for the plan`: waited ")
+    assert "in _deadlocked_planner" in stacks_path(tmp_path, 0).read_text()
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,8 @@ import torch
 from torch._C._distributed_c10d import HashStore, Store
 
 from mmtrain.program import Action, Step
-from mmtrain.runtime.execution.activity import ENDING, SAVING, Activity
+from mmtrain.runtime.execution.activity import AWAITING_PLAN, ENDING, PLANNING, SAVING, Activity
+from mmtrain.runtime.execution.processor_progress import ProcessorProgress
 from mmtrain.runtime.resilience import watchdog
 from mmtrain.runtime.resilience.failures import Failure, read_failures, stacks_path, write_failure
 from mmtrain.runtime.resilience.heartbeats import Heartbeats
@@ -59,6 +61,46 @@ def test_a_timeout_of_zero_watches_nothing(tmp_path: Path) -> None:
     with Watchdog(Activity(clock=iter(range(10**6)).__next__), 0.0, tmp_path, _world(0, 1), end):
         assert not end.came.is_set()
     assert read_failures(tmp_path) == []
+
+
+def test_a_rank_that_plans_must_compute_and_one_that_waits_for_the_plan_need_not(tmp_path: Path) -> None:
+    clock_s, used_s = [0.0], [0.0]
+    processor = ProcessorProgress(lambda: clock_s[0], lambda: used_s[0])
+    planning, waiting = (Activity(clock=lambda: clock_s[0], processor=processor) for _ in range(2))
+    planning.start(PLANNING)
+    waiting.start(AWAITING_PLAN)
+    ends = [_End(), _End()]
+    with Watchdog(planning, 10.0, tmp_path / "a", _world(0, 2), ends[0], lambda: False):
+        for clock_s[0] in (9.0, 18.0, 27.0):
+            used_s[0] += 0.5
+            assert planning.stuck_s() == 0
+        clock_s[0] = 37.0
+        assert ends[0].came.wait(DEADLINE_S)
+    assert ends[0].report.startswith("rank 0, in `choosing the plan`: made no progress for 10 s")
+    assert waiting.is_collective
+    assert waiting.is_starting
+    assert not waiting.is_computing
+
+
+def test_a_thread_that_waits_uses_no_processor_time() -> None:
+    progress = ProcessorProgress()
+    start_s = progress.changed_s
+    while progress.changed_s == start_s:
+        pass
+    idle = threading.Event()
+
+    def watch() -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not idle.is_set() and time.monotonic() < deadline_s:
+            before_s = progress.changed_s
+            idle.wait(0.01)
+            if progress.changed_s == before_s:
+                idle.set()
+
+    other = threading.Thread(target=watch)
+    other.start()
+    other.join()  # meanwhile this thread only waits
+    assert idle.is_set()
 
 
 def test_written_bytes_are_progress_only_while_the_rank_waits_for_files() -> None:

@@ -5,12 +5,14 @@ from collections.abc import Callable
 
 from mmtrain.program import Action, Collective, Recv, Send, action_to_text
 from mmtrain.runtime.execution.file_progress import FileProgress
+from mmtrain.runtime.execution.processor_progress import ProcessorProgress
 from mmtrain.runtime.execution.recorder import StepRecorder
 
 # Phases outside the program's actions, as failure reports name them.
 STARTING = "starting"
 INDEXING = "indexing the data"
 PLANNING = "choosing the plan"
+AWAITING_PLAN = "waiting for the plan"
 BUILDING = "building the model"
 RESTORING = "restoring a checkpoint"
 PREPARING = "waiting for the first step of all ranks"
@@ -21,11 +23,12 @@ TRACING = "gathering a trace"
 ANSWERING = "gathering the answers"
 DRAINING = "waiting for what was sent to leave"
 ENDING = "ending the run"
-COLLECTIVE_PHASES = (MEASURING, TRACING, ANSWERING)
+COLLECTIVE_PHASES = (AWAITING_PLAN, MEASURING, TRACING, ANSWERING)
 FILE_PHASES = (SAVING, RESTORING)  # bytes that are read or written are progress
-# They take as long as the data and the model demand, on one rank while the others wait for it. Nothing in them that
-# could be counted tells slow from stuck, so a rank is only expected to run: a process that is stopped does not.
-START_PHASES = (STARTING, INDEXING, PLANNING, BUILDING, PREPARING)
+COMPUTING_PHASES = (PLANNING,)  # processor time is progress: the search neither waits nor reads
+# They take as long as the data and the model demand, on one rank while the others wait for it. In most of them nothing
+# that could be counted tells slow from stuck, so a rank is only expected to run: a process that is stopped does not.
+START_PHASES = (STARTING, INDEXING, PLANNING, AWAITING_PLAN, BUILDING, PREPARING)
 
 
 class Activity:
@@ -35,7 +38,12 @@ class Activity:
     whole, and a reader that sees one field an action too old is not misled. The same calls feed the step's record.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, recorder: StepRecorder | None = None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        recorder: StepRecorder | None = None,
+        processor: ProcessorProgress | None = None,
+    ) -> None:
         self._clock = clock
         self.recorder = recorder or StepRecorder()
         self.step: int | None = None  # counts from 1, as users do; None before the first
@@ -43,6 +51,7 @@ class Activity:
         self.doing: Action | str = STARTING
         self.stragglers: str | None = None  # as all ranks know them
         self.files = FileProgress(clock)
+        self._processor = processor or ProcessorProgress(clock)  # of the thread that computes, which makes this object
         self._since = clock()
 
     def start(self, doing: Action | str) -> None:
@@ -80,11 +89,20 @@ class Activity:
         """Whether the rank is in a phase before the first step that may take any time."""
         return self.doing in START_PHASES
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether the rank is in a phase that uses processor time all along."""
+        return self.doing in COMPUTING_PHASES
+
     def text(self) -> str:
         """Return the action in the program's text form, or the phase."""
         return self.doing if isinstance(self.doing, str) else action_to_text(self.doing)
 
     def stuck_s(self) -> float:
-        """Return the seconds since an action, a phase or a wait last started or ended, or files made progress."""
-        since = max(self._since, self.files.changed_s) if self.in_files else self._since
+        """Return the seconds since an action, a phase or a wait last started or ended, or work in it made progress."""
+        since = self._since
+        if self.in_files:
+            since = max(since, self.files.changed_s)
+        elif self.is_computing:
+            since = max(since, self._processor.changed_s)
         return self._clock() - since

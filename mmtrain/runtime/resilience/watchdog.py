@@ -38,8 +38,9 @@ class Watchdog:
     """Ends this process when `activity` made no progress for `timeout_s`, or when another rank's watchdog found so.
 
     Before the first step there are phases that may take any time; in these it ends when another rank's process does not
-    run for `timeout_s`. With `silence_limit_s` it ends in later phases too when a process does not run for so long: on
-    a network that does not report a lost node, waiting for a message says nothing.
+    run for `timeout_s`, or when this rank plans and uses no processor time for so long. With `silence_limit_s` it ends
+    in later phases too when a process does not run for so long: on a network that does not report a lost node, waiting
+    for a message says nothing.
 
     One thread watches. Another one looks for the alarms of other ranks in the run's folder, which they share for their
     checkpoints since the network is what may hang, and for their progress with files. A third one beats. Both the
@@ -100,7 +101,8 @@ class Watchdog:
         limit_s = self._timeout_s if self._activity.is_starting else self._silence_limit_s
         if limit_s is not None and self._heartbeats is not None and self._heartbeats.silent_s() >= limit_s:
             return self._activity.doing != ENDING  # another rank may have ended already
-        return not self._activity.is_starting and self._activity.stuck_s() >= self._timeout_s
+        is_timed = self._activity.is_computing or not self._activity.is_starting
+        return is_timed and self._activity.stuck_s() >= self._timeout_s
 
     def _listen(self) -> None:
         """Exchange progress with other ranks and look for their alarms, until the watchdog closes."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from mmtrain.data import build_index
 from mmtrain.durable_files import disk_errors_named
 from mmtrain.errors import LaunchError, StoppedAndSaved
-from mmtrain.runtime.execution.activity import BUILDING, INDEXING, PLANNING, RESTORING, Activity
+from mmtrain.runtime.execution.activity import AWAITING_PLAN, BUILDING, INDEXING, PLANNING, RESTORING, Activity
 from mmtrain.runtime.execution.process_groups import release_groups
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
@@ -142,7 +142,7 @@ def _train(request: TrainRequest, address: Address, world: World, stop: StopSign
             require_consensus(
                 patient_world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}}
             )
-            activity.start(PLANNING)
+            activity.start(PLANNING if world.is_first else AWAITING_PLAN)
             chosen = choose_plan(request, patient_world, index)
             console = Console(quiet=not world.is_first)
             session = RankSession(request, address, patient_world, activity, index, console, stop, claim, lock)
