@@ -22,11 +22,11 @@ def tiny_model(
     import json
     from dataclasses import asdict
 
-    from mmtrain.weights.tiny_model import find_family_by_name, write_tiny_model
+    from mmtrain.weights.tiny_model import CONVERSATIONS_FOLDER, find_family_by_name, write_tiny_model
 
     summary = write_tiny_model(find_family_by_name(family), out, seed)
     sentence = (
         f"{out}: a tiny {summary.family} of {summary.parameters:,} parameters, a tokenizer of {summary.vocab} tokens, "
-        f"{summary.conversations} conversations"
+        f"{summary.train:,} conversations to train on and {summary.heldout} held out in {out / CONVERSATIONS_FOLDER}"
     )
     typer.echo(json.dumps(asdict(summary)) if as_json else sentence)

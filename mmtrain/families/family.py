@@ -25,7 +25,7 @@ class FolderSettings:
 class Family:
     """A family of models, as data and small functions.
 
-    tiny: the `config.json` of a tiny model, for `mmtrain data tiny-model`.
+    tiny: the JSON files of a tiny model by name, for `mmtrain data tiny-model`.
     spellings: a family whose tensors were renamed by a version of `transformers` lists the prefixes of each spelling;
         export writes the one that the source folder has.
     markups: how its processor writes media into text, for those where that is more than the placeholder that the folder
@@ -37,7 +37,7 @@ class Family:
     architectures: tuple[str, ...]  # in `config.json`
     settings: Callable[[ConfigSection], FolderSettings]
     weights: Callable[[FolderSettings], Iterator[ParameterSource]]
-    tiny: Mapping[str, Any]
+    tiny: Mapping[str, Mapping[str, Any]]
     markups: Markups = field(default_factory=dict)
     spellings: tuple[tuple[PrefixChange, ...], ...] = ((),)
     ignored: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()

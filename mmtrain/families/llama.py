@@ -36,6 +36,6 @@ LLAMA = Family(
     ("LlamaForCausalLM",),
     _settings,
     decoder_weights,
-    _TINY,
+    {"config.json": _TINY},
     ignored=decoder_buffers,
 )

@@ -37,6 +37,20 @@ _TINY = {
     "vision_feature_select_strategy": "default",
     "dtype": "float32",
 }
+_TINY_IMAGES = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 32},
+    "crop_size": {"height": 32, "width": 32},
+    "image_mean": MEAN,
+    "image_std": STD,
+}
+_TINY_PROCESSOR = {
+    "processor_class": "LlavaProcessor",
+    "patch_size": 8,
+    "vision_feature_select_strategy": "default",
+    "num_additional_image_tokens": 1,
+    "image_token": MEDIA_TOKENS["image"],
+}
 _WITHOUT_EFFECT_HERE = ("image_seq_length", "image_token_id", "image_token_index", "ignore_index", "vocab_size")
 
 
@@ -102,7 +116,7 @@ LLAVA = Family(
     ("LlavaForConditionalGeneration",),
     _settings,
     _weights,
-    _TINY,
+    {"config.json": _TINY, "preprocessor_config.json": _TINY_IMAGES, "processor_config.json": _TINY_PROCESSOR},
     spellings=(
         ((_TOWER, "vision_tower.vision_model."), *_INSIDE),  # folders of transformers 4, and those of the hub
         ((_TOWER, "vision_tower."), *_INSIDE),  # what transformers 5 writes

@@ -19,4 +19,6 @@ def _settings(config: ConfigSection) -> FolderSettings:
     return FolderSettings({"llm": mistral_settings(config)})
 
 
-MISTRAL = Family("mistral", ("MistralForCausalLM",), _settings, decoder_weights, _TINY, ignored=decoder_buffers)
+MISTRAL = Family(
+    "mistral", ("MistralForCausalLM",), _settings, decoder_weights, {"config.json": _TINY}, ignored=decoder_buffers
+)

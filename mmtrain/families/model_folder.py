@@ -10,7 +10,8 @@ from typing import Any
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.config_section import ConfigSection
-from mmtrain.families.family import Family, FolderSettings
+from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.image_processors import read_image_settings
 from mmtrain.families.registry import FAMILIES
 
 CONFIG_FILE = "config.json"
@@ -27,6 +28,14 @@ class ModelFolder:
     settings: FolderSettings
     config: Mapping[str, Any]  # `config.json` as it is
     config_sha256: str
+
+    def data_settings(self, section: str) -> Settings:
+        """Return what a section of `data` is unless a recipe says otherwise: the processor's numbers, if there are any.
+
+        Raises ModelFolderError for a processor that is not supported.
+        """
+        stated = read_image_settings(self.path) if section == "image" else None
+        return self.settings.data[section] if stated is None else stated
 
 
 def read_model_folder(path: Path) -> ModelFolder:

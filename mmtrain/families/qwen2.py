@@ -24,4 +24,6 @@ def _settings(config: ConfigSection) -> FolderSettings:
     return FolderSettings({"llm": qwen2_settings(config)})
 
 
-QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), _settings, decoder_weights, _TINY, ignored=decoder_buffers)
+QWEN2 = Family(
+    "qwen2", ("Qwen2ForCausalLM",), _settings, decoder_weights, {"config.json": _TINY}, ignored=decoder_buffers
+)

@@ -36,10 +36,15 @@ def apply_model_folder(tree: Node) -> tuple[Node, list[Problem]]:
             text = "model.hf supplies the settings of this unit; remove the preset or model.hf"
             problems.append(Problem(("model", unit, "preset"), text, preset.origin))
         tree = _fill(tree, ("model", unit), settings, origin, problems)
-    for section, settings in folder.settings.data.items():
+    for section in folder.settings.data:
         if node_at(tree, ("data", section, "scheme")) is not None:
             continue  # the defaults belong to the folder's scheme
-        tree = _fill(tree, ("data", section), settings, origin, None)
+        try:
+            settings = folder.data_settings(section)
+        except ModelFolderError as error:
+            problems.append(Problem(FOLDER_SETTING, str(error), setting.origin))
+        else:
+            tree = _fill(tree, ("data", section), settings, origin, None)
     has_tokenizer = any((folder.path / name).exists() for name in _TOKENIZER_FILES)
     if has_tokenizer and node_at(tree, _TOKENIZER_SETTING) is None:
         tree = _set(tree, _TOKENIZER_SETTING, to_node(str(folder.path), origin))

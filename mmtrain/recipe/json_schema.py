@@ -6,7 +6,15 @@ from typing import Any
 
 from mmtrain.recipe.raw_tree import KeyPath
 from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.settings import AFFECTS_KEY, FORMERLY_KEY, Section, former_name, holds_named_sections, section_types
+from mmtrain.recipe.settings import (
+    ADDED_KEY,
+    AFFECTS_KEY,
+    FORMERLY_KEY,
+    Section,
+    former_name,
+    holds_named_sections,
+    section_types,
+)
 
 JsonSchema = dict[str, Any]
 _INTERPOLATED = {"type": "string", "pattern": r"\$\{env:"}
@@ -148,7 +156,9 @@ def _without_declarations(schema: object) -> object:
         return [_without_declarations(item) for item in schema]
     if isinstance(schema, dict):
         return {
-            key: _without_declarations(value) for key, value in schema.items() if key not in (AFFECTS_KEY, FORMERLY_KEY)
+            key: _without_declarations(value)
+            for key, value in schema.items()
+            if key not in (ADDED_KEY, AFFECTS_KEY, FORMERLY_KEY)
         }
     return schema
 

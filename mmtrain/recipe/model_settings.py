@@ -288,7 +288,10 @@ class LlmSettings(UnitSettings):
     )
     rope_base: float = setting(10000.0, gt=0, affects={"plan", "resume"}, description="Base of the rotary frequencies.")
     rope_scaling: RopeScalingSettings | None = setting(
-        None, affects={"resume"}, description="Scaling of the rotary frequencies (Llama 3.1). Default: none."
+        None,
+        affects={"resume"},
+        added_later=True,
+        description="Scaling of the rotary frequencies (Llama 3.1). Default: none.",
     )
     norm_eps: float = setting(1e-5, gt=0, affects={"plan", "resume"}, description="Epsilon of the RMS norms.")
     qkv_bias: bool = setting(

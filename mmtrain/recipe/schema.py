@@ -92,16 +92,21 @@ class ImageSettings(Section):
     )
     fit: Literal["stretch", "crop", "pad"] = setting(
         "stretch",
-        affects={"steps", "resume"},
+        affects={"plan", "steps", "resume"},
+        added_later=True,
         description="How an image that is no square becomes one, for `fixed`. `stretch` (SigLIP): change its aspect "
         "ratio. `crop` (CLIP): cut out its middle. `pad` (LLaVA): add borders in the color `mean`.",
     )
     resample: Literal["bilinear", "bicubic", "lanczos"] = setting(
-        "bicubic", affects={"steps", "resume"}, description="Filter that resizes images and frames."
+        "bicubic",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Filter that resizes images and frames.",
     )
     decode: Literal["scaled", "full"] = setting(
         "scaled",
-        affects={"steps", "resume"},
+        affects={"plan", "steps", "resume"},
+        added_later=True,
         description="How a JPEG is read that is much larger than needed. `scaled`: at 1/2, 1/4 or 1/8 of its size, "
         "several times faster. `full`: all its pixels, as the processors of published models do.",
     )

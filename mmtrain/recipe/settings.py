@@ -19,6 +19,7 @@ EFFECTS: dict[Effect, str] = {
 NOTHING: frozenset[Effect] = frozenset()  # for settings that affect none of these
 AFFECTS_KEY = "affects"  # where the schema of a field keeps the declaration
 FORMERLY_KEY = "formerly"  # likewise for the name before a renaming
+ADDED_KEY = "added_later"  # likewise for settings that came after the first saved plans
 POSITION_KEY = "position"  # what `select` adds to each of several sections by name
 
 
@@ -40,6 +41,7 @@ def setting(
     affects: Collection[Effect],
     description: str,
     formerly: str | None = None,
+    added_later: bool = False,
     **constraints: Any,
 ) -> Any:
     """Declare a setting and what another value of it would invalidate; without a default it is required.
@@ -54,11 +56,15 @@ def setting(
         description: for users, in editors and error messages: meaning, unit, what the default does.
         formerly: the name before a renaming. Recipes with it are rejected with the new name in the message, and
             fingerprints and checkpoints keep it as a key, so that a renaming invalidates neither.
+        added_later: the default does what mmtrain did before it had the setting. Fingerprints and checkpoints leave the
+            setting out while it has its default, so that adding it invalidates neither.
         constraints: further arguments of pydantic's `Field`, such as `ge`.
     """
     extra: dict[str, Any] = {AFFECTS_KEY: sorted(affects)}
     if formerly is not None:
         extra[FORMERLY_KEY] = formerly
+    if added_later:
+        extra[ADDED_KEY] = True
     return Field(default, description=description, json_schema_extra=extra, **constraints)
 
 
@@ -75,6 +81,12 @@ def former_name(field: FieldInfo) -> str | None:
     """Return the name of a field before it was renamed; None if it never was."""
     extra = field.json_schema_extra
     return str(extra[FORMERLY_KEY]) if isinstance(extra, dict) and FORMERLY_KEY in extra else None
+
+
+def _is_added_default(section: Section, name: str, field: FieldInfo) -> bool:
+    """Return whether a setting was added later and has its default."""
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and ADDED_KEY in extra and getattr(section, name) == field.default
 
 
 def section_types(annotation: object) -> tuple[type[Section], ...]:
@@ -105,8 +117,9 @@ def named_section_type(annotation: object, value: object) -> type[Section] | Non
 def select(section: Section, effect: Effect) -> dict[str, Any]:
     """Return the settings below `section` that have the effect, as nested JSON values by their present names.
 
-    Sections by name are left out where there are none, so that a field of them can be added without a change of what
-    was saved before. Each of them tells its position: the order of encoders is the order of their features.
+    Settings that were `added_later` are left out while they have their default. Sections by name are left out where
+    there are none, so that a field of them can be added without a change of what was saved before. Each of them tells
+    its position: the order of encoders is the order of their features.
     """
     return _select(section, effect, "json", _present_name)
 
@@ -124,6 +137,8 @@ def _select(
 ) -> dict[str, Any]:
     selected: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
+        if _is_added_default(section, name, field):
+            continue
         effects = declared_effects(field)
         kinds = section_types(field.annotation)
         value = getattr(section, name)

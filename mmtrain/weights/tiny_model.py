@@ -1,16 +1,22 @@
 """Write the folder of a tiny random model of a family: to try a recipe on one core, and to test with."""
 
 import json
+import shutil
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mmtrain.data.synthetic.toy_chats import CHATS_FILE, write_toy_chats
+from mmtrain.data.synthetic.demo import generate_demo
+from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
+from mmtrain.data.synthetic.toy_chats import write_toy_chats
 from mmtrain.errors import DataError
-from mmtrain.families import CONFIG_FILE, FAMILIES, Family, read_model_folder
+from mmtrain.families import FAMILIES, Family, FolderSettings, read_model_folder
 from mmtrain.weights.folder_tensors import SINGLE_FILE
 
-NUM_CONVERSATIONS = 2000
+CONVERSATIONS_FOLDER = "conversations"  # below the model, so that export does not carry it along
+NUM_TRAIN, NUM_HELDOUT = 2000, 100
 
 
 @dataclass(frozen=True)
@@ -20,21 +26,38 @@ class TinyModel:
     family: str
     parameters: int
     vocab: int  # tokens of the tokenizer
-    conversations: int
+    train: int  # conversations
+    heldout: int
 
 
 def write_tiny_model(family: Family, out: Path, seed: int) -> TinyModel:
-    """Write config, random weights, a tokenizer with a chat template, and conversations to train on.
+    """Write config, random weights, a tokenizer with a chat template, and conversations that suit the model.
 
     The same arguments give the same bytes. Raises `DataError` for a folder that holds anything but a tiny model.
     """
-    if out.exists() and any(out.iterdir()) and not (out / CHATS_FILE).exists():
+    conversations = out / CONVERSATIONS_FOLDER
+    if out.exists() and any(out.iterdir()) and not conversations.exists():
         raise DataError(f"{out}: not empty and not a tiny model; name another folder or empty it")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / CONFIG_FILE).write_text(json.dumps(family.tiny, indent=1) + "\n", encoding="utf-8")
-    num_parameters = _write_random_weights(family, out, seed)
-    chats = write_toy_chats(out, seed, NUM_CONVERSATIONS)
-    return TinyModel(family.name, num_parameters, chats.vocab, chats.conversations)
+    shutil.rmtree(out, ignore_errors=True)
+    conversations.mkdir(parents=True)
+    for name, content in family.tiny.items():
+        (out / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    settings = read_model_folder(out).settings
+    num_parameters = _write_random_weights(family, settings, out, seed)
+    if "vision" in settings.model:
+        generate_demo(conversations, seed, NUM_TRAIN, NUM_HELDOUT)
+        (conversations / "tokenizer.json").unlink()  # of the demo's own model
+    else:
+        write_toy_chats(conversations, seed, NUM_TRAIN, NUM_HELDOUT)
+    vocab = write_tiny_tokenizer(out, _texts(json.loads((conversations / "train.json").read_text(encoding="utf-8"))))
+    return TinyModel(family.name, num_parameters, vocab, NUM_TRAIN, NUM_HELDOUT)
+
+
+def _texts(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the text of every turn, in either format."""
+    for row in rows:
+        for turn in row.get("messages") or row["conversations"]:
+            yield turn["content"] if "content" in turn else turn["value"]
 
 
 def find_family_by_name(name: str) -> Family:
@@ -44,7 +67,7 @@ def find_family_by_name(name: str) -> Family:
     return FAMILIES[name]
 
 
-def _write_random_weights(family: Family, out: Path, seed: int) -> int:
+def _write_random_weights(family: Family, settings: FolderSettings, out: Path, seed: int) -> int:
     """Write every tensor that the family names; return the number of parameters.
 
     Matrices are normal with standard deviation 1 / sqrt(width), so that signals keep their size; norms are 1, other
@@ -54,7 +77,6 @@ def _write_random_weights(family: Family, out: Path, seed: int) -> int:
     from safetensors.torch import save_file
 
     shapes: dict[str, tuple[int, ...]] = {}
-    settings = read_model_folder(out).settings
     for source in (*family.weights(settings), *settings.carried):
         shapes |= source.tensor_shapes()
     tensors = {}

@@ -1,6 +1,7 @@
 """Pixels and sizes of images against the processors of the model families whose preprocessing the settings name."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from PIL import Image
 
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.vision_items import VisionItemDecoder, read_item_grids
+from mmtrain.errors import ModelFolderError
+from mmtrain.families.image_processors import read_image_settings
 from mmtrain.recipe.model_settings import VisionSettings
 from mmtrain.recipe.schema import ImageSettings, VideoSettings
 
@@ -21,27 +24,16 @@ MAX_DIFFERENCE = 1 / 255
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
 VISION = VisionSettings(layers=1, hidden=8, heads=1, ffn=8, patch=PATCH, merge=2, downsample="pixel_shuffle")
 SIZES = [(301, 417), (417, 301), (50, 300), (112, 112), (1000, 60), (29, 31)]
-PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "clip": (
-        "CLIPImageProcessorPil",
-        {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}},
-        {"scheme": "fixed", "size": SIDE, "fit": "crop"},
-    ),
-    "llava": (
-        "LlavaImageProcessorPil",
-        {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}, "do_pad": True},
-        {"scheme": "fixed", "size": SIDE, "fit": "pad"},
-    ),
-    "siglip": (
-        "SiglipImageProcessorPil",
-        {"size": {"height": SIDE, "width": SIDE}, "resample": Image.Resampling.LANCZOS},
-        {"scheme": "fixed", "size": SIDE, "resample": "lanczos"},
-    ),
-    "internvl": (
-        "GotOcr2ImageProcessorPil",
-        {"size": {"height": SIDE, "width": SIDE}, "crop_to_patches": True, "max_patches": 6},
-        {"scheme": "tiles", "tile": SIDE, "max_tiles": 6},
-    ),
+SQUARE = {"height": SIDE, "width": SIDE}
+PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "clip": ("CLIPImageProcessorPil", {"size": {"shortest_edge": SIDE}, "crop_size": SQUARE}),
+    "clip_in_numbers": ("CLIPImageProcessorPil", {"size": SIDE, "crop_size": SIDE}),
+    "clip_stretched": ("CLIPImageProcessorPil", {"size": SQUARE, "crop_size": SQUARE}),
+    "llava": ("LlavaImageProcessorPil", {"size": {"shortest_edge": SIDE}, "crop_size": SQUARE, "do_pad": True}),
+    "siglip": ("SiglipImageProcessorPil", {"size": SQUARE, "resample": Image.Resampling.LANCZOS}),
+    "internvl": ("GotOcr2ImageProcessorPil", {"size": SQUARE, "crop_to_patches": True, "max_patches": 6}),
+    "qwen2_vl": ("Qwen2VLImageProcessorPil", {"size": {"shortest_edge": 56 * 56, "longest_edge": 200 * 200}}),
+    "qwen2_vl_of_4": ("Qwen2VLImageProcessorPil", {"min_pixels": 40 * 40, "max_pixels": 160 * 160}),
 }
 
 
@@ -68,37 +60,68 @@ def _our_items(path: Path, image: ImageSettings) -> np.ndarray:
     return np.stack(items)
 
 
+def _settings_from_folder(folder: Path, class_name: str, changes: dict[str, Any]) -> ImageSettings:
+    """Return what a folder with the config of a processor makes of `data.image`."""
+    config = {"image_processor_type": class_name.removesuffix("Pil"), "image_mean": MEAN, "image_std": STD, **changes}
+    (folder / "preprocessor_config.json").write_text(json.dumps(config))
+    settings = read_image_settings(folder)
+    assert settings is not None
+    return ImageSettings(**settings)
+
+
+def _as_pictures(output: Any) -> np.ndarray:
+    """Return what a processor made of one image as pictures (item, 3, height, width)."""
+    pixels = np.asarray(output["pixel_values"])
+    if "image_grid_thw" not in output:
+        return pixels
+    _, rows, cols = np.asarray(output["image_grid_thw"])[0]
+    merged = pixels.reshape(rows // 2, cols // 2, 2, 2, 3, 2, PATCH, PATCH)[:, :, :, :, :, 0]
+    return merged.transpose(4, 0, 2, 5, 1, 3, 6).reshape(1, 3, rows * PATCH, cols * PATCH)
+
+
 @pytest.mark.parametrize("family", PROCESSORS)
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_pixels_equal_those_of_the_processor(tmp_path: Path, family: str, width: int, height: int) -> None:
-    class_name, theirs, ours = PROCESSORS[family]
+    class_name, changes = PROCESSORS[family]
     picture = _photo(width, height, tmp_path / "a.jpg")
-    processor = getattr(transformers, class_name)(**theirs, image_mean=MEAN, image_std=STD)
-    expected = np.asarray(processor(picture, return_tensors="np")["pixel_values"])
-    items = _our_items(tmp_path / "a.jpg", ImageSettings(**ours, decode="full", mean=MEAN, std=STD))
+    processor = getattr(transformers, class_name)(**changes, image_mean=MEAN, image_std=STD)
+    expected = _as_pictures(processor(picture, return_tensors="np"))
+    items = _our_items(tmp_path / "a.jpg", _settings_from_folder(tmp_path, class_name, changes))
     assert items.shape == expected.shape
     assert np.abs(items - expected).max() * min(STD) < MAX_DIFFERENCE / 10
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
-def test_pixels_equal_those_of_qwen2_vl(tmp_path: Path, width: int, height: int) -> None:
-    limits = {"shortest_edge": 56 * 56, "longest_edge": 200 * 200}
-    picture = _photo(width, height, tmp_path / "a.jpg")
-    processor = transformers.Qwen2VLImageProcessorPil(size=limits, image_mean=MEAN, image_std=STD)
-    output = processor(picture, return_tensors="np")
-    _, rows, cols = np.asarray(output["image_grid_thw"])[0]
-    merged = np.asarray(output["pixel_values"]).reshape(rows // 2, cols // 2, 2, 2, 3, 2, PATCH, PATCH)
-    expected = merged[:, :, :, :, :, 0].transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * PATCH, cols * PATCH)
-    image = ImageSettings(
-        min_pixels=limits["shortest_edge"],
-        max_pixels=limits["longest_edge"],
-        decode="full",
-        mean=MEAN,
-        std=STD,
-    )
-    (item,) = _our_items(tmp_path / "a.jpg", image)
-    assert item.shape == expected.shape
-    assert np.abs(item - expected).max() * min(STD) < MAX_DIFFERENCE / 10
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"image_processor_type": "MllamaImageProcessor"},
+            "'MllamaImageProcessor' is not supported yet; supported: CL",
+        ),
+        ({"do_center_crop": False}, "do_center_crop: false is not supported yet; supported: true"),
+        ({"crop_size": {"height": 8, "width": 9}}, "crop_size.width: 9 is not supported yet; supported: 8"),
+        ({"size": {"shortest_edge": 300}}, "size.shortest_edge: 300 is not supported yet beside a crop_size of 224"),
+        ({"image_mean": [0.5]}, "image_mean: found [0.5], allowed: three numbers"),
+        ({"resample": 0}, "resample: filter 0 is not supported yet"),
+        ({"do_sharpen": True}, "do_sharpen: true is not supported yet"),
+    ],
+)
+def test_what_a_processor_does_otherwise_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    config = {"image_processor_type": "CLIPImageProcessor", **changes}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFolderError) as caught:
+        read_image_settings(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_a_processor_of_several_media_holds_that_of_images(tmp_path: Path) -> None:
+    assert read_image_settings(tmp_path) is None
+    image = {"image_processor_type": "SiglipImageProcessorFast", "size": {"height": 32, "width": 32}}
+    (tmp_path / "preprocessor_config.json").write_text('{"feature_size": 80}')  # of audio
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "X", "image_processor": image}))
+    settings = read_image_settings(tmp_path)
+    assert settings is not None
+    assert (settings["size"], settings["fit"]) == (32, "stretch")
 
 
 @pytest.mark.parametrize("fit", ["stretch", "crop", "pad"])

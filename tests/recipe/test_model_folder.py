@@ -1,11 +1,13 @@
 """`model.hf` supplies the settings of a pretrained model, which a recipe must not contradict."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mmtrain.errors import RecipeError
+from mmtrain.families import FAMILIES
 from mmtrain.recipe import LoadedRecipe, load_recipe
 from mmtrain.recipe.model_settings import LlmSettings
 from tests.families.configs import LLAMA31, QWEN2, write_config
@@ -135,3 +137,43 @@ def test_a_folder_supplies_the_tokenizer_of_a_recipe_that_names_none(text_only: 
     assert loaded.recipe.data.tokenizer == folder
     assert loaded.origin("data.tokenizer") == str(folder / "config.json")
     assert _load(text_only, QWEN2, "data.tokenizer=/t.json").recipe.data.tokenizer == Path("/t.json")
+
+
+@pytest.fixture
+def pictured(write: Write) -> Path:
+    recipe = write(
+        "recipe.yaml",
+        """
+        name: tiny
+        model: {hf: pretrained}
+        data: {sources: [{path: train.json}], tokenizer: tok.json, seq_len: 2048}
+        train: {steps: 10, global_batch: 4, optimizer: {lr: 1e-3}}
+        """,
+    )
+    write_config(recipe.parent / "pretrained", dict(FAMILIES["llava"].tiny["config.json"]))
+    return recipe
+
+
+def _write_processor(recipe: Path, **config: Any) -> None:
+    (recipe.parent / "pretrained" / "preprocessor_config.json").write_text(json.dumps(config))
+
+
+def test_the_folder_states_how_pictures_are_prepared(pictured: Path) -> None:
+    without = load_recipe(pictured, env={}).recipe.data.image
+    assert (without.scheme, without.size, without.fit, without.decode) == ("fixed", 32, "crop", "full")
+    square = {"height": 32, "width": 32}
+    _write_processor(
+        pictured, image_processor_type="SiglipImageProcessor", size=square, resample=2, image_mean=[0.1, 0.2, 0.3]
+    )
+    image = load_recipe(pictured, env={}).recipe.data.image
+    assert (image.scheme, image.size, image.fit, image.resample) == ("fixed", 32, "stretch", "bilinear")
+    assert (image.mean, image.std) == ((0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
+    own = load_recipe(pictured, ["data.image.scheme=tiles", "data.image.tile=32"], env={}).recipe.data.image
+    assert (own.scheme, own.mean) == ("tiles", (0.5, 0.5, 0.5))
+
+
+def test_a_processor_that_is_not_supported_is_a_problem_only_where_it_is_needed(pictured: Path) -> None:
+    _write_processor(pictured, image_processor_type="FuyuImageProcessor")
+    with pytest.raises(RecipeError, match=r"1 problem\n  model\.hf: .*'FuyuImageProcessor' is not supported yet"):
+        load_recipe(pictured, env={})
+    assert load_recipe(pictured, ["data.image.scheme=fixed", "data.image.size=32"], env={}).recipe.data.image.size == 32

@@ -96,6 +96,20 @@ def test_a_fingerprint_made_before_settings_declared_their_effects_still_holds()
     assert recipe_fingerprint(Recipe.model_validate(RECIPE)) == expected
 
 
+def test_a_setting_that_was_added_changes_nothing_saved_until_it_is_used() -> None:
+    class Inner(Section):
+        old: int = setting(1, affects={"plan"}, description="-")
+        new: str = setting("as before", affects={"plan"}, added_later=True, description="-")
+
+    class Outer(Section):
+        one: Inner = Inner()
+        new: Inner | None = setting(None, affects={"plan"}, added_later=True, description="-")
+
+    assert select_for_saving(Outer(), "plan") == {"one": {"old": 1}}
+    used = Outer(one=Inner(new="other"), new=Inner(old=2))
+    assert select_for_saving(used, "plan") == {"one": {"old": 1, "new": "other"}, "new": {"old": 2}}
+
+
 def test_saved_facts_use_the_former_names_of_settings() -> None:
     class Inner(Section):
         new: int = setting(1, affects={"plan"}, description="-", formerly="old")

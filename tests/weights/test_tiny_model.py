@@ -2,18 +2,44 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from mmtrain.data import build_index
+from mmtrain.data.media.vision_items import VisionItemDecoder
+from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError
 from mmtrain.families import FAMILIES
+from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.weights.tiny_model import find_family_by_name, write_tiny_model
 
 SEED = 3
+NUM_COMPARED = 40
+PICTURED = [name for name, family in FAMILIES.items() if "vision_config" in family.tiny["config.json"]]
+
+
+def _recipe(folder: Path) -> Recipe:
+    path = folder.parent / "recipe.yaml"
+    path.write_text(
+        f"""
+name: tiny
+model: {{hf: {folder}}}
+data: {{sources: [{{path: {folder}/conversations/heldout.json}}], seq_len: 512}}
+train: {{steps: 1, global_batch: 1, optimizer: {{lr: 1e-3}}}}
+"""
+    )
+    return load_recipe(path, env={}).recipe
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_opens_it_and_renders_its_conversations(tmp_path: Path, family: str) -> None:
+def test_transformers_opens_it(tmp_path: Path, family: str) -> None:
     import transformers
 
     summary = write_tiny_model(FAMILIES[family], tmp_path, SEED)
@@ -21,22 +47,70 @@ def test_transformers_opens_it_and_renders_its_conversations(tmp_path: Path, fam
     model, loading = model_class.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(loading.values()), loading
     assert sum(p.numel() for p in model.parameters()) == summary.parameters
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert len(tokenizer) == summary.vocab
-    conversations = json.loads((tmp_path / "conversations.json").read_text())
-    assert len(conversations) == summary.conversations
-    inputs = tokenizer.apply_chat_template(conversations[0]["messages"], return_tensors="pt", return_dict=True)
-    assert model(**inputs, labels=inputs["input_ids"]).loss < 10
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path)) == summary.vocab
+
+
+@pytest.mark.parametrize("family", PICTURED)
+def test_its_conversations_are_what_the_processor_makes_of_them(tmp_path: Path, family: str) -> None:
+    import transformers
+
+    folder = tmp_path / "model"
+    write_tiny_model(FAMILIES[family], folder, SEED)
+    recipe = _recipe(folder)
+    assert recipe.model.vision is not None
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
+    decoder = VisionItemDecoder(recipe.data.image, recipe.model.vision.patch)
+    side = recipe.model.vision.max_side
+    index = build_index(recipe)
+    rows = json.loads((folder / "conversations" / "heldout.json").read_text())[:NUM_COMPARED]
+    num_pictures = 0
+    for number, row in enumerate(rows):
+        sample = index.samples[number]
+        expected = processor.apply_chat_template(
+            _messages(row, folder / "conversations"), tokenize=True, return_dict=True, return_tensors="np"
+        )
+        assert tokenizer.encode(sample, index.media_features(number)).ids.tolist() == expected["input_ids"][0].tolist()
+        for i, media in enumerate(sample.media["image"]):
+            patches = decoder.patches("image", media, 0, 1, (side, side))
+            theirs = expected["pixel_values"][i].reshape(3, side, 8, side, 8).transpose(1, 3, 0, 2, 4)
+            np.testing.assert_allclose(patches, theirs.reshape(patches.shape), atol=1e-4)
+            num_pictures += 1
+    assert num_pictures > NUM_COMPARED / 2
+
+
+def _messages(row: dict[str, Any], root: Path) -> list[dict[str, Any]]:
+    """Return a conversation in LLaVA's layout as messages whose contents are lists of parts."""
+    pictures = iter(row.get("image", ()))
+    messages = []
+    for turn in row["conversations"]:
+        texts = turn["value"].split("<image>")
+        parts: list[dict[str, Any]] = [{"type": "text", "text": texts[0]}] if texts[0] else []
+        for text in texts[1:]:
+            parts.append({"type": "image", "image": Image.open(root / next(pictures))})
+            parts += [{"type": "text", "text": text}] if text else []
+        messages.append({"role": "user" if turn["from"] == "human" else "assistant", "content": parts})
+    return messages
 
 
 def test_the_same_seed_makes_the_same_files(tmp_path: Path) -> None:
     contents = []
     for name, seed in (("a", SEED), ("b", SEED), ("c", SEED + 1)):
         write_tiny_model(FAMILIES["llama"], tmp_path / name, seed)
-        contents.append({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()})
+        contents.append(_contents(tmp_path / name))
     assert contents[0] == contents[1]
-    assert contents[0]["model.safetensors"] != contents[2]["model.safetensors"]
-    assert contents[0]["conversations.json"] != contents[2]["conversations.json"]
+    for changed in ("model.safetensors", "conversations/train.json", "conversations/heldout.json"):
+        assert contents[0][changed] != contents[2][changed]
+
+
+def test_no_question_is_both_trained_on_and_held_out(tmp_path: Path) -> None:
+    write_tiny_model(FAMILIES["qwen2"], tmp_path, SEED)
+    questions = []
+    for split in ("train", "heldout"):
+        rows = json.loads((tmp_path / "conversations" / f"{split}.json").read_text())
+        questions.append({turn["content"] for row in rows for turn in row["messages"] if turn["role"] == "user"})
+    assert min(map(len, questions)) > 20
+    assert not questions[0] & questions[1]
 
 
 def test_other_folders_and_unknown_families_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,169 @@
+"""Read how a folder's image processor prepares pictures, as settings of `data.image`."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mmtrain.errors import ModelFolderError
+from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.family import Settings
+
+# The second one holds the processors of all media of a model, that of images under a key of its own.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_IMAGE_KEY = "image_processor"
+_FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # numbers of Pillow's filters
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_HALF = (0.5, 0.5, 0.5)
+# Keys that are not about pixels, or that say how a processor works on a GPU.
+_WITHOUT_EFFECT = (
+    "image_processor_type", "processor_class", "feature_extractor_type", "return_tensors", "data_format",
+    "input_data_format", "device", "disable_grouping", "default_to_square", "do_convert_rgb", "image_seq_length",
+    "num_additional_image_tokens", "patch_size", "vision_feature_select_strategy", "return_metadata",
+)  # fmt: skip
+
+
+def read_image_settings(folder: Path) -> Settings | None:
+    """Return the settings of `data.image` under which pixels are those of the folder's processor.
+
+    None for a folder that states no processor of images. Raises ModelFolderError, which names what is not supported.
+    """
+    for name in PROCESSOR_FILES:
+        config = _read_config(folder / name)
+        if config is not None:
+            return _image_settings(config, folder / name)
+    return None
+
+
+def _read_config(path: Path) -> Mapping[str, object] | None:
+    """Return the config of the image processor in a file; None if there is no such file, or none in it."""
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(f"cannot read {path}: {error}") from None
+    inner = config.get(_IMAGE_KEY, config) if isinstance(config, dict) else None
+    return inner if isinstance(inner, dict) and "image_processor_type" in inner else None
+
+
+def _image_settings(config: Mapping[str, object], path: Path) -> Settings:
+    """Read the config of one image processor."""
+    kind = str(config["image_processor_type"]).removesuffix("Fast").removesuffix("Pil")
+    if kind not in _READERS:
+        raise ModelFolderError(
+            f"{path}: image_processor_type {kind!r} is not supported yet; supported: {', '.join(_READERS)}. "
+            "data.image.scheme in the recipe chooses another way to prepare pictures"
+        )
+    section = ConfigSection(config)
+    for key in _WITHOUT_EFFECT:
+        section.value(key)
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        section.require(key, True, None, default=True)
+    section.require("rescale_factor", 1 / 255, None, default=1 / 255)
+    settings = {**_READERS[kind](section), "decode": "full"}
+    section.finish()
+    if section.problems:
+        raise ModelFolderError(f"{path} ({kind}): " + "; ".join(section.problems))
+    return settings
+
+
+def _clip(section: ConfigSection) -> Settings:
+    """Resize the shorter side and cut out the middle; or stretch, if both sides are given."""
+    section.require("do_center_crop", True, None, default=True)
+    section.require("do_pad", False, None, default=False)
+    return {**_square(section), **_normalization(section, _CLIP_MEAN, _CLIP_STD)}
+
+
+def _llava(section: ConfigSection) -> Settings:
+    """Pad to a square first, if `do_pad` says so; what CLIP cuts off afterwards is then nothing."""
+    section.require("do_center_crop", True, None, default=True)
+    square = _square(section)
+    fit = "pad" if section.flag("do_pad", False) else square["fit"]
+    return {**square, "fit": fit, **_normalization(section, _CLIP_MEAN, _CLIP_STD)}
+
+
+def _siglip(section: ConfigSection) -> Settings:
+    """Stretch to a square."""
+    section.require("do_center_crop", False, None, default=None)
+    size = section.section("size")
+    side = size.integer("height", 224)
+    size.require("width", side, default=side)
+    fixed = {"scheme": "fixed", "size": side, "fit": "stretch"}
+    return {**fixed, **_normalization(section, _HALF, _HALF)}
+
+
+def _square(section: ConfigSection) -> Settings:
+    """Read `size` and `crop_size`, which must agree. In older folders they are numbers."""
+    if type(section.value("size")) is int and type(section.value("crop_size")) is int:
+        side = section.integer("crop_size")
+        section.require("size", side, default=side)
+        return {"scheme": "fixed", "size": side, "fit": "crop"}
+    size, crop = section.section("size"), section.section("crop_size")
+    side = crop.integer("height", 224)
+    crop.require("width", side, default=side)
+    shortest = size.optional_integer("shortest_edge")
+    if shortest is None:
+        size.require("height", side, default=side)
+        size.require("width", side, default=side)
+    elif shortest != side:
+        size.reject("shortest_edge", f"{shortest} is not supported yet beside a crop_size of {side}; supported: {side}")
+    return {"scheme": "fixed", "size": side, "fit": "stretch" if shortest is None else "crop"}
+
+
+def _tiles(section: ConfigSection) -> Settings:
+    """Cut into tiles, or stretch to one."""
+    size = section.section("size")
+    side = size.integer("height", 384)
+    size.require("width", side, default=side)
+    section.require("min_patches", 1, default=1)
+    max_tiles = section.integer("max_patches", 12)
+    if section.flag("crop_to_patches", False):
+        layout: Settings = {"scheme": "tiles", "tile": side, "max_tiles": max_tiles}
+    else:
+        layout = {"scheme": "fixed", "size": side, "fit": "stretch"}
+    return {**layout, **_normalization(section, _CLIP_MEAN, _CLIP_STD)}
+
+
+def _native(section: ConfigSection) -> Settings:
+    """Keep the aspect ratio. Older folders state limits by names of their own, which take precedence."""
+    size = section.section("size")
+    section.value("merge_size")  # these two are the encoder's
+    section.value("temporal_patch_size")
+    fewest = section.optional_integer("min_pixels", size.optional_integer("shortest_edge", 56 * 56))
+    most = section.optional_integer("max_pixels", size.optional_integer("longest_edge", 28 * 28 * 1280))
+    limits = {"scheme": "native", "min_pixels": fewest, "max_pixels": most}
+    return {**limits, **_normalization(section, _CLIP_MEAN, _CLIP_STD)}
+
+
+def _normalization(section: ConfigSection, mean: tuple[float, ...], std: tuple[float, ...]) -> Settings:
+    """Read the filter, and what is subtracted and divided by; the arguments are what the processor assumes."""
+    filter_number = section.value("resample")
+    if filter_number is None:
+        filter_number = 3
+    if filter_number not in _FILTERS:
+        section.reject("resample", f"filter {filter_number} is not supported yet; supported: 1, 2, 3")
+    return {
+        "resample": _FILTERS.get(filter_number, "bicubic"),
+        "mean": _three(section, "image_mean", mean),
+        "std": _three(section, "image_std", std),
+    }
+
+
+def _three(section: ConfigSection, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    value = section.value(key)
+    if value is None:
+        return default
+    if isinstance(value, list) and len(value) == 3 and all(type(number) in (int, float) for number in value):
+        return tuple(map(float, value))
+    section.reject(key, f"found {value}, allowed: three numbers")
+    return default
+
+
+# By the name that the folder states, without the suffixes that say what it computes with.
+_READERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
+    "CLIPImageProcessor": _clip,
+    "LlavaImageProcessor": _llava,
+    "SiglipImageProcessor": _siglip,
+    "GotOcr2ImageProcessor": _tiles,
+    "Qwen2VLImageProcessor": _native,
+}
