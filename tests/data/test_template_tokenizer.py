@@ -116,6 +116,17 @@ def test_ids_and_labels_are_those_of_transformers(case: Case, number: int) -> No
         assert at_once(drawn.sample, drawn.features)[0] <= len(encoded.ids)
 
 
+def test_text_between_special_tokens_is_encoded_as_in_the_whole(case: Case) -> None:
+    random = Random(5)
+    for _ in range(20):
+        drawn = draw(case, random)
+        rendered = case.judge.apply_chat_template(drawn.messages, tokenize=False)
+        whole, in_pieces = (case.tokenizer._tokenize(rendered, is_escaped) for is_escaped in (False, True))
+        assert in_pieces.ids.tolist() == whole.ids.tolist()
+        assert in_pieces.starts.tolist() == whole.starts.tolist()
+        assert in_pieces.ends.tolist() == whole.ends.tolist()
+
+
 def test_a_text_that_is_surely_too_long_is_not_read(case: Case) -> None:
     turns = (Turn("user", "q"), Turn("assistant", "a" * 20_000))
     tokens, targets = case.tokenizer.length_counter(100)(Sample("s", "f.json", 0, turns, ()), {})

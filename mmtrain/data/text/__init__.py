@@ -1,7 +1,7 @@
-"""Text as tokens: the chat format with its special tokens and labels, and a fast counter of tokens for indexing.
+"""Text as tokens: conversations with their labels, and fast counters of tokens for indexing.
 
-`chat_tokenizer` encodes a conversation with the item tokens of its media; `token_counter` counts what encoding would
-return, without encoding.
+`chat_tokenizer` encodes mmtrain's own chat format, `template_tokenizer` the chat template of a model folder; both are a
+`SampleTokenizer`. `token_counter` counts what encoding a text would return, without encoding.
 
-Read `chat_tokenizer.ChatTokenizer.encode` first.
+Read `sample_tokenizer.SampleTokenizer` first, then `template_tokenizer.TemplateTokenizer.encode`.
 """

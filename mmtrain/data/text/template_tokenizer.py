@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.formats.sample import PLURALS, Sample, Turn
@@ -36,6 +36,7 @@ from mmtrain.families.media_markup import Markups
 from mmtrain.recipe.modalities import MODALITIES, MediaKind
 
 BoolArray = NDArray[np.bool_]
+_ANCHOR = "\U0010ffff"  # a private-use character that no text may hold
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,13 @@ class TemplateTokenizer:
 
     def _tokenize_text(self, text: str, start: int, end: int) -> _TextTokens:
         """Encode what is between two special tokens, as text whatever it spells."""
-        tokens = _text_tokens(self._text_tokenizer, self._restore(text[start:end]))
+        if start == end:
+            return _TextTokens(*np.empty((3, 0), dtype=np.int64))
+        # Some tokenizers mark the first word of a whole text: another token before it shows that this is not the first.
+        anchor = _ANCHOR if start else ""
+        tokens = _text_tokens(self._text_tokenizer, anchor + self._restore(text[start:end]))
+        first = len(anchor)  # the anchor is one character, and one token
+        tokens = _TextTokens(tokens.ids[first:], tokens.starts[first:] - first, tokens.ends[first:] - first)
         if self._is_protected[tokens.ids].any():
             raise BadConversationError("a text spells a special token that the tokenizer cannot encode as text")
         return _TextTokens(tokens.ids, tokens.starts + start, tokens.ends + start)
@@ -215,6 +222,7 @@ class TemplateTokenizer:
         """The tokenizer to which special tokens are text."""
         tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
         tokenizer.add_special_tokens(self._protected)  # marks them as special; their ids stay
+        tokenizer.add_tokens([AddedToken(_ANCHOR, normalized=False)])
         tokenizer.encode_special_tokens = True
         return tokenizer
 
