@@ -13,7 +13,14 @@ from mmtrain.report.idle_time import IDLE_MEANINGS, IDLE_NAMES
 from mmtrain.report.plain_text import memory_text, seconds_text
 from mmtrain.report.plan_picture import plan_drawing
 from mmtrain.report.rank_groups import layers_text, ranges_text, recompute_text, stage_ranks
-from mmtrain.report.report_contents import ReportContents, drawn_steps, idle_shares, key_figures, rank_changes
+from mmtrain.report.report_contents import (
+    ReportContents,
+    drawn_steps,
+    idle_shares,
+    key_figures,
+    plan_changes,
+    rank_changes,
+)
 from mmtrain.report.report_tables import MIN_FULL_BAR_SHARE, balance_rows, critical_path_cells, figure_text, memory_rows
 from mmtrain.report.timeline_picture import curve_drawing, timeline_drawing
 
@@ -233,7 +240,7 @@ def _training(metrics: Sequence[Mapping[str, Any]] | None) -> str:
         return ""
     if not metrics:
         return "<p>No step was logged.</p>"
-    changes = "".join(f"<p>{escape(sentence)}.</p>" for sentence in rank_changes(metrics))
+    changes = "".join(f"<p>{escape(sentence)}.</p>" for sentence in (*rank_changes(metrics), *plan_changes(metrics)))
     return f'<div class="curves">{"".join(_curves(metrics))}</div>{changes}'
 
 

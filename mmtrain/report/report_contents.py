@@ -119,6 +119,11 @@ def rank_changes(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     return sentences
 
 
+def plan_changes(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence for each step in which a run went on with another plan."""
+    return [f"switched to {step['new_plan']} after step {step['step'] - 1}" for step in metrics if "new_plan" in step]
+
+
 def idle_shares(contents: ReportContents) -> tuple[dict[str, float], dict[str, float] | None]:
     """Return idle time by kind as shares of the step: predicted, and measured if a trace says so.
 
@@ -206,4 +211,5 @@ def _training_json(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "last_loss": metrics[-1].get("loss"),
         "last_val_loss": validated[-1]["val_loss"] if validated else None,
         "rank_changes": rank_changes(metrics),
+        "plan_changes": plan_changes(metrics),
     }

@@ -11,7 +11,14 @@ from mmtrain.report.comparison import COMPUTE_TID, comparison_cells, comparison_
 from mmtrain.report.live_display import sparkline
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text
 from mmtrain.report.plan_view import plan_table
-from mmtrain.report.report_contents import ReportContents, drawn_steps, idle_shares, key_figures, rank_changes
+from mmtrain.report.report_contents import (
+    ReportContents,
+    drawn_steps,
+    idle_shares,
+    key_figures,
+    plan_changes,
+    rank_changes,
+)
 from mmtrain.report.report_tables import MIN_FULL_BAR_SHARE, balance_rows, critical_path_cells, figure_text, memory_rows
 from mmtrain.report.timeline_picture import DrawnStep
 
@@ -156,3 +163,4 @@ def _training(metrics: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
             change = f"{values[0]:.5g} to {values[-1]:.5g} over {metrics[-1]['step']} steps"
             yield f"{title:<14}{change}  {sparkline(values, _CURVE_COLUMNS)}"
     yield from (f"{'Ranks':<14}{sentence}" for sentence in rank_changes(metrics))
+    yield from (f"{'Plans':<14}{sentence}" for sentence in plan_changes(metrics))

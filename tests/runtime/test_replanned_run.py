@@ -1,13 +1,18 @@
 """What a run's folder says of the plans that the run had, also when the disk is full or files are damaged."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from mmtrain.plan import Plan, load_plan
 from mmtrain.runtime.run_folder import PLAN_FILE, RECORDED_COSTS_FILE, REPLANNED_FOLDER
 from mmtrain.runtime.training import replanned_run
-from mmtrain.runtime.training.replanned_run import keep_switch, was_replaced, with_costs_of_plan
+from mmtrain.runtime.training.cost_drift import RecordedCosts
+from mmtrain.runtime.training.replanned_run import keep_switch, share_recorded_costs, was_replaced, with_costs_of_plan
+from mmtrain.runtime.world import World
 from tests.flow import cases
 from tests.flow.cases import Mesh
 
@@ -35,6 +40,17 @@ def test_a_switch_keeps_the_plan_before_and_the_costs_of_the_new_one(tmp_path: P
     assert costs is not None
     assert costs.read_text() == "recorded"
     assert with_costs_of_plan(SETTINGS, tmp_path, before) == SETTINGS
+
+
+def test_a_damaged_table_is_set_aside_and_switches_are_counted(
+    tmp_path: Path, plans: tuple[Plan, Plan], capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep_switch(tmp_path, *plans, 40)
+    request = cast(Any, SimpleNamespace(run_dir=tmp_path, resume=True))
+    alone = World(0, 1, torch.device("cpu"))
+    assert share_recorded_costs(alone, request) == RecordedCosts(None, num_switches=1)
+    assert "recorded_costs.json" in capsys.readouterr().err
+    assert not (tmp_path / RECORDED_COSTS_FILE).exists()
 
 
 def test_a_plan_that_was_replaced_is_known_beside_a_damaged_one(tmp_path: Path, plans: tuple[Plan, Plan]) -> None:

@@ -10,29 +10,30 @@ from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.run_folder import PLAN_FILE, RECORDED_COSTS_FILE, REPLANNED_FOLDER
+from mmtrain.runtime.training.cost_drift import NOTHING_RECORDED, RecordedCosts
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
 
 
-def share_recorded_costs(world: World, request: TrainRequest) -> CostTable | None:
-    """Return on all ranks the costs that a run recorded before it was resumed; None if it has none.
+def share_recorded_costs(world: World, request: TrainRequest) -> RecordedCosts:
+    """Return on all ranks what the run recorded before it was resumed. A damaged table is set aside."""
+    return world.on_first(lambda: _read_recorded_costs(request.run_dir)) if request.resume else NOTHING_RECORDED
 
-    A damaged table is set aside.
-    """
 
-    def read() -> str | None:
-        path = request.run_dir / RECORDED_COSTS_FILE
-        if not request.resume or not path.exists():
-            return None
+def _read_recorded_costs(run_dir: Path) -> RecordedCosts:
+    path = run_dir / RECORDED_COSTS_FILE
+    table = None
+    if path.exists():
         try:
-            return CostTable.load(path).model_dump_json()
+            table = CostTable.load(path)
         except PlanError as error:
-            with disk_errors_named(request.run_dir):
+            with disk_errors_named(run_dir):
                 print(f"mmtrain: {set_aside(path, 'the costs are recorded again')} ({error})", file=sys.stderr)
-            return None
+    return RecordedCosts(table, len(_earlier_plans(run_dir)))
 
-    table_text = world.on_first(read)
-    return None if table_text is None else CostTable.model_validate_json(table_text)
+
+def _earlier_plans(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / REPLANNED_FOLDER).glob("plan-until-step-*.json"))
 
 
 def keep_switch(run_dir: Path, before: Plan, plan: Plan, step: int) -> None:
@@ -50,7 +51,7 @@ def keep_switch(run_dir: Path, before: Plan, plan: Plan, step: int) -> None:
 
 def was_replaced(run_dir: Path, plan: Plan) -> bool:
     """Return whether the run has switched from this plan to another one. Files that cannot be read are ignored."""
-    for path in (run_dir / REPLANNED_FOLDER).glob("plan-until-step-*.json"):
+    for path in _earlier_plans(run_dir):
         try:
             if load_plan(path).sha256 == plan.sha256:
                 return True

@@ -21,7 +21,7 @@ from mmtrain.runtime.execution.executor import StepOutcome
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.out_of_memory import peak_memory_bytes
 from mmtrain.runtime.resilience.stragglers import Straggler, StragglerDetector
-from mmtrain.runtime.training.cost_drift import CostDrift, CostDriftDetector
+from mmtrain.runtime.training.cost_drift import NOTHING_RECORDED, CostDrift, CostDriftDetector, RecordedCosts
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,23 @@ class StepMetricsReducer:
         stream: GroupStream,
         hardware: str,
         skipped: Sequence[int] = (),
-        recorded: CostTable | None = None,
+        recorded: RecordedCosts = NOTHING_RECORDED,
     ) -> None:
         """Reduce steps of `stream` without its positions in `skipped`.
 
-        hardware: the plan's preset. recorded: costs that the run recorded before it was resumed, in the place of the
-        recipe's.
+        hardware: the plan's preset. recorded: what the run knew of its costs before it was resumed.
         """
         self._context, self._stream, self._skipped = rank_context, stream, skipped
         self._machine = preset(hardware)
         self.costs = costs_for(self._machine, rank_context.precision, rank_context.recipe.cluster.costs)
         watches_costs = rank_context.recipe.train.replan != "off"
-        self._drift_detector = CostDriftDetector(rank_context.graph, rank_context.world.rank) if watches_costs else None
-        if recorded is not None:
-            self.use_costs(recorded)
+        self._drift_detector = (
+            CostDriftDetector(rank_context.graph, rank_context.world.rank, recorded.num_switches)
+            if watches_costs
+            else None
+        )
+        if recorded.table is not None:
+            self.use_costs(recorded.table)
         self._input_grad_needed = input_grad_needed(rank_context.shape)
         self._straggler_detector = StragglerDetector(rank_context.graph, self._work_of)
         self.peak_flops = self._machine.peak_flops(rank_context.precision) * rank_context.world.size
