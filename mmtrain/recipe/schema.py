@@ -187,7 +187,8 @@ class DataSettings(Section):
         affects={"plan"},
         description="A folder of a Hugging Face model with `tokenizer.json` and a chat template, or a JSON file of the "
         "`tokenizers` library with the special tokens of mmtrain's own chat format. Relative paths start at the "
-        "recipe's folder. Required unless all sources hold lengths only.",
+        "recipe's folder. Default: the folder of `model.hf`, if it has a tokenizer. Required unless all sources hold "
+        "lengths only.",
     )
     seq_len: PositiveInt = setting(
         affects={"plan", "lengths", "steps", "resume"},

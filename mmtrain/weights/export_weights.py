@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
 ExportDtype = Literal["bf16", "fp16", "fp32"]
 MAX_FILE_BYTES = 5_000_000_000  # as `save_pretrained` of transformers splits files
 _TORCH_NAMES: Mapping[ExportDtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_COPIED_SUFFIXES = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")  # tokenizer, templates, licence
+_COPIED_FILES = (  # what belongs to the model; not its card and its data, which would be those of another model
+    "*.jinja", "*.model", "*.tiktoken", "*tokenizer*.json", "LICENSE*", "NOTICE*", "added_tokens.json",
+    "chat_template.json", "config.json", "generation_config.json", "merges.txt", "*processor_config.json",
+    "special_tokens_map.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -195,8 +200,8 @@ def _write_index(draft: Path, files: Mapping[str, Sequence[_Target]]) -> None:
 def _copy_small_files(folder: ModelFolder, draft: Path, dtype: ExportDtype | None) -> None:
     """Copy config, tokenizer and templates; the config states the type of the weights, if that is another one."""
     for path in sorted(folder.path.iterdir()):
-        is_wanted = path.suffix in _COPIED_SUFFIXES or path.name.upper().startswith("LICENSE")
-        if path.is_file() and is_wanted and path.name != INDEX_FILE:
+        is_wanted = any(fnmatch(path.name, pattern) for pattern in _COPIED_FILES)
+        if path.is_file() and is_wanted:
             shutil.copyfile(path, draft / path.name)
     if dtype is not None:
         key = "torch_dtype" if "torch_dtype" in folder.config else "dtype"

@@ -57,14 +57,19 @@ def test_import_and_export_give_the_same_bits(
     folder = save(MODELS[name](), tmp_path / "model", dtype)
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
-    (folder / "training_args.bin").write_bytes(b"pickled")
+    (folder / "LICENSE").write_text("free", encoding="utf-8")
+    for name in ("training_args.bin", "README.md", "conversations.json"):
+        (folder / name).write_bytes(b"of the model before")
     out = tmp_path / "exports" / "first"
     done = run_mmtrain("export", run_from(folder), "--out", out)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{out}: weights after step 7, 1 file, ")
     assert f"vllm serve {out}" in done.stdout
     assert content(out) == content(folder)
-    assert {path.name for path in out.iterdir()} == {p.name for p in folder.iterdir()} - {"training_args.bin"}
+    assert {path.name for path in out.iterdir()} == {
+        "LICENSE", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json",
+    }  # fmt: skip
     assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
     assert list(out.parent.iterdir()) == [out]
 
