@@ -370,5 +370,5 @@ def draw_text(random: Random, max_words: int = 8) -> str:
 
 def _corpus() -> Iterator[str]:
     random = Random(0)
-    for _ in range(400):
+    for _ in range(200):
         yield draw_text(random, 20)

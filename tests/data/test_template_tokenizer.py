@@ -19,7 +19,7 @@ from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
 from tests.data.model_folders import FAMILIES, MARK_ANSWERS, Family, draw_text, metaspace, write_folder
 
-NUM_CONVERSATIONS = 500  # of each family in the slow tests; the quick ones draw the first 30 of them
+NUM_CONVERSATIONS = 500  # of each family in the slow tests; the quick ones draw the first 12 of them
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def expand(case: Case, ids: list[int], features: list[int]) -> np.ndarray:
     return np.concatenate([np.full(next(remaining), i) if i in placeholders else np.array([i]) for i in ids])
 
 
-@pytest.mark.parametrize("number", [30, pytest.param(NUM_CONVERSATIONS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [12, pytest.param(NUM_CONVERSATIONS, marks=pytest.mark.slow)])
 def test_ids_and_labels_are_those_of_transformers(case: Case, number: int) -> None:
     random = Random(1)
     count, at_once = (case.tokenizer.length_counter(limit) for limit in (10_000, 0))
@@ -138,7 +138,7 @@ def test_a_text_that_is_surely_too_long_is_not_read(case: Case) -> None:
 
 def test_prompts_are_those_of_transformers(case: Case) -> None:
     random = Random(2)
-    for _ in range(30):
+    for _ in range(10):
         drawn = draw(case, random)
         ids = case.judge.apply_chat_template(drawn.messages[:-1], add_generation_prompt=True, return_dict=False)
         prompt = case.tokenizer.prompt_ids(drawn.sample, drawn.features)
@@ -159,7 +159,7 @@ def test_no_text_can_forge_a_special_token(case: Case) -> None:
     random = Random(4)
     count = case.tokenizer.length_counter(10_000)
     special = sorted(case.judge.all_special_ids)
-    for _ in range(30):
+    for _ in range(10):
         drawn = draw(case, random)
         plain = case.tokenizer.encode(drawn.sample, drawn.features)
         forged_turns = []
