@@ -1,6 +1,7 @@
 """LLaVA-1.5 (arXiv 2310.03744): CLIP, a projector and a decoder, as `LlavaForConditionalGeneration` computes them."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from mmtrain.families.clip import MEAN, STD, clip_settings, clip_weights, unused_clip_weights
 from mmtrain.families.config_section import ConfigSection
@@ -97,8 +98,9 @@ def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
     yield from clip_weights(vision, _TOWER)
     ours, theirs = f"vision.layers.{vision['layers'] + 1}.", "model.multi_modal_projector."
     for linear, width in (("linear_1", vision["hidden"]), ("linear_2", llm["hidden"])):
-        yield as_is(f"{ours}{linear}.weight", f"{theirs}{linear}.weight", (llm["hidden"], width))
-        yield as_is(f"{ours}{linear}.bias", f"{theirs}{linear}.bias", (llm["hidden"],))
+        for kind, shape in (("weight", (llm["hidden"], width)), ("bias", (llm["hidden"],))):
+            source = as_is(f"{ours}{linear}.{kind}", f"{theirs}{linear}.{kind}", shape)
+            yield replace(source, may_be_missing=True)  # before alignment there is no projector
     yield from decoder_weights(settings, "model.language_model.")
 
 

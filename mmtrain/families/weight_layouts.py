@@ -55,6 +55,7 @@ class ParameterSource:
     name: str  # plan-independent, e.g. `llm.layers.1.self_attention.linear_qkv.weight`
     blocks: tuple[Block, ...]
     may_be_padded: bool = False  # the parameter may have more rows, which become zeros and are not exported
+    may_be_missing: bool = False  # a folder may lack all tensors of all such parameters, which then start random
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor that it is made of."""

@@ -115,14 +115,14 @@ def _source_folder(recipe: Recipe) -> ModelFolder:
 def _targets(matched: MatchedFolder, stored: FolderTensors, dtype: ExportDtype | None) -> list[_Target]:
     """Return all tensors to write, those of one parameter after another."""
     targets = []
-    names: dict[str, ParameterSource | None] = {
-        tensor: source for source in matched.sources.values() for tensor in source.tensor_shapes()
-    }
-    names |= dict.fromkeys(matched.carried)
-    for tensor, source in names.items():
-        weight = stored.tensors[tensor]
-        torch_name = DTYPES[weight.dtype] if dtype is None else _TORCH_NAMES[dtype]
-        targets.append(_Target(TensorEntry(tensor, torch_name, weight.shape), source))
+    first_dtype = next(iter(stored.tensors.values())).dtype  # of what the source folder lacks
+    sources = (*matched.sources.values(), *matched.fresh.values())
+    shapes = [(tensor, shape, source) for source in sources for tensor, shape in source.tensor_shapes().items()]
+    carried = [(tensor, stored.tensors[tensor].shape, None) for tensor in matched.carried]
+    for tensor, shape, source in (*shapes, *carried):
+        stored_dtype = stored.tensors[tensor].dtype if tensor in stored.tensors else first_dtype
+        torch_name = DTYPES[stored_dtype] if dtype is None else _TORCH_NAMES[dtype]
+        targets.append(_Target(TensorEntry(tensor, torch_name, shape), source))
     return targets
 
 

@@ -29,12 +29,17 @@ class PretrainedWeights:
         """Return the units that the folder holds."""
         return tuple(self._folder.settings.model)
 
+    @property
+    def fresh_modules(self) -> tuple[str, ...]:
+        """Return the modules of these units that have no weights in the folder."""
+        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self._matched.fresh))
+
     def fill(self, param: "torch.Tensor", spec: ParamSpec, tp_rank: int, tp: int) -> bool:
         """Fill a parameter of this rank; return whether the folder holds it.
 
         Values are converted to the parameter's dtype. Rows that pad the vocabulary become zeros.
         """
-        if spec.name.split(".", 1)[0] not in self.units:
+        if spec.name.split(".", 1)[0] not in self.units or spec.name in self._matched.fresh:
             return False
         source = self._matched.sources[spec.name]
         source.check_cover(spec.full_shape)

@@ -16,6 +16,7 @@ class MatchedFolder:
     """A folder whose tensors are those that its family expects, by the names that they have in the folder."""
 
     sources: Mapping[str, ParameterSource]  # by our name of the parameter
+    fresh: Mapping[str, ParameterSource]  # likewise, of those that the folder lacks, as it may
     carried: tuple[str, ...]  # tensors that this model does not compute
 
 
@@ -28,6 +29,9 @@ def match_tensors(folder: ModelFolder, stored: FolderTensors) -> MatchedFolder:
     expected = list(family.weights(folder.settings))
     spelling = max(family.spellings, key=lambda candidate: _num_known(_spelled(expected, candidate), stored))
     sources = _spelled(expected, spelling)
+    optional = [source for source in sources if source.may_be_missing]
+    fresh = [] if any(tensor in stored.tensors for tensor in _tensor_shapes(optional)) else optional
+    sources = [source for source in sources if source not in fresh]
     carried = _tensor_shapes(_spelled(folder.settings.carried, spelling))
     shapes = _tensor_shapes(sources) | carried
     ignored = family.ignored(folder.settings)
@@ -40,7 +44,8 @@ def match_tensors(folder: ModelFolder, stored: FolderTensors) -> MatchedFolder:
             f"model.hf: the weights in {folder.path} are not those of its config.json ({family.name}), "
             f"{len(problems)} differ:\n  " + "\n  ".join(shown) + rest
         )
-    return MatchedFolder({source.name: source for source in sources}, tuple(carried))
+    by_name = {source.name: source for source in sources}
+    return MatchedFolder(by_name, {source.name: source for source in fresh}, tuple(carried))
 
 
 def _tensor_shapes(sources: Iterable[ParameterSource]) -> dict[str, tuple[int, ...]]:

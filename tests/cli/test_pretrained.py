@@ -34,7 +34,7 @@ train: {steps: 10, global_batch: 64, optimizer: {lr: 1e-5}}
 
 
 def test_planning_needs_the_config_only(run_mmtrain: RunMmtrain, recipe: Path) -> None:
-    done = run_mmtrain("plan", recipe, "--json")
+    done = run_mmtrain("plan", recipe, "--set", "parallel.llm={tp: 2, pp: 2}", "--json")
     assert done.returncode == 0, done.stderr
     layers = [stage["layers"] for stage in json.loads(done.stdout)["units"]["llm"]["stages"]]
     assert max(hi for _, hi in layers) == 30
@@ -47,9 +47,9 @@ def test_a_folder_is_described(run_mmtrain: RunMmtrain, recipe: Path, tmp_path: 
     assert "llm: 7,615,616,512 parameters, 28 blocks, 3584 wide, 28 heads" in done.stdout  # as its model card says
     assert "weights: none; such a folder can be planned for, not trained from" in done.stdout
 
-    write_tiny_model(FAMILIES["llava"], tmp_path / "llava", seed=0)
-    summary = json.loads(run_mmtrain("inspect", tmp_path / "llava", "--json").stdout)
-    assert [unit["name"] for unit in summary["units"]] == ["vision", "llm"]
+    write_tiny_model(FAMILIES["llama"], tmp_path / "llama", seed=0)
+    summary = json.loads(run_mmtrain("inspect", tmp_path / "llama", "--json").stdout)
+    assert [unit["name"] for unit in summary["units"]] == ["llm"]
     assert summary["dtypes"] == ["float32"]
     assert "tokenizer.json" in summary["text_files"]
     write_config(tmp_path / "qwen", QWEN2, hidden_act="gelu")

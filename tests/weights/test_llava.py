@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmtrain.checkpoint import open_newest_good
-from mmtrain.errors import RecipeError
+from mmtrain.errors import ModelFolderError, RecipeError
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
@@ -17,7 +17,7 @@ from tests.families.configs import write_config
 from tests.runtime.models import run_folder
 from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, PATCH, VOCAB, llava, recipe_from, save
 from tests.weights.test_export_weights import content
-from tests.weights.test_import_weights import assert_equal_gradients, full_gradients, unit_stage
+from tests.weights.test_import_weights import assert_equal_gradients, full_gradients, pretrained_of, unit_stage
 
 HUB_CONFIG = {
     "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "ignore_index": -100,
@@ -123,6 +123,32 @@ def test_import_and_export_give_the_same_bits_in_every_spelling(spelling: dict[s
     export_folder(recipe, checkpoint, tmp_path / "out")
     expected = {name: of_tensor for name, of_tensor in content(folder).items() if "position_ids" not in name}
     assert content(tmp_path / "out") == expected
+
+
+def test_a_folder_without_a_projector_starts_with_a_fresh_one(tmp_path: Path) -> None:
+    folder = save(llava(), tmp_path / "model", torch.bfloat16)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    complete = content(folder)
+    projector = {name for name in tensors if name.startswith("multi_modal_projector.")}
+    save_file({name: value for name, value in tensors.items() if name not in projector}, path, {"format": "pt"})
+    recipe = _recipe(folder)
+    weights = pretrained_of(recipe)
+    assert weights.fresh_modules == ("vision.layers.3.linear_1", "vision.layers.3.linear_2")
+    stages = {unit: unit_stage(recipe, unit) for unit in ("vision", "llm")}
+    assert stages["vision"].layers["3"].linear_1.weight.std() > 0.05  # type: ignore[union-attr, operator]
+    run = run_folder(tmp_path / "run", recipe, stages)
+    export_folder(recipe, open_newest_good(run / CHECKPOINTS_FOLDER, print), tmp_path / "out")
+    exported = content(tmp_path / "out")
+    assert {name: of_tensor[:2] for name, of_tensor in exported.items()} == {
+        name: of_tensor[:2] for name, of_tensor in complete.items()
+    }
+    assert {name for name in complete if exported[name] != complete[name]} == projector
+
+    half = {name: value for name, value in tensors.items() if "projector.linear_2" not in name}
+    save_file(half, path, {"format": "pt"})
+    with pytest.raises(ModelFolderError, match=r"2 differ:\n  multi_modal_projector.linear_2.weight: missing"):
+        pretrained_of(recipe)
 
 
 def test_the_config_of_the_hub_is_that_of_the_paper(tmp_path: Path) -> None:

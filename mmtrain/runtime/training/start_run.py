@@ -106,10 +106,11 @@ def open_start_weights(request: TrainRequest, world: World) -> PretrainedWeights
 
 
 def introduce_start_weights(console: Console, recipe: Recipe, weights: PretrainedWeights) -> None:
-    """Print where the weights of a new run come from, and which units have none there."""
-    fresh = [unit.name for unit in build_model_shape(recipe).units if unit.name not in weights.units]
-    random_units = f"; random weights for {', '.join(fresh)}, which the folder does not hold" if fresh else ""
-    console.print(f"starting from the weights in {recipe.model.hf}{random_units}", highlight=False, soft_wrap=True)
+    """Print where the weights of a new run come from, and which units and modules have none there."""
+    units = [unit.name for unit in build_model_shape(recipe).units if unit.name not in weights.units]
+    fresh = ", ".join((*units, *weights.fresh_modules))
+    random_weights = f"; random weights for {fresh}, which the folder does not hold" if fresh else ""
+    console.print(f"starting from the weights in {recipe.model.hf}{random_weights}", highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
