@@ -11,16 +11,16 @@ import signal
 import uuid
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from mmtrain.errors import MmtrainError
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 from mmtrain.runtime.resilience.signals import STOP_SIGNALS
-from mmtrain.runtime.training.train import run
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import fork_ranks
 from tests.faults import FailInEachPhase
+from tests.flow.launched import slurm_task
 from tests.flow.runs import launch_here
 
 NUM_RANKS = 2
@@ -83,42 +83,31 @@ def _torchrun_rank(request: TrainRequest) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    code = _train(request)
+    code = _exit_code(lambda: launch_here(request)[0])
     faults = request.faults
     agent_ends = isinstance(faults, FailInEachPhase) and faults.kind == "signal launcher"
     if code or agent_ends:  # without collecting the result that a function returns
         os._exit(code)
 
 
-def _step_daemon(_rank: int, _size: int, _folder: Path, request: TrainRequest) -> list[int]:
+def _step_daemon(_rank: int, _size: int, folder: Path, request: TrainRequest) -> list[int]:
     port = free_port()
     tasks: list[int] = []
     for rank in range(NUM_RANKS):
         pid = os.fork()
         if not pid:
-            os.environ |= {
-                "SLURM_PROCID": str(rank),
-                "SLURM_STEP_NUM_TASKS": str(NUM_RANKS),
-                "SLURM_LOCALID": str(rank),
-                "SLURM_STEP_NODELIST": "localhost",
-                "MASTER_PORT": str(port),
-            }
-            os._exit(_train(request))
+            os._exit(_exit_code(partial(slurm_task, rank, NUM_RANKS, folder, request, port)))
         tasks.append(pid)
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in tasks]
 
 
-def _train(request: TrainRequest) -> int:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _exit_code(train: Callable[[], int]) -> int:
+    """Return the exit code of a process of its own that does this."""
     try:
-        run(request)
-    except MmtrainError as e:
-        print(f"mmtrain: {e}", flush=True)
-        return e.exit_code
-    except BaseException as e:
-        print(f"{type(e).__name__}: {e}", flush=True)
+        return train()
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
         return 1
-    return 0
 
 
 def _terminal(_rank: int, _size: int, _folder: Path, request: TrainRequest, close_when: Callable[[], bool]) -> int:

@@ -24,6 +24,7 @@ from tests.flow.runs import assert_same_end, launch, poll, request_for, run_all
 pytestmark = pytest.mark.slow
 MAX_STEPS_TO_STOP = 3  # while a rank saves in the background, the others train on
 NUM_STEPS = 14
+EVERY_STEP = (f"train.steps={NUM_STEPS}", "train.checkpoint.every=1", "train.validate_every=1")
 END_S = 30.0  # in which orphans finish their step and save
 
 
@@ -38,7 +39,7 @@ def unbroken_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _request(data: Path, tmp_path: Path, kind: Kind, *changes: str, **options: object) -> TrainRequest:
     """Return a request for a run that saves and validates after every step, with this fault in each phase."""
-    settings = (f"train.steps={NUM_STEPS}", "train.checkpoint.every=1", "train.validate_every=1", *changes)
+    settings = (*EVERY_STEP, *changes)
     faults = FailInEachPhase(tmp_path, kind, NUM_STEPS)
     return replace(request_for(data, tmp_path / "run", *settings), faults=replace(faults, **options))  # type: ignore[arg-type]
 
@@ -60,7 +61,7 @@ def test_ranks_that_fail_in_each_phase_are_started_again(
     data: Path, unbroken_run: Path, tmp_path: Path, rank: int, kind: Kind
 ) -> None:
     request = replace(_request(data, tmp_path, kind, rank=rank), max_restarts=len(PHASES))
-    assert launch(request, request.faults) == (0, "")
+    assert alone(request) == [0]
     _assert_ended_as(request, unbroken_run)
 
 
@@ -92,7 +93,7 @@ def test_ranks_that_hang_in_each_phase_are_started_again(
     data: Path, unbroken_run: Path, tmp_path: Path, kind: Kind, phases: tuple[Phase, ...]
 ) -> None:
     request = replace(_request(data, tmp_path, kind, WATCHED, phases=phases), max_restarts=len(phases))
-    assert launch(request, request.faults) == (0, "")
+    assert alone(request) == [0]
     _assert_ended_as(request, unbroken_run)
 
 
@@ -118,14 +119,14 @@ def test_slurm_tasks_that_hang_in_each_phase_end_and_are_resumed(
 
 def test_a_rank_that_is_slow_in_each_phase_does_not_hang(data: Path, unbroken_run: Path, tmp_path: Path) -> None:
     request = _request(data, tmp_path, "slow", f"train.watchdog_s={4 * SLOW_S}")
-    assert launch(request, request.faults) == (0, "")
+    assert alone(request) == [0]
     _assert_ended_as(request, unbroken_run)
 
 
 def test_a_disk_that_is_full_at_the_last_save_loses_no_checkpoint(
     data: Path, unbroken_run: Path, tmp_path: Path
 ) -> None:
-    request = _request(data, tmp_path, "slow")
+    request = request_for(data, tmp_path, *EVERY_STEP)
     code, message = launch(request, FailAt(0, NUM_STEPS, "disk full"))
     assert code == 1
     assert "No space left on device" in message
