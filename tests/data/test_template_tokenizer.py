@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from mmtrain.data import Sample, Turn
@@ -134,6 +134,33 @@ def test_a_text_that_is_surely_too_long_is_not_read(case: Case) -> None:
         assert targets > 100
     else:
         assert (tokens > 100, targets) == (True, 0)
+
+
+LLAMA = {"tokenizer_class": "LlamaTokenizer"}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("vicuna", LLAMA),
+        ("vicuna", LLAMA | {"legacy": True}),
+        ("vicuna", LLAMA | {"legacy": False}),
+        ("vicuna", LLAMA | {"add_prefix_space": False}),
+        ("mistral", LLAMA),
+        ("qwen2", {"tokenizer_class": "Qwen2Tokenizer"}),
+    ],
+    ids=str,
+)
+def test_ids_are_those_of_the_class_in_transformers(tmp_path: Path, name: str, settings: dict[str, object]) -> None:
+    family = FAMILIES[name]
+    folder = write_folder(tmp_path, family, **settings)
+    judge = AutoTokenizer.from_pretrained(folder)
+    case = Case(family, folder, TemplateTokenizer.load(folder), judge, judge)
+    random = Random(6)
+    for _ in range(10):
+        drawn = draw(case, random)
+        expected = judge.apply_chat_template(drawn.messages, return_dict=False)
+        assert case.tokenizer.encode(drawn.sample, {}).ids.tolist() == expected
 
 
 def test_prompts_are_those_of_transformers(case: Case) -> None:

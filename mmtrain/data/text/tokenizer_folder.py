@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from mmtrain.errors import DataError
 from mmtrain.recipe.modalities import MediaKind
@@ -50,6 +50,7 @@ def read_tokenizer_folder(path: Path) -> TokenizerFolder:
     """Read a folder. Raises `DataError`."""
     tokenizer = _read_tokenizer(path)
     config = _read_json(path / CONFIG_FILE)
+    _mark_words_as_llama(tokenizer, config)
     named_tokens = _named_tokens(_read_json(path / _SPECIAL_TOKENS_FILE)) | _named_tokens(config)
     _add_tokens(tokenizer, path, config, named_tokens)
     template, template_name = _find_template(path, config)
@@ -103,6 +104,22 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _mark_words_as_llama(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """Let a tokenizer of Llama 2's class mark the begin of words as transformers does since version 5.
+
+    transformers takes the vocabulary of such a folder, and not how its `tokenizer.json` treats spaces: by default only
+    the first word of the whole text gets a space before it, not those after special tokens.
+    """
+    is_llama = config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
+    if not is_llama or not getattr(tokenizer.model, "byte_fallback", False):
+        return
+    scheme = "always" if config.get("legacy") else "first"
+    if config.get("add_prefix_space") is False:
+        scheme = "never"
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
