@@ -1,18 +1,19 @@
 """Runs that lose ranks for good and go on with those that are left, and grow again."""
 
+import contextlib
 import os
 import signal
 import socket
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from mmtrain.checkpoint import open_newest_good
+from mmtrain.checkpoint import find, open_newest_good
 from mmtrain.plan.artifact.plan_files import load_plan
 from mmtrain.program import Action
 from mmtrain.report import read_metrics
@@ -20,6 +21,7 @@ from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE
 from mmtrain.runtime.run_state import read_run_state
+from mmtrain.runtime.training.background_planning import PLANNING_PROCESS_MODULE
 from mmtrain.runtime.training.go_back import GoBack
 from mmtrain.runtime.training.standby_plans import standby_plan_path
 from mmtrain.runtime.training.train_request import TrainRequest
@@ -28,9 +30,9 @@ from tests.faults import FailAt
 from tests.flow.launched import StartedProcesses, slurm_task, train_arguments
 from tests.flow.runs import assert_same_end, launch, launch_here, poll, refuse, request_for, tensors
 
-NUM_STEPS = 30
-SETTINGS = (f"train.steps={NUM_STEPS}", "train.checkpoint.every=5")
-WAIT_S = 0.2  # of each step while there is no plan for fewer ranks yet
+NUM_STEPS = 16
+SETTINGS = (f"train.steps={NUM_STEPS}", "train.checkpoint.every=2", "train.checkpoint.async_save=false")
+PLANNING_S = 60
 
 
 class RankIsGone(FaultPoints):
@@ -51,7 +53,16 @@ class RankIsGone(FaultPoints):
         self.last_step = step
         if standby_plan_path(self.run_dir, dist.get_world_size() - 1).exists():
             os.kill(os.getpid(), signal.SIGKILL)
-        threading.Event().wait(WAIT_S)
+        poll(lambda: not _is_planning(os.getppid()), PLANNING_S)  # rank 0 takes up the plan after this step
+
+
+def _is_planning(launcher_pid: int) -> bool:
+    """Return whether a rank of this launcher makes a plan in the background."""
+    for process in psutil.Process(launcher_pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if PLANNING_PROCESS_MODULE in process.cmdline():
+                return True
+    return False
 
 
 def _launch_printing(rank: int, size: int, folder: Path, request: TrainRequest, output: Path) -> tuple[int, str]:
@@ -135,11 +146,14 @@ def test_a_run_under_torchrun_shrinks_when_a_node_is_gone_and_grows_when_one_com
         newest = [step.get("ranks") for step in read_metrics(run_dir)][-3:]
         return newest == [num_ranks] * 3
 
+    def has_checkpoint() -> bool:
+        return bool(find(run_dir / CHECKPOINTS_FOLDER))
+
     with StartedProcesses(_agent(port, data, run_dir), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as nodes:
         poll(lambda: has_listener(port), 60)  # the first agent holds the rendezvous, and stays
         nodes.start(_agent(port, data, run_dir))
         nodes.start(_agent(port, data, run_dir))
-        poll(lambda: trains_on(3) and standby_plan_path(run_dir, 2).exists(), 180)
+        poll(lambda: trains_on(3) and standby_plan_path(run_dir, 2).exists() and has_checkpoint(), 180)
         gone = nodes.processes[2]
         for process in [gone, *(gone.children() if lost == "node" else ())]:
             process.kill()
@@ -155,7 +169,9 @@ def test_a_run_under_torchrun_shrinks_when_a_node_is_gone_and_grows_when_one_com
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
     assert [step["ranks"] for step in steps if "resume_s" in step] == [2, 3]
     reference = request_for(data, tmp_path / "unbroken", *SLOW_STEPS)
-    assert launch(reference, FailAt(0, len(steps) - 1, "signal"))[0] == 75
+    stopped_there = replace(reference, faults=FailAt(0, len(steps) - 1, "signal"))
+    [(code, _)] = fork_ranks(1, _launch_printing, stopped_there, tmp_path / "text", timeout=300)
+    assert code == 75
     expected = [step["loss"] for step in read_metrics(tmp_path / "unbroken")]
     assert [step["loss"] for step in steps] == pytest.approx(expected, rel=1e-5)
 
