@@ -18,6 +18,8 @@ def switch_plan(session: RankSession, before: Plan, plan: Plan, checkpoint: Path
     """Make `plan` the plan of the run, and return it on all ranks; the one before if the disk cannot hold it.
 
     Nothing of the plan before is in use any more. Its memory is given back before the new plan is built.
+
+    Raises FolderTaken, on all ranks, if another run owns the folder now.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -25,6 +27,7 @@ def switch_plan(session: RankSession, before: Plan, plan: Plan, checkpoint: Path
     request = session.request
 
     def keep() -> bool:
+        session.claim.require()
         try:
             keep_switch(request.run_dir, before, plan, step_of(checkpoint) or 0)
             if request.elastic:
