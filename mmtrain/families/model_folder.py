@@ -43,8 +43,7 @@ def read_model_folder(path: Path) -> ModelFolder:
 
     Raises ModelFolderError, which names everything that is wrong or not supported.
     """
-    content = _config_bytes(path)
-    return _parse(path, content)
+    return _parse(path, _config_bytes(path))
 
 
 def _config_bytes(path: Path) -> bytes:
