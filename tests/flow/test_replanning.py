@@ -88,8 +88,14 @@ class AwaitPlan(FaultPoints):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class KillSaving(AwaitPlan):
-    """Kills `rank` while it saves the checkpoint after `kill_step` steps."""
+@dataclass
+class KillSavingBeforeSwitch(AwaitPlan):
+    """Kills `rank` while it saves the first checkpoint after the faster plan was found, at which the run would switch.
+
+    Which checkpoint that is depends on how fast the plan is made.
+    """
+
+    faster_file: Path = Path(FASTER_PLAN_FILE)
 
     def before_action(self, step: int, action: Action) -> None:
         """See `FaultPoints`."""
@@ -98,7 +104,7 @@ class KillSaving(AwaitPlan):
 
     def checkpoint_storage(self, step: int) -> Storage:
         """See `FaultPoints`."""
-        if step == self.kill_step and self._is_here:
+        if self._is_here and self.faster_file.exists():
             os.kill(os.getpid(), signal.SIGKILL)
         return super().checkpoint_storage(step)
 
@@ -183,18 +189,18 @@ def test_kills_in_the_save_before_a_switch_and_after_it_resume_on_the_right_plan
     request = pipeline_request(data, tmp_path, "train.replan=auto")
     faster_file = request.run_dir / FASTER_PLAN_FILE
     with pytest.raises(RanksFailed):
-        run_short(request, faults=KillSaving(rank=1, kill_step=SWITCH_STEP))
+        run_short(request, faults=KillSavingBeforeSwitch(rank=1, faster_file=faster_file))
     assert not (request.run_dir / REPLANNED_FOLDER).exists()
     first_plan = request.run_dir.parent / "first.json"
     shutil.copy(request.run_dir / PLAN_FILE, first_plan)
     faster_file.unlink()
 
-    # Resumes after step 30 and plans again at once, with the costs that were recorded before.
+    # Plans again at once, with the costs that were recorded before.
     resumed = replace(request, resume=True, plan_path=first_plan)
     with pytest.raises(RanksFailed):
         run_short(resumed, faults=AwaitPlan(rank=0, kill_step=SWITCH_STEP + 3))
     [step] = switches(request)
-    assert step == SWITCH_STEP
+    assert step <= SWITCH_STEP
     switched_to = load_plan(request.run_dir / PLAN_FILE)
     assert switched_to.units != load_plan(first_plan).units
     run_short(resumed)

@@ -80,6 +80,7 @@ def _be_killed_while_planning(rank: int, size: int, folder: Path, pid_file: Path
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_planning_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed):
         fork_ranks(1, _be_killed_while_planning, tmp_path / "pid")

@@ -245,7 +245,16 @@ def _world_size(name: str) -> int:
     return len({rank for mesh in LAYOUTS[name][1].values() for rank in mesh.ranks})
 
 
-@pytest.mark.parametrize("size", sorted({_world_size(name) for name in LAYOUTS}))
+QUICK_SIZES = (1, 2, 4)  # ranks
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(size, marks=() if size in QUICK_SIZES else pytest.mark.slow)
+        for size in sorted({_world_size(name) for name in LAYOUTS})
+    ],
+)
 def test_every_layout_answers_as_the_naive_loop(size: int, request: pytest.FixtureRequest) -> None:
     names = [name for name in LAYOUTS if _world_size(name) == size]
     for fixture in dict.fromkeys(LAYOUTS[name][0] for name in names):
