@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from mmtrain.data.formats.sample import IMAGE_MARK
+from mmtrain.data.synthetic.byte_level_bpe import train_byte_level_bpe
 from mmtrain.data.synthetic.demo_draw import COLOURS, SHAPES, draw_bar_chart, draw_digit, draw_scene
 from mmtrain.data.text.chat_tokenizer import SPECIAL_TOKENS
 from mmtrain.errors import DataError
@@ -85,22 +86,8 @@ def generate_demo(out: Path, seed: int, train: int, heldout: int) -> DemoSummary
 
 
 def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
-    """Train a byte-level BPE tokenizer with the chat format's special tokens; each digit is a token of its own.
-
-    The vocabulary has at most `DEMO_VOCAB_SIZE` tokens.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=DEMO_VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((t.replace(IMAGE_MARK, "") for t in texts), trainer)
-    return tokenizer
+    """Train a tokenizer with the chat format's special tokens, and at most `DEMO_VOCAB_SIZE` tokens in all."""
+    return train_byte_level_bpe((t.replace(IMAGE_MARK, "") for t in texts), SPECIAL_TOKENS, DEMO_VOCAB_SIZE)
 
 
 def _draw_questions(rng: random.Random, count: int, is_allowed: IsAllowed, seen: set[str]) -> Iterator[DemoQuestion]:

@@ -4,8 +4,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
+from mmtrain.data.synthetic.byte_level_bpe import train_byte_level_bpe
 from mmtrain.families.tiny import MEDIA_TOKENS, PAD_TOKEN, TINY_TOKENS, TINY_VOCAB_SIZE, TURN_END_TOKEN
 
 # ChatML; a part of a content that is no text becomes the token of its medium.
@@ -26,7 +25,7 @@ _TEMPLATE = """\
 
 def write_tiny_tokenizer(folder: Path, texts: Iterable[str]) -> int:
     """Write the files of a tokenizer whose special tokens have the ids that tiny models expect; return its size."""
-    tokenizer = _train(texts)
+    tokenizer = train_byte_level_bpe(texts, TINY_TOKENS, TINY_VOCAB_SIZE)
     tokenizer.save(str(folder / "tokenizer.json"))
     tokens = {"pad_token": PAD_TOKEN, "eos_token": TURN_END_TOKEN}
     media = {f"{kind}_token": token for kind, token in MEDIA_TOKENS.items()}
@@ -40,19 +39,3 @@ def write_tiny_tokenizer(folder: Path, texts: Iterable[str]) -> int:
     (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
     size: int = tokenizer.get_vocab_size()
     return size
-
-
-def _train(texts: Iterable[str]) -> Tokenizer:
-    """Train a byte-level BPE tokenizer, in which each digit is a token of its own."""
-    tokenizer = Tokenizer(models.BPE())
-    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=TINY_VOCAB_SIZE,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in TINY_TOKENS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
