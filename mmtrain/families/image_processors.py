@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mmtrain.errors import ModelFolderError
+from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Settings
 
@@ -12,7 +13,6 @@ from mmtrain.families.family import Settings
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _IMAGE_KEY = "image_processor"
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # numbers of Pillow's filters
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5)
 # Keys that are not about pixels, or that say how a processor works on a GPU.
 _WITHOUT_EFFECT = (
@@ -71,7 +71,7 @@ def _clip(section: ConfigSection) -> Settings:
     """Resize the shorter side and cut out the middle; or stretch, if both sides are given."""
     section.require("do_center_crop", True, None, default=True)
     section.require("do_pad", False, None, default=False)
-    return {**_square(section), **_normalization(section, _CLIP_MEAN, _CLIP_STD)}
+    return {**_square(section), **_normalization(section, MEAN, STD)}
 
 
 def _llava(section: ConfigSection) -> Settings:
@@ -79,7 +79,7 @@ def _llava(section: ConfigSection) -> Settings:
     section.require("do_center_crop", True, None, default=True)
     square = _square(section)
     fit = "pad" if section.flag("do_pad", False) else square["fit"]
-    return {**square, "fit": fit, **_normalization(section, _CLIP_MEAN, _CLIP_STD)}
+    return {**square, "fit": fit, **_normalization(section, MEAN, STD)}
 
 
 def _siglip(section: ConfigSection) -> Settings:
@@ -121,7 +121,7 @@ def _tiles(section: ConfigSection) -> Settings:
         layout: Settings = {"scheme": "tiles", "tile": side, "max_tiles": max_tiles}
     else:
         layout = {"scheme": "fixed", "size": side, "fit": "stretch"}
-    return {**layout, **_normalization(section, _CLIP_MEAN, _CLIP_STD)}
+    return {**layout, **_normalization(section, MEAN, STD)}
 
 
 def _native(section: ConfigSection) -> Settings:
@@ -132,7 +132,7 @@ def _native(section: ConfigSection) -> Settings:
     fewest = section.optional_integer("min_pixels", size.optional_integer("shortest_edge", 56 * 56))
     most = section.optional_integer("max_pixels", size.optional_integer("longest_edge", 28 * 28 * 1280))
     limits = {"scheme": "native", "min_pixels": fewest, "max_pixels": most}
-    return {**limits, **_normalization(section, _CLIP_MEAN, _CLIP_STD)}
+    return {**limits, **_normalization(section, MEAN, STD)}
 
 
 def _normalization(section: ConfigSection, mean: tuple[float, ...], std: tuple[float, ...]) -> Settings:
