@@ -107,7 +107,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _mark_words_as_llama(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Let a tokenizer of Llama 2's class mark the begin of words as transformers does since version 5.
+    """Make a tokenizer of Llama 2's class mark the start of words as transformers 5 does.
 
     transformers takes the vocabulary of such a folder, and not how its `tokenizer.json` treats spaces: by default only
     the first word of the whole text gets a space before it, not those after special tokens.

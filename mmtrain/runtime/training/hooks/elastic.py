@@ -18,7 +18,7 @@ STEPS_BEFORE_STANDBY_PLANNING = 2  # the first steps are slow by themselves, and
 class StandbyPlanning(StepHook):
     """Makes one plan after another beside the training and keeps it in the run's folder; on rank 0 only.
 
-    A number of ranks that no plan fits is told when that is known, so that it does not surprise after a loss.
+    If no plan fits some number of ranks, it prints the reason at once: after a loss that would come too late.
     """
 
     def __init__(
