@@ -30,8 +30,8 @@ PLACEMENTS: tuple[Placement, ...] = ("unified", "disaggregated", "coarse", "expl
 MAX_RANKS = 8
 POOL_SIZE = 120  # cells of each placement to choose from
 CELLS_PER_PLACEMENT = 12
-# The others show few pairs of values for the first time: long runs.
-QUICK_CELLS_PER_PLACEMENT = 10
+# Enough to show every value of every axis; the others add pairs of values.
+QUICK_CELLS_PER_PLACEMENT = 5
 LLM_LAYERS = 5  # embedding, three blocks, head
 ENCODER_LAYERS = 4  # first layer, two blocks, projector; of every encoder
 

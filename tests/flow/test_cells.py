@@ -36,8 +36,8 @@ AXES: dict[str, set[object]] = {
 
 
 def test_the_cells_show_every_value_of_every_axis() -> None:
-    assert len(set(CELLS)) == len(CELLS) > len(QUICK_CELLS) >= 40
-    assert min(Counter(cell.placement for cell in QUICK_CELLS).values()) >= 8
+    assert len(set(CELLS)) == len(CELLS) > len(QUICK_CELLS) >= 20
+    assert min(Counter(cell.placement for cell in QUICK_CELLS).values()) >= 5
     assert max(cell.num_ranks for cell in CELLS) <= 8
     shown = {item for cell in QUICK_CELLS for item in cell.axes.items()}
     assert {(axis, value) for axis, values in AXES.items() for value in values} - shown == set()

@@ -246,6 +246,7 @@ def _deadlocked_planner(*inputs: Any, **options: Any) -> Plan:
         return plan_recipe(*inputs, **options)
 
 
+@pytest.mark.slow  # `test_a_stopped_process_is_named` stops one in a later step
 def test_a_rank_that_is_stopped_before_the_first_step_is_named(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, "train.watchdog_s=1.5")
     code, message = launch(request, SignalBeforeSteps(1))

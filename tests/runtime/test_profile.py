@@ -42,11 +42,15 @@ def _measure(_rank: int, _size: int, folder: Path, tp: tuple[int, ...]) -> str:
 
 @pytest.fixture(scope="module")
 def table() -> CostTable:
-    """Measure in a separate process, because one that has run a backward, as pytest's may have, cannot fork."""
+    """Measure in a separate process, because one that has run a backward, as pytest's may have, cannot fork.
+
+    Each group of ranks that is measured starts Python anew, which takes most of the time.
+    """
     [text] = fork_ranks(1, _measure, (1, 2), timeout=200)
     return CostTable.model_validate_json(text)
 
 
+@pytest.mark.slow
 def test_every_kind_of_layer_is_in_the_table(table: CostTable) -> None:
     kinds = [(entry.layer["kind"], entry.tp) for entry in table.layers]
     llm = ["embedding", "decoder_block", "head"]
@@ -63,6 +67,7 @@ def test_every_kind_of_layer_is_in_the_table(table: CostTable) -> None:
     assert all(seconds > 0 for message in table.messages for seconds in message.seconds)
 
 
+@pytest.mark.slow
 def test_saved_bytes_are_near_the_memory_model(table: CostTable) -> None:
     model, costs = (
         AnalyticCosts(preset("cpu-core"), "fp32"),
@@ -74,6 +79,7 @@ def test_saved_bytes_are_near_the_memory_model(table: CostTable) -> None:
         assert 0.95 * counted <= modelled <= 1.35 * counted, unit.name  # an index or two is not modelled
 
 
+@pytest.mark.slow
 def test_the_planner_uses_a_measured_table_and_names_it_as_its_source(table: CostTable, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     table.save(path)
