@@ -38,7 +38,7 @@ def check(
     from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
     from mmtrain.errors import UserError
     from mmtrain.recipe import load_recipe
-    from mmtrain.recipe.schema import SourceSettings
+    from mmtrain.recipe.data_settings import SourceSettings
 
     named_sources = [SourceSettings(path=source.absolute()) for source in sources or []]
     with typer.progressbar(length=1, label="decoding", file=sys.stderr) as bar:

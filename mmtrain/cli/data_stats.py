@@ -31,7 +31,7 @@ def stats(
     from mmtrain.cli.recipe_index import print_note
     from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
     from mmtrain.recipe import load_recipe
-    from mmtrain.recipe.schema import SourceSettings
+    from mmtrain.recipe.data_settings import SourceSettings
     from mmtrain.report.data_view import stats_picture, stats_text
 
     named_sources = [SourceSettings(path=source.absolute()) for source in sources]

@@ -1,8 +1,8 @@
 """Recipes: what a user writes, checked and resolved.
 
 `load_recipe` reads a YAML file strictly, with `extends`, `${env:NAME}` and `--set` overrides, and reports all problems
-at once, each with its path, its line and the allowed values. The settings are the pydantic models in `schema`; those of
-the model's units are in `model_settings`.
+at once, each with its path, its line and the allowed values. The settings are pydantic models: `schema` is the whole
+recipe, and each of its sections has a module.
 """
 
 from mmtrain.recipe.fingerprint import dump_recipe, recipe_fingerprint

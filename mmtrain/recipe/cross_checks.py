@@ -9,6 +9,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TypeAlias
 
+from mmtrain.recipe.data_settings import is_lengths_source
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
 from mmtrain.recipe.parallel_checks import (
     NUM_END_LAYERS,
@@ -24,7 +25,7 @@ from mmtrain.recipe.parallel_checks import (
     check_tp,
 )
 from mmtrain.recipe.raw_tree import KeyPath, Problem
-from mmtrain.recipe.schema import Recipe, is_lengths_source
+from mmtrain.recipe.schema import Recipe
 
 Check: TypeAlias = Callable[[Recipe], Iterator[Problem]]
 

@@ -9,8 +9,9 @@ from operator import itemgetter
 
 from mmtrain.recipe.modalities import MODALITIES, dotted_unit, encoder_names, other_units, unit_path
 from mmtrain.recipe.model_settings import EncoderSettings, LlmSettings
+from mmtrain.recipe.parallel_settings import UnitParallel
 from mmtrain.recipe.raw_tree import Problem
-from mmtrain.recipe.schema import Recipe, UnitParallel
+from mmtrain.recipe.schema import Recipe
 
 NUM_END_LAYERS = 2  # layers of a unit besides its blocks: embedding, and head or projector
 

@@ -8,7 +8,7 @@ import soundfile
 
 from mmtrain.data.media.audio import BadAudioError, load_log_mels, log_mel, read_num_frames, resample
 from mmtrain.data.media.media_bytes import FileMedia
-from mmtrain.recipe.schema import AudioDataSettings
+from mmtrain.recipe.data_settings import AudioDataSettings
 
 
 def _wave(seconds: float, rate: int = 16000, seed: int = 0) -> np.ndarray:

@@ -11,7 +11,8 @@ from PIL import Image
 
 from mmtrain.cli.data_check import check_text
 from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
-from mmtrain.recipe.schema import Recipe, SourceSettings
+from mmtrain.recipe.data_settings import SourceSettings
+from mmtrain.recipe.schema import Recipe
 from tests.data.archives import movie, png, wav
 from tests.data.rows import Row, row
 

@@ -13,8 +13,8 @@ from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.vision_items import VisionItemDecoder, read_item_grids
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.image_processors import read_image_settings
+from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
 from mmtrain.recipe.model_settings import VisionSettings
-from mmtrain.recipe.schema import ImageSettings, VideoSettings
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,7 +15,7 @@ from mmtrain.data.media.audio import load_log_mels, read_num_frames
 from mmtrain.data.media.images import load_rgb_images, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
 from mmtrain.data.media.video import load_video_frames, read_video_size
-from mmtrain.recipe.schema import AudioDataSettings, ImageSettings
+from mmtrain.recipe.data_settings import AudioDataSettings, ImageSettings
 from tests.data.archives import movie, wav
 
 LIMIT = 1_000_000

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.data.media.image_grids import frame_grid, item_grids, native_grid, num_tiles, tile_canvas
-from mmtrain.recipe.schema import ImageSettings
+from mmtrain.recipe.data_settings import ImageSettings
 
 
 @cache

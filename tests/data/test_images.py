@@ -12,7 +12,7 @@ from PIL import Image
 
 from mmtrain.data.media.images import BadImageError, Float32Array, load_rgb_images, patchify, read_image_size
 from mmtrain.data.media.media_bytes import FileMedia, Media
-from mmtrain.recipe.schema import ImageSettings
+from mmtrain.recipe.data_settings import ImageSettings
 
 LIMIT = 10_000_000
 

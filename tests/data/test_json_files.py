@@ -13,7 +13,7 @@ from mmtrain.data.formats.read_source import list_shards, read_samples
 from mmtrain.data.formats.sample import find_unusable
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.errors import DataError
-from mmtrain.recipe.schema import LimitSettings, SourceSettings
+from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
 
 GOOD = {"id": 7, "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
 

@@ -13,7 +13,7 @@ from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.media import parquet_cells as cells_module
 from mmtrain.data.media.media_bytes import FileMedia, ParquetCell
 from mmtrain.errors import DataError
-from mmtrain.recipe.schema import LimitSettings, SourceSettings
+from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
 from tests.data.archives import parquet
 
 HF_IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

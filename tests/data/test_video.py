@@ -14,7 +14,7 @@ from PIL import Image
 from mmtrain.data.media.media_bytes import FileMedia, TarMember
 from mmtrain.data.media.mp4_rotation import read_quarter_turns
 from mmtrain.data.media.video import BadVideoError, load_video_frames, read_start_and_duration, read_video_size
-from mmtrain.recipe.schema import ImageSettings
+from mmtrain.recipe.data_settings import ImageSettings
 from tests.data.archives import movie, tar, wav
 
 COLOURS = {"red": (255, 0, 0), "lime": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}

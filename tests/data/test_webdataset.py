@@ -7,7 +7,7 @@ from mmtrain.data import Quarantined, Sample
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.media.media_bytes import TarMember
 from mmtrain.errors import DataError
-from mmtrain.recipe.schema import LimitSettings, SourceSettings
+from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
 from tests.data.archives import png, tar, wav
 
 ANSWER = {"role": "assistant", "content": "yes"}

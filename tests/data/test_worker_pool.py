@@ -17,7 +17,7 @@ from mmtrain.data.loading.batch_builder import PayloadNeed, ReadMonitor, StepBui
 from mmtrain.data.loading.step_format import unpack
 from mmtrain.data.loading.worker_pool import HANG_TIMEOUT_S, MAX_DEATHS_PER_STEP, StepFailure, WorkerPool
 from mmtrain.errors import DataError, RunError
-from mmtrain.recipe.schema import DataSettings
+from mmtrain.recipe.data_settings import DataSettings
 from tests.data.fake_step_builders import (
     CrashingAtOnceStepBuilder,
     CrashingStepBuilder,

@@ -23,7 +23,7 @@ from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
 from mmtrain.recipe.modalities import MODALITIES, Modality
 from mmtrain.recipe.model_settings import EncoderSettings, ModelSettings
-from mmtrain.recipe.schema import ParallelSettings, UnitParallel
+from mmtrain.recipe.parallel_settings import ParallelSettings, UnitParallel
 from mmtrain.recipe.settings import NOTHING, setting
 from mmtrain.runtime.profiling.item_sizes import ITEM_SIZES, ItemSizes
 from mmtrain.runtime.profiling.probes import make_probes

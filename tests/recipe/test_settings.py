@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mmtrain.recipe import Recipe, editor_schema, json_schema, recipe_fingerprint
-from mmtrain.recipe.schema import DataSettings
+from mmtrain.recipe.data_settings import DataSettings
 from mmtrain.recipe.settings import (
     AFFECTS_KEY,
     EFFECTS,

@@ -28,7 +28,7 @@ from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.media.media_bytes import Media, ParquetCell
 from mmtrain.data.media.parquet_cells import PARQUET_BATCH_ROWS, decode_dictionary
 from mmtrain.errors import DataError
-from mmtrain.recipe.schema import LimitSettings
+from mmtrain.recipe.data_settings import LimitSettings
 
 _MEDIA_KIND_BY_COLUMN = {column: kind for kind in MARK_BY_MEDIA_KIND for column in (kind, f"{kind}s")}
 _TEXT_COLUMNS = (*CONVERSATION_KEYS, "system", "tools", "functions", "caption", "text", "id", "template")

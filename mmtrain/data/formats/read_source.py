@@ -12,7 +12,7 @@ from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.formats.webdataset import read_shard
 from mmtrain.data.optional_packages import require_package
 from mmtrain.errors import DataError
-from mmtrain.recipe.schema import LimitSettings, SourceSettings
+from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
 
 _CONTAINER_BY_SUFFIX = {
     ".json": "json",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mmtrain.data.media.media_bytes import TarMember
-from mmtrain.recipe.schema import LimitSettings
+from mmtrain.recipe.data_settings import LimitSettings
 
 TAR_BLOCK_BYTES = 512
 _MAX_META_BYTES = 64 << 10  # of a long name or a pax header

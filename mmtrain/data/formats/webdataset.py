@@ -25,7 +25,7 @@ from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.formats.tar_members import BadTarMember, read_tar_members
 from mmtrain.data.media.media_bytes import TarMember
 from mmtrain.errors import DataError
-from mmtrain.recipe.schema import LimitSettings
+from mmtrain.recipe.data_settings import LimitSettings
 
 _MEDIA_KIND_BY_EXTENSION = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"), "image"),

@@ -15,9 +15,10 @@ from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, decoded_durati
 from mmtrain.data.media.image_grids import Grid
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError, Media
+from mmtrain.recipe.data_settings import AudioDataSettings, DataSettings, LimitSettings, SourceSettings
 from mmtrain.recipe.modalities import MODALITIES, VISION, MediaKind
 from mmtrain.recipe.model_settings import EncoderSettings
-from mmtrain.recipe.schema import AudioDataSettings, DataSettings, LimitSettings, Recipe, SourceSettings
+from mmtrain.recipe.schema import Recipe
 
 _MEDIA_IN_FLIGHT_PER_CORE = 8  # results are returned in order; this bounds how many wait in memory
 _DEFAULT_BAD_RATE = 0.01  # as the default of data.max_bad_rate

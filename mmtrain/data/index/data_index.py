@@ -28,7 +28,8 @@ from mmtrain.data.index.sample_table import SampleTable, content_json, sample_re
 from mmtrain.data.index.stated_lengths import read_stated_lengths
 from mmtrain.data.media.image_grids import Grid
 from mmtrain.errors import DataError, TooManyBadSamples
-from mmtrain.recipe.schema import Recipe, SourceSettings
+from mmtrain.recipe.data_settings import SourceSettings
+from mmtrain.recipe.schema import Recipe
 
 MAX_SAMPLES_IN_MESSAGE = 5
 

@@ -36,7 +36,8 @@ from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.index.sample_table import SampleTable
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.errors import DataError
-from mmtrain.recipe.schema import Recipe, SourceSettings
+from mmtrain.recipe.data_settings import SourceSettings
+from mmtrain.recipe.schema import Recipe
 from mmtrain.recipe.settings import select
 
 INDEX_FOLDER_NAME = ".mmtrain-index"

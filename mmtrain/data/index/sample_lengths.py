@@ -17,8 +17,9 @@ from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, Parq
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.data.text.sample_tokenizer import BadConversationError, LengthCounter, SampleTokenizer
 from mmtrain.errors import DataError
+from mmtrain.recipe.data_settings import DataSettings, SourceSettings
 from mmtrain.recipe.modalities import MODALITIES, MediaKind, dotted_unit
-from mmtrain.recipe.schema import DataSettings, Recipe, SourceSettings
+from mmtrain.recipe.schema import Recipe
 
 HEADER_THREADS = 4  # reading headers waits for the disk; more threads would only wait for the interpreter's lock
 _CHUNK_SAMPLES = 2048  # whose media headers are read together

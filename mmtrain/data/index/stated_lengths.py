@@ -23,8 +23,9 @@ import numpy as np
 from mmtrain.balance.batch_meta import IntArray, ItemLengths, SampleLengths
 from mmtrain.data.formats.sample import Quarantined
 from mmtrain.errors import DataError
+from mmtrain.recipe.data_settings import SourceSettings
 from mmtrain.recipe.model_settings import STATED_LENGTHS_COLUMNS
-from mmtrain.recipe.schema import Recipe, SourceSettings
+from mmtrain.recipe.schema import Recipe
 
 MAX_STATED_SAMPLES = 20_000_000  # their lengths take a few gigabytes
 MAX_STATED_COUNT = 10_000_000  # of samples or tokens in one cell

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.optional_packages import require_package
-from mmtrain.recipe.schema import AudioDataSettings
+from mmtrain.recipe.data_settings import AudioDataSettings
 
 SAMPLE_RATE_HZ = 16_000
 WINDOW_SAMPLES = 400  # under one window

@@ -7,7 +7,7 @@ InternVL's dynamic tiling (arXiv 2404.16821).
 import math
 from functools import lru_cache
 
-from mmtrain.recipe.schema import ImageSettings
+from mmtrain.recipe.data_settings import ImageSettings
 
 Grid = tuple[int, int]
 

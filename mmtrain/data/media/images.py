@@ -12,7 +12,7 @@ from PIL import Image, UnidentifiedImageError
 from mmtrain.data.media.fitting import Size, covering_size, fit_picture
 from mmtrain.data.media.image_headers import fast_image_size, fast_image_size_in_stream
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
-from mmtrain.recipe.schema import ImageSettings
+from mmtrain.recipe.data_settings import ImageSettings
 
 Float32Array = npt.NDArray[np.float32]
 

@@ -11,9 +11,9 @@ from mmtrain.data.media.images import Float32Array, load_rgb_images, patchify, r
 from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.media.video import load_video_frames, read_video_size
 from mmtrain.errors import DataError
+from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
 from mmtrain.recipe.modalities import MediaKind
 from mmtrain.recipe.model_settings import VisionSettings
-from mmtrain.recipe.schema import ImageSettings, VideoSettings
 
 
 def check_image_settings(vision: VisionSettings, image: ImageSettings) -> None:

@@ -20,7 +20,7 @@ from mmtrain.models.megatron.compat import optimizer_scope
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.parameter_specs import ParamSpec
-from mmtrain.recipe.schema import OptimizerSettings
+from mmtrain.recipe.train_settings import OptimizerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -10,7 +10,8 @@ from mmtrain.plan.search.constraints import UnitChoices, format_sizes
 from mmtrain.plan.search.mesh_enumeration import has_pipelined_meshes
 from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.modalities import dotted_unit
-from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
+from mmtrain.recipe.parallel_settings import ParallelSettings, UnitParallel
+from mmtrain.recipe.schema import Recipe
 
 MAX_RANK_COUNT_DISTANCE = 64  # ranks more or fewer up to which other numbers of ranks are suggested
 MAX_CLASHING_SETTINGS = 3  # settings that are named together; more would hardly help

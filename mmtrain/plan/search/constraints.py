@@ -11,7 +11,8 @@ from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.budget import DEFAULT_BUDGET, MeshBudget
 from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.modalities import dotted_unit, other_units
-from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
+from mmtrain.recipe.parallel_settings import ParallelSettings, UnitParallel
+from mmtrain.recipe.schema import Recipe
 
 _SETTINGS = ("tp", "pp", "dp", "vpp", "num_microbatches")
 RecomputeMode = Literal["none", "all", "auto"]  # what the recipe says of a unit

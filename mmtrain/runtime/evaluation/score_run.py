@@ -24,7 +24,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan import Plan, StagePlan, UnitPlan
 from mmtrain.plan.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe, recipe_fingerprint
-from mmtrain.recipe.schema import ParallelSettings
+from mmtrain.recipe.parallel_settings import ParallelSettings
 from mmtrain.report.evaluation_result import MEDIA_KINDS, AnsweredQuestion, EvaluationResult, TemplateScore
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import (

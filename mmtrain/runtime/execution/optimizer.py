@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.recipe.schema import OptimizerSettings
+from mmtrain.recipe.train_settings import OptimizerSettings
 from mmtrain.runtime.world import World
 
 

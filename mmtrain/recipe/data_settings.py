@@ -1,0 +1,284 @@
+"""Settings of a recipe's `data`: what to train on, and how samples become tokens and microbatches."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from mmtrain.recipe.settings import NOTHING, PositiveFloat, PositiveInt, Section, setting
+
+
+class SourceSettings(Section):
+    """Samples of one format, in one file or several."""
+
+    path: Path = setting(
+        affects={"plan", "lengths"},
+        description="A file of samples, a folder of such files, or several files as `train-{000..123}.tar`, "
+        "`{a,b}.json` or `*.parquet`. Relative paths start at the recipe's folder.",
+    )
+    format: Literal["llava", "messages", "webdataset", "parquet", "lengths"] | None = setting(
+        None,
+        affects={"plan", "lengths"},
+        description="`llava`: JSON or JSONL with `conversations`. `messages`: JSON or JSONL with `messages` (ShareGPT, "
+        "OpenAI). `webdataset`: tar shards. `parquet`: Parquet files. `lengths`: a CSV file of lengths without "
+        "samples, to plan with. Default: from the file's suffix; for JSON from the keys of each entry.",
+    )
+    image_root: Path | None = setting(
+        None,
+        affects={"plan", "lengths"},
+        description="Folder that relative paths of images, clips and videos start at. Media must lie inside it. "
+        "Default: the folder of the data file.",
+    )
+    weight: float = setting(
+        1.0, gt=0, affects={"plan"}, description="How often an epoch uses each sample of this source; 2 means twice."
+    )
+
+    @property
+    def states_lengths(self) -> bool:
+        """Return whether the source holds lengths only, without samples."""
+        return is_lengths_source(self.path, self.format)
+
+
+def is_lengths_source(path: Path, format: str | None) -> bool:
+    """Return whether a source with this path and format holds lengths only, without samples."""
+    return format == "lengths" or (format is None and path.suffix == ".csv")
+
+
+class LimitSettings(Section):
+    """Limits on what an archive, possibly from an untrusted origin, may demand of this machine."""
+
+    max_member_bytes: PositiveInt = setting(
+        1 << 30,
+        affects={"plan", "lengths", "steps"},
+        description="Largest member of a tar shard or cell of a Parquet file, in bytes. Larger ones are quarantined.",
+    )
+    max_members: PositiveInt = setting(
+        10_000_000,
+        affects={"plan", "lengths", "steps"},
+        description="Most members of a tar shard or rows of a Parquet file. Those beyond are quarantined.",
+    )
+
+
+class ImageSettings(Section):
+    """How an image becomes patches."""
+
+    scheme: Literal["native", "tiles", "fixed"] = setting(
+        "native",
+        affects={"plan", "lengths", "steps", "resume"},
+        description="`native` (Qwen2-VL): keep the aspect ratio, scale the area into [`min_pixels`, `max_pixels`], and "
+        "round the sides to multiples of merged patches. `tiles` (InternVL): cut the image into up to `max_tiles` "
+        "squares of `tile` pixels, on the canvas with the closest aspect ratio; if there are several, one more square "
+        "shows the entire image. `fixed`: bring it to `size` x `size`, as `fit` says.",
+    )
+    tile: PositiveInt = setting(
+        448, affects={"plan", "lengths", "steps", "resume"}, description="Side of one tile in pixels, for `tiles`."
+    )
+    max_tiles: int = setting(
+        12,
+        ge=1,
+        le=256,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Most tiles of one image, for `tiles`. The square that shows the entire image is not counted.",
+    )
+    size: PositiveInt = setting(
+        224, affects={"plan", "lengths", "steps", "resume"}, description="Side of an image in pixels, for `fixed`."
+    )
+    fit: Literal["stretch", "crop", "pad"] = setting(
+        "stretch",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="How an image that is no square becomes one, for `fixed`. `stretch` (SigLIP): change its aspect "
+        "ratio. `crop` (CLIP): cut out its middle. `pad` (LLaVA): add borders in the color `mean`.",
+    )
+    resample: Literal["bilinear", "bicubic", "lanczos"] = setting(
+        "bicubic",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Filter that resizes images and frames.",
+    )
+    decode: Literal["scaled", "full"] = setting(
+        "scaled",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="How a JPEG is read that is much larger than needed. `scaled`: at 1/2, 1/4 or 1/8 of its size, "
+        "several times faster. `full`: all its pixels, as the processors of published models do.",
+    )
+    min_pixels: PositiveInt = setting(
+        28 * 28,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Smallest area of an image in pixels, for `native`.",
+    )
+    max_pixels: PositiveInt = setting(
+        448 * 448,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Largest area of an image in pixels, for `native`.",
+    )
+    max_source_pixels: PositiveInt = setting(
+        100_000_000,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Largest area of a source image in pixels. Larger ones are quarantined before they are decoded "
+        "(decompression bombs).",
+    )
+    mean: tuple[float, float, float] = setting(
+        (0.5, 0.5, 0.5),
+        affects={"plan", "steps", "resume"},
+        description="Subtracted from the RGB values, which are in [0, 1].",
+    )
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = setting(
+        (0.5, 0.5, 0.5),
+        affects={"plan", "steps", "resume"},
+        description="The RGB values are divided by this after `mean` was subtracted.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ImageSettings":
+        problems = []
+        if self.scheme != "fixed" and self.fit != "stretch":
+            problems.append(
+                f"fit is `{self.fit}`, but only images of scheme `fixed` change their aspect: leave fit out, or set "
+                "scheme to fixed"
+            )
+        return self._without(problems)
+
+
+class VideoSettings(Section):
+    """How a video becomes images."""
+
+    max_frames: PositiveInt = setting(
+        8,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Most frames taken from a video, evenly spaced. Each becomes one image (one tile with `tiles`).",
+    )
+
+
+class AudioDataSettings(Section):
+    """How a clip becomes log-mel frames: it is resampled to 16 kHz, with one frame every 10 ms."""
+
+    scheme: Literal["dynamic", "fixed"] = setting(
+        "dynamic",
+        affects={"plan", "lengths", "steps", "resume"},
+        description="`dynamic`: as long as the clip. `fixed` (Whisper): every clip is padded with silence to "
+        "`max_seconds`.",
+    )
+    max_seconds: float = setting(
+        30.0,
+        gt=0,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Longest clip in seconds. Samples with a longer clip are quarantined.",
+    )
+
+
+class DataSettings(Section):
+    """What to train on, and how samples become microbatches."""
+
+    sources: Annotated[tuple[SourceSettings, ...], Field(min_length=1)] = Field(description="Training samples.")
+    validation: tuple[SourceSettings, ...] = setting(
+        (), affects=NOTHING, description="Held-out samples for the validation loss and for `mmtrain evaluate`."
+    )
+    tokenizer: Path | None = setting(
+        None,
+        affects={"plan"},
+        description="A folder of a Hugging Face model with `tokenizer.json` and a chat template, or a JSON file of the "
+        "`tokenizers` library with the special tokens of mmtrain's own chat format. Relative paths start at the "
+        "recipe's folder. Default: the folder of `model.hf`, if it has a tokenizer. Required unless all sources hold "
+        "lengths only.",
+    )
+    seq_len: PositiveInt = setting(
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Most LLM tokens of one group. A group is one packed sequence and one LLM microbatch.",
+    )
+    max_sample_tokens: PositiveInt | None = setting(
+        None,
+        affects={"plan", "lengths", "steps"},
+        description="Most LLM tokens of one sample. Longer samples are quarantined. Default: `seq_len`.",
+    )
+    max_images: PositiveInt = setting(
+        64,
+        affects={"plan", "lengths", "steps"},
+        description="Most images of one sample, counting frames of videos. Samples with more are quarantined.",
+    )
+    image: ImageSettings = Field(ImageSettings(), description="How an image becomes patches.")
+    video: VideoSettings = Field(VideoSettings(), description="How a video becomes images.")
+    audio: AudioDataSettings = Field(AudioDataSettings(), description="How a clip becomes log-mel frames.")
+    grouping: Literal["matched", "isf", "random", "length", "device"] = setting(
+        "matched",
+        affects={"plan", "steps", "resume"},
+        description="How samples become groups. `matched`: a search fills the groups, and groups of similar cost run "
+        "at the same time. `isf`: iterative sampling and filtering from a shuffle (OmniBal). The others are baselines "
+        "with as many samples in a group as fill it on average, fewer if they do not fit: `random`; `length`: samples "
+        "of similar length share a group; `device`: similar lengths across data-parallel ranks.",
+    )
+    budgets: dict[str, PositiveInt] = setting(
+        {},
+        affects={"plan", "steps", "resume"},
+        description="Most tokens of an encoder in one group, by unit (`vision: 4096`). A sample above a budget shares "
+        "its group with no other sample that uses this encoder. Default: no limit; for `isf` in proportion to "
+        "`seq_len`.",
+    )
+    long_sample_tokens: PositiveInt | None = setting(
+        None,
+        affects={"plan", "steps", "resume"},
+        formerly="long_tokens",
+        description="Samples with more LLM tokens than this train in separate steps. Default: no separate steps.",
+    )
+    index_cache: Path | None = setting(
+        None,
+        affects=NOTHING,
+        description="Folder for the index of large sources, so that the next run need not read them again. Default: "
+        "`.mmtrain-index` next to the first data file; no cache if that folder cannot be written.",
+    )
+    grouping_window: PositiveInt = setting(
+        16384,
+        affects={"plan", "steps", "resume"},
+        formerly="window",
+        description="Samples among which grouping may choose. No sample moves further from its shuffled position.",
+    )
+    limits: LimitSettings = Field(LimitSettings(), description="Limits on what an archive may demand.")
+    max_bad_rate: float = setting(
+        0.01, ge=0, le=1, affects=NOTHING, description="Fraction of quarantined samples above which the run stops."
+    )
+    prefetch: int = setting(
+        2, ge=0, le=64, affects=NOTHING, description="Steps prepared ahead in the background. 0: no background work."
+    )
+    workers: int | None = setting(
+        None,
+        ge=0,
+        le=256,
+        affects=NOTHING,
+        description="Processes in which each rank prepares steps. 0: a thread of the rank. Default: up to 4 for ranks "
+        "that load media, if there are spare CPU cores.",
+    )
+    producers: tuple[Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$")], ...] = setting(
+        (),
+        affects=NOTHING,
+        description="Addresses of `mmtrain data serve` processes that prepare steps of this recipe "
+        "(`tcp://node7:5557`). While none answers, the ranks prepare steps themselves.",
+    )
+    producer_secret: Path | None = setting(
+        None,
+        affects=NOTHING,
+        description="File with a secret of 32 bytes or more that producers and trainers share, readable by its owner "
+        "alone (mode 600). By it they know each other, and what they send is encrypted. Relative paths start at the "
+        "recipe's folder. Required to listen on more than the loopback interface.",
+    )
+    producer_timeout_s: float = setting(
+        10.0,
+        ge=0.1,
+        le=86400,
+        affects=NOTHING,
+        description="Seconds without a message after which a producer counts as lost and others take over its steps.",
+    )
+    producer_step_timeout_s: float = setting(
+        60.0,
+        ge=0.1,
+        le=86400,
+        affects=NOTHING,
+        description="Seconds in which a producer that owes steps makes none, after which others make them although it "
+        "still answers. It is tried again later, each time after a longer pause. Keep this below `train.watchdog_s`.",
+    )
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Return the tokenizer of a recipe that has samples: a file, or a folder with a chat template."""
+        assert self.tokenizer is not None, "`cross_checks` rejects recipes that have samples and no tokenizer"
+        return self.tokenizer

@@ -1,0 +1,112 @@
+"""Settings of a recipe's `parallel` and `cluster`: constraints on the plan, and the hardware to plan for."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from mmtrain.recipe.settings import PositiveInt, Section, setting
+
+
+class UnitParallel(Section):
+    """Fixed parallel degrees of one unit. The planner chooses what is left out."""
+
+    tp: PositiveInt | None = setting(
+        None,
+        affects={"plan"},
+        description="Tensor-parallel degree. Must divide `heads`; must divide `kv_heads` or be a multiple of it.",
+    )
+    pp: PositiveInt | None = setting(None, affects={"plan"}, description="Pipeline-parallel degree.")
+    dp: PositiveInt | None = setting(
+        None, affects={"plan"}, description="Data-parallel degree. Must divide `train.global_batch`."
+    )
+    vpp: PositiveInt | None = setting(
+        None,
+        affects={"plan"},
+        description="Model chunks on each pipeline rank (interleaved schedule). The same for all units in `unified`, "
+        "1 for encoders in `colocated`.",
+    )
+    sp: bool | Literal["auto"] = setting(
+        "auto",
+        affects={"plan"},
+        description="Sequence parallelism: the ranks of a tensor-parallel group shard the tokens in norms and residual "
+        "connections. Needs tp above 1. `auto`: if it costs no time, or if nothing fits into memory without it.",
+    )
+    num_microbatches: PositiveInt | None = setting(
+        None,
+        affects={"plan"},
+        description="Microbatches of each replica in one step. The LLM's number times its dp is `train.global_batch`. "
+        "An encoder's number divides the LLM's (one encoder microbatch serves several LLM microbatches) or is a "
+        "multiple of it. Default: the LLM's number.",
+    )
+    recompute: Literal["auto", "none", "all"] = setting(
+        "auto",
+        affects={"plan"},
+        description="Activation recomputation in backward. `auto`: for as few layers as memory allows. `none`: no "
+        "layers. `all`: all layers.",
+    )
+
+
+class ParallelSettings(Section):
+    """Constraints on the plan."""
+
+    placement: Literal["auto", "unified", "disaggregated", "colocated"] = setting(
+        "auto",
+        affects={"plan"},
+        description="How units share ranks. `unified`: one pipeline holds the layers of all units. `disaggregated`: "
+        "every unit has ranks of its own. `colocated`: encoders run on the LLM's ranks while these would be idle. "
+        "`auto`: the fastest.",
+    )
+    vision: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the vision encoder.")
+    audio: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the audio encoder.")
+    encoders: dict[str, UnitParallel] = Field({}, description="Parallel degrees of `model.encoders`, by their names.")
+    llm: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the LLM.")
+    max_gpus: PositiveInt | None = setting(
+        None,
+        affects={"plan"},
+        description="Most ranks that a plan may use. It uses fewer if that is faster. Default: exactly all ranks of "
+        "the cluster.",
+    )
+    generator: UnitParallel = Field(
+        UnitParallel(), description="Parallel degrees of the generator. A U-Net supports data parallelism only."
+    )
+
+    def of(self, unit: str) -> UnitParallel:
+        """Return the parallel degrees that the recipe fixes for a unit."""
+        if unit not in self._short_forms():
+            return self.encoders.get(unit, UnitParallel())
+        degrees: UnitParallel = getattr(self, unit)
+        return degrees
+
+    @classmethod
+    def _short_forms(cls) -> list[str]:
+        """Return the fields that hold the degrees of one unit each."""
+        return [name for name, field in cls.model_fields.items() if field.annotation is UnitParallel]
+
+
+class ClusterSettings(Section):
+    """The hardware to plan for."""
+
+    hardware: str = setting(
+        "auto",
+        affects={"plan"},
+        description="A hardware preset (`cpu-core`, `a100-80g`, `h100-80g`, `h200-141g`). `auto`: this machine's.",
+    )
+    ranks: PositiveInt | None = setting(
+        None,
+        affects={"plan"},
+        description="Number of ranks. Default: the launcher's world size; without a launcher the GPUs of this machine, "
+        "or 2 on a CPU.",
+    )
+    ranks_per_node: PositiveInt | None = setting(
+        None, affects={"plan"}, description="Ranks on one node. Default: the preset's."
+    )
+    memory_gib: float | None = setting(
+        None, gt=0, affects={"plan"}, description="Memory of a rank in GiB. Default: the preset's."
+    )
+    costs: Path | None = setting(
+        None,
+        affects={"plan"},
+        description="A cost table: a file written by `mmtrain profile`, or the name of a table that comes with mmtrain "
+        "(`cpu-core`, `h200-141g`). Default: analytic costs of the preset.",
+    )

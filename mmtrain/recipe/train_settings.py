@@ -1,0 +1,123 @@
+"""Settings of a recipe's `train`: steps, optimizer, checkpoints, evaluation, and what is trained."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mmtrain.recipe.settings import NOTHING, PositiveInt, Section, setting
+
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerSettings(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = setting(gt=0, affects=NOTHING, description="Peak learning rate.")
+    min_lr: float = setting(0.0, ge=0, affects=NOTHING, description="Learning rate at the end of the schedule.")
+    schedule: Literal["cosine", "linear", "constant"] = setting(
+        "cosine", affects=NOTHING, description="Shape of the learning-rate decay after warm-up."
+    )
+    warmup_steps: int = setting(0, ge=0, affects=NOTHING, description="Steps of linear warm-up from 0.")
+    betas: tuple[DecayRate, DecayRate] = setting(
+        (0.9, 0.95), affects=NOTHING, description="Decay rates of Adam's two moments, each in [0, 1)."
+    )
+    eps: float = setting(1e-8, gt=0, affects=NOTHING, description="Adam's epsilon.")
+    weight_decay: float = setting(
+        0.0, ge=0, affects=NOTHING, description="Decoupled weight decay of matrices; norms and biases do not decay."
+    )
+    clip_norm: float | None = setting(
+        1.0, gt=0, affects=NOTHING, description="Clip the global gradient norm to this value. null: do not clip."
+    )
+
+
+class CheckpointSettings(Section):
+    """When to save, and what to keep."""
+
+    every: int = setting(
+        100, ge=0, affects=NOTHING, description="Steps between checkpoints. 0: save only at the end of the run."
+    )
+    keep: PositiveInt = setting(
+        2,
+        affects=NOTHING,
+        description="How many of the newest good checkpoints to keep. In a stretch of unusual steps (not finite, or "
+        "loss or gradient norm far above the last hundred steps) the newest one from before is kept too.",
+    )
+    async_save: bool = setting(
+        True,
+        affects=NOTHING,
+        formerly="background",
+        description="Write checkpoints from a copy in host memory while training continues. false: training waits.",
+    )
+    max_failures: PositiveInt = setting(
+        3, affects=NOTHING, description="Failed saves in a row (for example on a full disk) before the run ends."
+    )
+
+
+class TrainSettings(Section):
+    """The training run."""
+
+    steps: PositiveInt = setting(affects=NOTHING, description="Number of optimizer steps.")
+    global_batch: PositiveInt = setting(
+        affects={"plan", "steps", "resume"},
+        description="Groups (packed sequences) of one optimizer step, over all replicas.",
+    )
+    seed: int = setting(
+        0, ge=0, affects={"steps", "resume"}, description="Seed of the initial weights and of the data order."
+    )
+    precision: Literal["auto", "fp32", "bf16"] = setting(
+        "auto",
+        affects={"plan"},
+        description="Precision of weights and activations. `auto`: fp32 on a CPU; on CUDA bf16 with fp32 master "
+        "weights.",
+    )
+    optimizer: OptimizerSettings = Field(description="AdamW and its learning-rate schedule.")
+    checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="When to save checkpoints.")
+    validate_every: int = setting(
+        0, ge=0, affects=NOTHING, description="Steps between computations of the validation loss. 0: never."
+    )
+    validate_batches: PositiveInt = setting(
+        4, affects=NOTHING, description="Global batches of one computation of the validation loss."
+    )
+    evaluate_every: int = setting(
+        0,
+        ge=0,
+        affects=NOTHING,
+        description="Steps between evaluations, in which the model answers held-out questions. 0: never.",
+    )
+    evaluate_questions: PositiveInt = setting(64, affects=NOTHING, description="Most questions of one evaluation.")
+    trace_steps: tuple[PositiveInt, ...] = setting(
+        (),
+        affects=NOTHING,
+        formerly="trace",
+        description="Steps, counted from 1, whose timelines are written to the run's `trace.json` (for Perfetto).",
+    )
+    max_nonfinite_steps: PositiveInt = setting(
+        10,
+        affects=NOTHING,
+        formerly="max_bad_steps",
+        description="Steps in a row with a non-finite gradient before the run ends. Such steps update no weights.",
+    )
+    watchdog_s: float = setting(
+        300.0,
+        ge=0,
+        le=540,
+        affects=NOTHING,
+        description="Seconds in which no action starts and no file of a checkpoint makes progress, after which the run "
+        "ends with a report of what each rank waits for. Below torch's own timeout of 600 s. 0: no watchdog.",
+    )
+    replan: Literal["off", "tell", "auto"] = setting(
+        "tell",
+        affects=NOTHING,
+        description="What to do when recorded actions differ from the plan's costs by more than 10% for 50 steps in a "
+        "row. `tell`: plan again beside the training with the recorded costs, and say what a better plan would gain. "
+        "`auto`: also switch to it at the next checkpoint. `off`: compare nothing.",
+    )
+    freeze: tuple[str, ...] = setting(
+        (),
+        affects={"plan", "resume"},
+        description="Further parameters not to train, as patterns over names like "
+        "`llm.layers.3.mlp.linear_fc1.weight`, with `*`, `?` and `[0-3]`. Layer 0 of a unit is its embedding.",
+    )
+    attention: Literal["auto", "flash_attn", "varlen", "sdpa", "reference"] = setting(
+        "auto", affects=NOTHING, description="Attention backend. `auto`: the fastest that works on this machine."
+    )
