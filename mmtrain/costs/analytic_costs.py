@@ -184,7 +184,8 @@ class AnalyticCosts:
         return nbytes / self.hardware.memory_bytes_per_s
 
     def _launches(self, layer: LayerShape) -> float:
-        return FORWARD_KERNELS[layer.kind] * self.hardware.kernel_launch_s
+        num_kernels = FORWARD_KERNELS[layer.kind] + 2 * int(layer.qk_norm)
+        return num_kernels * self.hardware.kernel_launch_s
 
     def _kv_gather(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         """Return the seconds in which a block with fewer KV heads than ranks gathers its QKV projections."""

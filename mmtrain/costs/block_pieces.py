@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmtrain.costs.cost_model import PieceCost
+from mmtrain.costs.layer_arithmetic import head_elements
 from mmtrain.models.model_shape import BLOCK_PIECES, LayerShape
 
 PassDirection = Literal["forward", "backward"]
@@ -67,6 +68,5 @@ def scale_pieces(pieces: Sequence[PieceCost], total_s: float) -> tuple[PieceCost
 
 def _elements(layer: LayerShape, tp: int) -> list[float]:
     """Return how many numbers the element-wise work of each piece moves for a token on one of `tp` ranks."""
-    rotary = 2 * (layer.heads + layer.kv_heads) * layer.head_dim if layer.causal else 0
-    split = {ATTENTION: rotary / tp, UP: (3 if layer.gated else 2) * layer.ffn / tp}
+    split = {ATTENTION: head_elements(layer) / tp, UP: (3 if layer.gated else 2) * layer.ffn / tp}
     return [split.get(piece, _WIDTHS.get(piece, 0) * layer.hidden) for piece in range(len(BLOCK_PIECES))]

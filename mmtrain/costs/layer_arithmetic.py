@@ -126,7 +126,7 @@ def num_parameters(layer: LayerShape, tp: int = 1) -> int:
             inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
             fc1 = layer.ffn * (2 if layer.gated else 1)
             split = (inner + kv) * (h + int(layer.qkv_bias)) + inner * h + fc1 * (h + bias) + layer.ffn * h
-            return split // tp + 2 * norm + 2 * bias * h
+            return split // tp + 2 * norm + 2 * bias * h + 2 * layer.head_dim * int(layer.qk_norm)
         case "projector":
             width = h * layer.joins
             return layer.ffn * (width + bias + layer.out) // tp + bias * layer.out + extra
@@ -156,12 +156,13 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
         case "vit_block" | "decoder_block":
             inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
             rotated = inner + kv // 2 if layer.causal else 0
+            head_norms = 2 * (inner + kv // 2) if layer.qk_norm else 0  # inputs, and outputs before the weight
             tables = layer.head_dim if layer.causal else 0
             statistics = 4 * (4 + layer.heads // tp)  # of two norms and of each head's softmax, in fp32
             # Gated: gate and up together, then the gate, its SiLU and their product; else input and output of GELU.
             mlp = layer.ffn * (5 if layer.gated else 2)
             gathered = (tp - 1) * (inner + kv) if layer.kv_heads < tp else 0  # keys and values of all ranks
-            split = (inner + kv) + gathered + rotated + 2 * inner + mlp
+            split = (inner + kv) + gathered + head_norms + rotated + 2 * inner + mlp
             return t * (element_bytes * (4 * h + 2 * normalized + tables + split // tp) + statistics)
         case "projector":
             rows, joined = feature_rows(layer, load), h * layer.joins
@@ -184,7 +185,8 @@ def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp
     normalized = layer.hidden if layer.rms_norm else 0
     match layer.kind:
         case "vit_block" | "decoder_block":
-            width = 2 * h + 2 * normalized + layer.ffn // tp
+            normalized_heads = (layer.heads + layer.kv_heads) * layer.head_dim if layer.qk_norm else 0
+            width = 2 * h + 2 * normalized + (layer.ffn + normalized_heads) // tp
         case "head":
             width = h + normalized
         case _:
@@ -219,8 +221,8 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
         case "audio_embed":
             return t * (12 * layer.mel_bins + 14 * h)
         case "vit_block" | "decoder_block":
-            rotary = 2 * (layer.heads + layer.kv_heads) * layer.head_dim if layer.causal else 0
-            return t * (10 * h + ((3 if layer.gated else 2) * layer.ffn + rotary) // tp)
+            on_heads = head_elements(layer)
+            return t * (10 * h + ((3 if layer.gated else 2) * layer.ffn + on_heads) // tp)
         case "projector":
             return 3 * t * h + 2 * feature_rows(layer, load) * layer.ffn // tp
         case "embedding":
@@ -229,6 +231,12 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
             return t * (2 * h + 8 * layer.vocab // tp)
         case _:
             return diffusion.elementwise_elements(layer, load, tp)
+
+
+def head_elements(layer: LayerShape) -> int:
+    """Return how many numbers a block's work on queries and keys moves for a token: rotation and norms of heads."""
+    passes = int(layer.causal) + int(layer.qk_norm)
+    return 2 * passes * (layer.heads + layer.kv_heads) * layer.head_dim
 
 
 def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:

@@ -26,9 +26,10 @@ def decoder_settings(config: ConfigSection, defaults: Mapping[str, int], **of_fa
         "hidden": hidden,
         "heads": heads,
         "kv_heads": config.optional_integer("num_key_value_heads", defaults.get("num_key_value_heads")) or heads,
-        "head_dim": config.optional_integer("head_dim") or hidden // heads,
+        "head_dim": config.optional_integer("head_dim", defaults.get("head_dim")) or hidden // heads,
         "ffn": config.integer("intermediate_size", defaults["intermediate_size"]),
         "mlp": "swiglu",
+        "qk_norm": False,
         "vocab": config.integer("vocab_size", defaults["vocab_size"]),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "tie_embeddings": config.flag("tie_word_embeddings", False),
@@ -64,6 +65,16 @@ def _rotary_settings(config: ConfigSection) -> Settings:
     return settings
 
 
+def reject_sliding_windows(config: ConfigSection) -> None:
+    """Read the window of Qwen's configs. Without `use_sliding_window` its other keys have no effect."""
+    config.require("use_sliding_window", False, default=False)
+    config.value("sliding_window")
+    config.value("max_window_layers")
+    kinds = set(config.value("layer_types") or ["full_attention"])
+    if kinds != {"full_attention"}:
+        config.reject("layer_types", f"{', '.join(sorted(kinds))} are not supported yet; supported: full_attention")
+
+
 def decoder_weights(
     settings: FolderSettings, model: str = "model.", head: str = "lm_head."
 ) -> Iterator[ParameterSource]:
@@ -88,6 +99,9 @@ def _block_weights(llm: Settings, ours: str, theirs: str) -> Iterator[ParameterS
         projections = (f"{attention}q_proj.{kind}", f"{attention}k_proj.{kind}", f"{attention}v_proj.{kind}")
         joint = f"{ours}self_attention.linear_qkv.{kind}"
         yield query_key_value(joint, projections, heads, kv_heads, head_dim, inputs)
+    if llm["qk_norm"]:
+        yield as_is(f"{ours}self_attention.q_layernorm.weight", f"{attention}q_norm.weight", (head_dim,))
+        yield as_is(f"{ours}self_attention.k_layernorm.weight", f"{attention}k_norm.weight", (head_dim,))
     output_shape = (hidden, heads * head_dim)
     yield as_is(f"{ours}self_attention.linear_proj.weight", f"{attention}o_proj.weight", output_shape)
     yield as_is(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))

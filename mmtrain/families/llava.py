@@ -10,6 +10,7 @@ from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.llama import llama_settings
 from mmtrain.families.mistral import mistral_settings
 from mmtrain.families.qwen2 import qwen2_settings
+from mmtrain.families.qwen3 import qwen3_settings
 from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
@@ -17,6 +18,7 @@ _DECODERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
     "llama": llama_settings,
     "mistral": mistral_settings,
     "qwen2": qwen2_settings,
+    "qwen3": qwen3_settings,
 }
 _TOWER = "model.vision_tower."
 _TINY = {

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115), as `Qwen2ForCausalLM` of `transformers` computes them."""
 
 from mmtrain.families.config_section import ConfigSection
-from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
+from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights, reject_sliding_windows
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.tiny import tiny_decoder
 
@@ -10,13 +10,8 @@ _TINY = tiny_decoder(architectures=["Qwen2ForCausalLM"], model_type="qwen2", rop
 
 
 def qwen2_settings(config: ConfigSection) -> Settings:
-    """Return the settings of the LLM. Without `use_sliding_window` the other keys of the window have no effect."""
-    config.require("use_sliding_window", False, default=False)
-    config.value("sliding_window")
-    config.value("max_window_layers")
-    kinds = set(config.value("layer_types") or ["full_attention"])
-    if kinds != {"full_attention"}:
-        config.reject("layer_types", f"{', '.join(sorted(kinds))} are not supported yet; supported: full_attention")
+    """Return the settings of the LLM."""
+    reject_sliding_windows(config)
     return decoder_settings(config, _DEFAULTS, qkv_bias=True)
 
 

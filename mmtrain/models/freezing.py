@@ -50,6 +50,9 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
         case "vit_block" | "decoder_block":
             yield from norm_parameters("input_layernorm", layer)
             yield from linear_parameters("self_attention.linear_qkv", layer.qkv_bias)
+            if layer.qk_norm:
+                yield from norm_parameters("self_attention.q_layernorm", layer)
+                yield from norm_parameters("self_attention.k_layernorm", layer)
             yield from linear_parameters("self_attention.linear_proj", layer.linear_bias)
             yield from norm_parameters("pre_mlp_layernorm", layer)
             yield from linear_parameters("mlp.linear_fc1", layer.linear_bias)

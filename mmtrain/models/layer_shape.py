@@ -55,6 +55,7 @@ class LayerShape:
     rms_norm: bool = False  # RMSNorm without bias, or LayerNorm with bias
     linear_bias: bool = False
     qkv_bias: bool = False
+    qk_norm: bool = False  # norms over each head of queries and of keys
     patch_features: int = 0  # patch_embed: 3 * patch * patch
     mel_bins: int = 0  # audio_embed: features of a frame
     max_side: int = 0  # patch_embed: side of the position table, in patches

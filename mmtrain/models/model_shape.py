@@ -101,6 +101,7 @@ def _llm_layers(settings: LlmSettings) -> tuple[LayerShape, ...]:
         causal=True,
         rms_norm=True,
         qkv_bias=settings.qkv_bias,
+        qk_norm=settings.qk_norm,
     )
     head = LayerShape("head", hidden=settings.hidden, out=vocab, vocab=vocab, rms_norm=True)
     return (embedding, *[block] * settings.layers, head)

@@ -264,7 +264,7 @@ class RopeScalingSettings(Section):
 
 
 class LlmSettings(UnitSettings):
-    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention (Llama, Qwen2)."""
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention (Llama, Qwen2, Qwen3)."""
 
     preset: LlmPreset | None = setting(None, affects={"resume"}, description=_PRESET)
     heads: PositiveInt = setting(affects={"plan", "resume"}, description="Query heads.")
@@ -296,6 +296,13 @@ class LlmSettings(UnitSettings):
     norm_eps: float = setting(1e-5, gt=0, affects={"plan", "resume"}, description="Epsilon of the RMS norms.")
     qkv_bias: bool = setting(
         False, affects={"plan", "resume"}, description="Bias in the query, key and value projections (Qwen2)."
+    )
+    qk_norm: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Apply an RMS norm to every head of the queries and of the keys, before rotation (Qwen3). Its "
+        "weight, of `head_dim`, is the same for all heads of a block.",
     )
     tie_embeddings: bool = setting(
         False, affects={"plan", "resume"}, description="Use the embedding table as output projection too."

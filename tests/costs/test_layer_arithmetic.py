@@ -35,6 +35,7 @@ MODELS = {
         llm={"qkv_bias": True},
     ),
     "gelu": settings(llm={"mlp": "gelu"}),
+    "normalized heads": settings(llm={"qk_norm": True, "head_dim": 16}),
     "frozen_encoder": settings(vision={"freeze": True}),
     "frozen_llm": settings(llm={"freeze": True}),
     "only_projector": settings(vision={"freeze": True}, llm={"freeze": True}),

@@ -91,11 +91,11 @@ def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> 
     return sum(s.nbytes() for s in storages.values())
 
 
-@pytest.mark.parametrize("unit", ["vision", "audio", "llm"])
-def test_activation_bytes_are_those_that_autograd_saves(unit: str) -> None:
+@pytest.mark.parametrize(("unit", "llm"), [("vision", {}), ("audio", {}), ("llm", {}), ("llm", {"qk_norm": True})])
+def test_activation_bytes_are_those_that_autograd_saves(unit: str, llm: dict[str, bool]) -> None:
     model = settings(
         vision={"hidden": 96, "ffn": 256},
-        llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512},
+        llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512, **llm},
         audio={"hidden": 96, "ffn": 256, "mel_bins": 40},
     )
     module = stage(model, unit)

@@ -16,7 +16,7 @@ MODELS = {
     ),
     "clip, tied": settings(
         vision={"positions": "grid", "post_norm": False, "patch_bias": False, "qkv_bias": False},
-        llm={"tie_embeddings": True},
+        llm={"tie_embeddings": True, "qk_norm": True},
     ),
     "speech": ModelSettings(audio=SPEECH, llm=settings().llm),
     "learned positions": ModelSettings(audio=SPEECH.model_copy(update={"positions": "learned"}), llm=settings().llm),

@@ -23,6 +23,7 @@ VARIANTS = {
     ),
     "tied": settings(vision={"qkv_bias": False, "activation": "quick_gelu"}, llm={"tie_embeddings": True}),
     "one kv head": settings(llm={"kv_heads": 1, "qkv_bias": True}),
+    "normalized heads": settings(llm={"qk_norm": True, "head_dim": 16}),
     "frozen": settings(vision={"freeze": True}, llm={"freeze": True}),
 }
 PLACES = (1, 2, 3, 4, 9, 10, 11, 12, 13, 20)
@@ -73,7 +74,9 @@ def _two_ranks() -> list[dict[str, Outcome]]:
 
 
 def _with_fewer_kv_heads(recompute: tuple[int, ...]) -> list[Outcome]:
-    return [Outcome(settings(llm={"kv_heads": n, "qkv_bias": True}), _groups(), recompute) for n in (1, 2)]
+    return [
+        Outcome(settings(llm={"kv_heads": n, "qkv_bias": True, "qk_norm": True}), _groups(), recompute) for n in (1, 2)
+    ]
 
 
 @pytest.mark.parametrize("name", VARIANTS)

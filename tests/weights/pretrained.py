@@ -24,6 +24,17 @@ def qwen2(**changes: Any) -> nn.Module:
     return _random(Qwen2ForCausalLM(Qwen2Config(**settings | changes)))
 
 
+def qwen3(**changes: Any) -> nn.Module:
+    """Make a Qwen3 whose heads are together wider than the residual stream."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    settings: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 20, "vocab_size": VOCAB, "rope_theta": 1e6,
+    }  # fmt: skip
+    return _random(Qwen3ForCausalLM(Qwen3Config(**settings | changes)))
+
+
 def llama(**changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -23,13 +23,15 @@ from tests.distributed import run_ranks
 from tests.flow.cases import TEXTS, Mesh, encoded, plan, step_data
 from tests.flow.gather import copy, whole
 from tests.models.factory import gradients
-from tests.weights.pretrained import VOCAB, llama, mistral, qwen2, recipe_from, save, specs_of
+from tests.weights.pretrained import VOCAB, llama, mistral, qwen2, qwen3, recipe_from, save, specs_of
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2": qwen2,
     "qwen2 untied": lambda: qwen2(tie_word_embeddings=False, num_key_value_heads=3),
     "llama 3.1": llama,
     "mistral": mistral,
+    "qwen3": qwen3,
+    "qwen3 tied": lambda: qwen3(tie_word_embeddings=True, num_key_value_heads=4),
 }
 CPU = torch.device("cpu")
 
@@ -159,7 +161,7 @@ def _train_one_step(recipe: Recipe) -> tuple[float, list[NamedShard]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "llama 3.1"])
+@pytest.mark.parametrize("name", ["qwen2", "llama 3.1", "qwen3"])
 def test_a_step_at_tp_2_and_pp_2_equals_one_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = MODELS[name]()
     folder = save(theirs, tmp_path / "model")

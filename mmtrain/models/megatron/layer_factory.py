@@ -70,6 +70,19 @@ class Norm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+class HeadNorm(Norm):
+    """Norm over each head of queries or keys.
+
+    All heads of a block share its weight, and each rank of the TP group normalizes heads of its own. So the gradient
+    of the weight must be summed over the group, as that of weights which see only a shard of the tokens.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps)
+        for param in self.parameters():
+            param.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
+
+
 class PackedAttention(nn.Module):
     """Core attention over packed sequences. It replaces Megatron-core's, which rejects them without CUDA."""
 
@@ -121,7 +134,10 @@ class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core ha
         heads = qkv.unflatten(-1, (kv_heads, -1, self.hidden_size_per_attention_head))[:, :, kv_head]
         num_queries = self.config.num_attention_heads // tp
         queries = heads.narrow(2, rank_in_head * num_queries, num_queries)
-        return queries, heads[:, :, -2:-1], heads[:, :, -1:]
+        keys, values = heads[:, :, -2:-1], heads[:, :, -1:]
+        if self.q_layernorm is not None:
+            queries, keys = self.q_layernorm(queries), self.k_layernorm(keys)
+        return queries, keys, values
 
 
 class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no types
@@ -144,6 +160,7 @@ class LayerFactory:
 
     Under sequence parallelism (arXiv 2205.05198) blocks and head read and return this rank's shard of the tokens.
     Weights that see only this shard are marked `sequence_parallel`: their gradients must be summed over the TP group.
+    So are weights that see only this rank's heads.
     """
 
     block: LayerShape
@@ -237,7 +254,11 @@ class LayerFactory:
                 module=GroupedAttention,
                 params={"attn_mask_type": AttnMaskType.causal if self.block.causal else AttnMaskType.no_mask},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=build_qkv, core_attention=build_core_attention, linear_proj=RowParallelLinear
+                    linear_qkv=build_qkv,
+                    core_attention=build_core_attention,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=HeadNorm if self.block.qk_norm else None,
+                    k_layernorm=HeadNorm if self.block.qk_norm else None,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
