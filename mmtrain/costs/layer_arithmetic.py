@@ -77,7 +77,12 @@ def feature_rows(layer: LayerShape, load: TokenLoad) -> int:
 
 def attention_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Return the forward FLOPs of the two products inside attention: scores, and their sum over values."""
-    pairs = (load.sum_sq + load.tokens) // 2 if layer.causal else diffusion.query_key_pairs(layer, load)
+    if layer.causal:
+        pairs = (load.sum_sq + load.tokens) // 2
+    elif layer.window_side:
+        pairs = min(load.sum_sq, load.tokens * layer.window_side**2)  # windows at the borders of an image are smaller
+    else:
+        pairs = diffusion.query_key_pairs(layer, load)
     return 4 * pairs * layer.heads * layer.head_dim // tp
 
 
@@ -115,7 +120,7 @@ def num_parameters(layer: LayerShape, tp: int = 1) -> int:
     """
     h, norm = layer.hidden, layer.hidden * (1 if layer.rms_norm else 2)
     bias = int(layer.linear_bias)
-    extra = sum(2 * width for width in layer.norm_widths)
+    extra = sum(width * (1 if layer.rms_norm else 2) for width in layer.norm_widths)
     match layer.kind:
         case "patch_embed":
             positions = (layer.position_rows + layer.extra_tokens) * h
@@ -149,15 +154,16 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
     normalized = h if layer.rms_norm else 0
     match layer.kind:
         case "patch_embed":
-            return t * (element_bytes * (layer.patch_features + sum(layer.norm_widths)) + 4 * _INDEX_BYTES)
+            norms = sum(layer.norm_widths) * (2 if layer.rms_norm else 1)
+            return t * (element_bytes * (layer.patch_features + norms) + 4 * _INDEX_BYTES)
         case "audio_embed":
             # Inputs of both convolutions, three frames side by side, and inputs of their activations.
             return t * (element_bytes * (2 * 3 * layer.mel_bins + 2 * h + 3 * h + h) + _INDEX_BYTES)
         case "vit_block" | "decoder_block":
             inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
-            rotated = inner + kv // 2 if layer.causal else 0
+            rotated = inner + kv // 2 if layer.rotates else 0
             head_norms = 2 * (inner + kv // 2) if layer.qk_norm else 0  # inputs, and outputs before the weight
-            tables = layer.head_dim if layer.causal else 0
+            tables = layer.head_dim if layer.rotates else 0
             statistics = 4 * (4 + layer.heads // tp)  # of two norms and of each head's softmax, in fp32
             # Gated: gate and up together, then the gate, its SiLU and their product; else input and output of GELU.
             mlp = layer.ffn * (5 if layer.gated else 2)
@@ -166,7 +172,7 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
             return t * (element_bytes * (4 * h + 2 * normalized + tables + split // tp) + statistics)
         case "projector":
             rows, joined = feature_rows(layer, load), h * layer.joins
-            inputs = t * h + rows * joined * max(1, len(layer.norm_widths))
+            inputs = t * h + rows * joined * max(1, len(layer.norm_widths)) + t * normalized * len(layer.norm_widths)
             return element_bytes * (inputs + rows * 2 * layer.ffn // tp) + 2 * _INDEX_BYTES * t
         case "embedding":
             return _INDEX_BYTES * t
@@ -235,7 +241,7 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
 
 def head_elements(layer: LayerShape) -> int:
     """Return how many numbers a block's work on queries and keys moves for a token: rotation and norms of heads."""
-    passes = int(layer.causal) + int(layer.qk_norm)
+    passes = int(layer.rotates) + int(layer.qk_norm)
     return 2 * passes * (layer.heads + layer.kv_heads) * layer.head_dim
 
 

@@ -78,7 +78,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
     activation = config.choice("projector_hidden_act", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}, "gelu")
     vision = {
         **clip_settings(tower, feature_layer),
-        "projector": {"activation": activation, "norm": False},
+        "projector": {"activation": activation, "norm": False, "ffn": None},
     }
     text.finish()
     tower.finish()

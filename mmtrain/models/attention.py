@@ -39,9 +39,7 @@ def rotary_tables(
 
     Positions of sequence i start at `starts[i]`, by default at 0.
     """
-    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if scaling is not None:
-        frequencies = _scaled_frequencies(frequencies, scaling)
+    frequencies = rotary_frequencies(head_dim, base, scaling)
     starts = starts or (0,) * len(lengths)
     spans = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     num_positions = max((stop for _, stop in spans), default=0)
@@ -50,6 +48,21 @@ def rotary_tables(
     angles = torch.cat([all_angles[start:stop] for start, stop in spans] or [positions.new_empty(0, head_dim // 2)])
     angles = angles.unsqueeze(1)
     return torch.cos(angles).to(device, dtype), torch.sin(angles).to(device, dtype)
+
+
+def rotary_frequencies(width: int, base: float, scaling: RopeScalingSettings | None = None) -> Tensor:
+    """Return the angles per position, (width / 2,), by which rotary positions rotate the pairs of `width` features."""
+    frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
+    return frequencies if scaling is None else _scaled_frequencies(frequencies, scaling)
+
+
+def axis_rotary_tables(positions: Tensor, axes: Sequence[int], frequencies: Tensor, dtype: torch.dtype) -> RotaryTables:
+    """Compute cosines and sines of tokens with positions along several axes, such as row and column.
+
+    positions (axes, T); `axes[i]` is the axis that rotates pair i of a head, by `frequencies[i]` for each position.
+    """
+    angles = (positions[list(axes)].T.float() * frequencies.to(positions.device)).unsqueeze(1)
+    return torch.cos(angles).to(dtype), torch.sin(angles).to(dtype)
 
 
 def _scaled_frequencies(frequencies: Tensor, scaling: RopeScalingSettings) -> Tensor:

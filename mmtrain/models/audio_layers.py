@@ -39,6 +39,10 @@ class AudioContext:
         """Each clip is a sequence of its own, with one token for two frames."""
         return PackedSequences(tuple(frames // 2 for frames in self.inputs.rows))
 
+    def block_packing(self, layer: LayerShape) -> PackedSequences:
+        """Each clip is a sequence, in every block."""
+        return self.packing
+
     @cached_property
     def positions(self) -> Tensor:
         """(T,) position of each token in its clip."""

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from mmtrain.models.audio_layers import AudioContext, AudioEmbed
-from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.projector import EncoderContext
 from mmtrain.models.stage_inputs import EncoderInput
+from mmtrain.models.unit_shape import UnitShape
 from mmtrain.models.vision_layers import PatchEmbed, VisionContext
 
 
@@ -21,14 +21,17 @@ class EncoderModules:
     """How to build what is particular to one modality."""
 
     embedding: Callable[..., nn.Module]  # (settings of the encoder, LayerShape, LayerFactory)
-    context: Callable[[EncoderInput, LayerShape, torch.device], EncoderContext]  # the shape is the embedding layer's
+    context: Callable[[EncoderInput, UnitShape, torch.dtype, torch.device], EncoderContext]
 
 
-def _vision_context(inputs: EncoderInput, embedding: LayerShape, device: torch.device) -> VisionContext:
-    return VisionContext(inputs, embedding.extra_tokens, device)
+def _vision_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, device: torch.device) -> VisionContext:
+    embedding, block = unit.layers[:2]
+    rotary_width = block.head_dim if block.rotary else 0
+    window_side = max(layer.window_side for layer in unit.layers)
+    return VisionContext(inputs, embedding.extra_tokens, device, rotary_width, window_side, dtype)
 
 
-def _audio_context(inputs: EncoderInput, embedding: LayerShape, device: torch.device) -> AudioContext:
+def _audio_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, device: torch.device) -> AudioContext:
     return AudioContext(inputs, device)
 
 

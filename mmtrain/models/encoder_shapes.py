@@ -1,7 +1,7 @@
 """The layers of encoders as shapes, by modality."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mmtrain.models.layer_shape import LayerShape, linear_parameters, norm_parameters
@@ -10,9 +10,12 @@ from mmtrain.recipe.model_settings import AudioSettings, EncoderSettings, Vision
 
 def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
     """Describe the layers of a vision transformer."""
-    num_positions = settings.max_side**2 + settings.extra_tokens
-    if settings.positions == "factorized":
-        num_positions = 2 * settings.max_side
+    num_positions = {
+        "factorized": 2 * settings.max_side,
+        "grid": settings.max_side**2 + settings.extra_tokens,
+        "rotary": 0,
+    }[settings.positions]
+    is_rms = settings.norm == "rms"
     embedding = LayerShape(
         "patch_embed",
         hidden=settings.hidden,
@@ -22,10 +25,18 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
         extra_tokens=settings.extra_tokens,
         position_rows=num_positions,
         norm_widths=(settings.hidden,) if settings.pre_norm else (),
+        rms_norm=is_rms,
         linear_bias=settings.patch_bias,
     )
-    block = encoder_block(settings, qkv_bias=settings.qkv_bias)
-    return (embedding, *[block] * settings.layers, projector_layer(settings, llm_hidden))
+    block = replace(
+        encoder_block(settings, qkv_bias=settings.qkv_bias),
+        gated=settings.gated_mlp,
+        rms_norm=is_rms,
+        rotary=settings.positions == "rotary",
+    )
+    windowed = replace(block, window_side=settings.window)
+    blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
+    return (embedding, *blocks, replace(projector_layer(settings, llm_hidden), rms_norm=is_rms))
 
 
 def audio_layers(settings: AudioSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
@@ -48,7 +59,7 @@ def _patch_embed_parameters(layer: LayerShape, settings: VisionSettings) -> Iter
         yield "class_token"
     if settings.positions == "factorized":
         yield from ("row_positions", "col_positions")
-    else:
+    elif settings.positions == "grid":
         yield "grid_positions"
     if settings.pre_norm:
         yield from norm_parameters("pre_norm", layer)
@@ -103,7 +114,7 @@ def projector_layer(settings: EncoderSettings, llm_hidden: int) -> LayerShape:
         "projector",
         hidden=settings.hidden,
         out=llm_hidden,
-        ffn=llm_hidden,
+        ffn=settings.projector.ffn or llm_hidden,
         joins=settings.tokens_per_feature,
         extra_tokens=settings.extra_tokens,
         norm_widths=norm_widths,

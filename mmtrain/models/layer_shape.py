@@ -52,24 +52,31 @@ class LayerShape:
     ffn: int = 0  # inner width of an MLP
     gated: bool = False  # SwiGLU: two input projections
     causal: bool = False
+    rotary: bool = False  # vit_block: queries and keys are rotated by row and column; a decoder block always rotates
+    window_side: int = 0  # vit_block: side in patches of the squares inside which tokens attend; 0: the whole item
     rms_norm: bool = False  # RMSNorm without bias, or LayerNorm with bias
     linear_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False  # norms over each head of queries and of keys
-    patch_features: int = 0  # patch_embed: 3 * patch * patch
+    patch_features: int = 0  # patch_embed: 3 * frames of a patch * patch * patch
     mel_bins: int = 0  # audio_embed: features of a frame
     max_side: int = 0  # patch_embed: side of the position table, in patches
     vocab: int = 0  # embedding, head: padded rows
     joins: int = 1  # projector: tokens merged into one feature, a square of patches or neighbors in time
     extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token) and a projector drops
     position_rows: int = 0  # patch_embed, audio_embed: learned position vectors
-    norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their layer norms
+    norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their norms
     scale: int = 1  # U-Net: downsampling of each side; the layer has tokens / scale^2 positions
     context: int = 0  # generator: outputs of the LLM that condition one item
     context_width: int = 0  # generator: features of each of them
     time_width: int = 0  # generator: features of the diffusion timestep
     trainable: bool = True
     frozen: frozenset[str] = frozenset()  # parameters, by their names inside the layer, that do not train
+
+    @property
+    def rotates(self) -> bool:
+        """Return whether a block rotates queries and keys by their positions."""
+        return self.causal or self.rotary
 
     def input_elements(self, tokens: int, num_items: int) -> int:
         """Return how many elements a stage that starts with this layer receives from the previous stage.

@@ -41,6 +41,10 @@ class TextContext:
         rope = rotary_tables(lengths, self.head_dim, base, self.dtype, self.device, starts, scaling)
         return PackedSequences(lengths, rope, kv_cache)
 
+    def block_packing(self, layer: LayerShape) -> PackedSequences:
+        """Each sequence is one, in every block."""
+        return self.packing
+
 
 class Embedding(nn.Module):
     """Token embeddings; the features of encoders replace the rows at their positions."""

@@ -19,6 +19,9 @@ class EncoderContext(Protocol):
     def packing(self) -> PackedSequences:
         """Each item is a sequence of its own."""
 
+    def block_packing(self, layer: LayerShape) -> PackedSequences:
+        """Return the sequences inside which the tokens attend in a block: items, or parts of them."""
+
     def order_tokens(self, hidden: Tensor, tokens_per_feature: int) -> Tensor:
         """Drop extra tokens (class tokens) and order the others so that tokens of one feature are neighbors.
 

@@ -13,6 +13,7 @@ from mmtrain.models.encoder_modules import ENCODER_MODULES
 from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape
 from mmtrain.models.llm_layers import Embedding, Head, TextContext
 from mmtrain.models.model_shape import ModelShape
+from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.projector import EncoderContext, Projector
 from mmtrain.models.stage_inputs import TextInput, UnitInput
 from mmtrain.recipe.model_settings import ModelSettings
@@ -101,7 +102,7 @@ class StageModule(nn.Module):
         """
         from mmtrain.models.megatron import run_pieces
 
-        packing = context.packing
+        packing = context.block_packing(self.shape.layers[layer])
         if not packing.num_tokens:
             is_last = pieces.stop == len(BLOCK_PIECES)
             return (self.run(context, state[0], range(layer, layer + 1)),) if is_last else state
@@ -142,7 +143,7 @@ class StageModule(nn.Module):
             head_dim, dtype = self.factory.block.head_dim, self.factory.dtype
             return TextContext(inputs, features, self._settings.llm, head_dim, dtype, device)
         modality = self._settings.all_encoders[self.unit].modality
-        return ENCODER_MODULES[modality].context(inputs, self.shape.layers[0], device)
+        return ENCODER_MODULES[modality].context(inputs, self.shape, self.factory.dtype, device)
 
     def _head(self) -> Head:
         last = self.indices[-1]
@@ -152,20 +153,25 @@ class StageModule(nn.Module):
 
     def _run_layers(self, indices: Iterable[int], hidden: Tensor | None, context: StageContext) -> tuple[Tensor, bool]:
         """Run layers; return the output of the last one, and whether it is this rank's shard of the tokens."""
-        packing = context.packing
-        num_tokens = packing.num_tokens
+        num_tokens = context.packing.num_tokens
         sequence_parallel = self.factory.sequence_parallel
-        if sequence_parallel:
-            packing = packing.padded(self.factory.num_padding_rows(num_tokens))
+        num_padding_rows = self.factory.num_padding_rows(num_tokens) if sequence_parallel else 0
+        packings: dict[int, PackedSequences] = {}  # by the side of windows
         is_sharded = sequence_parallel and hidden is not None and num_tokens > 0
         for index in indices:
-            kind = self.shape.layers[index].kind
+            layer_shape = self.shape.layers[index]
+            kind = layer_shape.kind
             shard = sequence_parallel and kind in _SHARDED_KINDS
             if hidden is not None:
                 hidden = self._redistribute(hidden, is_sharded, shard, num_tokens)
             is_sharded = shard
             layer = self.layers[str(index)]
-            argument = packing if kind in BLOCK_KINDS else context
+            argument: PackedSequences | StageContext = context
+            if kind in BLOCK_KINDS:
+                side = layer_shape.window_side
+                if side not in packings:
+                    packings[side] = context.block_packing(layer_shape).padded(num_padding_rows)
+                argument = packings[side]
             if index in self.recompute and torch.is_grad_enabled():
                 # There is no dropout, so there is no random state to restore.
                 hidden = checkpoint(layer, hidden, argument, use_reentrant=False, preserve_rng_state=False)

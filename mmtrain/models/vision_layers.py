@@ -1,7 +1,8 @@
 """The vision encoder's embedding layer and context. Its blocks come from the Megatron adapter.
 
 The images of one microbatch are packed one after another: the patches of an image row by row, after its class token if
-the model has one.
+the model has one. With window attention the patches of an image are ordered window by window, so that the windows are
+packed sequences too.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.errors import DataError
+from mmtrain.models.attention import RotaryTables, axis_rotary_tables, rotary_frequencies
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.stage_inputs import EncoderInput
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory
 
 IntArray = npt.NDArray[np.int64]
+_ROTARY_BASE = 10_000.0  # of the frequencies, as in every published encoder with such positions
 
 
 @dataclass(frozen=True)
@@ -33,17 +36,52 @@ class VisionContext:
     inputs: EncoderInput
     extra_tokens: int  # tokens before each image's patches
     device: torch.device
+    rotary_width: int = 0  # of a head, if queries and keys are rotated by row and column; else 0
+    window_side: int = 0  # in patches, if some blocks attend inside windows; else 0
+    dtype: torch.dtype = torch.float32  # of the rotation
 
     @cached_property
     def packing(self) -> PackedSequences:
         """Each image is a sequence of its own."""
         areas = (rows * cols for rows, cols in zip(self.inputs.rows, self.inputs.cols, strict=True))
-        return PackedSequences(tuple(area + self.extra_tokens for area in areas))
+        return PackedSequences(tuple(area + self.extra_tokens for area in areas), self._rotation)
+
+    def block_packing(self, layer: LayerShape) -> PackedSequences:
+        """Each image is a sequence, or each window of an image is one."""
+        return self._window_packing if layer.window_side else self.packing
 
     @cached_property
     def patches(self) -> "PatchGrid":
-        """Image, row and column of every patch."""
+        """Image, row and column of every patch, row by row."""
         return PatchGrid.of(self.inputs.rows, self.inputs.cols)
+
+    @cached_property
+    def window_order(self) -> IntArray | None:
+        """The packed patches ordered by image, then by window, row by row in each; None without windows."""
+        return self.patches.order_by_squares(self.window_side) if self.window_side else None
+
+    @cached_property
+    def _window_packing(self) -> PackedSequences:
+        assert self.window_order is not None
+        grid, side = self.patches, self.window_side
+        windows = np.stack((grid.image, grid.row // side, grid.col // side))[:, self.window_order]
+        starts = np.flatnonzero(np.any(np.diff(windows, axis=1, prepend=-1), axis=0))
+        lengths = np.diff(np.append(starts, windows.shape[1]))
+        return PackedSequences(tuple(lengths.tolist()), self._rotation)
+
+    @cached_property
+    def _rotation(self) -> RotaryTables | None:
+        """Rotations of the packed patches: the first half of the angles by the row, the second by the column."""
+        if not self.rotary_width:
+            return None
+        positions = np.stack((self.patches.row, self.patches.col))
+        if self.window_order is not None:
+            positions = positions[:, self.window_order]
+        frequencies = rotary_frequencies(self.rotary_width // 2, _ROTARY_BASE)
+        num_pairs = len(frequencies)
+        axes = (0,) * num_pairs + (1,) * num_pairs
+        tables = axis_rotary_tables(torch.from_numpy(positions), axes, frequencies.repeat(2), self.dtype)
+        return tables[0].to(self.device), tables[1].to(self.device)
 
     def to_device(self, index: IntArray) -> Tensor:
         """Copy an index array to the device."""
@@ -52,12 +90,12 @@ class VisionContext:
     def order_tokens(self, hidden: Tensor, tokens_per_feature: int) -> Tensor:
         """Drop class tokens and bring the patches of each square together; see `EncoderContext.order_tokens`."""
         merge = isqrt(tokens_per_feature)
-        if not self.extra_tokens and merge == 1:
+        if not self.extra_tokens and not self.window_side and merge == 1:
             return hidden
         return hidden.index_select(0, self.to_device(self.merge_order(merge)))
 
     def merge_order(self, merge: int) -> IntArray:
-        """Return the packed tokens ordered by image, then by `merge` x `merge` square, then inside the square.
+        """Return the places of the packed tokens, ordered by image, then by `merge` x `merge` square.
 
         Squares of an image and patches of a square are ordered row by row. Class tokens are left out.
         """
@@ -66,10 +104,10 @@ class VisionContext:
                 raise DataError(
                     f"an image has {rows} x {cols} patches, but the encoder's `merge` {merge} must divide both sides"
                 )
-        grid = self.patches
-        # np.lexsort sorts by its last key first.
-        keys = (grid.col % merge, grid.row % merge, grid.col // merge, grid.row // merge, grid.image)
-        return grid.token_positions(self.extra_tokens)[np.lexsort(keys)]
+        order = self.patches.order_by_squares(merge)
+        if self.window_order is not None:
+            return np.argsort(self.window_order)[order]
+        return self.patches.token_positions(self.extra_tokens)[order]
 
 
 @dataclass(frozen=True)
@@ -88,6 +126,14 @@ class PatchGrid:
         image = np.repeat(np.arange(len(areas)), areas)
         position_in_image = np.arange(len(image)) - (np.cumsum(areas) - areas)[image]
         return cls(image, position_in_image // widths[image], position_in_image % widths[image])
+
+    def order_by_squares(self, side: int) -> IntArray:
+        """Return the patches ordered by image, then by `side` x `side` square, then inside the square, row by row.
+
+        Squares at the right and lower border may be smaller.
+        """
+        # np.lexsort sorts by its last key first.
+        return np.lexsort((self.col, self.row, self.col // side, self.row // side, self.image)).astype(np.int64)
 
     def token_positions(self, extra_tokens: int) -> IntArray:
         """Return the position of each patch among the packed tokens if each image starts with `extra_tokens` others."""
@@ -113,28 +159,33 @@ class PatchEmbed(nn.Module):
         if settings.positions == "factorized":
             self.row_positions = _table(factory, side, width)
             self.col_positions = _table(factory, side, width)
-        else:
+        elif settings.positions == "grid":
             self.grid_positions = _table(factory, shape.extra_tokens + side * side, width)
         self.pre_norm = factory.norm(width) if settings.pre_norm else None
 
     def forward(self, hidden: None, context: VisionContext) -> Tensor:
-        """Embed patches (N, 3 * patch * patch) to tokens (N + class tokens, hidden)."""
+        """Embed patches (N, features of a patch) to tokens (N + class tokens, hidden)."""
         patches = context.inputs.cells
-        grid = context.patches
         assert patches is not None, "the first vision stage needs patches"
         self._check_sides(context.inputs)
-        tokens: Tensor = self.proj(patches.to(self.proj.weight.dtype))
-        if self.grid_positions is None:
-            assert self.row_positions is not None
-            assert self.col_positions is not None
-            tokens = tokens + self.row_positions[context.to_device(grid.row)]
-            tokens = tokens + self.col_positions[context.to_device(grid.col)]
-        else:
-            position = context.extra_tokens + grid.row * self.max_side + grid.col
-            tokens = tokens + self.grid_positions[context.to_device(position)]
+        tokens: Tensor = self._add_positions(self.proj(patches.to(self.proj.weight.dtype)), context)
         if self.class_token is not None:
             tokens = self._insert_class_tokens(tokens, context)
+        if context.window_order is not None:
+            tokens = tokens.index_select(0, context.to_device(context.window_order))
         return tokens if self.pre_norm is None else self.pre_norm(tokens)
+
+    def _add_positions(self, tokens: Tensor, context: VisionContext) -> Tensor:
+        """Add the learned positions, if there are any, to the tokens of patches."""
+        grid = context.patches
+        if self.row_positions is not None:
+            assert self.col_positions is not None
+            tokens = tokens + self.row_positions[context.to_device(grid.row)]
+            return tokens + self.col_positions[context.to_device(grid.col)]
+        if self.grid_positions is not None:
+            position = context.extra_tokens + grid.row * self.max_side + grid.col
+            return tokens + self.grid_positions[context.to_device(position)]
+        return tokens
 
     def _insert_class_tokens(self, tokens: Tensor, context: VisionContext) -> Tensor:
         """Put the class token (plus its own grid position) before the patches of each image."""

@@ -24,6 +24,12 @@ class ProjectorSettings(Section):
     norm: bool = setting(
         False, affects={"plan", "resume"}, description="Apply a layer norm to the features before the first linear."
     )
+    ffn: PositiveInt | None = setting(
+        None,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Width between the two linears. Default: the width of the LLM.",
+    )
     freeze: bool = setting(False, affects={"plan", "resume"}, description="Do not train the projector.")
 
 
@@ -97,8 +103,26 @@ class VisionSettings(EncoderSettings):
     patch: PositiveInt = setting(
         14, affects={"plan", "lengths", "steps", "resume"}, description="Side of a square patch in pixels."
     )
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = setting(
+    temporal_patch: PositiveInt = setting(
+        1,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Frames of a video that one patch joins (Qwen2-VL: 2). An image is a video that stands still.",
+    )
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "silu"] = setting(
         "gelu", affects={"plan", "steps", "resume"}, description="Activation of the MLP."
+    )
+    gated_mlp: bool = setting(
+        False,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Gate the MLP by the activation of a second input projection (SwiGLU with `silu`; Qwen2.5-VL).",
+    )
+    norm: Literal["layer", "rms"] = setting(
+        "layer",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Kind of all norms of the encoder and its projector. `layer`: layer norms. `rms`: RMS norms.",
     )
     norm_eps: float = setting(
         1e-6, gt=0, affects={"plan", "steps", "resume"}, description="Epsilon of the layer norms."
@@ -107,17 +131,33 @@ class VisionSettings(EncoderSettings):
         True, affects={"plan", "steps", "resume"}, description="Bias in the query, key and value projections."
     )
     patch_bias: bool = setting(True, affects={"plan", "steps", "resume"}, description="Bias in the patch embedding.")
-    positions: Literal["factorized", "grid"] = setting(
+    positions: Literal["factorized", "grid", "rotary"] = setting(
         "factorized",
         affects={"plan", "steps", "resume"},
-        description="Learned position embeddings. `factorized`: one vector for each row plus one for each column, for "
-        "images of any shape up to `max_side` patches. `grid`: one vector for each position of a fixed "
-        "`max_side` x `max_side` grid (CLIP, InternViT).",
+        description="Position embeddings. `factorized`: one learned vector for each row plus one for each column, for "
+        "images of any shape up to `max_side` patches. `grid`: one learned vector for each position of a fixed "
+        "`max_side` x `max_side` grid (CLIP, InternViT). `rotary`: one half of every query and key is rotated by the "
+        "row, the other by the column (Qwen2-VL).",
     )
     max_side: PositiveInt = setting(
         64,
         affects={"plan", "lengths", "steps", "resume"},
         description="Longest side of an image in patches that the position embeddings cover.",
+    )
+    window: int = setting(
+        0,
+        ge=0,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Side in patches of the squares inside which patches attend to each other (Qwen2.5-VL). 0: all "
+        "patches of an image do.",
+    )
+    full_attention_blocks: tuple[int, ...] = setting(
+        (),
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="With `window`: numbers, from 0, of the blocks in which all patches of an image attend to each "
+        "other nevertheless.",
     )
     class_token: bool = setting(
         False,
@@ -146,8 +186,8 @@ class VisionSettings(EncoderSettings):
 
     @property
     def cell_features(self) -> int:
-        """Return the size of a patch: RGB of `patch` x `patch` pixels."""
-        return 3 * self.patch**2
+        """Return the size of a patch: RGB of `patch` x `patch` pixels of each of its frames."""
+        return 3 * self.temporal_patch * self.patch**2
 
     @property
     def tokens_per_feature(self) -> int:
@@ -171,7 +211,22 @@ class VisionSettings(EncoderSettings):
             problems.append(f"hidden {self.hidden} is not divisible by heads {self.heads}")
         if self.downsample == "identity" and self.merge != 1:
             problems.append(f"merge is {self.merge}, but downsample `identity` merges nothing: set merge to 1")
+        if self.positions == "rotary" and self.hidden // self.heads % 4:
+            width = self.hidden // self.heads
+            problems.append(f"a head is {width} wide; allowed with positions `rotary`: multiples of 4")
+        if self.class_token and (self.positions == "rotary" or self.window):
+            problems.append("class_token is set; it has no place with positions `rotary` or with `window`")
+        problems += self._window_problems()
         return self._without(problems)
+
+    def _window_problems(self) -> list[str]:
+        outside = [block for block in self.full_attention_blocks if not 0 <= block < self.layers]
+        problems = (
+            [f"full_attention_blocks names {outside[0]}, but blocks are 0 to {self.layers - 1}"] if outside else []
+        )
+        if self.full_attention_blocks and not self.window:
+            problems.append("full_attention_blocks is set, but without `window` all blocks attend to the whole image")
+        return problems
 
 
 class AudioSettings(EncoderSettings):

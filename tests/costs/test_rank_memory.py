@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from mmtrain.models.model_shape import LayerShape
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.models.stage_module import StageModule
 from tests.distributed import run_ranks
-from tests.models.factory import clips, images, settings, shape_of, stage, text
+from tests.models.factory import WINDOWED, clips, images, settings, shape_of, stage, text
 
 COSTS = AnalyticCosts(preset("cpu-core"), "fp32")
 LENGTHS = (90, 120, 60, 100)
@@ -91,11 +92,14 @@ def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> 
     return sum(s.nbytes() for s in storages.values())
 
 
-@pytest.mark.parametrize(("unit", "llm"), [("vision", {}), ("audio", {}), ("llm", {}), ("llm", {"qk_norm": True})])
-def test_activation_bytes_are_those_that_autograd_saves(unit: str, llm: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    ("unit", "more"),
+    [("vision", {}), ("vision", WINDOWED | {"window": 4}), ("audio", {}), ("llm", {}), ("llm", {"qk_norm": True})],
+)
+def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[str, Any]) -> None:
     model = settings(
-        vision={"hidden": 96, "ffn": 256},
-        llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512, **llm},
+        vision={"hidden": 96, "ffn": 256, **(more if unit == "vision" else {})},
+        llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512, **(more if unit == "llm" else {})},
         audio={"hidden": 96, "ffn": 256, "mel_bins": 40},
     )
     module = stage(model, unit)

@@ -19,7 +19,7 @@ LIMIT = 10_000_000
 
 def _patches(media: Media, rows: int, cols: int, settings: ImageSettings, patch: int) -> Float32Array:
     """Return the patches of an image."""
-    return patchify(load_rgb_images(media, [(cols * patch, rows * patch)], settings)[0], settings, patch)
+    return patchify(load_rgb_images(media, [(cols * patch, rows * patch)], settings), settings, patch)
 
 
 def test_patches_have_the_layout_of_a_convolution_kernel(tmp_path: Path) -> None:

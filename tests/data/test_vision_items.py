@@ -148,6 +148,25 @@ def test_frames_are_items_in_the_order_of_marks(tmp_path: Path, recipe: MakeReci
     assert np.abs(seen - [[1, 1, 1], [1, 0, 0], [0, 1, 0], [0, 0, 1]]).max() < 0.05
 
 
+def test_a_patch_joins_frames_and_an_image_stands_still(tmp_path: Path, recipe: MakeRecipe) -> None:
+    """Three frames fill one and a half items; the fourth one is taken from the video too."""
+    (tmp_path / "a.mp4").write_bytes(movie(["red", "lime", "blue"], width=16, height=16))
+    (tmp_path / "b.png").write_bytes(png("white"))
+    row = _talk("<image>then<video>", images=["b.png"], videos=["a.mp4"])
+    made = recipe(
+        [row], video={"max_frames": 3}, image={"mean": [0, 0, 0], "std": [1, 1, 1], "min_pixels": 64, "max_pixels": 256}
+    )
+    vision = made.model.vision
+    assert vision is not None
+    joining = made.model.model_copy(update={"vision": vision.model_copy(update={"temporal_patch": 2})})
+    made = made.model_copy(update={"model": joining})
+    index = build_index(made)
+    assert index.item_parts["vision"].tolist() == [0, 0, 1]
+    seen = _payload(made, index).reshape(3, 4, 3, 2, 64).mean(axis=(1, 4))  # items, channels, frames
+    expected = [[(1, 1), (1, 1), (1, 1)], [(1, 0), (0, 1), (0, 0)], [(0, 0), (1, 0), (0, 1)]]
+    assert np.abs(seen - expected).max() < 0.05
+
+
 def test_frames_count_as_images_and_marks_are_counted(tmp_path: Path, recipe: MakeRecipe) -> None:
     (tmp_path / "a.mp4").write_bytes(movie(["red"] * 4, width=16, height=16))
     rows = [

@@ -20,6 +20,11 @@ VISION: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "patch": PATCH, "max_side": 8,
     "downsample": "pixel_shuffle", "merge": 2,
 }  # fmt: skip
+# What Qwen2.5-VL adds to an encoder.
+WINDOWED: dict[str, Any] = {
+    "positions": "rotary", "norm": "rms", "gated_mlp": True, "activation": "silu", "window": 2,
+    "full_attention_blocks": (1,), "projector": {"ffn": 64},
+}  # fmt: skip
 AUDIO: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "mel_bins": 10, "max_frames": 80, "downsample": 2,
 }  # fmt: skip

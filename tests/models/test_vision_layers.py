@@ -1,11 +1,16 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from mmtrain.errors import DataError
+from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.stage_inputs import EncoderInput
 from mmtrain.models.vision_layers import PatchEmbed, PatchGrid, VisionContext
-from tests.models.factory import CPU, images, randomize, settings, stage
+from tests.models.factory import CPU, WINDOWED, images, randomize, settings, stage
+
+LAYER = LayerShape("vit_block", 8, 8)
 
 
 def _context(inputs: EncoderInput, extra_tokens: int = 0) -> VisionContext:
@@ -55,6 +60,43 @@ def test_pixel_shuffle_merges_squares_of_neighboring_patches() -> None:
     order = _context(EncoderInput((2, 4), (4, 2)), extra_tokens=1).merge_order(2)
     # the class tokens are 0 and 9; each line is one feature: top left, top right, bottom left, bottom right
     assert order.reshape(-1, 4).tolist() == [[1, 2, 5, 6], [3, 4, 7, 8], [10, 11, 12, 13], [14, 15, 16, 17]]
+
+
+def test_windows_are_packed_sequences_of_their_own() -> None:
+    """An image of 3 x 5 patches has windows of 2 x 2, 2 x 1, 1 x 2 and 1 x 1 patches."""
+    context = VisionContext(EncoderInput((3, 2), (5, 2)), 0, CPU, window_side=2)
+    assert context.window_order is not None
+    assert context.window_order.tolist() == [0, 1, 5, 6, 2, 3, 7, 8, 4, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
+    windowed, whole = (replace(LAYER, window_side=side) for side in (2, 0))
+    assert context.block_packing(windowed).lengths == (4, 4, 2, 2, 2, 1, 4)
+    assert context.block_packing(whole).lengths == (15, 4)
+    nothing = VisionContext(EncoderInput((), ()), 0, CPU, window_side=2)
+    assert nothing.block_packing(windowed).lengths == ()
+
+
+def test_merged_squares_are_found_among_windows() -> None:
+    """Windows of 4 x 4 patches, and squares of 2 x 2: whatever the order of patches, features run row by row."""
+    inputs = EncoderInput((4, 8), (8, 4))
+    plain, windowed = (VisionContext(inputs, 0, CPU, window_side=side) for side in (0, 4))
+    patches = np.arange(64)
+    assert windowed.window_order is not None
+    packed = patches[windowed.window_order]
+    assert packed.tolist() != patches.tolist()
+    assert packed[windowed.merge_order(2)].tolist() == plain.merge_order(2).tolist()
+
+
+def test_a_rotated_windowed_encoder_computes_images_one_by_one() -> None:
+    vision = stage(settings(vision=WINDOWED), "vision")
+    randomize(vision)
+    both = images((4, 6), (2, 2))
+    assert both.cells is not None
+    features = vision(None, both)
+    first = vision(None, EncoderInput((4,), (6,), both.cells[:24]))
+    second = vision(None, EncoderInput((2,), (2,), both.cells[24:]))
+    torch.testing.assert_close(features, torch.cat([first, second]), rtol=1e-4, atol=1e-5)
+    assert vision(None, EncoderInput((), (), both.cells[:0])).shape == (0, 48)
+    transposed = vision(None, EncoderInput((6,), (4,), both.cells[:24]))
+    assert not torch.allclose(transposed, first), "positions change nothing"
 
 
 def test_number_of_features_and_packing() -> None:

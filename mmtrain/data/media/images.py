@@ -90,19 +90,19 @@ def _decode_scaled(image: Image.Image, largest: Size, swaps_sides: bool, setting
     image.draft("RGB", (2 * width, 2 * height))
 
 
-def patchify(rgb: Image.Image, settings: ImageSettings, patch: int) -> Float32Array:
-    """Normalize an image and cut it into patches; its sides must be multiples of `patch`.
+def patchify(frames: Sequence[Image.Image], settings: ImageSettings, patch: int) -> Float32Array:
+    """Normalize images of one size and cut them into patches, each through all of them.
 
-    Returns (rows * cols, 3 * patch * patch): patches row-major, the features of each ordered (channel, y, x) like a
-    flattened Conv2d weight.
+    The sides of the images must be multiples of `patch`. Returns (rows * cols, 3 * frames * patch * patch): patches
+    row-major, the features of each ordered (channel, frame, y, x) like a flattened Conv3d weight.
     """
-    rows = rgb.height // patch
-    cols = rgb.width // patch
+    rows = frames[0].height // patch
+    cols = frames[0].width // patch
     mean = np.array(settings.mean, dtype=np.float32)
     std = np.array(settings.std, dtype=np.float32)
-    pixels = (np.asarray(rgb, dtype=np.float32) / np.float32(255) - mean) / std
-    split = pixels.reshape(rows, patch, cols, patch, 3).transpose(0, 2, 4, 1, 3)
-    return np.ascontiguousarray(split.reshape(rows * cols, 3 * patch * patch), dtype=np.float32)
+    pixels = [(np.asarray(frame, dtype=np.float32) / np.float32(255) - mean) / std for frame in frames]
+    split = np.stack(pixels).reshape(len(frames), rows, patch, cols, patch, 3).transpose(1, 3, 5, 0, 2, 4)
+    return np.ascontiguousarray(split.reshape(rows * cols, -1), dtype=np.float32)
 
 
 @contextmanager

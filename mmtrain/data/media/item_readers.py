@@ -37,7 +37,7 @@ class VisionItemReader:
         """Read as the settings of the encoder and of the data say."""
         self._settings = settings
         self._data = data
-        self._decoder = VisionItemDecoder(data.image, settings.patch)
+        self._decoder = VisionItemDecoder(data.image, settings.patch, settings.temporal_patch)
 
     def check_settings(self) -> None:
         """Raise `DataError` if no image could have a valid size."""

@@ -1,7 +1,7 @@
 """The items of the vision unit: the grids that an image or video is cut into, and the patches of each item.
 
-An image is one item or, with tiles, several; a video is one item for each of its frames. An item is addressed by its
-medium and by its part: the number of the tile or frame in that medium.
+An image is one item or, with tiles, several; a video is one item for each of its frames, or for as many of them as a
+patch of the encoder joins. An item is addressed by its medium and by its part: its number in that medium.
 """
 
 from PIL import Image
@@ -47,21 +47,22 @@ def read_item_grids(
         width, height = read_image_size(media, image.max_source_pixels)
         return item_grids(width, height, image, *patch_settings)
     width, height, num_frames = read_video_size(media, video.max_frames, image.max_source_pixels)
-    return (frame_grid(width, height, image, *patch_settings),) * num_frames
+    return (frame_grid(width, height, image, *patch_settings),) * -(-num_frames // vision.temporal_patch)
 
 
 class VisionItemDecoder:
     """Decodes items one at a time, and keeps the last medium decoded: usually its next part is wanted next."""
 
-    def __init__(self, settings: ImageSettings, patch: int) -> None:
-        """Decode into patches of `patch` x `patch` pixels, preprocessed by `settings`."""
+    def __init__(self, settings: ImageSettings, patch: int, temporal_patch: int = 1) -> None:
+        """Decode into patches of `patch` x `patch` pixels of `temporal_patch` frames, preprocessed by `settings`."""
         self._settings = settings
         self._patch = patch
+        self._temporal_patch = temporal_patch
         self._cached_key: object = None
         self._cached: list[Image.Image] | BadMediaError = []  # the parts of the last medium, or why it is bad
 
     def patches(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
-        """Return the patches (rows * cols, 3 * patch * patch) of one part of an image or video.
+        """Return the patches (rows * cols, features of a patch) of one part of an image or video.
 
         All `num_parts` parts of the medium have the same grid. Raises `BadMediaError`.
         """
@@ -74,12 +75,16 @@ class VisionItemDecoder:
                 self._cached = bad
         if isinstance(self._cached, BadMediaError):
             raise self._cached
-        return patchify(self._cached[part], self._settings, self._patch)
+        if kind == "video":
+            frames = self._cached[part * self._temporal_patch : (part + 1) * self._temporal_patch]
+        else:
+            frames = [self._cached[part]] * self._temporal_patch
+        return patchify(frames, self._settings, self._patch)
 
     def _decode(self, kind: MediaKind, media: Media, num_parts: int, grid: Grid) -> list[Image.Image]:
         size = grid[1] * self._patch, grid[0] * self._patch
         if kind == "video":
-            return load_video_frames(media, num_parts, size, self._settings)
+            return load_video_frames(media, num_parts * self._temporal_patch, size, self._settings)
         if self._settings.scheme == "tiles":
             return _load_tiles(media, num_parts, self._settings)
         return load_rgb_images(media, [size], self._settings)
