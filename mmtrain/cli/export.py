@@ -28,13 +28,15 @@ def export(
     ] = None,
     dtype: Annotated[
         StoredType | None,
-        typer.Option(help="Type of the stored weights. Default: as in the folder that the run started from."),
+        typer.Option(
+            help="Type of the stored weights. Default: as in the folder that the run started from, else fp32."
+        ),
     ] = None,
 ) -> None:
     """Write a trained model as a Hugging Face folder.
 
-    transformers, vLLM and SGLang open it. For runs that started from such a folder (`model.hf`), whose config,
-    tokenizer and templates are copied.
+    transformers, vLLM and SGLang open it. Config, tokenizer and templates are those of the folder that the run started
+    from (`model.hf`). A run from random weights gets those of a family that has its settings.
     """
     from mmtrain.checkpoint import open_newest_good, open_step
     from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe

@@ -5,7 +5,8 @@ parameters which tensors of the folder it is made of. No torch, no `transformers
 """
 
 from mmtrain.families.family import Family, FolderSettings
-from mmtrain.families.model_folder import CONFIG_FILE, ModelFolder, read_model_folder
+from mmtrain.families.folder_files import CONFIG_FILE
+from mmtrain.families.model_folder import ModelFolder, read_model_folder
 from mmtrain.families.registry import FAMILIES
 from mmtrain.families.weight_layouts import Block, ParameterSource
 

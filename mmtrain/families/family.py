@@ -6,6 +6,7 @@ from typing import Any
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.media_markup import Markups
+from mmtrain.families.new_model import FolderWriter
 from mmtrain.families.weight_layouts import ParameterSource
 
 Settings = Mapping[str, Any]  # settings of a recipe's section by name; values may be sections of their own
@@ -31,6 +32,7 @@ class Family:
     markups: how its processor writes media into text, for those where that is more than the placeholder that the folder
         names, once for each feature.
     ignored: suffixes of tensors that may be in a folder and hold nothing to keep (buffers).
+    writer: for families as which a model that started from random weights can be exported.
     """
 
     name: str
@@ -41,3 +43,4 @@ class Family:
     markups: Markups = field(default_factory=dict)
     spellings: tuple[tuple[PrefixChange, ...], ...] = ((),)
     ignored: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()
+    writer: FolderWriter | None = None

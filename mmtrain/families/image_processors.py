@@ -8,9 +8,9 @@ from mmtrain.errors import ModelFolderError
 from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Settings
+from mmtrain.families.folder_files import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
 
-# The second one holds the processors of all media of a model, that of images under a key of its own.
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_FILES = (IMAGE_PROCESSOR_FILE, PROCESSOR_FILE)
 _IMAGE_KEY = "image_processor"
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # numbers of Pillow's filters
 _HALF = (0.5, 0.5, 0.5)
@@ -27,10 +27,10 @@ def read_image_settings(folder: Path) -> Settings | None:
 
     None for a folder that states no processor of images. Raises ModelFolderError, which names what is not supported.
     """
-    for name in PROCESSOR_FILES:
+    for name in _FILES:
         config = _read_config(folder / name)
         if config is not None:
-            return _image_settings(config, folder / name)
+            return image_processor_settings(config, folder / name)
     return None
 
 
@@ -46,8 +46,11 @@ def _read_config(path: Path) -> Mapping[str, object] | None:
     return inner if isinstance(inner, dict) and "image_processor_type" in inner else None
 
 
-def _image_settings(config: Mapping[str, object], path: Path) -> Settings:
-    """Read the config of one image processor."""
+def image_processor_settings(config: Mapping[str, object], path: Path | str) -> Settings:
+    """Return the settings of `data.image` that the config of an image processor in the file `path` states.
+
+    Raises ModelFolderError, which names what is not supported.
+    """
     kind = str(config["image_processor_type"]).removesuffix("Fast").removesuffix("Pil")
     if kind not in _READERS:
         raise ModelFolderError(

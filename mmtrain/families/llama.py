@@ -1,6 +1,7 @@
 """Llama 2 and 3 (arXiv 2307.09288, 2407.21783), as `LlamaForCausalLM` of `transformers` computes them."""
 
 from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.decoder_config import DECODER_WRITER
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.tiny import tiny_decoder
@@ -38,4 +39,5 @@ LLAMA = Family(
     decoder_weights,
     {"config.json": _TINY},
     ignored=decoder_buffers,
+    writer=DECODER_WRITER,
 )

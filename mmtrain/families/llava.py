@@ -8,6 +8,7 @@ from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.llama import llama_settings
+from mmtrain.families.llava_files import LLAVA_WRITER
 from mmtrain.families.mistral import mistral_settings
 from mmtrain.families.qwen2 import qwen2_settings
 from mmtrain.families.qwen3 import qwen3_settings
@@ -128,4 +129,5 @@ LLAVA = Family(
         (),
     ),
     ignored=_ignored,
+    writer=LLAVA_WRITER,
 )

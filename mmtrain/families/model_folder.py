@@ -11,10 +11,10 @@ from typing import Any
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.folder_files import CONFIG_FILE
 from mmtrain.families.image_processors import read_image_settings
 from mmtrain.families.registry import FAMILIES
 
-CONFIG_FILE = "config.json"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _QUANTIZED_KEYS = ("quantization_config", "compression_config")
 

@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115), as `Qwen2ForCausalLM` of `transformers` computes them."""
 
 from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.decoder_config import DECODER_WRITER
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights, reject_sliding_windows
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.tiny import tiny_decoder
@@ -20,5 +21,11 @@ def _settings(config: ConfigSection) -> FolderSettings:
 
 
 QWEN2 = Family(
-    "qwen2", ("Qwen2ForCausalLM",), _settings, decoder_weights, {"config.json": _TINY}, ignored=decoder_buffers
+    "qwen2",
+    ("Qwen2ForCausalLM",),
+    _settings,
+    decoder_weights,
+    {"config.json": _TINY},
+    ignored=decoder_buffers,
+    writer=DECODER_WRITER,
 )

@@ -1,6 +1,7 @@
 """Dense Qwen3 (arXiv 2505.09388), as `Qwen3ForCausalLM` of `transformers` computes it."""
 
 from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.decoder_config import DECODER_WRITER
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights, reject_sliding_windows
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.tiny import tiny_decoder
@@ -23,5 +24,11 @@ def _settings(config: ConfigSection) -> FolderSettings:
 
 
 QWEN3 = Family(
-    "qwen3", ("Qwen3ForCausalLM",), _settings, decoder_weights, {"config.json": _TINY}, ignored=decoder_buffers
+    "qwen3",
+    ("Qwen3ForCausalLM",),
+    _settings,
+    decoder_weights,
+    {"config.json": _TINY},
+    ignored=decoder_buffers,
+    writer=DECODER_WRITER,
 )

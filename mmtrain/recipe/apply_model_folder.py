@@ -6,12 +6,13 @@ from typing import Any
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import CONFIG_FILE, read_model_folder
+from mmtrain.families.folder_files import SLOW_TOKENIZER_FILES, TOKENIZER_FILE
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, node_at, set_node, to_node, to_plain
 
 FOLDER_SETTING = ("model", "hf")
 _TOKENIZER_SETTING = ("data", "tokenizer")
 # A folder with one of these is a tokenizer too; one that mmtrain cannot read is reported when it is loaded.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+_TOKENIZER_FILES = (TOKENIZER_FILE, *SLOW_TOKENIZER_FILES)
 
 
 def apply_model_folder(tree: Node) -> tuple[Node, list[Problem]]:

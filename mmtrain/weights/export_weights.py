@@ -1,10 +1,13 @@
-"""Write a run's weights as a Hugging Face folder: the source folder with other values, tensor by tensor."""
+"""Write a run's weights as a Hugging Face folder, tensor by tensor.
+
+It is the folder that the run started from with other values, or a new one for a run that started from random weights.
+"""
 
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,7 +20,8 @@ from mmtrain.families import CONFIG_FILE, ModelFolder, ParameterSource, read_mod
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.weights.folder_tensors import DTYPES, INDEX_FILE, SINGLE_FILE, FolderTensors
-from mmtrain.weights.match_tensors import MatchedFolder, match_tensors
+from mmtrain.weights.match_tensors import MatchedFolder, match_tensors, respell
+from mmtrain.weights.new_folder import describe_new_folder, write_new_files
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +49,19 @@ class ExportedFolder:
 
 @dataclass(frozen=True)
 class _Target:
-    """A tensor to write: a part of one of our parameters, or one that the source folder has and we do not compute."""
+    """A tensor to write: a part of one of our parameters, or one that the family has and we do not compute."""
 
     entry: TensorEntry
     source: ParameterSource | None
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What to write into a folder."""
+
+    targets: list[_Target]
+    stored: FolderTensors | None  # the tensors of the folder that the run started from
+    write_small_files: Callable[[Path], None]  # config, tokenizer and templates, into a folder
 
 
 def export_folder(
@@ -61,18 +74,17 @@ def export_folder(
     """Write the weights of a checkpoint, in whatever sharding, to a new folder that `transformers` opens.
 
     Names, order of dimensions and, without `dtype`, the type of every tensor are those of the folder that the run
-    started from, whose config, tokenizer and other small files are copied. One parameter at a time is in memory. The
-    folder appears by rename when it is complete.
+    started from, whose config, tokenizer and other small files are copied. For a run that started from random weights
+    they are those of the family to which its model belongs, and fp32. One parameter at a time is in memory. The folder
+    appears by rename when it is complete.
 
-    Raises UserError for a run that started from no folder or whose units no family holds, and for an `out` that exists
-    or cannot be written; ModelFolderError for a source folder that changed; CheckpointError.
+    Raises UserError for a run that no family can hold, and for an `out` that exists or cannot be written;
+    ModelFolderError for a source folder that changed; CheckpointError.
     """
-    folder = _source_folder(recipe)
+    content = _new_content(recipe, dtype) if recipe.model.hf is None else _content_like_source(recipe, dtype)
+    targets, stored = content.targets, content.stored
     if out.exists():
         raise UserError(f"--out {out}: exists already; name a folder that does not")
-    stored = FolderTensors.of(folder.path)
-    matched = match_tensors(folder, stored)
-    targets = _targets(matched, stored, dtype)
     files = _split(targets, max_file_bytes)
     reader = _WeightReader(stored, checkpoint)
     draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
@@ -82,23 +94,43 @@ def export_folder(
             for name, targets_of_file in files.items():
                 _write_file(draft / name, targets_of_file, reader)
             _write_index(draft, files)
-            _copy_small_files(folder, draft, dtype)
+            content.write_small_files(draft)
             draft.rename(out)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-            stored.close()
+            if stored is not None:
+                stored.close()
     num_bytes = sum(target.entry.num_bytes for target in targets)
     dtypes = tuple(sorted({target.entry.dtype for target in targets}))
     return ExportedFolder(out, checkpoint.step, len(files), num_bytes, dtypes)
 
 
+def _new_content(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
+    """Describe the folder of a run that started from random weights."""
+    folder = describe_new_folder(recipe)
+    torch_name = _TORCH_NAMES[dtype or "fp32"]
+    spelling = folder.family.spellings[0]
+    targets = []
+    for source in respell(folder.family.weights(folder.settings), spelling):
+        for tensor, shape in source.tensor_shapes().items():
+            targets.append(_Target(TensorEntry(tensor, torch_name, shape), source))
+    for unused in respell(folder.settings.carried, spelling):
+        for tensor, shape in unused.tensor_shapes().items():
+            targets.append(_Target(TensorEntry(tensor, torch_name, shape), None))
+    return _Content(targets, None, lambda draft: write_new_files(recipe, folder, draft, torch_name))
+
+
+def _content_like_source(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
+    """Describe the folder that the run started from."""
+    folder = _source_folder(recipe)
+    stored = FolderTensors.of(folder.path)
+    targets = _targets(match_tensors(folder, stored), stored, dtype)
+    return _Content(targets, stored, lambda draft: _copy_small_files(folder, draft, dtype))
+
+
 def _source_folder(recipe: Recipe) -> ModelFolder:
     """Return the folder that the run started from. Raises UserError if the run cannot be written like it."""
-    if recipe.model.hf is None:
-        raise UserError(
-            "this run started from random weights: its recipe has no model.hf, whose config and tokenizer an exported "
-            "folder needs; exporting such a run is not supported yet"
-        )
+    assert recipe.model.hf is not None
     try:
         folder = read_model_folder(recipe.model.hf)
     except ModelFolderError as error:
@@ -144,7 +176,7 @@ def _split(targets: Sequence[_Target], max_file_bytes: int) -> dict[str, list[_T
 class _WeightReader:
     """Reads tensors to write; the parameter that several of them are made of is read once."""
 
-    def __init__(self, stored: FolderTensors, checkpoint: Checkpoint) -> None:
+    def __init__(self, stored: FolderTensors | None, checkpoint: Checkpoint) -> None:
         self._stored, self._checkpoint = stored, checkpoint
         self._parameter: tuple[str, torch.Tensor] | None = None
 
@@ -153,7 +185,10 @@ class _WeightReader:
         import torch
 
         name, shape, source = target.entry.name, target.entry.shape, target.source
+        if source is None and self._stored is None:
+            return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)  # norms without effect
         if source is None:
+            assert self._stored is not None
             return self._stored.read(name, tuple((0, size) for size in shape))
         values = self._values_of(source)
         tensor = torch.empty(shape, dtype=values.dtype)

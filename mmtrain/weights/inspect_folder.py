@@ -6,10 +6,11 @@ from math import prod
 from pathlib import Path
 
 from mmtrain.families import read_model_folder
+from mmtrain.families.folder_files import IMAGE_PROCESSOR_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from mmtrain.weights.folder_tensors import DTYPES, INDEX_FILE, SINGLE_FILE, FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
 
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json")
+TEXT_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, TEMPLATE_FILE, IMAGE_PROCESSOR_FILE)
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ def match_tensors(folder: ModelFolder, stored: FolderTensors) -> MatchedFolder:
     """
     family = folder.family
     expected = list(family.weights(folder.settings))
-    spelling = max(family.spellings, key=lambda candidate: _num_known(_spelled(expected, candidate), stored))
-    sources = _spelled(expected, spelling)
+    spelling = max(family.spellings, key=lambda candidate: _num_known(respell(expected, candidate), stored))
+    sources = respell(expected, spelling)
     optional = [source for source in sources if source.may_be_missing]
     fresh = [] if any(tensor in stored.tensors for tensor in _tensor_shapes(optional)) else optional
     sources = [source for source in sources if source not in fresh]
-    carried = _tensor_shapes(_spelled(folder.settings.carried, spelling))
+    carried = _tensor_shapes(respell(folder.settings.carried, spelling))
     shapes = _tensor_shapes(sources) | carried
     ignored = family.ignored(folder.settings)
     unknown = sorted(name for name in stored.tensors.keys() - shapes.keys() if not name.endswith(ignored))
@@ -52,18 +52,18 @@ def _tensor_shapes(sources: Iterable[ParameterSource]) -> dict[str, tuple[int, .
     return {tensor: shape for source in sources for tensor, shape in source.tensor_shapes().items()}
 
 
-def _spelled(sources: Iterable[ParameterSource], spelling: Sequence[tuple[str, str]]) -> list[ParameterSource]:
+def respell(sources: Iterable[ParameterSource], spelling: Sequence[tuple[str, str]]) -> list[ParameterSource]:
     """Return the sources with the names of tensors in one spelling of the family."""
     return [
         replace(
             source,
-            blocks=tuple(replace(block, tensor=_respell(block.tensor, spelling)) for block in source.blocks),
+            blocks=tuple(replace(block, tensor=_rename(block.tensor, spelling)) for block in source.blocks),
         )
         for source in sources
     ]
 
 
-def _respell(tensor: str, spelling: Sequence[tuple[str, str]]) -> str:
+def _rename(tensor: str, spelling: Sequence[tuple[str, str]]) -> str:
     """Replace the first prefix of the spelling that the name has."""
     for prefix, replacement in spelling:
         if tensor.startswith(prefix):

@@ -12,7 +12,6 @@ from safetensors import safe_open
 from mmtrain.checkpoint import LocalStorage, open_newest_good
 from mmtrain.errors import CheckpointError, ModelFolderError, UserError
 from mmtrain.models.stage_module import StageModule
-from mmtrain.recipe import Recipe
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.weights import export_folder
 from tests.cli.conftest import RunMmtrain, run_mmtrain
@@ -140,13 +139,6 @@ def test_runs_that_no_folder_can_hold_are_refused(tmp_path: Path) -> None:
     recipe = recipe_from(folder, vision, "data.image={min_pixels: 196, max_pixels: 196}")
     with pytest.raises(UserError, match="the run has vision, which models of the family qwen2 do not"):
         export_folder(recipe, loaded(run), tmp_path / "out")
-    random = recipe.model.model_copy(update={"hf": None, "vision": None})
-    with pytest.raises(UserError, match="started from random weights"):
-        export_folder(_with_model(recipe, random), loaded(run), tmp_path / "out")
     (folder / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ModelFolderError, match=r"model\.hf: .*config\.json: model_type 'None' is not supported"):
         export_folder(recipe, loaded(run), tmp_path / "out")
-
-
-def _with_model(recipe: Recipe, model: Any) -> Recipe:
-    return recipe.model_copy(update={"model": model})

@@ -38,20 +38,7 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         """Wrap a tokenizer; messages call it `name`. Raises `DataError` if it lacks one of `SPECIAL_TOKENS`."""
-        missing = [t for t in SPECIAL_TOKENS if tokenizer.token_to_id(t) is None]
-        if missing:
-            raise DataError(
-                f"data.tokenizer: {name} lacks the special tokens {' '.join(missing)}; add them with "
-                "`Tokenizer.add_special_tokens` of the `tokenizers` library, save it, and raise model.llm.vocab to "
-                "its size; or name the folder of a model with a chat template instead"
-            )
-        placeholders = {
-            modality.name: modality.placeholder
-            for modality in MODALITIES.values()
-            if tokenizer.token_to_id(modality.placeholder) is not None
-        }
-        present = dict.fromkeys((*SPECIAL_TOKENS, *placeholders.values()))
-        tokenizer.add_special_tokens(list(present))  # marks them as special; their ids stay
+        placeholders = _mark_special_tokens(tokenizer, name)
         tokenizer.encode_special_tokens = True  # a text that spells a special token is text, or users could forge turns
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -67,14 +54,7 @@ class ChatTokenizer:
     @classmethod
     def load(cls, path: Path) -> "ChatTokenizer":
         """Read a `tokenizers` JSON file. Raises `DataError`."""
-        try:
-            return cls(Tokenizer.from_str(path.read_text(encoding="utf-8")), str(path))
-        except FileNotFoundError:
-            raise DataError(f"data.tokenizer: {path}: no such file; expected a `tokenizers` JSON file") from None
-        except DataError:
-            raise
-        except Exception as error:  # the library raises bare Exception for whatever it cannot parse
-            raise DataError(f"data.tokenizer: {path}: not a `tokenizers` JSON file: {error}") from None
+        return cls(_read_tokenizer(path), str(path))
 
     def encode(self, sample: Sample, features: MediaFeatures) -> EncodedSample:
         """Encode all turns of a sample; see `SampleTokenizer.encode`. Each answer ends with `<|end|>`."""
@@ -169,3 +149,41 @@ class ChatTokenizer:
         token_id = self._tokenizer.token_to_id(token)
         assert token_id is not None, token
         return int(token_id)
+
+
+def load_chat_vocabulary(path: Path) -> Tokenizer:
+    """Read a `tokenizers` JSON file with the special tokens of the chat format. Raises `DataError`."""
+    tokenizer = _read_tokenizer(path)
+    _mark_special_tokens(tokenizer, str(path))
+    return tokenizer
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"data.tokenizer: {path}: no such file; expected a `tokenizers` JSON file") from None
+    except Exception as error:  # the library raises bare Exception for whatever it cannot parse
+        raise DataError(f"data.tokenizer: {path}: not a `tokenizers` JSON file: {error}") from None
+
+
+def _mark_special_tokens(tokenizer: Tokenizer, name: str) -> dict[str, str]:
+    """Mark the tokens of the chat format as special, and return the placeholder of each modality that has one.
+
+    Raises `DataError` if one of `SPECIAL_TOKENS` is missing.
+    """
+    missing = [t for t in SPECIAL_TOKENS if tokenizer.token_to_id(t) is None]
+    if missing:
+        raise DataError(
+            f"data.tokenizer: {name} lacks the special tokens {' '.join(missing)}; add them with "
+            "`Tokenizer.add_special_tokens` of the `tokenizers` library, save it, and raise model.llm.vocab to "
+            "its size; or name the folder of a model with a chat template instead"
+        )
+    placeholders = {
+        modality.name: modality.placeholder
+        for modality in MODALITIES.values()
+        if tokenizer.token_to_id(modality.placeholder) is not None
+    }
+    present = dict.fromkeys((*SPECIAL_TOKENS, *placeholders.values()))
+    tokenizer.add_special_tokens(list(present))  # their ids stay
+    return placeholders

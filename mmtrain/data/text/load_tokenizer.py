@@ -7,8 +7,9 @@ from mmtrain.data.text.chat_tokenizer import ChatTokenizer
 from mmtrain.data.text.sample_tokenizer import SampleTokenizer
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
 from mmtrain.errors import DataError, ModelFolderError
+from mmtrain.families.folder_files import CONFIG_FILE
 from mmtrain.families.media_markup import Markups
-from mmtrain.families.model_folder import CONFIG_FILE, find_family
+from mmtrain.families.model_folder import find_family
 
 
 def load_tokenizer(path: Path) -> SampleTokenizer:

@@ -10,26 +10,20 @@ from typing import Any, get_args
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from mmtrain.errors import DataError
+from mmtrain.families.folder_files import (
+    ADDED_TOKENS_FILE,
+    CONFIG_FILE,
+    CONVERSATION_FILES,
+    GENERATION_FILE,
+    SLOW_TOKENIZER_FILES,
+    SPECIAL_TOKENS_FILE,
+    TEMPLATE_FILE,
+    TEMPLATE_JSON_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+)
 from mmtrain.recipe.modalities import MediaKind
 
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
-TEMPLATE_FILE = "chat_template.jinja"
-_SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-_ADDED_TOKENS_FILE = "added_tokens.json"
-_GENERATION_FILE = "generation_config.json"
-_MODEL_FILE = "config.json"
-_TEMPLATE_JSON_FILE = "chat_template.json"  # of processors, before `chat_template.jinja`
-# Files that decide the ids of a conversation.
-_CONTENT_FILES = (
-    TOKENIZER_FILE,
-    CONFIG_FILE,
-    TEMPLATE_FILE,
-    _TEMPLATE_JSON_FILE,
-    _SPECIAL_TOKENS_FILE,
-    _ADDED_TOKENS_FILE,
-)
-_SLOW_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "merges.txt")
 _DEFAULT_TEMPLATE = "default"  # the name of the one to use, where a folder has several
 
 
@@ -49,9 +43,9 @@ class TokenizerFolder:
 def read_tokenizer_folder(path: Path) -> TokenizerFolder:
     """Read a folder. Raises `DataError`."""
     tokenizer = _read_tokenizer(path)
-    config = _read_json(path / CONFIG_FILE)
+    config = _read_json(path / TOKENIZER_CONFIG_FILE)
     _mark_words_as_llama(tokenizer, config)
-    named_tokens = _named_tokens(_read_json(path / _SPECIAL_TOKENS_FILE)) | _named_tokens(config)
+    named_tokens = _named_tokens(_read_json(path / SPECIAL_TOKENS_FILE)) | _named_tokens(config)
     _add_tokens(tokenizer, path, config, named_tokens)
     template, template_name = _find_template(path, config)
     return TokenizerFolder(
@@ -71,10 +65,10 @@ def tokenizer_sha256(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     content: dict[str, object] = {
         name: hashlib.sha256((path / name).read_bytes()).hexdigest()
-        for name in _CONTENT_FILES
+        for name in CONVERSATION_FILES
         if (path / name).is_file()
     }
-    model = _read_json(path / _MODEL_FILE)
+    model = _read_json(path / CONFIG_FILE)
     content["media tokens"] = {kind: _media_token_id(model, kind) for kind in get_args(MediaKind)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -84,7 +78,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        slow = [name for name in _SLOW_FILES if (path / name).exists()]
+        slow = [name for name in SLOW_TOKENIZER_FILES if (path / name).exists()]
         if not slow:
             raise DataError(
                 f"data.tokenizer: {path} has no {TOKENIZER_FILE}; expected the folder of a Hugging Face model, or the "
@@ -157,14 +151,14 @@ def _add_tokens(tokenizer: Tokenizer, path: Path, config: Mapping[str, Any], nam
         for token_id, entry in entries.items():
             if not str(token_id).isdigit() or not _token_text(entry):
                 raise DataError(
-                    f"data.tokenizer: {path / CONFIG_FILE}: `added_tokens_decoder` has the entry {token_id!r}: "
-                    f"{entry!r}; expected the id of a token, and an object with its `content`"
+                    f"data.tokenizer: {path / TOKENIZER_CONFIG_FILE}: `added_tokens_decoder` has the entry "
+                    f"{token_id!r}: {entry!r}; expected the id of a token, and an object with its `content`"
                 )
             declared[int(token_id)] = _added_token(entry)
     else:
-        for text, token_id in _read_json(path / _ADDED_TOKENS_FILE).items():
+        for text, token_id in _read_json(path / ADDED_TOKENS_FILE).items():
             if type(token_id) is not int:
-                raise DataError(f"data.tokenizer: {path / _ADDED_TOKENS_FILE}: {text!r} has the id {token_id!r}")
+                raise DataError(f"data.tokenizer: {path / ADDED_TOKENS_FILE}: {text!r} has the id {token_id!r}")
             special = text in named_tokens.values()
             declared[token_id] = AddedToken(text, normalized=not special, special=special)
     present = tokenizer.get_added_tokens_decoder()
@@ -175,8 +169,9 @@ def _add_tokens(tokenizer: Tokenizer, path: Path, config: Mapping[str, Any], nam
         actual = tokenizer.token_to_id(token.content)
         if actual != token_id:
             raise DataError(
-                f"data.tokenizer: {path}: the token {token.content!r} has the id {token_id} in {CONFIG_FILE} or "
-                f"{_ADDED_TOKENS_FILE}, but {actual} with {TOKENIZER_FILE}; save the tokenizer again with transformers"
+                f"data.tokenizer: {path}: the token {token.content!r} has the id {token_id} in "
+                f"{TOKENIZER_CONFIG_FILE} or {ADDED_TOKENS_FILE}, but {actual} with {TOKENIZER_FILE}; save the "
+                "tokenizer again with transformers"
             )
 
 
@@ -195,7 +190,7 @@ def _find_template(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
         pass
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.tokenizer: {file} cannot be read: {error}") from None
-    for name, content in ((_TEMPLATE_JSON_FILE, _read_json(path / _TEMPLATE_JSON_FILE)), (CONFIG_FILE, config)):
+    for name, content in ((TEMPLATE_JSON_FILE, _read_json(path / TEMPLATE_JSON_FILE)), (TOKENIZER_CONFIG_FILE, config)):
         template = content.get("chat_template")
         if isinstance(template, str):
             return template, f"{path / name} (chat_template)"
@@ -225,7 +220,7 @@ def _choose_template(templates: list[Any], name: str) -> tuple[str, str]:
 
 def _end_ids(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, str]) -> frozenset[int]:
     """Return the ids at which generation ends: those of `generation_config.json`, else the end of a sequence."""
-    ids = _read_json(path / _GENERATION_FILE).get("eos_token_id")
+    ids = _read_json(path / GENERATION_FILE).get("eos_token_id")
     if ids is None:
         end_id = tokenizer.token_to_id(named_tokens.get("eos_token", ""))
         return frozenset() if end_id is None else frozenset({end_id})
@@ -233,7 +228,7 @@ def _end_ids(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, str]) 
     bad = [token_id for token_id in listed if type(token_id) is not int or tokenizer.id_to_token(token_id) is None]
     if bad:
         raise DataError(
-            f"data.tokenizer: {path / _GENERATION_FILE}: `eos_token_id` is {ids}, but {TOKENIZER_FILE} has no token "
+            f"data.tokenizer: {path / GENERATION_FILE}: `eos_token_id` is {ids}, but {TOKENIZER_FILE} has no token "
             f"with the id {bad[0]}"
         )
     return frozenset(listed)
@@ -241,7 +236,7 @@ def _end_ids(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, str]) 
 
 def _media_tokens(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, str]) -> dict[MediaKind, str]:
     """Return for kinds of media the token that the folder names as their placeholder."""
-    model = _read_json(path / _MODEL_FILE)
+    model = _read_json(path / CONFIG_FILE)
     tokens: dict[MediaKind, str] = {}
     for kind in get_args(MediaKind):
         token_id = _media_token_id(model, kind)
@@ -249,7 +244,7 @@ def _media_tokens(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, s
         token = by_id or named_tokens.get(f"{kind}_token")
         if token_id is not None and by_id is None:
             raise DataError(
-                f"data.tokenizer: {path / _MODEL_FILE} names the token {token_id} for {kind} features, which "
+                f"data.tokenizer: {path / CONFIG_FILE} names the token {token_id} for {kind} features, which "
                 f"{TOKENIZER_FILE} lacks; take both files from the same model"
             )
         if token:

@@ -1,0 +1,85 @@
+"""Find the family as which a model that started from random weights can be exported."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmtrain.errors import UserError
+from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.family import Family, FolderSettings
+from mmtrain.families.folder_files import CONFIG_FILE, IMAGE_PROCESSOR_FILE
+from mmtrain.families.image_processors import image_processor_settings
+from mmtrain.families.new_model import JsonFiles, NewModel
+from mmtrain.families.registry import FAMILIES
+
+# Pixels of JPEGs that are much larger than needed differ a little, and no processor has this setting.
+_NOT_OF_PROCESSORS = ("decode",)
+
+
+@dataclass(frozen=True)
+class NewFolder:
+    """A family, and what the JSON files of a model of it hold."""
+
+    family: Family
+    settings: FolderSettings  # as read back from the files
+    files: JsonFiles
+
+
+def choose_family(model: NewModel) -> NewFolder:
+    """Return the family whose folders can hold the model, with the JSON files of its folder.
+
+    A family can if its files, read back as those of any folder, say what the recipe says. Raises UserError, which names
+    every setting of which that is not true for the family that comes nearest.
+    """
+    drafts = []
+    for family in FAMILIES.values():
+        if family.writer is None or family.writer.units != model.units.keys():
+            continue
+        folder, differences = _draft(family, model)
+        if not differences:
+            return folder
+        drafts.append((family.name, differences))
+    if not drafts:
+        raise UserError(
+            f"this run started from random weights, and no family of models has just the units "
+            f"{', '.join(model.units)}; runs can be exported with the units {_known_units()}"
+        )
+    name, differences = min(drafts, key=lambda draft: len(draft[1]))
+    raise UserError(
+        "this run started from random weights, and no family of models has all of its settings; the nearest is "
+        f"{name}, from which these differ:\n  " + "\n  ".join(differences)
+    )
+
+
+def _known_units() -> str:
+    names: dict[str, list[str]] = {}
+    for family in FAMILIES.values():
+        if family.writer is not None:
+            names.setdefault(" and ".join(sorted(family.writer.units)), []).append(family.name)
+    return ", or ".join(f"{units} ({', '.join(families)})" for units, families in names.items())
+
+
+def _draft(family: Family, model: NewModel) -> tuple[NewFolder, list[str]]:
+    """Write the files of a family, and return what they do not say as the recipe does."""
+    assert family.writer is not None
+    files = family.writer.files(model)
+    section = ConfigSection(files[CONFIG_FILE])
+    settings = family.settings(section)
+    section.finish()
+    differences = [f"{CONFIG_FILE} cannot hold {problem}" for problem in section.problems]
+    for unit, stated in settings.model.items():
+        differences += _differences(f"model.{unit}.", model.units[unit], stated)
+    if IMAGE_PROCESSOR_FILE in files:
+        stated = dict(image_processor_settings(files[IMAGE_PROCESSOR_FILE], IMAGE_PROCESSOR_FILE))
+        stated |= {key: settings.data["image"][key] for key in ("scheme", "size")}  # that the encoder needs
+        of_pixels = {key: value for key, value in stated.items() if key not in _NOT_OF_PROCESSORS}
+        differences += _differences("data.image.", model.image, of_pixels)
+    return NewFolder(family, settings, files), differences
+
+
+def _differences(path: str, ours: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in stated.items():
+        if isinstance(value, Mapping) and isinstance(ours[key], Mapping):
+            yield from _differences(f"{path}{key}.", ours[key], value)
+        elif ours[key] != value:
+            yield f"{path}{key}: is {ours[key]!r}; allowed: {value!r}"

@@ -1,0 +1,49 @@
+"""Write the JSON files of a LLaVA folder from settings: its config, and those of its processors."""
+
+from mmtrain.families.decoder_config import decoder_config
+from mmtrain.families.folder_files import CONFIG_FILE, IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
+from mmtrain.families.new_image_processor import clip_image_processor
+from mmtrain.families.new_model import FolderWriter, JsonFiles, NewModel
+
+_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu"}
+
+
+def _files(model: NewModel) -> JsonFiles:
+    """Return the files of a model whose encoder is CLIP and gives the features of its last block."""
+    vision = model.units["vision"]
+    text = decoder_config(model)
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_token_index": model.feature_tokens["vision"],
+        "image_seq_length": vision["max_side"] ** 2,
+        "projector_hidden_act": _ACTIVATIONS.get(vision["projector"]["activation"], "gelu"),
+        "multimodal_projector_bias": True,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "eos_token_id": text["eos_token_id"],
+        "text_config": text,
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": vision["hidden"],
+            "intermediate_size": vision["ffn"],
+            "num_hidden_layers": vision["layers"],
+            "num_attention_heads": vision["heads"],
+            "image_size": vision["max_side"] * vision["patch"],
+            "patch_size": vision["patch"],
+            "hidden_act": _ACTIVATIONS[vision["activation"]],
+            "layer_norm_eps": vision["norm_eps"],
+        },
+    }
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "patch_size": vision["patch"],
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,  # the class token
+    }
+    images = {**clip_image_processor(model.image), "processor_class": "LlavaProcessor"}
+    return {CONFIG_FILE: config, IMAGE_PROCESSOR_FILE: images, PROCESSOR_FILE: processor}
+
+
+LLAVA_WRITER = FolderWriter(frozenset({"vision", "llm"}), _files)

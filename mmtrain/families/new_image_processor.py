@@ -1,0 +1,30 @@
+"""Write the config of an image processor from the settings of `data.image`: the way back from `image_processors`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_FILTERS = {"lanczos": 1, "bilinear": 2, "bicubic": 3}  # numbers of Pillow's filters
+
+
+def clip_image_processor(image: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a processor that brings pictures to `size` x `size` as `fit` says.
+
+    That of CLIP stretches or crops; that of LLaVA pads, and then does what CLIP's does.
+    """
+    side, fit = image["size"], image["fit"]
+    is_stretched = fit == "stretch"
+    config: dict[str, Any] = {
+        "image_processor_type": "LlavaImageProcessor" if fit == "pad" else "CLIPImageProcessor",
+        "do_resize": True,
+        "size": {"height": side, "width": side} if is_stretched else {"shortest_edge": side},
+        "do_center_crop": True,
+        "crop_size": {"height": side, "width": side},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "resample": _FILTERS[image["resample"]],
+        "image_mean": list(image["mean"]),
+        "image_std": list(image["std"]),
+    }
+    return {**config, "do_pad": True} if fit == "pad" else config

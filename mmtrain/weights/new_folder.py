@@ -1,0 +1,60 @@
+"""Describe a run that started from random weights as a folder of the family that its model belongs to."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmtrain.data.text.chat_folder import write_chat_folder
+from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.families.choose_family import NewFolder, choose_family
+from mmtrain.families.folder_files import CONFIG_FILE, CONVERSATION_FILES, GENERATION_FILE
+from mmtrain.families.new_model import NewModel
+from mmtrain.recipe import Recipe
+from mmtrain.recipe.model_settings import LlmSettings
+
+
+def describe_new_folder(recipe: Recipe) -> NewFolder:
+    """Return the family of the recipe's model and the JSON files of its folder.
+
+    Raises UserError for a model that no family can state, and DataError for its tokenizer.
+    """
+    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
+    return choose_family(
+        NewModel(
+            units=_units(recipe),
+            image=recipe.data.image.model_dump(),
+            feature_tokens={modality: token_ids[0] for modality, token_ids in tokenizer.item_ids.items()},
+            end_ids=tuple(sorted(tokenizer.end_ids)),
+            max_tokens=recipe.data.seq_len,
+        )
+    )
+
+
+def write_new_files(recipe: Recipe, folder: NewFolder, draft: Path, torch_dtype: str) -> None:
+    """Write config, processors, tokenizer and chat template. Raises DataError for the tokenizer."""
+    source = recipe.data.tokenizer_path
+    if source.is_dir():
+        for name in (*CONVERSATION_FILES, GENERATION_FILE):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, draft / name)
+    else:
+        write_chat_folder(draft, source)
+    for name, content in folder.files.items():
+        stated = {**content, "torch_dtype": torch_dtype} if name == CONFIG_FILE else content
+        (draft / name).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+
+
+def _units(recipe: Recipe) -> dict[str, Mapping[str, Any]]:
+    """Return the settings of every unit, without values that stand for others."""
+    model = recipe.model
+    units: dict[str, Mapping[str, Any]] = {name: unit.model_dump() for name, unit in model.all_encoders.items()}
+    units["llm"] = {**model.llm.model_dump(), **_resolved(model.llm)}
+    if model.generator is not None:
+        units["generator"] = model.generator.model_dump()
+    return units
+
+
+def _resolved(llm: LlmSettings) -> dict[str, int]:
+    return {"kv_heads": llm.kv_heads or llm.heads, "head_dim": llm.head_dim or llm.hidden // llm.heads}
