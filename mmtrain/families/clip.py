@@ -8,7 +8,18 @@ from mmtrain.families.weight_layouts import ParameterSource, as_is, flattened, q
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of RGB values, as in OpenAI's release
 STD = (0.26862954, 0.26130258, 0.27577711)
-_ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+# Of towers whose tokens are features as they are.
+PLAIN_TRANSFORMER: Settings = {
+    "temporal_patch": 1,
+    "gated_mlp": False,
+    "norm": "layer",
+    "window": 0,
+    "full_attention_blocks": (),
+    "class_feature": False,
+    "downsample": "identity",
+    "merge": 1,
+}
+ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 def clip_settings(config: ConfigSection, feature_layer: int) -> Settings:
@@ -16,41 +27,40 @@ def clip_settings(config: ConfigSection, feature_layer: int) -> Settings:
 
     Blocks behind that layer, and the last norm, are not computed.
     """
-    config.require("model_type", "clip_vision_model", default="clip_vision_model")
     config.require("num_channels", 3, default=3)
     config.require("attention_dropout", 0, 0.0, default=0)
     config.value("vocab_size")  # of the text tower, which such configs carry along
-    num_blocks = config.integer("num_hidden_layers", 12)
-    used_blocks = feature_layer if feature_layer >= 0 else num_blocks + 1 + feature_layer
-    if not 1 <= used_blocks <= num_blocks:
-        config.reject("num_hidden_layers", f"{num_blocks} blocks have no features of layer {feature_layer}")
-        used_blocks = 1
+    used_blocks = num_used_blocks(config, feature_layer)
     patch, size = config.integer("patch_size", 32), config.integer("image_size", 224)
     if size % patch:
         config.reject("image_size", f"{size} is not a multiple of patch_size {patch}, which is not supported yet")
     return {
+        **PLAIN_TRANSFORMER,
         "layers": used_blocks,
         "hidden": config.integer("hidden_size", 768),
         "heads": config.integer("num_attention_heads", 12),
         "ffn": config.integer("intermediate_size", 3072),
         "patch": patch,
-        "temporal_patch": 1,
-        "activation": config.choice("hidden_act", _ACTIVATIONS, "quick_gelu"),
-        "gated_mlp": False,
-        "norm": "layer",
+        "activation": config.choice("hidden_act", ACTIVATIONS, "quick_gelu"),
         "norm_eps": config.number("layer_norm_eps", 1e-5),
         "qkv_bias": True,
         "patch_bias": False,
         "positions": "grid",
         "max_side": max(1, size // patch),
-        "window": 0,
-        "full_attention_blocks": (),
         "class_token": True,
         "pre_norm": True,
         "post_norm": False,
-        "downsample": "identity",
-        "merge": 1,
     }
+
+
+def num_used_blocks(config: ConfigSection, feature_layer: int) -> int:
+    """Return how many blocks of a tower compute `hidden_states[feature_layer]`."""
+    num_blocks = config.integer("num_hidden_layers", 12)
+    used_blocks = feature_layer if feature_layer >= 0 else num_blocks + 1 + feature_layer
+    if 1 <= used_blocks <= num_blocks:
+        return used_blocks
+    config.reject("num_hidden_layers", f"{num_blocks} blocks have no features of layer {feature_layer}")
+    return 1
 
 
 def clip_weights(vision: Settings, model: str) -> Iterator[ParameterSource]:
@@ -64,10 +74,11 @@ def clip_weights(vision: Settings, model: str) -> Iterator[ParameterSource]:
     for kind in ("weight", "bias"):
         yield as_is(f"{ours}pre_norm.{kind}", f"{model}pre_layrnorm.{kind}", (hidden,))
     for block in range(vision["layers"]):
-        yield from _block_weights(vision, f"vision.layers.{block + 1}.", f"{model}encoder.layers.{block}.")
+        yield from clip_block_weights(vision, f"vision.layers.{block + 1}.", f"{model}encoder.layers.{block}.")
 
 
-def _block_weights(vision: Settings, ours: str, theirs: str) -> Iterator[ParameterSource]:
+def clip_block_weights(vision: Settings, ours: str, theirs: str) -> Iterator[ParameterSource]:
+    """Yield the weights of one block; `ours` and `theirs` are the prefixes of its names."""
     hidden, heads, ffn = vision["hidden"], vision["heads"], vision["ffn"]
     attention, mlp = f"{theirs}self_attn.", f"{theirs}mlp."
     for kind, inputs, inner_inputs in (("weight", (hidden,), (ffn,)), ("bias", (), ())):
@@ -85,6 +96,6 @@ def _block_weights(vision: Settings, ours: str, theirs: str) -> Iterator[Paramet
 def unused_clip_weights(vision: Settings, num_blocks: int, model: str) -> Iterator[ParameterSource]:
     """Yield the weights behind the layer of the features, as if the encoder had `num_blocks` and a last norm."""
     for block in range(vision["layers"], num_blocks):
-        yield from _block_weights(vision, f"vision.unused.{block}.", f"{model}encoder.layers.{block}.")
+        yield from clip_block_weights(vision, f"vision.unused.{block}.", f"{model}encoder.layers.{block}.")
     for kind in ("weight", "bias"):
         yield as_is(f"vision.unused.post_norm.{kind}", f"{model}post_layernorm.{kind}", (vision["hidden"],))

@@ -91,7 +91,7 @@ def _siglip(section: ConfigSection) -> Settings:
     size = section.section("size")
     side = size.integer("height", 224)
     size.require("width", side, default=side)
-    fixed = {"scheme": "fixed", "size": side, "fit": "stretch"}
+    fixed = {"scheme": "fixed", "size": side, "fit": "stretch", "partial_patches": "drop"}
     return {**fixed, **_normalization(section, _HALF, _HALF)}
 
 

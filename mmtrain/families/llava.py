@@ -1,9 +1,12 @@
-"""LLaVA-1.5 (arXiv 2310.03744): CLIP, a projector and a decoder, as `LlavaForConditionalGeneration` computes them."""
+"""LLaVA-1.5 (arXiv 2310.03744): a vision tower, a projector and a decoder.
+
+They are computed as `LlavaForConditionalGeneration` of `transformers` does.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from mmtrain.families.clip import MEAN, STD, clip_settings, clip_weights, unused_clip_weights
+from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
@@ -13,6 +16,7 @@ from mmtrain.families.mistral import mistral_settings
 from mmtrain.families.qwen2 import qwen2_settings
 from mmtrain.families.qwen3 import qwen3_settings
 from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
+from mmtrain.families.vision_towers import tower_images, tower_settings, tower_weights, unused_tower_weights
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
 _DECODERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
@@ -61,11 +65,13 @@ _WITHOUT_EFFECT_HERE = ("image_seq_length", "image_token_id", "image_token_index
 def _settings(config: ConfigSection) -> FolderSettings:
     for key in _WITHOUT_EFFECT_HERE:  # they belong to text and tokenizer
         config.value(key)
-    config.require("vision_feature_select_strategy", "default", default="default")
+    strategy = config.choice("vision_feature_select_strategy", {"default": "default", "full": "full"}, "default")
     config.require("multimodal_projector_bias", True, default=True)
     feature_layer = config.value("vision_feature_layer")
     if feature_layer is None:
         feature_layer = -2
+    if isinstance(feature_layer, list) and len(feature_layer) == 1:
+        feature_layer = feature_layer[0]
     if type(feature_layer) is not int:
         config.reject("vision_feature_layer", f"{feature_layer} is not supported yet; supported: one whole number")
         feature_layer = -2
@@ -78,27 +84,19 @@ def _settings(config: ConfigSection) -> FolderSettings:
     config.require("tie_word_embeddings", llm["tie_embeddings"], default=llm["tie_embeddings"])
     activation = config.choice("projector_hidden_act", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}, "gelu")
     vision = {
-        **clip_settings(tower, feature_layer),
+        **tower_settings(tower, feature_layer, strategy),
         "projector": {"activation": activation, "norm": False, "ffn": None},
     }
     text.finish()
+    unused = tuple(unused_tower_weights(vision, tower, _TOWER))
+    image = tower_images(tower)
     tower.finish()
-    image = {
-        "scheme": "fixed",
-        "size": vision["max_side"] * vision["patch"],
-        "fit": "crop",
-        "resample": "bicubic",
-        "decode": "full",
-        "mean": MEAN,
-        "std": STD,
-    }
-    unused = unused_clip_weights(vision, tower.integer("num_hidden_layers", 12), _TOWER)
-    return FolderSettings({"vision": vision, "llm": llm}, {"image": image}, tuple(unused))
+    return FolderSettings({"vision": vision, "llm": llm}, {"image": image}, unused)
 
 
 def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
     vision, llm = settings.model["vision"], settings.model["llm"]
-    yield from clip_weights(vision, _TOWER)
+    yield from tower_weights(vision, _TOWER)
     ours, theirs = f"vision.layers.{vision['layers'] + 1}.", "model.multi_modal_projector."
     for linear, width in (("linear_1", vision["hidden"]), ("linear_2", llm["hidden"])):
         for kind, shape in (("weight", (llm["hidden"], width)), ("bias", (llm["hidden"],))):

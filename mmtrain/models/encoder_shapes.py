@@ -116,7 +116,7 @@ def projector_layer(settings: EncoderSettings, llm_hidden: int) -> LayerShape:
         out=llm_hidden,
         ffn=settings.projector.ffn or llm_hidden,
         joins=settings.tokens_per_feature,
-        extra_tokens=settings.extra_tokens,
+        extra_tokens=settings.extra_tokens - settings.extra_features,
         norm_widths=norm_widths,
         linear_bias=True,
     )

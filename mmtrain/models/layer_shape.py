@@ -63,7 +63,7 @@ class LayerShape:
     max_side: int = 0  # patch_embed: side of the position table, in patches
     vocab: int = 0  # embedding, head: padded rows
     joins: int = 1  # projector: tokens merged into one feature, a square of patches or neighbors in time
-    extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token) and a projector drops
+    extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token), or a projector drops of each
     position_rows: int = 0  # patch_embed, audio_embed: learned position vectors
     norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their norms
     scale: int = 1  # U-Net: downsampling of each side; the layer has tokens / scale^2 positions

@@ -39,6 +39,7 @@ class Projector(nn.Module):
         """Build the projector that `shape` describes; its weights are uninitialized."""
         super().__init__()
         self.tokens_per_feature = shape.joins
+        self.keeps_all_tokens = settings.extra_features > 0  # then none are merged either
         self.activation = factory.activation_function(settings.projector.activation)
         merged_width = shape.hidden * shape.joins
         self.post_norm = factory.norm(shape.hidden) if settings.has_post_norm else None
@@ -50,7 +51,8 @@ class Projector(nn.Module):
         """Map tokens (T, hidden) to features (F, llm_hidden), each from `tokens_per_feature` tokens of one item."""
         if self.post_norm is not None:
             hidden = self.post_norm(hidden)
-        hidden = context.order_tokens(hidden, self.tokens_per_feature)
+        if not self.keeps_all_tokens:
+            hidden = context.order_tokens(hidden, self.tokens_per_feature)
         features = hidden.reshape(-1, hidden.shape[1] * self.tokens_per_feature)
         if self.norm is not None:
             features = self.norm(features)

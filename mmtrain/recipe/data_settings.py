@@ -103,6 +103,14 @@ class ImageSettings(Section):
         description="How a JPEG is read that is much larger than needed. `scaled`: at 1/2, 1/4 or 1/8 of its size, "
         "several times faster. `full`: all its pixels, as the processors of published models do.",
     )
+    partial_patches: Literal["reject", "drop"] = setting(
+        "reject",
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Pixels at the right and lower edges that fill no patch, for `fixed` and `tiles`. `reject`: the "
+        "side must be a multiple of merged patches. `drop`: leave them out, as published models do whose sides are "
+        "not (SigLIP: 384 pixels, patches of 14).",
+    )
     min_pixels: PositiveInt = setting(
         28 * 28,
         affects={"plan", "lengths", "steps", "resume"},

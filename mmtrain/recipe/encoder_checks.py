@@ -29,7 +29,11 @@ def _check_image_size(recipe: Recipe, encoder: str, vision: VisionSettings) -> I
     else:
         name, pixels = ("size", image.size) if image.scheme == "fixed" else ("tile", image.tile)
         side = pixels // vision.patch
-        if pixels % merged_patch:
+        is_whole = side % vision.merge == 0 and side > 0
+        if image.partial_patches == "drop" and not is_whole:
+            text = f"{pixels} holds {side} patches a side, not a multiple of merge {vision.merge} ({factors})"
+            yield Problem(("data", "image", name), text)
+        if image.partial_patches == "reject" and pixels % merged_patch:
             yield Problem(("data", "image", name), f"{pixels} is not a multiple of {merged_patch} ({factors})")
     if side > vision.max_side:
         text = f"a square image becomes {side} patches a side, {path}.max_side is {vision.max_side}"
@@ -50,14 +54,17 @@ def check_image_tokens(recipe: Recipe) -> Iterator[Problem]:
     """The largest image, as all encoders together show it to the LLM, leaves space for text in a group."""
     image, seq_len = recipe.data.image, recipe.data.seq_len
     num_tiles = image.max_tiles + 1 if image.max_tiles > 1 else 1  # one more tile shows the entire image
-    largest_areas = {
-        "fixed": ("size", image.size**2),
-        "native": ("max_pixels", image.max_pixels),
-        "tiles": ("max_tiles", num_tiles * image.tile**2),
-    }
-    name, area = largest_areas[image.scheme]
     encoders = _vision_encoders(recipe)
-    tokens = sum(area // (vision.patch * vision.merge) ** 2 for vision in encoders.values())
+    tokens = 0
+    for vision in encoders.values():
+        merged_patch = vision.patch * vision.merge
+        largest = {
+            "fixed": ("size", (image.size // merged_patch) ** 2 + vision.extra_features),
+            "native": ("max_pixels", image.max_pixels // merged_patch**2 + vision.extra_features),
+            "tiles": ("max_tiles", num_tiles * ((image.tile // merged_patch) ** 2 + vision.extra_features)),
+        }
+        name, num_features = largest[image.scheme]
+        tokens += num_features
     if tokens >= seq_len:
         of_all = f" from {' and '.join(encoders)} together" if len(encoders) > 1 else ""
         text = (

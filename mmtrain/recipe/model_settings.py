@@ -86,8 +86,18 @@ class EncoderSettings(UnitSettings):
 
     @property
     def extra_tokens(self) -> int:
-        """Return how many tokens each item has besides its cells. The projector drops them."""
+        """Return how many tokens each item has besides its cells."""
         return 0
+
+    @property
+    def extra_features(self) -> int:
+        """Return how many of the extra tokens become features for the LLM. The projector drops the others."""
+        return 0
+
+    @property
+    def cells_per_feature(self) -> int:
+        """Return how many cells become one feature."""
+        return self.cells_per_token * self.tokens_per_feature
 
     @property
     def has_post_norm(self) -> bool:
@@ -164,6 +174,12 @@ class VisionSettings(EncoderSettings):
         affects={"plan", "lengths", "steps", "resume"},
         description="Prepend a learned class token to each image. It is dropped before downsampling.",
     )
+    class_feature: bool = setting(
+        False,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Keep the class token as the first feature of each image instead (LLaVA's strategy `full`).",
+    )
     pre_norm: bool = setting(
         False,
         affects={"plan", "steps", "resume"},
@@ -200,6 +216,11 @@ class VisionSettings(EncoderSettings):
         return int(self.class_token)
 
     @property
+    def extra_features(self) -> int:
+        """Return 1 for models that keep their class token."""
+        return int(self.class_feature)
+
+    @property
     def has_post_norm(self) -> bool:
         """Return whether the recipe asks for a norm after the last block."""
         return self.post_norm
@@ -217,6 +238,8 @@ class VisionSettings(EncoderSettings):
         if self.class_token and (self.positions == "rotary" or self.window):
             problems.append("class_token is set; it has no place with positions `rotary` or with `window`")
         problems += self._window_problems()
+        if self.class_feature and not (self.class_token and self.merge == 1):
+            problems.append("class_feature keeps the class token beside patches: set class_token, and merge to 1")
         return self._without(problems)
 
     def _window_problems(self) -> list[str]:

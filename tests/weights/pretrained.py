@@ -63,22 +63,46 @@ IMAGE_TOKEN = 3
 IMAGE_SIDE, PATCH = 4, 4  # patches on an image's side, pixels on a patch's side
 
 
-def llava(text: str = "llama", feature_layer: int = -2, image_token: int = IMAGE_TOKEN, **changes: Any) -> nn.Module:
-    """Make a LLaVA whose last encoder block has no effect, as in LLaVA-1.5."""
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen2Config
+def clip(**changes: Any) -> Any:
+    """Make the config of a CLIP tower."""
+    from transformers import CLIPVisionConfig
 
-    clip = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        image_size=IMAGE_SIDE * PATCH, patch_size=PATCH, projection_dim=16,
-    )  # fmt: skip
+    return CLIPVisionConfig(**_tower() | {"projection_dim": 16} | changes)
+
+
+def siglip(**changes: Any) -> Any:
+    """Make the config of a SigLIP tower, whose pictures have a rest beside whole patches."""
+    from transformers import SiglipVisionConfig
+
+    return SiglipVisionConfig(**_tower() | {"image_size": IMAGE_SIDE * PATCH + 2} | changes)
+
+
+def _tower() -> dict[str, Any]:
+    return {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "image_size": IMAGE_SIDE * PATCH, "patch_size": PATCH,
+    }  # fmt: skip
+
+
+def llava(
+    text: str = "llama",
+    feature_layer: int = -2,
+    image_token: int = IMAGE_TOKEN,
+    tower: Any = None,
+    strategy: str = "default",
+    **changes: Any,
+) -> nn.Module:
+    """Make a LLaVA whose last encoder block has no effect, as in LLaVA-1.5."""
+    from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen2Config
+
     settings: dict[str, Any] = {
         "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": VOCAB,
     } | changes  # fmt: skip
     decoder = LlamaConfig(**settings) if text == "llama" else Qwen2Config(**settings)
     config = LlavaConfig(
-        vision_config=clip, text_config=decoder, image_token_index=image_token, vision_feature_layer=feature_layer,
-        image_seq_length=IMAGE_SIDE**2,
+        vision_config=tower or clip(), text_config=decoder, image_token_index=image_token,
+        vision_feature_layer=feature_layer, vision_feature_select_strategy=strategy, image_seq_length=IMAGE_SIDE**2,
     )  # fmt: skip
     return _random(LlavaForConditionalGeneration(config))
 

@@ -1,6 +1,9 @@
 """LLaVA-1.5 from a folder computes what `transformers` computes, whatever names the folder has for its tensors."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.weights import export_folder
 from tests.families.configs import write_config
 from tests.runtime.models import run_folder
-from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, PATCH, VOCAB, llava, recipe_from, save
+from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, PATCH, VOCAB, llava, recipe_from, save, siglip
 from tests.weights.test_export_weights import content
 from tests.weights.test_import_weights import assert_equal_gradients, full_gradients, pretrained_of, unit_stage
 
@@ -41,16 +44,16 @@ def _recipe(folder: Path, *overrides: str) -> Recipe:
     return recipe_from(folder, *overrides)
 
 
-def _samples() -> tuple[list[Tensor], list[Tensor]]:
-    """Make token ids of three samples, with two images, none and one, and the images, (3, height, width) each."""
+def _samples(side: int, num_features: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Make token ids of three samples, with two images, none and one, and the images, (3, side, side) each."""
     generator = torch.Generator().manual_seed(7)
 
     def words(count: int) -> Tensor:
         return torch.randint(IMAGE_TOKEN + 1, VOCAB, (count,), generator=generator)
 
-    image = torch.full((IMAGE_SIDE**2,), IMAGE_TOKEN)
+    image = torch.full((num_features,), IMAGE_TOKEN)
     ids = [torch.cat([words(3), image, words(2), image, words(6)]), words(9), torch.cat([image, words(4)])]
-    pixels = [torch.randn(3, IMAGE_SIDE * PATCH, IMAGE_SIDE * PATCH, generator=generator) for _ in range(3)]
+    pixels = [torch.randn(3, side, side, generator=generator) for _ in range(3)]
     return ids, pixels
 
 
@@ -60,13 +63,25 @@ def _patches(image: Tensor) -> Tensor:
     return cut.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
 
 
-@pytest.mark.parametrize(("text", "feature_layer"), [("llama", -2), ("qwen2", 2), ("qwen2", -1)])
-def test_logits_loss_and_gradients_equal_those_of_transformers(text: str, feature_layer: int, tmp_path: Path) -> None:
-    theirs = llava(text, feature_layer)
+@pytest.mark.parametrize(
+    ("text", "feature_layer", "tower", "strategy"),
+    [
+        ("llama", -2, None, "default"),
+        ("qwen2", 2, None, "default"),
+        ("qwen2", -1, None, "full"),
+        ("qwen2", -1, siglip, "full"),
+        ("llama", -2, partial(siglip, vision_use_head=False), "full"),
+    ],
+)
+def test_logits_loss_and_gradients_equal_those_of_transformers(
+    text: str, feature_layer: int, tower: Callable[[], Any] | None, strategy: str, tmp_path: Path
+) -> None:
+    theirs = llava(text, feature_layer, tower=tower and tower(), strategy=strategy)
     folder = save(theirs, tmp_path / "model")
     recipe = _recipe(folder)
     vision, llm = unit_stage(recipe, "vision"), unit_stage(recipe, "llm")
-    ids, pixels = _samples()
+    has_class_feature = tower is None and strategy == "full"
+    ids, pixels = _samples(recipe.data.image.size, IMAGE_SIDE**2 + has_class_feature)
     labels = [torch.where(sample == IMAGE_TOKEN, -100, sample)[1:] for sample in ids]
     labels = [torch.cat([of_sample, torch.tensor([-100])]) for of_sample in labels]
     expected = [
@@ -105,9 +120,13 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(text: str, featur
         },
     ],
 )
-def test_import_and_export_give_the_same_bits_in_every_spelling(spelling: dict[str, str], tmp_path: Path) -> None:
-    """Blocks behind the layer of the features and the last norm of CLIP come back too."""
-    folder = save(llava(), tmp_path / "model", torch.bfloat16)
+@pytest.mark.parametrize("tower", [None, siglip])
+def test_import_and_export_give_the_same_bits_in_every_spelling(
+    spelling: dict[str, str], tower: Callable[[], Any] | None, tmp_path: Path
+) -> None:
+    """Blocks behind the layer of the features, the last norm and the pooling head come back too."""
+    model = llava(tower=tower and tower(), strategy="full" if tower else "default")
+    folder = save(model, tmp_path / "model", torch.bfloat16)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for prefix, replacement in spelling.items():
@@ -177,12 +196,16 @@ def test_a_recipe_may_choose_its_own_images_but_not_another_encoder(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"vision_feature_select_strategy": "full"}, 'vision_feature_select_strategy: "full" is not supported yet'),
+        ({"vision_feature_select_strategy": "mean"}, 'vision_feature_select_strategy: "mean" is not supported yet'),
         ({"vision_feature_layer": [-2, -5]}, r"vision_feature_layer: [-2, -5] is not supported yet"),
         ({"vision_feature_layer": 30}, "24 blocks have no features of layer 30"),
         ({"multimodal_projector_bias": False}, "multimodal_projector_bias: false is not supported yet"),
         ({"text_config": {"model_type": "phi"}}, "text_config.model_type: 'phi' is not supported yet"),
-        ({"vision_config": {"model_type": "siglip_vision_model"}}, 'vision_config.model_type: "siglip_vision_model"'),
+        ({"vision_config": {"model_type": "pixtral"}}, "vision_config.model_type: 'pixtral' is not supported yet"),
+        (
+            {"vision_config": {"model_type": "siglip_vision_model"}},
+            "vision_config.model_type: 'default' features of a tower without class token; supported: 'full'",
+        ),
         ({"vision_config": {"vision_use_head": True}}, "vision_config.vision_use_head: true is not supported yet"),
     ],
 )

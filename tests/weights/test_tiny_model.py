@@ -1,6 +1,7 @@
 """Tiny models of every family: folders that `transformers` and `model.hf` open."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mmtrain.data import build_index
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError
-from mmtrain.families import FAMILIES
+from mmtrain.families import FAMILIES, Family
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.weights.tiny_model import find_family_by_name, write_tiny_model
 
@@ -50,12 +51,41 @@ def test_transformers_opens_it(tmp_path: Path, family: str) -> None:
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path)) == summary.vocab
 
 
-@pytest.mark.parametrize("family", PICTURED)
-def test_its_conversations_are_what_the_processor_makes_of_them(tmp_path: Path, family: str) -> None:
+def _variant(family: str, **files: dict[str, Any]) -> Family:
+    """Return a family whose tiny model has other values in its files; keys of `files` are names before the dot."""
+    tiny = dict(FAMILIES[family].tiny)
+    for stem, changes in files.items():
+        tiny[f"{stem}.json"] = {**tiny[f"{stem}.json"], **changes}
+    return replace(FAMILIES[family], tiny=tiny)
+
+
+_SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+_FULL = {"vision_feature_select_strategy": "full"}
+VARIANTS = {
+    **{name: FAMILIES[name] for name in PICTURED},
+    "llava with class features": _variant("llava", config=_FULL, processor_config=_FULL),
+    "llava with siglip": _variant(
+        "llava",
+        config={**_FULL, "vision_config": _SIGLIP},
+        processor_config={**_FULL, "num_additional_image_tokens": 0},
+        preprocessor_config={
+            "image_processor_type": "SiglipImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "crop_size": None,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_its_conversations_are_what_the_processor_makes_of_them(tmp_path: Path, variant: str) -> None:
     import transformers
 
     folder = tmp_path / "model"
-    write_tiny_model(FAMILIES[family], folder, SEED)
+    write_tiny_model(VARIANTS[variant], folder, SEED)
     recipe = _recipe(folder)
     assert recipe.model.vision is not None
     processor = transformers.AutoProcessor.from_pretrained(folder)

@@ -248,7 +248,7 @@ def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSe
         cols = arrays[f"{unit}.cols"]
         cells: IntArray = rows * cols
         tokens = cells // encoder.cells_per_token + encoder.extra_tokens
-        features = cells // (encoder.cells_per_token * encoder.tokens_per_feature)
+        features = cells // encoder.cells_per_feature + encoder.extra_features
         items[unit] = ItemLengths(first, rows, cols, tokens, features)
     return DataIndex(
         samples=stored.samples,

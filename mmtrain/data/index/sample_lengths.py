@@ -174,6 +174,11 @@ class _EncoderRule:
     modality: str
     kinds: tuple[MediaKind, ...]
     cells_per_feature: int
+    extra_features: int  # of each item
+
+    def num_features(self, items: Sequence[Grid]) -> int:
+        """Return the LLM tokens of a medium from the grids of its items."""
+        return sum([rows * cols // self.cells_per_feature + self.extra_features for rows, cols in items])
 
 
 class _SampleMeasurer:
@@ -190,7 +195,8 @@ class _SampleMeasurer:
                 unit,
                 settings.modality,
                 MODALITIES[settings.modality].media,
-                settings.cells_per_token * settings.tokens_per_feature,
+                settings.cells_per_feature,
+                settings.extra_features,
             )
             for unit, settings in recipe.model.all_encoders.items()
         ]
@@ -252,9 +258,7 @@ class _SampleMeasurer:
         """Return for each modality the LLM tokens of each medium, summed over its items and the encoders."""
         features: dict[str, list[int]] = {}
         for encoder in self._encoders:
-            of_unit = [
-                sum([rows * cols // encoder.cells_per_feature for rows, cols in items]) for items in grids[encoder.unit]
-            ]
+            of_unit = [encoder.num_features(items) for items in grids[encoder.unit]]
             of_others = features.get(encoder.modality)
             if of_others is not None:
                 of_unit = [num_features + others for num_features, others in zip(of_unit, of_others, strict=True)]

@@ -67,13 +67,16 @@ class _UnitRule:
 
     modality: str  # "generator" for the generator
     extra_tokens: int = 0  # that the blocks see and no file states: a class token
+    extra_features: int = 0  # of them that reach the LLM
     downsampling: int = 1  # tokens that become one of the LLM, or of a generator's coarsest level
     fixed_llm_tokens: int | None = None  # of each item, where they do not depend on its size
     rows_per_token: int = 1  # rows of the item's grid for one of its tokens
 
     def features(self, tokens: int) -> int:
         """Return the LLM tokens of an item of `tokens` tokens."""
-        return tokens // self.downsampling if self.fixed_llm_tokens is None else self.fixed_llm_tokens
+        if self.fixed_llm_tokens is not None:
+            return self.fixed_llm_tokens
+        return tokens // self.downsampling + self.extra_features
 
 
 def read_stated_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> StatedLengths:
@@ -115,6 +118,7 @@ def _unit_rules(recipe: Recipe) -> dict[str, _UnitRule]:
         unit: _UnitRule(
             settings.modality,
             extra_tokens=settings.extra_tokens,
+            extra_features=settings.extra_features,
             downsampling=settings.tokens_per_feature,
             rows_per_token=settings.cells_per_token,
         )

@@ -93,14 +93,16 @@ def _decode_scaled(image: Image.Image, largest: Size, swaps_sides: bool, setting
 def patchify(frames: Sequence[Image.Image], settings: ImageSettings, patch: int) -> Float32Array:
     """Normalize images of one size and cut them into patches, each through all of them.
 
-    The sides of the images must be multiples of `patch`. Returns (rows * cols, 3 * frames * patch * patch): patches
-    row-major, the features of each ordered (channel, frame, y, x) like a flattened Conv3d weight.
+    Pixels beyond the last whole patch of a side are left out. Returns (rows * cols, 3 * frames * patch * patch):
+    patches row-major, the features of each ordered (channel, frame, y, x) like a flattened Conv3d weight.
     """
     rows = frames[0].height // patch
     cols = frames[0].width // patch
     mean = np.array(settings.mean, dtype=np.float32)
     std = np.array(settings.std, dtype=np.float32)
-    pixels = [(np.asarray(frame, dtype=np.float32) / np.float32(255) - mean) / std for frame in frames]
+    whole_rows, whole_cols = slice(rows * patch), slice(cols * patch)
+    covered = [np.asarray(frame, dtype=np.float32)[whole_rows, whole_cols] for frame in frames]
+    pixels = [(picture / np.float32(255) - mean) / std for picture in covered]
     split = np.stack(pixels).reshape(len(frames), rows, patch, cols, patch, 3).transpose(1, 3, 5, 0, 2, 4)
     return np.ascontiguousarray(split.reshape(rows * cols, -1), dtype=np.float32)
 

@@ -66,8 +66,7 @@ class AudioItemReader:
 
     def read_grids(self, kind: MediaKind, media: Media) -> tuple[Grid, ...]:
         """Return (frames, 1); the frames are rounded up so that they become a whole number of features."""
-        frames_per_feature = self._settings.cells_per_token * self._settings.tokens_per_feature
-        return ((read_num_frames(media, self._data.audio, frames_per_feature), 1),)
+        return ((read_num_frames(media, self._data.audio, self._settings.cells_per_feature), 1),)
 
     def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
         """Return the log-mel frames of a clip."""

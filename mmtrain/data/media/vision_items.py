@@ -25,14 +25,13 @@ def check_image_settings(vision: VisionSettings, image: ImageSettings) -> None:
             f"data.image.max_pixels is {image.max_pixels}; it must be at least data.image.min_pixels = "
             f"{image.min_pixels} and one merged patch of {merged_patch} x {merged_patch} = {merged_patch**2} pixels"
         )
-    if image.scheme == "tiles" and (image.tile % merged_patch or image.tile > max_side):
+    if image.scheme == "native":
+        return
+    name, pixels = ("size", image.size) if image.scheme == "fixed" else ("tile", image.tile)
+    whole = pixels // vision.patch * vision.patch if image.partial_patches == "drop" else pixels
+    if whole % merged_patch or not 0 < whole <= max_side:
         raise DataError(
-            f"data.image.tile is {image.tile}; it must be a multiple of patch * merge = {merged_patch} and at most "
-            f"patch * max_side = {max_side} pixels"
-        )
-    if image.scheme == "fixed" and (image.size % merged_patch or image.size > max_side):
-        raise DataError(
-            f"data.image.size is {image.size}; it must be a multiple of patch * merge = {merged_patch} and at most "
+            f"data.image.{name} is {pixels}; it must be a multiple of patch * merge = {merged_patch} and at most "
             f"patch * max_side = {max_side} pixels"
         )
 
@@ -82,7 +81,10 @@ class VisionItemDecoder:
         return patchify(frames, self._settings, self._patch)
 
     def _decode(self, kind: MediaKind, media: Media, num_parts: int, grid: Grid) -> list[Image.Image]:
-        size = grid[1] * self._patch, grid[0] * self._patch
+        image = self._settings
+        side = image.size if image.scheme == "fixed" else image.tile
+        # With a fixed side, pixels beyond the last whole patch belong to the picture until it is cut into patches.
+        size = (grid[1] * self._patch, grid[0] * self._patch) if image.scheme == "native" else (side, side)
         if kind == "video":
             return load_video_frames(media, num_parts * self._temporal_patch, size, self._settings)
         if self._settings.scheme == "tiles":

@@ -61,10 +61,9 @@ def _nearest_clip(settings: AudioSettings, size: ItemSize) -> ItemSize:
 
 
 def _synthetic_clips(settings: AudioSettings, data: DataSettings) -> list[ItemSize]:
-    frames_per_feature = settings.cells_per_token * settings.tokens_per_feature
     max_frames = min(settings.max_frames, int(100 * data.audio.max_seconds))
-    num_features = [int(max_frames * share) // frames_per_feature for share in synthetic_shares()]
-    return [(max(1, n) * frames_per_feature, 1) for n in num_features]
+    num_features = [int(max_frames * share) // settings.cells_per_feature for share in synthetic_shares()]
+    return [(max(1, n) * settings.cells_per_feature, 1) for n in num_features]
 
 
 # By the name of the modality.
