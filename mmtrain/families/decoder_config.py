@@ -4,6 +4,7 @@ from typing import Any
 
 from mmtrain.families.folder_files import CONFIG_FILE
 from mmtrain.families.new_model import FolderWriter, JsonFiles, NewModel
+from mmtrain.families.rotary import rope_scaling_config
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -33,13 +34,7 @@ def decoder_config(model: NewModel) -> dict[str, Any]:
     }
     scaling = llm["rope_scaling"]
     if scaling is not None:
-        config["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling["factor"],
-            "low_freq_factor": scaling["low_freq_factor"],
-            "high_freq_factor": scaling["high_freq_factor"],
-            "original_max_position_embeddings": scaling["original_positions"],
-        }
+        config["rope_scaling"] = rope_scaling_config(scaling)
     return config
 
 

@@ -5,9 +5,8 @@ from typing import Any
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import FolderSettings, Settings
+from mmtrain.families.rotary import rotary_settings
 from mmtrain.families.weight_layouts import ParameterSource, as_is, gate_and_up, query_key_value, vocabulary
-
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def decoder_settings(config: ConfigSection, defaults: Mapping[str, int], **of_family: Any) -> Settings:
@@ -33,36 +32,9 @@ def decoder_settings(config: ConfigSection, defaults: Mapping[str, int], **of_fa
         "vocab": config.integer("vocab_size", defaults["vocab_size"]),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "tie_embeddings": config.flag("tie_word_embeddings", False),
-        **_rotary_settings(config),
+        **rotary_settings(config),
         **of_family,
     }
-
-
-def _rotary_settings(config: ConfigSection) -> Settings:
-    """Read the rotary positions as `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) wrote."""
-    theta = config.number("rope_theta", 10000.0)
-    parameters = config.section("rope_parameters")
-    scaling = config.section("rope_scaling")
-    theta = parameters.number("rope_theta", theta)
-    scaled = scaling if scaling.value("rope_type") or scaling.value("type") else parameters
-    older_name = scaled.value("type")
-    kind = scaled.value("rope_type") or older_name or "default"
-    settings: dict[str, Any] = {"rope_base": theta, "rope_scaling": None}
-    if kind == "llama3":
-        values = [scaled.number(key) for key in _LLAMA3_KEYS]
-        settings["rope_scaling"] = {
-            "factor": values[0],
-            "low_freq_factor": values[1],
-            "high_freq_factor": values[2],
-            "original_positions": int(values[3]),
-        }
-    elif kind != "default":
-        scaled.reject("rope_type", f'"{kind}" is not supported yet; supported: default, llama3')
-    parameters.require("partial_rotary_factor", 1.0, 1, None, default=None)
-    if kind in ("default", "llama3"):
-        parameters.finish()
-        scaling.finish()
-    return settings
 
 
 def reject_sliding_windows(config: ConfigSection) -> None:

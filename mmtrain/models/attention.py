@@ -7,7 +7,6 @@ k and v may have fewer heads than q (grouped-query attention).
 import importlib.util
 import inspect
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmtrain.errors import UserError
+from mmtrain.models.rotary_scaling import rotary_amplitude, scale_frequencies
 from mmtrain.recipe.model_settings import RopeScalingSettings
 
 AttentionBackend = Literal["flash_attn", "varlen", "sdpa", "reference"]
@@ -47,13 +47,14 @@ def rotary_tables(
     all_angles = torch.outer(positions, frequencies)
     angles = torch.cat([all_angles[start:stop] for start, stop in spans] or [positions.new_empty(0, head_dim // 2)])
     angles = angles.unsqueeze(1)
-    return torch.cos(angles).to(device, dtype), torch.sin(angles).to(device, dtype)
+    amplitude = rotary_amplitude(scaling)
+    return (amplitude * torch.cos(angles)).to(device, dtype), (amplitude * torch.sin(angles)).to(device, dtype)
 
 
 def rotary_frequencies(width: int, base: float, scaling: RopeScalingSettings | None = None) -> Tensor:
     """Return the angles per position, (width / 2,), by which rotary positions rotate the pairs of `width` features."""
     frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
-    return frequencies if scaling is None else _scaled_frequencies(frequencies, scaling)
+    return frequencies if scaling is None else scale_frequencies(frequencies, base, scaling)
 
 
 def axis_rotary_tables(positions: Tensor, axes: Sequence[int], frequencies: Tensor, dtype: torch.dtype) -> RotaryTables:
@@ -63,14 +64,6 @@ def axis_rotary_tables(positions: Tensor, axes: Sequence[int], frequencies: Tens
     """
     angles = (positions[list(axes)].T.float() * frequencies.to(positions.device)).unsqueeze(1)
     return torch.cos(angles).to(dtype), torch.sin(angles).to(dtype)
-
-
-def _scaled_frequencies(frequencies: Tensor, scaling: RopeScalingSettings) -> Tensor:
-    """Slow down low frequencies as Llama 3.1 does: fully, not at all, or in between, by their turns in a context."""
-    turns = scaling.original_positions * frequencies / (2 * math.pi)
-    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    share_kept = smooth.clamp(0, 1)
-    return frequencies * (share_kept + (1 - share_kept) / scaling.factor)
 
 
 def apply_rotary(x: Tensor, rope: RotaryTables) -> Tensor:

@@ -316,28 +316,64 @@ AnyEncoderSettings: TypeAlias = Annotated[VisionSettings | AudioSettings, Field(
 
 
 class RopeScalingSettings(Section):
-    """How Llama 3.1 stretches rotary positions over contexts longer than those of pretraining (arXiv 2407.21783)."""
+    """How rotary positions are stretched over contexts longer than those of pretraining.
 
+    `linear` slows all rotations down (arXiv 2306.15595); `llama3` (Llama 3.1, arXiv 2407.21783) and `yarn` (arXiv
+    2309.00071) only those that turn seldom within the context of pretraining.
+    """
+
+    kind: Literal["llama3", "linear", "yarn"] = setting(
+        "llama3",
+        affects={"resume"},
+        added_later=True,
+        description="`linear`: all rotations are slowed down. `llama3`, `yarn`: slow rotations are; between slow and "
+        "fast ones the factor changes with the turns (`llama3`) or from one pair of features to the next (`yarn`).",
+    )
     factor: float = setting(gt=0, affects={"resume"}, description="Slow rotations are this much slower.")
-    low_freq_factor: float = setting(
+    low_freq_factor: float | None = setting(
+        None,
         gt=0,
         affects={"resume"},
-        description="Rotations that turn fewer times than this within `original_positions` are slow.",
+        description="Rotations that turn fewer times than this within `original_positions` are slow (`beta_slow` of "
+        "YaRN). Not with `linear`.",
     )
-    high_freq_factor: float = setting(
+    high_freq_factor: float | None = setting(
+        None,
         gt=0,
         affects={"resume"},
-        description="Rotations that turn more often than this within `original_positions` stay as they are.",
+        description="Rotations that turn more often than this within `original_positions` stay as they are "
+        "(`beta_fast` of YaRN). Not with `linear`.",
     )
-    original_positions: PositiveInt = setting(affects={"resume"}, description="Context of pretraining in tokens.")
+    original_positions: PositiveInt | None = setting(
+        None, affects={"resume"}, description="Context of pretraining in tokens. Not with `linear`."
+    )
+    amplitude: float | None = setting(
+        None,
+        gt=0,
+        affects={"resume"},
+        added_later=True,
+        description="Factor on cosines and sines with `yarn`. Default: 0.1 ln(factor) + 1.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "RopeScalingSettings":
+        ramp = {
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
+            "original_positions": self.original_positions,
+        }
+        missing = [name for name, value in ramp.items() if value is None]
         problems = []
-        if self.low_freq_factor >= self.high_freq_factor:
-            problems.append(
-                f"low_freq_factor {self.low_freq_factor:g} is not below high_freq_factor {self.high_freq_factor:g}"
-            )
+        if self.kind == "linear" and len(missing) < len(ramp):
+            stated = ", ".join(name for name in ramp if name not in missing)
+            problems.append(f"{stated}: `linear` slows all rotations down and does not use this; remove it")
+        if self.kind != "linear" and missing:
+            problems.append(f"{self.kind} needs {', '.join(missing)}")
+        if self.kind != "yarn" and self.amplitude is not None:
+            problems.append(f"amplitude: only `yarn` has one, but kind is `{self.kind}`; remove it")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and low >= high:
+            problems.append(f"low_freq_factor {low:g} is not below high_freq_factor {high:g}")
         return self._without(problems)
 
 
@@ -369,7 +405,7 @@ class LlmSettings(UnitSettings):
         None,
         affects={"resume"},
         added_later=True,
-        description="Scaling of the rotary frequencies (Llama 3.1). Default: none.",
+        description="Scaling of the rotary frequencies for long contexts. Default: none.",
     )
     norm_eps: float = setting(1e-5, gt=0, affects={"plan", "resume"}, description="Epsilon of the RMS norms.")
     qkv_bias: bool = setting(

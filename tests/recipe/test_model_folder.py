@@ -57,6 +57,33 @@ def test_llama_31_brings_its_rope_scaling(text_only: Path) -> None:
     assert scaling.original_positions == 64
 
 
+def test_qwen2_is_stretched_as_its_readme_says(text_only: Path) -> None:
+    stretched = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16384}
+    scaling = _load(text_only, QWEN2, rope_scaling=stretched).recipe.model.llm.rope_scaling
+    assert scaling is not None
+    assert (scaling.kind, scaling.factor, scaling.original_positions) == ("yarn", 4, 16384)
+    assert (scaling.low_freq_factor, scaling.high_freq_factor, scaling.amplitude) == (1, 32, None)
+    del stretched["original_max_position_embeddings"]  # then the context of the config is meant
+    scaling = _load(text_only, QWEN2, rope_scaling=stretched).recipe.model.llm.rope_scaling
+    assert scaling is not None
+    assert scaling.original_positions == QWEN2["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "problem"),
+    [
+        ("{kind: linear, factor: 2, original_positions: 64}", "original_positions: `linear` slows all rotations"),
+        ("{kind: yarn, factor: 2, low_freq_factor: 1}", "yarn needs high_freq_factor, original_positions"),
+        ("{kind: linear, factor: 2, amplitude: 2}", "amplitude: only `yarn` has one, but kind is `linear`"),
+    ],
+)
+def test_a_scaling_has_what_its_kind_needs_and_nothing_else(text_only: Path, scaling: str, problem: str) -> None:
+    shapes = "{layers: 1, hidden: 16, heads: 2, ffn: 24, vocab: 64, rope_scaling: %s}" % scaling  # noqa: UP031
+    with pytest.raises(RecipeError) as failure:
+        load_recipe(text_only, ["model.hf=null", f"model.llm={shapes}"], env={})
+    assert problem in str(failure.value)
+
+
 @pytest.mark.parametrize("config", [QWEN2, LLAMA31], ids=["qwen2", "llama"])
 def test_a_folder_states_every_setting_of_the_llm(text_only: Path, config: dict[str, Any]) -> None:
     loaded = _load(text_only, config)
@@ -75,10 +102,15 @@ def test_settings_that_contradict_the_folder_are_rejected(text_only: Path) -> No
 def test_what_is_not_supported_is_listed_by_its_key(text_only: Path) -> None:
     error = _error(
         text_only, QWEN2, use_sliding_window=True, hidden_act="gelu", new_feature=3,
-        rope_scaling={"type": "yarn", "factor": 4.0},
+        rope_scaling={"type": "longrope", "factor": 4.0},
     )  # fmt: skip
     assert error.count("is not supported yet") == 4
-    for key in ("use_sliding_window: true", 'hidden_act: "gelu"', "new_feature: 3", 'rope_scaling.rope_type: "yarn"'):
+    for key in (
+        "use_sliding_window: true",
+        'hidden_act: "gelu"',
+        "new_feature: 3",
+        'rope_scaling.rope_type: "longrope"',
+    ):
         assert key in error
     assert "missing" not in error
 

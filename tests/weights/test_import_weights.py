@@ -25,10 +25,15 @@ from tests.flow.gather import copy, whole
 from tests.models.factory import gradients
 from tests.weights.pretrained import VOCAB, llama, mistral, qwen2, qwen3, recipe_from, save, specs_of
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+OTHER_RAMP = {"beta_fast": 4.0, "beta_slow": 0.25, "attention_factor": 1.5}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2": qwen2,
     "qwen2 untied": lambda: qwen2(tie_word_embeddings=False, num_key_value_heads=3),
     "llama 3.1": llama,
+    "llama linear": lambda: llama(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    "qwen2 yarn": lambda: qwen2(rope_parameters=YARN),
+    "qwen2 yarn, other ramp": lambda: qwen2(rope_parameters=YARN | OTHER_RAMP),
     "mistral": mistral,
     "qwen3": qwen3,
     "qwen3 tied": lambda: qwen3(tie_word_embeddings=True, num_key_value_heads=4),

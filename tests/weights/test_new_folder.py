@@ -117,9 +117,17 @@ def test_a_folder_gives_the_same_answers_in_transformers(fit: str, data: Path, t
 LLAMA3_SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 64}
 
 
+YARN = LLAMA3_SCALING | {"kind": "yarn", "amplitude": 1.5}
+
+
 @pytest.mark.parametrize(
     ("family", "llm"),
-    [("llama", {"rope_scaling": LLAMA3_SCALING}), ("qwen2", {"qkv_bias": True}), ("qwen3", {"qk_norm": True})],
+    [
+        ("llama", {"rope_scaling": LLAMA3_SCALING}),
+        ("llama", {"rope_scaling": {"kind": "linear", "factor": 2.0}}),
+        ("qwen2", {"qkv_bias": True, "rope_scaling": YARN}),
+        ("qwen3", {"qk_norm": True}),
+    ],
 )
 def test_a_text_model_gives_the_same_logits_in_transformers(
     family: str, llm: dict[str, Any], data: Path, tmp_path: Path

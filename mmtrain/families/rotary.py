@@ -1,0 +1,100 @@
+"""Read the rotary positions of a decoder from its config, as `transformers` computes them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.family import Settings
+
+_YARN_FAST_TURNS, _YARN_SLOW_TURNS = 32.0, 1.0  # `beta_fast` and `beta_slow` of the paper (arXiv 2309.00071)
+
+
+def rotary_settings(config: ConfigSection) -> Settings:
+    """Read the rotary positions as `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) wrote."""
+    theta = config.number("rope_theta", 10000.0)
+    parameters = config.section("rope_parameters")
+    scaling = config.section("rope_scaling")
+    theta = parameters.number("rope_theta", theta)
+    scaled = scaling if scaling.value("rope_type") or scaling.value("type") else parameters
+    parameters.require("partial_rotary_factor", 1.0, 1, None, default=None)
+    settings = {"rope_base": theta, "rope_scaling": rope_scaling(config, scaled)}
+    if is_supported(scaled):
+        parameters.finish()
+        scaling.finish()
+    return settings
+
+
+def rope_scaling(config: ConfigSection, scaled: ConfigSection) -> Settings | None:
+    """Read the scaling of rotary frequencies in the section `scaled`; None if there is none."""
+    kind = _kind(scaled)
+    if kind == "default":
+        return None
+    if not is_supported(scaled):
+        scaled.reject("rope_type", f'"{kind}" is not supported yet; supported: default, {", ".join(_SCALINGS)}')
+        return None
+    return {"kind": kind, "factor": scaled.number("factor"), **_SCALINGS[kind](config, scaled)}
+
+
+def rope_scaling_config(scaling: Settings) -> dict[str, Any]:
+    """Return the section of a config that says the same: the way back from `rope_scaling`."""
+    keys = {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
+    if scaling["kind"] == "yarn":
+        keys = {"low_freq_factor": "beta_slow", "high_freq_factor": "beta_fast", "amplitude": "attention_factor"}
+    keys["original_positions"] = "original_max_position_embeddings"
+    stated = {key: scaling[name] for name, key in keys.items() if scaling[name] is not None}
+    return {"rope_type": scaling["kind"], "factor": scaling["factor"], **stated}
+
+
+def is_supported(scaled: ConfigSection) -> bool:
+    """Return whether the scaling in this section is one that can be read."""
+    return _kind(scaled) in ("default", *_SCALINGS)
+
+
+def _kind(scaled: ConfigSection) -> str:
+    older_name = scaled.value("type")
+    return str(scaled.value("rope_type") or older_name or "default")
+
+
+def _linear(config: ConfigSection, scaled: ConfigSection) -> dict[str, Any]:
+    return {"low_freq_factor": None, "high_freq_factor": None, "original_positions": None, "amplitude": None}
+
+
+def _llama3(config: ConfigSection, scaled: ConfigSection) -> dict[str, Any]:
+    return {
+        "low_freq_factor": scaled.number("low_freq_factor"),
+        "high_freq_factor": scaled.number("high_freq_factor"),
+        "original_positions": _original_positions(config, scaled),
+        "amplitude": None,
+    }
+
+
+def _yarn(config: ConfigSection, scaled: ConfigSection) -> dict[str, Any]:
+    scaled.require("truncate", True, default=True)
+    for key in ("mscale", "mscale_all_dim"):
+        scaled.require(key, None, 0, default=None)
+    amplitude = None if scaled.value("attention_factor") is None else scaled.number("attention_factor")
+    return {
+        "low_freq_factor": _number_or(scaled, "beta_slow", _YARN_SLOW_TURNS),
+        "high_freq_factor": _number_or(scaled, "beta_fast", _YARN_FAST_TURNS),
+        "original_positions": _original_positions(config, scaled),
+        "amplitude": amplitude,
+    }
+
+
+def _number_or(scaled: ConfigSection, key: str, default: float) -> float:
+    return scaled.number(key) if scaled.value(key) else default
+
+
+def _original_positions(config: ConfigSection, scaled: ConfigSection) -> int:
+    """Return the context of pretraining; a config that does not state it means its own context."""
+    key = "original_max_position_embeddings"
+    if scaled.value(key) is None and config.value("max_position_embeddings") is not None:
+        return config.integer("max_position_embeddings")
+    return int(scaled.number(key))
+
+
+_SCALINGS: Mapping[str, Callable[[ConfigSection, ConfigSection], dict[str, Any]]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
