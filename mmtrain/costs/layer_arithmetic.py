@@ -60,8 +60,10 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
                 Gemm(t, h, layer.ffn // tp),
             )
         case "projector":
-            rows = feature_rows(layer, load)
-            return (Gemm(rows, layer.ffn // tp, h * layer.joins), Gemm(rows, layer.out, layer.ffn // tp))
+            rows, width = feature_rows(layer, load), merged_width(layer)
+            if not layer.ffn:
+                return (Gemm(rows, layer.out, width // tp),)
+            return (Gemm(rows, layer.ffn // tp, width), Gemm(rows, layer.out, layer.ffn // tp))
         case "embedding":
             return ()
         case "head":
@@ -73,6 +75,11 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
 def feature_rows(layer: LayerShape, load: TokenLoad) -> int:
     """Return the number of rows that leave a projector: class tokens are dropped, and tokens joined."""
     return (load.tokens - layer.extra_tokens * load.num_sequences) // layer.joins
+
+
+def merged_width(layer: LayerShape) -> int:
+    """Return the features of a row that a projector's first linear reads."""
+    return layer.hidden if layer.pools else layer.hidden * layer.joins
 
 
 def attention_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
@@ -133,7 +140,9 @@ def num_parameters(layer: LayerShape, tp: int = 1) -> int:
             split = (inner + kv) * (h + int(layer.qkv_bias)) + inner * h + fc1 * (h + bias) + layer.ffn * h
             return split // tp + 2 * norm + 2 * bias * h + 2 * layer.head_dim * int(layer.qk_norm)
         case "projector":
-            width = h * layer.joins
+            width = merged_width(layer)
+            if not layer.ffn:
+                return width * layer.out // tp + bias * layer.out + extra
             return layer.ffn * (width + bias + layer.out) // tp + bias * layer.out + extra
         case "embedding":
             return layer.vocab * h // tp
@@ -171,7 +180,7 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
             split = (inner + kv) + gathered + head_norms + rotated + 2 * inner + mlp
             return t * (element_bytes * (4 * h + 2 * normalized + tables + split // tp) + statistics)
         case "projector":
-            rows, joined = feature_rows(layer, load), h * layer.joins
+            rows, joined = feature_rows(layer, load), merged_width(layer)
             inputs = t * h + rows * joined * max(1, len(layer.norm_widths)) + t * normalized * len(layer.norm_widths)
             return element_bytes * (inputs + rows * 2 * layer.ffn // tp) + 2 * _INDEX_BYTES * t
         case "embedding":

@@ -1,6 +1,5 @@
 """Read how a folder's image processor prepares pictures, as settings of `data.image`."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -8,10 +7,8 @@ from mmtrain.errors import ModelFolderError
 from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Settings
-from mmtrain.families.folder_files import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
+from mmtrain.families.processor_files import read_processor
 
-_FILES = (IMAGE_PROCESSOR_FILE, PROCESSOR_FILE)
-_IMAGE_KEY = "image_processor"
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # numbers of Pillow's filters
 _HALF = (0.5, 0.5, 0.5)
 # Keys that are not about pixels, or that say how a processor works on a GPU.
@@ -27,23 +24,8 @@ def read_image_settings(folder: Path) -> Settings | None:
 
     None for a folder that states no processor of images. Raises ModelFolderError, which names what is not supported.
     """
-    for name in _FILES:
-        config = _read_config(folder / name)
-        if config is not None:
-            return image_processor_settings(config, folder / name)
-    return None
-
-
-def _read_config(path: Path) -> Mapping[str, object] | None:
-    """Return the config of the image processor in a file; None if there is no such file, or none in it."""
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(f"cannot read {path}: {error}") from None
-    inner = config.get(_IMAGE_KEY, config) if isinstance(config, dict) else None
-    return inner if isinstance(inner, dict) and "image_processor_type" in inner else None
+    found = read_processor(folder, "image_processor", "image_processor_type")
+    return None if found is None else image_processor_settings(found[1], found[0])
 
 
 def image_processor_settings(config: Mapping[str, object], path: Path | str) -> Settings:

@@ -85,7 +85,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
     activation = config.choice("projector_hidden_act", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}, "gelu")
     vision = {
         **tower_settings(tower, feature_layer, strategy),
-        "projector": {"activation": activation, "norm": False, "ffn": None},
+        "projector": {"kind": "mlp", "activation": activation, "norm": False, "ffn": None},
     }
     text.finish()
     unused = tuple(unused_tower_weights(vision, tower, _TOWER))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.errors import ModelFolderError
+from mmtrain.families.audio_extractors import read_audio_settings
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.folder_files import CONFIG_FILE
@@ -34,7 +35,11 @@ class ModelFolder:
 
         Raises ModelFolderError for a processor that is not supported.
         """
-        stated = read_image_settings(self.path) if section == "image" else None
+        stated: Settings | None = None
+        if section == "image":
+            stated = read_image_settings(self.path)
+        elif section == "audio":
+            stated = read_audio_settings(self.path, self.settings.model["audio"]["mel_bins"])
         return self.settings.data[section] if stated is None else stated
 
 

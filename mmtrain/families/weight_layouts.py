@@ -54,7 +54,7 @@ class ParameterSource:
 
     name: str  # plan-independent, e.g. `llm.layers.1.self_attention.linear_qkv.weight`
     blocks: tuple[Block, ...]
-    may_be_padded: bool = False  # the parameter may have more rows, which become zeros and are not exported
+    may_be_padded: bool = False  # the parameter may have other rows too, which become zeros and are not exported
     may_be_missing: bool = False  # a folder may lack all tensors of all such parameters, which then start random
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -99,10 +99,11 @@ def gate_and_up(name: str, gate: str, up: str, shape: Sequence[int]) -> Paramete
 
 
 def query_key_value(
-    name: str, tensors: tuple[str, str, str], heads: int, kv_heads: int, head_dim: int, inputs: Sequence[int]
+    name: str, tensors: tuple[str, str | None, str], heads: int, kv_heads: int, head_dim: int, inputs: Sequence[int]
 ) -> ParameterSource:
     """Return the joint projection: for each KV head the rows of its query heads, then of its key, then of its value.
 
+    tensors: of queries, keys and values. Models whose keys have no bias have None for it, and zeros in our parameter.
     inputs: the dimensions after the rows, (hidden,) of weights, () of biases.
     """
     query_rows = heads // kv_heads * head_dim
@@ -110,11 +111,12 @@ def query_key_value(
     row = 0
     for head in range(kv_heads):
         for tensor, rows in zip(tensors, (query_rows, head_dim, head_dim), strict=True):
-            rest = _whole(inputs)
-            tensor_box = ((head * rows, (head + 1) * rows), *rest)
-            blocks.append(Block(tensor, tensor_box, ((row, row + rows), *rest)))
+            if tensor is not None:
+                rest = _whole(inputs)
+                tensor_box = ((head * rows, (head + 1) * rows), *rest)
+                blocks.append(Block(tensor, tensor_box, ((row, row + rows), *rest)))
             row += rows
-    return ParameterSource(name, tuple(blocks))
+    return ParameterSource(name, tuple(blocks), may_be_padded=None in tensors)
 
 
 def _whole(shape: Sequence[int]) -> Box:

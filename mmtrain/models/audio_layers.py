@@ -1,8 +1,8 @@
 """The audio encoder's embedding layer and context: two convolutions over log-mel frames (Whisper, arXiv 2212.04356).
 
 The clips of one microbatch are packed one after another, frame by frame. A convolution sees zeros beyond both ends of
-a clip, never the neighboring clip, so packing does not change a clip's result. Every clip has an even number of
-frames: the second convolution's stride of 2 then selects the same frames in the pack as in each clip by itself.
+a clip, never the neighboring clip, so packing does not change a clip's result. A clip with an odd number of frames has
+one to look at: the convolutions see the last frame, and no token stands for it.
 """
 
 import math
@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +23,8 @@ from mmtrain.recipe.model_settings import AudioSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory
+
+IntArray = npt.NDArray[np.int64]
 
 _KERNEL_SIZE = 3
 _MAX_WAVELENGTH = 10_000  # of the sinusoidal positions, in units of the shortest one (Whisper)
@@ -36,7 +39,7 @@ class AudioContext:
 
     @cached_property
     def packing(self) -> PackedSequences:
-        """Each clip is a sequence of its own, with one token for two frames."""
+        """Each clip is a sequence of its own, with one token for two frames; a rest is no token."""
         return PackedSequences(tuple(frames // 2 for frames in self.inputs.rows))
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
@@ -47,8 +50,14 @@ class AudioContext:
     def positions(self) -> Tensor:
         """(T,) position of each token in its clip."""
         lengths = np.asarray(self.packing.lengths, dtype=np.int64)
-        starts = np.cumsum(lengths) - lengths
-        return torch.from_numpy(np.arange(lengths.sum()) - np.repeat(starts, lengths)).to(self.device)
+        return torch.from_numpy(_ranges(np.zeros_like(lengths), lengths)).to(self.device)
+
+    @cached_property
+    def token_frames(self) -> Tensor:
+        """(T,) index of the frame in the middle of each token's window: every second frame of a clip."""
+        frames = np.asarray(self.inputs.rows, dtype=np.int64)
+        starts = np.cumsum(frames) - frames
+        return torch.from_numpy(_ranges(starts, frames // 2, step=2)).to(self.device)
 
     @cached_property
     def clip_bounds(self) -> tuple[Tensor, Tensor]:
@@ -58,14 +67,14 @@ class AudioContext:
         return torch.from_numpy(ends - lengths).to(self.device), torch.from_numpy(ends - 1).to(self.device)
 
     def order_tokens(self, hidden: Tensor, tokens_per_feature: int) -> Tensor:
-        """Return the tokens as they are, since neighbors in time are merged; see `EncoderContext.order_tokens`."""
-        for frames in self.inputs.rows:
-            if frames % (2 * tokens_per_feature):
-                raise DataError(
-                    f"a clip has {frames} log-mel frames, which is not a multiple of "
-                    f"2 x the encoder's `downsample` {tokens_per_feature}"
-                )
-        return hidden
+        """Leave out the tokens at the end of a clip that fill no feature; see `EncoderContext.order_tokens`."""
+        lengths = np.asarray(self.packing.lengths, dtype=np.int64)
+        if not (lengths % tokens_per_feature).any():
+            return hidden
+        num_used = lengths - lengths % tokens_per_feature
+        starts = np.cumsum(lengths) - lengths
+        used = _ranges(starts, num_used)
+        return hidden.index_select(0, torch.from_numpy(used).to(self.device))
 
 
 class AudioEmbed(nn.Module):
@@ -94,7 +103,7 @@ class AudioEmbed(nn.Module):
         assert mels is not None, "the first audio stage needs log-mel frames"
         self._check_lengths(context.inputs.rows)
         frames = self.activation(self.conv1(_convolution_input(mels.to(self.conv1.weight.dtype), context)))
-        tokens: Tensor = self.activation(self.conv2(_convolution_input(frames, context, stride=2)))
+        tokens: Tensor = self.activation(self.conv2(_convolution_input(frames, context, context.token_frames)))
         if self.positions is not None:
             return tokens + self.positions[context.positions]
         num_positions = max(context.packing.lengths, default=0)
@@ -108,7 +117,6 @@ class AudioEmbed(nn.Module):
                 f"a clip is {longest} log-mel frames long, but the encoder's `max_frames` is {self.max_frames}: "
                 "raise max_frames, or lower data.audio.max_seconds"
             )
-        assert all(n % 2 == 0 for n in frames), f"every clip needs an even number of frames, got {frames}"
 
 
 def sinusoids(length: int, width: int, device: torch.device) -> Tensor:
@@ -119,8 +127,8 @@ def sinusoids(length: int, width: int, device: torch.device) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
-def _convolution_input(frames: Tensor, context: AudioContext, stride: int = 1) -> Tensor:
-    """Join every `stride`-th frame with the frames before and after it in its clip: (N, C) -> (N / stride, C * 3).
+def _convolution_input(frames: Tensor, context: AudioContext, centers: Tensor | None = None) -> Tensor:
+    """Join each frame (of `centers`, if given) with those before and after it in its clip: (N, C) -> (M, C * 3).
 
     Beyond the ends of a clip are zeros. Features are ordered (channel, tap) like a flattened Conv1d weight.
     """
@@ -128,4 +136,14 @@ def _convolution_input(frames: Tensor, context: AudioContext, stride: int = 1) -
     first, last = context.clip_bounds
     previous = torch.cat((zeros, frames))[:-1].index_fill(0, first, 0)
     following = torch.cat((frames, zeros))[1:].index_fill(0, last, 0)
-    return torch.stack((previous[::stride], frames[::stride], following[::stride]), dim=2).flatten(1)
+    taps = [previous, frames, following]
+    if centers is not None:
+        taps = [tap.index_select(0, centers) for tap in taps]
+    return torch.stack(taps, dim=2).flatten(1)
+
+
+def _ranges(starts: IntArray, lengths: IntArray, step: int = 1) -> IntArray:
+    """Return start, start + step, ... of each length, one range after another."""
+    firsts = np.cumsum(lengths) - lengths
+    within: IntArray = np.arange(lengths.sum()) - np.repeat(firsts, lengths)
+    return np.repeat(starts, lengths) + within * step

@@ -46,10 +46,10 @@ def audio_layers(settings: AudioSettings, llm_hidden: int) -> tuple[LayerShape, 
         hidden=settings.hidden,
         out=settings.hidden,
         mel_bins=settings.mel_bins,
-        position_rows=settings.max_frames // 2 if settings.positions == "learned" else 0,
+        position_rows=0 if settings.positions == "sinusoidal" else settings.max_frames // 2,
         linear_bias=True,
     )
-    block = encoder_block(settings, qkv_bias=True)
+    block = replace(encoder_block(settings, qkv_bias=True), key_bias=settings.key_bias)
     return (embedding, *[block] * settings.layers, projector_layer(settings, llm_hidden))
 
 
@@ -104,7 +104,7 @@ def encoder_block(settings: EncoderSettings, qkv_bias: bool) -> LayerShape:
 
 def projector_layer(settings: EncoderSettings, llm_hidden: int) -> LayerShape:
     """Describe the projector, the last layer of every encoder."""
-    merged_width = settings.hidden * settings.tokens_per_feature
+    merged_width = settings.hidden * (1 if settings.pools else settings.tokens_per_feature)
     norm_widths: tuple[int, ...] = ()
     if settings.has_post_norm:
         norm_widths += (settings.hidden,)
@@ -114,8 +114,9 @@ def projector_layer(settings: EncoderSettings, llm_hidden: int) -> LayerShape:
         "projector",
         hidden=settings.hidden,
         out=llm_hidden,
-        ffn=settings.projector.ffn or llm_hidden,
+        ffn=0 if settings.projector.kind == "linear" else settings.projector.ffn or llm_hidden,
         joins=settings.tokens_per_feature,
+        pools=settings.pools,
         extra_tokens=settings.extra_tokens - settings.extra_features,
         norm_widths=norm_widths,
         linear_bias=True,

@@ -14,7 +14,7 @@ from mmtrain.errors import RecipeError
 from mmtrain.models.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.layer_shape import LayerShape, linear_parameters, norm_parameters
 from mmtrain.models.unit_shape import UnitShape
-from mmtrain.recipe.model_settings import EncoderSettings, GeneratorSettings, LlmSettings
+from mmtrain.recipe.model_settings import AudioSettings, EncoderSettings, GeneratorSettings, LlmSettings
 from mmtrain.recipe.schema import Recipe
 
 AnyUnitSettings: TypeAlias = EncoderSettings | LlmSettings | GeneratorSettings
@@ -66,8 +66,8 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
                 yield from norm_parameters("post_norm", layer)
             if settings.projector.norm:
                 yield from norm_parameters("norm", layer)
-            yield from linear_parameters("linear_1", layer.linear_bias)
-            yield from linear_parameters("linear_2", layer.linear_bias)
+            for linear in ("linear_1", "linear_2") if layer.ffn else ("linear",):
+                yield from linear_parameters(linear, layer.linear_bias)
         case "embedding":
             yield "table.weight"
         case "head":
@@ -103,10 +103,12 @@ def _mark_layers(unit: UnitShape, settings: AnyUnitSettings, matched: set[str]) 
 
 
 def _is_frozen_by_flag(layer: LayerShape, settings: AnyUnitSettings, name: str) -> bool:
-    """Return whether a `freeze` flag covers the parameter.
+    """Return whether a `freeze` flag covers the parameter, or it never trains.
 
     The projector of a frozen encoder still trains, except for the encoder's last norm, which is part of that layer.
     """
+    if isinstance(settings, AudioSettings) and settings.positions == "fixed" and name == "positions":
+        return True
     if layer.kind == "context_projector":
         return False
     if layer.kind == "projector" and not name.startswith("post_norm."):

@@ -49,7 +49,7 @@ class LayerShape:
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
-    ffn: int = 0  # inner width of an MLP
+    ffn: int = 0  # inner width of an MLP; 0 for a projector that is one linear
     gated: bool = False  # SwiGLU: two input projections
     causal: bool = False
     rotary: bool = False  # vit_block: queries and keys are rotated by row and column; a decoder block always rotates
@@ -57,12 +57,14 @@ class LayerShape:
     rms_norm: bool = False  # RMSNorm without bias, or LayerNorm with bias
     linear_bias: bool = False
     qkv_bias: bool = False
+    key_bias: bool = True  # with `qkv_bias`: whether the keys' part of the bias is other than zero
     qk_norm: bool = False  # norms over each head of queries and of keys
     patch_features: int = 0  # patch_embed: 3 * frames of a patch * patch * patch
     mel_bins: int = 0  # audio_embed: features of a frame
     max_side: int = 0  # patch_embed: side of the position table, in patches
     vocab: int = 0  # embedding, head: padded rows
     joins: int = 1  # projector: tokens merged into one feature, a square of patches or neighbors in time
+    pools: bool = False  # projector: merged by their average, before the norms, instead of side by side
     extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token), or a projector drops of each
     position_rows: int = 0  # patch_embed, audio_embed: learned position vectors
     norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their norms

@@ -33,29 +33,49 @@ class EncoderContext(Protocol):
 
 
 class Projector(nn.Module):
-    """Last norm, extra tokens dropped, neighboring tokens merged, and an MLP to the LLM's width."""
+    """Last norm, extra tokens dropped, neighboring tokens merged, and an MLP or one linear to the LLM's width.
+
+    Tokens that are merged by their average are so before the last norm.
+    """
 
     def __init__(self, settings: EncoderSettings, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the projector that `shape` describes; its weights are uninitialized."""
         super().__init__()
         self.tokens_per_feature = shape.joins
         self.keeps_all_tokens = settings.extra_features > 0  # then none are merged either
+        self.pools = shape.pools
         self.activation = factory.activation_function(settings.projector.activation)
-        merged_width = shape.hidden * shape.joins
+        merged_width = shape.hidden if shape.pools else shape.hidden * shape.joins
         self.post_norm = factory.norm(shape.hidden) if settings.has_post_norm else None
         self.norm = factory.norm(merged_width) if settings.projector.norm else None
-        self.linear_1 = factory.column_linear(merged_width, shape.ffn, bias=shape.linear_bias)
-        self.linear_2 = factory.row_linear(shape.ffn, shape.out, bias=shape.linear_bias)
+        self.is_linear = not shape.ffn
+        if self.is_linear:
+            self.linear = factory.row_linear(merged_width, shape.out, bias=shape.linear_bias, splits_inputs=True)
+        else:
+            self.linear_1 = factory.column_linear(merged_width, shape.ffn, bias=shape.linear_bias)
+            self.linear_2 = factory.row_linear(shape.ffn, shape.out, bias=shape.linear_bias)
 
     def forward(self, hidden: Tensor, context: EncoderContext) -> Tensor:
         """Map tokens (T, hidden) to features (F, llm_hidden), each from `tokens_per_feature` tokens of one item."""
+        features = self._merge(hidden, context)
+        if self.norm is not None:
+            features = self.norm(features)
+        if self.is_linear:
+            only: Tensor = self.linear(features)[0]
+            return only
+        inner: Tensor = self.activation(self.linear_1(features)[0])
+        out: Tensor = self.linear_2(inner)[0]
+        return out
+
+    def _merge(self, hidden: Tensor, context: EncoderContext) -> Tensor:
+        """Merge tokens (T, hidden) to (F, merged width), behind the last norm."""
+        if self.pools:
+            ordered = context.order_tokens(hidden, self.tokens_per_feature)
+            num_features = len(ordered) // self.tokens_per_feature
+            hidden = ordered.view(num_features, self.tokens_per_feature, hidden.shape[1]).mean(dim=1)
+            return hidden if self.post_norm is None else self.post_norm(hidden)
         if self.post_norm is not None:
             hidden = self.post_norm(hidden)
         if not self.keeps_all_tokens:
             hidden = context.order_tokens(hidden, self.tokens_per_feature)
-        features = hidden.reshape(-1, hidden.shape[1] * self.tokens_per_feature)
-        if self.norm is not None:
-            features = self.norm(features)
-        inner: Tensor = self.activation(self.linear_1(features)[0])
-        out: Tensor = self.linear_2(inner)[0]
-        return out
+        return hidden.reshape(-1, hidden.shape[1] * self.tokens_per_feature)

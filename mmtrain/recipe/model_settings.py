@@ -16,8 +16,14 @@ _MODALITY = "What the encoder reads: `vision` (images and videos) or `audio`. Re
 
 
 class ProjectorSettings(Section):
-    """The MLP that maps encoder features to the width of the LLM. It trains even if its encoder is frozen."""
+    """What maps encoder features to the width of the LLM. It trains even if its encoder is frozen."""
 
+    kind: Literal["mlp", "linear"] = setting(
+        "mlp",
+        affects={"plan", "resume"},
+        added_later=True,
+        description="`mlp`: two linear layers with an activation between them. `linear`: one (Qwen2-Audio).",
+    )
     activation: Literal["gelu", "gelu_tanh", "silu"] = setting(
         "gelu", affects={"plan", "resume"}, description="Activation between the two linear layers."
     )
@@ -83,6 +89,11 @@ class EncoderSettings(UnitSettings):
     def tokens_per_feature(self) -> int:
         """Return how many tokens the projector merges into one feature."""
         return 1
+
+    @property
+    def pools(self) -> bool:
+        """Return whether the projector averages these tokens, before the last norm, instead of joining them."""
+        return False
 
     @property
     def extra_tokens(self) -> int:
@@ -269,21 +280,49 @@ class AudioSettings(EncoderSettings):
     norm_eps: float = setting(
         1e-5, gt=0, affects={"plan", "steps", "resume"}, description="Epsilon of the layer norms."
     )
-    positions: Literal["sinusoidal", "learned"] = setting(
+    key_bias: bool = setting(
+        True,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Bias in the key projection, beside those of queries and values. Whisper has none.",
+    )
+    positions: Literal["sinusoidal", "learned", "fixed"] = setting(
         "sinusoidal",
         affects={"plan", "steps", "resume"},
-        description="Position embeddings. `sinusoidal`: fixed, as in Whisper. `learned`: one vector for each position.",
+        description="Position embeddings. `sinusoidal`: computed, as in Whisper. `learned`: one vector for each "
+        "position. `fixed`: the same, but they never train (Whisper and Qwen2-Audio in `transformers`, whose folders "
+        "store the sinusoids).",
     )
     max_frames: PositiveInt = setting(
         3000,
         affects={"plan", "steps", "resume"},
         description="Longest clip in log-mel frames of 10 ms that the positions cover. Even; 3000 frames are 30 s.",
     )
+    clip_end: Literal["zeros", "silence"] = setting(
+        "zeros",
+        affects={"lengths", "steps", "resume"},
+        added_later=True,
+        description="What the convolutions see behind a clip. `zeros`: nothing. `silence`: the log-mel frames of "
+        "silence, as if the clip were padded to `max_frames` (Qwen2-Audio); a clip then has the tokens of its own "
+        "frames, and one frame more that is only looked at.",
+    )
     downsample: PositiveInt = setting(
         1,
         affects={"plan", "lengths", "steps", "resume"},
         description="Neighboring outputs of 20 ms that are merged into one LLM token.",
     )
+    pooling: Literal["join", "mean"] = setting(
+        "join",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="How `downsample` outputs become one. `join`: side by side, after the last norm. `mean`: their "
+        "average, before the last norm (Qwen2-Audio).",
+    )
+
+    @property
+    def pools(self) -> bool:
+        """Return whether the features are averages of tokens."""
+        return self.pooling == "mean"
 
     @property
     def cell_features(self) -> int:

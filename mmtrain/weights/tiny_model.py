@@ -11,6 +11,7 @@ from typing import Any
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
 from mmtrain.data.synthetic.toy_chats import write_toy_chats
+from mmtrain.data.synthetic.toy_clips import write_toy_clips
 from mmtrain.errors import DataError
 from mmtrain.families import FAMILIES, Family, FolderSettings, read_model_folder
 from mmtrain.weights.folder_tensors import SINGLE_FILE
@@ -47,6 +48,8 @@ def write_tiny_model(family: Family, out: Path, seed: int) -> TinyModel:
     if "vision" in settings.model:
         generate_demo(conversations, seed, NUM_TRAIN, NUM_HELDOUT)
         (conversations / "tokenizer.json").unlink()  # of the demo's own model
+    elif "audio" in settings.model:
+        write_toy_clips(conversations, seed, NUM_TRAIN, NUM_HELDOUT)
     else:
         write_toy_chats(conversations, seed, NUM_TRAIN, NUM_HELDOUT)
     vocab = write_tiny_tokenizer(out, _texts(json.loads((conversations / "train.json").read_text(encoding="utf-8"))))

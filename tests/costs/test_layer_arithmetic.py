@@ -45,6 +45,7 @@ SPEECH = {
     "plain": settings(audio={}),
     "learned": settings(audio={"positions": "learned", "downsample": 1, "projector": {"norm": True}}),
     "frozen_encoder": settings(audio={"freeze": True}),
+    "averages": settings(audio={"pooling": "mean", "projector": {"kind": "linear"}}),
 }
 EMBEDS = ("patch_embed", "audio_embed")  # not split by tensor parallelism
 UNITS = [(model, unit) for model in MODELS.values() for unit in ("vision", "llm")]

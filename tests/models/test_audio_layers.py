@@ -1,5 +1,7 @@
 """The audio encoder equals Whisper's, and packed clips equal separate ones."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,8 +82,9 @@ def test_convolutions_are_torchs_own_with_zeros_around_each_clip() -> None:
     torch.testing.assert_close(unit(None, inputs), torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_a_microbatch_without_clips_gives_every_weight_a_zero_gradient() -> None:
-    unit = stage(settings(audio={}), "audio")
+@pytest.mark.parametrize("audio", [{}, {"pooling": "mean", "projector": {"kind": "linear"}}])
+def test_a_microbatch_without_clips_gives_every_weight_a_zero_gradient(audio: dict[str, Any]) -> None:
+    unit = stage(settings(audio=audio), "audio")
     features = unit(None, clips_of((), torch.zeros(0, 10)))
     assert features.shape == (0, 48)
     features.sum().backward()
@@ -101,8 +104,30 @@ def test_a_clip_beyond_the_positions_is_rejected() -> None:
         stage(settings(audio={}), "audio", (0, 1))(None, clips(84))
 
 
-def test_a_clip_that_does_not_fill_its_last_feature_is_rejected() -> None:
-    with pytest.raises(
-        DataError, match=r"6 log-mel frames, which is not a multiple of 2 x the encoder's `downsample` 2"
-    ):
-        stage(settings(audio={}), "audio")(None, clips(6))
+@pytest.mark.parametrize("pooling", ["join", "mean"])
+def test_tokens_that_fill_no_feature_are_seen_and_left_out(pooling: str) -> None:
+    unit = stage(settings(audio={"pooling": pooling}), "audio")
+    inputs = clips(6, 9, 8)  # the ninth frame is looked at, and becomes no token
+    assert inputs.cells is not None
+    features = unit(None, inputs)
+    assert features.shape == (1 + 2 + 2, 48)
+    for column in (5, 14):  # in the last token of a clip, and the frame behind the last token
+        other = inputs.cells.clone()
+        other[column] += 1
+        changed = (unit(None, clips_of((6, 9, 8), other)) - features).abs().amax(dim=1) > 1e-6
+        assert changed.tolist() == ([True] + [False] * 4 if column == 5 else [False, True, True, False, False])
+
+
+def test_keys_have_no_bias_and_tensor_parallel_shards_neither() -> None:
+    unit = stage(settings(audio={"key_bias": False}), "audio")
+    randomize(unit)
+    before = unit(None, clips(8, 12))
+    linear = unit.layers["1"].self_attention.linear_qkv  # type: ignore[union-attr]
+    with torch.no_grad():
+        linear.bias.view(4, 3, 8)[:, 1] += 5  # type: ignore[operator, union-attr]
+    after = unit(None, clips(8, 12))
+    assert torch.equal(before, after)
+    after.sum().backward()
+    gradient = linear.bias.grad.view(4, 3, 8)  # type: ignore[operator, union-attr]
+    assert not gradient[:, 1].any()
+    assert gradient[:, 2].any()

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mmtrain.errors import RecipeError
 from mmtrain.models.freezing import parameter_names
-from mmtrain.recipe.model_settings import AudioSettings, ModelSettings
+from mmtrain.recipe.model_settings import AudioSettings, ModelSettings, ProjectorSettings
 from tests.models.factory import images, settings, shape_of, stage, text
 
 SPEECH = AudioSettings(layers=1, hidden=16, heads=2, ffn=24, mel_bins=8, max_frames=16)
@@ -19,6 +19,10 @@ MODELS = {
         llm={"tie_embeddings": True, "qk_norm": True},
     ),
     "speech": ModelSettings(audio=SPEECH, llm=settings().llm),
+    "averages, one linear": ModelSettings(
+        audio=SPEECH.model_copy(update={"pooling": "mean", "projector": ProjectorSettings(kind="linear")}),
+        llm=settings().llm,
+    ),
     "learned positions": ModelSettings(audio=SPEECH.model_copy(update={"positions": "learned"}), llm=settings().llm),
 }
 

@@ -107,6 +107,33 @@ def llava(
     return _random(LlavaForConditionalGeneration(config))
 
 
+AUDIO_TOKEN = 3
+CLIP_FRAMES, MEL_BINS = 100, 20  # of the longest clip, of one frame
+
+
+def qwen2_audio(audio_token: int = AUDIO_TOKEN, **changes: Any) -> nn.Module:
+    """Make a Qwen2-Audio for clips of a second."""
+    from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
+
+    encoder = {
+        "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+        "num_mel_bins": MEL_BINS, "max_source_positions": CLIP_FRAMES // 2,
+    }  # fmt: skip
+    text: dict[str, Any] = {
+        "model_type": "qwen2", "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB,
+    } | changes  # fmt: skip
+    config = Qwen2AudioConfig(audio_config=encoder, text_config=text, audio_token_index=audio_token)
+    return _random(Qwen2AudioForConditionalGeneration(config))
+
+
+def clip_extractor() -> Any:
+    """Make the feature extractor of this model."""
+    from transformers import WhisperFeatureExtractor
+
+    return WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=CLIP_FRAMES // 100)
+
+
 def _random(model: nn.Module) -> nn.Module:
     randomize(model)  # biases and norms away from 0 and 1
     return model.eval()

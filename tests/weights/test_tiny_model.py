@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 from PIL import Image
 
 from mmtrain.data import build_index
+from mmtrain.data.media.item_readers import AudioItemReader
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError
@@ -107,6 +109,32 @@ def test_its_conversations_are_what_the_processor_makes_of_them(tmp_path: Path, 
             np.testing.assert_allclose(patches, theirs.reshape(patches.shape), atol=1e-4)
             num_pictures += 1
     assert num_pictures > NUM_COMPARED / 2
+
+
+def test_its_clips_are_what_the_processor_makes_of_them(tmp_path: Path) -> None:
+    import transformers
+
+    folder = tmp_path / "model"
+    write_tiny_model(FAMILIES["qwen2_audio"], folder, SEED)
+    recipe = _recipe(folder)
+    assert recipe.model.audio is not None
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
+    reader = AudioItemReader(recipe.model.audio, recipe.data)
+    index = build_index(recipe)
+    assert not index.quarantined
+    rows = json.loads((folder / "conversations" / "heldout.json").read_text())
+    assert {len(row.get("audios", ())) for row in rows[:NUM_COMPARED]} == {0, 1, 2}
+    for number, row in enumerate(rows[:NUM_COMPARED]):
+        sample = index.samples[number]
+        text = processor.apply_chat_template(row["messages"], tokenize=False)
+        waves = [soundfile.read(folder / "conversations" / name, dtype="float32")[0] for name in row.get("audios", ())]
+        expected = processor(text=text, audio=waves or None, sampling_rate=16000, return_tensors="np")
+        assert tokenizer.encode(sample, index.media_features(number)).ids.tolist() == expected["input_ids"][0].tolist()
+        for i, media in enumerate(sample.media["audio"]):
+            [grid] = reader.read_grids("audio", media)
+            frames = reader.load_cells("audio", media, 0, 1, grid)
+            np.testing.assert_allclose(frames, expected["input_features"][i].T[: grid[0]], atol=1e-4)
 
 
 def _messages(row: dict[str, Any], root: Path) -> list[dict[str, Any]]:

@@ -75,8 +75,10 @@ def read_num_frames(media: Media, settings: AudioDataSettings, multiple: int) ->
     return math.ceil(num_hops / multiple) * multiple
 
 
-def load_log_mels(media: Media, frames: int, bins: int) -> Float32Array:
+def load_log_mels(media: Media, frames: int, bins: int, silence_follows: bool = False) -> Float32Array:
     """Decode a clip, mix its channels and return its log-mel frames (frames, bins), padded with silence.
+
+    silence_follows: the windows of the last frames see silence behind these frames, instead of a mirrored clip.
 
     Raises `BadAudioError`.
     """
@@ -84,7 +86,8 @@ def load_log_mels(media: Media, frames: int, bins: int) -> Float32Array:
     rate = seconds[0].rate if seconds else SAMPLE_RATE_HZ
     mono = np.concatenate([np.zeros(0), *(second.samples.mean(axis=1, dtype=np.float64) for second in seconds)])
     wave = resample(mono, rate)[: frames * HOP_SAMPLES]
-    return log_mel(np.pad(wave, (0, frames * HOP_SAMPLES - len(wave))), bins)
+    num_frames = frames + WINDOW_SAMPLES // HOP_SAMPLES if silence_follows else frames
+    return log_mel(np.pad(wave, (0, num_frames * HOP_SAMPLES - len(wave))), bins)[:frames]
 
 
 def decoded_duration_s(media: Media) -> float:

@@ -7,7 +7,7 @@ frames of a clip in one column.
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from mmtrain.data.media.audio import load_log_mels, read_num_frames, require_soundfile
+from mmtrain.data.media.audio import BadAudioError, load_log_mels, read_num_frames, require_soundfile
 from mmtrain.data.media.image_grids import Grid
 from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.media_bytes import Media
@@ -65,12 +65,28 @@ class AudioItemReader:
         require_soundfile()
 
     def read_grids(self, kind: MediaKind, media: Media) -> tuple[Grid, ...]:
-        """Return (frames, 1); the frames are rounded up so that they become a whole number of features."""
-        return ((read_num_frames(media, self._data.audio, self._settings.cells_per_feature), 1),)
+        """Return (frames, 1) from the header of a clip."""
+        return ((self._num_frames(media), 1),)
 
     def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
         """Return the log-mel frames of a clip."""
-        return load_log_mels(media, grid[0], self._settings.mel_bins)
+        frames = grid[0]
+        silence_follows = self._settings.clip_end == "silence" and frames < self._settings.max_frames
+        return load_log_mels(media, frames, self._settings.mel_bins, silence_follows)
+
+    def _num_frames(self, media: Media) -> int:
+        """Return the frames of a clip, rounded up so that they become a whole number of features.
+
+        Where silence follows a clip, they become whole tokens, and one frame is added that is only looked at.
+        """
+        frames_per_feature = self._settings.cells_per_feature
+        if self._settings.clip_end == "zeros":
+            return read_num_frames(media, self._data.audio, frames_per_feature)
+        frames = read_num_frames(media, self._data.audio, self._settings.cells_per_token)
+        if frames < frames_per_feature:
+            reason = f"{media}: {frames} log-mel frames of 10 ms; allowed: at least {frames_per_feature}, one LLM token"
+            raise BadAudioError("clip_too_short", reason)
+        return min(frames + 1, self._settings.max_frames)
 
 
 # By the name of the modality. Each takes the settings of the encoder and of the data.

@@ -105,9 +105,20 @@ class PackedAttention(nn.Module):
 
 
 class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron-core has no types
-    """Column-parallel linear whose bias can train while its weight is frozen."""
+    """Column-parallel linear whose bias can train while its weight is frozen.
+
+    A part of the bias may be absent: where `bias_mask` is 0, the bias is 0 and has no gradient.
+    """
+
+    bias_mask: Tensor | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("bias_mask", None, persistent=False)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, bias: Tensor | None, **kwargs: Any) -> Tensor:
+        if bias is not None and self.bias_mask is not None:
+            bias = bias * self.bias_mask
         if bias is None or weight.requires_grad:
             out: Tensor = super()._forward_impl(input, weight, *args, bias=bias, **kwargs)
             return out
@@ -243,7 +254,10 @@ class LayerFactory:
 
         def build_qkv(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
             # Megatron-core gives qkv a bias whenever the other linears have one; here it is a setting of its own.
-            return cast(nn.Module, ColumnLinear(*args, bias=self.block.qkv_bias, **kwargs))
+            linear = ColumnLinear(*args, bias=self.block.qkv_bias, **kwargs)
+            if self.block.qkv_bias and not self.block.key_bias:
+                linear.bias_mask = self._mask_without_keys(linear.bias)
+            return cast(nn.Module, linear)
 
         def build_core_attention(**_: object) -> nn.Module:
             return PackedAttention(self.attention, self.block.causal)
@@ -277,6 +291,14 @@ class LayerFactory:
         _mark(layer.mlp.linear_fc2, dim=1)
         return cast(nn.Module, layer)
 
+    def _mask_without_keys(self, bias: Tensor) -> Tensor:
+        """Return zeros for the keys' part of this rank's shard of a joint bias, and ones for the rest."""
+        query_rows = self.block.heads // self.block.kv_heads * self.block.head_dim
+        rows_of_head = query_rows + 2 * self.block.head_dim
+        row = torch.arange(len(bias)) + self.groups.tp_rank * len(bias)
+        is_key = (row % rows_of_head >= query_rows) & (row % rows_of_head < query_rows + self.block.head_dim)
+        return (~is_key).to(bias.dtype)
+
     def norm(self, width: int, on_sequence_shards: bool = False) -> Norm:
         """Build the unit's kind of norm over `width` features.
 
@@ -289,15 +311,18 @@ class LayerFactory:
         linear = ColumnLinear(inputs, outputs, config=self.config, init_method=None, bias=bias, tp_group=self.groups.tp)
         return _mark(linear, dim=0)
 
-    def row_linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        """Build a linear whose inputs are split over the TP group; it returns `(output, None)`."""
+    def row_linear(self, inputs: int, outputs: int, bias: bool, splits_inputs: bool = False) -> nn.Module:
+        """Build a linear whose inputs are split over the TP group; it returns `(output, None)`.
+
+        splits_inputs: every rank calls it with all inputs, and the linear takes the rank's part itself.
+        """
         linear = RowParallelLinear(
             inputs,
             outputs,
             config=self.config,
             init_method=None,
             bias=bias,
-            input_is_parallel=True,
+            input_is_parallel=not splits_inputs,
             skip_bias_add=False,
             tp_group=self.groups.tp,
         )

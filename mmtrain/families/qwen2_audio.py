@@ -1,0 +1,101 @@
+"""Qwen2-Audio (arXiv 2407.10759): Whisper's encoder, one linear and Qwen2.
+
+They are computed as `Qwen2AudioForConditionalGeneration` of `transformers` does: as if every clip were padded with
+silence to 30 s, but without tokens for that.
+"""
+
+from collections.abc import Iterator
+
+from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.decoders import decoder_buffers, decoder_weights
+from mmtrain.families.family import Family, FolderSettings
+from mmtrain.families.qwen2 import qwen2_settings
+from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
+from mmtrain.families.weight_layouts import ParameterSource, as_is
+from mmtrain.families.whisper import whisper_settings, whisper_weights
+
+_ENCODER_DEFAULTS = {
+    "encoder_layers": 32,
+    "d_model": 1280,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "num_mel_bins": 128,
+}
+_TOWER = "model.audio_tower."
+_PROJECTOR = "model.multi_modal_projector.linear."
+_TINY = {
+    "architectures": ["Qwen2AudioForConditionalGeneration"],
+    "model_type": "qwen2_audio",
+    "audio_token_index": tiny_token_id(MEDIA_TOKENS["audio"]),
+    "text_config": tiny_decoder(model_type="qwen2"),
+    "audio_config": {
+        "model_type": "qwen2_audio_encoder",
+        "d_model": 64,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "num_mel_bins": 40,
+        "max_source_positions": 200,
+    },
+    "dtype": "float32",
+}
+_TINY_CLIPS = {
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "processor_class": "Qwen2AudioProcessor",
+    "feature_size": 40,
+    "sampling_rate": 16000,
+    "hop_length": 160,
+    "n_fft": 400,
+    "chunk_length": 4,
+    "padding_value": 0.0,
+    "return_attention_mask": True,
+}
+
+
+def _settings(config: ConfigSection) -> FolderSettings:
+    for key in ("audio_token_id", "audio_token_index", "ignore_index", "vocab_size"):  # they belong to the text
+        config.value(key)
+    text, tower = config.section("text_config"), config.section("audio_config")
+    text.require("model_type", "qwen2", default="qwen2")
+    tower.require("model_type", "qwen2_audio_encoder", default="qwen2_audio_encoder")
+    llm = qwen2_settings(text)
+    config.require("tie_word_embeddings", llm["tie_embeddings"], default=llm["tie_embeddings"])
+    audio = {
+        **whisper_settings(tower, _ENCODER_DEFAULTS),
+        "clip_end": "silence",
+        "downsample": 2,
+        "pooling": "mean",
+        "projector": {"kind": "linear", "activation": "gelu", "norm": False, "ffn": None},
+    }
+    text.finish()
+    tower.finish()
+    clips = {"scheme": "dynamic", "max_seconds": audio["max_frames"] / 100}
+    return FolderSettings({"audio": audio, "llm": llm}, {"audio": clips})
+
+
+def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+    audio, llm = settings.model["audio"], settings.model["llm"]
+    yield from whisper_weights(audio, _TOWER)
+    ours = f"audio.layers.{audio['layers'] + 1}.linear."
+    for kind, shape in (("weight", (llm["hidden"], audio["hidden"])), ("bias", (llm["hidden"],))):
+        yield as_is(f"{ours}{kind}", f"{_PROJECTOR}{kind}", shape)
+    yield from decoder_weights(settings, "model.language_model.")
+
+
+QWEN2_AUDIO = Family(
+    "qwen2_audio",
+    ("Qwen2AudioForConditionalGeneration",),
+    _settings,
+    _weights,
+    {"config.json": _TINY, "preprocessor_config.json": _TINY_CLIPS},
+    spellings=(
+        (  # folders of the hub, and those that transformers 5 writes
+            (_TOWER, "audio_tower."),
+            ("model.language_model.", "language_model.model."),
+            ("lm_head.", "language_model.lm_head."),
+            ("model.multi_modal_projector.", "multi_modal_projector."),
+        ),
+        (),
+    ),
+    ignored=decoder_buffers,
+)
