@@ -10,7 +10,7 @@ from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.layer_arithmetic import Gemm
 from mmtrain.models.model_shape import LayerShape, num_pieces
 
-_ROTATION_KERNELS, _GATE_KERNELS = 6, 2  # what they add to a block
+_ROTATION_KERNELS, _GATE_KERNELS, _JOINT_NORM_KERNELS, _SCALE_KERNELS = 6, 2, 14, 2  # what they add to a block
 # Kernels of one forward: GEMMs, norms, rotary, attention, activation, residual adds, bias and layout changes.
 FORWARD_KERNELS = {
     "patch_embed": 6,
@@ -188,6 +188,7 @@ class AnalyticCosts:
         num_kernels = FORWARD_KERNELS[layer.kind] + 2 * int(layer.qk_norm)
         if layer.kind == "vit_block":  # blocks of a decoder are counted with rotation and gate
             num_kernels += _ROTATION_KERNELS * int(layer.rotary) + _GATE_KERNELS * int(layer.gated)
+            num_kernels += _JOINT_NORM_KERNELS * int(layer.joint_qk_norm) + _SCALE_KERNELS * int(layer.layer_scale)
         return num_kernels * self.hardware.kernel_launch_s
 
     def _kv_gather(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:

@@ -138,7 +138,9 @@ def num_parameters(layer: LayerShape, tp: int = 1) -> int:
             inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
             fc1 = layer.ffn * (2 if layer.gated else 1)
             split = (inner + kv) * (h + int(layer.qkv_bias)) + inner * h + fc1 * (h + bias) + layer.ffn * h
-            return split // tp + 2 * norm + 2 * bias * h + 2 * layer.head_dim * int(layer.qk_norm)
+            split += (inner + kv // 2) * int(layer.joint_qk_norm)
+            whole = 2 * norm + 2 * (bias + int(layer.layer_scale)) * h + 2 * layer.head_dim * int(layer.qk_norm)
+            return split // tp + whole
         case "projector":
             width = merged_width(layer)
             if not layer.ffn:
@@ -171,14 +173,18 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
         case "vit_block" | "decoder_block":
             inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
             rotated = inner + kv // 2 if layer.rotates else 0
-            head_norms = 2 * (inner + kv // 2) if layer.qk_norm else 0  # inputs, and outputs before the weight
+            # Inputs, and outputs before the weight; or with a norm over all heads its inputs in fp32 and both outputs.
+            head_norms = 2 * (inner + kv // 2) if layer.qk_norm or layer.joint_qk_norm else 0
+            in_fp32 = 4 * (inner + kv // 2) // tp if layer.joint_qk_norm else 0
+            scaled = 2 * h if layer.layer_scale else 0
             tables = layer.head_dim if layer.rotates else 0
             statistics = 4 * (4 + layer.heads // tp)  # of two norms and of each head's softmax, in fp32
             # Gated: gate and up together, then the gate, its SiLU and their product; else input and output of GELU.
             mlp = layer.ffn * (5 if layer.gated else 2)
             gathered = (tp - 1) * (inner + kv) if layer.kv_heads < tp else 0  # keys and values of all ranks
             split = (inner + kv) + gathered + head_norms + rotated + 2 * inner + mlp
-            return t * (element_bytes * (4 * h + 2 * normalized + tables + split // tp) + statistics)
+            whole = 4 * h + 2 * normalized + tables + scaled
+            return t * (element_bytes * (whole + split // tp) + statistics + in_fp32)
         case "projector":
             rows, joined = feature_rows(layer, load), merged_width(layer)
             inputs = t * h + rows * joined * max(1, len(layer.norm_widths)) + t * normalized * len(layer.norm_widths)
@@ -200,8 +206,10 @@ def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp
     normalized = layer.hidden if layer.rms_norm else 0
     match layer.kind:
         case "vit_block" | "decoder_block":
-            normalized_heads = (layer.heads + layer.kv_heads) * layer.head_dim if layer.qk_norm else 0
-            width = 2 * h + 2 * normalized + (layer.ffn + normalized_heads) // tp
+            has_head_norms = layer.qk_norm or layer.joint_qk_norm
+            normalized_heads = (layer.heads + layer.kv_heads) * layer.head_dim if has_head_norms else 0
+            scaled = 2 * h if layer.layer_scale else 0
+            width = 2 * h + 2 * normalized + scaled + (layer.ffn + normalized_heads) // tp
         case "head":
             width = h + normalized
         case _:
@@ -218,7 +226,8 @@ def sequence_parallel_savings(
     """
     h = layer.hidden
     normalized = layer.hidden if layer.rms_norm else 0
-    widths = {"vit_block": 4 * h + 2 * normalized, "decoder_block": 4 * h + 2 * normalized, "head": 2 * h + normalized}
+    of_block = 4 * h + 2 * normalized + (2 * h if layer.layer_scale else 0)
+    widths = {"vit_block": of_block, "decoder_block": of_block, "head": 2 * h + normalized}
     width = widths.get(layer.kind, 0)
     whole = load.tokens * (min(h, width) if recompute else width) * element_bytes
     return whole - whole // tp
@@ -237,7 +246,8 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
             return t * (12 * layer.mel_bins + 14 * h)
         case "vit_block" | "decoder_block":
             on_heads = head_elements(layer)
-            return t * (10 * h + ((3 if layer.gated else 2) * layer.ffn + on_heads) // tp)
+            residual = 10 * h + (4 * h if layer.layer_scale else 0)
+            return t * (residual + ((3 if layer.gated else 2) * layer.ffn + on_heads) // tp)
         case "projector":
             return 3 * t * h + 2 * feature_rows(layer, load) * layer.ffn // tp
         case "embedding":
@@ -250,7 +260,7 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
 
 def head_elements(layer: LayerShape) -> int:
     """Return how many numbers a block's work on queries and keys moves for a token: rotation and norms of heads."""
-    passes = int(layer.rotates) + int(layer.qk_norm)
+    passes = int(layer.rotates) + int(layer.qk_norm or layer.joint_qk_norm)
     return 2 * passes * (layer.heads + layer.kv_heads) * layer.head_dim
 
 

@@ -13,6 +13,8 @@ PLAIN_TRANSFORMER: Settings = {
     "temporal_patch": 1,
     "gated_mlp": False,
     "norm": "layer",
+    "qk_norm": False,
+    "layer_scale": False,
     "window": 0,
     "full_attention_blocks": (),
     "class_feature": False,

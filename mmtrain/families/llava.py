@@ -59,6 +59,7 @@ _TINY_PROCESSOR = {
     "num_additional_image_tokens": 1,
     "image_token": MEDIA_TOKENS["image"],
 }
+NO_NORM: Settings = {"norm": False, "norm_kind": None, "norm_eps": None}  # of a projector
 _WITHOUT_EFFECT_HERE = ("image_seq_length", "image_token_id", "image_token_index", "ignore_index", "vocab_size")
 
 
@@ -85,7 +86,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
     activation = config.choice("projector_hidden_act", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}, "gelu")
     vision = {
         **tower_settings(tower, feature_layer, strategy),
-        "projector": {"kind": "mlp", "activation": activation, "norm": False, "ffn": None},
+        "projector": {"kind": "mlp", "activation": activation, "ffn": None, **NO_NORM},
     }
     text.finish()
     unused = tuple(unused_tower_weights(vision, tower, _TOWER))

@@ -33,10 +33,13 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
         gated=settings.gated_mlp,
         rms_norm=is_rms,
         rotary=settings.positions == "rotary",
+        joint_qk_norm=settings.qk_norm,
+        layer_scale=settings.layer_scale,
     )
     windowed = replace(block, window_side=settings.window)
     blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
-    return (embedding, *blocks, replace(projector_layer(settings, llm_hidden), rms_norm=is_rms))
+    is_rms_projector = (settings.projector.norm_kind or settings.norm) == "rms"
+    return (embedding, *blocks, replace(projector_layer(settings, llm_hidden), rms_norm=is_rms_projector))
 
 
 def audio_layers(settings: AudioSettings, llm_hidden: int) -> tuple[LayerShape, ...]:

@@ -53,6 +53,10 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
             if layer.qk_norm:
                 yield from norm_parameters("self_attention.q_layernorm", layer)
                 yield from norm_parameters("self_attention.k_layernorm", layer)
+            if layer.joint_qk_norm:
+                yield from ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+            if layer.layer_scale:
+                yield from ("self_attn_bda.weight", "mlp_bda.weight")
             yield from linear_parameters("self_attention.linear_proj", layer.linear_bias)
             yield from norm_parameters("pre_mlp_layernorm", layer)
             yield from linear_parameters("mlp.linear_fc1", layer.linear_bias)

@@ -17,6 +17,7 @@ from torch import Tensor
 from mmtrain.models.stage_module import StageModule
 
 _OUTPUT_PROJECTIONS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+_LAYER_SCALES = ("self_attn_bda", "mlp_bda")
 _CONVOLUTIONS = ("conv1", "conv2")
 
 
@@ -83,8 +84,9 @@ def initialize_parameters(
 
     Parameters that `pretrained` has no weights for are drawn. Each shard is cut from a full tensor drawn under the seed
     and the parameter's name. Weights are normal with standard deviation 1 / sqrt(fan-in) (LeCun; for embedding tables
-    1 / sqrt(width)), divided by sqrt(2 * blocks) for projections into the residual stream (GPT-2). Norms are 1, biases
-    0. At a width of 2,500 this gives GPT-2's 0.02; a fixed 0.02 would make the outputs of narrow models vanish.
+    1 / sqrt(width)), divided by sqrt(2 * blocks) for projections into the residual stream (GPT-2). Norms and layer
+    scales are 1, biases 0. At a width of 2,500 this gives GPT-2's 0.02; a fixed 0.02 would make the outputs of narrow
+    models vanish.
     """
     num_blocks = sum(layer.heads > 0 for layer in stage.shape.layers)
     with torch.no_grad():
@@ -100,7 +102,7 @@ def _initial_values(spec: ParamSpec, seed: int, num_blocks: int) -> Tensor:
     *_, module, kind = spec.name.split(".")
     if kind == "bias":
         return torch.zeros(spec.full_shape)
-    if "norm" in module:
+    if "norm" in module or module in _LAYER_SCALES:
         return torch.ones(spec.full_shape)
     fan_in_dim = 1 if module in _CONVOLUTIONS else -1
     std = spec.full_shape[fan_in_dim] ** -0.5

@@ -47,7 +47,9 @@ class Projector(nn.Module):
         self.activation = factory.activation_function(settings.projector.activation)
         merged_width = shape.hidden if shape.pools else shape.hidden * shape.joins
         self.post_norm = factory.norm(shape.hidden) if settings.has_post_norm else None
-        self.norm = factory.norm(merged_width) if settings.projector.norm else None
+        self.norm: nn.Module | None = None
+        if settings.projector.norm:
+            self.norm = factory.norm(merged_width, rms=shape.rms_norm, eps=settings.projector.norm_eps)
         self.is_linear = not shape.ffn
         if self.is_linear:
             self.linear = factory.row_linear(merged_width, shape.out, bias=shape.linear_bias, splits_inputs=True)

@@ -28,7 +28,13 @@ class ProjectorSettings(Section):
         "gelu", affects={"plan", "resume"}, description="Activation between the two linear layers."
     )
     norm: bool = setting(
-        False, affects={"plan", "resume"}, description="Apply a layer norm to the features before the first linear."
+        False, affects={"plan", "resume"}, description="Apply a norm to the merged tokens before the first linear."
+    )
+    norm_kind: Literal["layer", "rms"] | None = setting(
+        None, affects={"plan", "resume"}, added_later=True, description="Kind of that norm. Default: the encoder's."
+    )
+    norm_eps: float | None = setting(
+        None, gt=0, affects={"resume"}, added_later=True, description="Epsilon of that norm. Default: the encoder's."
     )
     ffn: PositiveInt | None = setting(
         None,
@@ -151,6 +157,18 @@ class VisionSettings(EncoderSettings):
     qkv_bias: bool = setting(
         True, affects={"plan", "steps", "resume"}, description="Bias in the query, key and value projections."
     )
+    qk_norm: bool = setting(
+        False,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Apply an RMS norm to the queries of all heads together, and one to the keys (InternViT-6B).",
+    )
+    layer_scale: bool = setting(
+        False,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Multiply what attention and MLP add to the residual stream by a learned vector each (InternViT).",
+    )
     patch_bias: bool = setting(True, affects={"plan", "steps", "resume"}, description="Bias in the patch embedding.")
     positions: Literal["factorized", "grid", "rotary"] = setting(
         "factorized",
@@ -249,6 +267,8 @@ class VisionSettings(EncoderSettings):
         if self.class_token and (self.positions == "rotary" or self.window):
             problems.append("class_token is set; it has no place with positions `rotary` or with `window`")
         problems += self._window_problems()
+        if self.post_norm and self.projector.norm and self.projector.norm_kind not in (None, self.norm):
+            problems.append(f"projector.norm_kind differs from norm `{self.norm}`; allowed only without post_norm")
         if self.class_feature and not (self.class_token and self.merge == 1):
             problems.append("class_feature keeps the class token beside patches: set class_token, and merge to 1")
         return self._without(problems)

@@ -13,7 +13,7 @@ from mmtrain.costs import TokenLoad
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.models.model_shape import LayerShape, ModelShape
 from mmtrain.recipe.model_settings import ModelSettings
-from tests.models.factory import WINDOWED, clips, images, settings, shape_of, stage, text
+from tests.models.factory import SCALED, WINDOWED, clips, images, settings, shape_of, stage, text
 
 IMAGES = ((4, 6), (2, 2), (6, 4))
 TEXTS = (9, 12, 15)
@@ -37,6 +37,7 @@ MODELS = {
     "gelu": settings(llm={"mlp": "gelu"}),
     "normalized heads": settings(llm={"qk_norm": True, "head_dim": 16}),
     "windows": settings(vision=WINDOWED),
+    "scaled": settings(vision=SCALED),
     "frozen_encoder": settings(vision={"freeze": True}),
     "frozen_llm": settings(llm={"freeze": True}),
     "only_projector": settings(vision={"freeze": True}, llm={"freeze": True}),

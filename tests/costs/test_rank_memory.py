@@ -18,7 +18,7 @@ from mmtrain.models.model_shape import LayerShape
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.models.stage_module import StageModule
 from tests.distributed import run_ranks
-from tests.models.factory import WINDOWED, clips, images, settings, shape_of, stage, text
+from tests.models.factory import SCALED, WINDOWED, clips, images, settings, shape_of, stage, text
 
 COSTS = AnalyticCosts(preset("cpu-core"), "fp32")
 LENGTHS = (90, 120, 60, 100)
@@ -94,7 +94,14 @@ def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> 
 
 @pytest.mark.parametrize(
     ("unit", "more"),
-    [("vision", {}), ("vision", WINDOWED | {"window": 4}), ("audio", {}), ("llm", {}), ("llm", {"qk_norm": True})],
+    [
+        ("vision", {}),
+        ("vision", WINDOWED | {"window": 4}),
+        ("vision", SCALED),
+        ("audio", {}),
+        ("llm", {}),
+        ("llm", {"qk_norm": True}),
+    ],
 )
 def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[str, Any]) -> None:
     model = settings(
@@ -105,7 +112,7 @@ def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[st
     module = stage(model, unit)
     if unit == "vision":
         inputs = images(*IMAGES)
-        load = TokenLoad.of(np.array([r * c for r, c in IMAGES]))
+        load = TokenLoad.of(np.array([r * c + more.get("class_token", 0) for r, c in IMAGES]))
     elif unit == "audio":
         inputs = clips(*CLIPS, bins=40)
         load = TokenLoad.of(np.array(CLIPS) // 2)

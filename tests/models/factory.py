@@ -25,6 +25,11 @@ WINDOWED: dict[str, Any] = {
     "positions": "rotary", "norm": "rms", "gated_mlp": True, "activation": "silu", "window": 2,
     "full_attention_blocks": (1,), "projector": {"ffn": 64},
 }  # fmt: skip
+# What InternViT-6B adds to an encoder, and InternVL to its projector.
+SCALED: dict[str, Any] = {
+    "class_token": True, "positions": "grid", "norm": "rms", "qk_norm": True, "layer_scale": True, "post_norm": False,
+    "projector": {"norm": True, "norm_kind": "layer", "norm_eps": 1e-5},
+}  # fmt: skip
 AUDIO: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "mel_bins": 10, "max_frames": 80, "downsample": 2,
 }  # fmt: skip

@@ -12,7 +12,7 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.parameter_specs import ParamSpec, join_tp_shards, stage_param_specs
 from mmtrain.recipe.model_settings import ModelSettings
 from tests.distributed import run_ranks
-from tests.models.factory import WINDOWED, gradients, images, settings, stage, text
+from tests.models.factory import SCALED, WINDOWED, gradients, images, settings, stage, text
 
 TP = 2
 VARIANTS = {
@@ -26,6 +26,7 @@ VARIANTS = {
     "normalized heads": settings(llm={"qk_norm": True, "head_dim": 16}),
     "frozen": settings(vision={"freeze": True}, llm={"freeze": True}),
     "windows": settings(vision=WINDOWED),
+    "scaled": settings(vision=SCALED),
 }
 PLACES = (1, 2, 3, 4, 9, 10, 11, 12, 13, 20)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmtrain.models.layer_shape import BLOCK_PIECES
+from mmtrain.models.megatron.block_parts import add_to_residual
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.packed_sequences import PackedSequences
 
@@ -110,8 +111,7 @@ def _projection(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor)
 
 
 def _norm_mlp(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
-    bias = block.self_attention.linear_proj.bias
-    hidden = hidden + (x if bias is None else x + bias)
+    hidden = add_to_residual(block.self_attn_bda, (x, block.self_attention.linear_proj.bias), hidden)
     return hidden, block.pre_mlp_layernorm(hidden)
 
 
@@ -131,8 +131,7 @@ def _down(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> Bl
 
 
 def _add(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
-    bias = block.mlp.linear_fc2.bias
-    return ((hidden + (x if bias is None else x + bias)).squeeze(1),)
+    return (add_to_residual(block.mlp_bda, (x, block.mlp.linear_fc2.bias), hidden).squeeze(1),)
 
 
 _PIECES: tuple[Callable[..., BlockState], ...] = (_norm, _qkv, _attention, _projection, _norm_mlp, _up, _down, _add)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from mmtrain.models.attention import AttentionBackend, apply_rotary, attend
 from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.megatron.block_parts import JointHeadNorm, ScaledAdd
 from mmtrain.models.megatron.parallel_groups import ParallelGroups, tp_group_scope
 from mmtrain.models.packed_sequences import PackedSequences
 
@@ -262,6 +263,9 @@ class LayerFactory:
         def build_core_attention(**_: object) -> nn.Module:
             return PackedAttention(self.attention, self.block.causal)
 
+        add_output: Any = get_bias_dropout_add
+        if self.block.layer_scale:
+            add_output = ModuleSpec(module=ScaledAdd, params={"config": self.sequence_parallel_config})
         spec = TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=ModuleSpec(
@@ -271,24 +275,27 @@ class LayerFactory:
                     linear_qkv=build_qkv,
                     core_attention=build_core_attention,
                     linear_proj=RowParallelLinear,
-                    q_layernorm=HeadNorm if self.block.qk_norm else None,
-                    k_layernorm=HeadNorm if self.block.qk_norm else None,
+                    q_layernorm=self._head_norm,
+                    k_layernorm=self._head_norm,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add_output,
             pre_mlp_layernorm=Norm,
             mlp=ModuleSpec(
                 module=MLP,
                 params={"ffn_hidden_size": self.block.ffn},
                 submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
             ),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add_output,
         )
         layer = PackedTransformerBlock(self.sequence_parallel_config, spec, pg_collection=self.collection)
         _mark(layer.self_attention.linear_qkv, dim=0)
         _mark(layer.self_attention.linear_proj, dim=1)
         _mark(layer.mlp.linear_fc1, dim=0, stride=2 if self.block.gated else 1)
         _mark(layer.mlp.linear_fc2, dim=1)
+        if self.block.joint_qk_norm:
+            _mark(layer.self_attention.q_layernorm, dim=0)
+            _mark(layer.self_attention.k_layernorm, dim=0)
         return cast(nn.Module, layer)
 
     def _mask_without_keys(self, bias: Tensor) -> Tensor:
@@ -299,12 +306,24 @@ class LayerFactory:
         is_key = (row % rows_of_head >= query_rows) & (row % rows_of_head < query_rows + self.block.head_dim)
         return (~is_key).to(bias.dtype)
 
-    def norm(self, width: int, on_sequence_shards: bool = False) -> Norm:
-        """Build the unit's kind of norm over `width` features.
+    @property
+    def _head_norm(self) -> Any:
+        """Say to Megatron-core how to build the norms of queries and of keys."""
+        if self.block.joint_qk_norm:
+            return ModuleSpec(module=JointHeadNorm, params={"tp_group": self.groups.tp})
+        return HeadNorm if self.block.qk_norm else None
+
+    def norm(
+        self, width: int, on_sequence_shards: bool = False, rms: bool | None = None, eps: float | None = None
+    ) -> Norm:
+        """Build a norm over `width` features, by default of the unit's kind and with its epsilon.
 
         on_sequence_shards: under sequence parallelism the norm sees only this rank's shard of the tokens.
         """
-        return Norm(self.sequence_parallel_config if on_sequence_shards else self.config, width, self.norm_eps)
+        config = self.sequence_parallel_config if on_sequence_shards else self.config
+        if rms is not None:
+            config = replace(config, normalization="RMSNorm" if rms else "LayerNorm")
+        return Norm(config, width, self.norm_eps if eps is None else eps)
 
     def column_linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
         """Build a linear whose outputs are split over the TP group; it returns `(output, None)`."""

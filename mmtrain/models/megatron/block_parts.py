@@ -1,0 +1,73 @@
+"""Parts of a transformer block that Megatron-core does not have: a scaled residual, and norms over all heads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+OutputWithBias = tuple[Tensor, Tensor | None]
+
+
+class ScaledAdd(nn.Module):
+    """Add an output to the residual stream, multiplied by a learned vector (CaiT's layer scale, arXiv 2103.17239).
+
+    It takes the place of Megatron-core's `get_bias_dropout_add`.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        """Create the vector; under sequence parallelism its gradient is summed over the TP group."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, training: bool, fused: bool) -> Callable[[OutputWithBias, Tensor, float], Tensor]:
+        """Return the function that Megatron-core calls with (output, bias), residual and a dropout of 0."""
+        return lambda output, residual, _dropout: self.add(output, residual)
+
+    def add(self, output_with_bias: OutputWithBias, residual: Tensor) -> Tensor:
+        """Return residual + scale * (output + bias), all (..., hidden)."""
+        output, bias = output_with_bias
+        return residual + self.weight * (output if bias is None else output + bias)
+
+
+def add_to_residual(add: Any, output_with_bias: OutputWithBias, residual: Tensor) -> Tensor:
+    """Add what attention or MLP put out, as the block's `add` does: a `ScaledAdd`, or a plain sum."""
+    if isinstance(add, ScaledAdd):
+        return add.add(output_with_bias, residual)
+    output, bias = output_with_bias
+    return residual + (output if bias is None else output + bias)
+
+
+class JointHeadNorm(nn.Module):
+    """RMS norm over all heads of queries, or of keys, together.
+
+    Each rank of the TP group holds the weights of its own heads; the ranks sum the squares of all.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, tp_group: dist.ProcessGroup) -> None:
+        """Create the weights of this rank's heads, `hidden_size` wide each."""
+        super().__init__()
+        self.eps = eps
+        self.tp_group = tp_group
+        self.tp_size = config.tensor_model_parallel_size
+        width = config.num_attention_heads * hidden_size // self.tp_size
+        self.weight = nn.Parameter(torch.ones(width, dtype=config.params_dtype))
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalize (T, 1, heads / tp, d)."""
+        features = heads.flatten(2).float()
+        squares = features.square().sum(dim=-1, keepdim=True)
+        if self.tp_size > 1:
+            # Each rank needs the sum, and each rank's output gives it a gradient: both directions add up.
+            squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
+            squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
+        mean_square = squares / (features.shape[-1] * self.tp_size)
+        normalized = features * torch.rsqrt(mean_square + self.eps)
+        return (self.weight * normalized.to(heads.dtype)).view_as(heads)
