@@ -9,8 +9,13 @@ _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": 
 
 
 def _files(model: NewModel) -> JsonFiles:
-    """Return the files of a model whose encoder is CLIP and gives the features of its last block."""
+    """Return the files of a model that has the features of its encoder's last block, before a last norm.
+
+    An encoder with a class token, whose feature is dropped, is CLIP's; one without is SigLIP's.
+    """
     vision = model.units["vision"]
+    is_clip = vision["class_token"]
+    strategy = "default" if is_clip else "full"
     text = decoder_config(model)
     config = {
         "architectures": ["LlavaForConditionalGeneration"],
@@ -20,27 +25,28 @@ def _files(model: NewModel) -> JsonFiles:
         "projector_hidden_act": _ACTIVATIONS.get(vision["projector"]["activation"], "gelu"),
         "multimodal_projector_bias": True,
         "vision_feature_layer": -1,
-        "vision_feature_select_strategy": "default",
+        "vision_feature_select_strategy": strategy,
         "tie_word_embeddings": text["tie_word_embeddings"],
         "eos_token_id": text["eos_token_id"],
         "text_config": text,
         "vision_config": {
-            "model_type": "clip_vision_model",
+            "model_type": "clip_vision_model" if is_clip else "siglip_vision_model",
             "hidden_size": vision["hidden"],
             "intermediate_size": vision["ffn"],
             "num_hidden_layers": vision["layers"],
             "num_attention_heads": vision["heads"],
             "image_size": vision["max_side"] * vision["patch"],
             "patch_size": vision["patch"],
-            "hidden_act": _ACTIVATIONS[vision["activation"]],
+            "hidden_act": _ACTIVATIONS.get(vision["activation"], "gelu"),
             "layer_norm_eps": vision["norm_eps"],
+            **({} if is_clip else {"vision_use_head": False}),
         },
     }
     processor = {
         "processor_class": "LlavaProcessor",
         "patch_size": vision["patch"],
-        "vision_feature_select_strategy": "default",
-        "num_additional_image_tokens": 1,  # the class token
+        "vision_feature_select_strategy": strategy,
+        "num_additional_image_tokens": int(is_clip),
     }
     images = {**clip_image_processor(model.image), "processor_class": "LlavaProcessor"}
     return {CONFIG_FILE: config, IMAGE_PROCESSOR_FILE: images, PROCESSOR_FILE: processor}

@@ -30,6 +30,7 @@ CLIP = {
     "layers": 2, "hidden": 16, "heads": 2, "ffn": 32, "patch": 8, "max_side": 4, "positions": "grid",
     "class_token": True, "pre_norm": True, "post_norm": False, "patch_bias": False, "activation": "gelu_tanh",
 }  # fmt: skip
+SIGLIP = CLIP | {"class_token": False, "pre_norm": False, "patch_bias": True, "activation": "gelu"}
 FIXED = {"scheme": "fixed", "size": 32, "fit": "stretch", "mean": (0.93, 0.93, 0.93), "std": (0.25, 0.25, 0.25)}
 
 
@@ -40,10 +41,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _recipe(data: Path, image: dict[str, Any] | None = None, **llm: Any) -> Recipe:
-    """Make a recipe whose encoder is CLIP."""
+def _recipe(
+    data: Path, image: dict[str, Any] | None = None, vision: dict[str, Any] | None = None, **llm: Any
+) -> Recipe:
+    """Make a recipe whose encoder is CLIP, or another one."""
     settings = recipe(data / "tokenizer.json", data / "train.json", data / "heldout.json", **llm).model_dump()
-    settings["model"]["vision"] = CLIP
+    settings["model"]["vision"] = vision or CLIP
     settings["data"]["image"] = FIXED | (image or {})
     return Recipe.model_validate(settings)
 
@@ -98,11 +101,21 @@ def answer_of_transformers(model: Any, processor: Any, sample: Sample, max_new_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fit", ["stretch", "crop", "pad"])
-def test_a_folder_gives_the_same_answers_in_transformers(fit: str, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fit", "vision", "llm"),
+    [
+        ("stretch", CLIP, {}),
+        ("crop", CLIP, {"tie_embeddings": True}),
+        ("pad", CLIP, {"qkv_bias": True}),
+        ("stretch", SIGLIP, {"qk_norm": True}),
+    ],
+)
+def test_a_folder_gives_the_same_answers_in_transformers(
+    fit: str, vision: dict[str, Any], llm: dict[str, Any], data: Path, tmp_path: Path
+) -> None:
     from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-    settings = _recipe(data, {"fit": fit}, tie_embeddings=fit == "crop", qkv_bias=fit == "pad")
+    settings = _recipe(data, {"fit": fit}, vision, **llm)
     folder = _exported(settings, tmp_path)
     assert inspect_folder(folder).family == "llava"
     model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
@@ -193,7 +206,7 @@ def test_every_setting_that_no_family_has_is_named(data: Path, tmp_path: Path) -
     for line in (
         "the nearest is llava, from which these differ:",
         "model.vision.positions: is 'factorized'; allowed: 'grid'",
-        "model.vision.class_token: is False; allowed: True",
+        "model.vision.post_norm: is True; allowed: False",
         "model.vision.merge: is 2; allowed: 1",
         "data.image.scheme: is 'native'; allowed: 'fixed'",
         "data.image.size: is 224; allowed: 64",
