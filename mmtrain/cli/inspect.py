@@ -47,4 +47,5 @@ def _text(summary: "FolderSummary") -> str:
     lines.append(f"  beside them: {', '.join(summary.text_files) or 'nothing'}")
     if missing:
         lines.append(f"  not there: {', '.join(missing)}")
+    lines += [f"  conversations: {problem}" for problem in summary.text_problems]
     return "\n".join(lines)

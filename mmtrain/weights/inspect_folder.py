@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.errors import DataError
 from mmtrain.families import read_model_folder
 from mmtrain.families.folder_files import IMAGE_PROCESSOR_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from mmtrain.weights.folder_tensors import DTYPES, INDEX_FILE, SINGLE_FILE, FolderTensors
@@ -36,6 +38,7 @@ class FolderSummary:
     num_bytes: int | None
     dtypes: tuple[str, ...] | None
     text_files: tuple[str, ...]  # of `TEXT_FILES`, those that are there
+    text_problems: tuple[str, ...]  # what is wrong with tokenizer and chat template, and what to know of them
 
 
 def inspect_folder(path: Path) -> FolderSummary:
@@ -50,8 +53,9 @@ def inspect_folder(path: Path) -> FolderSummary:
         for name, settings in folder.settings.model.items()
     )
     text_files = tuple(name for name in TEXT_FILES if (path / name).is_file())
+    text_problems = _text_problems(path)
     if not any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
-        return FolderSummary(str(path), folder.family.name, units, None, None, None, None, text_files)
+        return FolderSummary(str(path), folder.family.name, units, None, None, None, None, text_files, text_problems)
     stored = FolderTensors.of(path)
     match_tensors(folder, stored)
     files = {weight.file for weight in stored.tensors.values()}
@@ -64,4 +68,14 @@ def inspect_folder(path: Path) -> FolderSummary:
         num_bytes=sum((path / file).stat().st_size for file in files),
         dtypes=tuple(sorted({DTYPES.get(weight.dtype, weight.dtype) for weight in stored.tensors.values()})),
         text_files=text_files,
+        text_problems=text_problems,
     )
+
+
+def _text_problems(path: Path) -> tuple[str, ...]:
+    if not (path / TOKENIZER_FILE).is_file():
+        return ()
+    try:
+        return load_tokenizer(path).warnings
+    except DataError as error:
+        return (str(error),)

@@ -52,6 +52,11 @@ def test_a_folder_is_described(run_mmtrain: RunMmtrain, recipe: Path, tmp_path: 
     assert [unit["name"] for unit in summary["units"]] == ["llm"]
     assert summary["dtypes"] == ["float32"]
     assert "tokenizer.json" in summary["text_files"]
+    assert summary["text_problems"] == []
+    template = tmp_path / "llama" / "chat_template.jinja"
+    template.write_text(template.read_text(encoding="utf-8").replace("<|im_end|>", ""), encoding="utf-8")
+    shown = run_mmtrain("inspect", tmp_path / "llama").stdout
+    assert f"conversations: {template}: the chat template writes no token that ends an answer" in shown
     write_config(tmp_path / "qwen", QWEN2, hidden_act="gelu")
     done = run_mmtrain("inspect", tmp_path / "qwen")
     assert (done.returncode, 'hidden_act: "gelu" is not supported yet' in done.stderr) == (2, True)

@@ -24,6 +24,7 @@ from mmtrain.recipe.model_settings import ModelSettings
 from mmtrain.recipe.schema import Recipe
 from tests.data.model_folders import CHATML, FAMILIES, write_folder
 from tests.data.rows import row
+from tests.runtime.models import recipe as tiny_recipe
 
 QWEN = FAMILIES["qwen2"]
 
@@ -109,6 +110,31 @@ def test_a_template_that_cannot_be_trained_with_is_rejected(folder: Path, templa
     change_config(folder, cls_token="[CLS]")
     text = rejected(folder, template)
     assert re.search(message, text), text
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_template_that_teaches_no_end_is_a_warning(name: str, tmp_path: Path) -> None:
+    """LLaVA-1.5's does not."""
+    warnings = load_tokenizer(write_folder(tmp_path, FAMILIES[name])).warnings
+    if FAMILIES[name].answers_end_with:
+        assert warnings == ()
+    else:
+        [warning] = warnings
+        assert "tokenizer_config.json (chat_template): the chat template writes no token that ends an answer" in warning
+
+
+def test_the_warning_is_a_remark_about_the_index_and_stays_in_its_cache(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "llava", FAMILIES["llava"])
+    rows = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"a{i}"}]} for i in range(9)
+    ]
+    (tmp_path / "train.json").write_text(json.dumps(rows) + " " * (2 << 20))  # smaller files have no cache
+    settings = tiny_recipe(folder, tmp_path / "train.json", None, vocab=1024)
+    cached = settings.data.model_copy(update={"index_cache": tmp_path / "cache"})
+    for number_of_remarks in (1, 2):
+        index = build_index(settings.model_copy(update={"data": cached}))
+        assert len(index.remarks()) == number_of_remarks  # the second time it comes from the cache
+        assert "writes no token that ends an answer" in index.remarks()[-1]
 
 
 def test_a_slow_tokenizer_is_to_be_converted(folder: Path) -> None:

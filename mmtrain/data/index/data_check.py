@@ -15,6 +15,7 @@ from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, decoded_durati
 from mmtrain.data.media.image_grids import Grid
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError, Media
+from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.recipe.data_settings import AudioDataSettings, DataSettings, LimitSettings, SourceSettings
 from mmtrain.recipe.modalities import MODALITIES, VISION, MediaKind
 from mmtrain.recipe.model_settings import EncoderSettings
@@ -74,9 +75,12 @@ def check_sources_for_recipe(
     `notify` is called while headers are read, and after that `progress` while media are decoded. Raises `DataError` if
     a source cannot be read at all.
     """
+    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
+    for warning in tokenizer.warnings:
+        notify(warning)
     samples: list[_SampleMedia] = []
     bad: list[Quarantined] = []
-    for entry in notify_progress(measure_samples(recipe, sources), notify):
+    for entry in notify_progress(measure_samples(recipe, sources, tokenizer), notify):
         if isinstance(entry, MeasuredSample):
             samples.append((entry.sample, _itemized(entry, recipe)))
         else:

@@ -27,6 +27,7 @@ from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, n
 from mmtrain.data.index.sample_table import SampleTable, content_json, sample_record
 from mmtrain.data.index.stated_lengths import read_stated_lengths
 from mmtrain.data.media.image_grids import Grid
+from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.data_settings import SourceSettings
 from mmtrain.recipe.schema import Recipe
@@ -47,6 +48,7 @@ class DataIndex:
     content_sha256: str = ""  # of all that is in the samples but the location of their files
     cache_folder: Path | None = None  # where it was read from; None if it was built from the data
     modalities: dict[str, str] = field(default_factory=dict)  # encoder unit -> the modality that it reads
+    warnings: tuple[str, ...] = ()  # of the tokenizer
 
     def media_features(self, sample: int) -> dict[str, list[int]]:
         """Return for each modality the LLM tokens of a sample's media, summed over their items and its encoders."""
@@ -82,7 +84,7 @@ class DataIndex:
         return medium, int(parts[position]), int(media_end - media_starts[medium])
 
     def remarks(self) -> tuple[str, ...]:
-        """Return what the user should know: that the index comes from the cache, and what was quarantined."""
+        """Return what the user should know: that it comes from the cache, what was quarantined, and warnings."""
         remarks = []
         if self.cache_folder:
             remarks.append(f"{len(self.lengths):,} samples are known from the index cached in {self.cache_folder}")
@@ -90,7 +92,7 @@ class DataIndex:
             total = len(self.lengths) + len(self.quarantined)
             counts = f"{len(self.quarantined):,} of {total:,} samples are set aside ({_count_kinds(self.quarantined)})"
             remarks.append(f"{counts}; the first: {self.quarantined[0]}")
-        return tuple(remarks)
+        return (*remarks, *self.warnings)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -171,10 +173,11 @@ def _read_sources(
     recipe: Recipe, sources: Sequence[SourceSettings], cache: IndexCache | None, notify: NotifyCallback
 ) -> StoredIndex:
     """Read all sources; store the result if there is a cache."""
+    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
     with _garbage_collection_paused(), io.BytesIO() if cache is None else cache.new_records() as records:
         columns = _IndexColumns(records, list(recipe.model.all_encoders))
         quarantined: list[Quarantined] = []
-        for entry in notify_progress(measure_samples(recipe, sources), notify):
+        for entry in notify_progress(measure_samples(recipe, sources, tokenizer), notify):
             if isinstance(entry, MeasuredSample):
                 columns.add(entry)
             else:
@@ -183,8 +186,8 @@ def _read_sources(
         content_sha256 = columns.content.hexdigest()
         if cache is None:
             table = SampleTable(records.getvalue(), arrays["ends"])  # type: ignore[attr-defined]
-            return StoredIndex(table, arrays, tuple(quarantined), content_sha256)
-        return cache.store(records, arrays, quarantined, content_sha256)
+            return StoredIndex(table, arrays, tuple(quarantined), content_sha256, tokenizer.warnings)
+        return cache.store(records, arrays, quarantined, content_sha256, tokenizer.warnings)
 
 
 @contextmanager
@@ -258,4 +261,5 @@ def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSe
         item_parts={unit: arrays[f"{unit}.part"] for unit in items},
         modalities={unit: encoder.modality for unit, encoder in recipe.model.all_encoders.items()},
         content_sha256=stored.content_sha256,
+        warnings=stored.warnings,
     )

@@ -60,6 +60,7 @@ class StoredIndex:
     arrays: dict[str, IntArray]
     quarantined: tuple[Quarantined, ...]
     content_sha256: str
+    warnings: tuple[str, ...]  # of the tokenizer
 
 
 class IndexCache:
@@ -128,7 +129,7 @@ class IndexCache:
             table = SampleTable(self._place / _RECORDS_FILE, arrays["ends"])
             quarantined = tuple(Quarantined(**entry) for entry in rest["quarantined"])
             os.utime(self._place)  # marks it as recently used
-            return StoredIndex(table, arrays, quarantined, rest["content_sha256"])
+            return StoredIndex(table, arrays, quarantined, rest["content_sha256"], tuple(rest["warnings"]))
         except Exception as error:  # whatever is wrong with it, the sources are still there
             notify(f"the index cached in {self._place} is broken ({type(error).__name__}: {error}); building it anew")
             shutil.rmtree(self._place, ignore_errors=True)
@@ -148,7 +149,12 @@ class IndexCache:
             shutil.rmtree(self._build_folder, ignore_errors=True)
 
     def store(
-        self, records: BinaryIO, arrays: dict[str, IntArray], quarantined: Sequence[Quarantined], content_sha256: str
+        self,
+        records: BinaryIO,
+        arrays: dict[str, IntArray],
+        quarantined: Sequence[Quarantined],
+        content_sha256: str,
+        warnings: tuple[str, ...],
     ) -> StoredIndex:
         """Store an index whose records are in the file that `new_records` opened, while that is open."""
         build_folder = self._build_folder
@@ -159,6 +165,7 @@ class IndexCache:
             "sums": {name: _file_sha256(build_folder / name) for name in (_RECORDS_FILE, _ARRAYS_FILE)},
             "content_sha256": content_sha256,
             "quarantined": [asdict(entry) for entry in quarantined],
+            "warnings": list(warnings),
         }
         (build_folder / _REST_FILE).write_text(json.dumps(rest), encoding="utf-8")
         # Other users may read what is beside data that they can read.
@@ -171,7 +178,7 @@ class IndexCache:
                 raise
         self._remove_old()
         table = SampleTable(self._place / _RECORDS_FILE, arrays["ends"])
-        return StoredIndex(table, arrays, tuple(quarantined), content_sha256)
+        return StoredIndex(table, arrays, tuple(quarantined), content_sha256, warnings)
 
     def _remove_old(self) -> None:
         """Remove the least recently used indexes, and what killed processes left behind."""

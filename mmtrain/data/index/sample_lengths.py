@@ -14,7 +14,6 @@ from mmtrain.data.formats.sample import PLURALS, Quarantined, Sample, find_unusa
 from mmtrain.data.media.image_grids import Grid
 from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
-from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.data.text.sample_tokenizer import BadConversationError, LengthCounter, SampleTokenizer
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import DataSettings, SourceSettings
@@ -45,12 +44,13 @@ class MeasuredSample:
     grids: dict[str, list[tuple[Grid, ...]]]
 
 
-def measure_samples(recipe: Recipe, sources: Sequence[SourceSettings]) -> Iterator[MeasuredSample | Quarantined]:
+def measure_samples(
+    recipe: Recipe, sources: Sequence[SourceSettings], tokenizer: SampleTokenizer
+) -> Iterator[MeasuredSample | Quarantined]:
     """Read the sources and the headers of their media; yield every sample in order, measured or quarantined.
 
     Raises `DataError` if a source cannot be read, or the settings contradict each other.
     """
-    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
     check_data_settings(recipe, tokenizer)
     reader = _HeaderReader(recipe)
     count_tokens = tokenizer.length_counter(_max_sample_tokens(recipe.data))

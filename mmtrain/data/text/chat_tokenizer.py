@@ -36,6 +36,8 @@ _NUM_TURN_TOKENS = 2  # of every turn besides its text: its role, and its end
 class ChatTokenizer:
     """A byte-level BPE tokenizer that knows the chat format."""
 
+    warnings: tuple[str, ...] = ()
+
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         """Wrap a tokenizer; messages call it `name`. Raises `DataError` if it lacks one of `SPECIAL_TOKENS`."""
         placeholders = _mark_special_tokens(tokenizer, name)

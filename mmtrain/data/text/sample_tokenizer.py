@@ -33,6 +33,7 @@ class SampleTokenizer(Protocol):
     item_ids: dict[str, tuple[int, ...]]  # modality -> the tokens whose places features of its encoders take
     end_ids: frozenset[int]  # tokens that end an answer
     vocab_size: int  # one more than the largest id
+    warnings: tuple[str, ...]  # what the user should know before training with it
 
     def encode(self, sample: Sample, features: MediaFeatures) -> EncodedSample:
         """Encode all turns; medium i of a modality becomes `features[modality][i]` of the modality's tokens.

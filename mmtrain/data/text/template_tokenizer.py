@@ -99,6 +99,7 @@ class TemplateTokenizer:
         if self._facts.terminator:
             end_ids.add(self._token_id(self._facts.terminator))
         self.end_ids = frozenset(end_ids)
+        self.warnings: tuple[str, ...] = () if self._teaches_end() else (self._describe_missing_end(),)
 
     @classmethod
     def load(cls, path: Path, family_markups: Markups | None = None) -> "TemplateTokenizer":
@@ -159,6 +160,23 @@ class TemplateTokenizer:
             f"{self._path} does not say which token stands for {kind} features: name it as `{kind}_token` in "
             "tokenizer_config.json, or by its id as "
             f"`{kind}_token_id` in config.json, and have it among the special tokens of tokenizer.json"
+        )
+
+    def _teaches_end(self) -> bool:
+        """Return whether the last token to predict in an answer is one that ends it."""
+        turns = (Turn("user", "question"), Turn("assistant", "answer"))
+        try:
+            labels = self.encode(Sample("", "", 0, turns, ()), {}).labels
+        except BadConversationError:  # such as for want of a system turn: samples will show
+            return True
+        targets = labels[labels != IGNORE_INDEX]
+        return bool(len(targets)) and int(targets[-1]) in self.end_ids
+
+    def _describe_missing_end(self) -> str:
+        return (
+            f"{self._template.name}: the chat template writes no token that ends an answer, so the model does not "
+            "learn to stop; write the end token of the tokenizer (`eos_token`) after the text of an assistant in "
+            "it, unless the model stops in another way"
         )
 
     def _conversation(self, sample: Sample, turns: Sequence[Turn]) -> Conversation:

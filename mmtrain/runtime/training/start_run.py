@@ -220,6 +220,8 @@ def introduce_run(
     console.print(
         f"{len(index.samples)} samples{cached}{aside}; writing to {request.run_dir}", highlight=False, soft_wrap=True
     )
+    for warning in index.warnings:
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     if not console.quiet:
         _update_records(request, index, first_step)
 
