@@ -10,8 +10,8 @@ Read `loader.Loader` first: it yields the steps that training consumes.
 from mmtrain.data.formats.sample import Quarantined, Sample, Turn, read_quarantine, write_quarantine
 from mmtrain.data.index.data_index import DataIndex, build_index
 from mmtrain.data.loader import Loader
-from mmtrain.data.loading.batch_builder import BadSampleTracker, BatchBuilder, PayloadNeed, StepData, StepRequest
-from mmtrain.data.loading.payload import EncoderPayload, TextPayload
+from mmtrain.data.loading.batch_builder import BadSampleTracker, BatchBuilder, StepData, StepRequest
+from mmtrain.data.loading.payload import EncoderPayload, PayloadNeed, TextPayload
 from mmtrain.data.stream.group_stream import GroupStream, validation_batches
 from mmtrain.data.text.chat_tokenizer import ChatTokenizer
 from mmtrain.data.text.load_tokenizer import load_tokenizer

@@ -8,7 +8,8 @@ from typing import Self
 
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.index.data_index import DataIndex
-from mmtrain.data.loading.batch_builder import BadSampleTracker, PayloadNeed, StepBuilder, StepData, StepRequest
+from mmtrain.data.loading.batch_builder import BadSampleTracker, StepBuilder, StepData, StepRequest
+from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.data.loading.prefetch_window import PrefetchWindow
 from mmtrain.data.loading.step_builders import build_steps_in_thread, build_steps_in_workers
 from mmtrain.data.loading.worker_pool import WorkerPool, num_available_cores

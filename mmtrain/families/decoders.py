@@ -9,30 +9,31 @@ from mmtrain.families.rotary import rotary_settings
 from mmtrain.families.weight_layouts import ParameterSource, as_is, gate_and_up, query_key_value, vocabulary
 
 
-def decoder_settings(config: ConfigSection, defaults: Mapping[str, int], **of_family: Any) -> Settings:
+def decoder_settings(config: ConfigSection, defaults: Mapping[str, float], **of_family: Any) -> Settings:
     """Return the settings of the LLM.
 
     defaults: what the family's config class in `transformers` assumes for keys that are missing; classes that hold a
         decoder write only what differs from it.
     of_family: settings that the config does not state.
     """
-    hidden = config.integer("hidden_size", 4096)
-    heads = config.integer("num_attention_heads", 32)
+    assumed = {key: int(value) for key, value in defaults.items()}
+    hidden = config.integer("hidden_size", assumed.get("hidden_size", 4096))
+    heads = config.integer("num_attention_heads", assumed.get("num_attention_heads", 32))
     config.choice("hidden_act", {"silu": "silu"}, "silu")
     config.require("attention_dropout", 0, 0.0, None, default=0)
     return {
-        "layers": config.integer("num_hidden_layers", 32),
+        "layers": config.integer("num_hidden_layers", assumed.get("num_hidden_layers", 32)),
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": config.optional_integer("num_key_value_heads", defaults.get("num_key_value_heads")) or heads,
-        "head_dim": config.optional_integer("head_dim", defaults.get("head_dim")) or hidden // heads,
-        "ffn": config.integer("intermediate_size", defaults["intermediate_size"]),
+        "kv_heads": config.optional_integer("num_key_value_heads", assumed.get("num_key_value_heads")) or heads,
+        "head_dim": config.optional_integer("head_dim", assumed.get("head_dim")) or hidden // heads,
+        "ffn": config.integer("intermediate_size", assumed["intermediate_size"]),
         "mlp": "swiglu",
         "qk_norm": False,
-        "vocab": config.integer("vocab_size", defaults["vocab_size"]),
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "vocab": config.integer("vocab_size", assumed["vocab_size"]),
+        "norm_eps": config.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
         "tie_embeddings": config.flag("tie_word_embeddings", False),
-        **rotary_settings(config),
+        **rotary_settings(config, defaults.get("rope_theta", 10000.0)),
         **of_family,
     }
 

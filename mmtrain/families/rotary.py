@@ -7,17 +7,19 @@ from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Settings
 
 _YARN_FAST_TURNS, _YARN_SLOW_TURNS = 32.0, 1.0  # `beta_fast` and `beta_slow` of the paper (arXiv 2309.00071)
+_UNSCALED_KINDS = ("default", "mrope")  # the second is how transformers 4 wrote positions in time, row and column
 
 
-def rotary_settings(config: ConfigSection) -> Settings:
+def rotary_settings(config: ConfigSection, default_theta: float) -> Settings:
     """Read the rotary positions as `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) wrote."""
-    theta = config.number("rope_theta", 10000.0)
+    theta = config.number("rope_theta", default_theta)
     parameters = config.section("rope_parameters")
     scaling = config.section("rope_scaling")
     theta = parameters.number("rope_theta", theta)
     scaled = scaling if scaling.value("rope_type") or scaling.value("type") else parameters
     parameters.require("partial_rotary_factor", 1.0, 1, None, default=None)
-    settings = {"rope_base": theta, "rope_scaling": rope_scaling(config, scaled)}
+    sections = _rope_sections(scaled)
+    settings = {"rope_base": theta, "rope_scaling": rope_scaling(config, scaled), "rope_sections": sections}
     if is_supported(scaled):
         parameters.finish()
         scaling.finish()
@@ -27,7 +29,7 @@ def rotary_settings(config: ConfigSection) -> Settings:
 def rope_scaling(config: ConfigSection, scaled: ConfigSection) -> Settings | None:
     """Read the scaling of rotary frequencies in the section `scaled`; None if there is none."""
     kind = _kind(scaled)
-    if kind == "default":
+    if kind in _UNSCALED_KINDS:
         return None
     if not is_supported(scaled):
         scaled.reject("rope_type", f'"{kind}" is not supported yet; supported: default, {", ".join(_SCALINGS)}')
@@ -45,9 +47,20 @@ def rope_scaling_config(scaling: Settings) -> dict[str, Any]:
     return {"rope_type": scaling["kind"], "factor": scaling["factor"], **stated}
 
 
+def _rope_sections(rotary: ConfigSection) -> tuple[int, ...] | None:
+    """Read how many pairs of a head are rotated by time, row and column; None if there is one position for all."""
+    sections = rotary.value("mrope_section")
+    if sections is None:
+        return None
+    if isinstance(sections, list) and len(sections) == 3 and all(type(n) is int and n >= 1 for n in sections):
+        return tuple(sections)
+    rotary.reject("mrope_section", f"found {sections}, allowed: three whole numbers of at least 1")
+    return None
+
+
 def is_supported(scaled: ConfigSection) -> bool:
     """Return whether the scaling in this section is one that can be read."""
-    return _kind(scaled) in ("default", *_SCALINGS)
+    return _kind(scaled) in (*_UNSCALED_KINDS, *_SCALINGS)
 
 
 def _kind(scaled: ConfigSection) -> str:

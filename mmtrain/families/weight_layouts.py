@@ -119,6 +119,20 @@ def query_key_value(
     return ParameterSource(name, tuple(blocks), may_be_padded=None in tensors)
 
 
+def joint_query_key_value(name: str, tensor: str, heads: int, head_dim: int, inputs: Sequence[int]) -> ParameterSource:
+    """Return the joint projection from a tensor with the rows of all queries, then of all keys, then of all values."""
+    blocks = []
+    row = 0
+    for head in range(heads):
+        for kind in range(3):
+            rest = _whole(inputs)
+            first = (kind * heads + head) * head_dim
+            view_box = ((row, row + head_dim), *rest)
+            blocks.append(Block(tensor, ((first, first + head_dim), *rest), view_box))
+            row += head_dim
+    return ParameterSource(name, tuple(blocks))
+
+
 def _whole(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 

@@ -57,13 +57,15 @@ def rotary_frequencies(width: int, base: float, scaling: RopeScalingSettings | N
     return frequencies if scaling is None else scale_frequencies(frequencies, base, scaling)
 
 
-def axis_rotary_tables(positions: Tensor, axes: Sequence[int], frequencies: Tensor, dtype: torch.dtype) -> RotaryTables:
+def axis_rotary_tables(
+    positions: Tensor, axes: Sequence[int], frequencies: Tensor, dtype: torch.dtype, amplitude: float = 1.0
+) -> RotaryTables:
     """Compute cosines and sines of tokens with positions along several axes, such as row and column.
 
     positions (axes, T); `axes[i]` is the axis that rotates pair i of a head, by `frequencies[i]` for each position.
     """
     angles = (positions[list(axes)].T.float() * frequencies.to(positions.device)).unsqueeze(1)
-    return torch.cos(angles).to(dtype), torch.sin(angles).to(dtype)
+    return (amplitude * torch.cos(angles)).to(dtype), (amplitude * torch.sin(angles)).to(dtype)
 
 
 def apply_rotary(x: Tensor, rope: RotaryTables) -> Tensor:

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmtrain.models.attention import rotary_tables
+from mmtrain.models.attention import axis_rotary_tables, rotary_frequencies, rotary_tables
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
+from mmtrain.models.rotary_scaling import rotary_amplitude
 from mmtrain.models.stage_inputs import TextInput
 from mmtrain.recipe.model_settings import LlmSettings
 
@@ -34,11 +35,18 @@ class TextContext:
 
     @cached_property
     def packing(self) -> PackedSequences:
-        """Sequences with rotary positions that start at 0, or where the cached tokens of the sequence end."""
+        """Sequences with rotary positions: those of the input, or from 0, or from where the cached tokens end."""
         lengths, kv_cache = self.inputs.lengths, self.inputs.kv_cache
         starts = None if kv_cache is None else kv_cache.cached_lengths
         base, scaling = self.settings.rope_base, self.settings.rope_scaling
-        rope = rotary_tables(lengths, self.head_dim, base, self.dtype, self.device, starts, scaling)
+        sections, position_ids = self.settings.rope_sections, self.inputs.position_ids
+        if sections is None or position_ids is None:  # in text alone the three positions are one
+            rope = rotary_tables(lengths, self.head_dim, base, self.dtype, self.device, starts, scaling)
+        else:
+            axes = [axis for axis, num_pairs in enumerate(sections) for _ in range(num_pairs)]
+            frequencies = rotary_frequencies(self.head_dim, base, scaling)
+            amplitude = rotary_amplitude(scaling)
+            rope = axis_rotary_tables(position_ids.to(self.device), axes, frequencies, self.dtype, amplitude)
         return PackedSequences(lengths, rope, kv_cache)
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:

@@ -33,6 +33,8 @@ class TextInput:
     labels: Tensor | None = None  # (T,) int64, the token to predict at each position, -100 for none; stages with head
     # Encoder unit -> (F,) positions in [0, T) that its features take.
     feature_positions: dict[str, Tensor] = field(default_factory=dict)
+    # (3, T) int64 rotary positions in time, row and column, for models that have them; None: places in the sequence.
+    position_ids: Tensor | None = None
     kv_cache: KVCache | None = None  # the sequences' earlier tokens, while the model generates
 
 

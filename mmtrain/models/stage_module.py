@@ -67,6 +67,11 @@ class StageModule(nn.Module):
         if is_tied and "0" in self.layers and not holds_both_ends:
             self.layers["0"].table.weight.shared = "embeddings"  # type: ignore[union-attr]
 
+    @property
+    def needs_position_ids(self) -> bool:
+        """Return whether the stage's input must say where tokens are in time, row and column."""
+        return self.shape.kind == "llm" and self._settings.llm.rope_sections is not None
+
     def forward(self, hidden: Tensor | None, inputs: UnitInput, features: Mapping[str, Tensor] | None = None) -> Tensor:
         """Run the stage on one microbatch.
 

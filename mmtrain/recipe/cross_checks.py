@@ -39,6 +39,27 @@ def check_rotary_width(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(path, f"a head is {width} wide; allowed: an even width, for rotary positions")
 
 
+def check_rope_sections(recipe: Recipe) -> Iterator[Problem]:
+    """Sections of rotary positions cover a head, and every item has one place in the text."""
+    model = recipe.model
+    sections = model.llm.rope_sections
+    if sections is None:
+        return
+    num_pairs = (model.llm.head_dim or model.llm.hidden // model.llm.heads) // 2
+    if sum(sections) != num_pairs:
+        text = f"they add up to {sum(sections)}; allowed: {num_pairs}, the pairs of features of a head"
+        yield Problem(("model", "llm", "rope_sections"), text)
+    encoders = [name for name, encoder in model.all_encoders.items() if encoder.modality == "vision"]
+    if len(encoders) > 1:
+        text = f"an image has one place in the text, but features of {' and '.join(encoders)}; allowed: one of them"
+        yield Problem(("model", "llm", "rope_sections"), text)
+    if encoders and recipe.data.image.scheme == "tiles":
+        text = (
+            "found `tiles`, allowed with model.llm.rope_sections: native or fixed, since a tile has no rows of its own"
+        )
+        yield Problem(("data", "image", "scheme"), text)
+
+
 def check_learning_rates(recipe: Recipe) -> Iterator[Problem]:
     """The learning rate does not end above its peak."""
     optimizer = recipe.train.optimizer
@@ -139,6 +160,7 @@ CHECKS: tuple[Check, ...] = (
     check_model_chunks,
     check_cluster_size,
     check_rotary_width,
+    check_rope_sections,
     check_learning_rates,
     check_validation,
     check_sources,

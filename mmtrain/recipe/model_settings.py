@@ -466,6 +466,14 @@ class LlmSettings(UnitSettings):
         added_later=True,
         description="Scaling of the rotary frequencies for long contexts. Default: none.",
     )
+    rope_sections: tuple[PositiveInt, PositiveInt, PositiveInt] | None = setting(
+        None,
+        affects={"resume"},
+        added_later=True,
+        description="How many pairs of features of a head are rotated by time, by row and by column (M-RoPE of "
+        "Qwen2-VL, arXiv 2409.12191). Features of an image have the position of the text before it, plus their place "
+        "in the image. Their sum is half the width of a head. Default: one position for each token.",
+    )
     norm_eps: float = setting(1e-5, gt=0, affects={"plan", "resume"}, description="Epsilon of the RMS norms.")
     qkv_bias: bool = setting(
         False, affects={"plan", "resume"}, description="Bias in the query, key and value projections (Qwen2)."

@@ -13,7 +13,8 @@ import pytest
 
 from mmtrain.data import Loader, StepData
 from mmtrain.data.loader import choose_num_workers
-from mmtrain.data.loading.batch_builder import PayloadNeed, ReadMonitor, StepBuilder, StepRequest
+from mmtrain.data.loading.batch_builder import ReadMonitor, StepBuilder, StepRequest
+from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.data.loading.step_format import unpack
 from mmtrain.data.loading.worker_pool import HANG_TIMEOUT_S, MAX_DEATHS_PER_STEP, StepFailure, WorkerPool
 from mmtrain.errors import DataError, RunError

@@ -30,7 +30,7 @@ def test_every_element_is_read_once(family: str, tmp_path: Path) -> None:
         ends = [tuple(hi for _, hi in block.view_box) for block in source.blocks]
         view = np.zeros(np.max(ends, axis=0), int)
         _fill(source, list(source.blocks), counts, view)
-        assert (view == 1).all(), source.name
+        assert (view == 1).all() or (source.may_be_padded and (view <= 1).all()), source.name
         source.check_cover(view.shape)
     assert all((count == 1).all() for count in counts.values())
 

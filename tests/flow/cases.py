@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
 from mmtrain.data.loading.batch_builder import StepData
+from mmtrain.data.loading.media_positions import find_media_positions
 from mmtrain.data.loading.payload import EncoderPayload, build_encoder_payload, build_text_payload
+from mmtrain.data.media.image_grids import MediumGrid
 from mmtrain.data.text.sample_tokenizer import EncodedSample
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
@@ -207,6 +209,13 @@ def mels(sample: int, position: int, frames: int, cols: int = 1) -> np.ndarray:
 CELLS = {"vision": (patches, 3 * PATCH**2), "fine": (fine_patches, 3 * FINE_PATCH**2), "audio": (mels, BINS)}
 
 
+def position_ids(sample: int, ids: np.ndarray) -> np.ndarray:
+    """Return the positions in time, row and column of a sample's tokens, whose images `vision` alone reads."""
+    grids = [MediumGrid((0,), rows // MERGE, cols // MERGE) for rows, cols in GRIDS[sample]]
+    # Without text between them, `find_media_positions` sees where an image ends only by its size.
+    return find_media_positions(ids, (IMAGE_ID,), grids)
+
+
 def samples_of(step: int, texts_between: bool = False) -> range:
     """Return the samples of a step; with `texts_between` every second step has text alone."""
     return TEXTS if texts_between and step % 2 else SAMPLES
@@ -230,9 +239,8 @@ def step_data(job: RankContext, step: int, texts_between: bool = False) -> StepD
         for i in range(job.num_microbatches[need.unit]):
             key = (need.replica, i)
             if need.unit == "llm":
-                text[key] = build_text_payload(
-                    meta, *key, ITEM_IDS, partial(encoded, encoders=job.dp), need.ids, need.labels
-                )
+                encode = partial(encoded, encoders=job.dp)
+                text[key] = build_text_payload(meta, need, i, ITEM_IDS, encode, position_ids)
             else:
                 load, cell_features = CELLS[need.unit]
                 payload = build_encoder_payload(meta, need.unit, *key, cell_features, load if need.media else None)
@@ -313,7 +321,11 @@ class Reference:
             features["audio"] = self.stages["audio"](
                 None, EncoderInput(frames, (1,) * len(frames), torch.from_numpy(sound))
             )
-        inputs = TextInput((len(tokens.ids),), torch.from_numpy(tokens.ids), torch.from_numpy(tokens.labels), places)
+        positions = None
+        if self.settings.model.llm.rope_sections is not None:
+            positions = torch.from_numpy(position_ids(sample, tokens.ids))
+        ids, labels = torch.from_numpy(tokens.ids), torch.from_numpy(tokens.labels)
+        inputs = TextInput((len(ids),), ids, labels, places, positions)
         loss: Tensor = self.stages["llm"](None, inputs, features)
         return loss
 

@@ -190,6 +190,14 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "parallel.placement: disaggregated units need 1 (llm) + 1 (vision) ranks, parallel.max_gpus is 1",
         ),
         (["model.llm.head_dim=15"], "model.llm.head_dim: a head is 15 wide; allowed: an even width"),
+        (
+            ["model.llm.rope_sections=[1, 2, 3]"],
+            "model.llm.rope_sections: they add up to 6; allowed: 8, the pairs of features of a head",
+        ),
+        (
+            ["model.llm.rope_sections=[2, 3, 3]", "data.image={scheme: tiles, tile: 448, max_tiles: 1}"],
+            "data.image.scheme: found `tiles`, allowed with model.llm.rope_sections: native or fixed",
+        ),
         (["train.optimizer.min_lr=0.01"], "train.optimizer.min_lr: 0.01 is above train.optimizer.lr 0.001"),
         (["train.validate_every=5"], "train.validate_every: 5, but data.validation is empty"),
         (["train.evaluate_every=5"], "train.evaluate_every: 5, but data.validation is empty"),
@@ -269,7 +277,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 19
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 20
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import ChatTokenizer, DataIndex, build_index
+from mmtrain.data.loading.media_positions import find_media_positions
 from mmtrain.data.media.audio import load_log_mels
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.synthetic.demo import generate_demo as generate_demo
@@ -63,7 +64,11 @@ class Naive:
         prompt = self.tokenizer.prompt_ids(sample, self.index.media_features(number))
         ids = torch.from_numpy(np.concatenate([prompt, np.array(answer, np.int64)]))
         places = {unit: torch.tensor(rows) for unit, rows in self._places(number, prompt).items() if unit in features}
-        return self.units["llm"].logits(None, TextInput((len(ids),), ids, None, places), features)[-1]
+        positions = None
+        if self.settings.model.llm.rope_sections is not None:
+            media = self.index.media_grids(number, "vision", merge=2)
+            positions = torch.from_numpy(find_media_positions(ids.numpy(), self.tokenizer.item_ids["vision"], media))
+        return self.units["llm"].logits(None, TextInput((len(ids),), ids, None, places, positions), features)[-1]
 
     def _places(self, number: int, prompt: np.ndarray) -> dict[str, list[int]]:
         """Return the positions of each encoder's features: item by item, one encoder after another."""
@@ -176,7 +181,9 @@ def seeing(folder: Path) -> Case:
 
 @pytest.fixture(scope="module")
 def tied(folder: Path) -> Case:
-    return Case.make(_seeing(folder, tie_embeddings=True), folder / "checkpoints-tied")
+    """Images have rows and columns among the rotary positions, and embeddings are tied."""
+    model = _seeing(folder, tie_embeddings=True, rope_sections=(1, 2, 1))
+    return Case.make(model, folder / "checkpoints-tied")
 
 
 @pytest.fixture(scope="module")

@@ -134,6 +134,33 @@ def clip_extractor() -> Any:
     return WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=CLIP_FRAMES // 100)
 
 
+VIDEO_TOKEN = 2
+PATCH_OF_FRAMES, MERGE = 2, 2  # side of a patch in pixels; of a merged square in patches
+
+
+def qwen2_vl(frames: int = 2, **changes: Any) -> nn.Module:
+    """Make a Qwen2-VL whose patches join `frames` frames."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    vision = {
+        "depth": 2, "embed_dim": 32, "hidden_size": 48, "num_heads": 4, "mlp_ratio": 2, "patch_size": PATCH_OF_FRAMES,
+        "spatial_merge_size": MERGE, "temporal_patch_size": frames,
+    }  # fmt: skip
+    config = Qwen2VLConfig(text_config=_qwen2_vl_text() | changes, vision_config=vision, **_QWEN2_VL_TOKENS)
+    return _random(Qwen2VLForConditionalGeneration(config))
+
+
+_QWEN2_VL_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, "tie_word_embeddings": True}
+
+
+def _qwen2_vl_text() -> dict[str, Any]:
+    return {
+        "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 3]},
+    }  # fmt: skip
+
+
 def _random(model: nn.Module) -> nn.Module:
     randomize(model)  # biases and norms away from 0 and 1
     return model.eval()

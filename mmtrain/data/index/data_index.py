@@ -26,7 +26,7 @@ from mmtrain.data.index.index_cache import IndexCache, StoredIndex
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
 from mmtrain.data.index.sample_table import SampleTable, content_json, sample_record
 from mmtrain.data.index.stated_lengths import read_stated_lengths
-from mmtrain.data.media.image_grids import Grid
+from mmtrain.data.media.image_grids import Grid, MediumGrid
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.data_settings import SourceSettings
@@ -70,6 +70,18 @@ class DataIndex:
         media_starts = np.flatnonzero(self.item_parts[unit][of_sample] == 0)
         features: list[int] = np.add.reduceat(items.features[of_sample], media_starts).tolist()
         return features
+
+    def media_grids(self, sample: int, unit: str, merge: int) -> list[MediumGrid]:
+        """Return the features of each medium of a sample that one encoder reads, which merges squares of patches."""
+        items = self.lengths.items[unit]
+        of_sample = slice(items.first[sample], items.first[sample + 1])
+        rows, cols = items.rows[of_sample] // merge, items.cols[of_sample] // merge
+        starts = np.flatnonzero(self.item_parts[unit][of_sample] == 0).tolist()
+        ends = [*starts[1:], len(rows)][: len(starts)]
+        return [
+            MediumGrid(range(end - start), int(rows[start]), int(cols[start]))
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
     def locate_item(self, sample: int, unit: str, position: int) -> tuple[int, int, int]:
         """Locate an item of a sample: return the number of its medium, its part, and the number of parts.

@@ -3,15 +3,23 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isqrt
 
 import numpy as np
 
 from mmtrain.balance.assign import NO_TARGETS
-from mmtrain.balance.batch_meta import BatchMeta
+from mmtrain.balance.batch_meta import BatchMeta, IntArray
 from mmtrain.balance.step_targets import StepTargets
 from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.index.data_index import DataIndex, check_bad_rate
-from mmtrain.data.loading.payload import EncoderPayload, TextPayload, build_encoder_payload, build_text_payload
+from mmtrain.data.loading.media_positions import find_media_positions
+from mmtrain.data.loading.payload import (
+    EncoderPayload,
+    PayloadNeed,
+    TextPayload,
+    build_encoder_payload,
+    build_text_payload,
+)
 from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError
@@ -19,19 +27,8 @@ from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.data.text.sample_tokenizer import EncodedSample, SampleTokenizer
 from mmtrain.errors import RunError
-from mmtrain.recipe.modalities import MODALITIES
+from mmtrain.recipe.modalities import MODALITIES, VISION
 from mmtrain.recipe.schema import Recipe
-
-
-@dataclass(frozen=True)
-class PayloadNeed:
-    """A replica whose microbatches a rank computes, and the payload that the rank needs besides the lengths."""
-
-    unit: str
-    replica: int
-    media: bool = False  # encoder: on its first stage
-    ids: bool = False  # LLM: on the stage with the embedding
-    labels: bool = False  # LLM: on the stage with the head
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ class BatchBuilder:
 
     def _text(self, meta: BatchMeta, need: PayloadNeed, i: int) -> TextPayload:
         item_ids = {unit: self._tokenizer.item_ids[settings.modality] for unit, settings in self._encoders.items()}
-        return build_text_payload(meta, need.replica, i, item_ids, self._encode, need.ids, need.labels)
+        return build_text_payload(meta, need, i, item_ids, self._encode, self._find_positions)
 
     def _encode(self, sample_id: int) -> EncodedSample:
         sample = self._index.samples[sample_id]
@@ -145,6 +142,12 @@ class BatchBuilder:
             return self._tokenizer.encode(sample, self._index.media_features(sample_id))
         except Exception as error:
             raise RunError(f"{sample} cannot be encoded: {type(error).__name__}: {error}") from error
+
+    def _find_positions(self, sample_id: int, ids: IntArray) -> IntArray:
+        """Return (3, T) the rotary positions of a sample's tokens, whose images one encoder reads."""
+        unit, settings = next(entry for entry in self._encoders.items() if entry[1].modality == VISION.name)
+        media = self._index.media_grids(sample_id, unit, isqrt(settings.tokens_per_feature))
+        return find_media_positions(ids, self._tokenizer.item_ids[VISION.name], media)
 
     def _load_cells(self, unit: str, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
         """Return the cells of an item of a sample; zeros if it cannot be decoded."""

@@ -14,6 +14,19 @@ from mmtrain.data.text.sample_tokenizer import EncodedSample
 
 LoadCells = Callable[[int, int, int, int], Float32Array]  # sample id, position, rows, cols -> (rows * cols, F)
 EncodeSample = Callable[[int], EncodedSample]  # sample id -> ids and labels
+FindPositions = Callable[[int, IntArray], IntArray]  # sample id, its ids (T,) -> (3, T) time, row and column
+
+
+@dataclass(frozen=True)
+class PayloadNeed:
+    """A replica whose microbatches a rank computes, and the payload that the rank needs besides the lengths."""
+
+    unit: str
+    replica: int
+    media: bool = False  # encoder: on its first stage
+    ids: bool = False  # LLM: on the stage with the embedding
+    labels: bool = False  # LLM: on the stage with the head
+    position_ids: bool = False  # LLM: on all stages, if images have rows and columns there
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,7 @@ class TextPayload:
     ids: IntArray | None  # (T,)
     labels: IntArray | None  # (T,) the token to predict at each position, -100 where none
     feature_positions: dict[str, IntArray]  # with ids: encoder unit -> (F,) positions in [0, T) of its features
+    position_ids: IntArray | None = None  # (3, T) rotary positions in time, row and column
 
 
 def build_encoder_payload(
@@ -61,28 +75,36 @@ def build_encoder_payload(
 
 def build_text_payload(
     meta: BatchMeta,
-    replica: int,
+    need: PayloadNeed,
     index: int,
     item_ids: Mapping[str, tuple[int, ...]],
-    encode: EncodeSample | None,
-    ids: bool,
-    labels: bool,
+    encode: EncodeSample,
+    find_positions: FindPositions | None = None,
 ) -> TextPayload:
-    """Build LLM microbatch (replica, index) with its ids, its labels, both or neither.
+    """Build LLM microbatch `index` of a replica with what is needed of its ids, labels and rotary positions.
 
     item_ids: encoder unit -> the token ids at the positions of its features; encoders of one modality share them.
+    find_positions: for needs with `position_ids`.
     """
-    samples = meta.microbatch(replica, index)
+    samples = meta.microbatch(need.replica, index)
     lengths = tuple(meta.tokens[samples].tolist())
-    if encode is None or not (ids or labels):
+    if not (need.ids or need.labels or need.position_ids):
         return TextPayload(lengths, None, None, {})
-    encoded = [encode(int(sample_id)) for sample_id in meta.sample_id[samples]]
+    sample_ids = meta.sample_id[samples].tolist()
+    encoded = [encode(sample_id) for sample_id in sample_ids]
     empty = np.empty(0, dtype=np.int64)  # a microbatch may have no samples when answers are generated
     all_ids = np.concatenate([empty, *(e.ids for e in encoded)])
     assert all_ids.size == sum(lengths), "the data changed under a running index"
-    all_labels = np.concatenate([empty, *(e.labels for e in encoded)])
-    positions = _feature_positions(all_ids, meta, samples, item_ids) if ids else {}
-    return TextPayload(lengths, all_ids if ids else None, all_labels if labels else None, positions)
+    ids = positions = None
+    feature_positions: dict[str, IntArray] = {}
+    if need.ids:
+        ids, feature_positions = all_ids, _feature_positions(all_ids, meta, samples, item_ids)
+    labels = np.concatenate([empty, *(e.labels for e in encoded)]) if need.labels else None
+    if need.position_ids:
+        assert find_positions is not None, "positions are needed, but nothing finds them"
+        of_samples = [find_positions(sample_id, e.ids) for sample_id, e in zip(sample_ids, encoded, strict=True)]
+        positions = np.concatenate([np.empty((3, 0), dtype=np.int64), *of_samples], axis=1)
+    return TextPayload(lengths, ids, labels, feature_positions, positions)
 
 
 def _feature_positions(

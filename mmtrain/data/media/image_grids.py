@@ -5,11 +5,22 @@ InternVL's dynamic tiling (arXiv 2404.16821).
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from mmtrain.recipe.data_settings import ImageSettings
 
 Grid = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class MediumGrid:
+    """The features of an image, or of a video whose items are equal pictures one after another."""
+
+    times: Sequence[int]  # rotary position of each item, from 0
+    rows: int  # of features
+    cols: int
 
 
 def item_grids(

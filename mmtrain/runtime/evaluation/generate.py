@@ -9,6 +9,7 @@ ranks, so that all of these have work while a token is on its way; replicas do n
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -144,6 +145,7 @@ class _Draft:
     answers: dict[int, list[int]]
     kv_cache: KVCache
     lengths: tuple[int, ...]  # tokens of each open sequence in the pass under way
+    next_positions: list[int] | None  # rotary position of each open sequence's next token, where the input states it
 
     @classmethod
     def of(cls, data: StepData, mb: Microbatch, max_new_tokens: int) -> "_Draft":
@@ -151,7 +153,11 @@ class _Draft:
         samples = data.meta.sample_id[rows].tolist()
         lengths = tuple(data.meta.tokens[rows].tolist())
         kv_cache = KVCache(max(lengths, default=0) + max_new_tokens, (0,) * len(lengths))
-        return cls(samples, {sample: [] for sample in samples}, kv_cache, lengths)
+        position_ids = data.text[mb.replica, mb.index].position_ids
+        next_positions = None
+        if position_ids is not None:  # a prompt ends with text, whose positions in time, row and column are equal
+            next_positions = [int(position_ids[0, end - 1]) + 1 for end in accumulate(lengths)]
+        return cls(samples, {sample: [] for sample in samples}, kv_cache, lengths, next_positions)
 
     def append(self, tokens: list[int], end_ids: frozenset[int]) -> None:
         """Append a token to each open answer; close those whose token is one of `end_ids`."""
@@ -163,11 +169,17 @@ class _Draft:
         self.kv_cache.select_sequences(still_open)
         self.open = [self.open[i] for i in still_open]
         self.lengths = (1,) * len(still_open)
+        if self.next_positions is not None:
+            self.next_positions = [self.next_positions[i] for i in still_open]
 
     def last_tokens(self, device: torch.device) -> TextInput:
         """Return the last token of each open answer."""
         ids = torch.tensor([self.answers[sample][-1] for sample in self.open], dtype=torch.int64, device=device)
-        return TextInput(self.lengths, ids, kv_cache=self.kv_cache)
+        position_ids = None
+        if self.next_positions is not None:
+            position_ids = torch.tensor(self.next_positions, dtype=torch.int64, device=device).expand(3, -1)
+            self.next_positions = [position + 1 for position in self.next_positions]
+        return TextInput(self.lengths, ids, position_ids=position_ids, kv_cache=self.kv_cache)
 
 
 class _TokenPickingLlm(UnitRunner):

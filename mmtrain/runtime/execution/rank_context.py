@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from mmtrain.costs import Precision
-from mmtrain.data.loading.batch_builder import PayloadNeed, StepData
+from mmtrain.data.loading.batch_builder import StepData
+from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.models import parameter_specs
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
@@ -144,7 +145,10 @@ def build_rank_context(
 
 
 def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int) -> tuple[PayloadNeed, ...]:
-    """Return the payload a rank with these units computes on: media and ids for first layers, labels for the head."""
+    """Return the payload a rank with these units computes on.
+
+    First layers need media or ids, the head needs labels, and all stages of some LLMs need positions.
+    """
     # Not the rank in the unit's data-parallel group: torch orders that group by global rank, whatever the mesh says.
     replica_of = {stage.unit: replica for stage, replica in graph.held_by(rank)}
     needs = []
@@ -159,6 +163,7 @@ def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int)
                 media=not is_llm and has_first_layer,
                 ids=is_llm and has_first_layer,
                 labels=is_llm and has_last_layer,
+                position_ids=any(stage.needs_position_ids for stage in unit.stages.values()),
             )
         )
     return tuple(needs)
@@ -175,7 +180,8 @@ def unit_inputs(data: StepData, device: torch.device, dtype: torch.dtype) -> dic
         ids = None if text.ids is None else torch.from_numpy(text.ids).to(device)
         labels = None if text.labels is None else torch.from_numpy(text.labels).to(device)
         positions = {unit: torch.from_numpy(rows).to(device) for unit, rows in text.feature_positions.items()}
-        inputs[Microbatch(LLM, replica, index)] = TextInput(text.lengths, ids, labels, positions)
+        position_ids = None if text.position_ids is None else torch.from_numpy(text.position_ids).to(device)
+        inputs[Microbatch(LLM, replica, index)] = TextInput(text.lengths, ids, labels, positions, position_ids)
     return inputs
 
 

@@ -1,0 +1,251 @@
+"""Qwen2-VL from a folder computes what `transformers` computes: images, videos, positions, under any plan."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmtrain.checkpoint import open_newest_good
+from mmtrain.data import build_index
+from mmtrain.data.loading.media_positions import find_media_positions
+from mmtrain.data.media.image_grids import MediumGrid
+from mmtrain.data.media.vision_items import VisionItemDecoder
+from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.families import FAMILIES
+from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
+from mmtrain.runtime.world import World
+from mmtrain.weights import export_folder, open_pretrained
+from mmtrain.weights.tiny_model import write_tiny_model
+from tests.distributed import run_ranks
+from tests.families.configs import write_config
+from tests.flow.cases import GRIDS, SAMPLES, Mesh, encoded, patches, plan, position_ids, step_data
+from tests.flow.gather import copy, whole
+from tests.runtime.models import run_folder
+from tests.weights.pretrained import IMAGE_TOKEN, MERGE, VIDEO_TOKEN, VOCAB, qwen2_vl, recipe_from, save
+from tests.weights.test_export_weights import content
+from tests.weights.test_import_weights import CPU, assert_equal_gradients, full_gradients, unit_stage
+from tests.weights.test_tiny_model import messages_of, tiny_recipe
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"qwen2_vl": qwen2_vl}
+QWEN2_VL_2B = {
+    "architectures": ["Qwen2VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 1536, "image_token_id": 151655,
+    "initializer_range": 0.02, "intermediate_size": 8960, "max_position_embeddings": 32768, "max_window_layers": 28,
+    "model_type": "qwen2_vl", "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06, "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"}, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_sliding_window": False,
+    "video_token_id": 151656, "vision_end_token_id": 151653, "vision_start_token_id": 151652,
+    "vision_token_id": 151654, "vocab_size": 151936,
+    "vision_config": {
+        "depth": 32, "embed_dim": 1280, "hidden_size": 1536, "in_chans": 3, "mlp_ratio": 4, "num_heads": 16,
+        "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2,
+    },
+}  # fmt: skip
+# Frames (in patches), rows and columns of what the samples show, and whether it is a video.
+SHOWN = [[((1, 4, 6), False), ((1, 2, 2), False)], [], [((3, 4, 4), True)], [((1, 6, 10), False), ((2, 2, 6), True)]]
+
+
+def _recipe(folder: Path) -> Recipe:
+    return recipe_from(folder, "data.image.min_pixels=16", "data.image.max_pixels=576")
+
+
+def _words(count: int, seed: int) -> Tensor:
+    return torch.randint(IMAGE_TOKEN + 1, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def _ids(number: int) -> Tensor:
+    parts = [_words(3, number)]
+    for (frames, rows, cols), is_video in SHOWN[number]:
+        token = VIDEO_TOKEN if is_video else IMAGE_TOKEN
+        parts += [torch.full((frames * rows * cols // MERGE**2,), token), _words(2, number + 10)]
+    return torch.cat([*parts, _words(4, number + 20)])
+
+
+def _in_squares(cells: Tensor, rows: int, cols: int) -> Tensor:
+    """Order patches (frames * rows * cols, features), row by row, as `transformers` expects them."""
+    split = cells.view(-1, rows // MERGE, MERGE, cols // MERGE, MERGE, cells.shape[1])
+    return split.transpose(2, 3).reshape(cells.shape)
+
+
+def _their_media(number: int, cells: list[Tensor]) -> dict[str, Tensor]:
+    """Return the arguments of `transformers` for the media of a sample."""
+    kinds: dict[str, tuple[list[Tensor], list[tuple[int, ...]]]] = {"image": ([], []), "video": ([], [])}
+    for (grid, is_video), of_medium in zip(SHOWN[number], cells, strict=True):
+        pixels, grids = kinds["video" if is_video else "image"]
+        pixels.append(_in_squares(of_medium, *grid[1:]))
+        grids.append(grid)
+    arguments = {}
+    for kind, (pixels, grids) in kinds.items():
+        if pixels:
+            name = "pixel_values" if kind == "image" else "pixel_values_videos"
+            arguments |= {name: torch.cat(pixels), f"{kind}_grid_thw": torch.tensor(grids)}
+    ids = _ids(number)
+    types = (ids == IMAGE_TOKEN).int() + 2 * (ids == VIDEO_TOKEN).int()
+    return {**arguments, "mm_token_type_ids": types[None]} if arguments else {}
+
+
+def _our_inputs(cells: list[list[Tensor]], ids: list[Tensor], labels: list[Tensor]) -> tuple[EncoderInput, TextInput]:
+    grids = [grid for of_sample in SHOWN for grid, _ in of_sample]
+    rows, cols = (tuple(grid[k] for grid in grids for _ in range(grid[0])) for k in (1, 2))
+    images = EncoderInput(rows, cols, torch.cat([of_medium for of_sample in cells for of_medium in of_sample]))
+    positions = []
+    for of_sample, sample_ids in zip(SHOWN, ids, strict=True):
+        media = [MediumGrid(range(t), rows // MERGE, cols // MERGE) for (t, rows, cols), _ in of_sample]
+        positions.append(find_media_positions(sample_ids.numpy(), (IMAGE_TOKEN, VIDEO_TOKEN), media))
+    packed = torch.cat(ids)
+    places = (packed <= IMAGE_TOKEN).nonzero().flatten()
+    position_ids = torch.from_numpy(np.concatenate(positions, axis=1))
+    return images, TextInput(tuple(map(len, ids)), packed, torch.cat(labels), {"vision": places}, position_ids)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_loss_and_gradients_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = MODELS[name]()
+    folder = save(theirs, tmp_path / "model")
+    recipe = _recipe(folder)
+    vision, llm = unit_stage(recipe, "vision"), unit_stage(recipe, "llm")
+    assert recipe.model.vision is not None
+    width = recipe.model.vision.cell_features
+    generator = torch.Generator().manual_seed(7)
+    cells = [
+        [torch.randn(int(np.prod(grid)), width, generator=generator) for grid, _ in of_sample] for of_sample in SHOWN
+    ]
+    ids = [_ids(number) for number in range(len(SHOWN))]
+    labels = [torch.where(sample <= IMAGE_TOKEN, -100, sample)[1:] for sample in ids]
+    labels = [torch.cat([of_sample, torch.tensor([-100])]) for of_sample in labels]
+    expected = torch.cat(
+        [
+            theirs(input_ids=sample[None], **_their_media(number, cells[number])).logits[0]
+            for number, sample in enumerate(ids)
+        ]
+    )
+    images, text = _our_inputs(cells, ids, labels)
+    features = vision(None, images)
+    with torch.no_grad():
+        logits = llm.logits(None, text, {"vision": features})[:, :VOCAB]
+    assert (logits - expected).abs().max() < 1e-4
+    assert expected.std() > 0.1  # else the comparison would prove nothing
+
+    loss = llm(None, text, {"vision": features})
+    their_loss = nn.functional.cross_entropy(expected, torch.cat(labels), reduction="sum")
+    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
+    loss.backward()
+    their_loss.backward()
+    assert_equal_gradients(folder, theirs, full_gradients(vision) | full_gradients(llm))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_import_and_export_give_the_same_bits(name: str, tmp_path: Path) -> None:
+    folder = save(MODELS[name](), tmp_path / "model", torch.bfloat16)
+    recipe = _recipe(folder)
+    run = run_folder(tmp_path / "run", recipe, {unit: unit_stage(recipe, unit) for unit in ("vision", "llm")})
+    export_folder(recipe, open_newest_good(run / CHECKPOINTS_FOLDER, print), tmp_path / "out")
+    assert content(tmp_path / "out") == content(folder)
+
+
+def test_the_config_of_the_hub_is_that_of_the_paper(tmp_path: Path) -> None:
+    recipe = recipe_from(write_config(tmp_path / "model", QWEN2_VL_2B), "data.seq_len=32768")
+    vision, llm, image = recipe.model.vision, recipe.model.llm, recipe.data.image
+    assert vision is not None
+    assert (vision.layers, vision.hidden, vision.ffn, vision.projector.ffn) == (32, 1280, 5120, 5120)
+    assert (vision.patch, vision.temporal_patch, vision.merge, vision.activation) == (14, 2, 2, "quick_gelu")
+    assert (llm.layers, llm.hidden, llm.kv_heads, llm.rope_sections) == (28, 1536, 2, (16, 24, 24))
+    assert (llm.rope_base, llm.tie_embeddings, llm.qkv_bias, llm.norm_eps) == (1e6, True, True, 1e-6)
+    assert (image.scheme, image.min_pixels, image.max_pixels) == ("native", 3136, 1003520)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_conversations_of_the_tiny_model_are_what_its_processor_makes_of_them(name: str, tmp_path: Path) -> None:
+    """Compose the processor: as a whole it needs torchvision, for videos."""
+    import transformers
+
+    folder = tmp_path / "model"
+    write_tiny_model(FAMILIES[name], folder, seed=3)
+    recipe = tiny_recipe(folder)
+    vision = recipe.model.vision
+    assert vision is not None
+    image_processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(recipe.data.tokenizer_path)
+    decoder = VisionItemDecoder(recipe.data.image, vision.patch, vision.temporal_patch)
+    index = build_index(recipe)
+    rows = json.loads((folder / "conversations" / "heldout.json").read_text())[:30]
+    sizes = set()
+    for number, row in enumerate(rows):
+        messages = messages_of(row, folder / "conversations")
+        images = [part["image"] for turn in messages for part in turn["content"] if part["type"] == "image"]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        pixels, grids = Tensor(), []
+        if images:
+            prepared = image_processor(images, return_tensors="pt")
+            pixels, grids = prepared["pixel_values"], prepared["image_grid_thw"].tolist()
+        for _, height, width in grids:
+            text = text.replace("<image>", "<mark>" * (height * width // vision.merge**2), 1)
+        expected = tokenizer(text.replace("<mark>", "<image>"), add_special_tokens=False)["input_ids"]
+        sample = index.samples[number]
+        assert ours.encode(sample, index.media_features(number)).ids.tolist() == expected
+        for media, (_, height, width) in zip(sample.media["image"], grids, strict=True):
+            patches_of_image = torch.from_numpy(decoder.patches("image", media, 0, 1, (height, width)))
+            theirs, pixels = pixels.split([height * width, len(pixels) - height * width])
+            torch.testing.assert_close(_in_squares(patches_of_image, height, width), theirs, atol=1e-4, rtol=0)
+            sizes.add((height, width))
+    assert len(sizes) > 2
+
+
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp 2 with sp": (2, {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((), (0, 1), tp=2, sp=True)}),
+    "unified pp 2": (2, {"vision": Mesh((2,), (0, 1)), "llm": Mesh((2,), (0, 1))}),
+    "disaggregated 1:2": (3, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2)}),
+    "colocated": (2, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1)), "kind": "coarse"}),
+}
+
+
+def _train_one_step(recipe: Recipe, meshes: dict[str, Any]) -> tuple[float, list[Any]]:
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    context = build_rank_context(
+        recipe, plan(recipe, **meshes), World(rank, size, CPU), pretrained=open_pretrained(recipe)
+    )
+    outcome = context.train(step_data(context, 0), lr=0.01)
+    return outcome.loss, [copy(g) for unit in context.optimizer.units.values() for g in unit.gradients()]
+
+
+def _their_loss(theirs: nn.Module) -> Tensor:
+    """Return the mean loss of the samples of `tests.flow.cases`, of which patches have one frame."""
+    total, num_targets = torch.zeros(()), 0
+    for sample in SAMPLES:
+        tokens = encoded(sample)
+        media: dict[str, Any] = {}
+        if GRIDS[sample]:
+            cells = [torch.from_numpy(patches(sample, i, *grid)) for i, grid in enumerate(GRIDS[sample])]
+            squares = [_in_squares(of_image, *grid) for of_image, grid in zip(cells, GRIDS[sample], strict=True)]
+            media["pixel_values"] = torch.cat(squares)
+            media["image_grid_thw"] = torch.tensor([(1, *grid) for grid in GRIDS[sample]])
+        places = torch.from_numpy(position_ids(sample, tokens.ids))[:, None]
+        logits = theirs(input_ids=torch.from_numpy(tokens.ids)[None], position_ids=places, **media).logits[0]
+        labels = torch.from_numpy(tokens.labels)
+        total = total + nn.functional.cross_entropy(logits, labels, reduction="sum")
+        num_targets += int((labels >= 0).sum())
+    return total / num_targets
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_under_any_plan_equals_one_of_transformers(name: str, placement: str, tmp_path: Path) -> None:
+    theirs = MODELS[name](frames=1)
+    folder = save(theirs, tmp_path / "model")
+    num_ranks, meshes = PLANS[placement]
+    ranks = run_ranks(num_ranks, partial(_train_one_step, meshes=meshes), _recipe(folder), timeout=180)
+    loss = _their_loss(theirs)
+    loss.backward()
+    assert sum(part for part, _ in ranks) == pytest.approx(loss.item(), rel=1e-4)
+    assert_equal_gradients(folder, theirs, whole([shard for _, shards in ranks for shard in shards]))
