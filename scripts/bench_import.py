@@ -1,8 +1,9 @@
 """Measure time and host memory of starting from a folder: `python -m scripts.bench_import --gb 2 --tp 2`.
 
-Writes a random Llama of the stated size in bf16, in files of one layer each, and lets every tensor-parallel rank fill
-its shard of all layers. Memory is what a rank allocates beyond its start (RssAnon, sampled), against the bytes of the
-parameters that it keeps. Pages of the mapped files are not counted: the system takes them back when it needs memory.
+Writes a random Llama of the stated size, in files of one layer each, and lets every tensor-parallel rank fill its
+shard of all layers in bf16; with `--stored fp32` also fp32 master weights, as a run in bf16 starts with. Memory is what
+a rank allocates beyond its start (RssAnon, sampled), against the bytes that it keeps. Pages of the mapped files are not
+counted: the system takes them back when it needs memory.
 """
 
 import argparse
@@ -25,14 +26,16 @@ from mmtrain.families import FAMILIES, read_model_folder
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.stage_module import StageSpec
+from mmtrain.models.parameter_specs import stage_param_specs
+from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
-from mmtrain.weights import open_pretrained
+from mmtrain.weights import PretrainedWeights, open_pretrained
 
 CPU = torch.device("cpu")
 SAMPLING_INTERVAL_S = 0.002
+_STORED_TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632,
     "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "rms_norm_eps": 1e-5,
@@ -48,25 +51,26 @@ train: {{steps: 1, global_batch: 1, optimizer: {{lr: 1.0e-3}}}}
 def main() -> None:
     """Write the model and start the ranks."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--gb", type=float, default=0.5, help="size of the weights in bf16")
+    parser.add_argument("--gb", type=float, default=0.5, help="size of the weights")
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--stored", choices=["bf16", "fp32"], default="bf16", help="type of the weights in the folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
-        num_bytes = _write_model(folder, arguments.gb * 1e9)
+        num_bytes = _write_model(folder, arguments.gb * 1e9, _STORED_TYPES[arguments.stored])
         path = Path(parent) / "recipe.yaml"
         path.write_text(RECIPE.format(folder=folder), encoding="utf-8")
         print(f"{num_bytes / 1e9:.2f} GB in {len(list(folder.glob('*.safetensors')))} files, tp {arguments.tp}")
         launch_local(arguments.tp, partial(_fill_rank, load_recipe(path).recipe))
 
 
-def _write_model(folder: Path, wanted_bytes: float) -> int:
+def _write_model(folder: Path, wanted_bytes: float, dtype: torch.dtype) -> int:
     """Write a folder of at least this size; return the bytes of its weights."""
     folder.mkdir()
     sizes = []
     for layers in (1, 2):
         (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}), encoding="utf-8")
-        sizes.append(2 * sum(torch.Size(shape).numel() for shape in _shapes(folder).values()))
+        sizes.append(dtype.itemsize * sum(torch.Size(shape).numel() for shape in _shapes(folder).values()))
     layers = max(1, round((wanted_bytes - sizes[0]) / (sizes[1] - sizes[0])) + 1)
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}), encoding="utf-8")
     files: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
@@ -74,7 +78,7 @@ def _write_model(folder: Path, wanted_bytes: float) -> int:
         layer = name.split(".")[2] if ".layers." in name else "ends"
         files[f"model-{layer}.safetensors"][name] = shape
     for file, shapes in files.items():
-        save_file({name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}, folder / file)
+        save_file({name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}, folder / file)
     weight_map = {name: file for file, shapes in files.items() for name in shapes}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -114,6 +118,18 @@ def _anonymous_bytes() -> int:
     raise OSError("no RssAnon in /proc/self/status")
 
 
+def _fill_masters(stage: StageModule, weights: PretrainedWeights | None, tp_rank: int, tp: int) -> list[torch.Tensor]:
+    """Make the fp32 master weights that the folder has at a higher precision than the stage's parameters."""
+    assert weights is not None
+    specs = stage_param_specs(stage, stage.unit, tp)
+    masters = []
+    for name, param in stage.named_parameters():
+        master = torch.empty(param.numel(), dtype=torch.float32)
+        if weights.fill_master(master, specs[name], tp_rank, tp, 0, param.dtype):
+            masters.append(master)
+    return masters
+
+
 def _fill_rank(recipe: Recipe, address: Address) -> None:
     torch.set_num_threads(1)
     world = join(address)
@@ -130,8 +146,9 @@ def _fill_rank(recipe: Recipe, address: Address) -> None:
         weights = open_pretrained(recipe)
         options = StageOptions(torch.bfloat16, CPU, 0, pretrained=weights)
         stage = build_stage(recipe.model, model, spec, groups, options)
+        masters = _fill_masters(stage, weights, world.rank, world.size)
     seconds = time.perf_counter() - start_s
-    kept_bytes = sum(param.numel() * param.element_size() for param in stage.parameters())
+    kept_bytes = sum(param.numel() * param.element_size() for param in (*stage.parameters(), *masters))
     extra_bytes = memory.peak_bytes - memory.start_bytes
     line = (
         f"rank {world.rank}: keeps {kept_bytes / 1e9:.2f} GB, allocated at most {extra_bytes / 1e9:.2f} GB "

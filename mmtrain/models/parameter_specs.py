@@ -71,6 +71,11 @@ class WeightSource(Protocol):
     def fill(self, param: Tensor, spec: ParamSpec, tp_rank: int, tp: int) -> bool:
         """Fill this rank's shard of a parameter; return False if there are no weights for it."""
 
+    def fill_master(
+        self, master: Tensor, spec: ParamSpec, tp_rank: int, tp: int, first: int, dtype: torch.dtype
+    ) -> bool:
+        """Fill elements of this rank's flattened shard, from `first` on, if more is known of them than fits `dtype`."""
+
 
 def initialize_parameters(
     stage: StageModule,

@@ -5,16 +5,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mmtrain.errors import ModelFolderError
-from mmtrain.families import Block, ModelFolder, read_model_folder
+from mmtrain.families import Block, ModelFolder, ParameterSource, read_model_folder
+from mmtrain.families.weight_layouts import Box
 from mmtrain.models.parameter_specs import ParamSpec
 from mmtrain.recipe import Recipe
-from mmtrain.weights.folder_tensors import FolderTensors
+from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import MatchedFolder, match_tensors
 
 if TYPE_CHECKING:
     import torch
 
 MAX_ELEMENTS_PER_READ = 16 << 20  # 64 MB in fp32: what a rank holds beside its parameters
+_SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 
 
 class PretrainedWeights:
@@ -39,27 +41,60 @@ class PretrainedWeights:
 
         Values are converted to the parameter's dtype. Rows that pad the vocabulary become zeros.
         """
-        if spec.name.split(".", 1)[0] not in self.units or spec.name in self._matched.fresh:
+        source = self._source_of(spec)
+        if source is None:
             return False
+        self._read_box(source, param.view(spec.local_shape(tp)), _shard_box(spec, tp_rank, tp))
+        return True
+
+    def fill_master(
+        self, master: "torch.Tensor", spec: ParamSpec, tp_rank: int, tp: int, first: int, dtype: "torch.dtype"
+    ) -> bool:
+        """Fill master weights: elements of this rank's flattened shard of a parameter, from `first` on.
+
+        Return whether the folder holds the parameter, at a higher precision than `dtype`. Beside `master`, at most
+        `MAX_ELEMENTS_PER_READ` elements are in memory.
+        """
+        import torch
+
+        source = self._source_of(spec)
+        if source is None or not self._has_more_bits(source, str(dtype).removeprefix("torch.")):
+            return False
+        last = first + master.numel()
+        for box, start in _slabs(_shard_box(spec, tp_rank, tp)):
+            end = start + _num_elements(box)
+            if end <= first or start >= last:
+                continue
+            slab = torch.empty([hi - lo for lo, hi in box], dtype=master.dtype)
+            self._read_box(source, slab, box)
+            lo, hi = max(first, start), min(last, end)
+            master[lo - first : hi - first].copy_(slab.view(-1)[lo - start : hi - start])
+        return True
+
+    def _source_of(self, spec: ParamSpec) -> ParameterSource | None:
+        """Return what a parameter is made of; None if the folder does not hold it."""
+        if spec.name.split(".", 1)[0] not in self.units or spec.name in self._matched.fresh:
+            return None
         source = self._matched.sources[spec.name]
         source.check_cover(spec.full_shape)
-        target = param.view(spec.local_shape(tp))
-        shard_start = 0
-        blocks: list[Block] = list(source.blocks)
-        if spec.dim is not None:
-            rows = spec.full_shape[spec.dim] // tp
-            shard_start = tp_rank * rows
-            cut = (block.cut(spec.dim, shard_start, shard_start + rows) for block in blocks)
-            blocks = [block for block in cut if block is not None]
+        return source
+
+    def _has_more_bits(self, source: ParameterSource, dtype: str) -> bool:
+        stored = {DTYPES[self._tensors.tensors[tensor].dtype] for tensor in source.tensor_shapes()}
+        return max(map(_SIGNIFICANT_BITS.__getitem__, stored)) > _SIGNIFICANT_BITS[dtype]
+
+    def _read_box(self, source: ParameterSource, target: "torch.Tensor", box: Box) -> None:
+        """Fill `target` with a box of a parameter's full view."""
         if source.may_be_padded:
             target.zero_()
-        for block in blocks:
-            for piece in _pieces(block):
-                offsets = [shard_start if axis == spec.dim else 0 for axis in range(len(spec.full_shape))]
-                place = tuple(slice(lo - o, hi - o) for (lo, hi), o in zip(piece.view_box, offsets, strict=True))
+        for block in source.blocks:
+            inside = _cut(block, box)
+            for piece in _pieces(inside) if inside is not None else ():
+                place = tuple(
+                    slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(piece.view_box, box, strict=True)
+                )
                 region = target[place]
                 region.copy_(self._tensors.read(piece.tensor, piece.tensor_box).reshape(region.shape))
-        return True
 
     def close(self) -> None:
         """Close the files of the folder."""
@@ -91,3 +126,40 @@ def _pieces(block: Block) -> Iterator[Block]:
         piece = block.cut(axis, start, min(start + step, hi))
         assert piece is not None
         yield piece
+
+
+def _shard_box(spec: ParamSpec, tp_rank: int, tp: int) -> Box:
+    """Return the box of the full view that a tensor-parallel rank holds."""
+    box = [(0, size) for size in spec.full_shape]
+    if spec.dim is not None:
+        rows = spec.full_shape[spec.dim] // tp
+        box[spec.dim] = (tp_rank * rows, (tp_rank + 1) * rows)
+    return tuple(box)
+
+
+def _cut(block: Block, box: Box) -> Block | None:
+    """Return the part of a block inside a box; None if there is none."""
+    inside: Block | None = block
+    for dim, (lo, hi) in enumerate(box):
+        inside = None if inside is None else inside.cut(dim, lo, hi)
+    return inside
+
+
+def _slabs(box: Box, dim: int = 0, start: int = 0) -> Iterator[tuple[Box, int]]:
+    """Cut a box into boxes of at most `MAX_ELEMENTS_PER_READ`, which follow each other in row-major order.
+
+    Yield each with the place of its first element in that order, counted from `start`.
+    """
+    if _num_elements(box) <= MAX_ELEMENTS_PER_READ or dim == len(box):
+        yield box, start
+        return
+    lo, hi = box[dim]
+    row_size = _num_elements(box) // (hi - lo)
+    num_rows = max(1, MAX_ELEMENTS_PER_READ // row_size)
+    for row in range(lo, hi, num_rows):
+        part = (*box[:dim], (row, min(row + num_rows, hi)), *box[dim + 1 :])
+        yield from _slabs(part, dim + 1, start + (row - lo) * row_size)
+
+
+def _num_elements(box: Box) -> int:
+    return math.prod(hi - lo for lo, hi in box)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmtrain.models.megatron.compat import optimizer_scope
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.models.parameter_specs import ParamSpec
+from mmtrain.models.parameter_specs import ParamSpec, WeightSource
 from mmtrain.recipe.train_settings import OptimizerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -171,6 +171,15 @@ class ZeroAdamW:
             if self._trained:
                 self._optimizer._copy_main_params_to_model_params()
         self.gather_params()
+
+    def start_masters(self, weights: WeightSource) -> None:
+        """Start master weights from what `weights` has at a higher precision than that of the parameters."""
+        for param, shard in self._shards.items() if self._trained else ():
+            if param.dtype != torch.float32:
+                spec, first = self._params[param].spec, self._flat_range(param)[0]
+                weights.fill_master(
+                    shard.detach(), spec, self._groups.tp_rank, self._groups.tp_size, first, param.dtype
+                )
 
     def _named_shards(self, param: nn.Parameter, shard: Tensor) -> Iterator[NamedShard]:
         """Yield the master weight and both moments of a trained parameter."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.models.named_shards import NamedShard
+from mmtrain.models.parameter_specs import WeightSource
 from mmtrain.recipe.train_settings import OptimizerSettings
 from mmtrain.runtime.world import World
 
@@ -46,6 +47,9 @@ class UnitOptimizer(Protocol):
     def load(self, read: Callable[[NamedShard], Tensor]) -> None:
         """Fill parameters and optimizer state; `read` returns the stored piece that a shard describes."""
 
+    def start_masters(self, weights: WeightSource) -> None:
+        """Start master weights from what `weights` has at a higher precision than that of the parameters."""
+
     def set_num_updates(self, value: int) -> None:
         """Continue after `value` updates; Adam's bias correction depends on it."""
 
@@ -73,6 +77,11 @@ class Optimizer:
         self._num_updates = value
         for unit in self.units.values():
             unit.set_num_updates(value)
+
+    def start_masters(self, weights: WeightSource) -> None:
+        """Start master weights from what `weights` has at a higher precision than that of the parameters."""
+        for unit in self.units.values():
+            unit.start_masters(weights)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""

@@ -124,6 +124,8 @@ def build_rank_context(
         world,
         groups.tied_embeddings,
     )
+    if pretrained is not None:
+        optimizer.start_masters(pretrained)
     broker = Broker(graph, actions, transport, send_window(program), activity)
     forward_actions = [action for action in forward_program.for_rank(world.rank) if not isinstance(action, Step)]
     forward_broker = Broker(forward_program.graph, forward_actions, transport, send_window(forward_program), activity)
