@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder in the layout of Hugging Face.")],
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="A folder in the layout of Hugging Face, or ORG/NAME of the hub.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Say whether training can start from a model folder.
@@ -22,13 +24,15 @@ def inspect(
     import json
     from dataclasses import asdict
 
+    from mmtrain.families.hub_models import fetch_config, is_hub_name
     from mmtrain.weights.inspect_folder import inspect_folder
 
-    summary = inspect_folder(folder)
-    typer.echo(json.dumps(asdict(summary)) if as_json else _text(summary))
+    is_of_hub = is_hub_name(folder) and not Path(folder).exists()
+    summary = inspect_folder(fetch_config(folder) if is_of_hub else Path(folder))
+    typer.echo(json.dumps(asdict(summary)) if as_json else _text(summary, is_of_hub))
 
 
-def _text(summary: "FolderSummary") -> str:
+def _text(summary: "FolderSummary", is_of_hub: bool) -> str:
     from mmtrain.weights.inspect_folder import TEXT_FILES
 
     lines = [f"{summary.folder}: {summary.family}, training can start from it (model.hf)"]
@@ -36,7 +40,8 @@ def _text(summary: "FolderSummary") -> str:
         shape = f"{unit.layers} blocks, {unit.hidden} wide, {unit.heads} heads"
         lines.append(f"  {unit.name}: {unit.parameters:,} parameters, {shape}")
     if summary.num_bytes is None:
-        lines.append("  weights: none; such a folder can be planned for, not trained from")
+        none = "on the hub; training fetches them" if is_of_hub else "none; it can be planned for, not trained from"
+        lines.append(f"  weights: {none}")
     else:
         files = "1 file" if summary.files == 1 else f"{summary.files} files"
         dtypes = ", ".join(summary.dtypes or ())

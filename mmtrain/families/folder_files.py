@@ -1,6 +1,8 @@
-"""The names of the files of a Hugging Face folder, beside those of its weights."""
+"""The names of the files of a Hugging Face folder."""
 
 CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"  # of weights in several files
 GENERATION_FILE = "generation_config.json"
 # The second one holds the processors of all media of a model, that of images under a key of its own.
 IMAGE_PROCESSOR_FILE = "preprocessor_config.json"

@@ -54,8 +54,8 @@ def read_model_folder(path: Path) -> ModelFolder:
 def _config_bytes(path: Path) -> bytes:
     if not path.is_dir():
         raise ModelFolderError(
-            f"there is no folder {path}; allowed: a local folder in the layout of Hugging Face (a model of the hub is "
-            "fetched by `hf download ORG/NAME --local-dir DIR`)"
+            f"there is no folder {path}; allowed: a folder in the layout of Hugging Face, or a model of the hub "
+            "(ORG/NAME, or ORG/NAME@REVISION)"
         )
     try:
         return (path / CONFIG_FILE).read_bytes()

@@ -7,6 +7,7 @@ from typing import Any
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import CONFIG_FILE, read_model_folder
 from mmtrain.families.folder_files import SLOW_TOKENIZER_FILES, TOKENIZER_FILE
+from mmtrain.families.hub_models import fetch_config, is_hub_name
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, node_at, set_node, to_node, to_plain
 
 FOLDER_SETTING = ("model", "hf")
@@ -26,9 +27,10 @@ def apply_model_folder(tree: Node) -> tuple[Node, list[Problem]]:
     if setting is None or not isinstance(setting.value, str):
         return tree, []
     try:
-        folder = read_model_folder(Path(setting.value))
+        folder = read_model_folder(folder_of(setting.value))
     except ModelFolderError as error:
         return tree, [Problem(FOLDER_SETTING, str(error), setting.origin)]
+    tree = _set(tree, FOLDER_SETTING, to_node(str(folder.path), setting.origin))
     origin = Origin(str(folder.path / CONFIG_FILE), None, folder.path)
     problems: list[Problem] = []
     for unit, settings in folder.settings.model.items():
@@ -50,6 +52,14 @@ def apply_model_folder(tree: Node) -> tuple[Node, list[Problem]]:
     if has_tokenizer and node_at(tree, _TOKENIZER_SETTING) is None:
         tree = _set(tree, _TOKENIZER_SETTING, to_node(str(folder.path), origin))
     return tree, problems
+
+
+def folder_of(value: str) -> Path:
+    """Return the folder that a setting names: a path, or a model of the hub, whose config is fetched.
+
+    Raises ModelFolderError.
+    """
+    return fetch_config(value) if is_hub_name(value) else Path(value)
 
 
 def _fill(

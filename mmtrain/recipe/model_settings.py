@@ -576,9 +576,9 @@ class ModelSettings(Section):
     hf: Path | None = setting(
         None,
         affects={"resume"},
-        description="A folder with a pretrained model in the layout of Hugging Face. It supplies the settings of the "
-        "units that it holds, and training starts from its weights. Relative paths start at the recipe's folder. See "
-        "docs/models.md.",
+        description="A pretrained model: a folder in the layout of Hugging Face, or a model of its hub, ORG/NAME or "
+        "ORG/NAME@REVISION. It supplies the settings of the units that it holds, and training starts from its "
+        "weights. Relative paths start at the recipe's folder. See docs/models.md.",
     )
     vision: VisionSettings | None = Field(None, description="The image encoder. Leave it out for a text-only model.")
     audio: AudioSettings | None = Field(None, description="The audio encoder. Leave it out for a model without speech.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mmtrain.errors import RecipeError
+from mmtrain.families.hub_models import is_hub_name
 from mmtrain.recipe.apply_model_folder import FOLDER_SETTING, apply_model_folder
 from mmtrain.recipe.apply_presets import apply_presets
 from mmtrain.recipe.cross_checks import CHECKS
@@ -145,18 +146,28 @@ def _apply_override(tree: Node, override: str, files: _RecipeFiles) -> Node:
 
 
 def _make_paths_absolute(tree: Node) -> Node:
-    """Resolve relative paths against the folder of the file that sets them. Names of shipped cost tables are kept."""
+    """Resolve relative paths against the folder of the file that sets them.
+
+    Names of shipped cost tables and of models of the hub are kept.
+    """
     for keys, node in list(iter_nodes(tree)):
         pattern = tuple("*" if isinstance(key, int) else key for key in keys)
         if pattern not in _PATH_SETTINGS or not isinstance(node.value, str):
             continue
         if pattern == _COST_TABLE and _is_bare_name(node.value):
             continue
+        if pattern == FOLDER_SETTING and _is_model_of_hub(node):
+            continue
         absolute = os.path.abspath(node.origin.folder / node.value)
         updated = set_node(tree, keys, replace(node, value=absolute))
         assert isinstance(updated, Node)
         tree = updated
     return tree
+
+
+def _is_model_of_hub(node: Node) -> bool:
+    """Return whether a value is no folder and may be the name of a model of the hub."""
+    return is_hub_name(str(node.value)) and not (node.origin.folder / str(node.value)).exists()
 
 
 def _is_bare_name(value: str) -> bool:

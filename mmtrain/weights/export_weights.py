@@ -17,9 +17,11 @@ from mmtrain.checkpoint import Checkpoint, LocalStorage, ShardSpec
 from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
 from mmtrain.errors import ModelFolderError, UserError, writing
 from mmtrain.families import CONFIG_FILE, ModelFolder, ParameterSource, read_model_folder
+from mmtrain.families.folder_files import INDEX_FILE, SINGLE_FILE
+from mmtrain.families.hub_models import fetch_weights
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
-from mmtrain.weights.folder_tensors import DTYPES, INDEX_FILE, SINGLE_FILE, FolderTensors
+from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import MatchedFolder, match_tensors, respell
 from mmtrain.weights.new_folder import describe_new_folder, write_new_files
 
@@ -133,6 +135,7 @@ def _source_folder(recipe: Recipe) -> ModelFolder:
     assert recipe.model.hf is not None
     try:
         folder = read_model_folder(recipe.model.hf)
+        fetch_weights(folder.path)  # the names and types of its tensors, and those that training does not compute
     except ModelFolderError as error:
         raise ModelFolderError(f"model.hf: {error}") from None
     others = [unit.name for unit in build_model_shape(recipe).units if unit.name not in folder.settings.model]

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmtrain.errors import ModelFolderError
+from mmtrain.families.folder_files import INDEX_FILE, SINGLE_FILE
 
 if TYPE_CHECKING:
     import torch
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # in the files, and in torch
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
 

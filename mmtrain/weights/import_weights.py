@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import Block, ModelFolder, ParameterSource, read_model_folder
+from mmtrain.families.hub_models import fetch_weights
 from mmtrain.families.weight_layouts import Box
 from mmtrain.models.parameter_specs import ParamSpec
 from mmtrain.recipe import Recipe
@@ -104,12 +105,14 @@ class PretrainedWeights:
 def open_pretrained(recipe: Recipe) -> PretrainedWeights | None:
     """Open the weights that the recipe starts from; None if it starts from random ones.
 
-    Reads the headers of all files. Raises ModelFolderError for files or tensors that do not fit.
+    Fetches weights of the hub that are not here yet, and reads the headers of all files. Raises ModelFolderError for
+    files or tensors that do not fit.
     """
     if recipe.model.hf is None:
         return None
     try:
         folder = read_model_folder(recipe.model.hf)
+        fetch_weights(folder.path)
     except ModelFolderError as error:
         raise ModelFolderError(f"model.hf: {error}") from None
     tensors = FolderTensors.of(folder.path)

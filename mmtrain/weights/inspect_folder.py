@@ -8,8 +8,15 @@ from pathlib import Path
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError
 from mmtrain.families import read_model_folder
-from mmtrain.families.folder_files import IMAGE_PROCESSOR_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-from mmtrain.weights.folder_tensors import DTYPES, INDEX_FILE, SINGLE_FILE, FolderTensors
+from mmtrain.families.folder_files import (
+    IMAGE_PROCESSOR_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+)
+from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
 
 TEXT_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, TEMPLATE_FILE, IMAGE_PROCESSOR_FILE)

@@ -14,7 +14,7 @@ from mmtrain.data.synthetic.toy_chats import write_toy_chats
 from mmtrain.data.synthetic.toy_clips import write_toy_clips
 from mmtrain.errors import DataError
 from mmtrain.families import FAMILIES, Family, FolderSettings, read_model_folder
-from mmtrain.weights.folder_tensors import SINGLE_FILE
+from mmtrain.families.folder_files import SINGLE_FILE
 
 CONVERSATIONS_FOLDER = "conversations"  # below the model, so that export does not carry it along
 NUM_TRAIN, NUM_HELDOUT = 2000, 100

@@ -45,7 +45,7 @@ def test_a_folder_is_described(run_mmtrain: RunMmtrain, recipe: Path, tmp_path: 
     assert done.returncode == 0, done.stderr
     assert "qwen2, training can start from it (model.hf)" in done.stdout
     assert "llm: 7,615,616,512 parameters, 28 blocks, 3584 wide, 28 heads" in done.stdout  # as its model card says
-    assert "weights: none; such a folder can be planned for, not trained from" in done.stdout
+    assert "weights: none; it can be planned for, not trained from" in done.stdout
 
     write_tiny_model(FAMILIES["llama"], tmp_path / "llama", seed=0)
     summary = json.loads(run_mmtrain("inspect", tmp_path / "llama", "--json").stdout)

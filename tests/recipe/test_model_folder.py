@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_used_is_one_clear_problem(text_only: Path, chan
 
 
 def test_a_missing_folder_is_named(text_only: Path) -> None:
-    with pytest.raises(RecipeError, match=r"model\.hf: there is no folder .*pretrained; .*hf download ORG/NAME"):
+    with pytest.raises(RecipeError, match=r"model\.hf: there is no folder .*pretrained; .*ORG/NAME@REVISION"):
         load_recipe(text_only, env={})
 
 
