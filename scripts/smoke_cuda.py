@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FileStore
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests hold the model, the batch and the meshes
 
 from mmtrain.errors import UserError
-from mmtrain.models.attention import AttentionBackend, attend, choose_backend
+from mmtrain.models.attention import AttentionBackend, AttentionOptions, attend, choose_backend
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.training.lr_schedule import learning_rate
@@ -100,8 +100,9 @@ def attention_rows(device: torch.device) -> Iterator[Row]:
             except UserError as e:
                 yield Row(name, str(e).partition("here: ")[2].partition(". Usable")[0])
                 continue
-            kinds = [(causal, kv_heads) for causal in (True, False) for kv_heads in (1, 4)]
-            worst = max(_attention_difference(backend, device, dtype, *kind) for kind in kinds)
+            masks = ((True, 0), (True, 40), (False, 0))
+            kinds = [(AttentionOptions(backend, *mask), kv_heads) for mask in masks for kv_heads in (1, 4)]
+            worst = max(_attention_difference(options, device, dtype, kv_heads) for options, kv_heads in kinds)
             yield Row(name, worst, 2e-2 if dtype == torch.bfloat16 else 1e-4)
 
 
@@ -179,9 +180,7 @@ def _rank(rank: int, size: int, store: str, settings: Recipe, meshes: Meshes) ->
     return curve
 
 
-def _attention_difference(
-    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, causal: bool, kv_heads: int
-) -> float:
+def _attention_difference(options: AttentionOptions, device: torch.device, dtype: torch.dtype, kv_heads: int) -> float:
     """Return the largest difference of output and gradients, relative to the largest value of each."""
     lengths = (33, 1, 128, 70)
     heads = 4
@@ -190,13 +189,13 @@ def _attention_difference(
     generator = torch.Generator().manual_seed(0)
     q, k, v, up = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
 
-    def run(how: AttentionBackend, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(how: AttentionOptions, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         leaves = [x.clone().requires_grad_() for x in inputs]
-        out = attend(leaves[0], leaves[1], leaves[2], lengths, causal, how)
+        out = attend(leaves[0], leaves[1], leaves[2], lengths, how)
         return [out.detach(), *torch.autograd.grad(out, leaves, up.to(out.dtype))]
 
-    expected = run("reference", [x.float() for x in (q, k, v)])
-    pairs = zip(run(backend, (q, k, v)), expected, strict=True)
+    expected = run(replace(options, backend="reference"), [x.float() for x in (q, k, v)])
+    pairs = zip(run(options, (q, k, v)), expected, strict=True)
     return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 

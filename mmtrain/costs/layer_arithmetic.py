@@ -4,7 +4,7 @@ All figures that mmtrain prints follow these conventions:
 
 * A GEMM (m, k) x (k, n) is 2mnk FLOPs; nothing but matrix products counts.
 * Attention over packed sequences is block-diagonal: a sequence of n tokens has n^2 query-key pairs, under a causal
-  mask the n (n + 1) / 2 that are not masked. (torch's FLOP counter counts n^2 in both cases.)
+  mask the n (n + 1) / 2 that are not masked, in a sliding window fewer. (torch's FLOP counter counts n^2 always.)
 * Backward: a GEMM with a weight costs one forward for the weight's gradient and one for its input's; the two products
   inside attention have two inputs each and cost twice their forward.
 * Gradients that are not needed are not counted: a frozen weight has no weight gradient, and in a layer below which
@@ -85,12 +85,23 @@ def merged_width(layer: LayerShape) -> int:
 def attention_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Return the forward FLOPs of the two products inside attention: scores, and their sum over values."""
     if layer.causal:
-        pairs = (load.sum_sq + load.tokens) // 2
+        pairs = _causal_pairs(load, layer.window)
     elif layer.window_side:
         pairs = min(load.sum_sq, load.tokens * layer.window_side**2)  # windows at the borders of an image are smaller
     else:
         pairs = diffusion.query_key_pairs(layer, load)
     return 4 * pairs * layer.heads * layer.head_dim // tp
+
+
+def _causal_pairs(load: TokenLoad, window: int) -> int:
+    """Return the query-key pairs under a causal mask, inside a sliding window of so many tokens unless it is 0.
+
+    A sequence of n tokens that is longer than the window has n w - w (w - 1) / 2 pairs. Loads do not hold all lengths,
+    so all sequences count as equally long, as long as the one that a token of the load is in on average.
+    """
+    if not window or load.sum_sq <= window * load.tokens:
+        return (load.sum_sq + load.tokens) // 2
+    return load.tokens * window - load.tokens**2 * window * (window - 1) // (2 * load.sum_sq)
 
 
 def forward_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:

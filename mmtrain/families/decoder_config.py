@@ -2,19 +2,24 @@
 
 from typing import Any
 
+from mmtrain.families.family import Settings
 from mmtrain.families.folder_files import CONFIG_FILE
 from mmtrain.families.new_model import FolderWriter, JsonFiles, NewModel
 from mmtrain.families.rotary import rope_scaling_config
+from mmtrain.families.windows import layer_types
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 
 def decoder_config(model: NewModel) -> dict[str, Any]:
-    """Return the config of the LLM: of Qwen2 if queries, keys and values have biases, of Qwen3 if they have norms."""
+    """Return the config of the LLM: of the one of these families that it belongs to, or else comes near to."""
     llm = model.units["llm"]
-    model_type = "qwen2" if llm["qkv_bias"] else "llama"
-    if llm["qk_norm"]:
-        model_type = "qwen3"
+    model_type = _model_type(llm)
     config = {
         "model_type": model_type,
         "hidden_size": llm["hidden"],
@@ -35,7 +40,24 @@ def decoder_config(model: NewModel) -> dict[str, Any]:
     scaling = llm["rope_scaling"]
     if scaling is not None:
         config["rope_scaling"] = rope_scaling_config(scaling)
-    return config
+    return config | _window_config(llm, model_type)
+
+
+def _model_type(llm: Settings) -> str:
+    if llm["qk_norm"]:
+        return "qwen3"
+    if llm["qkv_bias"]:
+        return "qwen2"
+    return "llama" if llm["window"] is None else "mistral"
+
+
+def _window_config(llm: Settings, model_type: str) -> dict[str, Any]:
+    if model_type == "mistral":
+        return {"sliding_window": llm["window"]}
+    if llm["window"] is None:
+        return {}
+    kinds = layer_types(llm["layers"], llm["full_attention_blocks"])
+    return {"use_sliding_window": True, "sliding_window": llm["window"], "layer_types": kinds}
 
 
 def _files(model: NewModel) -> JsonFiles:

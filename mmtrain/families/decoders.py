@@ -30,22 +30,14 @@ def decoder_settings(config: ConfigSection, defaults: Mapping[str, float], **of_
         "ffn": config.integer("intermediate_size", assumed["intermediate_size"]),
         "mlp": "swiglu",
         "qk_norm": False,
+        "window": None,
+        "full_attention_blocks": (),
         "vocab": config.integer("vocab_size", assumed["vocab_size"]),
         "norm_eps": config.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
         "tie_embeddings": config.flag("tie_word_embeddings", False),
         **rotary_settings(config, defaults.get("rope_theta", 10000.0)),
         **of_family,
     }
-
-
-def reject_sliding_windows(config: ConfigSection) -> None:
-    """Read the window of Qwen's configs. Without `use_sliding_window` its other keys have no effect."""
-    config.require("use_sliding_window", False, default=False)
-    config.value("sliding_window")
-    config.value("max_window_layers")
-    kinds = set(config.value("layer_types") or ["full_attention"])
-    if kinds != {"full_attention"}:
-        config.reject("layer_types", f"{', '.join(sorted(kinds))} are not supported yet; supported: full_attention")
 
 
 def decoder_weights(

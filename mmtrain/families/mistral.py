@@ -1,18 +1,21 @@
-"""Mistral (arXiv 2310.06825) without a sliding window, as `MistralForCausalLM` of `transformers` computes it."""
+"""Mistral (arXiv 2310.06825), as `MistralForCausalLM` of `transformers` computes it."""
 
 from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.decoder_config import DECODER_WRITER
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.tiny import tiny_decoder
+from mmtrain.families.windows import window_settings
 
 _DEFAULTS = {"intermediate_size": 14336, "vocab_size": 32000, "num_key_value_heads": 8}
-_TINY = tiny_decoder(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None)
+_TINY = tiny_decoder(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=64)
 
 
 def mistral_settings(config: ConfigSection) -> Settings:
-    """Return the settings of the LLM."""
-    config.require("sliding_window", None, default=4096)
-    return decoder_settings(config, _DEFAULTS, qkv_bias=False)
+    """Return the settings of the LLM. A window is one of all blocks."""
+    window = config.optional_integer("sliding_window", 4096)
+    in_blocks = window_settings(config, window, is_full=lambda _: False)
+    return decoder_settings(config, _DEFAULTS, qkv_bias=False, **in_blocks)
 
 
 def _settings(config: ConfigSection) -> FolderSettings:
@@ -20,5 +23,11 @@ def _settings(config: ConfigSection) -> FolderSettings:
 
 
 MISTRAL = Family(
-    "mistral", ("MistralForCausalLM",), _settings, decoder_weights, {"config.json": _TINY}, ignored=decoder_buffers
+    "mistral",
+    ("MistralForCausalLM",),
+    _settings,
+    decoder_weights,
+    {"config.json": _TINY},
+    ignored=decoder_buffers,
+    writer=DECODER_WRITER,
 )

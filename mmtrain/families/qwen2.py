@@ -2,9 +2,10 @@
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoder_config import DECODER_WRITER
-from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights, reject_sliding_windows
+from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.tiny import tiny_decoder
+from mmtrain.families.windows import qwen_window_settings
 
 _DEFAULTS = {"intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32}
 _TINY = tiny_decoder(architectures=["Qwen2ForCausalLM"], model_type="qwen2", rope_theta=1e6, tie_word_embeddings=True)
@@ -12,8 +13,7 @@ _TINY = tiny_decoder(architectures=["Qwen2ForCausalLM"], model_type="qwen2", rop
 
 def qwen2_settings(config: ConfigSection) -> Settings:
     """Return the settings of the LLM."""
-    reject_sliding_windows(config)
-    return decoder_settings(config, _DEFAULTS, qkv_bias=True)
+    return decoder_settings(config, _DEFAULTS, qkv_bias=True, **qwen_window_settings(config))
 
 
 def _settings(config: ConfigSection) -> FolderSettings:

@@ -23,6 +23,16 @@ from mmtrain.recipe.model_settings import RopeScalingSettings
 AttentionBackend = Literal["flash_attn", "varlen", "sdpa", "reference"]
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines, each (T, 1, d / 2)
 
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How the tokens of a sequence attend to each other."""
+
+    backend: AttentionBackend
+    causal: bool  # to themselves and to earlier tokens only
+    window: int = 0  # causal: to themselves and to the `window` - 1 tokens before; 0: to all earlier ones
+
+
 _HALF_PRECISIONS = (torch.float16, torch.bfloat16)
 
 
@@ -75,27 +85,26 @@ def apply_rotary(x: Tensor, rope: RotaryTables) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], causal: bool, backend: AttentionBackend
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: AttentionOptions) -> Tensor:
     """Attend inside each packed sequence, with scores scaled by `1 / sqrt(d)`.
 
     q (T, heads, d), k and v (T, kv_heads, d), `sum(lengths) == T` -> (T, heads, d). Lengths are Python integers, so
     that no backend has to wait for the device to know them.
     """
     assert sum(lengths) == q.shape[0], f"lengths sum to {sum(lengths)}, but there are {q.shape[0]} tokens"
+    assert options.causal or not options.window, "a window is one of earlier tokens"
     if q.shape[0] == 0:
         return q + (k.sum() + v.sum()) * 0  # an empty result that still gives k and v a gradient
     lengths = tuple(n for n in lengths if n)
-    match backend:
+    match options.backend:
         case "reference":
-            return _reference(q, k, v, lengths, causal)
+            return _reference(q, k, v, lengths, options)
         case "sdpa":
-            return _sdpa(q, k, v, lengths, causal)
+            return _sdpa(q, k, v, lengths, options)
         case "varlen":
-            return _varlen(q, k, v, lengths, causal)
+            return _varlen(q, k, v, lengths, options)
         case "flash_attn":
-            return _flash_attn(q, k, v, lengths, causal)
+            return _flash_attn(q, k, v, lengths, options)
 
 
 def choose_backend(
@@ -158,21 +167,23 @@ def _varlen_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], causal: bool) -> Tensor:
+def _reference(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: AttentionOptions) -> Tensor:
     """Compute softmax over the masked scores of all tokens with all tokens: the oracle for the other backends."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     sequence = torch.arange(len(lengths), device=q.device).repeat_interleave(
         torch.tensor(lengths, device=q.device), output_size=q.shape[0]
     )
     allowed = sequence[:, None] == sequence[None, :]
-    if causal:
+    if options.causal:
         allowed = allowed.tril()
+    if options.window:
+        allowed = allowed.triu(1 - options.window)
     scores = torch.einsum("qhd,khd->hqk", q, k).float() * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights.to(v.dtype), v)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], causal: bool) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: AttentionOptions) -> Tensor:
     """Call torch's dense kernel once for each distinct length, without padding or masks.
 
     One masked call over sequences padded to equal length measured slower on a CPU, forward and backward together.
@@ -183,19 +194,44 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], causal: boo
     bucket_tokens = [length * count for length, count in layout.buckets]
     qs, ks, vs = (torch.split(x, bucket_tokens) for x in (q, k, v))
     outputs = [
-        _sdpa_bucket(bucket_q, bucket_k, bucket_v, num_sequences, causal)
+        _sdpa_bucket(bucket_q, bucket_k, bucket_v, num_sequences, options)
         for (_, num_sequences), bucket_q, bucket_k, bucket_v in zip(layout.buckets, qs, ks, vs, strict=True)
     ]
     out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return out if layout.inverse is None else out.index_select(0, layout.inverse)
 
 
-def _sdpa_bucket(q: Tensor, k: Tensor, v: Tensor, num_sequences: int, causal: bool) -> Tensor:
+def _sdpa_bucket(q: Tensor, k: Tensor, v: Tensor, num_sequences: int, options: AttentionOptions) -> Tensor:
     """Attend inside `num_sequences` packed sequences of equal length."""
-    is_grouped = q.shape[1] != k.shape[1]
     q, k, v = (x.view(num_sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=is_grouped)
+    if 0 < options.window < q.shape[2]:
+        out = _sdpa_in_windows(q, k, v, options.window)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=options.causal, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Attend inside sliding windows: q (S, heads, n, d), k and v (S, kv_heads, n, d), n > window -> (S, heads, n, d).
+
+    The first `window` queries see all tokens before them. The others are cut into blocks of `window`; a block needs
+    only its own keys and those of the block before, so work grows with n * window and not with n^2.
+    """
+    is_grouped = q.shape[1] != k.shape[1]
+    first = F.scaled_dot_product_attention(
+        q[:, :, :window], k[:, :, :window], v[:, :, :window], is_causal=True, enable_gqa=is_grouped
+    )
+    num_later = q.shape[2] - window
+    num_blocks = -(-num_later // window)
+    padding = (0, 0, 0, num_blocks * window - num_later)  # behind the last token, which nobody sees
+    queries = F.pad(q[:, :, window:], padding).unflatten(2, (num_blocks, window)).transpose(1, 2).flatten(0, 1)
+    keys, values = (
+        F.pad(x, padding).unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v)
+    )
+    in_window = torch.ones(window, 2 * window, dtype=torch.bool, device=q.device).tril(window).triu(1)
+    later = F.scaled_dot_product_attention(queries, keys, values, attn_mask=in_window, enable_gqa=is_grouped)
+    later = later.unflatten(0, (len(q), num_blocks)).transpose(1, 2).flatten(2, 3)
+    return torch.cat((first, later[:, :, :num_later]), dim=2)
 
 
 @dataclass(frozen=True)
@@ -227,24 +263,39 @@ def _cumulative_lengths(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32).to(device, non_blocking=True)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], causal: bool) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: AttentionOptions) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     cu_seqlens = _cumulative_lengths(lengths, q.device)
     max_length = max(lengths)
     out = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, max_length, max_length,
-        window_size=(-1, 0) if causal else (-1, -1),
+        window_size=_window_size(options),
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
 
 
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], causal: bool) -> Tensor:
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: AttentionOptions) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     cu_seqlens = _cumulative_lengths(lengths, q.device)
     max_length = max(lengths)
-    out: Tensor = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, causal=causal)
+    out: Tensor = flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_length,
+        max_length,
+        causal=options.causal,
+        window_size=_window_size(options),
+    )
     return out
+
+
+def _window_size(options: AttentionOptions) -> tuple[int, int]:
+    """Return how many tokens before and behind itself a token attends to; -1 stands for all."""
+    return options.window - 1, 0 if options.causal else -1

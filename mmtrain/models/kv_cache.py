@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmtrain.models.attention import AttentionBackend, attend
+from mmtrain.models.attention import AttentionOptions, attend
 
 
 @dataclass(eq=False)
@@ -26,9 +26,9 @@ class KVCache:
     _new_tokens: "_NewTokens | None" = None  # of the current pass, the same for all blocks
 
     def attend(
-        self, block: object, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], backend: AttentionBackend
+        self, block: object, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: AttentionOptions
     ) -> Tensor:
-        """Cache the new tokens and let them attend to themselves and to all earlier tokens of their sequence.
+        """Cache the new tokens and let them attend to themselves and to earlier tokens of their sequence.
 
         q (T, heads, d), k and v (T, kv_heads, d) -> (T, heads, d). `lengths` holds the number of new tokens of each of
         the S sequences: the whole prompt in the first pass, one token in every later pass. Further entries of
@@ -43,7 +43,10 @@ class KVCache:
             self._new_tokens = _NewTokens.of(self.cached_lengths, lengths, q.device)
         keys, values = self._store(block, k, v)
         is_first_pass = not any(self.cached_lengths)
-        out = attend(q, k, v, lengths, True, backend) if is_first_pass else self._attend_to_cache(q, keys, values)
+        if is_first_pass:
+            out = attend(q, k, v, lengths, options)
+        else:
+            out = self._attend_to_cache(q, keys, values, options.window)
         return F.pad(out, (0, 0, 0, 0, 0, num_padding))
 
     def advance(self, lengths: tuple[int, ...]) -> None:
@@ -71,16 +74,18 @@ class KVCache:
         values[self._new_tokens.sequence, self._new_tokens.position] = v
         return keys, values
 
-    def _attend_to_cache(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Let one new token of each sequence, (S, heads, d), attend to its whole sequence; mask unused capacity."""
+    def _attend_to_cache(self, q: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+        """Let one new token of each sequence, (S, heads, d), attend to its sequence or, if not 0, to the last `window`
+        tokens of it; mask unused capacity.
+        """
         assert len(q) == len(self.cached_lengths), "after the first pass a sequence grows by one token at a time"
         assert self._new_tokens is not None
-        is_filled = self._new_tokens.is_filled
-        num_positions = is_filled.shape[-1]
+        is_visible = self._new_tokens.is_visible(window)
+        num_positions = is_visible.shape[-1]
         k = keys[:, :num_positions].transpose(1, 2)
         v = values[:, :num_positions].transpose(1, 2)
         is_grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=is_filled, enable_gqa=is_grouped)
+        out = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=is_visible, enable_gqa=is_grouped)
         return out[:, :, 0]
 
 
@@ -90,7 +95,19 @@ class _NewTokens:
 
     sequence: Tensor  # (T,) index of the token's sequence
     position: Tensor  # (T,) position of the token in its sequence
-    is_filled: Tensor  # (S, 1, 1, longest) whether a position holds a token after the pass
+    ends: Tensor  # (S, 1) number of tokens of each sequence after the pass
+    num_positions: int  # of the longest sequence
+    _masks: dict[int, Tensor] = field(default_factory=dict)  # by window
+
+    def is_visible(self, window: int) -> Tensor:
+        """Return (S, 1, 1, longest): whether a position holds one of the last `window` tokens; 0: any token."""
+        if window not in self._masks:
+            positions = torch.arange(self.num_positions, device=self.ends.device)
+            visible = positions < self.ends
+            if window:
+                visible &= positions >= self.ends - window
+            self._masks[window] = visible[:, None, None]
+        return self._masks[window]
 
     @classmethod
     def of(cls, cached_lengths: tuple[int, ...], new_lengths: tuple[int, ...], device: torch.device) -> "_NewTokens":
@@ -103,6 +120,4 @@ class _NewTokens:
         sequences, positions, stops = (
             torch.tensor(column, dtype=torch.int64).to(device) for column in (sequence, position, ends)
         )
-        num_positions = max(position, default=-1) + 1
-        is_filled = torch.arange(num_positions, device=device) < stops[:, None]
-        return cls(sequences, positions, is_filled[:, None, None])
+        return cls(sequences, positions, stops[:, None], max(position, default=-1) + 1)

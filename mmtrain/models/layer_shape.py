@@ -54,6 +54,7 @@ class LayerShape:
     causal: bool = False
     rotary: bool = False  # vit_block: queries and keys are rotated by row and column; a decoder block always rotates
     window_side: int = 0  # vit_block: side in patches of the squares inside which tokens attend; 0: the whole item
+    window: int = 0  # decoder_block: tokens that a token attends to, itself and earlier ones; 0: all of its sequence
     rms_norm: bool = False  # RMSNorm without bias, or LayerNorm with bias
     linear_bias: bool = False
     qkv_bias: bool = False

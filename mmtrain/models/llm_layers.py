@@ -1,7 +1,7 @@
 """The LLM's first and last layer: embedding and head. Its blocks come from the Megatron adapter."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -50,8 +50,8 @@ class TextContext:
         return PackedSequences(lengths, rope, kv_cache)
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
-        """Each sequence is one, in every block."""
-        return self.packing
+        """Each sequence is one, in every block; some blocks attend inside a sliding window."""
+        return replace(self.packing, window=layer.window)
 
 
 class Embedding(nn.Module):

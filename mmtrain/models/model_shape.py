@@ -4,7 +4,7 @@ A `ModelShape` lists its units; a `UnitShape` lists its layers in execution orde
 Layer indices into `UnitShape.layers` are the `layers: [lo, hi)` of plans and stages, and part of parameter names.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmtrain.models.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.freezing import mark_frozen
@@ -103,5 +103,7 @@ def _llm_layers(settings: LlmSettings) -> tuple[LayerShape, ...]:
         qkv_bias=settings.qkv_bias,
         qk_norm=settings.qk_norm,
     )
+    windowed = replace(block, window=settings.window or 0)
+    blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
     head = LayerShape("head", hidden=settings.hidden, out=vocab, vocab=vocab, rms_norm=True)
-    return (embedding, *[block] * settings.layers, head)
+    return (embedding, *blocks, head)

@@ -1,6 +1,6 @@
 """How the tokens of one microbatch are packed: what every block of a stage needs to know about them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ class PackedSequences:
     lengths: tuple[int, ...]  # tokens of each sequence
     rope: RotaryTables | None = None  # rotary positions; None for models without them
     kv_cache: KVCache | None = None  # earlier tokens of the same sequences, while the model generates
+    window: int = 0  # tokens that a token of a causal block attends to, itself and earlier ones; 0: all
     qkv_format: ClassVar[str] = "thd"  # Megatron-core's name for packed tokens; it reads this attribute
 
     @property
@@ -35,4 +36,4 @@ class PackedSequences:
         if rope is not None:
             cos, sin = rope
             rope = F.pad(cos, (0, 0, 0, 0, 0, num_rows)), F.pad(sin, (0, 0, 0, 0, 0, num_rows))
-        return PackedSequences((*self.lengths, num_rows), rope, self.kv_cache)
+        return replace(self, lengths=(*self.lengths, num_rows), rope=rope)

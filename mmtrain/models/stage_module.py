@@ -161,7 +161,7 @@ class StageModule(nn.Module):
         num_tokens = context.packing.num_tokens
         sequence_parallel = self.factory.sequence_parallel
         num_padding_rows = self.factory.num_padding_rows(num_tokens) if sequence_parallel else 0
-        packings: dict[int, PackedSequences] = {}  # by the side of windows
+        packings: dict[tuple[int, int], PackedSequences] = {}  # by what blocks may differ in: their windows
         is_sharded = sequence_parallel and hidden is not None and num_tokens > 0
         for index in indices:
             layer_shape = self.shape.layers[index]
@@ -173,10 +173,10 @@ class StageModule(nn.Module):
             layer = self.layers[str(index)]
             argument: PackedSequences | StageContext = context
             if kind in BLOCK_KINDS:
-                side = layer_shape.window_side
-                if side not in packings:
-                    packings[side] = context.block_packing(layer_shape).padded(num_padding_rows)
-                argument = packings[side]
+                windows = (layer_shape.window_side, layer_shape.window)
+                if windows not in packings:
+                    packings[windows] = context.block_packing(layer_shape).padded(num_padding_rows)
+                argument = packings[windows]
             if index in self.recompute and torch.is_grad_enabled():
                 # There is no dropout, so there is no random state to restore.
                 hidden = checkpoint(layer, hidden, argument, use_reentrant=False, preserve_rng_state=False)

@@ -474,6 +474,19 @@ class LlmSettings(UnitSettings):
         "Qwen2-VL, arXiv 2409.12191). Features of an image have the position of the text before it, plus their place "
         "in the image. Their sum is half the width of a head. Default: one position for each token.",
     )
+    window: PositiveInt | None = setting(
+        None,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Tokens of a sliding window: each token attends to itself and to the `window` - 1 before it "
+        "(Mistral, arXiv 2310.06825). Default: to all earlier tokens of its sample.",
+    )
+    full_attention_blocks: tuple[Annotated[int, Field(ge=0)], ...] = setting(
+        (),
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Blocks, counted from 0, in which tokens attend to all earlier ones in spite of `window`.",
+    )
     norm_eps: float = setting(1e-5, gt=0, affects={"plan", "resume"}, description="Epsilon of the RMS norms.")
     qkv_bias: bool = setting(
         False, affects={"plan", "resume"}, description="Bias in the query, key and value projections (Qwen2)."
@@ -497,6 +510,13 @@ class LlmSettings(UnitSettings):
             problems.append(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
         if self.head_dim is None and self.hidden % self.heads:
             problems.append(f"hidden {self.hidden} is not divisible by heads {self.heads}; set head_dim")
+        if self.full_attention_blocks and self.window is None:
+            problems.append("full_attention_blocks: without `window` all blocks have full attention; remove it")
+        if max(self.full_attention_blocks, default=0) >= self.layers:
+            last = max(self.full_attention_blocks)
+            problems.append(
+                f"full_attention_blocks: found {last}, but the last of {self.layers} blocks is {self.layers - 1}"
+            )
         return self._without(problems)
 
 

@@ -116,6 +116,22 @@ def test_a_causal_mask_halves_the_pairs() -> None:
     assert analytic.attention_flops(layer, TokenLoad.of(lengths)) == 4 * pairs * layer.heads * layer.head_dim
 
 
+@pytest.mark.parametrize("length", [3, 8, 9, 40])
+def test_a_window_bounds_the_pairs_of_a_token(length: int) -> None:
+    layer = shape_of(settings(llm={"window": 8})).unit("llm").layers[1]
+    pairs = 3 * sum(min(position + 1, 8) for position in range(length))
+    flops = analytic.attention_flops(layer, TokenLoad.of(np.array([length] * 3)))
+    assert flops == 4 * pairs * layer.heads * layer.head_dim
+
+
+def test_windows_of_unequal_sequences_cost_about_what_they_compute() -> None:
+    layer = shape_of(settings(llm={"window": 8})).unit("llm").layers[1]
+    lengths = np.array([2, 5, 11, 30, 64])
+    pairs = sum(min(position + 1, 8) for length in lengths.tolist() for position in range(length))
+    flops = analytic.attention_flops(layer, TokenLoad.of(lengths))
+    assert pairs <= flops / (4 * layer.heads * layer.head_dim) <= 1.15 * pairs
+
+
 def test_model_flops_count_only_needed_gradients() -> None:
     loads = {"vision": load_of(MODELS["plain"], "vision"), "llm": load_of(MODELS["plain"], "llm")}
     forward = sum(

@@ -5,7 +5,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmtrain.errors import UserError
-from mmtrain.models.attention import AttentionBackend, apply_rotary, attend, choose_backend, rotary_tables
+from mmtrain.models.attention import (
+    AttentionBackend,
+    AttentionOptions,
+    apply_rotary,
+    attend,
+    choose_backend,
+    rotary_tables,
+)
 
 CPU = torch.device("cpu")
 
@@ -16,30 +23,43 @@ def _qkv(tokens: int, heads: int, kv_heads: int, dim: int = 8) -> list[Tensor]:
     return [torch.randn(tokens, n, dim, generator=generator).requires_grad_() for n in sizes]
 
 
-def _forward_and_gradients(
-    qkv: list[Tensor], lengths: tuple[int, ...], causal: bool, backend: AttentionBackend
-) -> list[Tensor]:
-    out = attend(qkv[0], qkv[1], qkv[2], lengths, causal, backend)
+def _forward_and_gradients(qkv: list[Tensor], lengths: tuple[int, ...], options: AttentionOptions) -> list[Tensor]:
+    out = attend(qkv[0], qkv[1], qkv[2], lengths, options)
     weights = torch.linspace(-1, 1, out.numel()).view_as(out)
     return [out, *torch.autograd.grad((out * weights).sum(), qkv)]
 
 
-@given(st.lists(st.integers(0, 9), max_size=8).map(tuple), st.booleans(), st.sampled_from([(4, 4), (4, 2), (3, 1)]))
-def test_sdpa_equals_the_reference(lengths: tuple[int, ...], causal: bool, heads: tuple[int, int]) -> None:
+@given(
+    st.lists(st.integers(0, 9), max_size=8).map(tuple),
+    st.sampled_from([(False, 0), (True, 0), (True, 1), (True, 2), (True, 3), (True, 8)]),
+    st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+)
+def test_sdpa_equals_the_reference(lengths: tuple[int, ...], mask: tuple[bool, int], heads: tuple[int, int]) -> None:
     qkv = _qkv(sum(lengths), *heads)
-    expected = _forward_and_gradients(qkv, lengths, causal, "reference")
-    for got, want in zip(_forward_and_gradients(qkv, lengths, causal, "sdpa"), expected, strict=True):
+    expected = _forward_and_gradients(qkv, lengths, AttentionOptions("reference", *mask))
+    for got, want in zip(_forward_and_gradients(qkv, lengths, AttentionOptions("sdpa", *mask)), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_a_token_sees_the_tokens_of_its_window_only(backend: AttentionBackend) -> None:
+    q, k, v = _qkv(11, 2, 2)
+    out = attend(q, k, v, (11,), AttentionOptions(backend, True, window=4))
+    for token in range(11):
+        (gradient,) = torch.autograd.grad(out[token].sum(), v, retain_graph=True)
+        seen = gradient.abs().sum(dim=(1, 2)).nonzero().flatten().tolist()
+        assert seen == list(range(max(0, token - 3), token + 1))
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_sequences_do_not_see_each_other(backend: AttentionBackend, causal: bool) -> None:
     lengths = (3, 5, 3, 1)
+    options = AttentionOptions(backend, causal, window=2 if causal else 0)
     q, k, v = _qkv(12, 4, 2)
-    packed = attend(q, k, v, lengths, causal, backend)
+    packed = attend(q, k, v, lengths, options)
     alone = [
-        attend(*parts, (len(parts[0]),), causal, backend)
+        attend(*parts, (len(parts[0]),), options)
         for parts in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
     ]
     torch.testing.assert_close(packed, torch.cat(alone))
@@ -48,7 +68,7 @@ def test_packed_sequences_do_not_see_each_other(backend: AttentionBackend, causa
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_a_causal_token_attends_only_to_itself_and_earlier_tokens(backend: AttentionBackend) -> None:
     q, k, v = _qkv(4, 2, 2)
-    out = attend(q, k, v, (4,), True, backend)
+    out = attend(q, k, v, (4,), AttentionOptions(backend, True))
     torch.testing.assert_close(out[0], v[0])  # the first token sees itself alone
     (gradient,) = torch.autograd.grad(out[1].sum(), v)
     assert gradient[:2].abs().sum() > 0
@@ -59,7 +79,7 @@ def test_a_causal_token_attends_only_to_itself_and_earlier_tokens(backend: Atten
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
 def test_empty_sequences_still_have_gradients(backend: AttentionBackend, lengths: tuple[int, ...]) -> None:
     qkv = _qkv(0, 4, 2)
-    out, *grads = _forward_and_gradients(qkv, lengths, True, backend)
+    out, *grads = _forward_and_gradients(qkv, lengths, AttentionOptions(backend, True))
     assert out.shape == (0, 4, 8)
     assert [g.shape for g in grads] == [x.shape for x in qkv]
 

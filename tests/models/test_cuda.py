@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmtrain.models.attention import attend, choose_backend
+from mmtrain.models.attention import AttentionOptions, attend, choose_backend
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
 from mmtrain.models.stage_module import StageSpec
@@ -12,9 +12,9 @@ from tests.models.factory import CPU, settings, shape_of, text
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 7)])
 @pytest.mark.parametrize("backend", ["varlen", "flash_attn", "sdpa"])
-def test_backends_equal_the_reference(backend: str, causal: bool) -> None:
+def test_backends_equal_the_reference(backend: str, causal: bool, window: int) -> None:
     if backend == "flash_attn":
         pytest.importorskip("flash_attn")
     device = torch.device("cuda")
@@ -25,7 +25,7 @@ def test_backends_equal_the_reference(backend: str, causal: bool) -> None:
     weights = torch.randn(80, 4, 64, device=device, dtype=torch.bfloat16)
     outcomes = []
     for name in (backend, "reference"):
-        out = attend(qkv[0], qkv[1], qkv[2], lengths, causal, name)
+        out = attend(qkv[0], qkv[1], qkv[2], lengths, AttentionOptions(name, causal, window))  # type: ignore[arg-type]
         outcomes.append([out, *torch.autograd.grad((out * weights).sum(), qkv)])
     for got, want in zip(*outcomes, strict=True):
         torch.testing.assert_close(got.float(), want.float(), rtol=5e-2, atol=5e-2)

@@ -21,6 +21,7 @@ PROMPTS = [[5, 11, 2, 40, 8], [9], [17, 3, 3, 61, 20, 33, 1, 6], [5, 11, 2, 40, 
 PLACES = [1, 6, 7]  # places, of all prompts together, that features take
 MODELS = {
     "grouped": settings(llm={"qkv_bias": True}),
+    "windows": settings(llm={"window": 4, "full_attention_blocks": (1,)}),
     "tied, one kv head": settings(llm={"kv_heads": 1, "tie_embeddings": True}),
 }
 

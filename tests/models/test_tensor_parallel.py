@@ -23,7 +23,9 @@ VARIANTS = {
     ),
     "tied": settings(vision={"qkv_bias": False, "activation": "quick_gelu"}, llm={"tie_embeddings": True}),
     "one kv head": settings(llm={"kv_heads": 1, "qkv_bias": True}),
-    "normalized heads": settings(llm={"qk_norm": True, "head_dim": 16}),
+    "normalized heads, windows": settings(
+        llm={"qk_norm": True, "head_dim": 16, "window": 5, "full_attention_blocks": (1,)}
+    ),
     "frozen": settings(vision={"freeze": True}, llm={"freeze": True}),
     "windows": settings(vision=WINDOWED),
     "scaled": settings(vision=SCALED),

@@ -70,6 +70,42 @@ def test_qwen2_is_stretched_as_its_readme_says(text_only: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "window", "full"),
+    [
+        ({"use_sliding_window": True, "max_window_layers": 0}, 131072, ()),
+        ({"use_sliding_window": True, "max_window_layers": 1}, 131072, (0,)),
+        ({"use_sliding_window": True, "max_window_layers": 28}, None, ()),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, 131072, (1,)),
+        ({"use_sliding_window": False, "max_window_layers": 0}, None, ()),
+    ],
+)
+def test_only_some_blocks_of_qwen_have_windows(
+    text_only: Path, changes: dict[str, Any], window: int | None, full: tuple[int, ...]
+) -> None:
+    llm = _load(text_only, QWEN2, **changes).recipe.model.llm
+    assert (llm.window, llm.full_attention_blocks) == (window, full)
+
+
+def test_a_type_for_every_layer_and_a_window_for_sliding_ones(text_only: Path) -> None:
+    assert "layer_types: found ['full_attention'], allowed" in _error(text_only, QWEN2, layer_types=["full_attention"])
+    error = _error(text_only, QWEN2, layer_types=["full_attention", "sliding_attention"])
+    assert "layer_types: found sliding_attention, but the config has no sliding window" in error
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ("full_attention_blocks: [0]", "without `window` all blocks have full attention"),
+        ("window: 8, full_attention_blocks: [0, 1]", "found 1, but the last of 1 blocks is 0"),
+    ],
+)
+def test_blocks_with_full_attention_are_some_of_those_there_are(text_only: Path, settings: str, problem: str) -> None:
+    shapes = "{layers: 1, hidden: 16, heads: 2, ffn: 24, vocab: 64, %s}" % settings  # noqa: UP031
+    with pytest.raises(RecipeError, match=problem):
+        load_recipe(text_only, ["model.hf=null", f"model.llm={shapes}"], env={})
+
+
+@pytest.mark.parametrize(
     ("scaling", "problem"),
     [
         ("{kind: linear, factor: 2, original_positions: 64}", "original_positions: `linear` slows all rotations"),
@@ -101,12 +137,12 @@ def test_settings_that_contradict_the_folder_are_rejected(text_only: Path) -> No
 
 def test_what_is_not_supported_is_listed_by_its_key(text_only: Path) -> None:
     error = _error(
-        text_only, QWEN2, use_sliding_window=True, hidden_act="gelu", new_feature=3,
+        text_only, QWEN2, attention_dropout=0.1, hidden_act="gelu", new_feature=3,
         rope_scaling={"type": "longrope", "factor": 4.0},
     )  # fmt: skip
     assert error.count("is not supported yet") == 4
     for key in (
-        "use_sliding_window: true",
+        "attention_dropout: 0.1",
         'hidden_act: "gelu"',
         "new_feature: 3",
         'rope_scaling.rope_type: "longrope"',

@@ -49,12 +49,12 @@ def llama(**changes: Any) -> nn.Module:
     return _random(LlamaForCausalLM(LlamaConfig(**settings | changes)))
 
 
-def mistral() -> nn.Module:
+def mistral(window: int | None = None) -> nn.Module:
     from transformers import MistralConfig, MistralForCausalLM
 
     config = MistralConfig(
         hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=12, vocab_size=VOCAB, sliding_window=None,
+        head_dim=12, vocab_size=VOCAB, sliding_window=window,
     )  # fmt: skip
     return _random(MistralForCausalLM(config))
 

@@ -27,6 +27,7 @@ from tests.weights.pretrained import VOCAB, llama, mistral, qwen2, qwen3, recipe
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 OTHER_RAMP = {"beta_fast": 4.0, "beta_slow": 0.25, "attention_factor": 1.5}
+WINDOWED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2": qwen2,
     "qwen2 untied": lambda: qwen2(tie_word_embeddings=False, num_key_value_heads=3),
@@ -35,7 +36,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2 yarn": lambda: qwen2(rope_parameters=YARN),
     "qwen2 yarn, other ramp": lambda: qwen2(rope_parameters=YARN | OTHER_RAMP),
     "mistral": mistral,
+    "mistral, windows": lambda: mistral(window=16),
+    "qwen2 windows": lambda: qwen2(use_sliding_window=True, sliding_window=16, max_window_layers=1),
     "qwen3": qwen3,
+    "qwen3 windows": lambda: qwen3(use_sliding_window=True, sliding_window=16, layer_types=WINDOWED),
     "qwen3 tied": lambda: qwen3(tie_word_embeddings=True, num_key_value_heads=4),
 }
 CPU = torch.device("cpu")
@@ -171,7 +175,7 @@ def _train_one_step(recipe: Recipe) -> tuple[float, list[NamedShard]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "llama 3.1", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2", "llama 3.1", "qwen3 windows"])
 def test_a_step_at_tp_2_and_pp_2_equals_one_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = MODELS[name]()
     folder = save(theirs, tmp_path / "model")

@@ -139,7 +139,8 @@ YARN = LLAMA3_SCALING | {"kind": "yarn", "amplitude": 1.5}
         ("llama", {"rope_scaling": LLAMA3_SCALING}),
         ("llama", {"rope_scaling": {"kind": "linear", "factor": 2.0}}),
         ("qwen2", {"qkv_bias": True, "rope_scaling": YARN}),
-        ("qwen3", {"qk_norm": True}),
+        ("qwen3", {"qk_norm": True, "window": 16, "full_attention_blocks": (1,)}),
+        ("mistral", {"window": 16}),
     ],
 )
 def test_a_text_model_gives_the_same_logits_in_transformers(

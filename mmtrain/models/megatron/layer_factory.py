@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from mmtrain.models.attention import AttentionBackend, apply_rotary, attend
+from mmtrain.models.attention import AttentionBackend, AttentionOptions, apply_rotary, attend
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.megatron.block_parts import JointHeadNorm, ScaledAdd
 from mmtrain.models.megatron.parallel_groups import ParallelGroups, tp_group_scope
@@ -100,9 +100,10 @@ class PackedAttention(nn.Module):
         if packing.rope is not None:
             q = apply_rotary(q, packing.rope)
             k = apply_rotary(k, packing.rope)
+        options = AttentionOptions(self.backend, self.causal, packing.window)
         if packing.kv_cache is not None:
-            return packing.kv_cache.attend(self, q, k, v, packing.lengths, self.backend)
-        return attend(q, k, v, packing.lengths, self.causal, self.backend)
+            return packing.kv_cache.attend(self, q, k, v, packing.lengths, options)
+        return attend(q, k, v, packing.lengths, options)
 
 
 class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron-core has no types
