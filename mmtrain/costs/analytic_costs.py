@@ -185,7 +185,7 @@ class AnalyticCosts:
         return nbytes / self.hardware.memory_bytes_per_s
 
     def _launches(self, layer: LayerShape) -> float:
-        num_kernels = FORWARD_KERNELS[layer.kind] + 2 * int(layer.qk_norm)
+        num_kernels = FORWARD_KERNELS[layer.kind] + 2 * int(layer.qk_norm) + 2 * int(layer.post_norms)
         if layer.kind == "vit_block":  # blocks of a decoder are counted with rotation and gate
             num_kernels += _ROTATION_KERNELS * int(layer.rotary) + _GATE_KERNELS * int(layer.gated)
             num_kernels += _JOINT_NORM_KERNELS * int(layer.joint_qk_norm) + _SCALE_KERNELS * int(layer.layer_scale)

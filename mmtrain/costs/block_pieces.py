@@ -70,7 +70,7 @@ def _elements(layer: LayerShape, tp: int) -> list[float]:
     """Return how many numbers the element-wise work of each piece moves for a token on one of `tp` ranks."""
     split = {ATTENTION: head_elements(layer) / tp, UP: (3 if layer.gated else 2) * layer.ffn / tp}
     widths = dict(_WIDTHS)
-    if layer.layer_scale:
+    if layer.layer_scale or layer.post_norms:
         widths[NORM_MLP] += 2
         widths[ADD] += 2
     return [split.get(piece, widths.get(piece, 0) * layer.hidden) for piece in range(len(BLOCK_PIECES))]

@@ -20,6 +20,7 @@ from mmtrain.costs.cost_model import TokenLoad
 from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape
 
 _INDEX_BYTES = 8
+_FP32_BYTES = 4
 # Kinds of layers without a trainable norm between their input and their first GEMM.
 READS_INPUT_RAW = ("patch_embed", "audio_embed", "projector", "context_projector")
 
@@ -150,7 +151,8 @@ def num_parameters(layer: LayerShape, tp: int = 1) -> int:
             fc1 = layer.ffn * (2 if layer.gated else 1)
             split = (inner + kv) * (h + int(layer.qkv_bias)) + inner * h + fc1 * (h + bias) + layer.ffn * h
             split += (inner + kv // 2) * int(layer.joint_qk_norm)
-            whole = 2 * norm + 2 * (bias + int(layer.layer_scale)) * h + 2 * layer.head_dim * int(layer.qk_norm)
+            whole = num_norms(layer) * norm + 2 * (bias + int(layer.layer_scale)) * h
+            whole += 2 * layer.head_dim * int(layer.qk_norm)
             return split // tp + whole
         case "projector":
             width = merged_width(layer)
@@ -186,6 +188,7 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
             rotated = inner + kv // 2 if layer.rotates else 0
             # Inputs, and outputs before the weight; or with a norm over all heads its inputs in fp32 and both outputs.
             head_norms = 2 * (inner + kv // 2) if layer.qk_norm or layer.joint_qk_norm else 0
+            outputs = 2 * h if layer.post_norms else 0  # that norms read
             in_fp32 = 4 * (inner + kv // 2) // tp if layer.joint_qk_norm else 0
             scaled = 2 * h if layer.layer_scale else 0
             tables = layer.head_dim if layer.rotates else 0
@@ -194,7 +197,8 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
             mlp = layer.ffn * (5 if layer.gated else 2)
             gathered = (tp - 1) * (inner + kv) if layer.kv_heads < tp else 0  # keys and values of all ranks
             split = (inner + kv) + gathered + head_norms + rotated + 2 * inner + mlp
-            whole = 4 * h + 2 * normalized + tables + scaled
+            whole = 4 * h + num_norms(layer) * normalized + outputs + tables + scaled
+            in_fp32 += _fp32_norm_bytes(layer, element_bytes, num_norms(layer) * h + head_norms // 2 // tp)
             return t * (element_bytes * (whole + split // tp) + statistics + in_fp32)
         case "projector":
             rows, joined = feature_rows(layer, load), merged_width(layer)
@@ -203,9 +207,25 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
         case "embedding":
             return _INDEX_BYTES * t
         case "head":
-            return t * (element_bytes * (2 * h + normalized) + 4 * layer.vocab // tp + 2 * _INDEX_BYTES)
+            of_norm = element_bytes * (2 * h + normalized) + _fp32_norm_bytes(layer, element_bytes, h)
+            return t * (of_norm + 4 * layer.vocab // tp + 2 * _INDEX_BYTES)
         case _:
             return element_bytes * diffusion.saved_elements(layer, load, tp)
+
+
+def num_norms(layer: LayerShape) -> int:
+    """Return how many norms a block has over the width of the residual stream."""
+    return 4 if layer.post_norms else 2
+
+
+def _fp32_norm_bytes(layer: LayerShape, element_bytes: int, normalized: int) -> int:
+    """Return how many bytes more than others zero-centered norms over so many numbers keep: they compute in fp32.
+
+    They keep a copy of their input in fp32, and their output before the weight in fp32 too.
+    """
+    if not layer.zero_centered_norms or element_bytes >= _FP32_BYTES:
+        return 0
+    return normalized * (2 * _FP32_BYTES - element_bytes)
 
 
 def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
@@ -220,7 +240,7 @@ def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp
             has_head_norms = layer.qk_norm or layer.joint_qk_norm
             normalized_heads = (layer.heads + layer.kv_heads) * layer.head_dim if has_head_norms else 0
             scaled = 2 * h if layer.layer_scale else 0
-            width = 2 * h + 2 * normalized + scaled + (layer.ffn + normalized_heads) // tp
+            width = 2 * h + num_norms(layer) * normalized + scaled + (layer.ffn + normalized_heads) // tp
         case "head":
             width = h + normalized
         case _:
@@ -237,7 +257,7 @@ def sequence_parallel_savings(
     """
     h = layer.hidden
     normalized = layer.hidden if layer.rms_norm else 0
-    of_block = 4 * h + 2 * normalized + (2 * h if layer.layer_scale else 0)
+    of_block = 4 * h + num_norms(layer) * normalized + (2 * h if layer.layer_scale or layer.post_norms else 0)
     widths = {"vit_block": of_block, "decoder_block": of_block, "head": 2 * h + normalized}
     width = widths.get(layer.kind, 0)
     whole = load.tokens * (min(h, width) if recompute else width) * element_bytes
@@ -257,7 +277,7 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
             return t * (12 * layer.mel_bins + 14 * h)
         case "vit_block" | "decoder_block":
             on_heads = head_elements(layer)
-            residual = 10 * h + (4 * h if layer.layer_scale else 0)
+            residual = 10 * h + (4 * h if layer.layer_scale or layer.post_norms else 0)
             return t * (residual + ((3 if layer.gated else 2) * layer.ffn + on_heads) // tp)
         case "projector":
             return 3 * t * h + 2 * feature_rows(layer, load) * layer.ffn // tp

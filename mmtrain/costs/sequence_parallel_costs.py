@@ -8,6 +8,7 @@ from mmtrain.models.model_shape import LayerShape
 # By kind: how many numbers norms and residuals move for a token in forward, in widths of the layer (see
 # `layer_arithmetic.elementwise_elements`). Sequence parallelism divides this work among the ranks.
 _DIVIDED_WIDTHS = {"vit_block": 10, "decoder_block": 10, "head": 2}
+_POST_NORM_WIDTHS = 4  # of a block whose outputs of attention and MLP are normalized
 # By kind: GEMMs of whose input each rank holds a slice; forward gathers it, and the weight's gradient once more.
 _NUM_GATHERED = {"vit_block": 2, "decoder_block": 2, "head": 1}
 
@@ -37,7 +38,8 @@ def sequence_parallel_seconds(
         return gather if layer.kind == "projector" or has_backward else 0.0
     forward_reduces, backward_reduces = TP_ALL_REDUCES[layer.kind]
     passes = 1 + 2 * has_backward  # a backward moves twice as much as a forward
-    moved = _DIVIDED_WIDTHS[layer.kind] * nbytes * passes * (1 - 1 / tp)
+    widths = _DIVIDED_WIDTHS[layer.kind] + (_POST_NORM_WIDTHS if layer.post_norms else 0)
+    moved = widths * nbytes * passes * (1 - 1 / tp)
     gathers = _NUM_GATHERED[layer.kind] * (1 + has_backward * layer.trainable)
     if layer.kind == "head":  # its forward has no all-reduce
         return gathers * gather + has_backward * (scatter - reduce) - moved / machine.memory_bytes_per_s

@@ -9,11 +9,14 @@ from mmtrain.families.rotary import rotary_settings
 from mmtrain.families.weight_layouts import ParameterSource, as_is, gate_and_up, query_key_value, vocabulary
 
 
-def decoder_settings(config: ConfigSection, defaults: Mapping[str, float], **of_family: Any) -> Settings:
+def decoder_settings(
+    config: ConfigSection, defaults: Mapping[str, float], rotary: Settings | None = None, **of_family: Any
+) -> Settings:
     """Return the settings of the LLM.
 
     defaults: what the family's config class in `transformers` assumes for keys that are missing; classes that hold a
         decoder write only what differs from it.
+    rotary: the rotary positions of a family that states them in its own way.
     of_family: settings that the config does not state.
     """
     assumed = {key: int(value) for key, value in defaults.items()}
@@ -32,10 +35,15 @@ def decoder_settings(config: ConfigSection, defaults: Mapping[str, float], **of_
         "qk_norm": False,
         "window": None,
         "full_attention_blocks": (),
+        "window_rope_base": None,
+        "query_scale": None,
+        "post_norms": False,
+        "zero_centered_norms": False,
+        "scale_embeddings": False,
         "vocab": config.integer("vocab_size", assumed["vocab_size"]),
         "norm_eps": config.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
         "tie_embeddings": config.flag("tie_word_embeddings", False),
-        **rotary_settings(config, defaults.get("rope_theta", 10000.0)),
+        **(rotary_settings(config, defaults.get("rope_theta", 10000.0)) if rotary is None else rotary),
         **of_family,
     }
 
@@ -69,7 +77,11 @@ def _block_weights(llm: Settings, ours: str, theirs: str) -> Iterator[ParameterS
         yield as_is(f"{ours}self_attention.k_layernorm.weight", f"{attention}k_norm.weight", (head_dim,))
     output_shape = (hidden, heads * head_dim)
     yield as_is(f"{ours}self_attention.linear_proj.weight", f"{attention}o_proj.weight", output_shape)
-    yield as_is(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
+    before_mlp = "pre_feedforward_layernorm" if llm["post_norms"] else "post_attention_layernorm"
+    yield as_is(f"{ours}pre_mlp_layernorm.weight", f"{theirs}{before_mlp}.weight", (hidden,))
+    if llm["post_norms"]:
+        yield as_is(f"{ours}self_attn_bda.norm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
+        yield as_is(f"{ours}mlp_bda.norm.weight", f"{theirs}post_feedforward_layernorm.weight", (hidden,))
     gate, up = f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"
     yield gate_and_up(f"{ours}mlp.linear_fc1.weight", gate, up, (ffn, hidden))
     yield as_is(f"{ours}mlp.linear_fc2.weight", f"{mlp}down_proj.weight", (hidden, ffn))

@@ -13,9 +13,9 @@ _TINY = tiny_decoder(architectures=["MistralForCausalLM"], model_type="mistral",
 
 def mistral_settings(config: ConfigSection) -> Settings:
     """Return the settings of the LLM. A window is one of all blocks."""
+    settings = decoder_settings(config, _DEFAULTS, qkv_bias=False)
     window = config.optional_integer("sliding_window", 4096)
-    in_blocks = window_settings(config, window, is_full=lambda _: False)
-    return decoder_settings(config, _DEFAULTS, qkv_bias=False, **in_blocks)
+    return {**settings, **window_settings(config, settings["layers"], window, is_full=lambda _: False)}
 
 
 def _settings(config: ConfigSection) -> FolderSettings:

@@ -13,7 +13,8 @@ _TINY = tiny_decoder(architectures=["Qwen2ForCausalLM"], model_type="qwen2", rop
 
 def qwen2_settings(config: ConfigSection) -> Settings:
     """Return the settings of the LLM."""
-    return decoder_settings(config, _DEFAULTS, qkv_bias=True, **qwen_window_settings(config))
+    settings = decoder_settings(config, _DEFAULTS, qkv_bias=True)
+    return {**settings, **qwen_window_settings(config, settings["layers"])}
 
 
 def _settings(config: ConfigSection) -> FolderSettings:

@@ -16,7 +16,8 @@ _TINY = tiny_decoder(
 def qwen3_settings(config: ConfigSection) -> Settings:
     """Return the settings of the LLM."""
     config.require("attention_bias", False, default=False)
-    return decoder_settings(config, _DEFAULTS, qkv_bias=False, qk_norm=True, **qwen_window_settings(config))
+    settings = decoder_settings(config, _DEFAULTS, qkv_bias=False, qk_norm=True)
+    return {**settings, **qwen_window_settings(config, settings["layers"])}
 
 
 def _settings(config: ConfigSection) -> FolderSettings:

@@ -1,6 +1,7 @@
 """The families that can be trained from a folder. To add one, see CONTRIBUTING.md."""
 
 from mmtrain.families.family import Family
+from mmtrain.families.gemma3_text import GEMMA3_TEXT
 from mmtrain.families.llama import LLAMA
 from mmtrain.families.llava import LLAVA
 from mmtrain.families.mistral import MISTRAL
@@ -10,5 +11,5 @@ from mmtrain.families.qwen2_vl import QWEN2_VL
 from mmtrain.families.qwen3 import QWEN3
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (LLAMA, LLAVA, MISTRAL, QWEN2, QWEN2_AUDIO, QWEN2_VL, QWEN3)
+    family.name: family for family in (GEMMA3_TEXT, LLAMA, LLAVA, MISTRAL, QWEN2, QWEN2_AUDIO, QWEN2_VL, QWEN3)
 }

@@ -8,9 +8,10 @@ from mmtrain.families.family import Settings
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # what `layer_types` says of a block
 
 
-def window_settings(config: ConfigSection, window: int | None, is_full: Callable[[int], bool]) -> Settings:
+def window_settings(
+    config: ConfigSection, num_blocks: int, window: int | None, is_full: Callable[[int], bool]
+) -> Settings:
     """Return the settings of sliding windows; `is_full` says which blocks have none if `layer_types` is missing."""
-    num_blocks = config.integer("num_hidden_layers", 32)
     kinds = config.value("layer_types")
     if kinds is None:
         kinds = [_FULL if window is None or is_full(block) else _SLIDING for block in range(num_blocks)]
@@ -25,7 +26,7 @@ def window_settings(config: ConfigSection, window: int | None, is_full: Callable
     return {"window": window, "full_attention_blocks": full}
 
 
-def qwen_window_settings(config: ConfigSection) -> Settings:
+def qwen_window_settings(config: ConfigSection, num_blocks: int) -> Settings:
     """Read the window of Qwen2 and Qwen3: only with `use_sliding_window`, in blocks from `max_window_layers` on."""
     is_used = config.flag("use_sliding_window", False)
     stated = config.optional_integer("sliding_window", 4096)
@@ -34,11 +35,11 @@ def qwen_window_settings(config: ConfigSection) -> Settings:
     if type(first_windowed) is not int or first_windowed < 0:
         config.reject("max_window_layers", f"found {first}, allowed: a whole number of at least 0")
         first_windowed = 0
-    return window_settings(config, stated if is_used else None, lambda block: block < first_windowed)
+    return window_settings(config, num_blocks, stated if is_used else None, lambda block: block < first_windowed)
 
 
 def reject_sliding_windows(config: ConfigSection) -> None:
-    """Reject windows in a family that is not built with them; without `use_sliding_window` other keys have no effect."""
+    """Reject windows. Without `use_sliding_window` the other keys of a window have no effect."""
     config.require("use_sliding_window", False, default=False)
     config.value("sliding_window")
     config.value("max_window_layers")

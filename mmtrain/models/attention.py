@@ -31,6 +31,7 @@ class AttentionOptions:
     backend: AttentionBackend
     causal: bool  # to themselves and to earlier tokens only
     window: int = 0  # causal: to themselves and to the `window` - 1 tokens before; 0: to all earlier ones
+    scale: float | None = None  # factor on scores; None: 1 / sqrt(d)
 
 
 _HALF_PRECISIONS = (torch.float16, torch.bfloat16)
@@ -86,7 +87,7 @@ def apply_rotary(x: Tensor, rope: RotaryTables) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: AttentionOptions) -> Tensor:
-    """Attend inside each packed sequence, with scores scaled by `1 / sqrt(d)`.
+    """Attend inside each packed sequence.
 
     q (T, heads, d), k and v (T, kv_heads, d), `sum(lengths) == T` -> (T, heads, d). Lengths are Python integers, so
     that no backend has to wait for the device to know them.
@@ -178,7 +179,8 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], option
         allowed = allowed.tril()
     if options.window:
         allowed = allowed.triu(1 - options.window)
-    scores = torch.einsum("qhd,khd->hqk", q, k).float() * q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = torch.einsum("qhd,khd->hqk", q, k).float() * scale
     weights = scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights.to(v.dtype), v)
 
@@ -205,32 +207,39 @@ def _sdpa_bucket(q: Tensor, k: Tensor, v: Tensor, num_sequences: int, options: A
     """Attend inside `num_sequences` packed sequences of equal length."""
     q, k, v = (x.view(num_sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     if 0 < options.window < q.shape[2]:
-        out = _sdpa_in_windows(q, k, v, options.window)
+        out = _sdpa_in_windows(q, k, v, options)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=options.causal, enable_gqa=q.shape[1] != k.shape[1])
+        is_grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=options.causal, scale=options.scale, enable_gqa=is_grouped
+        )
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """Attend inside sliding windows: q (S, heads, n, d), k and v (S, kv_heads, n, d), n > window -> (S, heads, n, d).
 
     The first `window` queries see all tokens before them. The others are cut into blocks of `window`; a block needs
     only its own keys and those of the block before, so work grows with n * window and not with n^2.
     """
+    window, scale = options.window, options.scale
     is_grouped = q.shape[1] != k.shape[1]
+    first_q, first_k, first_v = (x[:, :, :window] for x in (q, k, v))
     first = F.scaled_dot_product_attention(
-        q[:, :, :window], k[:, :, :window], v[:, :, :window], is_causal=True, enable_gqa=is_grouped
+        first_q, first_k, first_v, is_causal=True, scale=scale, enable_gqa=is_grouped
     )
     num_later = q.shape[2] - window
     num_blocks = -(-num_later // window)
     padding = (0, 0, 0, num_blocks * window - num_later)  # behind the last token, which nobody sees
-    queries = F.pad(q[:, :, window:], padding).unflatten(2, (num_blocks, window)).transpose(1, 2).flatten(0, 1)
+    queries = F.pad(q[:, :, window:], padding).unfold(2, window, window).permute(0, 2, 1, 4, 3).flatten(0, 1)
     keys, values = (
         F.pad(x, padding).unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v)
     )
     in_window = torch.ones(window, 2 * window, dtype=torch.bool, device=q.device).tril(window).triu(1)
-    later = F.scaled_dot_product_attention(queries, keys, values, attn_mask=in_window, enable_gqa=is_grouped)
-    later = later.unflatten(0, (len(q), num_blocks)).transpose(1, 2).flatten(2, 3)
+    later = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=in_window, scale=scale, enable_gqa=is_grouped
+    )
+    later = later.view(len(q), num_blocks, *later.shape[1:]).transpose(1, 2).flatten(2, 3)
     return torch.cat((first, later[:, :, :num_later]), dim=2)
 
 
@@ -271,6 +280,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: 
     out = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, max_length, max_length,
         window_size=_window_size(options),
+        scale=options.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     assert isinstance(out, Tensor)

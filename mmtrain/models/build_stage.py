@@ -19,6 +19,8 @@ from mmtrain.recipe.model_settings import ModelSettings
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory, ParallelGroups
 
+_LLM_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_tanh", "gelu": "gelu"}  # by kind of MLP
+
 
 @dataclass(frozen=True)
 class StageOptions:
@@ -57,12 +59,14 @@ def _layer_factory(
 
     block = next(layer for layer in unit.layers if layer.kind in BLOCK_KINDS)
     if unit.kind == "llm":
-        activation = "silu" if block.gated else "gelu"
+        activation = _LLM_ACTIVATIONS[settings.llm.mlp]
         norm_eps = settings.llm.norm_eps
+        query_scale = settings.llm.query_scale
     else:
         encoder = settings.all_encoders[unit.name]
         activation = encoder.activation
         norm_eps = encoder.norm_eps
+        query_scale = None
     return LayerFactory(
         block=block,
         activation=activation,
@@ -71,6 +75,7 @@ def _layer_factory(
         dtype=options.dtype,
         attention=choose_backend(options.attention, options.device, options.dtype),
         sequence_parallel=spec.sequence_parallel and groups.tp_size > 1,
+        query_scale=query_scale,
     )
 
 

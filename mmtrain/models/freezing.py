@@ -55,6 +55,9 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
                 yield from norm_parameters("self_attention.k_layernorm", layer)
             if layer.joint_qk_norm:
                 yield from ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+            if layer.post_norms:
+                yield from norm_parameters("self_attn_bda.norm", layer)
+                yield from norm_parameters("mlp_bda.norm", layer)
             if layer.layer_scale:
                 yield from ("self_attn_bda.weight", "mlp_bda.weight")
             yield from linear_parameters("self_attention.linear_proj", layer.linear_bias)

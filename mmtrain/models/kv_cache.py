@@ -43,10 +43,7 @@ class KVCache:
             self._new_tokens = _NewTokens.of(self.cached_lengths, lengths, q.device)
         keys, values = self._store(block, k, v)
         is_first_pass = not any(self.cached_lengths)
-        if is_first_pass:
-            out = attend(q, k, v, lengths, options)
-        else:
-            out = self._attend_to_cache(q, keys, values, options.window)
+        out = attend(q, k, v, lengths, options) if is_first_pass else self._attend_to_cache(q, keys, values, options)
         return F.pad(out, (0, 0, 0, 0, 0, num_padding))
 
     def advance(self, lengths: tuple[int, ...]) -> None:
@@ -74,18 +71,18 @@ class KVCache:
         values[self._new_tokens.sequence, self._new_tokens.position] = v
         return keys, values
 
-    def _attend_to_cache(self, q: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
-        """Let one new token of each sequence, (S, heads, d), attend to its sequence or, if not 0, to the last `window`
-        tokens of it; mask unused capacity.
-        """
+    def _attend_to_cache(self, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
+        """Let one new token of each sequence, (S, heads, d), attend to its sequence; mask unused capacity."""
         assert len(q) == len(self.cached_lengths), "after the first pass a sequence grows by one token at a time"
         assert self._new_tokens is not None
-        is_visible = self._new_tokens.is_visible(window)
+        is_visible = self._new_tokens.is_visible(options.window)
         num_positions = is_visible.shape[-1]
         k = keys[:, :num_positions].transpose(1, 2)
         v = values[:, :num_positions].transpose(1, 2)
         is_grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=is_visible, enable_gqa=is_grouped)
+        out = F.scaled_dot_product_attention(
+            q[:, :, None], k, v, attn_mask=is_visible, scale=options.scale, enable_gqa=is_grouped
+        )
         return out[:, :, 0]
 
 

@@ -61,6 +61,8 @@ class LayerShape:
     key_bias: bool = True  # with `qkv_bias`: whether the keys' part of the bias is other than zero
     qk_norm: bool = False  # norms over each head of queries and of keys
     joint_qk_norm: bool = False  # RMS norms over all heads of queries together, and of keys
+    post_norms: bool = False  # norms over the outputs of attention and MLP
+    zero_centered_norms: bool = False  # RMS norms that multiply by 1 + weight, in fp32
     layer_scale: bool = False  # outputs of attention and MLP are multiplied by a vector each
     patch_features: int = 0  # patch_embed: 3 * frames of a patch * patch * patch
     mel_bins: int = 0  # audio_embed: features of a frame

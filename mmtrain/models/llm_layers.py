@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmtrain.models.attention import axis_rotary_tables, rotary_frequencies, rotary_tables
+from mmtrain.models.attention import RotaryTables, axis_rotary_tables, rotary_frequencies, rotary_tables
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.rotary_scaling import rotary_amplitude
@@ -51,21 +51,39 @@ class TextContext:
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
         """Each sequence is one, in every block; some blocks attend inside a sliding window."""
-        return replace(self.packing, window=layer.window)
+        if not layer.window:
+            return self.packing
+        has_own_rotation = self.settings.window_rope_base is not None
+        rope = self._window_rope if has_own_rotation else self.packing.rope
+        return replace(self.packing, rope=rope, window=layer.window)
+
+    @cached_property
+    def _window_rope(self) -> RotaryTables:
+        """Rotary positions of blocks with a window, where they have a base of their own."""
+        base, kv_cache = self.settings.window_rope_base, self.inputs.kv_cache
+        assert base is not None, "`block_packing` asks for it only then"
+        starts = None if kv_cache is None else kv_cache.cached_lengths
+        return rotary_tables(self.inputs.lengths, self.head_dim, base, self.dtype, self.device, starts)
 
 
 class Embedding(nn.Module):
     """Token embeddings; the features of encoders replace the rows at their positions."""
 
-    def __init__(self, shape: LayerShape, factory: "LayerFactory") -> None:
-        """Build the layer that `shape` describes; its weights are uninitialized."""
+    def __init__(self, shape: LayerShape, factory: "LayerFactory", scaled: bool = False) -> None:
+        """Build the layer that `shape` describes; its weights are uninitialized.
+
+        scaled: multiply embeddings by the square root of their width, in their own precision.
+        """
         super().__init__()
         self.table = factory.vocab_embedding(shape.vocab, shape.out)
+        self.scale = torch.tensor(shape.out**0.5, dtype=factory.dtype).item() if scaled else 1.0
 
     def forward(self, hidden: None, context: TextContext) -> Tensor:
         """Embed ids (T,) to (T, hidden) and overwrite the rows `feature_positions[unit]` with `features[unit]`."""
         assert context.inputs.ids is not None, "the stage with the embedding needs ids"
         tokens: Tensor = self.table(context.inputs.ids)
+        if self.scale != 1.0:
+            tokens = tokens * self.scale
         for unit, features in context.features.items():
             tokens = tokens.index_copy(0, context.inputs.feature_positions[unit], features.to(tokens.dtype))
         return tokens

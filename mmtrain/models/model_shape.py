@@ -97,13 +97,22 @@ def _llm_layers(settings: LlmSettings) -> tuple[LayerShape, ...]:
         kv_heads=settings.kv_heads or settings.heads,
         head_dim=settings.head_dim or settings.hidden // settings.heads,
         ffn=settings.ffn,
-        gated=settings.mlp == "swiglu",
+        gated=settings.mlp != "gelu",
         causal=True,
         rms_norm=True,
         qkv_bias=settings.qkv_bias,
         qk_norm=settings.qk_norm,
+        post_norms=settings.post_norms,
+        zero_centered_norms=settings.zero_centered_norms,
     )
     windowed = replace(block, window=settings.window or 0)
     blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
-    head = LayerShape("head", hidden=settings.hidden, out=vocab, vocab=vocab, rms_norm=True)
+    head = LayerShape(
+        "head",
+        hidden=settings.hidden,
+        out=vocab,
+        vocab=vocab,
+        rms_norm=True,
+        zero_centered_norms=settings.zero_centered_norms,
+    )
     return (embedding, *blocks, head)

@@ -90,8 +90,8 @@ def initialize_parameters(
     Parameters that `pretrained` has no weights for are drawn. Each shard is cut from a full tensor drawn under the seed
     and the parameter's name. Weights are normal with standard deviation 1 / sqrt(fan-in) (LeCun; for embedding tables
     1 / sqrt(width)), divided by sqrt(2 * blocks) for projections into the residual stream (GPT-2). Norms and layer
-    scales are 1, biases 0. At a width of 2,500 this gives GPT-2's 0.02; a fixed 0.02 would make the outputs of narrow
-    models vanish.
+    scales are 1, biases and the weights of zero-centered norms 0. At a width of 2,500 this gives GPT-2's 0.02; a fixed
+    0.02 would make the outputs of narrow models vanish.
     """
     num_blocks = sum(layer.heads > 0 for layer in stage.shape.layers)
     with torch.no_grad():
@@ -99,7 +99,8 @@ def initialize_parameters(
             spec = specs[name]
             if pretrained is not None and pretrained.fill(param, spec, tp_rank, tp):
                 continue
-            full = _initial_values(spec, seed, num_blocks)
+            is_zero_centered = getattr(param, "zero_centered", False)
+            full = torch.zeros(spec.full_shape) if is_zero_centered else _initial_values(spec, seed, num_blocks)
             param.copy_(tp_shard(full, spec, tp_rank, tp).reshape(param.shape))
 
 

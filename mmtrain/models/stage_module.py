@@ -201,7 +201,7 @@ class StageModule(nn.Module):
             case "projector":
                 return Projector(self._settings.all_encoders[self.unit], layer, self.factory)
             case "embedding":
-                return Embedding(layer, self.factory)
+                return Embedding(layer, self.factory, self._settings.llm.scale_embeddings)
             case "head":
                 assert tied_embedding is None or isinstance(tied_embedding, Embedding)
                 return Head(layer, self.factory, self._settings.llm.vocab, tied_embedding)

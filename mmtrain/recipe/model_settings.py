@@ -437,7 +437,7 @@ class RopeScalingSettings(Section):
 
 
 class LlmSettings(UnitSettings):
-    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention (Llama, Qwen2, Qwen3)."""
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention (Llama, Qwen, Gemma)."""
 
     preset: LlmPreset | None = setting(None, affects={"resume"}, description=_PRESET)
     heads: PositiveInt = setting(affects={"plan", "resume"}, description="Query heads.")
@@ -450,10 +450,11 @@ class LlmSettings(UnitSettings):
         None, affects={"plan", "resume"}, description="Width of one head. Default: hidden / heads."
     )
     ffn: PositiveInt = setting(affects={"plan", "resume"}, description="Width of the MLP's hidden layer.")
-    mlp: Literal["swiglu", "gelu"] = setting(
+    mlp: Literal["swiglu", "geglu", "gelu"] = setting(
         "swiglu",
         affects={"plan", "resume"},
-        description="Kind of MLP. `swiglu`: two input projections, one of which gates the other. `gelu`: one (GPT).",
+        description="Kind of MLP. `swiglu`: two input projections, one of which gates the other. `geglu`: the same "
+        "with the tanh approximation of GELU in place of SiLU (Gemma). `gelu`: one (GPT).",
     )
     vocab: PositiveInt = setting(
         affects={"plan", "lengths", "resume"},
@@ -481,6 +482,14 @@ class LlmSettings(UnitSettings):
         description="Tokens of a sliding window: each token attends to itself and to the `window` - 1 before it "
         "(Mistral, arXiv 2310.06825). Default: to all earlier tokens of its sample.",
     )
+    window_rope_base: float | None = setting(
+        None,
+        gt=0,
+        affects={"resume"},
+        added_later=True,
+        description="Base of the rotary frequencies in blocks with a window, which `rope_scaling` leaves as they are "
+        "(Gemma 3). Default: `rope_base`, scaled, in all blocks.",
+    )
     full_attention_blocks: tuple[Annotated[int, Field(ge=0)], ...] = setting(
         (),
         affects={"plan", "resume"},
@@ -498,6 +507,33 @@ class LlmSettings(UnitSettings):
         description="Apply an RMS norm to every head of the queries and of the keys, before rotation (Qwen3). Its "
         "weight, of `head_dim`, is the same for all heads of a block.",
     )
+    query_scale: float | None = setting(
+        None,
+        gt=0,
+        affects={"resume"},
+        added_later=True,
+        description="Scores of attention are divided by the square root of this (`query_pre_attn_scalar` of Gemma). "
+        "Default: `head_dim`.",
+    )
+    post_norms: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Apply a norm also to the outputs of attention and of the MLP, before they are added to the "
+        "residual stream (Gemma 2 and 3).",
+    )
+    zero_centered_norms: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="RMS norms multiply by 1 + weight, in fp32, and their weights start at 0 (Gemma).",
+    )
+    scale_embeddings: bool = setting(
+        False,
+        affects={"resume"},
+        added_later=True,
+        description="Multiply the embeddings of tokens by the square root of `hidden` (Gemma).",
+    )
     tie_embeddings: bool = setting(
         False, affects={"plan", "resume"}, description="Use the embedding table as output projection too."
     )
@@ -512,6 +548,10 @@ class LlmSettings(UnitSettings):
             problems.append(f"hidden {self.hidden} is not divisible by heads {self.heads}; set head_dim")
         if self.full_attention_blocks and self.window is None:
             problems.append("full_attention_blocks: without `window` all blocks have full attention; remove it")
+        if self.window_rope_base is not None and self.window is None:
+            problems.append("window_rope_base: without `window` no block has one; remove it")
+        if self.window_rope_base is not None and self.rope_sections is not None:
+            problems.append("window_rope_base cannot be combined with rope_sections; remove one of them")
         if max(self.full_attention_blocks, default=0) >= self.layers:
             last = max(self.full_attention_blocks)
             problems.append(

@@ -73,22 +73,25 @@ def find_family_by_name(name: str) -> Family:
 def _write_random_weights(family: Family, settings: FolderSettings, out: Path, seed: int) -> int:
     """Write every tensor that the family names; return the number of parameters.
 
-    Matrices are normal with standard deviation 1 / sqrt(width), so that signals keep their size; norms are 1, other
-    vectors 0.
+    Matrices are normal with standard deviation 1 / sqrt(width), so that signals keep their size; norms multiply by
+    1, other vectors are 0.
     """
     import torch
     from safetensors.torch import save_file
 
     shapes: dict[str, tuple[int, ...]] = {}
+    zero_centered: set[str] = set()
     for source in (*family.weights(settings), *settings.carried):
         shapes |= source.tensor_shapes()
+        if source.name.startswith("llm.") and settings.model["llm"]["zero_centered_norms"]:
+            zero_centered |= source.tensor_shapes().keys()
     tensors = {}
     for name, shape in shapes.items():
         if len(shape) > 1:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
             tensors[name] = torch.empty(shape).normal_(std=shape[-1] ** -0.5, generator=generator)
         else:
-            is_scale = "norm" in name and name.endswith("weight")
+            is_scale = "norm" in name and name.endswith("weight") and name not in zero_centered
             tensors[name] = torch.ones(shape) if is_scale else torch.zeros(shape)
     save_file(tensors, out / SINGLE_FILE, metadata={"format": "pt"})
     return sum(tensor.numel() for tensor in tensors.values())

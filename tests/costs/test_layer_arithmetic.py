@@ -35,6 +35,7 @@ MODELS = {
         llm={"qkv_bias": True},
     ),
     "gelu": settings(llm={"mlp": "gelu"}),
+    "normalized outputs": settings(llm={"post_norms": True, "zero_centered_norms": True, "mlp": "geglu"}),
     "normalized heads": settings(llm={"qk_norm": True, "head_dim": 16}),
     "windows": settings(vision=WINDOWED),
     "scaled": settings(vision=SCALED),

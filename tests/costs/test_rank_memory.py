@@ -101,6 +101,7 @@ def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> 
         ("audio", {}),
         ("llm", {}),
         ("llm", {"qk_norm": True}),
+        ("llm", {"post_norms": True, "zero_centered_norms": True}),
     ],
 )
 def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ MODELS = {
     ),
     "clip, tied": settings(
         vision={"positions": "grid", "post_norm": False, "patch_bias": False, "qkv_bias": False},
-        llm={"tie_embeddings": True, "qk_norm": True},
+        llm={"tie_embeddings": True, "qk_norm": True, "post_norms": True},
     ),
     "speech": ModelSettings(audio=SPEECH, llm=settings().llm),
     "averages, one linear": ModelSettings(

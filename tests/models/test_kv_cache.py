@@ -21,7 +21,9 @@ PROMPTS = [[5, 11, 2, 40, 8], [9], [17, 3, 3, 61, 20, 33, 1, 6], [5, 11, 2, 40, 
 PLACES = [1, 6, 7]  # places, of all prompts together, that features take
 MODELS = {
     "grouped": settings(llm={"qkv_bias": True}),
-    "windows": settings(llm={"window": 4, "full_attention_blocks": (1,)}),
+    "windows": settings(
+        llm={"window": 4, "full_attention_blocks": (1,), "window_rope_base": 50.0, "query_scale": 5, "qk_norm": True}
+    ),
     "tied, one kv head": settings(llm={"kv_heads": 1, "tie_embeddings": True}),
 }
 

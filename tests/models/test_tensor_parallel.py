@@ -22,6 +22,19 @@ VARIANTS = {
         llm={"qkv_bias": True, "head_dim": 16},
     ),
     "tied": settings(vision={"qkv_bias": False, "activation": "quick_gelu"}, llm={"tie_embeddings": True}),
+    "gemma": settings(
+        llm={
+            "qk_norm": True,
+            "zero_centered_norms": True,
+            "post_norms": True,
+            "mlp": "geglu",
+            "query_scale": 9,
+            "scale_embeddings": True,
+            "tie_embeddings": True,
+            "window": 5,
+            "window_rope_base": 100.0,
+        }
+    ),
     "one kv head": settings(llm={"kv_heads": 1, "qkv_bias": True}),
     "normalized heads, windows": settings(
         llm={"qk_norm": True, "head_dim": 16, "window": 5, "full_attention_blocks": (1,)}

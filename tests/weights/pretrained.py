@@ -35,6 +35,19 @@ def qwen3(**changes: Any) -> nn.Module:
     return _random(Qwen3ForCausalLM(Qwen3Config(**settings | changes)))
 
 
+def gemma3_text(**changes: Any) -> nn.Module:
+    """Make the LLM of a Gemma 3 whose second and fourth layer see all tokens."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    settings: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 20, "vocab_size": VOCAB, "sliding_window": 16,
+        "sliding_window_pattern": 2, "query_pre_attn_scalar": 33,
+        "pad_token_id": None,  # else its embedding has no gradient in `transformers`
+    }  # fmt: skip
+    return _random(Gemma3ForCausalLM(Gemma3TextConfig(**settings | changes)))
+
+
 def llama(**changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -23,7 +23,7 @@ from tests.distributed import run_ranks
 from tests.flow.cases import TEXTS, Mesh, encoded, plan, step_data
 from tests.flow.gather import copy, whole
 from tests.models.factory import gradients
-from tests.weights.pretrained import VOCAB, llama, mistral, qwen2, qwen3, recipe_from, save, specs_of
+from tests.weights.pretrained import VOCAB, gemma3_text, llama, mistral, qwen2, qwen3, recipe_from, save, specs_of
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 OTHER_RAMP = {"beta_fast": 4.0, "beta_slow": 0.25, "attention_factor": 1.5}
@@ -35,6 +35,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama linear": lambda: llama(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
     "qwen2 yarn": lambda: qwen2(rope_parameters=YARN),
     "qwen2 yarn, other ramp": lambda: qwen2(rope_parameters=YARN | OTHER_RAMP),
+    "gemma3_text": gemma3_text,
+    "gemma3_text stretched": lambda: gemma3_text(rope_scaling={"rope_type": "linear", "factor": 8.0}),
     "mistral": mistral,
     "mistral, windows": lambda: mistral(window=16),
     "qwen2 windows": lambda: qwen2(use_sliding_window=True, sliding_window=16, max_window_layers=1),
@@ -175,7 +177,7 @@ def _train_one_step(recipe: Recipe) -> tuple[float, list[NamedShard]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "llama 3.1", "qwen3 windows"])
+@pytest.mark.parametrize("name", ["qwen2", "llama 3.1", "qwen3 windows", "gemma3_text"])
 def test_a_step_at_tp_2_and_pp_2_equals_one_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = MODELS[name]()
     folder = save(theirs, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Parts of a transformer block that Megatron-core does not have: a scaled residual, and norms over all heads."""
+"""Parts of a transformer block that Megatron-core does not have: other residuals, and norms over all heads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,9 +37,31 @@ class ScaledAdd(nn.Module):
         return residual + self.weight * (output if bias is None else output + bias)
 
 
+class NormedAdd(nn.Module):
+    """Add the norm of an output to the residual stream (Gemma 2, arXiv 2408.00118).
+
+    It takes the place of Megatron-core's `get_bias_dropout_add`.
+    """
+
+    def __init__(self, build_norm: Callable[[], nn.Module]) -> None:
+        """Create the norm, which sees the same shard of the tokens as the block's others."""
+        super().__init__()
+        self.norm = build_norm()
+
+    def forward(self, training: bool, fused: bool) -> Callable[[OutputWithBias, Tensor, float], Tensor]:
+        """Return the function that Megatron-core calls with (output, bias), residual and a dropout of 0."""
+        return lambda output, residual, _dropout: self.add(output, residual)
+
+    def add(self, output_with_bias: OutputWithBias, residual: Tensor) -> Tensor:
+        """Return residual + norm(output + bias), all (..., hidden)."""
+        output, bias = output_with_bias
+        normalized: Tensor = self.norm(output if bias is None else output + bias)
+        return residual + normalized
+
+
 def add_to_residual(add: Any, output_with_bias: OutputWithBias, residual: Tensor) -> Tensor:
-    """Add what attention or MLP put out, as the block's `add` does: a `ScaledAdd`, or a plain sum."""
-    if isinstance(add, ScaledAdd):
+    """Add what attention or MLP put out, as the block's `add` does: a module of this file, or a plain sum."""
+    if isinstance(add, ScaledAdd | NormedAdd):
         return add.add(output_with_bias, residual)
     output, bias = output_with_bias
     return residual + (output if bias is None else output + bias)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from mmtrain.models.attention import AttentionBackend, AttentionOptions, apply_rotary, attend
 from mmtrain.models.layer_shape import LayerShape
-from mmtrain.models.megatron.block_parts import JointHeadNorm, ScaledAdd
+from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, ScaledAdd
 from mmtrain.models.megatron.parallel_groups import ParallelGroups, tp_group_scope
 from mmtrain.models.packed_sequences import PackedSequences
 
@@ -52,12 +52,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Norm(nn.Module):
-    """RMSNorm without bias, or LayerNorm with bias, as selected by the config's `normalization`."""
+    """RMSNorm without bias, or LayerNorm with bias, as selected by the config's `normalization`.
+
+    With the config's `layernorm_zero_centered_gamma` an RMSNorm multiplies by 1 + weight, in fp32 throughout.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.weight.zero_centered = self.zero_centered  # type: ignore[attr-defined]  # how it starts
         self.bias: nn.Parameter | None = None
         if config.normalization == "LayerNorm":
             self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
@@ -66,6 +71,9 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
+        if self.zero_centered:
+            # In bf16, 1 + weight would lose most of a small weight.
+            return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
         if self.bias is None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -87,10 +95,10 @@ class HeadNorm(Norm):
 class PackedAttention(nn.Module):
     """Core attention over packed sequences. It replaces Megatron-core's, which rejects them without CUDA."""
 
-    def __init__(self, backend: AttentionBackend, causal: bool) -> None:
+    def __init__(self, options: AttentionOptions) -> None:
+        """Attend with these options; the window of a block comes with the packing of its tokens."""
         super().__init__()
-        self.backend = backend
-        self.causal = causal
+        self.options = options
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: None, *, packed_seq_params: PackedSequences, **_: object
@@ -100,7 +108,7 @@ class PackedAttention(nn.Module):
         if packing.rope is not None:
             q = apply_rotary(q, packing.rope)
             k = apply_rotary(k, packing.rope)
-        options = AttentionOptions(self.backend, self.causal, packing.window)
+        options = replace(self.options, window=packing.window)
         if packing.kv_cache is not None:
             return packing.kv_cache.attend(self, q, k, v, packing.lengths, options)
         return attend(q, k, v, packing.lengths, options)
@@ -183,6 +191,7 @@ class LayerFactory:
     dtype: torch.dtype
     attention: AttentionBackend
     sequence_parallel: bool
+    query_scale: float | None = None  # scores are divided by its square root; by default that of a head's width
 
     @cached_property
     def config(self) -> TransformerConfig:
@@ -199,6 +208,7 @@ class LayerFactory:
             activation_func=ACTIVATIONS[self.activation],
             normalization="RMSNorm" if shape.rms_norm else "LayerNorm",
             layernorm_epsilon=self.norm_eps,
+            layernorm_zero_centered_gamma=shape.zero_centered_norms,
             add_bias_linear=shape.linear_bias,
             add_qkv_bias=shape.qkv_bias,
             hidden_dropout=0.0,
@@ -262,9 +272,12 @@ class LayerFactory:
             return cast(nn.Module, linear)
 
         def build_core_attention(**_: object) -> nn.Module:
-            return PackedAttention(self.attention, self.block.causal)
+            return PackedAttention(AttentionOptions(self.attention, self.block.causal, scale=self._score_scale))
 
         add_output: Any = get_bias_dropout_add
+        if self.block.post_norms:
+            build_norm = partial(self.norm, self.block.hidden, on_sequence_shards=True)
+            add_output = ModuleSpec(module=NormedAdd, params={"build_norm": build_norm})
         if self.block.layer_scale:
             add_output = ModuleSpec(module=ScaledAdd, params={"config": self.sequence_parallel_config})
         spec = TransformerLayerSubmodules(
@@ -298,6 +311,11 @@ class LayerFactory:
             _mark(layer.self_attention.q_layernorm, dim=0)
             _mark(layer.self_attention.k_layernorm, dim=0)
         return cast(nn.Module, layer)
+
+    @property
+    def _score_scale(self) -> float | None:
+        """Return the factor on scores; None for 1 / sqrt(head_dim)."""
+        return None if self.query_scale is None else self.query_scale**-0.5
 
     def _mask_without_keys(self, bias: Tensor) -> Tensor:
         """Return zeros for the keys' part of this rank's shard of a joint bias, and ones for the rest."""
