@@ -1,4 +1,4 @@
-"""Run the demo: make data, plan, train and evaluate a tiny multimodal model. `make demo` runs this script.
+"""Run the demo: make data, plan, train, evaluate and export a tiny multimodal model. `make demo` runs this script.
 
 It runs commands that a user can type as well; it prints each one and its time.
 """
@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 RUN = Path("runs/demo")
+EXPORTED = RUN / "exported"  # in the folder of the run, so that both are moved away together
 COMMANDS = [
     ["data", "demo", "--out", "demo-data"],
     ["plan", "recipes/demo.yaml"],
     ["train", "recipes/demo.yaml", "--run-dir", str(RUN)],
     ["evaluate", str(RUN)],
+    ["export", str(RUN), "--out", str(EXPORTED)],
 ]
 
 

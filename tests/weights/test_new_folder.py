@@ -60,7 +60,7 @@ def _exported(settings: Recipe, folder: Path) -> Path:
     return folder / "out"
 
 
-def _our_answers(settings: Recipe, run: Path) -> dict[str, str]:
+def our_answers(settings: Recipe, run: Path, max_new_tokens: int) -> dict[str, str]:
     """Return our answers to all held-out questions, by the id of the sample."""
     index, tokenizer = build_index(settings, "validation"), load_tokenizer(settings.data.tokenizer_path)
     ParallelGroups.single()
@@ -71,7 +71,7 @@ def _our_answers(settings: Recipe, run: Path) -> dict[str, str]:
     }
     checkpoint = open_newest_good(run / CHECKPOINTS_FOLDER, print)
     generator = load_generator(settings, layout, world, checkpoint, tokenizer)
-    answerer = QuestionAnswerer(generator, settings, tokenizer, index, world, MAX_NEW_TOKENS)
+    answerer = QuestionAnswerer(generator, settings, tokenizer, index, world, max_new_tokens)
     answers, bad = answerer.answer(select_questions(index, None), blank=False)
     assert not bad
     return {question.sample.id: answer for question, answer in answers.items()}
@@ -120,7 +120,7 @@ def test_a_folder_gives_the_same_answers_in_transformers(
     assert inspect_folder(folder).family == "llava"
     model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
-    ours = _our_answers(settings, tmp_path / "run")
+    ours = our_answers(settings, tmp_path / "run", MAX_NEW_TOKENS)
     samples = build_index(settings, "validation").samples
     theirs = {sample.id: answer_of_transformers(model, processor, sample, MAX_NEW_TOKENS) for sample in samples}
     assert ours == theirs
