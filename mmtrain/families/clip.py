@@ -11,6 +11,7 @@ STD = (0.26862954, 0.26130258, 0.27577711)
 # Of towers whose tokens are features as they are.
 PLAIN_TRANSFORMER: Settings = {
     "temporal_patch": 1,
+    "time_positions_per_second": None,
     "gated_mlp": False,
     "norm": "layer",
     "qk_norm": False,

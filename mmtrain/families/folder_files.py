@@ -7,6 +7,7 @@ GENERATION_FILE = "generation_config.json"
 # The second one holds the processors of all media of a model, that of images under a key of its own.
 IMAGE_PROCESSOR_FILE = "preprocessor_config.json"
 PROCESSOR_FILE = "processor_config.json"
+VIDEO_PROCESSOR_FILE = "video_preprocessor_config.json"
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

@@ -15,6 +15,7 @@ from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.folder_files import CONFIG_FILE
 from mmtrain.families.image_processors import read_image_settings
 from mmtrain.families.registry import FAMILIES
+from mmtrain.families.video_processors import read_video_settings
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _QUANTIZED_KEYS = ("quantization_config", "compression_config")
@@ -35,12 +36,14 @@ class ModelFolder:
 
         Raises ModelFolderError for a processor that is not supported.
         """
-        stated: Settings | None = None
+        assumed = self.settings.data[section]
         if section == "image":
-            stated = read_image_settings(self.path)
-        elif section == "audio":
-            stated = read_audio_settings(self.path, self.settings.model["audio"]["mel_bins"])
-        return self.settings.data[section] if stated is None else stated
+            return read_image_settings(self.path) or assumed
+        if section == "audio":
+            return read_audio_settings(self.path, self.settings.model["audio"]["mel_bins"]) or assumed
+        if section == "video":
+            return {**assumed, **read_video_settings(self.path)}
+        return assumed
 
 
 def read_model_folder(path: Path) -> ModelFolder:

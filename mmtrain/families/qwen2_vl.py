@@ -1,6 +1,7 @@
 """Qwen2-VL (arXiv 2409.12191), as `Qwen2VLForConditionalGeneration` of `transformers` computes it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
@@ -39,7 +40,26 @@ TINY_IMAGES = {
     "merge_size": 2,
     "temporal_patch_size": 2,
 }
-_TINY = {
+# How a folder without processors prepares images and videos. Two frames a second are those of Qwen's own tools.
+MEDIA_SETTINGS: dict[str, Settings] = {
+    "image": {
+        "scheme": "native",
+        "min_pixels": 56 * 56,
+        "max_pixels": 28 * 28 * 1280,
+        "resample": "bicubic",
+        "decode": "full",
+        "mean": MEAN,
+        "std": STD,
+    },
+    "video": {
+        "fps": 2.0,
+        "min_frames": 4,
+        "max_frames": 768,
+        "min_pixels": 28 * 28 * 128,
+        "max_pixels": 28 * 28 * 768,
+    },
+}
+TINY: dict[str, Any] = {
     "architectures": ["Qwen2VLForConditionalGeneration"],
     "model_type": "qwen2_vl",
     "image_token_id": tiny_token_id(MEDIA_TOKENS["image"]),
@@ -78,19 +98,6 @@ def text_settings(config: ConfigSection) -> Settings:
     return {**llm, "rope_sections": sections, "tie_embeddings": is_tied or llm["tie_embeddings"]}
 
 
-def native_image_settings() -> Settings:
-    """Return how images are prepared by a folder that states no processor."""
-    return {
-        "scheme": "native",
-        "min_pixels": 56 * 56,
-        "max_pixels": 28 * 28 * 1280,
-        "resample": "bicubic",
-        "decode": "full",
-        "mean": MEAN,
-        "std": STD,
-    }
-
-
 def tower_settings(tower: ConfigSection, hidden: int) -> Settings:
     """Return the settings that the encoders of this line have in common; `hidden` is their width."""
     tower.require("in_channels", 3, default=3)
@@ -118,7 +125,17 @@ def tower_settings(tower: ConfigSection, hidden: int) -> Settings:
         "post_norm": True,
         "downsample": "pixel_shuffle",
         "merge": merge,
-        "projector": {"activation": "gelu", "norm": False, "ffn": hidden * merge**2},
+        "qk_norm": False,
+        "layer_scale": False,
+        "class_feature": False,
+        "projector": {
+            "kind": "mlp",
+            "activation": "gelu",
+            "norm": False,
+            "norm_kind": None,
+            "norm_eps": None,
+            "ffn": hidden * merge**2,
+        },
     }
 
 
@@ -133,11 +150,12 @@ def _settings(config: ConfigSection) -> FolderSettings:
         "activation": tower.choice("hidden_act", _ACTIVATIONS, "quick_gelu"),
         "gated_mlp": False,
         "norm": "layer",
+        "time_positions_per_second": None,
         "window": 0,
         "full_attention_blocks": (),
     }
     tower.finish()
-    return FolderSettings({"vision": vision, "llm": llm}, {"image": native_image_settings()})
+    return FolderSettings({"vision": vision, "llm": llm}, MEDIA_SETTINGS)
 
 
 def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
@@ -185,7 +203,7 @@ QWEN2_VL = Family(
     ("Qwen2VLForConditionalGeneration",),
     _settings,
     _weights,
-    {"config.json": _TINY, "preprocessor_config.json": TINY_IMAGES},
+    {"config.json": TINY, "preprocessor_config.json": TINY_IMAGES},
     spellings=SPELLINGS,
     ignored=decoder_buffers,
 )

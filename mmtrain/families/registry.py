@@ -6,10 +6,12 @@ from mmtrain.families.llama import LLAMA
 from mmtrain.families.llava import LLAVA
 from mmtrain.families.mistral import MISTRAL
 from mmtrain.families.qwen2 import QWEN2
+from mmtrain.families.qwen2_5_vl import QWEN2_5_VL
 from mmtrain.families.qwen2_audio import QWEN2_AUDIO
 from mmtrain.families.qwen2_vl import QWEN2_VL
 from mmtrain.families.qwen3 import QWEN3
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (GEMMA3_TEXT, LLAMA, LLAVA, MISTRAL, QWEN2, QWEN2_AUDIO, QWEN2_VL, QWEN3)
+    family.name: family
+    for family in (GEMMA3_TEXT, LLAMA, LLAVA, MISTRAL, QWEN2, QWEN2_AUDIO, QWEN2_VL, QWEN2_5_VL, QWEN3)
 }

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from mmtrain.recipe.data_settings import is_lengths_source
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
+from mmtrain.recipe.modalities import dotted_unit
 from mmtrain.recipe.parallel_checks import (
     NUM_END_LAYERS,
     check_cluster_size,
@@ -53,6 +54,12 @@ def check_rope_sections(recipe: Recipe) -> Iterator[Problem]:
     if len(encoders) > 1:
         text = f"an image has one place in the text, but features of {' and '.join(encoders)}; allowed: one of them"
         yield Problem(("model", "llm", "rope_sections"), text)
+    for name in encoders:
+        if model.all_encoders[name].extra_features:
+            text = (
+                f"features of class tokens (model.{dotted_unit(name)}.class_feature) have no rows; set one of the two"
+            )
+            yield Problem(("model", "llm", "rope_sections"), text)
     if encoders and recipe.data.image.scheme == "tiles":
         text = (
             "found `tiles`, allowed with model.llm.rope_sections: native or fixed, since a tile has no rows of its own"

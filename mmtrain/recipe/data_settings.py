@@ -157,6 +157,41 @@ class VideoSettings(Section):
         affects={"plan", "lengths", "steps", "resume"},
         description="Most frames taken from a video, evenly spaced. Each becomes one image (one tile with `tiles`).",
     )
+    fps: PositiveFloat | None = setting(
+        None,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Frames taken from each second of a video, at most `max_frames` in all (Qwen2-VL). They are "
+        "rounded down to whole patches of `model.vision.temporal_patch` frames. Default: `max_frames`, however long "
+        "it is.",
+    )
+    min_frames: PositiveInt = setting(
+        1,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Fewest frames taken from a video that has as many, with `fps`.",
+    )
+    min_pixels: PositiveInt | None = setting(
+        None,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Smallest area of a frame in pixels, for `native`. Default: data.image.min_pixels.",
+    )
+    max_pixels: PositiveInt | None = setting(
+        None,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Largest area of a frame in pixels, for `native`. Default: data.image.max_pixels.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "VideoSettings":
+        problems = []
+        if self.min_frames > self.max_frames:
+            problems.append(f"min_frames {self.min_frames} is above max_frames {self.max_frames}")
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            problems.append(f"min_pixels {self.min_pixels} is above max_pixels {self.max_pixels}")
+        return self._without(problems)
 
 
 class AudioDataSettings(Section):

@@ -7,7 +7,15 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, Field, model_validator
 
 from mmtrain.recipe.presets import AudioPreset, GeneratorPreset, LlmPreset, VisionPreset
-from mmtrain.recipe.settings import NOTHING, PositiveInt, Section, holds_named_sections, section_types, setting
+from mmtrain.recipe.settings import (
+    NOTHING,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    holds_named_sections,
+    section_types,
+    setting,
+)
 
 STATED_LENGTHS_COLUMNS = ("count", "text")  # columns of `data.index.stated_lengths` that belong to no unit
 
@@ -135,6 +143,13 @@ class VisionSettings(EncoderSettings):
         affects={"plan", "lengths", "steps", "resume"},
         added_later=True,
         description="Frames of a video that one patch joins (Qwen2-VL: 2). An image is a video that stands still.",
+    )
+    time_positions_per_second: PositiveFloat | None = setting(
+        None,
+        affects={"lengths", "steps", "resume"},
+        added_later=True,
+        description="Rotary positions in time that a second of a video takes in an LLM with `rope_sections` "
+        "(Qwen2.5-VL). Default: one for each patch in time.",
     )
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "silu"] = setting(
         "gelu", affects={"plan", "steps", "resume"}, description="Activation of the MLP."

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from mmtrain.data.media.media_bytes import FileMedia
-from mmtrain.data.media.vision_items import VisionItemDecoder, read_item_grids
+from mmtrain.data.media.vision_items import VisionItemDecoder, read_vision_items
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.image_processors import read_image_settings
 from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
@@ -51,7 +51,7 @@ def _photo(width: int, height: int, path: Path) -> Image.Image:
 def _our_items(path: Path, image: ImageSettings) -> np.ndarray:
     """Return the items of an image as pictures (item, 3, height, width), preprocessed."""
     media = FileMedia(str(path))
-    grids = read_item_grids("image", media, image, VideoSettings(), VISION)
+    grids = read_vision_items("image", media, image, VideoSettings(), VISION).grids
     decoder = VisionItemDecoder(image, PATCH)
     items = []
     for part, (rows, cols) in enumerate(grids):

@@ -14,7 +14,7 @@ from mmtrain.data.formats.quarantine_reasons import QUARANTINE_REASONS
 from mmtrain.data.media.audio import load_log_mels, read_num_frames
 from mmtrain.data.media.images import load_rgb_images, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
-from mmtrain.data.media.video import load_video_frames, read_video_size
+from mmtrain.data.media.video import load_video_frames, read_video_header
 from mmtrain.recipe.data_settings import AudioDataSettings, ImageSettings
 from tests.data.archives import movie, wav
 
@@ -39,7 +39,7 @@ def _listen(media: Media) -> None:
 
 
 def _watch(media: Media) -> None:
-    _, _, frames = read_video_size(media, 3, LIMIT)
+    frames = min(3, read_video_header(media, LIMIT).num_frames)
     assert len(load_video_frames(media, frames, (16, 16), SETTINGS)) == frames
 
 

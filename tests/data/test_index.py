@@ -202,13 +202,13 @@ def test_the_header_of_a_shared_image_is_read_once(
 ) -> None:
     picture("a.png")
     read_media: list[object] = []
-    read_grids = item_readers.read_item_grids
+    read_items = item_readers.read_vision_items
 
     def counting(kind: Any, media: Any, *settings: Any) -> Any:
         read_media.append(media)
-        return read_grids(kind, media, *settings)
+        return read_items(kind, media, *settings)
 
-    monkeypatch.setattr(item_readers, "read_item_grids", counting)
+    monkeypatch.setattr(item_readers, "read_vision_items", counting)
     messages: list[str] = []
     monkeypatch.setattr("mmtrain.data.index.sample_lengths._NOTIFY_EVERY_SAMPLES", 2)
     index = build_index(recipe([row("<image>", "a", "a.png")] * 5), notify=messages.append)
@@ -225,13 +225,13 @@ def test_threads_read_headers_that_wait_for_the_disk(
     made = recipe([row("<image>", "a", f"{i}.png") for i in (0, 1, 2, 3, 4, 1, 9)])
     monkeypatch.setattr(measure, "_TASK_FILES", 2)
     readers: list[str] = []
-    read_grids = item_readers.read_item_grids
+    read_items = item_readers.read_vision_items
 
     def watched(kind: Any, media: Any, *settings: Any) -> Any:
         readers.append(threading.current_thread().name)
-        return read_grids(kind, media, *settings)
+        return read_items(kind, media, *settings)
 
-    monkeypatch.setattr(item_readers, "read_item_grids", watched)
+    monkeypatch.setattr(item_readers, "read_vision_items", watched)
     computing = SimpleNamespace(perf_counter=lambda: 0.0, thread_time=lambda: 0.0)
     monkeypatch.setattr(measure, "time", computing)
     read_by_main_thread = build_index(made)

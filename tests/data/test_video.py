@@ -13,7 +13,7 @@ from PIL import Image
 
 from mmtrain.data.media.media_bytes import FileMedia, TarMember
 from mmtrain.data.media.mp4_rotation import read_quarter_turns
-from mmtrain.data.media.video import BadVideoError, load_video_frames, read_start_and_duration, read_video_size
+from mmtrain.data.media.video import BadVideoError, load_video_frames, read_start_and_duration, read_video_header
 from mmtrain.recipe.data_settings import ImageSettings
 from tests.data.archives import movie, tar, wav
 
@@ -25,6 +25,12 @@ SETTINGS = ImageSettings(max_source_pixels=LIMIT)
 def _file(path: Path, content: bytes) -> FileMedia:
     path.write_bytes(content)
     return FileMedia(str(path))
+
+
+def read_video_size(media: FileMedia | TarMember, max_frames: int, limit: int) -> tuple[int, int, int]:
+    """Return width, height and the number of frames, at most `max_frames`."""
+    header = read_video_header(media, limit)
+    return header.width, header.height, min(max_frames, header.num_frames)
 
 
 def _seen(media: FileMedia | TarMember, count: int) -> list[str]:

@@ -163,6 +163,22 @@ def qwen2_vl(frames: int = 2, **changes: Any) -> nn.Module:
     return _random(Qwen2VLForConditionalGeneration(config))
 
 
+SECONDS_PER_PATCH, POSITIONS_PER_SECOND = 1.3, 3  # of a video
+
+
+def qwen2_5_vl(frames: int = 2, **changes: Any) -> nn.Module:
+    """Make a Qwen2.5-VL with windows of 4 x 4 patches, which join `frames` frames."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vision = {
+        "depth": 3, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 44, "num_heads": 4,
+        "patch_size": PATCH_OF_FRAMES, "spatial_merge_size": MERGE, "temporal_patch_size": frames,
+        "window_size": 4 * PATCH_OF_FRAMES, "fullatt_block_indexes": [1], "tokens_per_second": POSITIONS_PER_SECOND,
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(text_config=_qwen2_vl_text() | changes, vision_config=vision, **_QWEN2_VL_TOKENS)
+    return _random(Qwen2_5_VLForConditionalGeneration(config))
+
+
 _QWEN2_VL_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, "tie_word_embeddings": True}
 
 

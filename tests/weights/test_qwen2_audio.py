@@ -71,7 +71,7 @@ def _read(recipe: Recipe, path: Path) -> tuple[int, Tensor, int]:
     audio = recipe.model.audio
     assert audio is not None
     reader, media = AudioItemReader(audio, recipe.data), FileMedia(str(path))
-    [grid] = reader.read_grids("audio", media)
+    [grid] = reader.read_items("audio", media).grids
     cells = torch.from_numpy(reader.load_cells("audio", media, 0, 1, grid))
     return grid[0], cells, grid[0] // audio.cells_per_feature
 
@@ -161,9 +161,9 @@ def test_clips_of_any_length_become_the_tokens_of_the_processor(model: tuple[nn.
         media = FileMedia(str(path))
         if tokens < 1:
             with pytest.raises(BadMediaError, match="at least 4, one LLM token"):
-                reader.read_grids("audio", media)
+                reader.read_items("audio", media)
             continue
-        [(frames, columns)] = reader.read_grids("audio", media)
+        [(frames, columns)] = reader.read_items("audio", media).grids
         assert (frames // audio.cells_per_feature, columns) == (tokens, 1), length
     some = [np.zeros(length, dtype=np.float32) for length in (1, 160, 161, 8000, 15999, 16000)]
     masks = extract(some, sampling_rate=RATE, return_attention_mask=True, return_tensors="np").attention_mask

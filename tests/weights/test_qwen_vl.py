@@ -1,4 +1,4 @@
-"""Qwen2-VL from a folder computes what `transformers` computes: images, videos, positions, under any plan."""
+"""Qwen2-VL and Qwen2.5-VL from a folder compute what `transformers` computes, with images and videos, in any plan."""
 
 import json
 from collections.abc import Callable
@@ -30,12 +30,23 @@ from tests.families.configs import write_config
 from tests.flow.cases import GRIDS, SAMPLES, Mesh, encoded, patches, plan, position_ids, step_data
 from tests.flow.gather import copy, whole
 from tests.runtime.models import run_folder
-from tests.weights.pretrained import IMAGE_TOKEN, MERGE, VIDEO_TOKEN, VOCAB, qwen2_vl, recipe_from, save
+from tests.weights.pretrained import (
+    IMAGE_TOKEN,
+    MERGE,
+    POSITIONS_PER_SECOND,
+    SECONDS_PER_PATCH,
+    VIDEO_TOKEN,
+    VOCAB,
+    qwen2_5_vl,
+    qwen2_vl,
+    recipe_from,
+    save,
+)
 from tests.weights.test_export_weights import content
 from tests.weights.test_import_weights import CPU, assert_equal_gradients, full_gradients, unit_stage
 from tests.weights.test_tiny_model import messages_of, tiny_recipe
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"qwen2_vl": qwen2_vl}
+MODELS: dict[str, Callable[..., nn.Module]] = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl}
 QWEN2_VL_2B = {
     "architectures": ["Qwen2VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,
     "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 1536, "image_token_id": 151655,
@@ -48,6 +59,22 @@ QWEN2_VL_2B = {
     "vision_config": {
         "depth": 32, "embed_dim": 1280, "hidden_size": 1536, "in_chans": 3, "mlp_ratio": 4, "num_heads": 16,
         "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2,
+    },
+}  # fmt: skip
+QWEN2_5_VL_7B = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+    "vision_token_id": 151654, "image_token_id": 151655, "video_token_id": 151656, "hidden_act": "silu",
+    "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944, "max_position_embeddings": 128000,
+    "max_window_layers": 28, "model_type": "qwen2_5_vl", "num_attention_heads": 28, "num_hidden_layers": 28,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "vocab_size": 152064,
+    "vision_config": {
+        "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+        "in_chans": 3, "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
+        "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2,
+        "temporal_patch_size": 2,
     },
 }  # fmt: skip
 # Frames (in patches), rows and columns of what the samples show, and whether it is a video.
@@ -76,7 +103,7 @@ def _in_squares(cells: Tensor, rows: int, cols: int) -> Tensor:
     return split.transpose(2, 3).reshape(cells.shape)
 
 
-def _their_media(number: int, cells: list[Tensor]) -> dict[str, Tensor]:
+def _their_media(name: str, number: int, cells: list[Tensor]) -> dict[str, Tensor]:
     """Return the arguments of `transformers` for the media of a sample."""
     kinds: dict[str, tuple[list[Tensor], list[tuple[int, ...]]]] = {"image": ([], []), "video": ([], [])}
     for (grid, is_video), of_medium in zip(SHOWN[number], cells, strict=True):
@@ -86,20 +113,30 @@ def _their_media(number: int, cells: list[Tensor]) -> dict[str, Tensor]:
     arguments = {}
     for kind, (pixels, grids) in kinds.items():
         if pixels:
-            name = "pixel_values" if kind == "image" else "pixel_values_videos"
-            arguments |= {name: torch.cat(pixels), f"{kind}_grid_thw": torch.tensor(grids)}
+            argument = "pixel_values" if kind == "image" else "pixel_values_videos"
+            arguments |= {argument: torch.cat(pixels), f"{kind}_grid_thw": torch.tensor(grids)}
+    if kinds["video"][0] and name == "qwen2_5_vl":
+        arguments["second_per_grid_ts"] = torch.full((len(kinds["video"][0]),), SECONDS_PER_PATCH)
     ids = _ids(number)
     types = (ids == IMAGE_TOKEN).int() + 2 * (ids == VIDEO_TOKEN).int()
     return {**arguments, "mm_token_type_ids": types[None]} if arguments else {}
 
 
-def _our_inputs(cells: list[list[Tensor]], ids: list[Tensor], labels: list[Tensor]) -> tuple[EncoderInput, TextInput]:
+def _times(name: str, num_patches: int) -> list[int]:
+    if name == "qwen2_vl":
+        return [*range(num_patches)]
+    return (np.arange(num_patches) * SECONDS_PER_PATCH * POSITIONS_PER_SECOND).astype(int).tolist()
+
+
+def _our_inputs(
+    name: str, cells: list[list[Tensor]], ids: list[Tensor], labels: list[Tensor]
+) -> tuple[EncoderInput, TextInput]:
     grids = [grid for of_sample in SHOWN for grid, _ in of_sample]
     rows, cols = (tuple(grid[k] for grid in grids for _ in range(grid[0])) for k in (1, 2))
     images = EncoderInput(rows, cols, torch.cat([of_medium for of_sample in cells for of_medium in of_sample]))
     positions = []
     for of_sample, sample_ids in zip(SHOWN, ids, strict=True):
-        media = [MediumGrid(range(t), rows // MERGE, cols // MERGE) for (t, rows, cols), _ in of_sample]
+        media = [MediumGrid(_times(name, t), rows // MERGE, cols // MERGE) for (t, rows, cols), _ in of_sample]
         positions.append(find_media_positions(sample_ids.numpy(), (IMAGE_TOKEN, VIDEO_TOKEN), media))
     packed = torch.cat(ids)
     places = (packed <= IMAGE_TOKEN).nonzero().flatten()
@@ -124,11 +161,11 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name: str, tmp_pa
     labels = [torch.cat([of_sample, torch.tensor([-100])]) for of_sample in labels]
     expected = torch.cat(
         [
-            theirs(input_ids=sample[None], **_their_media(number, cells[number])).logits[0]
+            theirs(input_ids=sample[None], **_their_media(name, number, cells[number])).logits[0]
             for number, sample in enumerate(ids)
         ]
     )
-    images, text = _our_inputs(cells, ids, labels)
+    images, text = _our_inputs(name, cells, ids, labels)
     features = vision(None, images)
     with torch.no_grad():
         logits = llm.logits(None, text, {"vision": features})[:, :VOCAB]
@@ -161,6 +198,27 @@ def test_the_config_of_the_hub_is_that_of_the_paper(tmp_path: Path) -> None:
     assert (llm.layers, llm.hidden, llm.kv_heads, llm.rope_sections) == (28, 1536, 2, (16, 24, 24))
     assert (llm.rope_base, llm.tie_embeddings, llm.qkv_bias, llm.norm_eps) == (1e6, True, True, 1e-6)
     assert (image.scheme, image.min_pixels, image.max_pixels) == ("native", 3136, 1003520)
+
+
+def test_the_config_of_qwen2_5_vl_on_the_hub_is_that_of_the_paper(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model", QWEN2_5_VL_7B)
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({
+            "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+            "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+            "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor",
+        })
+    )  # fmt: skip
+    recipe = recipe_from(folder, "data.seq_len=32768", "data.video.max_pixels=401408")
+    vision, llm, data = recipe.model.vision, recipe.model.llm, recipe.data
+    assert vision is not None
+    assert (vision.layers, vision.hidden, vision.ffn, vision.norm, vision.gated_mlp) == (32, 1280, 3420, "rms", True)
+    assert (vision.window, vision.full_attention_blocks) == (8, (7, 15, 23, 31))
+    assert (vision.time_positions_per_second, llm.rope_sections, llm.hidden) == (2.0, (16, 24, 24), 3584)
+    assert (data.image.min_pixels, data.image.max_pixels) == (3136, 12845056)
+    video = data.video
+    assert (video.fps, video.min_frames, video.max_frames) == (2.0, 4, 768)
+    assert (video.min_pixels, video.max_pixels) == (3136, 401408), "the folder's, and the recipe's"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -133,7 +133,7 @@ def test_its_clips_are_what_the_processor_makes_of_them(tmp_path: Path) -> None:
         expected = processor(text=text, audio=waves or None, sampling_rate=16000, return_tensors="np")
         assert tokenizer.encode(sample, index.media_features(number)).ids.tolist() == expected["input_ids"][0].tolist()
         for i, media in enumerate(sample.media["audio"]):
-            [grid] = reader.read_grids("audio", media)
+            [grid] = reader.read_items("audio", media).grids
             frames = reader.load_cells("audio", media, 0, 1, grid)
             np.testing.assert_allclose(frames, expected["input_features"][i].T[: grid[0]], atol=1e-4)
 

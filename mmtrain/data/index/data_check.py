@@ -123,8 +123,8 @@ def _itemized(measured: MeasuredSample, recipe: Recipe) -> list[_ItemizedMedia]:
     media: list[_ItemizedMedia] = []
     for modality, unit in _first_encoders(recipe).items():
         media_of_unit = measured.sample.media_of(MODALITIES[modality].media)
-        for (kind, medium), grids in zip(media_of_unit, measured.grids[unit], strict=True):
-            media.append(_ItemizedMedia(kind, medium, grids))
+        for (kind, medium), items in zip(media_of_unit, measured.items[unit], strict=True):
+            media.append(_ItemizedMedia(kind, medium, items.grids))
     return media
 
 
@@ -151,7 +151,7 @@ def _read_headers(sample: Sample, encoders: Mapping[MediaKind, EncoderSettings])
         for modality in MODALITIES.values():
             for kind, medium in sample.media_of(modality.media):
                 reader = ITEM_READERS[modality.name](encoders[kind], _ANY_DATA)
-                media.append(_ItemizedMedia(kind, medium, reader.read_grids(kind, medium)))
+                media.append(_ItemizedMedia(kind, medium, reader.read_items(kind, medium).grids))
     except BadMediaError as bad:
         return Quarantined.of(sample, bad.kind, str(bad))
     return media

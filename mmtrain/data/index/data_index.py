@@ -26,7 +26,7 @@ from mmtrain.data.index.index_cache import IndexCache, StoredIndex
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
 from mmtrain.data.index.sample_table import SampleTable, content_json, sample_record
 from mmtrain.data.index.stated_lengths import read_stated_lengths
-from mmtrain.data.media.image_grids import Grid, MediumGrid
+from mmtrain.data.media.image_grids import MediumGrid, MediumItems
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.data_settings import SourceSettings
@@ -45,6 +45,7 @@ class DataIndex:
     quarantined: tuple[Quarantined, ...]
     # Encoder unit -> (I,) the part of its medium that an item is: the number of its tile or frame, from 0.
     item_parts: dict[str, IntArray] = field(default_factory=dict)
+    item_times: dict[str, IntArray] = field(default_factory=dict)  # likewise, its rotary position in time, from 0
     content_sha256: str = ""  # of all that is in the samples but the location of their files
     cache_folder: Path | None = None  # where it was read from; None if it was built from the data
     modalities: dict[str, str] = field(default_factory=dict)  # encoder unit -> the modality that it reads
@@ -78,8 +79,9 @@ class DataIndex:
         rows, cols = items.rows[of_sample] // merge, items.cols[of_sample] // merge
         starts = np.flatnonzero(self.item_parts[unit][of_sample] == 0).tolist()
         ends = [*starts[1:], len(rows)][: len(starts)]
+        times = self.item_times[unit][of_sample].tolist()
         return [
-            MediumGrid(range(end - start), int(rows[start]), int(cols[start]))
+            MediumGrid(times[start:end], int(rows[start]), int(cols[start]))
             for start, end in zip(starts, ends, strict=True)
         ]
 
@@ -113,7 +115,8 @@ class DataIndex:
         arrays = [self.weights, self.lengths.tokens, self.lengths.targets]
         for unit, items in sorted(self.lengths.items.items()):
             digest.update(unit.encode())
-            arrays += [items.first, items.rows, items.cols, items.tokens, items.features, self.item_parts[unit]]
+            arrays += [items.first, items.rows, items.cols, items.tokens, items.features]
+            arrays += [self.item_parts[unit], self.item_times[unit]]
         for values in arrays:
             digest.update(values.tobytes())
         return digest.hexdigest()
@@ -162,7 +165,7 @@ def _index_stated_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> 
         raise DataError(f"data.sources: no usable rows in {', '.join(str(s.path) for s in sources)}")
     parts = {unit: np.zeros(len(items.tokens), dtype=np.int64) for unit, items in stated.lengths.items.items()}
     weights = np.array([source.weight for source in sources], dtype=np.float64)[stated.source]
-    return DataIndex((), stated.lengths, weights, stated.quarantined, parts, stated.sha256)
+    return DataIndex((), stated.lengths, weights, stated.quarantined, parts, parts, stated.sha256)
 
 
 def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: float) -> None:
@@ -222,7 +225,7 @@ class _IndexColumns:
         self._units = units
         self._end = 0  # of the last record
         self._sample_columns = {name: array("q") for name in ("tokens", "targets", "source", "ends")}
-        item_columns = [f"{unit}.{name}" for unit in units for name in ("count", "rows", "cols", "part")]
+        item_columns = [f"{unit}.{name}" for unit in units for name in ("count", "rows", "cols", "part", "time")]
         self._item_columns = {name: array("q") for name in item_columns}
         self.content = hashlib.sha256()
 
@@ -238,16 +241,18 @@ class _IndexColumns:
         columns["source"].append(measured.source)
         columns["ends"].append(self._end)
         for unit in self._units:
-            self._add_items(unit, measured.grids[unit])
+            self._add_items(unit, measured.items[unit])
 
-    def _add_items(self, unit: str, media: Sequence[tuple[Grid, ...]]) -> None:
+    def _add_items(self, unit: str, media: Sequence[MediumItems]) -> None:
         columns = self._item_columns
-        columns[f"{unit}.count"].append(sum(map(len, media)))
-        for grids in media:
-            for part, (rows, cols) in enumerate(grids):
+        columns[f"{unit}.count"].append(sum(len(items.grids) for items in media))
+        for items in media:
+            times = items.times or range(len(items.grids))
+            for part, (rows, cols) in enumerate(items.grids):
                 columns[f"{unit}.rows"].append(rows)
                 columns[f"{unit}.cols"].append(cols)
                 columns[f"{unit}.part"].append(part)
+                columns[f"{unit}.time"].append(times[part])
 
     def arrays(self) -> dict[str, IntArray]:
         columns = self._sample_columns | self._item_columns
@@ -271,6 +276,7 @@ def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSe
         weights=np.array([source.weight for source in sources], dtype=np.float64)[arrays["source"]],
         quarantined=stored.quarantined,
         item_parts={unit: arrays[f"{unit}.part"] for unit in items},
+        item_times={unit: arrays[f"{unit}.time"] for unit in items},
         modalities={unit: encoder.modality for unit, encoder in recipe.model.all_encoders.items()},
         content_sha256=stored.content_sha256,
         warnings=stored.warnings,

@@ -43,7 +43,7 @@ from mmtrain.recipe.settings import select
 INDEX_FOLDER_NAME = ".mmtrain-index"
 MIN_SOURCE_BYTES = 1 << 20  # indexing a smaller source takes less than a second
 MAX_INDEXES_PER_FOLDER = 4  # the least recently used ones are removed
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _LIBRARIES = ("Pillow", "tokenizers", "jinja2", "soundfile", "av", "pyarrow")  # that read headers and split texts
 _RECORDS_FILE = "samples.bin"
 _ARRAYS_FILE = "arrays.safetensors"

@@ -11,7 +11,7 @@ from typing import TypeVar
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import PLURALS, Quarantined, Sample, find_unusable
-from mmtrain.data.media.image_grids import Grid
+from mmtrain.data.media.image_grids import MediumItems
 from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
 from mmtrain.data.text.sample_tokenizer import BadConversationError, LengthCounter, SampleTokenizer
@@ -27,7 +27,7 @@ _MAX_CACHED_HEADERS = 1 << 16  # of each kind; samples about the same medium are
 _NOTIFY_EVERY_SAMPLES = 100_000
 
 _T = TypeVar("_T")
-_Header = tuple[Grid, ...] | BadMediaError  # the grids of the items of a medium, or why it cannot be used
+_Header = MediumItems | BadMediaError  # the items of a medium, or why it cannot be used
 _HeaderKey = str | Media  # the path of a medium in a file of its own, which compares faster than a `FileMedia`
 _Headers = dict[tuple[str, MediaKind], dict[_HeaderKey, _Header]]  # by encoder unit and kind of media
 
@@ -40,8 +40,7 @@ class MeasuredSample:
     source: int  # the number of the source that it is from
     tokens: int  # LLM tokens
     targets: int  # tokens to predict
-    # Encoder unit -> for each medium the grids of its items; the grid of a clip is (frames, 1).
-    grids: dict[str, list[tuple[Grid, ...]]]
+    items: dict[str, list[MediumItems]]  # encoder unit -> those of each medium; the grid of a clip is (frames, 1)
 
 
 def measure_samples(
@@ -152,7 +151,7 @@ def _read_headers(reader: ItemReader, kind: MediaKind, files: Sequence[Media]) -
     headers: list[_Header] = []
     for file in files:
         try:
-            headers.append(reader.read_grids(kind, file))
+            headers.append(reader.read_items(kind, file))
         except BadMediaError as bad:
             headers.append(bad)
     return headers
@@ -176,9 +175,9 @@ class _EncoderRule:
     cells_per_feature: int
     extra_features: int  # of each item
 
-    def num_features(self, items: Sequence[Grid]) -> int:
-        """Return the LLM tokens of a medium from the grids of its items."""
-        return sum([rows * cols // self.cells_per_feature + self.extra_features for rows, cols in items])
+    def num_features(self, items: MediumItems) -> int:
+        """Return the LLM tokens of a medium from its items."""
+        return sum([rows * cols // self.cells_per_feature + self.extra_features for rows, cols in items.grids])
 
 
 class _SampleMeasurer:
@@ -216,15 +215,15 @@ class _SampleMeasurer:
                 media_names = " or ".join(PLURALS[kind] for kind in modality.media)
                 reason = f"it has {media_names}, but the recipe's model has no {modality.name} encoder"
                 return Quarantined.of(sample, f"no_{modality.name}", reason)
-        grids = self._find_grids(sample)
-        if isinstance(grids, Quarantined):
-            return grids
-        num_images_and_frames = num_images + self._count_frames(sample, grids)
+        items = self._find_items(sample)
+        if isinstance(items, Quarantined):
+            return items
+        num_images_and_frames = num_images + self._count_frames(sample, items)
         if num_images_and_frames > data.max_images:
             reason = f"{num_images_and_frames} images, frames of videos included, data.max_images = {data.max_images}"
             return Quarantined.of(sample, "too_many_images", reason)
         try:
-            tokens, targets = self._count_tokens(sample, self._media_features(grids))
+            tokens, targets = self._count_tokens(sample, self._media_features(items))
         except BadConversationError as bad:
             return Quarantined.of(sample, "chat_template", str(bad))
         max_tokens = _max_sample_tokens(data)
@@ -232,33 +231,33 @@ class _SampleMeasurer:
             key = "data.max_sample_tokens" if max_tokens == data.max_sample_tokens else "data.seq_len"
             at_least = "" if targets else "at least "  # the counter stopped early
             return Quarantined.of(sample, "too_long", f"{at_least}{tokens} LLM tokens, {key} = {max_tokens}")
-        return MeasuredSample(sample, source, tokens, targets, grids)
+        return MeasuredSample(sample, source, tokens, targets, items)
 
-    def _find_grids(self, sample: Sample) -> dict[str, list[tuple[Grid, ...]]] | Quarantined:
-        """Return for each encoder the grids of the items of each medium that it reads."""
-        grids: dict[str, list[tuple[Grid, ...]]] = {}
+    def _find_items(self, sample: Sample) -> dict[str, list[MediumItems]] | Quarantined:
+        """Return for each encoder the items of each medium that it reads."""
+        items: dict[str, list[MediumItems]] = {}
         for encoder in self._encoders:
-            unit_grids = grids[encoder.unit] = []
+            unit_items = items[encoder.unit] = []
             for kind, medium in sample.media_of(encoder.kinds):
                 header = self._headers[encoder.unit, kind][_header_key(medium)]
                 if isinstance(header, BadMediaError):
                     return Quarantined.of(sample, header.kind, str(header))
-                unit_grids.append(header)
-        return grids
+                unit_items.append(header)
+        return items
 
-    def _count_frames(self, sample: Sample, grids: Mapping[str, Sequence[tuple[Grid, ...]]]) -> int:
+    def _count_frames(self, sample: Sample, items: Mapping[str, Sequence[MediumItems]]) -> int:
         """Return how many images a sample's videos become; the first encoder that reads videos says it."""
         encoder = next((encoder for encoder in self._encoders if "video" in encoder.kinds), None)
         if encoder is None or not sample.videos:
             return 0
-        media = zip(sample.media_of(encoder.kinds), grids[encoder.unit], strict=True)
-        return sum(len(items) for (kind, _), items in media if kind == "video")
+        media = zip(sample.media_of(encoder.kinds), items[encoder.unit], strict=True)
+        return sum(len(of_medium.grids) for (kind, _), of_medium in media if kind == "video")
 
-    def _media_features(self, grids: Mapping[str, Sequence[tuple[Grid, ...]]]) -> dict[str, list[int]]:
+    def _media_features(self, items: Mapping[str, Sequence[MediumItems]]) -> dict[str, list[int]]:
         """Return for each modality the LLM tokens of each medium, summed over its items and the encoders."""
         features: dict[str, list[int]] = {}
         for encoder in self._encoders:
-            of_unit = [encoder.num_features(items) for items in grids[encoder.unit]]
+            of_unit = [encoder.num_features(of_medium) for of_medium in items[encoder.unit]]
             of_others = features.get(encoder.modality)
             if of_others is not None:
                 of_unit = [num_features + others for num_features, others in zip(of_unit, of_others, strict=True)]

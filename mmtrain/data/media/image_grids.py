@@ -14,6 +14,14 @@ from mmtrain.recipe.data_settings import ImageSettings
 Grid = tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class MediumItems:
+    """The items that an image, a video or a clip becomes for one encoder, in order."""
+
+    grids: tuple[Grid, ...]
+    times: tuple[int, ...] | None = None  # rotary position of each item in time, from 0; None: its number
+
+
 @dataclass(frozen=True)
 class MediumGrid:
     """The features of an image, or of a video whose items are equal pictures one after another."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from mmtrain.data.media.audio import BadAudioError, load_log_mels, read_num_frames, require_soundfile
-from mmtrain.data.media.image_grids import Grid
+from mmtrain.data.media.image_grids import Grid, MediumItems
 from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.media_bytes import Media
-from mmtrain.data.media.vision_items import VisionItemDecoder, check_image_settings, read_item_grids
+from mmtrain.data.media.vision_items import VisionItemDecoder, check_image_settings, read_vision_items
 from mmtrain.recipe.data_settings import DataSettings
 from mmtrain.recipe.modalities import MediaKind
 from mmtrain.recipe.model_settings import AudioSettings, VisionSettings
@@ -23,8 +23,8 @@ class ItemReader(Protocol):
     def check_settings(self) -> None:
         """Raise `DataError` if the settings contradict each other, or a library is missing."""
 
-    def read_grids(self, kind: MediaKind, media: Media) -> tuple[Grid, ...]:
-        """Return the grid of each item that a medium becomes, from its header alone. Threads may share a reader."""
+    def read_items(self, kind: MediaKind, media: Media) -> MediumItems:
+        """Return the items that a medium becomes, from its header alone. Threads may share a reader."""
 
     def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
         """Return the cells (rows * cols, cell features) of item `part` of the `num_parts` items of a medium."""
@@ -37,15 +37,15 @@ class VisionItemReader:
         """Read as the settings of the encoder and of the data say."""
         self._settings = settings
         self._data = data
-        self._decoder = VisionItemDecoder(data.image, settings.patch, settings.temporal_patch)
+        self._decoder = VisionItemDecoder(data.image, settings.patch, settings.temporal_patch, data.video)
 
     def check_settings(self) -> None:
         """Raise `DataError` if no image could have a valid size."""
         check_image_settings(self._settings, self._data.image)
 
-    def read_grids(self, kind: MediaKind, media: Media) -> tuple[Grid, ...]:
+    def read_items(self, kind: MediaKind, media: Media) -> MediumItems:
         """Return the grid of patches of each tile or frame."""
-        return read_item_grids(kind, media, self._data.image, self._data.video, self._settings)
+        return read_vision_items(kind, media, self._data.image, self._data.video, self._settings)
 
     def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
         """Return the patches of one tile or frame."""
@@ -64,9 +64,9 @@ class AudioItemReader:
         """Raise `DataError` if the library that reads sound is missing."""
         require_soundfile()
 
-    def read_grids(self, kind: MediaKind, media: Media) -> tuple[Grid, ...]:
-        """Return (frames, 1) from the header of a clip."""
-        return ((self._num_frames(media), 1),)
+    def read_items(self, kind: MediaKind, media: Media) -> MediumItems:
+        """Return one item of (frames, 1) from the header of a clip."""
+        return MediumItems(((self._num_frames(media), 1),))
 
     def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
         """Return the log-mel frames of a clip."""

@@ -9,6 +9,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
@@ -34,35 +35,53 @@ class BadVideoError(BadMediaError):
     """A video that cannot be used."""
 
 
-def read_video_size(media: Media, max_frames: int, max_source_pixels: int) -> tuple[int, int, int]:
-    """Return upright width and height of the frames, and how many of them are used; from the header alone.
+@dataclass(frozen=True)
+class VideoHeader:
+    """What the header of a video says."""
 
-    Raises `BadVideoError` for what no decoder could use.
-    """
+    width: int  # of upright frames
+    height: int
+    num_frames: int
+    frames_per_second: float
+
+
+def read_video_header(media: Media, max_source_pixels: int) -> VideoHeader:
+    """Read the header of a video. Raises `BadVideoError` for what no decoder could use."""
     with _open_video(media, "not_a_video", max_source_pixels) as (_, stream):
         width = stream.codec_context.width
         height = stream.codec_context.height
         _, seconds = read_start_and_duration(media, stream)
-        num_frames = stream.frames or math.floor(seconds * float(stream.average_rate or 1))
+        rate, num_frames = _rate_and_frames(stream, seconds)
     if not 0 < width * height <= max_source_pixels:  # FFmpeg states no size for frames that it would not decode
         size = f"{width} x {height}" if width * height else "the size of its frames"
         reason = f"{media}: {size} is above data.image.max_source_pixels = {max_source_pixels}"
         raise BadVideoError("too_many_pixels", reason)
     if _quarter_turns(media) % 2:
         width, height = height, width
-    return width, height, max(1, min(max_frames, num_frames))
+    return VideoHeader(width, height, num_frames, rate)
 
 
-def load_video_frames(media: Media, count: int, size: Size, settings: ImageSettings) -> list[Image.Image]:
+def _rate_and_frames(stream: Any, seconds: float) -> tuple[float, int]:
+    """Return frames per second, and how many frames there are; at least one."""
+    rate = float(stream.average_rate or 1)
+    return rate, max(1, stream.frames or math.floor(seconds * rate))
+
+
+def load_video_frames(
+    media: Media, count: int, size: Size, settings: ImageSettings, first_of_part: bool = False
+) -> list[Image.Image]:
     """Decode `count` frames and fit them into `size` (width, height).
 
-    The video is divided into `count` equal parts, and the frame in the middle of each is returned. Raises
-    `BadVideoError`.
+    The video is divided into `count` equal parts. Of each the frame in the middle is returned or, with
+    `first_of_part`, the first one. Raises `BadVideoError`.
     """
     with _open_video(media, "undecodable", settings.max_source_pixels) as (container, stream):
         start_s, duration_s = read_start_and_duration(media, stream)
         last_frame_s = max(_LAST_FRAME_S, _LAST_FRAME_SHARE * duration_s)
         times_s = [start_s + (i + 0.5) / count * duration_s for i in range(count)]
+        if first_of_part:
+            rate, num_frames = _rate_and_frames(stream, duration_s)
+            times_s = [start_s + (i * num_frames // count + 0.5) / rate for i in range(count)]
         rotation = _CLOCKWISE.get(_quarter_turns(media))
         images = []
         for run in _split_into_runs(stream, times_s):

@@ -4,12 +4,15 @@ An image is one item or, with tiles, several; a video is one item for each of it
 patch of the encoder joins. An item is addressed by its medium and by its part: its number in that medium.
 """
 
+import math
+
+import numpy as np
 from PIL import Image
 
-from mmtrain.data.media.image_grids import Grid, frame_grid, item_grids, num_tiles, tile_canvas
+from mmtrain.data.media.image_grids import Grid, MediumItems, frame_grid, item_grids, num_tiles, tile_canvas
 from mmtrain.data.media.images import Float32Array, load_rgb_images, patchify, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, Media
-from mmtrain.data.media.video import load_video_frames, read_video_size
+from mmtrain.data.media.video import VideoHeader, load_video_frames, read_video_header
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
 from mmtrain.recipe.modalities import MediaKind
@@ -36,25 +39,59 @@ def check_image_settings(vision: VisionSettings, image: ImageSettings) -> None:
         )
 
 
-def read_item_grids(
+def read_vision_items(
     kind: MediaKind, media: Media, image: ImageSettings, video: VideoSettings, vision: VisionSettings
-) -> tuple[Grid, ...]:
-    """Return the grid of each item of an image or video, from its header alone. Raises `BadMediaError`."""
+) -> MediumItems:
+    """Return the items of an image or video, from its header alone. Raises `BadMediaError`."""
     assert kind in ("image", "video"), kind
     patch_settings = vision.patch, vision.merge, vision.max_side
     if kind == "image":
         width, height = read_image_size(media, image.max_source_pixels)
-        return item_grids(width, height, image, *patch_settings)
-    width, height, num_frames = read_video_size(media, video.max_frames, image.max_source_pixels)
-    return (frame_grid(width, height, image, *patch_settings),) * -(-num_frames // vision.temporal_patch)
+        return MediumItems(item_grids(width, height, image, *patch_settings))
+    header = read_video_header(media, image.max_source_pixels)
+    num_frames = count_used_frames(header, video, vision.temporal_patch)
+    num_items = -(-num_frames // vision.temporal_patch)
+    grid = frame_grid(header.width, header.height, frame_settings(image, video), *patch_settings)
+    times = None
+    if vision.time_positions_per_second is not None:
+        # In fp32, as `transformers` computes them: whole seconds must not fall to the position before.
+        item_s = np.float32(vision.temporal_patch / (num_frames / header.num_frames * header.frames_per_second))
+        positions = np.arange(num_items) * (np.float32(vision.time_positions_per_second) * item_s)
+        times = tuple(positions.astype(np.float32).astype(np.int64).tolist())
+    return MediumItems((grid,) * num_items, times)
+
+
+def count_used_frames(header: VideoHeader, video: VideoSettings, temporal_patch: int) -> int:
+    """Return how many frames of a video are used.
+
+    With `fps` they fill patches of `temporal_patch` frames, as `Qwen2VLVideoProcessor` of `transformers` samples them.
+    """
+    if video.fps is None:
+        return max(1, min(video.max_frames, header.num_frames))
+    most = min(video.max_frames, header.num_frames) // temporal_patch * temporal_patch
+    wanted = header.num_frames / header.frames_per_second * video.fps
+    num_frames = math.floor(min(max(wanted, video.min_frames), most) / temporal_patch) * temporal_patch
+    return max(num_frames, temporal_patch)  # a video of fewer frames shows its last one again
+
+
+def frame_settings(image: ImageSettings, video: VideoSettings) -> ImageSettings:
+    """Return how frames are resized: as images, within limits of their own where a recipe sets them."""
+    limits = {"min_pixels": video.min_pixels, "max_pixels": video.max_pixels}
+    return image.model_copy(update={name: value for name, value in limits.items() if value is not None})
 
 
 class VisionItemDecoder:
     """Decodes items one at a time, and keeps the last medium decoded: usually its next part is wanted next."""
 
-    def __init__(self, settings: ImageSettings, patch: int, temporal_patch: int = 1) -> None:
-        """Decode into patches of `patch` x `patch` pixels of `temporal_patch` frames, preprocessed by `settings`."""
+    def __init__(
+        self, settings: ImageSettings, patch: int, temporal_patch: int = 1, video: VideoSettings | None = None
+    ) -> None:
+        """Decode into patches of `patch` x `patch` pixels of `temporal_patch` frames, preprocessed by `settings`.
+
+        video: how frames are chosen; by default as without settings.
+        """
         self._settings = settings
+        self._by_second = video is not None and video.fps is not None
         self._patch = patch
         self._temporal_patch = temporal_patch
         self._cached_key: object = None
@@ -86,7 +123,8 @@ class VisionItemDecoder:
         # With a fixed side, pixels beyond the last whole patch belong to the picture until it is cut into patches.
         size = (grid[1] * self._patch, grid[0] * self._patch) if image.scheme == "native" else (side, side)
         if kind == "video":
-            return load_video_frames(media, num_parts * self._temporal_patch, size, self._settings)
+            num_frames = num_parts * self._temporal_patch
+            return load_video_frames(media, num_frames, size, self._settings, first_of_part=self._by_second)
         if self._settings.scheme == "tiles":
             return _load_tiles(media, num_parts, self._settings)
         return load_rgb_images(media, [size], self._settings)

@@ -1,0 +1,108 @@
+"""Frames by the second: how many, which, and when, against the video processor of `transformers`."""
+
+import ast
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mmtrain.data.media.image_grids import frame_grid
+from mmtrain.data.media.media_bytes import FileMedia
+from mmtrain.data.media.video import VideoHeader
+from mmtrain.data.media.vision_items import (
+    VisionItemDecoder,
+    count_used_frames,
+    frame_settings,
+    read_vision_items,
+)
+from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
+from mmtrain.recipe.model_settings import VisionSettings
+from tests.data.archives import movie
+
+PATCH, MERGE, FRAMES = 14, 2, 2
+
+
+def _sampling_of_transformers() -> Callable[..., Any]:
+    """Return `Qwen2VLVideoProcessor.sample_frames` from its source: importing the module needs torchvision."""
+    import transformers
+
+    path = Path(transformers.__file__).parent / "models" / "qwen2_vl" / "video_processing_qwen2_vl.py"
+    found = [
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name == "sample_frames"
+    ]
+    (function,) = found
+    names: dict[str, Any] = {"math": math, "torch": torch}
+    future = "from __future__ import annotations\n"  # its annotations name classes of other modules
+    exec(compile(future + ast.unparse(function), str(path), "exec"), names)
+    sample_frames: Callable[..., Any] = names["sample_frames"]
+    return sample_frames
+
+
+def test_counts_from_headers_are_those_of_the_processor_for_any_size_and_length() -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    sample_frames = _sampling_of_transformers()
+    rng = np.random.default_rng(5)
+    video = VideoSettings(fps=2.0, min_frames=4, max_frames=96, min_pixels=128 * 28 * 28, max_pixels=768 * 28 * 28)
+    processor = SimpleNamespace(num_frames=None, fps=2.0, temporal_patch_size=FRAMES, min_frames=4, max_frames=96)
+    num_cut = 0
+    for _ in range(1000):
+        width, height = (int(side) for side in rng.integers(64, 2000, 2))
+        num_frames, rate = int(rng.integers(2, 3000)), float(rng.choice([12.5, 23.976, 25, 29.97, 30, 60]))
+        metadata = SimpleNamespace(total_num_frames=num_frames, fps=rate)
+        expected = sample_frames(processor, metadata).tolist()
+        if expected[-1] == num_frames:  # by rounding, of a frame behind the last one
+            expected.pop()
+        header = VideoHeader(width, height, num_frames, rate)
+        used = count_used_frames(header, video, FRAMES)
+        assert used == len(expected)
+        assert [i * num_frames // used for i in range(used)] == pytest.approx(expected, abs=1)
+        rows, cols = frame_grid(width, height, frame_settings(ImageSettings(), video), PATCH, MERGE)
+        sides = smart_resize(height, width, factor=PATCH * MERGE, min_pixels=128 * 28 * 28, max_pixels=768 * 28 * 28)
+        assert (rows * PATCH, cols * PATCH) == sides
+        num_cut += used == 96
+    assert 0 < num_cut < 1000
+
+
+def test_frames_by_the_second_are_the_first_of_each_part_and_know_their_time(tmp_path: Path) -> None:
+    """Of six frames in three seconds, four are taken at 4/3 a second: the first, second, fourth and fifth."""
+    colours = ["red", "lime", "blue", "white", "black", "yellow"]
+    (tmp_path / "a.mp4").write_bytes(movie(colours, seconds_each=0.5, width=16, height=16, rate=2, key_every=1))
+    media = FileMedia(str(tmp_path / "a.mp4"))
+    vision = VisionSettings(
+        layers=1, hidden=16, heads=2, ffn=16, patch=8, temporal_patch=2, time_positions_per_second=4
+    )
+    image = ImageSettings(mean=(0, 0, 0), std=(1, 1, 1), min_pixels=64, max_pixels=256)
+    video = VideoSettings(fps=4 / 3 + 0.01, max_pixels=64)
+    items = read_vision_items("video", media, image, video, vision)
+    assert items.grids == ((1, 1), (1, 1))
+    assert items.times == (0, 6), "two frames last 1.5 s"
+    decoder = VisionItemDecoder(image, 8, 2, video)
+    seen = [decoder.patches("video", media, part, 2, (1, 1)).reshape(3, 2, 64).mean(axis=2).T for part in range(2)]
+    expected = [[(1, 0, 0), (0, 1, 0)], [(1, 1, 1), (0, 0, 0)]]  # red, lime; white, black
+    assert np.abs(np.array(seen) - expected).max() < 0.1
+    by_number = read_vision_items("video", media, image, VideoSettings(max_frames=3), vision)
+    assert len(by_number.grids) == 2
+    plain = read_vision_items(
+        "video", media, image, video, vision.model_copy(update={"time_positions_per_second": None})
+    )
+    assert plain.times is None
+
+
+def test_a_video_shorter_than_a_patch_shows_its_frame_again() -> None:
+    header = VideoHeader(64, 64, 1, 25.0)
+    assert count_used_frames(header, VideoSettings(fps=2.0, min_frames=4), FRAMES) == 2
+
+
+def test_limits_of_frames_must_be_in_order() -> None:
+    with pytest.raises(ValueError, match="min_frames 9 is above max_frames 8"):
+        VideoSettings(min_frames=9)
+    with pytest.raises(ValueError, match="min_pixels 90 is above max_pixels 80"):
+        VideoSettings(min_pixels=90, max_pixels=80)
