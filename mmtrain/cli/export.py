@@ -2,6 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,6 +33,9 @@ def export(
             help="Type of the stored weights. Default: as in the folder that the run started from, else fp32."
         ),
     ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapters of `train.lora` alone, for peft. Default: merge them.")
+    ] = False,
 ) -> None:
     """Write a trained model as a Hugging Face folder.
 
@@ -40,13 +44,15 @@ def export(
     """
     from mmtrain.checkpoint import open_newest_good, open_step
     from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
-    from mmtrain.weights import export_folder
+    from mmtrain.weights import export_adapter, export_folder
 
     recipe = load_run_recipe(run)
     root = run / CHECKPOINTS_FOLDER
     checkpoint = open_newest_good(root, _warn) if step is None else open_step(root, step, _warn)
-    written = export_folder(recipe, checkpoint, out, None if dtype is None else dtype.value)
-    typer.echo(_summary(written))
+    write = export_adapter if adapter else export_folder
+    written = write(recipe, checkpoint, out, None if dtype is None else dtype.value)
+    commands = _adapter_commands(out, recipe.model.hf) if adapter else _model_commands(out)
+    typer.echo("\n".join([_summary(written), *commands]))
 
 
 def _warn(text: str) -> None:
@@ -54,15 +60,19 @@ def _warn(text: str) -> None:
 
 
 def _summary(written: "ExportedFolder") -> str:
-    from shlex import quote
-
     files = "1 file" if written.num_files == 1 else f"{written.num_files} files"
-    folder = quote(str(written.folder))
-    return "\n".join(
-        [
-            f"{written.folder}: weights after step {written.step}, {files}, {written.num_bytes / 1e9:,.3g} GB "
-            f"({', '.join(written.dtypes)}). Use it with",
-            f"  vllm serve {folder}",
-            f"  python -m sglang.launch_server --model-path {folder}",
-        ]
+    return (
+        f"{written.folder}: weights after step {written.step}, {files}, {written.num_bytes / 1e9:,.3g} GB "
+        f"({', '.join(written.dtypes)}). Use it with"
     )
+
+
+def _model_commands(folder: Path) -> list[str]:
+    """Return the commands that serve an exported model."""
+    path = quote(str(folder))
+    return [f"  vllm serve {path}", f"  python -m sglang.launch_server --model-path {path}"]
+
+
+def _adapter_commands(folder: Path, base: Path | None) -> list[str]:
+    """Return the command that serves the model in `base` with an exported adapter."""
+    return [f"  vllm serve {quote(str(base))} --enable-lora --lora-modules adapter={quote(str(folder))}"]

@@ -9,7 +9,7 @@ from mmtrain.costs.choose import costs_for, machine_for, precision_for
 from mmtrain.costs.cost_model import CollectiveKind, ComputeKind, CostModel, PieceCost, TokenLoad
 from mmtrain.costs.cost_table import CostTable
 from mmtrain.costs.hardware import PRESETS, Hardware, Precision, preset, preset_for_device
-from mmtrain.costs.layer_arithmetic import input_grad_needed, model_flops, num_parameters
+from mmtrain.costs.layer_arithmetic import input_grad_needed, model_flops, num_parameters, num_trained_parameters
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.costs.rank_memory import HeldLayers, RankMemory, rank_memory
 
@@ -32,6 +32,7 @@ __all__ = [
     "machine_for",
     "model_flops",
     "num_parameters",
+    "num_trained_parameters",
     "precision_for",
     "preset",
     "preset_for_device",

@@ -8,7 +8,7 @@ from mmtrain.costs.block_pieces import BlockSeconds, PassDirection, block_pieces
 from mmtrain.costs.cost_model import CollectiveKind, ComputeKind, PieceCost, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.layer_arithmetic import Gemm
-from mmtrain.models.model_shape import LayerShape, num_pieces
+from mmtrain.models.model_shape import LayerShape, adaptable_linears, num_pieces
 
 _ROTATION_KERNELS, _GATE_KERNELS, _JOINT_NORM_KERNELS, _SCALE_KERNELS = 6, 2, 14, 2  # what they add to a block
 # Kernels of one forward: GEMMs, norms, rotary, attention, activation, residual adds, bias and layout changes.
@@ -31,6 +31,8 @@ FORWARD_KERNELS = {
     "dit_block": 36,
     "dit_out": 6,
 }
+_ROW_PARALLEL = ("linear_proj", "linear_fc2", "linear_2", "linear")  # linears that split their inputs
+ADAPTER_KERNELS = 4  # of one adapter in forward: two GEMMs, the scale, the addition
 # All-reduces that tensor parallelism adds to forward, and to the input gradients of backward (Megatron-LM, arXiv
 # 1909.08053). Layers of a U-Net are not split.
 TP_ALL_REDUCES = {
@@ -99,13 +101,15 @@ class AnalyticCosts:
             return (PieceCost(0.0, 0.0),) * num_pieces(layer.kind)
         direction: PassDirection = "backward" if kind == "backward" else "forward"
         if direction == "backward":
-            passes = analytic.backward_passes(layer, load, tp, weight_grad=layer.trainable, input_grad=input_grad)
+            weight_grad, input_grad = analytic.needed_gradients(layer, input_grad)
+            passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
             cost_factor, num_reduces = 2, TP_ALL_REDUCES[layer.kind][1]
         else:
             passes = tuple((gemm, 1) for gemm in analytic.gemms(layer, load, tp))
             cost_factor, num_reduces = 1, TP_ALL_REDUCES[layer.kind][0]
+        adapters = self._adapters(layer, tp, load, direction)
         seconds = BlockSeconds(
-            gemms=[times * self._gemm(gemm) for gemm, times in passes],
+            gemms=[times * self._gemm(gemm) + extra for (gemm, times), extra in zip(passes, adapters, strict=True)],
             attention=cost_factor * self._attention(layer, tp, load),
             elementwise=cost_factor * self._elementwise(layer, tp, load),
             launches=self._launches(layer),
@@ -122,7 +126,7 @@ class AnalyticCosts:
             return 0
         if recompute:
             return analytic.input_bytes(layer, load, self.element_bytes)
-        not_needed = 0 if layer.trainable else analytic.weight_grad_bytes(layer, load, self.element_bytes, tp)
+        not_needed = 0 if layer.trains_weights else analytic.weight_grad_bytes(layer, load, self.element_bytes, tp)
         return analytic.activation_bytes(layer, load, self.element_bytes, tp) - not_needed
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
@@ -152,20 +156,50 @@ class AnalyticCosts:
         gemms = sum(self._gemm(gemm) for gemm in analytic.gemms(layer, load, tp))
         reduces = TP_ALL_REDUCES.get(layer.kind, (0, 0))[0] * self._tp_reduce(layer, tp, load)
         elementwise = self._elementwise(layer, tp, load) + self._launches(layer)
-        return gemms + self._attention(layer, tp, load) + elementwise + reduces + self._kv_gather(layer, tp, load)
+        layer_s = gemms + self._attention(layer, tp, load) + elementwise + reduces + self._kv_gather(layer, tp, load)
+        return layer_s + self.adapter_seconds(layer, tp, load, "forward")
+
+    def adapter_seconds(self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection) -> float:
+        """Return the part of the layer's seconds that its adapters take."""
+        return 0.0 if layer.lora is None else sum(self._adapters(layer, tp, load, direction))
+
+    def _adapters(self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection) -> list[float]:
+        """Return the seconds of the adapter of each GEMM, 0 for those without.
+
+        Each adds its output to that of its linear, and in one direction the ranks exchange what A computes, or its
+        gradient.
+        """
+        pairs = analytic.adapter_gemms(layer, load, tp)
+        if layer.lora is None:
+            return [0.0] * len(pairs)
+        is_backward = direction == "backward"
+        seconds = []
+        for linear, pair in zip(adaptable_linears(layer), pairs, strict=True):
+            adapter_s = 0.0
+            if pair:
+                low, out = pair
+                is_row_parallel = linear.endswith(_ROW_PARALLEL)
+                adapter_s = sum(map(self._gemm, pair)) * (2 if is_backward else 1)
+                adapter_s += ADAPTER_KERNELS * self.hardware.kernel_launch_s
+                adapter_s += 3 * out.m * out.n * self.element_bytes / self.hardware.memory_bytes_per_s
+                if is_row_parallel != is_backward:
+                    adapter_s += self.collective("all_reduce", low.m * low.n * self.element_bytes, tp, same_node=True)
+            seconds.append(adapter_s)
+        return seconds
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019
     def _backward(self, layer: LayerShape, tp: int, load: TokenLoad, input_grad: bool) -> float:
-        weight_grad = layer.trainable
-        if not (weight_grad or input_grad):
+        if not (layer.trainable or input_grad):
             return 0.0
+        weight_grad, input_grad = analytic.needed_gradients(layer, input_grad)
         passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
         gemms = sum(times * self._gemm(gemm) for gemm, times in passes)
         reduces = TP_ALL_REDUCES.get(layer.kind, (0, 0))[1] * self._tp_reduce(layer, tp, load)
         # Backward has about twice the kernels, but starts them without Python in between.
         elementwise = 2 * self._elementwise(layer, tp, load) + self._launches(layer)
         gather = self._kv_gather(layer, tp, load)
-        return gemms + 2 * self._attention(layer, tp, load) + elementwise + reduces + gather
+        layer_s = gemms + 2 * self._attention(layer, tp, load) + elementwise + reduces + gather
+        return layer_s + self.adapter_seconds(layer, tp, load, "backward")
 
     def _gemm(self, gemm: Gemm) -> float:
         m, n, k = gemm.m, gemm.n, gemm.k

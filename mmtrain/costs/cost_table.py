@@ -198,10 +198,12 @@ class CostTable(_Frozen):
 def layer_fields(layer: LayerShape) -> dict[str, Any]:
     """Return the fields of a layer that differ from their defaults.
 
-    Which parts of a layer train is left out: it decides only which of the measured seconds apply.
+    Which parts of a layer train is left out: it decides only which of the measured seconds apply. So are adapters:
+    their modelled costs come on top.
     """
     fields, default = asdict(layer), asdict(LayerShape(layer.kind, 0, 0))
-    del fields["trainable"], fields["frozen"]
+    for name in ("trainable", "frozen", "lora", "trains_adapters_only"):
+        del fields[name]
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in fields.items()

@@ -10,6 +10,7 @@ All figures that mmtrain prints follow these conventions:
 * Gradients that are not needed are not counted: a frozen weight has no weight gradient, and in a layer below which
   nothing trains the GEMM that reads the layer's input has no input gradient. (Blocks and head normalize their input
   first; that norm trains with the layer and needs the input gradient anyway.)
+* Adapters (LoRA) are GEMMs of their own beside those of the layer: see `adapter_gemms`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs.cost_model import TokenLoad
-from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape
+from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape, adaptable_linears
 
 _INDEX_BYTES = 8
 _FP32_BYTES = 4
@@ -73,6 +74,30 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
             return tuple(Gemm(*sides) for sides in diffusion.gemm_sides(layer, load, tp))
 
 
+def adapter_gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[tuple[Gemm, ...], ...]:
+    """Return for each of the layer's `gemms` the two of its adapter, with A and with B; () if it has none."""
+    lora = layer.lora
+    if lora is None:
+        return ((),) * len(gemms(layer, load, tp))
+    return tuple(
+        (Gemm(gemm.m, lora.rank, gemm.k), Gemm(gemm.m, gemm.n, lora.rank)) if linear in lora.linears else ()
+        for linear, gemm in zip(adaptable_linears(layer), gemms(layer, load, tp), strict=True)
+    )
+
+
+def adapter_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
+    """Return the FLOPs one of `tp` ranks spends on the adapters in forward; backward needs twice as many."""
+    return sum(gemm.flops for pair in adapter_gemms(layer, load, tp) for gemm in pair)
+
+
+def needed_gradients(layer: LayerShape, input_grad: bool) -> tuple[bool, bool]:
+    """Return whether backward computes the gradients of the layer's own weights, and those of its GEMMs' inputs.
+
+    Adapters need the latter also if nothing below the layer trains: their gradients come through its other weights.
+    """
+    return layer.trains_weights, input_grad or layer.lora is not None
+
+
 def feature_rows(layer: LayerShape, load: TokenLoad) -> int:
     """Return the number of rows that leave a projector: class tokens are dropped, and tokens joined."""
     return (load.tokens - layer.extra_tokens * load.num_sequences) // layer.joins
@@ -107,14 +132,15 @@ def _causal_pairs(load: TokenLoad, window: int) -> int:
 
 def forward_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Return the FLOPs one of `tp` ranks spends on the forward of `layer`."""
-    return sum(gemm.flops for gemm in gemms(layer, load, tp)) + attention_flops(layer, load, tp)
+    layer_flops = sum(gemm.flops for gemm in gemms(layer, load, tp))
+    return layer_flops + attention_flops(layer, load, tp) + adapter_flops(layer, load, tp)
 
 
 def backward_flops(layer: LayerShape, load: TokenLoad, tp: int = 1, *, weight_grad: bool, input_grad: bool) -> int:
     """Return the FLOPs one of `tp` ranks spends on the backward of `layer`, without recomputing its forward."""
     passes = backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
     attention = 2 * attention_flops(layer, load, tp) if weight_grad or input_grad else 0
-    return attention + sum(gemm.flops * times for gemm, times in passes)
+    return attention + 2 * adapter_flops(layer, load, tp) + sum(gemm.flops * times for gemm, times in passes)
 
 
 def backward_passes(
@@ -133,10 +159,29 @@ def backward_passes(
 
 
 def num_parameters(layer: LayerShape, tp: int = 1) -> int:
-    """Return the number of parameters of `layer` that one of `tp` ranks holds.
+    """Return the number of parameters of `layer`, adapters included, that one of `tp` ranks holds.
 
     A tied head counts its matrix; `rank_memory` counts it once where embedding and head are on one rank.
     """
+    return _num_weights(layer, tp) + _num_adapter_parameters(layer, tp)
+
+
+def num_trained_parameters(layer: LayerShape, tp: int = 1) -> int:
+    """Return how many parameters of `layer` train, of those that one of `tp` ranks holds.
+
+    If any of the layer's own weights trains, all of them count.
+    """
+    if layer.trains_weights:
+        return num_parameters(layer, tp)
+    return _num_adapter_parameters(layer, tp)
+
+
+def _num_adapter_parameters(layer: LayerShape, tp: int) -> int:
+    pairs = adapter_gemms(layer, TokenLoad(0, 0, 0, 0), tp)
+    return sum(gemm.n * gemm.k for pair in pairs for gemm in pair)
+
+
+def _num_weights(layer: LayerShape, tp: int) -> int:
     h, norm = layer.hidden, layer.hidden * (1 if layer.rms_norm else 2)
     bias = int(layer.linear_bias)
     extra = sum(width * (1 if layer.rms_norm else 2) for width in layer.norm_widths)
@@ -167,7 +212,7 @@ def num_parameters(layer: LayerShape, tp: int = 1) -> int:
             return diffusion.num_parameters(layer, tp)
 
 
-def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
+def _layer_activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
     """Return the bytes one of `tp` ranks keeps from forward to backward of `layer` when nothing is recomputed.
 
     This counts what autograd saves: inputs of norms and GEMMs, the output of RMSNorm before its weight, queries, keys
@@ -228,10 +273,21 @@ def _fp32_norm_bytes(layer: LayerShape, element_bytes: int, normalized: int) -> 
     return normalized * (2 * _FP32_BYTES - element_bytes)
 
 
+def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
+    """Return the bytes that one of `tp` ranks keeps between forward and backward of `layer`, with every gradient."""
+    return _layer_activation_bytes(layer, load, element_bytes, tp) + adapter_bytes(layer, load, element_bytes, tp)
+
+
+def adapter_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
+    """Return the part of `activation_bytes` that adapters keep beside the inputs of their linears: what A computes."""
+    return sum(pair[0].m * pair[0].n for pair in adapter_gemms(layer, load, tp) if pair) * element_bytes
+
+
 def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
     """Return the part of `activation_bytes` that only gradients of weights need, so that a frozen layer drops it.
 
-    It consists of the inputs of GEMMs and the output of RMSNorm, unless something else reads them too.
+    It consists of the inputs of GEMMs and the output of RMSNorm, unless something else reads them too, such as the
+    adapter of the GEMM's weight.
     """
     h = layer.hidden
     normalized = layer.hidden if layer.rms_norm else 0
@@ -240,7 +296,11 @@ def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp
             has_head_norms = layer.qk_norm or layer.joint_qk_norm
             normalized_heads = (layer.heads + layer.kv_heads) * layer.head_dim if has_head_norms else 0
             scaled = 2 * h if layer.layer_scale else 0
-            width = 2 * h + num_norms(layer) * normalized + scaled + (layer.ffn + normalized_heads) // tp
+            read_by = {"self_attention.linear_qkv": h + normalized, "mlp.linear_fc1": h + normalized}
+            read_by["mlp.linear_fc2"] = layer.ffn // tp
+            adapted = () if layer.lora is None else layer.lora.linears
+            width = sum(inputs for linear, inputs in read_by.items() if linear not in adapted)
+            width += (num_norms(layer) - 2) * normalized + scaled + normalized_heads // tp
         case "head":
             width = h + normalized
         case _:
@@ -358,6 +418,11 @@ def model_flops(shape: ModelShape, loads: Mapping[str, TokenLoad]) -> int:
 def unit_flops(layers: Sequence[LayerShape], load: TokenLoad, input_grad: Sequence[bool]) -> int:
     """Return the forward and backward FLOPs of consecutive layers."""
     return sum(
-        forward_flops(layer, load) + backward_flops(layer, load, weight_grad=layer.trainable, input_grad=needed)
+        forward_flops(layer, load) + _backward_flops(layer, load, needed)
         for layer, needed in zip(layers, input_grad, strict=True)
     )
+
+
+def _backward_flops(layer: LayerShape, load: TokenLoad, input_grad: bool) -> int:
+    weight_grad, input_grad = needed_gradients(layer, input_grad)
+    return backward_flops(layer, load, weight_grad=weight_grad, input_grad=input_grad)

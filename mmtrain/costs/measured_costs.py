@@ -1,7 +1,7 @@
 """`MeasuredCosts`: a cost model that interpolates what `mmtrain profile` measured."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -112,6 +112,8 @@ class MeasuredCosts:
     ) -> float:
         """Return the seconds one rank of `tp` spends on `layer`; see `CostModel`."""
         seconds = self._unscaled_seconds(layer, tp, load, kind, input_grad)
+        if layer.lora is not None and load.tokens:
+            seconds += self.model.adapter_seconds(layer, tp, load, "backward" if kind == "backward" else "forward")
         if not self.table.layer_scales:
             return seconds
         scale = self.table.scale_by_layer.get(_key(layer))
@@ -122,20 +124,23 @@ class MeasuredCosts:
     def _unscaled_seconds(
         self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, input_grad: bool
     ) -> float:
+        """Return the seconds of the layer without its adapters, for they are in no table."""
         if load.tokens == 0 or (kind == "backward" and not (layer.trainable or input_grad)):
             return 0.0
+        weight_grad, input_grad = analytic.needed_gradients(layer, input_grad)
         entry = self._entry(layer, tp)
         timed: TimedPass = kind
         no_backward_follows = kind == "forward" and not (layer.trainable or input_grad)
         if no_backward_follows and entry is not None and "forward_only" in entry.samples[0].seconds:
             timed = "forward_only"
-        if kind == "backward" and not (layer.trainable and input_grad):
-            timed = "backward_weight" if layer.trainable else "backward_input"
+        if kind == "backward" and not (weight_grad and input_grad):
+            timed = "backward_weight" if weight_grad else "backward_input"
         if entry is not None and timed == "backward_weight" and timed not in entry.samples[0].seconds:
             timed = "backward"  # a layer whose input has no gradient has only this one
         if entry is None or timed not in entry.samples[0].seconds:
             self.missing.add(f"{layer.kind} tp{tp}")
-            return self.model.seconds(layer, tp, load, kind, input_grad=input_grad)
+            bare = layer if layer.lora is None else replace(layer, lora=None)
+            return self.model.seconds(bare, tp, load, kind, input_grad=input_grad)
         return self._interpolate(entry, timed, layer, load)
 
     def pieces(
@@ -161,8 +166,9 @@ class MeasuredCosts:
             return self.model.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
         element_bytes = self.model.element_bytes
         min_bytes = analytic.input_bytes(layer, load, element_bytes)
-        not_needed = 0 if layer.trainable else analytic.weight_grad_bytes(layer, load, element_bytes, tp)
-        return max(min_bytes, round(self._interpolate(entry, "bytes", layer, load)) - not_needed)
+        not_needed = 0 if layer.trains_weights else analytic.weight_grad_bytes(layer, load, element_bytes, tp)
+        adapters = analytic.adapter_bytes(layer, load, element_bytes, tp)
+        return max(min_bytes, round(self._interpolate(entry, "bytes", layer, load)) - not_needed) + adapters
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
         """Return the seconds of one message of `nbytes` between two ranks."""

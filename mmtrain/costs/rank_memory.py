@@ -108,19 +108,18 @@ def rank_memory(held: Sequence[HeldLayers], costs: CostModel, precision: Precisi
 
 def layer_state(layer: LayerShape, tp: int, dp: int, precision: Precision) -> tuple[float, float, float]:
     """Return the bytes of parameters, gradients and optimizer state of one layer on one rank."""
-    return _state(analytic.num_parameters(layer, tp), layer.trainable, dp, precision)
+    return _state(analytic.num_parameters(layer, tp), analytic.num_trained_parameters(layer, tp), dp, precision)
 
 
 def matrix_state(layer: LayerShape, tp: int, dp: int, precision: Precision) -> tuple[float, float, float]:
     """Return the bytes of parameters, gradients and optimizer state of the vocabulary matrix alone."""
-    return _state(layer.vocab * layer.hidden // tp, layer.trainable, dp, precision)
+    count = layer.vocab * layer.hidden // tp
+    return _state(count, count if layer.trainable else 0, dp, precision)
 
 
-def _state(count: int, trainable: bool, dp: int, precision: Precision) -> tuple[float, float, float]:
+def _state(count: int, num_trained: int, dp: int, precision: Precision) -> tuple[float, float, float]:
     size = STATE_BYTES[precision]
-    if not trainable:
-        return (float(count * size.parameter), 0.0, 0.0)
-    return (float(count * size.parameter), float(count * size.gradient), count * size.optimizer / dp)
+    return (float(count * size.parameter), float(num_trained * size.gradient), num_trained * size.optimizer / dp)
 
 
 def microbatch_activation_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:

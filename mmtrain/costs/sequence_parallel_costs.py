@@ -40,7 +40,7 @@ def sequence_parallel_seconds(
     passes = 1 + 2 * has_backward  # a backward moves twice as much as a forward
     widths = _DIVIDED_WIDTHS[layer.kind] + (_POST_NORM_WIDTHS if layer.post_norms else 0)
     moved = widths * nbytes * passes * (1 - 1 / tp)
-    gathers = _NUM_GATHERED[layer.kind] * (1 + has_backward * layer.trainable)
+    gathers = _NUM_GATHERED[layer.kind] * (1 + has_backward * layer.trains_weights)
     if layer.kind == "head":  # its forward has no all-reduce
         return gathers * gather + has_backward * (scatter - reduce) - moved / machine.memory_bytes_per_s
     reduces = forward_reduces + backward_reduces * has_backward

@@ -4,7 +4,7 @@ The `freeze` flags of the units and the patterns of `train.freeze` are combined 
 the result from `LayerShape.frozen` and `LayerShape.trainable`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -12,37 +12,56 @@ from typing import TypeAlias
 
 from mmtrain.errors import RecipeError
 from mmtrain.models.encoder_shapes import ENCODER_SHAPES
-from mmtrain.models.layer_shape import LayerShape, linear_parameters, norm_parameters
+from mmtrain.models.layer_shape import (
+    LayerShape,
+    LoraShape,
+    adaptable_linears,
+    adapter_parameters,
+    linear_parameters,
+    norm_parameters,
+)
 from mmtrain.models.unit_shape import UnitShape
 from mmtrain.recipe.model_settings import AudioSettings, EncoderSettings, GeneratorSettings, LlmSettings
 from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.train_settings import LoraSettings
 
 AnyUnitSettings: TypeAlias = EncoderSettings | LlmSettings | GeneratorSettings
 
 
 def mark_frozen(units: Iterable[UnitShape], recipe: Recipe) -> tuple[UnitShape, ...]:
-    """Return the units with `frozen` and `trainable` set in every layer.
+    """Return the units with what trains, `frozen`, `trainable` and the adapters of `train.lora`, set in every layer.
 
     A layer is trainable if at least one of its parameters trains. The head of a model with tied embeddings also is if
-    the embedding trains.
+    the embedding trains. With `train.lora` everything is frozen but the adapters and what `also_train` names.
 
     Raises:
-        RecipeError: a pattern of `train.freeze` matches no parameter.
+        RecipeError: a pattern of `train.freeze` or `train.lora` matches no parameter.
     """
     units = tuple(units)
     settings: dict[str, AnyUnitSettings] = {unit.name: recipe.model.unit(unit.name) for unit in units}
-    matched = _match_patterns(recipe.train.freeze, [name for u in units for name in _full_names(u, settings[u.name])])
+    names = _spellings((name for unit in units for name in _full_names(unit, settings[unit.name])), units)
+    matched = _match_patterns("train.freeze", recipe.train.freeze, names)
+    lora = recipe.train.lora
+    adapted: set[str] = set()
+    if lora is not None:
+        linears = _spellings((linear for unit in units for linear in _full_linears(unit)), units)
+        adapted = _match_patterns("train.lora.targets", lora.targets, linears)
+        matched |= set(names.values()) - _match_patterns("train.lora.also_train", lora.also_train, names)
     # Equal layers must stay one object: the planner's caches rely on it.
     unique: dict[LayerShape, LayerShape] = {}
     marked = []
     for unit in units:
         layers = _mark_layers(unit, settings[unit.name], matched)
+        if lora is not None:
+            layers = [
+                _with_adapters(layer, f"{unit.name}.layers.{i}.", adapted, lora) for i, layer in enumerate(layers)
+            ]
         marked.append(replace(unit, layers=tuple(unique.setdefault(layer, layer) for layer in layers)))
     return tuple(marked)
 
 
 def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[str]:
-    """Yield the names of the layer's parameters inside the layer, in no particular order.
+    """Yield the names of the layer's parameters inside the layer, adapters included, in no particular order.
 
     The plan-independent name of a parameter has `<unit>.layers.<index>.` before it.
     """
@@ -84,6 +103,31 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
                 yield "output.weight"
         case _:  # layers of a generator have no modules, so a pattern reaches each of them as a whole
             yield "weight"
+    for linear in () if layer.lora is None else layer.lora.linears:
+        yield from adapter_parameters(linear)
+
+
+def _with_adapters(layer: LayerShape, prefix: str, adapted: set[str], settings: LoraSettings) -> LayerShape:
+    """Return a layer with its adapters; `prefix` comes before the names of its linears in `adapted`."""
+    linears = tuple(name for name in adaptable_linears(layer) if prefix + name in adapted)
+    if not linears:
+        return layer
+    lora = LoraShape(settings.rank, settings.alpha / settings.rank, linears)
+    return replace(layer, lora=lora, trainable=True, trains_adapters_only=not layer.trainable)
+
+
+def _spellings(names: Iterable[str], units: Sequence[UnitShape]) -> dict[str, str]:
+    """Return the names that patterns may match, each with the parameter that it stands for.
+
+    These are the parameters' own names, and `<unit>.projector.<name>` for those of an encoder's projector.
+    """
+    spellings = {name: name for name in names}
+    for unit in units:
+        projector = f"{unit.name}.layers.{len(unit.layers) - 1}."
+        if unit.layers[-1].kind == "projector":
+            aliased = [name for name in spellings if name.startswith(projector)]
+            spellings |= {f"{unit.name}.projector.{name.removeprefix(projector)}": name for name in aliased}
+    return spellings
 
 
 def _full_names(unit: UnitShape, settings: AnyUnitSettings) -> Iterator[str]:
@@ -91,6 +135,13 @@ def _full_names(unit: UnitShape, settings: AnyUnitSettings) -> Iterator[str]:
     for index, layer in enumerate(unit.layers):
         for name in parameter_names(layer, settings):
             yield f"{unit.name}.layers.{index}.{name}"
+
+
+def _full_linears(unit: UnitShape) -> Iterator[str]:
+    """Yield the plan-independent names of the linears of a unit that may have an adapter."""
+    for index, layer in enumerate(unit.layers):
+        for linear in adaptable_linears(layer):
+            yield f"{unit.name}.layers.{index}.{linear}"
 
 
 def _mark_layers(unit: UnitShape, settings: AnyUnitSettings, matched: set[str]) -> list[LayerShape]:
@@ -124,15 +175,16 @@ def _is_frozen_by_flag(layer: LayerShape, settings: AnyUnitSettings, name: str) 
     return settings.freeze
 
 
-def _match_patterns(patterns: Iterable[str], names: Sequence[str]) -> set[str]:
-    """Return the names that match at least one pattern."""
+def _match_patterns(key: str, patterns: Iterable[str], names: Mapping[str, str]) -> set[str]:
+    """Return what the names that match at least one pattern stand for; `key` is the setting that holds the patterns."""
     matched: set[str] = set()
     for i, pattern in enumerate(patterns):
-        matches = {name for name in names if fnmatchcase(name, pattern)}
+        matches = {full for name, full in names.items() if fnmatchcase(name, pattern)}
         if not matches:
             closest = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0.0))
+            kind = "linear" if key.endswith("targets") else "parameter"
             raise RecipeError(
-                f"train.freeze.{i}: {pattern} matches no parameter of this model; the closest names are {closest}. "
+                f"{key}.{i}: {pattern} matches no {kind} of this model; the closest names are {closest}. "
                 "Patterns work as in a shell: * for any text, ? for one character, [0-3] for one of a range"
             )
         matched |= matches

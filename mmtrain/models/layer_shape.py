@@ -36,6 +36,15 @@ def num_pieces(kind: LayerKind) -> int:
 
 
 @dataclass(frozen=True)
+class LoraShape:
+    """Low-rank adapters (LoRA, arXiv 2106.09685) on linears of one layer."""
+
+    rank: int
+    scale: float  # alpha / rank
+    linears: tuple[str, ...]  # names of the linears inside the layer, in execution order
+
+
+@dataclass(frozen=True)
 class LayerShape:
     """One layer. Widths are in features of the whole layer, before tensor parallelism divides them.
 
@@ -77,8 +86,15 @@ class LayerShape:
     context: int = 0  # generator: outputs of the LLM that condition one item
     context_width: int = 0  # generator: features of each of them
     time_width: int = 0  # generator: features of the diffusion timestep
-    trainable: bool = True
+    trainable: bool = True  # whether anything trains: weights of the layer, or adapters on them
     frozen: frozenset[str] = frozenset()  # parameters, by their names inside the layer, that do not train
+    lora: LoraShape | None = None
+    trains_adapters_only: bool = False  # backward computes no gradient of the layer's own weights
+
+    @property
+    def trains_weights(self) -> bool:
+        """Whether weights of the layer's own train. Costs treat them as one: if any trains, all count as trained."""
+        return self.trainable and not self.trains_adapters_only
 
     @property
     def rotates(self) -> bool:
@@ -107,6 +123,27 @@ class LayerShape:
 def norm_parameters(name: str, layer: LayerShape) -> tuple[str, ...]:
     """Return the names of the parameters of the layer's norm called `name`."""
     return (f"{name}.weight",) if layer.rms_norm else (f"{name}.weight", f"{name}.bias")
+
+
+def adaptable_linears(layer: LayerShape) -> tuple[str, ...]:
+    """Return the names of the linears of a layer that may have an adapter, in execution order."""
+    match layer.kind:
+        case "vit_block" | "decoder_block":
+            return "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
+        case "projector":
+            return ("linear_1", "linear_2") if layer.ffn else ("linear",)
+        case _:
+            return ()
+
+
+def adapter_parameters(name: str) -> tuple[str, str]:
+    """Return the names of the two matrices of the adapter on the linear called `name`."""
+    return f"{name}.lora.a", f"{name}.lora.b"
+
+
+def is_adapter(parameter: str) -> bool:
+    """Return whether a parameter, by its name inside the layer or its plan-independent one, belongs to an adapter."""
+    return parameter.endswith((".lora.a", ".lora.b"))
 
 
 def linear_parameters(name: str, bias: bool) -> tuple[str, ...]:

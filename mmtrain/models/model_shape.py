@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from mmtrain.models.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.freezing import mark_frozen
 from mmtrain.models.generator_shapes import generator_layers
-from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape, num_pieces
+from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape, adaptable_linears, num_pieces
 from mmtrain.models.unit_shape import UnitShape
 from mmtrain.recipe.model_settings import LlmSettings
 from mmtrain.recipe.schema import Recipe
@@ -20,6 +20,7 @@ __all__ = [
     "ModelEdge",
     "ModelShape",
     "UnitShape",
+    "adaptable_linears",
     "build_model_shape",
     "num_pieces",
     "padded_vocab",

@@ -90,8 +90,9 @@ def initialize_parameters(
     Parameters that `pretrained` has no weights for are drawn. Each shard is cut from a full tensor drawn under the seed
     and the parameter's name. Weights are normal with standard deviation 1 / sqrt(fan-in) (LeCun; for embedding tables
     1 / sqrt(width)), divided by sqrt(2 * blocks) for projections into the residual stream (GPT-2). Norms and layer
-    scales are 1, biases and the weights of zero-centered norms 0. At a width of 2,500 this gives GPT-2's 0.02; a fixed
-    0.02 would make the outputs of narrow models vanish.
+    scales are 1; biases and the weights of zero-centered norms are 0, and so is an adapter's second matrix, so that a
+    new adapter changes nothing. At a width of 2,500 this gives GPT-2's 0.02; a fixed 0.02 would make the outputs of
+    narrow models vanish.
     """
     num_blocks = sum(layer.heads > 0 for layer in stage.shape.layers)
     with torch.no_grad():
@@ -106,7 +107,7 @@ def initialize_parameters(
 
 def _initial_values(spec: ParamSpec, seed: int, num_blocks: int) -> Tensor:
     *_, module, kind = spec.name.split(".")
-    if kind == "bias":
+    if kind == "bias" or (module, kind) == ("lora", "b"):
         return torch.zeros(spec.full_shape)
     if "norm" in module or module in _LAYER_SCALES:
         return torch.ones(spec.full_shape)

@@ -63,6 +63,8 @@ class StageModule(nn.Module):
                     self.layers["0"] = self._build_layer(self.shape.layers[0])
                 embedding = self.layers["0"]
             self.layers[str(index)] = self._build_layer(layer, embedding)
+            if layer.lora is not None:
+                factory.add_adapters(self.layers[str(index)], layer.lora)
         holds_both_ends = {0, len(self.shape.layers) - 1} <= set(self.indices)
         if is_tied and "0" in self.layers and not holds_both_ends:
             self.layers["0"].table.weight.shared = "embeddings"  # type: ignore[union-attr]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mmtrain.recipe.settings import NOTHING, PositiveInt, Section, setting
+from mmtrain.recipe.settings import NOTHING, PositiveFloat, PositiveInt, Section, setting
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -50,6 +50,34 @@ class CheckpointSettings(Section):
     )
     max_failures: PositiveInt = setting(
         3, affects=NOTHING, description="Failed saves in a row (for example on a full disk) before the run ends."
+    )
+
+
+class LoraSettings(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): they train in place of the weights, which are frozen.
+
+    A linear W with an adapter computes W x + (alpha / rank) B A x. B starts at zero.
+    """
+
+    rank: PositiveInt = setting(
+        16, le=4096, affects={"plan", "resume"}, description="Features between A and B: rows of A, columns of B."
+    )
+    alpha: PositiveFloat = setting(
+        32.0, affects={"plan", "resume"}, description="An adapter's output is scaled by `alpha` / `rank`."
+    )
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = setting(
+        ("llm.*.linear_*",),
+        affects={"plan", "resume"},
+        description="The linears with an adapter, as patterns over names like "
+        "`llm.layers.3.self_attention.linear_qkv`, with `*`, `?` and `[0-3]`. Blocks have `linear_qkv` (query, key and "
+        "value), `linear_proj`, `linear_fc1` (gate and up) and `linear_fc2`; `vision.projector` has `linear_1` and "
+        "`linear_2`.",
+    )
+    also_train: tuple[str, ...] = setting(
+        (),
+        affects={"plan", "resume"},
+        description="Parameters that train fully beside the adapters, as patterns like those of `freeze`: "
+        "`vision.projector.*`. All others are frozen. What `freeze` names stays frozen.",
     )
 
 
@@ -116,7 +144,14 @@ class TrainSettings(Section):
         (),
         affects={"plan", "resume"},
         description="Further parameters not to train, as patterns over names like "
-        "`llm.layers.3.mlp.linear_fc1.weight`, with `*`, `?` and `[0-3]`. Layer 0 of a unit is its embedding.",
+        "`llm.layers.3.mlp.linear_fc1.weight`, with `*`, `?` and `[0-3]`. Layer 0 of a unit is its embedding; "
+        "`vision.projector` is another name of the encoder's last layer.",
+    )
+    lora: LoraSettings | None = setting(
+        None,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Train low-rank adapters and freeze the model. Default: train the model itself.",
     )
     attention: Literal["auto", "flash_attn", "varlen", "sdpa", "reference"] = setting(
         "auto", affects=NOTHING, description="Attention backend. `auto`: the fastest that works on this machine."

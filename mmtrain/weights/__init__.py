@@ -4,6 +4,7 @@ Only safetensors, read by range: a rank reads just its tensor-parallel slices of
 parameter is made of is data of its family (`mmtrain.families`). Read `import_weights` first, then `export_weights`.
 """
 
+from mmtrain.weights.export_adapter import export_adapter
 from mmtrain.weights.export_weights import ExportDtype, ExportedFolder, export_folder
 from mmtrain.weights.folder_tensors import FolderTensors, StoredWeight
 from mmtrain.weights.import_weights import PretrainedWeights, open_pretrained
@@ -14,6 +15,7 @@ __all__ = [
     "FolderTensors",
     "PretrainedWeights",
     "StoredWeight",
+    "export_adapter",
     "export_folder",
     "open_pretrained",
 ]

@@ -13,14 +13,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mmtrain.checkpoint import Checkpoint, LocalStorage, ShardSpec
+from mmtrain.checkpoint import Checkpoint, LocalStorage
 from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
 from mmtrain.errors import ModelFolderError, UserError, writing
 from mmtrain.families import CONFIG_FILE, ModelFolder, ParameterSource, read_model_folder
 from mmtrain.families.folder_files import INDEX_FILE, SINGLE_FILE
 from mmtrain.families.hub_models import fetch_weights
+from mmtrain.models.layer_shape import LoraShape
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
+from mmtrain.weights.adapters import adapted_weights, adapter_names, read_parameter
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import MatchedFolder, match_tensors, respell
 from mmtrain.weights.new_folder import describe_new_folder, write_new_files
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 ExportDtype = Literal["bf16", "fp16", "fp32"]
 MAX_FILE_BYTES = 5_000_000_000  # as `save_pretrained` of transformers splits files
-_TORCH_NAMES: Mapping[ExportDtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+TORCH_NAMES: Mapping[ExportDtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _COPIED_FILES = (  # what belongs to the model; not its card and its data, which would be those of another model
     "*.jinja", "*.model", "*.tiktoken", "*tokenizer*.json", "LICENSE*", "NOTICE*", "added_tokens.json",
     "chat_template.json", "config.json", "generation_config.json", "merges.txt", "*processor_config.json",
@@ -75,10 +77,10 @@ def export_folder(
 ) -> ExportedFolder:
     """Write the weights of a checkpoint, in whatever sharding, to a new folder that `transformers` opens.
 
-    Names, order of dimensions and, without `dtype`, the type of every tensor are those of the folder that the run
-    started from, whose config, tokenizer and other small files are copied. For a run that started from random weights
-    they are those of the family to which its model belongs, and fp32. One parameter at a time is in memory. The folder
-    appears by rename when it is complete.
+    Adapters are merged into their weights: W + (alpha / rank) B A, computed in fp32. Names, order of dimensions and,
+    without `dtype`, the type of every tensor are those of the folder that the run started from, whose config, tokenizer
+    and other small files are copied. For a run that started from random weights they are those of the family to which
+    its model belongs, and fp32. One parameter at a time is in memory. The folder appears by rename when it is complete.
 
     Raises UserError for a run that no family can hold, and for an `out` that exists or cannot be written;
     ModelFolderError for a source folder that changed; CheckpointError.
@@ -88,7 +90,7 @@ def export_folder(
     if out.exists():
         raise UserError(f"--out {out}: exists already; name a folder that does not")
     files = _split(targets, max_file_bytes)
-    reader = _WeightReader(stored, checkpoint)
+    reader = _WeightReader(stored, checkpoint, adapted_weights(build_model_shape(recipe)))
     draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
     with writing("--out", out, "model"):
         try:
@@ -110,7 +112,7 @@ def export_folder(
 def _new_content(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
     """Describe the folder of a run that started from random weights."""
     folder = describe_new_folder(recipe)
-    torch_name = _TORCH_NAMES[dtype or "fp32"]
+    torch_name = TORCH_NAMES[dtype or "fp32"]
     spelling = folder.family.spellings[0]
     targets = []
     for source in respell(folder.family.weights(folder.settings), spelling):
@@ -124,13 +126,13 @@ def _new_content(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
 
 def _content_like_source(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
     """Describe the folder that the run started from."""
-    folder = _source_folder(recipe)
+    folder = source_folder(recipe)
     stored = FolderTensors.of(folder.path)
     targets = _targets(match_tensors(folder, stored), stored, dtype)
     return _Content(targets, stored, lambda draft: _copy_small_files(folder, draft, dtype))
 
 
-def _source_folder(recipe: Recipe) -> ModelFolder:
+def source_folder(recipe: Recipe) -> ModelFolder:
     """Return the folder that the run started from. Raises UserError if the run cannot be written like it."""
     assert recipe.model.hf is not None
     try:
@@ -156,7 +158,7 @@ def _targets(matched: MatchedFolder, stored: FolderTensors, dtype: ExportDtype |
     carried = [(tensor, stored.tensors[tensor].shape, None) for tensor in matched.carried]
     for tensor, shape, source in (*shapes, *carried):
         stored_dtype = stored.tensors[tensor].dtype if tensor in stored.tensors else first_dtype
-        torch_name = DTYPES[stored_dtype] if dtype is None else _TORCH_NAMES[dtype]
+        torch_name = DTYPES[stored_dtype] if dtype is None else TORCH_NAMES[dtype]
         targets.append(_Target(TensorEntry(tensor, torch_name, shape), source))
     return targets
 
@@ -179,8 +181,8 @@ def _split(targets: Sequence[_Target], max_file_bytes: int) -> dict[str, list[_T
 class _WeightReader:
     """Reads tensors to write; the parameter that several of them are made of is read once."""
 
-    def __init__(self, stored: FolderTensors | None, checkpoint: Checkpoint) -> None:
-        self._stored, self._checkpoint = stored, checkpoint
+    def __init__(self, stored: FolderTensors | None, checkpoint: Checkpoint, adapted: Mapping[str, LoraShape]) -> None:
+        self._stored, self._checkpoint, self._adapted = stored, checkpoint, adapted
         self._parameter: tuple[str, torch.Tensor] | None = None
 
     def read(self, target: _Target) -> "torch.Tensor":
@@ -204,9 +206,13 @@ class _WeightReader:
     def _values_of(self, source: ParameterSource) -> "torch.Tensor":
         if self._parameter is None or self._parameter[0] != source.name:
             self._parameter = None  # free the last one before the next is read
-            full_shape = self._checkpoint.full_shape(source.name)
-            source.check_cover(full_shape)
-            self._parameter = (source.name, self._checkpoint.read(source.name, ShardSpec(full_shape)))
+            weight = read_parameter(self._checkpoint, source.name)
+            source.check_cover(tuple(weight.shape))
+            lora = self._adapted.get(source.name)
+            if lora is not None:
+                a, b = (read_parameter(self._checkpoint, name).float() for name in adapter_names(source.name))
+                weight = weight.float() + lora.scale * (b @ a)
+            self._parameter = (source.name, weight)
         return self._parameter[1]
 
 
@@ -243,5 +249,5 @@ def _copy_small_files(folder: ModelFolder, draft: Path, dtype: ExportDtype | Non
             shutil.copyfile(path, draft / path.name)
     if dtype is not None:
         key = "torch_dtype" if "torch_dtype" in folder.config else "dtype"
-        config = {**folder.config, key: _TORCH_NAMES[dtype]}
+        config = {**folder.config, key: TORCH_NAMES[dtype]}
         (draft / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

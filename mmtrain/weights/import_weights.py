@@ -8,6 +8,7 @@ from mmtrain.errors import ModelFolderError
 from mmtrain.families import Block, ModelFolder, ParameterSource, read_model_folder
 from mmtrain.families.hub_models import fetch_weights
 from mmtrain.families.weight_layouts import Box
+from mmtrain.models.layer_shape import is_adapter
 from mmtrain.models.parameter_specs import ParamSpec
 from mmtrain.recipe import Recipe
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
@@ -74,7 +75,8 @@ class PretrainedWeights:
 
     def _source_of(self, spec: ParamSpec) -> ParameterSource | None:
         """Return what a parameter is made of; None if the folder does not hold it."""
-        if spec.name.split(".", 1)[0] not in self.units or spec.name in self._matched.fresh:
+        is_in_unit = spec.name.split(".", 1)[0] in self.units
+        if not is_in_unit or is_adapter(spec.name) or spec.name in self._matched.fresh:
             return None
         source = self._matched.sources[spec.name]
         source.check_cover(spec.full_shape)

@@ -165,6 +165,7 @@ def test_wrong_options_give_one_message(whatif: RunMmtrain, args: list[str], mes
 # Recipes that start from a pretrained model, which the user has, and its family.
 STARTED_FROM = {
     "text_sft.yaml": "qwen2",
+    "text_lora.yaml": "qwen2",
     "llava_align.yaml": "llava",
     "llava_sft.yaml": "llava",
     "qwen2_audio_sft.yaml": "qwen2_audio",

@@ -47,6 +47,11 @@ FROZEN: dict[str, dict[str, Any]] = {
     "ends": {"train__freeze": ("vision.layers.[01].*", "llm.layers.[04].*")},
     "parts": {"train__freeze": ("*norm.weight", "llm.layers.2.*", "vision.layers.2.mlp.*")},
 }
+# Adapters on every linear, beside parameters that train fully; apart from `FROZEN`, since cells are sampled from that.
+ADAPTERS = "adapters"
+ADAPTED: dict[str, Any] = {
+    "train__lora": {"rank": 2, "alpha": 8.0, "targets": ("*",), "also_train": ("vision.projector.linear_1.*",)}
+}
 RECOMPUTED = {"none": (), "all": (0, 1, 2, 3, 4), "some": (1, 3)}
 
 
@@ -125,7 +130,11 @@ class Cell:
         second = {"model__audio": AUDIO} if "audio" in sizes else {}
         if "fine" in sizes:
             second = {"model__encoders": {"fine": FINE}}
-        changes = second | FROZEN[self.frozen] | {"train__global_batch": sizes["llm"].n * sizes["llm"].dp}
+        changes = (
+            second
+            | (FROZEN | {ADAPTERS: ADAPTED})[self.frozen]
+            | {"train__global_batch": sizes["llm"].n * sizes["llm"].dp}
+        )
         return recipe(**changes)
 
     def plan(self) -> Plan:

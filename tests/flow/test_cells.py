@@ -1,11 +1,24 @@
 """The master test over sampled combinations of all settings; see `tests.flow.cells`."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 
-from tests.flow.cells import CELLS, ENCODERS, FROZEN, PLACEMENTS, QUICK_CELLS, RECOMPUTED, Cell, Placement, cells
+from tests.flow.cells import (
+    ADAPTERS,
+    CELLS,
+    ENCODERS,
+    FROZEN,
+    PLACEMENTS,
+    QUICK_CELLS,
+    RECOMPUTED,
+    Cell,
+    Placement,
+    cells,
+    sample_cells,
+)
 from tests.flow.equality import assert_equals_one_process
 
 # Every value of every axis, all of which `QUICK_CELLS` must show.
@@ -51,6 +64,23 @@ def test_the_cells_show_every_value_of_every_axis() -> None:
     ],
 )
 def test_any_cell_computes_what_one_process_does(cell: Cell) -> None:
+    assert_equals_one_process(cell.recipe(), cell.plan(), cell.texts_between)
+
+
+def _with_adapters(placement: Placement) -> list[Cell]:
+    """Return two tensor-parallel cells of the placement: one without sequence parallelism, one with it."""
+    chosen: dict[bool, Cell] = {}
+    for cell in sample_cells(placement, 40):
+        split = {size.sp for _, size in cell.sizes if size.tp > 1}
+        if len(split) == 1:
+            chosen.setdefault(split.pop(), replace(cell, frozen=ADAPTERS))
+    assert chosen.keys() == {False, True}
+    return list(chosen.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [cell for placement in PLACEMENTS for cell in _with_adapters(placement)], ids=str)
+def test_adapters_train_on_any_mesh_as_in_one_process(cell: Cell) -> None:
     assert_equals_one_process(cell.recipe(), cell.plan(), cell.texts_between)
 
 

@@ -20,6 +20,7 @@ from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.faults import FailAt
 from tests.flow.cases import AUDIO, Mesh, Order, plan, recipe, step_data
+from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import TOGETHER
 from tests.plan.factory import problem_for
@@ -67,6 +68,14 @@ INSIDE: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"train__freeze": ("vision.layers.[01].*", "llm.layers.2.*")},
         {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, sp=True)},
     ),
+    "adapters": (
+        ADAPTED,
+        {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, recompute=(3,))},
+    ),
+    "adapters, slices of tokens": (
+        ADAPTED,
+        {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, sp=True)},
+    ),
 }
 
 
@@ -99,7 +108,7 @@ def test_parts_and_gaps_compute_what_one_process_does(case: str) -> None:
     assert_equals_one_process(settings, plan(settings, "explicit", in_parts(settings, meshes, coarse, gaps), **meshes))
 
 
-@pytest.mark.parametrize("case", INSIDE)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * ("adapters" in c)) for c in INSIDE])
 def test_pieces_of_layers_compute_what_one_process_does(case: str) -> None:
     changes, meshes = INSIDE[case]
     settings = recipe(**changes)

@@ -47,12 +47,12 @@ def settings(
     )
 
 
-def shape_of(model: ModelSettings, freeze: Iterable[str] = ()) -> ModelShape:
+def shape_of(model: ModelSettings, freeze: Iterable[str] = (), lora: dict[str, Any] | None = None) -> ModelShape:
     recipe = {
         "name": "tiny",
         "model": model,
         "data": {"sources": [{"path": "samples.json"}], "tokenizer": "tokenizer.json", "seq_len": 64},
-        "train": {"steps": 1, "global_batch": 1, "optimizer": {"lr": 1e-3}, "freeze": tuple(freeze)},
+        "train": {"steps": 1, "global_batch": 1, "optimizer": {"lr": 1e-3}, "freeze": tuple(freeze), "lora": lora},
     }
     return build_model_shape(Recipe.model_validate(recipe))
 
@@ -67,9 +67,10 @@ def stage(
     seed: int = 1,
     freeze: Iterable[str] = (),
     sequence_parallel: bool = False,
+    lora: dict[str, Any] | None = None,
 ) -> StageModule:
     """Build a stage in fp32 on the CPU; all layers of the unit if none are named."""
-    whole = shape_of(model, freeze)
+    whole = shape_of(model, freeze, lora)
     spec = StageSpec(
         unit, layers or (0, len(whole.unit(unit).layers)), frozenset(recompute), sequence_parallel=sequence_parallel
     )

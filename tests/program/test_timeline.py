@@ -76,7 +76,7 @@ def timing():
         LayerCosts(),
         step_loads(graph, meta),
         input_grad={"vision": (False, False), "llm": (True,) * 4},
-        parameters=lambda layer, tp: 100 // tp,
+        trained_parameters=lambda layer, tp: 100 // tp if layer.trainable else 0,
         element_bytes=2,
         ranks_per_node=2,
     )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
@@ -32,8 +32,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from mmtrain.models.attention import AttentionBackend, AttentionOptions, apply_rotary, attend
-from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.layer_shape import LayerShape, LoraShape
 from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, ScaledAdd
+from mmtrain.models.megatron.lora import ColumnLinear, RowLinear, add_adapter
 from mmtrain.models.megatron.parallel_groups import ParallelGroups, tp_group_scope
 from mmtrain.models.packed_sequences import PackedSequences
 
@@ -112,28 +113,6 @@ class PackedAttention(nn.Module):
         if packing.kv_cache is not None:
             return packing.kv_cache.attend(self, q, k, v, packing.lengths, options)
         return attend(q, k, v, packing.lengths, options)
-
-
-class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron-core has no types
-    """Column-parallel linear whose bias can train while its weight is frozen.
-
-    A part of the bias may be absent: where `bias_mask` is 0, the bias is 0 and has no gradient.
-    """
-
-    bias_mask: Tensor | None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.register_buffer("bias_mask", None, persistent=False)
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, bias: Tensor | None, **kwargs: Any) -> Tensor:
-        if bias is not None and self.bias_mask is not None:
-            bias = bias * self.bias_mask
-        if bias is None or weight.requires_grad:
-            out: Tensor = super()._forward_impl(input, weight, *args, bias=bias, **kwargs)
-            return out
-        # With a frozen weight, Megatron-core's GEMM gives the bias no gradient.
-        return cast(Tensor, super()._forward_impl(input, weight, *args, bias=None, **kwargs)) + bias
 
 
 class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core has no types
@@ -288,7 +267,7 @@ class LayerFactory:
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=build_qkv,
                     core_attention=build_core_attention,
-                    linear_proj=RowParallelLinear,
+                    linear_proj=RowLinear,
                     q_layernorm=self._head_norm,
                     k_layernorm=self._head_norm,
                 ),
@@ -298,7 +277,7 @@ class LayerFactory:
             mlp=ModuleSpec(
                 module=MLP,
                 params={"ffn_hidden_size": self.block.ffn},
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+                submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear),
             ),
             mlp_bda=add_output,
         )
@@ -311,6 +290,11 @@ class LayerFactory:
             _mark(layer.self_attention.q_layernorm, dim=0)
             _mark(layer.self_attention.k_layernorm, dim=0)
         return cast(nn.Module, layer)
+
+    def add_adapters(self, layer: nn.Module, lora: LoraShape) -> None:
+        """Give the linears of a layer that `lora` names their adapters, with uninitialized weights."""
+        for name in lora.linears:
+            add_adapter(layer.get_submodule(name), lora)
 
     @property
     def _score_scale(self) -> float | None:
@@ -354,7 +338,7 @@ class LayerFactory:
 
         splits_inputs: every rank calls it with all inputs, and the linear takes the rank's part itself.
         """
-        linear = RowParallelLinear(
+        linear = RowLinear(
             inputs,
             outputs,
             config=self.config,

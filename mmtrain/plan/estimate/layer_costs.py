@@ -16,7 +16,7 @@ from mmtrain.costs import (
     TokenLoad,
     input_grad_needed,
     model_flops,
-    num_parameters,
+    num_trained_parameters,
     rank_memory,
 )
 from mmtrain.costs.hardware import ELEMENT_BYTES
@@ -344,7 +344,7 @@ class LayerCosts:
 
     def _trained_parameters(self, unit: str, tp: int) -> FloatArray:
         layers = self.shape.unit(unit).layers
-        return np.array([num_parameters(layer, tp) if layer.trainable else 0 for layer in layers], dtype=np.float64)
+        return np.array([num_trained_parameters(layer, tp) for layer in layers], dtype=np.float64)
 
 
 def batch_split_of(graph: StageGraph) -> BatchSplit:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.costs import Hardware, RankMemory, num_parameters
+from mmtrain.costs import Hardware, RankMemory, num_trained_parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.errors import ProgramError
 from mmtrain.plan.artifact.layout import Layout
@@ -167,7 +167,7 @@ def model_timing(graph: StageGraph, layer_costs: LayerCosts, loads: StepLoads, m
         layer_costs.costs,
         loads,
         layer_costs.input_grad,
-        num_parameters,
+        num_trained_parameters,
         ELEMENT_BYTES[layer_costs.precision],
         machine.ranks_per_node,
     )

@@ -1,7 +1,7 @@
 """The simulated step of a saved plan on a given batch: what a run would measure if the costs are right."""
 
 from mmtrain.balance import BatchMeta
-from mmtrain.costs import costs_for, input_grad_needed, machine_for, num_parameters
+from mmtrain.costs import costs_for, input_grad_needed, machine_for, num_trained_parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan import Plan
@@ -30,7 +30,7 @@ def plan_timing(recipe: Recipe, plan: Plan, batch: BatchMeta) -> ModelTiming:
         costs_for(machine, precision, recipe.cluster.costs),
         step_loads(graph, batch),
         input_grad_needed(model),
-        num_parameters,
+        num_trained_parameters,
         ELEMENT_BYTES[precision],
         machine.ranks_per_node,
     )

@@ -26,6 +26,7 @@ from mmtrain.costs import (
     TokenLoad,
     input_grad_needed,
     num_parameters,
+    num_trained_parameters,
 )
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.rank_memory import MEMORY_MARGIN, layer_state, microbatch_activation_bytes, stage_working_bytes
@@ -226,7 +227,7 @@ class ReplicatedPredictor:
 
     def _reduce(self, layer: LayerShape, shard: int, is_last_round: bool) -> float:
         """Return the seconds in which a layer's gradients are reduced, in the last round between shard groups, too."""
-        nbytes = num_parameters(layer) * BYTES_PER_GRADIENT
+        nbytes = num_trained_parameters(layer) * BYTES_PER_GRADIENT
         shard_in_node = shard <= self.machine.ranks_per_node
         seconds = self.costs.collective("reduce_scatter", nbytes, shard, shard_in_node)
         if is_last_round:

@@ -106,7 +106,7 @@ class ModelTiming:
     costs: CostModel
     loads: StepLoads
     input_grad: Mapping[str, tuple[bool, ...]]  # unit -> by layer: whether anything below it trains
-    parameters: Callable[[LayerShape, int], int]  # (layer, tp) -> parameters of the layer on one rank
+    trained_parameters: Callable[[LayerShape, int], int]  # (layer, tp) -> of the layer on one rank
     element_bytes: int  # of an activation and of a parameter
     ranks_per_node: int
 
@@ -282,10 +282,7 @@ class ModelTiming:
         tp = self.graph.mesh(unit).tp
         held = [sid for sid, _ in self.graph.held_by(rank) if sid.unit == unit]
         return sum(
-            self.parameters(of_stage.layer, tp)
-            for sid in held
-            for of_stage in self._contents[sid].layers
-            if of_stage.layer.trainable
+            self.trained_parameters(of_stage.layer, tp) for sid in held for of_stage in self._contents[sid].layers
         )
 
     def _same_node(self, ranks: tuple[int, ...]) -> bool:

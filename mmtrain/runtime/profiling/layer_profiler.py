@@ -250,7 +250,7 @@ def build_layer_profiler(
         key = layer_key(layer_fields(layer))
         num_equal[key] += 1
         if num_equal[key] <= MAX_EQUAL_LAYERS:
-            layers.append(layer)
+            layers.append(replace(layer, lora=None))  # the cost of adapters is modelled
     short = replace(unit, layers=tuple(layers))
     stage = build_stage(
         recipe.model,

@@ -10,6 +10,7 @@ import torch
 
 from mmtrain.checkpoint import LocalStorage
 from mmtrain.checkpoint.storage import FileSum
+from mmtrain.costs import num_parameters, num_trained_parameters
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.parameter_specs import ParamSpec
 from mmtrain.program import ModelTiming
@@ -85,13 +86,14 @@ def checkpoint_bytes(timing: ModelTiming, rank: int) -> int:
         mesh = timing.graph.mesh(stage_id.unit)
         layers = timing.shape.unit(stage_id.unit).layers
         for layer in (layers[i] for i in range(*timing.graph.stage(stage_id).layers)):
-            count = timing.parameters(layer, mesh.tp)
-            if layer.kind == "head" and timing.shape.tied_embeddings:
-                count -= layer.vocab * layer.hidden // mesh.tp  # the embedding's rank writes the matrix
-            if layer.trainable:
-                total += count * TRAINED_PARAMETER_BYTES / mesh.dp
-            elif replica == 0:
-                total += count * timing.element_bytes
+            num_held, num_trained = num_parameters(layer, mesh.tp), num_trained_parameters(layer, mesh.tp)
+            if layer.kind == "head" and timing.shape.tied_embeddings:  # the embedding's rank writes the matrix
+                matrix = layer.vocab * layer.hidden // mesh.tp
+                num_held -= matrix
+                num_trained -= matrix if layer.trainable else 0
+            total += num_trained * TRAINED_PARAMETER_BYTES / mesh.dp
+            if replica == 0:
+                total += (num_held - num_trained) * timing.element_bytes
     return round(total)
 
 

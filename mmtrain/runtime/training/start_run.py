@@ -156,11 +156,14 @@ def describe_changed_facts(before: Mapping[str, object], now: Mapping[str, objec
     """Describe which facts of a run, by dotted path, are others than when its checkpoint was saved.
 
     What only the checkpoint has is a setting of an earlier version and changes nothing, except for an encoder that the
-    recipe no longer names.
+    recipe no longer names, and adapters.
     """
-    removed = [key for key in before if _is_encoder_position(key) and key not in now]
+    removed = [key for key in before if (_is_encoder_position(key) or key == _LORA_FACT) and key not in now]
     keys = [*removed, *now]
     return [f"{key}: {before.get(key)} then, {now.get(key)} now" for key in keys if before.get(key) != now.get(key)]
+
+
+_LORA_FACT = "train.lora"
 
 
 def _is_encoder_position(key: str) -> bool:
@@ -176,6 +179,8 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
     facts = select_for_saving(recipe, "resume")
     # As one text each: `restore_run` compares the facts of now, and would miss an entry that was removed.
     facts["train"]["freeze"] = " ".join(recipe.train.freeze)
+    if recipe.train.lora is not None:
+        facts["train"]["lora"] = str(recipe.train.lora)
     if recipe.model.hf is not None:  # the folder may move, but must hold the same model
         facts["model"]["hf"] = read_model_folder(recipe.model.hf).config_sha256
     facts["data"]["budgets"] = " ".join(f"{unit}={budget}" for unit, budget in sorted(recipe.data.budgets.items()))

@@ -9,7 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.balance import BatchMeta
-from mmtrain.costs import CostTable, TokenLoad, costs_for, input_grad_needed, model_flops, num_parameters, preset
+from mmtrain.costs import (
+    CostTable,
+    TokenLoad,
+    costs_for,
+    input_grad_needed,
+    model_flops,
+    num_trained_parameters,
+    preset,
+)
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.costs.recorded_costs import RecordedRatios, costs_of_table, recorded_table
 from mmtrain.data import GroupStream
@@ -100,7 +108,7 @@ class StepMetricsReducer:
             self.costs,
             loads,
             self._input_grad_needed,
-            num_parameters,
+            num_trained_parameters,
             ELEMENT_BYTES[self._context.precision],
             self._machine.ranks_per_node,
         )

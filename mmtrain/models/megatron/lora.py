@@ -1,0 +1,160 @@
+"""Low-rank adapters on tensor-parallel linears (LoRA, arXiv 2106.09685): `y = W x + (alpha / rank) B A x`.
+
+Tensor parallelism splits an adapter along the dimension of its linear that is split: B on outputs if the linear splits
+its outputs, A on inputs if it splits its inputs. Every rank holds all of the other half. Between the two lie `rank`
+features of each token, so what the ranks exchange is small. `mmtrain.models.megatron.block_segments` may leave the
+communication of a linear to its caller (`explicit_expert_comm`); the adapter's result then goes through it too.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from torch import Tensor, nn
+
+from mmtrain.models.layer_shape import LoraShape
+
+
+class LoraAdapter(nn.Module):
+    """The two matrices beside one linear: `a` (rank, inputs) and `b` (outputs, rank), or this rank's shard of them."""
+
+    def __init__(self, inputs: int, outputs: int, shape: LoraShape, like: Tensor) -> None:
+        """Create uninitialized matrices with the dtype and device of the weight `like`."""
+        super().__init__()
+        self.scale = shape.scale
+        self.a = nn.Parameter(torch.empty(shape.rank, inputs, dtype=like.dtype, device=like.device))
+        self.b = nn.Parameter(torch.empty(outputs, shape.rank, dtype=like.dtype, device=like.device))
+
+
+class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron-core has no types
+    """Column-parallel linear that may have an adapter, and whose bias can train while its weight is frozen.
+
+    A part of the bias may be absent: where `bias_mask` is 0, the bias is 0 and has no gradient.
+    """
+
+    bias_mask: Tensor | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Build the linear as Megatron-core does, without an adapter: see `add_adapter`."""
+        super().__init__(*args, **kwargs)
+        self.register_buffer("bias_mask", None, persistent=False)
+        self.lora: LoraAdapter | None = None
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Compute (..., outputs / tp) of (..., inputs); the bias is returned where it is to be added later."""
+        out, bias = super().forward(input_, *args, **kwargs)
+        return (out if self.lora is None else out + self._adapted(self.lora, input_)), bias
+
+    def _adapted(self, lora: LoraAdapter, x: Tensor) -> Tensor:
+        """Return the adapter's share of this rank's outputs.
+
+        Gradients of A: each rank has that of its tokens under sequence parallelism, which are summed with those of
+        norms; else each has all of it.
+        """
+        if not self.sequence_parallel:
+            if self.explicit_expert_comm:
+                x = _divide_gradient(x, self.tp_group.size())  # the caller sums it over the ranks
+            low = copy_to_tensor_model_parallel_region(F.linear(x, lora.a), group=self.tp_group)
+        elif self.explicit_expert_comm:
+            low = F.linear(x, lora.a)
+        else:
+            low = gather_from_sequence_parallel_region(
+                F.linear(x, lora.a), tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        return F.linear(low * lora.scale, lora.b)
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, bias: Tensor | None, **kwargs: Any) -> Tensor:
+        if bias is not None and self.bias_mask is not None:
+            bias = bias * self.bias_mask
+        out: Tensor
+        if bias is None or weight.requires_grad:
+            out = super()._forward_impl(input, weight, *args, bias=bias, **kwargs)
+            return out
+        # With a frozen weight, Megatron-core's GEMM gives the bias no gradient.
+        out = super()._forward_impl(input, weight, *args, bias=None, **kwargs)
+        return out + bias
+
+
+class RowLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron-core has no types
+    """Row-parallel linear that may have an adapter."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Build the linear as Megatron-core does, without an adapter: see `add_adapter`."""
+        super().__init__(*args, **kwargs)
+        self.lora: LoraAdapter | None = None
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Compute (..., outputs) of (..., inputs / tp); the bias is returned where it is to be added later."""
+        out, bias = super().forward(input_)
+        return (out if self.lora is None else out + self._adapted(self.lora, input_)), bias
+
+    def _adapted(self, lora: LoraAdapter, x: Tensor) -> Tensor:
+        """Return the adapter's output, which is this rank's summand if the caller sums over the ranks."""
+        if not self.input_is_parallel:
+            x = scatter_to_tensor_model_parallel_region(x, group=self.tp_group)
+        low = F.linear(x, lora.a)
+        if not self.sequence_parallel:
+            low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        elif not self.explicit_expert_comm:
+            low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        out = F.linear(low * lora.scale, lora.b)
+        if self.explicit_expert_comm and not self.sequence_parallel:
+            out = _divide_value(out, self.tp_group.size())
+        return out
+
+
+def add_adapter(linear: nn.Module, shape: LoraShape) -> None:
+    """Give a linear an adapter with uninitialized matrices, marked as tensor parallelism splits them."""
+    assert isinstance(linear, ColumnLinear | RowLinear), f"{type(linear).__name__} cannot have an adapter"
+    outputs, inputs = linear.weight.shape
+    lora = LoraAdapter(inputs, outputs, shape, linear.weight)
+    if isinstance(linear, ColumnLinear):
+        split, whole, stride = lora.b, lora.a, linear.weight.partition_stride
+    else:
+        split, whole, stride = lora.a, lora.b, 1
+    split.tensor_model_parallel = True  # type: ignore[attr-defined]
+    split.partition_dim = linear.weight.partition_dim  # type: ignore[attr-defined]
+    split.partition_stride = stride  # type: ignore[attr-defined]
+    whole.sequence_parallel = linear.sequence_parallel  # type: ignore[attr-defined]
+    linear.lora = lora
+
+
+class _DividedGradient(torch.autograd.Function):
+    """Pass a tensor on; divide its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, divisor: int) -> Tensor:
+        ctx.divisor = divisor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.divisor, None
+
+
+class _DividedValue(torch.autograd.Function):
+    """Divide a tensor; pass its gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, divisor: int) -> Tensor:
+        return x / divisor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _divide_gradient(x: Tensor, divisor: int) -> Tensor:
+    return cast(Tensor, _DividedGradient.apply(x, divisor))  # type: ignore[no-untyped-call]
+
+
+def _divide_value(x: Tensor, divisor: int) -> Tensor:
+    return cast(Tensor, _DividedValue.apply(x, divisor))  # type: ignore[no-untyped-call]

@@ -1,0 +1,31 @@
+"""The adapters of a run, and its parameters as a checkpoint holds them, whole."""
+
+from typing import TYPE_CHECKING
+
+from mmtrain.checkpoint import Checkpoint, ShardSpec
+from mmtrain.models.layer_shape import LoraShape, adapter_parameters
+from mmtrain.models.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    import torch
+
+
+def adapted_weights(shape: ModelShape) -> dict[str, LoraShape]:
+    """Return the adapter of each weight that has one, by the weight's plan-independent name."""
+    return {
+        f"{unit.name}.layers.{index}.{linear}.weight": layer.lora
+        for unit in shape.units
+        for index, layer in enumerate(unit.layers)
+        if layer.lora is not None
+        for linear in layer.lora.linears
+    }
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """Return the plan-independent names of the two matrices of the adapter on a weight."""
+    return adapter_parameters(weight.removesuffix(".weight"))
+
+
+def read_parameter(checkpoint: Checkpoint, name: str) -> "torch.Tensor":
+    """Read a parameter in its full view, in the dtype in which it is saved."""
+    return checkpoint.read(name, ShardSpec(checkpoint.full_shape(name)))

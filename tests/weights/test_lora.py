@@ -1,0 +1,178 @@
+"""Adapters against `peft`: the same logits, merged and as an adapter, and the same gradients."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmtrain.models.stage_module import StageModule
+from mmtrain.recipe import Recipe
+from mmtrain.recipe.train_settings import LoraSettings
+from tests.cli.conftest import RunMmtrain, run_mmtrain
+from tests.models.factory import randomize, text
+from tests.runtime.models import run_folder
+from tests.weights.pretrained import VOCAB, llama, llava, qwen2, recipe_from, save
+from tests.weights.test_import_weights import unit_stage
+
+__all__ = ["run_mmtrain"]
+
+# `peft` asks a model of transformers for a property that was renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+LENGTHS = (9, 5)
+EVERY_LINEAR = ("llm.*.linear_*",)
+MODELS = {"qwen2, with biases": qwen2, "llama, four blocks": llama}
+
+
+def adapted(folder: Path, targets: tuple[str, ...] = EVERY_LINEAR, **more: Any) -> Recipe:
+    """Return a recipe that puts adapters on the model in the folder."""
+    recipe = recipe_from(folder)
+    lora = LoraSettings(rank=4, alpha=12, targets=targets, **more)
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"lora": lora})})
+
+
+def taught(recipe: Recipe, unit: str = "llm") -> StageModule:
+    """Return a pretrained unit with adapters that have an effect."""
+    stage = unit_stage(recipe, unit)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, param in stage.named_parameters():
+            if name.endswith(".lora.b"):
+                param.normal_(std=0.1, generator=generator)
+    return stage
+
+
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        rows = [model(input_ids=part[None]).logits[0] for part in ids.split(LENGTHS)]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_merged_and_as_an_adapter_of_peft_the_logits_are_ours(
+    name: str, tmp_path: Path, run_mmtrain: RunMmtrain
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = save(MODELS[name](), tmp_path / "model")
+    recipe = adapted(folder)
+    stage = taught(recipe)
+    run = run_folder(tmp_path / "run", recipe, {"llm": stage})
+    assert run_mmtrain("export", str(run), "--out", str(tmp_path / "merged")).returncode == 0
+    result = run_mmtrain("export", str(run), "--out", str(tmp_path / "adapter"), "--adapter")
+    assert "--lora-modules" in result.stdout
+    inputs = text(*LENGTHS, vocab=VOCAB)
+    with torch.no_grad():
+        ours = stage.logits(None, inputs)[:, : recipe.model.llm.vocab]
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits_of(merged, inputs.ids), ours, rtol=0, atol=1e-4)
+    assert float((logits_of(base, inputs.ids) - ours).abs().max()) > 0.1
+    theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(theirs, inputs.ids), ours, rtol=0, atol=1e-4)
+
+
+def test_gradients_of_adapters_equal_those_of_peft(tmp_path: Path, run_mmtrain: RunMmtrain) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = save(llama(num_hidden_layers=2), tmp_path / "model")
+    recipe = adapted(folder)
+    stage = taught(recipe)
+    run = run_folder(tmp_path / "run", recipe, {"llm": stage})
+    run_mmtrain("export", str(run), "--out", str(tmp_path / "adapter"), "--adapter")
+    inputs = text(*LENGTHS, vocab=VOCAB)
+    stage(None, inputs).backward()
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter", is_trainable=True
+    )
+    for ids, labels in zip(inputs.ids.split(LENGTHS), inputs.labels.split(LENGTHS), strict=True):
+        logits = theirs(input_ids=ids[None]).logits[0]
+        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    their_grads = {
+        name.replace(".default", ""): param.grad for name, param in theirs.named_parameters() if param.requires_grad
+    }
+    ours = dict(stage.named_parameters())
+    assert len(their_grads) == 2 * 2 * 7
+    for i in range(2):
+        attention, mlp = (f"base_model.model.model.layers.{i}.{part}" for part in ("self_attn", "mlp"))
+        prefix = f"layers.{i + 1}"
+
+        def grads(module: str, *names: str) -> list[tuple[Tensor, Tensor]]:
+            return [
+                (their_grads[f"{module}.{name}.lora_A.weight"], their_grads[f"{module}.{name}.lora_B.weight"])
+                for name in names
+            ]
+
+        projections = grads(attention, "q_proj", "k_proj", "v_proj")
+        q, k, v = (b.unflatten(0, (2, -1)) for _, b in projections)  # two KV heads
+        grouped = torch.cat([q, k, v], dim=1).flatten(0, 1)
+        gate, up = grads(mlp, "gate_proj", "up_proj")
+        expected = {
+            # One A for query, key and value has the sum of the gradients of three.
+            f"{prefix}.self_attention.linear_qkv": (sum(a for a, _ in projections), grouped),
+            f"{prefix}.self_attention.linear_proj": grads(attention, "o_proj")[0],
+            f"{prefix}.mlp.linear_fc1": (gate[0] + up[0], torch.cat([gate[1], up[1]])),
+            f"{prefix}.mlp.linear_fc2": grads(mlp, "down_proj")[0],
+        }
+        for linear, halves in expected.items():
+            for half, gradient in zip("ab", halves, strict=True):
+                grad = ours[f"{linear}.lora.{half}"].grad
+                torch.testing.assert_close(grad, gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
+
+
+def test_adapters_on_encoder_projector_and_llm_are_merged_by_peft_as_by_export(
+    tmp_path: Path, run_mmtrain: RunMmtrain
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    folder = save(llava(), tmp_path / "model")
+    recipe = adapted(folder, ("*",))
+    run = run_folder(tmp_path / "run", recipe, {unit: taught(recipe, unit) for unit in ("vision", "llm")})
+    run_mmtrain("export", str(run), "--out", str(tmp_path / "merged"))
+    run_mmtrain("export", str(run), "--out", str(tmp_path / "adapter"), "--adapter")
+    base = AutoModelForImageTextToText.from_pretrained(folder)
+    before = {name: param.clone() for name, param in base.named_parameters()}
+    theirs = dict(PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().named_parameters())
+    merged = dict(AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").named_parameters())
+    changed = {name for name, param in merged.items() if not torch.equal(param, before[name])}
+    assert len(changed) == 2 * 6 + 2 + 2 * 7  # of two blocks of CLIP, the projector, two blocks of Llama
+    for name, param in merged.items():
+        torch.testing.assert_close(param, theirs[name], rtol=0, atol=1e-5)
+
+
+def test_some_linears_of_some_blocks(tmp_path: Path, run_mmtrain: RunMmtrain) -> None:
+    folder = save(qwen2(), tmp_path / "model")
+    recipe = adapted(folder, ("llm.layers.2.*.linear_fc1", "llm.layers.1.*.linear_proj"))
+    run = run_folder(tmp_path / "run", recipe, {"llm": taught(recipe)})
+    run_mmtrain("export", str(run), "--out", str(tmp_path / "adapter"), "--adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert config["target_modules"] == [
+        "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("no adapters", "--adapter: this run has no adapters"),
+        ("also a norm", "also_train trained weights of llm.layers.3, which an adapter's folder does not hold"),
+    ],
+)
+def test_a_run_that_an_adapter_cannot_hold_is_refused(
+    change: str, message: str, tmp_path: Path, run_mmtrain: RunMmtrain
+) -> None:
+    folder = save(qwen2(), tmp_path / "model")
+    recipe = recipe_from(folder) if change == "no adapters" else adapted(folder, also_train=("llm.*.norm.weight",))
+    stage = unit_stage(recipe)
+    randomize(stage)
+    run = run_folder(tmp_path / "run", recipe, {"llm": stage})
+    result = run_mmtrain("export", str(run), "--out", str(tmp_path / "adapter"), "--adapter")
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert not (tmp_path / "adapter").exists()
