@@ -131,6 +131,10 @@ class Checkpoint:
         self._progress(self.folder, tensor.numel() * tensor.element_size())
         return tensor
 
+    def close(self) -> None:
+        """Close the files; the next read opens them again."""
+        self._open.clear()
+
     def _read(self, name: str, spec: ShardSpec) -> "torch.Tensor":
         for piece in self.manifest.tensors[name].pieces:
             if piece.spec == spec:  # the same sharding: one copy

@@ -60,6 +60,12 @@ def mark_frozen(units: Iterable[UnitShape], recipe: Recipe) -> tuple[UnitShape, 
     return tuple(marked)
 
 
+def all_parameter_names(units: Iterable[UnitShape], recipe: Recipe) -> Iterator[str]:
+    """Yield the plan-independent names of all parameters of a model, adapters included."""
+    for unit in units:
+        yield from _full_names(unit, recipe.model.unit(unit.name))
+
+
 def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[str]:
     """Yield the names of the layer's parameters inside the layer, adapters included, in no particular order.
 

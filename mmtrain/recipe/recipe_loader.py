@@ -25,6 +25,7 @@ _PATH_SETTINGS = (  # relative paths in these settings start at the folder of th
     ("data", "sources", "*", "image_root"),
     ("data", "validation", "*", "path"),
     ("data", "validation", "*", "image_root"),
+    ("train", "init_from"),
     _COST_TABLE,
 )
 

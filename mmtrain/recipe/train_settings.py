@@ -1,5 +1,6 @@
 """Settings of a recipe's `train`: steps, optimizer, checkpoints, evaluation, and what is trained."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -139,6 +140,13 @@ class TrainSettings(Section):
         description="What to do when recorded actions differ from the plan's costs by more than 10% for 50 steps in a "
         "row. `tell`: plan again beside the training with the recorded costs, and say what a better plan would gain. "
         "`auto`: also switch to it at the next checkpoint. `off`: compare nothing.",
+    )
+    init_from: Path | None = setting(
+        None,
+        affects=NOTHING,
+        description="The folder of another run, whose newest good checkpoint gives the weights to start from. The "
+        "optimizer and the data start anew. Relative paths start at the recipe's folder. Default: the weights of "
+        "`model.hf`, or random ones.",
     )
     freeze: tuple[str, ...] = setting(
         (),

@@ -8,12 +8,14 @@ from mmtrain.weights.export_adapter import export_adapter
 from mmtrain.weights.export_weights import ExportDtype, ExportedFolder, export_folder
 from mmtrain.weights.folder_tensors import FolderTensors, StoredWeight
 from mmtrain.weights.import_weights import PretrainedWeights, open_pretrained
+from mmtrain.weights.run_weights import RunWeights
 
 __all__ = [
     "ExportDtype",
     "ExportedFolder",
     "FolderTensors",
     "PretrainedWeights",
+    "RunWeights",
     "StoredWeight",
     "export_adapter",
     "export_folder",

@@ -26,6 +26,11 @@ def adapter_names(weight: str) -> tuple[str, str]:
     return adapter_parameters(weight.removesuffix(".weight"))
 
 
+def weight_of_adapter(parameter: str) -> str:
+    """Return the plan-independent name of the weight that a matrix of an adapter belongs to."""
+    return f"{parameter.rpartition('.lora.')[0]}.weight"
+
+
 def read_parameter(checkpoint: Checkpoint, name: str) -> "torch.Tensor":
     """Read a parameter in its full view, in the dtype in which it is saved."""
     return checkpoint.read(name, ShardSpec(checkpoint.full_shape(name)))

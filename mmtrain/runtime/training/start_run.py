@@ -18,7 +18,6 @@ from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.durable_files import cut_log, disk_errors_named, set_aside, write_whole
 from mmtrain.errors import UserError
 from mmtrain.families import read_model_folder
-from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.artifact.data_drift import describe_data_drift
 from mmtrain.plan.artifact.plan import Plan
@@ -44,7 +43,6 @@ from mmtrain.runtime.training.hooks.course import COURSE_STATE
 from mmtrain.runtime.training.replanned_run import with_costs_of_plan
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
-from mmtrain.weights import PretrainedWeights, open_pretrained
 
 
 def claim_run_folder(request: TrainRequest, lock: FolderLock) -> FolderClaim:
@@ -91,26 +89,6 @@ def share_step_targets(world: World, run_dir: Path, recipe: Recipe, plan: Plan, 
 
     text: str = world.on_first(derive)
     return from_json(StepTargets, text)
-
-
-def open_start_weights(request: TrainRequest, world: World) -> PretrainedWeights | None:
-    """Open the pretrained weights that a run starts from; None for random ones, and for a run that has a checkpoint.
-
-    Raises ModelFolderError.
-    """
-    if request.recipe.model.hf is None:
-        return None
-    if request.resume and world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
-        return None
-    return open_pretrained(request.recipe)
-
-
-def introduce_start_weights(console: Console, recipe: Recipe, weights: PretrainedWeights) -> None:
-    """Print where the weights of a new run come from, and which units and modules have none there."""
-    units = [unit.name for unit in build_model_shape(recipe).units if unit.name not in weights.units]
-    fresh = ", ".join((*units, *weights.fresh_modules))
-    random_weights = f"; random weights for {fresh}, which the folder does not hold" if fresh else ""
-    console.print(f"starting from the weights in {recipe.model.hf}{random_weights}", highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)

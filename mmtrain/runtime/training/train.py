@@ -30,14 +30,17 @@ from mmtrain.runtime.training.start_run import (
     RunPosition,
     claim_run_folder,
     introduce_run,
+    restore_run,
+)
+from mmtrain.runtime.training.start_weights import (
+    check_start_weights,
     introduce_start_weights,
     open_start_weights,
-    restore_run,
+    require_fitting_weights,
 )
 from mmtrain.runtime.training.switch_plan import switch_plan
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import Address, World, find_address, has_agent_store, join, leave, torch_seed
-from mmtrain.weights import open_pretrained
 
 
 def run(request: TrainRequest) -> None:
@@ -46,7 +49,7 @@ def run(request: TrainRequest) -> None:
     Raises UserError for wrong input and RunError where the run breaks; both name what and where.
     """
     if not request.resume:
-        open_pretrained(request.recipe)  # report a folder whose weights do not fit before anything starts
+        check_start_weights(request.recipe)  # report weights that do not fit before anything starts
     address = find_address()
     if address is not None:
         if request.max_restarts:
@@ -161,12 +164,13 @@ def _train_on_plan(session: RankSession, world: World, chosen: ChosenPlan) -> St
     request, patient_world = session.request, session.patient_world
     activity, console, recipe = session.activity, session.console, session.request.recipe
     activity.start(BUILDING)
-    pretrained = open_start_weights(request, patient_world)
-    rank_context = build_rank_context(recipe, chosen.plan, world, activity, request.faults, pretrained)
+    start_weights = open_start_weights(request, patient_world, activity, console)
+    rank_context = build_rank_context(recipe, chosen.plan, world, activity, request.faults, start_weights)
     torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
-    if pretrained is not None:
-        pretrained.close()
-        introduce_start_weights(console, recipe, pretrained)
+    require_fitting_weights(start_weights, recipe, patient_world)
+    if start_weights is not None:
+        start_weights.close()
+        introduce_start_weights(console, recipe, start_weights)
     position = RunPosition()
     if request.resume:
         activity.start(RESTORING)

@@ -1,0 +1,99 @@
+"""Where the weights of a new run come from: random ones, those of a pretrained model, or those of another run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from mmtrain.checkpoint import find, open_newest_good
+from mmtrain.errors import MmtrainError, UserError
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
+from mmtrain.runtime.training.train_request import TrainRequest
+from mmtrain.runtime.world import World
+from mmtrain.weights import PretrainedWeights, RunWeights, open_pretrained
+
+MAX_NAMES_IN_MESSAGE = 40  # another model lacks thousands
+StartWeights = PretrainedWeights | RunWeights
+
+
+def check_start_weights(recipe: Recipe) -> None:
+    """Raise UserError or ModelFolderError for weights that a run of this recipe cannot start from.
+
+    Reads names and headers only; shapes of another run's parameters are compared when the model is built.
+    """
+    if recipe.train.init_from is None:
+        open_pretrained(recipe)
+    else:
+        _require_checkpoint(recipe.train.init_from)
+
+
+def open_start_weights(
+    request: TrainRequest, world: World, activity: Activity, console: Console
+) -> StartWeights | None:
+    """Open the weights that a run starts from; None for random ones, and for a run that has a checkpoint.
+
+    Raises ModelFolderError, UserError, CheckpointError.
+    """
+    recipe = request.recipe
+    if request.resume and world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
+        return None
+    if recipe.train.init_from is not None:
+        return _open_run(recipe, recipe.train.init_from, world, activity, lambda text: console.print(text, style="red"))
+    return open_pretrained(recipe)
+
+
+def _open_run(recipe: Recipe, run: Path, world: World, activity: Activity, on_bad: Callable[[str], None]) -> RunWeights:
+    """Open the newest good checkpoint of another run, on all ranks the same."""
+    _require_checkpoint(run)
+    source = load_run_recipe(run)
+    activity.files.start()
+    ranks = checkpoint_ranks(world, activity.files)
+    checkpoint = open_newest_good(run / CHECKPOINTS_FOLDER, on_bad, ranks, activity.files.advance)
+    return RunWeights(checkpoint, source, recipe)
+
+
+def _require_checkpoint(run: Path) -> None:
+    try:
+        load_run_recipe(run)
+    except UserError as error:
+        raise UserError(f"train.init_from: {error}") from None
+    except MmtrainError as error:
+        raise UserError(f"train.init_from: the recipe of the run in {run} cannot be read: {error}") from None
+    if not find(run / CHECKPOINTS_FOLDER):
+        raise UserError(f"train.init_from: the run in {run} has no checkpoint yet; let it save one")
+
+
+def require_fitting_weights(weights: StartWeights | None, recipe: Recipe, world: World) -> None:
+    """Raise UserError with all parameters that the other run lacks, has beside ours, or has in another shape.
+
+    All ranks call this, after each has filled its part of the model.
+    """
+    if not isinstance(weights, RunWeights):
+        return
+    misshaped = {line for lines in world.all_gather(weights.misshaped) for line in lines}  # type: ignore[attr-defined]
+    problems = [*weights.differing_names, *sorted(misshaped)]
+    if not problems:
+        return
+    shown = problems[:MAX_NAMES_IN_MESSAGE]
+    rest = f"\n  and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
+    raise UserError(
+        f"train.init_from: the run in {recipe.train.init_from} trained another model, {len(problems)} parameters "
+        "differ:\n  " + "\n  ".join(shown) + rest
+    )
+
+
+def introduce_start_weights(console: Console, recipe: Recipe, weights: StartWeights) -> None:
+    """Print where the weights of a new run come from, and which units and modules have none there."""
+    if isinstance(weights, RunWeights):
+        merged = f", {weights.num_merged} adapters merged into their weights" if weights.num_merged else ""
+        text = f"starting from the weights in {weights.checkpoint.folder}{merged}"
+    else:
+        units = [unit.name for unit in build_model_shape(recipe).units if unit.name not in weights.units]
+        fresh = ", ".join((*units, *weights.fresh_modules))
+        random_weights = f"; random weights for {fresh}, which the folder does not hold" if fresh else ""
+        text = f"starting from the weights in {recipe.model.hf}{random_weights}"
+    console.print(text, highlight=False, soft_wrap=True)

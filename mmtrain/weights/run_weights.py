@@ -1,0 +1,119 @@
+"""Start the parameters of a rank from the checkpoint of another run, whatever plan and adapters that run had."""
+
+from typing import TYPE_CHECKING
+
+from mmtrain.checkpoint import Checkpoint, ShardSpec
+from mmtrain.models.freezing import all_parameter_names
+from mmtrain.models.layer_shape import is_adapter
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.parameter_specs import ParamSpec
+from mmtrain.recipe import Recipe
+from mmtrain.weights.adapters import adapted_weights, adapter_names, weight_of_adapter
+
+if TYPE_CHECKING:
+    import torch
+
+_OPTIMIZER_MARK = "#"  # between the name of a parameter and that of its optimizer state
+
+
+class RunWeights:
+    """The weights of a checkpoint, of which every rank reads what it keeps.
+
+    An adapter that both runs have, with the same rank and scale, goes on. Others of the source are merged into their
+    weights, and others of the new run start as new ones.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, source: Recipe, recipe: Recipe) -> None:
+        """Prepare to start a run of `recipe` from a checkpoint of a run of `source`."""
+        self.checkpoint = checkpoint
+        shape = build_model_shape(recipe)
+        saved, own = adapted_weights(build_model_shape(source)), adapted_weights(shape)
+        self._continued = {
+            weight
+            for weight, lora in own.items()
+            if weight in saved and (lora.rank, lora.scale) == (saved[weight].rank, saved[weight].scale)
+        }
+        self._merged = {weight: lora for weight, lora in saved.items() if weight not in self._continued}
+        self._expected = {name for name in all_parameter_names(shape.units, recipe) if not is_adapter(name)}
+        self._known = {name for name in checkpoint.names() if _OPTIMIZER_MARK not in name and not is_adapter(name)}
+        self._misshaped: list[str] = []
+
+    @property
+    def num_merged(self) -> int:
+        """Return the number of adapters of the source that are merged into their weights."""
+        return len(self._merged)
+
+    @property
+    def differing_names(self) -> list[str]:
+        """Return a line for each parameter that only one of the two runs has."""
+        missing = [f"{name}: missing there" for name in sorted(self._expected - self._known)]
+        return missing + [f"{name}: not a parameter of this model" for name in sorted(self._known - self._expected)]
+
+    @property
+    def misshaped(self) -> list[str]:
+        """Return a line for each parameter of this rank that has another shape there; they were not filled."""
+        return self._misshaped
+
+    def fill(self, param: "torch.Tensor", spec: ParamSpec, tp_rank: int, tp: int) -> bool:
+        """Fill this rank's shard of a parameter; return False for a new adapter, and for what does not fit."""
+        if not self._holds(spec.name):
+            return False
+        saved_shape = self.checkpoint.full_shape(spec.name)
+        if saved_shape != spec.full_shape:
+            self._misshaped.append(
+                f"{spec.name}: has the shape {list(saved_shape)} there, {list(spec.full_shape)} here"
+            )
+            return False
+        param.copy_(self._values(spec, tp_rank, tp).reshape(param.shape))
+        return True
+
+    def fill_master(
+        self, master: "torch.Tensor", spec: ParamSpec, tp_rank: int, tp: int, first: int, dtype: "torch.dtype"
+    ) -> bool:
+        """Fill master weights: elements of this rank's flattened shard of a parameter, from `first` on.
+
+        Return whether the checkpoint holds the parameter in another type than `dtype`, which is less precise.
+        """
+        if not self._holds(spec.name) or self.checkpoint.full_shape(spec.name) != spec.full_shape:
+            return False
+        values = self._values(spec, tp_rank, tp)
+        if values.dtype == dtype:
+            return False
+        master.copy_(values.reshape(-1)[first : first + master.numel()])
+        return True
+
+    def _holds(self, name: str) -> bool:
+        """Return whether this run takes a parameter from the checkpoint."""
+        return weight_of_adapter(name) in self._continued if is_adapter(name) else name in self._known
+
+    def _values(self, spec: ParamSpec, tp_rank: int, tp: int) -> "torch.Tensor":
+        """Return the values of a rank's shard of the full view, with an adapter merged if it does not go on."""
+        values = self._read(spec, tp_rank, tp)
+        if spec.name not in self._merged:
+            return values
+        lora = self._merged[spec.name]
+        a, b = (self._read(half, tp_rank, tp).float() for half in _halves(spec, lora.rank))
+        return values.float() + lora.scale * (b @ a)
+
+    def close(self) -> None:
+        """Close the files of the checkpoint."""
+        self.checkpoint.close()
+
+    def _read(self, spec: ParamSpec, tp_rank: int, tp: int) -> "torch.Tensor":
+        """Read the shard of the full view that a rank holds."""
+        if spec.dim is None:
+            return self.checkpoint.read(spec.name, ShardSpec(spec.full_shape))
+        rows = spec.full_shape[spec.dim] // tp
+        shard = ShardSpec(spec.full_shape, spec.dim, tp_rank * rows, (tp_rank + 1) * rows)
+        return self.checkpoint.read(spec.name, shard)
+
+
+def _halves(weight: ParamSpec, rank: int) -> tuple[ParamSpec, ParamSpec]:
+    """Describe both matrices of the adapter on a weight, split as the weight is: A on inputs, or B on outputs."""
+    *outputs, inputs = weight.full_shape
+    splits_inputs = weight.dim == len(outputs)
+    a, b = adapter_names(weight.name)
+    return (
+        ParamSpec(a, (rank, inputs), 1 if splits_inputs else None),
+        ParamSpec(b, (*outputs, rank), None if splits_inputs else weight.dim),
+    )
