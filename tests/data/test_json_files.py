@@ -124,7 +124,7 @@ def test_tool_output_is_context_and_tool_calls_are_learned(tmp_path: Path, token
         {"from": "gpt", "value": "It is 3"},
     ]
     sample = _sample(tmp_path, {"conversations": turns, "tools": "[]"})
-    assert [t.role for t in sample.turns] == ["user", "assistant", "user", "assistant"]
+    assert [t.role for t in sample.turns] == ["user", "assistant", "tool", "assistant"]
     tokenizer = ChatTokenizer.load(tokenizer_path)
     labels = tokenizer.encode(sample, {}).labels
     learned = tokenizer.decode(labels[labels >= 0])
@@ -176,10 +176,16 @@ def test_messages_of_parts(tmp_path: Path) -> None:
         (_talk("x", system=["Be brief."]), "malformed", "`system` is a list, expected a text"),
         (_talk("x", system="\udc00"), "malformed", "`system` is a text that is not valid Unicode"),
         ({**SYSTEM, "system": "Be long."}, "malformed", "both a `system` text and a system turn"),
-        (_talk("x", tools=[{"type": "function"}]), "tools", "tools are described in `tools`"),
-        (_talk("x", functions='[{"name": "f"}]'), "tools", "tools are described in `functions`"),
-        (_answer(None, tool_calls=[{"id": "1"}]), "tools", "message 1 of 1 calls tools in `tool_calls`"),
-        (_answer("f", function_call={"name": "f"}), "tools", "calls tools in `function_call`"),
+        (_talk("x", tools={"type": "function"}), "tools", "it has `tools` that are not a list of objects"),
+        (_talk("x", functions='[{"name": "f"]'), "tools", "it has `functions` that are not valid JSON: "),
+        (_talk("x", tools=[{"name": "\ud800"}]), "tools", "it has tools or calls that are not valid JSON: "),
+        (_answer(None, tool_calls=[{"id": "1"}]), "tools", "message 1 of 1 calls a tool without a `name`"),
+        (_answer(None, tool_calls=["f"]), "tools", "message 1 of 1 has `tool_calls` that are not a list of objects"),
+        (
+            _answer("f", function_call={"name": "f", "arguments": "[1]"}),
+            "tools",
+            "calls f with `arguments` that are not",
+        ),
         (_answer("yes", weight=0), "malformed", "has `weight` 0"),
     ],
 )

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from mmtrain.data.text.chat_template import ChatTemplate, Message, Rendering
+from mmtrain.data.text.chat_template import ChatTemplate, Message, Rendering, Tools
 from mmtrain.data.text.rendering_skeletons import SkeletonRenderer
 from tests.data.model_folders import CHATML, GEMMA, LLAMA3, MISTRAL
 
@@ -18,9 +18,9 @@ class Counted:
         self.template = ChatTemplate(source, "t", {"bos_token": "<s>", "eos_token": "</s>"})
         self.count = 0
 
-    def render(self, messages: "list[Message]", add_generation_prompt: bool) -> Rendering:
+    def render(self, messages: "list[Message]", add_generation_prompt: bool, tools: Tools) -> Rendering:
         self.count += 1
-        return self.template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
 
 
 def conversations() -> list[list[Message]]:

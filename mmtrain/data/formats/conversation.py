@@ -8,14 +8,16 @@ messages (OpenAI): {"messages": [{"role": "user", "content": "<image>What colour
 Media may also be given inside a turn: `content` as a list of parts `{"type": "text", "text": ...}` and
 `{"type": "image", "image": "a.png"}` (or `image_url`, `audio`, `video`).
 
-A `system` text beside the turns becomes the first turn. Output of tools (`tool`, `function`, `observation`) is read as
-a user's turn: it is context, and nothing is learned from it.
+A `system` text beside the turns becomes the first turn. Output of tools (`tool`, `function`, `observation`) is context:
+nothing is learned from it. Tools are described in `tools` (or `functions`) and called in `tool_calls` (or
+`function_call`) of an assistant's turn: see `tool_calls`.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample, Turn
+from mmtrain.data.formats.tool_calls import BadToolsError, read_fields, read_tools
 from mmtrain.data.media.media_bytes import Media
 
 # Value of a source's `format` -> keys under which an entry may hold its turns.
@@ -30,13 +32,11 @@ _ROLES: dict[str, Role] = {
     "developer": "system",
     "human": "user",
     "user": "user",
-    **dict.fromkeys(("tool", "function", "observation", "function_response"), "user"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
     "gpt": "assistant",
     "assistant": "assistant",
     "function_call": "assistant",
 }
-_TOOL_DESCRIPTION_KEYS = ("tools", "functions")  # of an entry, beside its turns
-_TOOL_CALL_KEYS = ("tool_calls", "function_call")  # of a turn
 _MEDIA_KIND_BY_PART_TYPE = {
     "image": "image",
     "image_url": "image",
@@ -95,6 +95,10 @@ def build_sample(
         paths = _media_paths(entry, singular, plural) if is_given else ()
         media[kind] = [resolve_media(kind, path) for path in paths]
     turns = _read_turns(entry, keys, media, resolve_media)
+    try:
+        tools = read_tools(entry)
+    except BadToolsError as bad:
+        raise BadSampleError("tools", f"it {bad}") from None
     template = entry.get("template")
     return Sample(
         id=entry_id(entry, default_id or str(index)),
@@ -105,6 +109,7 @@ def build_sample(
         template=template if isinstance(template, str) else None,
         clips=tuple(media["audio"]),
         videos=tuple(media["video"]),
+        tools=tools,
     )
 
 
@@ -153,9 +158,6 @@ def _read_turns(
     if not isinstance(entries, list) or not entries:
         what = "an empty list" if entries == [] else json_type_name(entries)
         raise BadSampleError("malformed", f"`{key}` is {what}, expected a list of messages")
-    for tools_key in _TOOL_DESCRIPTION_KEYS:
-        if tools_key in entry and entry[tools_key] not in (None, "", "[]", []):
-            raise BadSampleError("tools", f"tools are described in `{tools_key}`; write them into a `system` text")
     turns = []
     for number, turn in enumerate(entries, 1):
         try:
@@ -199,8 +201,15 @@ def _read_turn(turn: Any, media: dict[str, list[Media]], resolve_media: MediaRes
         raise _BadTurnError(f"is {json_type_name(turn)}, expected an object")
     text_key, role_key = ("content", "role") if "role" in turn else ("value", "from")
     text = turn.get(text_key)
+    fields = ""
     if len(turn) > 2:
-        _check_other_keys(turn)
+        _check_weight(turn)
+        try:
+            fields = read_fields(turn)
+        except BadToolsError as bad:
+            raise _BadTurnError(str(bad), "tools") from None
+    if text is None and fields:
+        text = ""
     if isinstance(text, list) and text_key == "content":
         text = "".join(_read_part(part, media, resolve_media) for part in text)
     if not isinstance(text, str):
@@ -211,14 +220,11 @@ def _read_turn(turn: Any, media: dict[str, list[Media]], resolve_media: MediaRes
     fault = _unicode_fault(text)
     if fault is not None:
         raise _BadTurnError(f"has {fault}")
-    return Turn(_ROLES[role], text)
+    return Turn(_ROLES[role], text, fields)
 
 
-def _check_other_keys(turn: dict[str, Any]) -> None:
-    """Reject a turn with keys that would change what is learned from it, if we ignored them."""
-    call_key = next((key for key in _TOOL_CALL_KEYS if turn.get(key)), None)
-    if call_key is not None:
-        raise _BadTurnError(f"calls tools in `{call_key}`; write the calls into its text", "tools")
+def _check_weight(turn: dict[str, Any]) -> None:
+    """Reject a turn with a weight, which would change what is learned from it."""
     if turn.get("weight") not in (None, 1):
         raise _BadTurnError(f"has `weight` {turn['weight']!r}; all answers have the same weight")
 

@@ -3,7 +3,7 @@
 QUARANTINE_REASONS = {
     # the entry
     "malformed": "not JSON, or not in a layout that mmtrain reads: turns, roles, texts, parts, media",
-    "tools": "it describes or calls tools as objects (`tools`, `functions`, `tool_calls`, `function_call`)",
+    "tools": "tools or calls of tools that cannot be read, or that the chat format has no place for",
     "chat_template": "the chat template rejects the conversation, or does not show which part of it is an answer",
     "no_answer": "no assistant turn with text to learn from",
     "image_count": "the user turns hold more or fewer `<image>` marks than the sample has images",

@@ -14,16 +14,22 @@ from mmtrain.recipe.modalities import MediaKind
 IMAGE_MARK = "<image>"  # the position of an image in a user turn
 VIDEO_MARK = "<video>"  # the position of a video; in a sample without videos it is ordinary text
 AUDIO_MARK = "<audio>"  # the position of an audio clip; in a sample without clips it is ordinary text
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
+MEDIA_ROLES: tuple[Role, ...] = ("user", "tool")  # in whose turns marks stand for media
 PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "clips"}
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of a conversation."""
+    """One message of a conversation.
+
+    fields: the JSON object of what else the message holds for chat templates, such as `tool_calls`; empty for nothing.
+        A `content` of null there says that the message has no text.
+    """
 
     role: Role
     text: str
+    fields: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ class Sample:
     template: str | None = None  # the kind of question, if the data names it; evaluation reports accuracy by it
     clips: tuple[Media, ...] = ()
     videos: tuple[Media, ...] = ()
+    tools: str = ""  # the JSON list of the tools that the assistant may call; empty for none
 
     @property
     def media(self) -> dict[MediaKind, tuple[Media, ...]]:
@@ -52,7 +59,7 @@ class Sample:
             return tuple((kind, medium) for kind in present for medium in media[kind])
         remaining = {f"<{kind}>": (kind, iter(media[kind])) for kind in present}
         any_mark = re.compile("|".join(remaining))
-        marks = [mark for turn in self.turns if turn.role == "user" for mark in any_mark.findall(turn.text)]
+        marks = [mark for turn in self.turns if turn.role in MEDIA_ROLES for mark in any_mark.findall(turn.text)]
         ordered = []
         for mark in marks:
             kind, media_of_kind = remaining[mark]
@@ -93,13 +100,13 @@ def find_unusable(sample: Sample, read_kinds: Container[MediaKind]) -> Quarantin
     read_kinds: the kinds of media that the model reads. Marks of other kinds, if the sample has no such media either,
     are ordinary text. Images are always compared.
     """
-    user_text = "\n".join([t.text for t in sample.turns if t.role == "user"])
+    user_text = "\n".join([t.text for t in sample.turns if t.role in MEDIA_ROLES])
     for kind, media in sample.media.items():
         num_marks = user_text.count(f"<{kind}>")
         is_compared = kind == "image" or kind in read_kinds or media
         if is_compared and num_marks != len(media):
             return _miscounted(sample, kind, len(media), num_marks)
-    if not "".join([t.text for t in sample.turns if t.role == "assistant"]).strip():
+    if not "".join([t.text + t.fields for t in sample.turns if t.role == "assistant"]).strip():
         return Quarantined.of(sample, "no_answer", "no assistant turn with text to learn from")
     return None
 

@@ -225,7 +225,7 @@ class _SampleMeasurer:
         try:
             tokens, targets = self._count_tokens(sample, self._media_features(items))
         except BadConversationError as bad:
-            return Quarantined.of(sample, "chat_template", str(bad))
+            return Quarantined.of(sample, bad.kind, str(bad))
         max_tokens = _max_sample_tokens(data)
         if tokens > max_tokens:
             key = "data.max_sample_tokens" if max_tokens == data.max_sample_tokens else "data.seq_len"

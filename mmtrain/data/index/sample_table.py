@@ -59,23 +59,31 @@ def sample_record(sample: Sample, content: str) -> bytes:
 
 def content_json(sample: Sample) -> str:
     """Return the part of a sample's record that names no files: it is the same on every machine."""
-    turns = ",".join([f"[{_json_text(turn.role)},{_json_text(turn.text)}]" for turn in sample.turns])
+    turns = ",".join(
+        [f"[{_json_text(turn.role)},{_json_text(turn.text)}{_more(turn.fields)}]" for turn in sample.turns]
+    )
     template = "null" if sample.template is None else _json_text(sample.template)
-    return f"{_json_text(sample.id)},{sample.index},[{turns}],{template}"
+    return f"{_json_text(sample.id)},{sample.index},[{turns}],{template}{_more(sample.tools)}"
+
+
+def _more(text: str) -> str:
+    """Return one more element of a list, for the few samples that have it."""
+    return f",{_json_text(text)}" if text else ""
 
 
 def sample_from_record(record: bytes) -> Sample:
     """Build the sample of a record."""
-    source, images, clips, videos, sample_id, index, turns, template = json.loads(record)
+    source, images, clips, videos, sample_id, index, turns, template, *tools = json.loads(record)
     return Sample(
         sample_id,
         source,
         index,
-        tuple(Turn(role, text) for role, text in turns),
+        tuple(Turn(*turn) for turn in turns),
         tuple(map(_media_from_json, images)),
         template,
         tuple(map(_media_from_json, clips)),
         tuple(map(_media_from_json, videos)),
+        *tools,
     )
 
 

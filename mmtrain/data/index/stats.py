@@ -74,7 +74,7 @@ def _measure(entry: Sample | Quarantined) -> tuple[float, ...] | str:
         num_frames = sum(read_num_frames(clip, _ANY_LENGTH, 1) for clip in entry.clips)
     except BadMediaError as bad:
         return bad.kind
-    num_characters = sum(len(turn.text) for turn in entry.turns)
+    num_characters = len(entry.tools) + sum(len(turn.text) + len(turn.fields) for turn in entry.turns)
     num_pixels = sum(width * height for width, height in sizes)
     seconds_of_sound = num_frames * HOP_SAMPLES / SAMPLE_RATE_HZ
     return num_characters, len(sizes), num_pixels, len(entry.videos), seconds_of_sound

@@ -72,7 +72,7 @@ class AnswerFinder:
         end: int | None = None
         if self._facts.ends_alike and start is not None:
             end = text.find(self._facts.terminator, start) + len(self._facts.terminator)
-        elif text_span is not None:
+        elif text_span is not None and "tool_calls" not in conversation.messages[number]:  # which follow the text
             end = self._with_terminator(text, text_span[1])
         if start is None or end is None or end < start:
             raise BadConversationError(
@@ -86,7 +86,7 @@ class AnswerFinder:
         if not number:
             return None
         try:
-            prompt = self._render(conversation.messages[:number], True).text
+            prompt = self._render(conversation.messages[:number], True, conversation.tools).text
         except RenderError:
             return None
         return len(prompt) if text.startswith(prompt) else None
@@ -94,7 +94,7 @@ class AnswerFinder:
     def _find_text(self, conversation: Conversation, number: int, text: str) -> Span | None:
         """Return where the text of a message is, from a rendering with another text in its place."""
         try:
-            before, *after = self._render(conversation.with_probe(number), False).text.split(PROBE)
+            before, *after = self._render(conversation.with_probe(number), False, conversation.tools).text.split(PROBE)
         except RenderError:
             return None
         if len(after) != 1 or not text.startswith(before) or not text[len(before) :].endswith(after[0]):

@@ -1,12 +1,14 @@
 """Turn the turns of a sample into the messages that chat templates render."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
-from mmtrain.data.formats.sample import Turn
-from mmtrain.data.text.chat_template import PROBE, Message
+from mmtrain.data.formats.sample import MEDIA_ROLES, Turn
+from mmtrain.data.text.chat_template import PROBE, Message, Tools
 from mmtrain.data.text.sample_tokenizer import BadConversationError
 from mmtrain.recipe.modalities import MediaKind
 
@@ -23,11 +25,20 @@ class Conversation:
     messages: tuple[Message, ...]
     media: tuple[MediaKind, ...]  # the kinds of its media, in the order of their marks
     is_escaped: bool  # whether a text spelled a special token
+    tools: Tools = ()
+
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        """Return the names of the tools that are described or called."""
+        calls = [call for message in self.messages for call in message.get("tool_calls", ())]
+        functions = [entry.get("function", entry) for entry in (*self.tools, *calls)]
+        names = [function.get("name") for function in functions if isinstance(function, dict)]
+        return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
 
     def with_probe(self, number: int) -> tuple[Message, ...]:
         """Return the messages with `PROBE` as the text of message `number`."""
         message = dict(self.messages[number])
-        is_text = isinstance(message["content"], str)
+        is_text = message["content"] is None or isinstance(message["content"], str)
         message["content"] = PROBE if is_text else [{"type": "text", "text": PROBE}]
         return (*self.messages[:number], message, *self.messages[number + 1 :])
 
@@ -62,6 +73,17 @@ class TokenEscape:
         ends = list(accumulate(map(len, texts)))
         return [escaped[end - len(text) : end] for text, end in zip(texts, ends, strict=True)]
 
+    def escape_json(self, value: Any) -> Any:
+        """Return a value of JSON's types with what its texts spell escaped. Raises `BadConversationError`."""
+        if isinstance(value, str):
+            escaped = self.escape([value])
+            return value if escaped is None else escaped[0]
+        if isinstance(value, list):
+            return [self.escape_json(item) for item in value]
+        if isinstance(value, dict):
+            return {self.escape_json(key): self.escape_json(item) for key, item in value.items()}
+        return value
+
     def restore(self, text: str) -> str:
         """Return a text as it was before `escape`; its length is the same."""
         return text.translate(self._originals)
@@ -70,17 +92,23 @@ class TokenEscape:
 class ConversationBuilder:
     """Builds conversations in the form that a template reads."""
 
-    def __init__(self, texts_as_parts: bool, placeholders: Mapping[MediaKind, str], escape: TokenEscape) -> None:
+    def __init__(
+        self, texts_as_parts: bool, has_tool_turns: bool, placeholders: Mapping[MediaKind, str], escape: TokenEscape
+    ) -> None:
         """Write all turns as lists of parts if `texts_as_parts`, else only those with media.
 
+        has_tool_turns: whether the template knows the role of tools, whose turns are written as a user's otherwise.
         placeholders: what is written into the text for media of kinds that the template does not render as parts.
         """
         self._texts_as_parts = texts_as_parts
+        self._has_tool_turns = has_tool_turns
         self._placeholders = placeholders
         self._escape = escape
 
-    def build(self, turns: Sequence[Turn], kinds: Mapping[str, MediaKind]) -> Conversation:
-        """Build the messages of some turns. `kinds`: the marks of the sample's media in user turns, with their kinds.
+    def build(self, turns: Sequence[Turn], kinds: Mapping[str, MediaKind], tools: str = "") -> Conversation:
+        """Build the messages of some turns, with the JSON list of tools that they may call.
+
+        kinds: the marks of the sample's media in the turns of users and tools, with their kinds.
 
         Where a medium becomes a part, a line break right after its mark belongs to the mark, and so does one before
         marks that end the turn: data in LLaVA's format has it there, and templates write their own.
@@ -93,15 +121,24 @@ class ConversationBuilder:
         for turn in turns:
             texts = [turn.text]
             turn_kinds: list[MediaKind] = []
-            if turn.role == "user" and any(mark in turn.text for mark in kinds):
+            if turn.role in MEDIA_ROLES and any(mark in turn.text for mark in kinds):
                 pieces = re.split(f"({'|'.join(map(re.escape, kinds))})", turn.text)
                 turn_kinds = [kinds[mark] for mark in pieces[1::2]]
                 texts = self._without_line_breaks(pieces[::2], turn_kinds)
                 media += turn_kinds
             escaped = self._escape.escape(texts)
             is_escaped = is_escaped or escaped is not None
-            messages.append({"role": turn.role, "content": self._content(escaped or texts, turn_kinds)})
-        return Conversation(tuple(messages), tuple(media), is_escaped)
+            role = "user" if turn.role == "tool" and not self._has_tool_turns else turn.role
+            message: dict[str, Any] = {"role": role, "content": self._content(escaped or texts, turn_kinds)}
+            if turn.fields:
+                fields = json.loads(turn.fields)
+                message |= self._escape.escape_json(fields)
+                is_escaped = is_escaped or message != {**message, **fields}
+            messages.append(message)
+        described = json.loads(tools) if tools else []
+        escaped_tools = self._escape.escape_json(described)
+        is_escaped = is_escaped or escaped_tools != described
+        return Conversation(tuple(messages), tuple(media), is_escaped, tuple(escaped_tools))
 
     def _without_line_breaks(self, texts: list[str], kinds: list[MediaKind]) -> list[str]:
         """Remove the line breaks that belong to the marks between the texts."""

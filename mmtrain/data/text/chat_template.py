@@ -21,7 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mmtrain.data.text.opaque_text import InspectedTextError, holds_opaque_text
 from mmtrain.errors import DataError
 
-Message = Mapping[str, Any]  # `role` and `content`: a text, or a list of parts
+Message = Mapping[str, Any]  # `role` and `content` (a text, or a list of parts), and what calls tools
+Tools = Sequence[Mapping[str, Any]]  # descriptions of tools
 Span = tuple[int, int]  # first character, and the one after the last
 
 # Characters of the last private plane that no text may hold; see `TemplateTokenizer`.
@@ -92,6 +93,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
         replacements: Mapping[str, str] = NO_REPLACEMENTS,
+        tools: Tools = (),
     ) -> Rendering:
         """Render a conversation, or the part of it before an answer with the prompt for that.
 
@@ -100,7 +102,7 @@ class ChatTemplate:
         try:
             text = self._template.render(
                 messages=messages,
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,

@@ -13,9 +13,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mmtrain.balance.batch_meta import IntArray
-from mmtrain.data.formats.sample import Role, Sample, Turn
+from mmtrain.data.formats.sample import MEDIA_ROLES, Role, Sample, Turn
 from mmtrain.data.text.sample_tokenizer import (
     IGNORE_INDEX,
+    BadConversationError,
     EncodedSample,
     LengthCounter,
     MediaFeatures,
@@ -28,8 +29,13 @@ from mmtrain.recipe.modalities import MODALITIES, VISION
 PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
 IMAGE_TOKEN = VISION.placeholder  # in every tokenizer; those of other modalities only if their models need them
-ROLE_TOKENS: dict[Role, str] = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
-SPECIAL_TOKENS = (PAD_TOKEN, *ROLE_TOKENS.values(), END_TOKEN, IMAGE_TOKEN)
+ROLE_TOKENS: dict[Role, str] = {
+    "system": "<|system|>",
+    "user": "<|user|>",
+    "tool": "<|user|>",  # what a tool says is context, as what a user says
+    "assistant": "<|assistant|>",
+}
+SPECIAL_TOKENS = (PAD_TOKEN, *dict.fromkeys(ROLE_TOKENS.values()), END_TOKEN, IMAGE_TOKEN)
 _NUM_TURN_TOKENS = 2  # of every turn besides its text: its role, and its end
 
 
@@ -60,6 +66,7 @@ class ChatTokenizer:
 
     def encode(self, sample: Sample, features: MediaFeatures) -> EncodedSample:
         """Encode all turns of a sample; see `SampleTokenizer.encode`. Each answer ends with `<|end|>`."""
+        _check_no_tools(sample)
         ids, is_target = self._encode_turns(sample.turns, find_marks(sample), features)
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
         labels[:-1] = np.where(is_target[1:], ids[1:], IGNORE_INDEX)
@@ -70,6 +77,7 @@ class ChatTokenizer:
         count = TokenCounter(self._tokenizer)
 
         def count_sample(sample: Sample, features: MediaFeatures) -> tuple[int, int]:
+            _check_no_tools(sample)
             num_ids = sum(map(sum, features.values()))
             num_targets = 0
             marks = find_marks(sample)
@@ -81,9 +89,9 @@ class ChatTokenizer:
             first_mark, *other_marks = marks
             for turn in sample.turns:
                 parts = [turn.text]
-                if turn.role == "user" and other_marks:
+                if turn.role in MEDIA_ROLES and other_marks:
                     parts = re.split("|".join((first_mark, *other_marks)), turn.text)
-                elif turn.role == "user":
+                elif turn.role in MEDIA_ROLES:
                     parts = turn.text.split(first_mark)
                 num_text_tokens = sum(map(count, parts))
                 num_ids += num_text_tokens + _NUM_TURN_TOKENS
@@ -121,7 +129,7 @@ class ChatTokenizer:
         is_target: list[bool] = []
         remaining = {modality: iter(counts) for modality, counts in features.items()}
         for turn in turns:
-            if turn.role == "user":
+            if turn.role in MEDIA_ROLES:
                 body = self._encode_with_items(turn.text, marks, remaining)
             else:
                 body = self._encode_text(turn.text)
@@ -151,6 +159,16 @@ class ChatTokenizer:
         token_id = self._tokenizer.token_to_id(token)
         assert token_id is not None, token
         return int(token_id)
+
+
+def _check_no_tools(sample: Sample) -> None:
+    """Raise `BadConversationError` for a sample with tools: leaving them out would teach something else."""
+    if sample.tools or any('"tool_calls"' in turn.fields for turn in sample.turns):
+        raise BadConversationError(
+            "it describes or calls tools, for which mmtrain's own chat format has no place; write them into its "
+            "texts, or name the folder of a model whose chat template takes tools as data.tokenizer",
+            kind="tools",
+        )
 
 
 def load_chat_vocabulary(path: Path) -> Tokenizer:

@@ -12,10 +12,12 @@ from typing import Any
 
 from jinja2 import nodes
 
-from mmtrain.data.text.chat_template import Message, RenderError, Rendering
+from mmtrain.data.text.chat_template import Message, RenderError, Rendering, Tools
 from mmtrain.data.text.opaque_text import FIRST_TRIMMED, FIRST_WHOLE, MAX_OPAQUE_TEXTS, OpaqueText
 
-Render = Callable[[Sequence[Message], bool], Rendering]  # (messages, whether to add the generation prompt)
+Render = Callable[
+    [Sequence[Message], bool, Tools], Rendering
+]  # (messages, whether to add the generation prompt, tools)
 
 _MAX_SKELETONS = 1 << 12
 _SLOT = re.compile(f"([{chr(FIRST_WHOLE)}-{chr(FIRST_TRIMMED + MAX_OPAQUE_TEXTS - 1)}])")
@@ -54,20 +56,21 @@ class SkeletonRenderer:
         self._may_use_skeletons = not any(map(_may_hide_inspection, tree.find_all(nodes.Node)))
         self._skeletons: dict[_Form, _Skeleton | None] = {}  # None: the template must see the texts
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> Rendering:
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools = ()) -> Rendering:
         """Render a conversation. Raises `RenderError`."""
-        if self._may_use_skeletons:
+        is_plain = not tools and all(len(message) == 2 for message in messages)  # role and content
+        if self._may_use_skeletons and is_plain:
             form, texts = _form_and_texts(messages, add_generation_prompt)
             if len(texts) <= MAX_OPAQUE_TEXTS and not any(not text or text.isspace() for text in texts):
                 skeleton = self._skeleton(form, messages)
                 if skeleton is not None:
                     return Rendering(skeleton.fill(texts), ())
-        return self._render(messages, add_generation_prompt)
+        return self._render(messages, add_generation_prompt, tools)
 
     def _skeleton(self, form: _Form, messages: Sequence[Message]) -> _Skeleton | None:
         if form not in self._skeletons and len(self._skeletons) < _MAX_SKELETONS:
             try:
-                written = self._render(_with_opaque_texts(messages), form[0]).text
+                written = self._render(_with_opaque_texts(messages), form[0], ()).text
             except RenderError:  # it looked into a text, or it rejects conversations of this form
                 self._skeletons[form] = None
             else:

@@ -26,6 +26,11 @@ class EncodedSample:
 class BadConversationError(Exception):
     """A conversation that a tokenizer cannot encode; the message is the reason, for the quarantine."""
 
+    def __init__(self, reason: str, kind: str = "chat_template") -> None:
+        """Give the reason, and its kind: a key of `QUARANTINE_REASONS`."""
+        super().__init__(reason)
+        self.kind = kind
+
 
 class SampleTokenizer(Protocol):
     """Encodes samples. `encode`, its counter and `prompt_ids` raise `BadConversationError`."""

@@ -13,6 +13,8 @@ from mmtrain.recipe.modalities import MODALITIES, MediaKind
 
 _QUESTIONS = (f"{PROBE}first question", f"{PROBE}second question")
 _ANSWERS = (f"{PROBE}first answer", f"{PROBE}second answer")
+_TOOL_RESULT = f"{PROBE}result"
+_CALL_ID = "probe0000"  # templates of Mistral demand nine characters
 _LOOKS_LIKE_TOKEN = re.compile(r"<\|\w+\|>")
 
 
@@ -25,6 +27,7 @@ class TemplateFacts:
     answer_lead: str  # what stands between the prompt for an answer and its text
     terminator: str  # the special token after an answer; empty if there is none
     ends_alike: bool  # whether every answer has the terminator, not only the last one
+    has_tool_turns: bool  # whether it writes turns of the role `tool`
     markups: dict[MediaKind, MediaMarkup]
     inserted_kinds: frozenset[MediaKind]  # of media that it does not render, so that text must hold their placeholders
 
@@ -79,6 +82,7 @@ class _Prober:
             answer_lead=lead,
             terminator=terminator,
             ends_alike=bool(terminator) and self._token_after(two_answers, answer) == terminator,
+            has_tool_turns=self._has_tool_turns(),
             markups=markups,
             inserted_kinds=frozenset(inserted),
         )
@@ -97,6 +101,28 @@ class _Prober:
                 return not isinstance(content, str)
         reason = f"cannot render a question: {reasons[0]}" if reasons else "does not write the text of a user's turn"
         raise self._error(reason)
+
+    def _has_tool_turns(self) -> bool:
+        """Return whether a tool's turn is rendered, and not as an answer, after a call of the tool or any answer."""
+        question, answer = (
+            _message("user", self._content(_QUESTIONS[0])),
+            _message("assistant", self._content(_ANSWERS[0])),
+        )
+        call = {"id": _CALL_ID, "type": "function", "function": {"name": "probe", "arguments": {}}}
+        calling = {**_message("assistant", ""), "tool_calls": [call]}
+        result = {**_message("tool", self._content(_TOOL_RESULT)), "name": "probe", "tool_call_id": _CALL_ID}
+        for before in (calling, answer):
+            try:
+                text = self._template.render([question, before, result, answer]).text
+                as_answer = self._template.render([question, before, {**result, "role": "assistant"}, answer]).text
+            except RenderError:
+                continue
+            if _TOOL_RESULT in text and text != as_answer:
+                return True
+        return False
+
+    def _content(self, text: str) -> object:
+        return _text_parts(text) if self._texts_as_parts else text
 
     def _answer_header(self) -> str:
         """Return what `add_generation_prompt` appends to a question."""
@@ -171,8 +197,7 @@ class _Prober:
         return tokens
 
     def _render(self, turns: Sequence[tuple[str, str]], add_generation_prompt: bool = False) -> str:
-        contents = [(role, _text_parts(text) if self._texts_as_parts else text) for role, text in turns]
-        messages = [_message(role, content) for role, content in contents]
+        messages = [_message(role, self._content(text)) for role, text in turns]
         try:
             return self._template.render(messages, add_generation_prompt=add_generation_prompt).text
         except RenderError as error:

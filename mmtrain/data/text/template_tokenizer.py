@@ -19,7 +19,7 @@ from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.formats.sample import PLURALS, Sample, Turn
 from mmtrain.data.text.answer_spans import AnswerFinder
 from mmtrain.data.text.chat_messages import Conversation, ConversationBuilder, TokenEscape
-from mmtrain.data.text.chat_template import ChatTemplate, Message, RenderError, Rendering, Span
+from mmtrain.data.text.chat_template import ChatTemplate, Message, RenderError, Rendering, Span, Tools
 from mmtrain.data.text.rendering_counter import RenderingCounter
 from mmtrain.data.text.rendering_skeletons import SkeletonRenderer
 from mmtrain.data.text.sample_tokenizer import (
@@ -92,7 +92,7 @@ class TemplateTokenizer:
         escape = TokenEscape([*self._protected, *(markup.placeholder for markup in markups.values())])
         self._restore = escape.restore
         inserted = {kind: markups[kind].placeholder for kind in self._facts.inserted_kinds if kind in markups}
-        self._builder = ConversationBuilder(self._facts.texts_as_parts, inserted, escape)
+        self._builder = ConversationBuilder(self._facts.texts_as_parts, self._facts.has_tool_turns, inserted, escape)
         self._render = SkeletonRenderer(self._template.tree, self._render_in_full).render
         self._answers = AnswerFinder(self._render, self._facts, special_token)
         end_ids = set(folder.end_ids)
@@ -182,18 +182,23 @@ class TemplateTokenizer:
     def _conversation(self, sample: Sample, turns: Sequence[Turn]) -> Conversation:
         # Without clips an `<audio>` is ordinary text; so with videos. Images always have marks.
         kinds: dict[str, MediaKind] = {f"<{kind}>": kind for kind, media in sample.media.items() if media}
-        return self._builder.build(turns, kinds)
+        return self._builder.build(turns, kinds, sample.tools)
 
-    def _render_in_full(self, messages: Sequence[Message], add_generation_prompt: bool) -> Rendering:
+    def _render_in_full(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools = ()) -> Rendering:
         return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, replacements=self._expansions
+            messages, add_generation_prompt=add_generation_prompt, replacements=self._expansions, tools=tools
         )
 
     def _render_sample(self, conversation: Conversation, add_generation_prompt: bool = False) -> Rendering:
+        """Render a conversation. Raises `BadConversationError` if the template rejects it, or leaves tools out."""
         try:
-            return self._render(conversation.messages, add_generation_prompt)
+            rendering = self._render(conversation.messages, add_generation_prompt, conversation.tools)
         except RenderError as error:
             raise BadConversationError(f"the chat template rejects the conversation: {error}") from None
+        for name in conversation.tool_names:
+            if name not in rendering.text:  # what is left out would teach something else
+                raise BadConversationError(f"the chat template does not write the tool {name!r}", kind="tools")
+        return rendering
 
     def _encode(
         self, conversation: Conversation, rendering: Rendering, features: MediaFeatures

@@ -19,7 +19,7 @@ from mmtrain.data import (
     build_index,
     load_tokenizer,
 )
-from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
+from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, MEDIA_ROLES, VIDEO_MARK
 from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationError
@@ -52,9 +52,9 @@ class HeldOutQuestion:
 
     @property
     def asked(self) -> tuple[Turn, ...]:
-        """The user's turns in the prompt; the conversation may go on after its last answer."""
+        """The turns of users and tools in the prompt; the conversation may go on after its last answer."""
         last = max(i for i, turn in enumerate(self.sample.turns) if turn.role == "assistant")
-        return tuple(turn for turn in self.sample.turns[:last] if turn.role == "user")
+        return tuple(turn for turn in self.sample.turns[:last] if turn.role in MEDIA_ROLES)
 
     @property
     def images(self) -> tuple[Media, ...]:
