@@ -8,7 +8,7 @@ from mmtrain.families.tiny import tiny_decoder
 from mmtrain.families.windows import window_settings
 
 _DEFAULTS = {"intermediate_size": 14336, "vocab_size": 32000, "num_key_value_heads": 8}
-_TINY = tiny_decoder(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=64)
+_TINY = tiny_decoder(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=16)
 
 
 def mistral_settings(config: ConfigSection) -> Settings:

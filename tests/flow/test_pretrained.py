@@ -145,15 +145,27 @@ def _assert_training_and_export_agree_with_transformers(request: TrainRequest, f
     assert abs(our_loss - untrained_loss) > 1e-2, "three steps changed nothing"
 
 
-@pytest.mark.slow
-def test_a_trained_text_model_has_the_same_loss_and_answers_in_transformers(tmp_path: Path) -> None:
+def _text_request(family: str, tmp_path: Path) -> TrainRequest:
+    """Ask for three steps of a tiny text model, which is tensor- and pipeline-parallel."""
     folder = tmp_path / "model"
-    write_tiny_model(FAMILIES["qwen2"], folder, seed=0)
+    write_tiny_model(FAMILIES[family], folder, seed=0)
     rows = json.loads((folder / "conversations" / "train.json").read_text(encoding="utf-8"))
     train, heldout = tmp_path / "train.json", tmp_path / "heldout.json"
     train.write_text(json.dumps(rows[:48]), encoding="utf-8")
     heldout.write_text(json.dumps(rows[48:60]), encoding="utf-8")
-    request = _request(folder, train, heldout, folder, "{llm: {tp: 2, pp: 2}}")
+    return _request(folder, train, heldout, folder, "{llm: {tp: 2, pp: 2}}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "mistral", "qwen3"])
+def test_trained_text_models_have_the_same_loss_and_answers_in_transformers(family: str, tmp_path: Path) -> None:
+    """Train LLMs with windows, norms of heads and of outputs, and two rotary bases; generate with a KV cache."""
+    _assert_training_and_export_agree_with_transformers(_text_request(family, tmp_path), tmp_path / "model")
+
+
+@pytest.mark.slow
+def test_a_trained_qwen2_has_the_same_loss_and_answers_in_transformers_and_is_resumed(tmp_path: Path) -> None:
+    request, folder = _text_request("qwen2", tmp_path), tmp_path / "model"
     _assert_training_and_export_agree_with_transformers(request, folder)
 
     # Resumed, the run takes the checkpoint; the folder's weights are not needed any more.
