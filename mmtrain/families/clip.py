@@ -56,9 +56,9 @@ def clip_settings(config: ConfigSection, feature_layer: int) -> Settings:
     }
 
 
-def num_used_blocks(config: ConfigSection, feature_layer: int) -> int:
-    """Return how many blocks of a tower compute `hidden_states[feature_layer]`."""
-    num_blocks = config.integer("num_hidden_layers", 12)
+def num_used_blocks(config: ConfigSection, feature_layer: int, default: int = 12) -> int:
+    """Return how many blocks of a tower compute `hidden_states[feature_layer]`; it has `default` if it states none."""
+    num_blocks = config.integer("num_hidden_layers", default)
     used_blocks = feature_layer if feature_layer >= 0 else num_blocks + 1 + feature_layer
     if 1 <= used_blocks <= num_blocks:
         return used_blocks

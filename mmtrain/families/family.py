@@ -27,6 +27,7 @@ class Family:
     """A family of models, as data and small functions.
 
     tiny: the JSON files of a tiny model by name, for `mmtrain data tiny-model`.
+    image_processor: what its processor passes to that of images, whatever the folder states.
     spellings: a family whose tensors were renamed by a version of `transformers` lists the prefixes of each spelling;
         export writes the one that the source folder has.
     markups: how its processor writes media into text, for those where that is more than the placeholder that the folder
@@ -41,6 +42,7 @@ class Family:
     weights: Callable[[FolderSettings], Iterator[ParameterSource]]
     tiny: Mapping[str, Mapping[str, Any]]
     markups: Markups = field(default_factory=dict)
+    image_processor: Mapping[str, Any] = field(default_factory=dict)
     spellings: tuple[tuple[PrefixChange, ...], ...] = ((),)
     ignored: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()
     writer: FolderWriter | None = None

@@ -19,13 +19,16 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 
 
-def read_image_settings(folder: Path) -> Settings | None:
+def read_image_settings(folder: Path, passed: Mapping[str, object] | None = None) -> Settings | None:
     """Return the settings of `data.image` under which pixels are those of the folder's processor.
 
-    None for a folder that states no processor of images. Raises ModelFolderError, which names what is not supported.
+    passed: what the family's processor passes to that of images, whatever the folder states.
+
+    Returns None for a folder that states no processor of images. Raises ModelFolderError, which names what is not
+    supported.
     """
     found = read_processor(folder, "image_processor", "image_processor_type")
-    return None if found is None else image_processor_settings(found[1], found[0])
+    return None if found is None else image_processor_settings({**found[1], **(passed or {})}, found[0])
 
 
 def image_processor_settings(config: Mapping[str, object], path: Path | str) -> Settings:

@@ -3,28 +3,19 @@
 They are computed as `LlavaForConditionalGeneration` of `transformers` does.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
-from mmtrain.families.llama import llama_settings
 from mmtrain.families.llava_files import LLAVA_WRITER
-from mmtrain.families.mistral import mistral_settings
-from mmtrain.families.qwen2 import qwen2_settings
-from mmtrain.families.qwen3 import qwen3_settings
+from mmtrain.families.text_decoders import text_settings
 from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.vision_towers import tower_images, tower_settings, tower_weights, unused_tower_weights
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
-_DECODERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
-    "llama": llama_settings,
-    "mistral": mistral_settings,
-    "qwen2": qwen2_settings,
-    "qwen3": qwen3_settings,
-}
 _TOWER = "model.vision_tower."
 _TINY = {
     "architectures": ["LlavaForConditionalGeneration"],
@@ -77,11 +68,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
         config.reject("vision_feature_layer", f"{feature_layer} is not supported yet; supported: one whole number")
         feature_layer = -2
     text, tower = config.section("text_config"), config.section("vision_config")
-    decoder = text.value("model_type") or "llama"
-    if decoder not in _DECODERS:
-        text.reject("model_type", f"{decoder!r} is not supported yet; supported: {', '.join(_DECODERS)}")
-        decoder = "llama"
-    llm = _DECODERS[decoder](text)
+    llm = text_settings(text, "llama")
     config.require("tie_word_embeddings", llm["tie_embeddings"], default=llm["tie_embeddings"])
     activation = config.choice("projector_hidden_act", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}, "gelu")
     vision = {

@@ -24,4 +24,5 @@ class MediaMarkup:
         return f"{self.prefix}{self.feature_token}{self.suffix}"
 
 
-Markups = Mapping[str, MediaMarkup]  # by kind of media: image, video, audio
+# By kind of media: image, video, audio. None for a kind that is written in a way which is not supported yet.
+Markups = Mapping[str, MediaMarkup | None]

@@ -38,7 +38,7 @@ class ModelFolder:
         """
         assumed = self.settings.data[section]
         if section == "image":
-            return read_image_settings(self.path) or assumed
+            return read_image_settings(self.path, self.family.image_processor) or assumed
         if section == "audio":
             return read_audio_settings(self.path, self.settings.model["audio"]["mel_bins"]) or assumed
         if section == "video":

@@ -2,6 +2,7 @@
 
 from mmtrain.families.family import Family
 from mmtrain.families.gemma3_text import GEMMA3_TEXT
+from mmtrain.families.internvl import INTERNVL
 from mmtrain.families.llama import LLAMA
 from mmtrain.families.llava import LLAVA
 from mmtrain.families.mistral import MISTRAL
@@ -13,5 +14,5 @@ from mmtrain.families.qwen3 import QWEN3
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (GEMMA3_TEXT, LLAMA, LLAVA, MISTRAL, QWEN2, QWEN2_AUDIO, QWEN2_VL, QWEN2_5_VL, QWEN3)
+    for family in (GEMMA3_TEXT, INTERNVL, LLAMA, LLAVA, MISTRAL, QWEN2, QWEN2_AUDIO, QWEN2_VL, QWEN2_5_VL, QWEN3)
 }

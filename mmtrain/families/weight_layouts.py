@@ -16,13 +16,14 @@ Box = tuple[tuple[int, int], ...]  # [lo, hi) along each dimension
 class Block:
     """A box of a tensor that is a box of a parameter's full view.
 
-    The view may have more dimensions (in front, where its box has a size of 1) or fewer (the last dimensions of the
-    tensor are flattened).
+    The view may have more dimensions (in front, where its box has a size of 1) or fewer: the last dimensions of the
+    tensor are flattened, and its first `num_leading` ones, of size 1, are left out.
     """
 
     tensor: str
     tensor_box: Box
     view_box: Box
+    num_leading: int = 0
 
     def cut(self, dim: int, start: int, stop: int) -> "Block | None":
         """Return the part whose rows along dimension `dim` of the view lie in [start, stop); None if there is none."""
@@ -32,9 +33,10 @@ class Block:
             return None
         if (new_lo, new_hi) == (lo, hi):
             return self
-        axis = dim - self.num_stacked
+        axis = dim - self.num_stacked + self.num_leading
         assert axis >= 0, "a stacked dimension has a size of 1"
-        assert axis == 0 or len(self.tensor_box) <= len(self.view_box), "a flattened dimension cannot be cut"
+        is_flattened = len(self.tensor_box) - self.num_leading > len(self.view_box)
+        assert dim == 0 or not is_flattened, "a flattened dimension cannot be cut"
         base = self.tensor_box[axis][0] - lo
         return replace(
             self,
@@ -45,7 +47,7 @@ class Block:
     @property
     def num_stacked(self) -> int:
         """Return how many dimensions the view has in front of the tensor's."""
-        return max(0, len(self.view_box) - len(self.tensor_box))
+        return max(0, len(self.view_box) - (len(self.tensor_box) - self.num_leading))
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,13 @@ def vocabulary(name: str, tensor: str, rows: int, width: int) -> ParameterSource
 def flattened(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:
     """Return a matrix whose rows are the tensor's, flattened: the linear form of a convolution."""
     return ParameterSource(name, (Block(tensor, _whole(shape), _whole((shape[0], math.prod(shape[1:])))),))
+
+
+def without_leading_ones(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:
+    """Return a parameter of this shape whose tensor has dimensions of size 1 before it, so that it has three."""
+    num_leading = 3 - len(shape)
+    box = _whole((1,) * num_leading + tuple(shape))
+    return ParameterSource(name, (Block(tensor, box, _whole(shape), num_leading),))
 
 
 def gate_and_up(name: str, gate: str, up: str, shape: Sequence[int]) -> ParameterSource:

@@ -52,7 +52,8 @@ def write_tiny_model(family: Family, out: Path, seed: int) -> TinyModel:
         write_toy_clips(conversations, seed, NUM_TRAIN, NUM_HELDOUT)
     else:
         write_toy_chats(conversations, seed, NUM_TRAIN, NUM_HELDOUT)
-    vocab = write_tiny_tokenizer(out, _texts(json.loads((conversations / "train.json").read_text(encoding="utf-8"))))
+    rows = json.loads((conversations / "train.json").read_text(encoding="utf-8"))
+    vocab = write_tiny_tokenizer(out, _texts(rows), family)
     return TinyModel(family.name, num_parameters, vocab, NUM_TRAIN, NUM_HELDOUT)
 
 
@@ -73,16 +74,18 @@ def find_family_by_name(name: str) -> Family:
 def _write_random_weights(family: Family, settings: FolderSettings, out: Path, seed: int) -> int:
     """Write every tensor that the family names; return the number of parameters.
 
-    Matrices are normal with standard deviation 1 / sqrt(width), so that signals keep their size; norms multiply by
-    1, other vectors are 0.
+    Matrices are normal with standard deviation 1 / sqrt(width), so that signals keep their size; norms and layer
+    scales multiply by 1, other vectors are 0.
     """
     import torch
     from safetensors.torch import save_file
 
     shapes: dict[str, tuple[int, ...]] = {}
+    ours: dict[str, str] = {}
     zero_centered: set[str] = set()
     for source in (*family.weights(settings), *settings.carried):
         shapes |= source.tensor_shapes()
+        ours |= dict.fromkeys(source.tensor_shapes(), source.name)
         if source.name.startswith("llm.") and settings.model["llm"]["zero_centered_norms"]:
             zero_centered |= source.tensor_shapes().keys()
     tensors = {}
@@ -91,7 +94,7 @@ def _write_random_weights(family: Family, settings: FolderSettings, out: Path, s
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
             tensors[name] = torch.empty(shape).normal_(std=shape[-1] ** -0.5, generator=generator)
         else:
-            is_scale = "norm" in name and name.endswith("weight") and name not in zero_centered
+            is_scale = ours[name].endswith("weight") and name not in zero_centered
             tensors[name] = torch.ones(shape) if is_scale else torch.zeros(shape)
     save_file(tensors, out / SINGLE_FILE, metadata={"format": "pt"})
     return sum(tensor.numel() for tensor in tensors.values())

@@ -2,8 +2,10 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +36,7 @@ from mmtrain.runtime.world import World
 from mmtrain.weights import export_folder
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.flow.runs import refuse, run_all
-from tests.weights.pretrained import IMAGE_SIDE, PATCH, llava, save
+from tests.weights.pretrained import IMAGE_SIDE, clip, llava, save, siglip
 
 NUM_ANSWER_TOKENS = 12
 RECIPE = """
@@ -65,10 +67,10 @@ def _request(folder: Path, train: Path, heldout: Path, tokenizer: Path, parallel
     return TrainRequest(load_recipe(path, env={}), planner, plan_again, "cpu-core", 4, folder.parent / "run")
 
 
-def _pixels(patches: Tensor) -> Tensor:
+def _pixels(patches: Tensor, patch: int) -> Tensor:
     """Put patches (N * side * side, 3 * patch * patch) together to images (N, 3, height, width)."""
-    grid = patches.view(-1, IMAGE_SIDE, IMAGE_SIDE, 3, PATCH, PATCH)
-    return grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, IMAGE_SIDE * PATCH, IMAGE_SIDE * PATCH)
+    grid = patches.view(-1, IMAGE_SIDE, IMAGE_SIDE, 3, patch, patch)
+    return grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, IMAGE_SIDE * patch, IMAGE_SIDE * patch)
 
 
 def _loss_of_transformers(recipe: Recipe, folder: Path) -> float:
@@ -93,11 +95,14 @@ def _loss_of_transformers(recipe: Recipe, folder: Path) -> float:
         media = inputs[Microbatch("vision", 0, 0)]
         assert isinstance(media, EncoderInput)
         assert media.cells is not None
-        pixels = iter(_pixels(media.cells))
+        pixels = iter(_pixels(media.cells, recipe.model.vision.patch))
     model = model_class.from_pretrained(folder)
     losses = []
     for ids, labels in zip(text.ids.split(text.lengths), text.labels.split(text.lengths), strict=True):
-        num_images = int((ids == getattr(model.config, "image_token_id", -1)).sum()) // IMAGE_SIDE**2
+        merge = 1 if recipe.model.vision is None else recipe.model.vision.merge
+        num_features = int((ids == getattr(model.config, "image_token_id", -1)).sum())
+        extra = 0 if recipe.model.vision is None else recipe.model.vision.extra_features
+        num_images = num_features // ((IMAGE_SIDE // merge) ** 2 + extra)  # each is a tile, if there are tiles
         images = [next(pixels) for _ in range(num_images)]
         more = {"pixel_values": torch.stack(images)} if images else {}
         with torch.no_grad():
@@ -181,11 +186,36 @@ def test_a_trained_qwen2_has_the_same_loss_and_answers_in_transformers_and_is_re
     assert "model.hf: " in run_all(*[replace(request, loaded=more, resume=True)] * 4)[0]
 
 
+DISAGGREGATED = "{placement: disaggregated, vision: {tp: 2, pp: 1}, llm: {tp: 1, pp: 2}}"
+COLOCATED = "{placement: colocated, vision: {tp: 2, pp: 1}, llm: {tp: 2, pp: 2}}"
+
+
 @pytest.mark.slow
-def test_a_trained_llava_has_the_same_loss_in_transformers(data: Path, tmp_path: Path) -> None:
-    """Train CLIP on two tensor-parallel ranks, and the LLM on two pipeline ranks."""
+@pytest.mark.parametrize(
+    ("tower", "strategy", "parallel"),
+    [(clip, "default", DISAGGREGATED), (clip, "full", COLOCATED), (siglip, "full", DISAGGREGATED)],
+)
+def test_a_trained_llava_has_the_same_loss_in_transformers(
+    tower: Callable[[], Any], strategy: str, parallel: str, data: Path, tmp_path: Path
+) -> None:
+    """Train the tower on two tensor-parallel ranks, and the LLM on two pipeline ranks."""
     [image_token] = ChatTokenizer.load(data / "tokenizer.json").item_ids["vision"]
-    folder = save(llava(vocab_size=500, image_token=image_token), tmp_path / "model")
-    parallel = "{placement: disaggregated, vision: {tp: 2, pp: 1}, llm: {tp: 1, pp: 2}}"
+    model = llava(vocab_size=500, image_token=image_token, tower=tower(), strategy=strategy)
+    folder = save(model, tmp_path / "model")
     request = _request(folder, data / "train.json", data / "heldout.json", data / "tokenizer.json", parallel)
+    _assert_training_and_export_agree_with_transformers(request, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [DISAGGREGATED, COLOCATED, "{placement: unified, llm: {tp: 2, pp: 2}}"])
+def test_a_trained_internvl_has_the_same_loss_in_transformers(parallel: str, tmp_path: Path) -> None:
+    """Train on pictures of one tile and of several."""
+    folder = tmp_path / "model"
+    write_tiny_model(FAMILIES["internvl"], folder, seed=0)
+    conversations = folder / "conversations"
+    rows = json.loads((conversations / "train.json").read_text(encoding="utf-8"))
+    train, heldout = conversations / "some.json", conversations / "others.json"
+    train.write_text(json.dumps(rows[:48]), encoding="utf-8")
+    heldout.write_text(json.dumps(rows[48:60]), encoding="utf-8")
+    request = _request(folder, train, heldout, folder, parallel)
     _assert_training_and_export_agree_with_transformers(request, folder)

@@ -147,6 +147,27 @@ def clip_extractor() -> Any:
     return WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=CLIP_FRAMES // 100)
 
 
+def internvl(text: str = "qwen2", downsample_ratio: float = 0.5, **tower: Any) -> nn.Module:
+    """Make an InternVL with tiles of `IMAGE_SIDE` x `IMAGE_SIDE` patches."""
+    from transformers import (
+        AutoConfig,
+        InternVLConfig,
+        InternVLForConditionalGeneration,
+        InternVLVisionConfig,
+    )
+
+    vision = InternVLVisionConfig(**_tower() | {"attention_bias": True} | tower)
+    decoder = AutoConfig.for_model(
+        text, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=VOCAB, tie_word_embeddings=False,
+    )  # fmt: skip
+    config = InternVLConfig(
+        vision_config=vision, text_config=decoder, image_token_id=IMAGE_TOKEN, downsample_ratio=downsample_ratio,
+        image_seq_length=int(IMAGE_SIDE * downsample_ratio) ** 2, tie_word_embeddings=text == "qwen2",
+    )  # fmt: skip
+    return _random(InternVLForConditionalGeneration(config))
+
+
 VIDEO_TOKEN = 2
 PATCH_OF_FRAMES, MERGE = 2, 2  # side of a patch in pixels; of a merged square in patches
 

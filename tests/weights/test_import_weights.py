@@ -194,5 +194,5 @@ def test_a_step_at_tp_2_and_pp_2_equals_one_of_transformers(name: str, tmp_path:
 
 
 def test_every_family_is_compared_with_transformers() -> None:
-    of_their_own = {"llava", "qwen2_audio", "qwen2_vl", "qwen2_5_vl"}  # test files
+    of_their_own = {"internvl", "llava", "qwen2_audio", "qwen2_vl", "qwen2_5_vl"}  # test files
     assert set(FAMILIES) <= {name.split()[0] for name in MODELS} | of_their_own

@@ -57,9 +57,9 @@ def _samples(side: int, num_features: int) -> tuple[list[Tensor], list[Tensor]]:
     return ids, pixels
 
 
-def _patches(image: Tensor) -> Tensor:
+def patches_of(image: Tensor, patch: int = PATCH) -> Tensor:
     """Cut (3, height, width) into (patches, 3 * patch * patch), features ordered (channel, y, x)."""
-    cut = image.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)  # (3, rows, cols, y, x)
+    cut = image.unfold(1, patch, patch).unfold(2, patch, patch)  # (3, rows, cols, y, x)
     return cut.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
 
 
@@ -93,7 +93,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     places = (packed == IMAGE_TOKEN).nonzero().flatten()
     inputs = TextInput(tuple(map(len, ids)), packed, torch.cat(labels), {"vision": places})
     sides = (IMAGE_SIDE,) * 3
-    features = vision(None, EncoderInput(sides, sides, torch.cat([_patches(image) for image in pixels])))
+    features = vision(None, EncoderInput(sides, sides, torch.cat([patches_of(image) for image in pixels])))
     with torch.no_grad():
         logits = llm.logits(None, inputs, {"vision": features})[:, :VOCAB]
     assert (logits - torch.cat(expected)).abs().max() < 1e-4

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mmtrain.data.synthetic.byte_level_bpe import train_byte_level_bpe
+from mmtrain.families.family import Family
 from mmtrain.families.tiny import MEDIA_TOKENS, PAD_TOKEN, TINY_TOKENS, TINY_VOCAB_SIZE, TURN_END_TOKEN
 
 # ChatML; a part of a content that is no text becomes the token of its medium.
@@ -14,7 +15,7 @@ _TEMPLATE = """\
 {%- if message.content is string -%}{{ message.content }}
 {%- else -%}
 {%- for part in message.content -%}
-{%- if part.type == 'text' -%}{{ part.text }}{%- else -%}{{ '<' + part.type + '>' }}{%- endif -%}
+{%- if part.type == 'text' -%}{{ part.text }}{%- else -%}{{ placeholders[part.type] }}{%- endif -%}
 {%- endfor -%}
 {%- endif -%}
 {{ '<|im_end|>\\n' }}
@@ -23,19 +24,27 @@ _TEMPLATE = """\
 """
 
 
-def write_tiny_tokenizer(folder: Path, texts: Iterable[str]) -> int:
-    """Write the files of a tokenizer whose special tokens have the ids that tiny models expect; return its size."""
-    tokenizer = train_byte_level_bpe(texts, TINY_TOKENS, TINY_VOCAB_SIZE)
+def write_tiny_tokenizer(folder: Path, texts: Iterable[str], family: Family) -> int:
+    """Write the files of a tokenizer whose special tokens have the ids that tiny models expect; return its size.
+
+    A family's own tokens, which its `tokenizer_config.json` names, come after those of all.
+    """
+    own_names = family.tiny.get("tokenizer_config.json", {}).get("extra_special_tokens", {})
+    own_tokens = [token for token in own_names.values() if token not in TINY_TOKENS]
+    tokenizer = train_byte_level_bpe(texts, (*TINY_TOKENS, *own_tokens), TINY_VOCAB_SIZE)
     tokenizer.save(str(folder / "tokenizer.json"))
     tokens = {"pad_token": PAD_TOKEN, "eos_token": TURN_END_TOKEN}
-    media = {f"{kind}_token": token for kind, token in MEDIA_TOKENS.items()}
+    names = {f"{kind}_token": token for kind, token in MEDIA_TOKENS.items()} | own_names
+    written = {kind: markup.placeholder for kind, markup in family.markups.items() if markup is not None}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     files = {
-        "tokenizer_config.json": {**settings, **tokens, "extra_special_tokens": media},
+        "tokenizer_config.json": {**settings, **tokens, "extra_special_tokens": names},
         "generation_config.json": {"eos_token_id": tokenizer.token_to_id(TURN_END_TOKEN)},
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(
+        f"{{%- set placeholders = {json.dumps(MEDIA_TOKENS | written)} -%}}\n{_TEMPLATE}", encoding="utf-8"
+    )
     size: int = tokenizer.get_vocab_size()
     return size

@@ -71,6 +71,8 @@ class _Prober:
         markups: dict[MediaKind, MediaMarkup] = {}
         inserted: set[MediaKind] = set()
         for kind in get_args(MediaKind):
+            if kind in family_markups and family_markups[kind] is None:
+                continue
             markup, is_rendered = self._markup(kind, family_markups.get(kind))
             if markup is not None:
                 markups[kind] = markup

@@ -277,7 +277,10 @@ class TemplateTokenizer:
         """Compare the kinds of media in a rendering with those of the conversation; modalities may be mixed anew."""
         for kind in media:
             if kind not in self._shown_kind:
-                raise BadConversationError(f"the tokenizer has no token for {kind} features")
+                reason = (
+                    f"the tokenizer has no token for {kind} features, or its model's text for them is not supported"
+                )
+                raise BadConversationError(reason)
         for modality in MODALITIES.values() if media or written else ():
             expected = [self._shown_kind[kind] for kind in media if kind in modality.media]
             found = [kind for kind in written if kind in modality.media]

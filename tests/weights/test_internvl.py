@@ -1,0 +1,197 @@
+"""InternVL from a folder computes what `transformers` computes, and reads pictures and texts like its processor."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mmtrain.checkpoint import open_newest_good
+from mmtrain.data import build_index
+from mmtrain.data.formats.sample import Sample, Turn
+from mmtrain.data.media.image_grids import item_grids
+from mmtrain.data.media.media_bytes import FileMedia
+from mmtrain.data.media.vision_items import VisionItemDecoder
+from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.data.text.sample_tokenizer import BadConversationError
+from mmtrain.errors import RecipeError
+from mmtrain.families import FAMILIES
+from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
+from mmtrain.weights import export_folder
+from mmtrain.weights.tiny_model import write_tiny_model
+from tests.families.configs import write_config
+from tests.runtime.models import run_folder
+from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, PATCH, VOCAB, internvl, recipe_from, save
+from tests.weights.test_export_weights import content
+from tests.weights.test_import_weights import assert_equal_gradients, full_gradients, unit_stage
+from tests.weights.test_llava import patches_of
+from tests.weights.test_tiny_model import messages_of, tiny_recipe
+
+# As on the hub; sections hold what differs from the defaults.
+HUB_CONFIG: dict[str, Any] = {
+    "architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl", "downsample_ratio": 0.5,
+    "image_seq_length": 256, "image_token_id": 151667, "projector_hidden_act": "gelu", "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151674, "rope_theta": 1000000.0,
+        "rope_scaling": None, "use_sliding_window": False, "max_window_layers": 70,
+    },
+    "vision_config": {
+        "architectures": ["InternVisionModel"], "attention_bias": True, "hidden_size": 1024,
+        "image_size": [448, 448], "intermediate_size": 4096, "layer_norm_eps": 1e-06, "layer_scale_init_value": 0.1,
+        "model_type": "internvl_vision", "norm_type": "layer_norm", "num_attention_heads": 16,
+        "num_hidden_layers": 24, "patch_size": [14, 14], "use_absolute_position_embeddings": True,
+        "use_mask_token": False, "use_mean_pooling": True, "use_qk_norm": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "ratio", "tower"),
+    [
+        ("qwen2", 0.5, {}),
+        ("qwen3", 0.5, {"use_qk_norm": True, "norm_type": "rms_norm", "attention_bias": False}),
+        ("llama", 0.25, {"use_mean_pooling": False, "layer_norm_eps": 1e-3}),
+    ],
+)
+def test_logits_loss_and_gradients_equal_those_of_transformers(
+    text: str, ratio: float, tower: dict[str, Any], tmp_path: Path
+) -> None:
+    """Use two images of three tiles and of one, a text, and an image of one tile."""
+    theirs = internvl(text, ratio, **tower)
+    folder = save(theirs, tmp_path / "model")
+    recipe = recipe_from(folder)
+    vision, llm = unit_stage(recipe, "vision"), unit_stage(recipe, "llm")
+    generator = torch.Generator().manual_seed(7)
+    tile = torch.full((int(IMAGE_SIDE * ratio) ** 2,), IMAGE_TOKEN)
+
+    def words(count: int) -> Tensor:
+        return torch.randint(IMAGE_TOKEN + 1, VOCAB, (count,), generator=generator)
+
+    ids = [torch.cat([words(3), tile, tile, tile, words(2), tile, words(6)]), words(9), torch.cat([tile, words(4)])]
+    tiles = torch.randn(5, 3, IMAGE_SIDE * PATCH, IMAGE_SIDE * PATCH, generator=generator)
+    labels = [torch.where(sample == IMAGE_TOKEN, -100, sample)[1:] for sample in ids]
+    labels = [torch.cat([of_sample, torch.tensor([-100])]) for of_sample in labels]
+    expected = torch.cat(
+        [
+            theirs(input_ids=ids[0][None], pixel_values=tiles[:4]).logits[0],
+            theirs(input_ids=ids[1][None]).logits[0],
+            theirs(input_ids=ids[2][None], pixel_values=tiles[4:]).logits[0],
+        ]
+    )
+    packed = torch.cat(ids)
+    places = (packed == IMAGE_TOKEN).nonzero().flatten()
+    inputs = TextInput(tuple(map(len, ids)), packed, torch.cat(labels), {"vision": places})
+    sides = (IMAGE_SIDE,) * 5
+    features = vision(None, EncoderInput(sides, sides, torch.cat([patches_of(image) for image in tiles])))
+    with torch.no_grad():
+        logits = llm.logits(None, inputs, {"vision": features})[:, :VOCAB]
+    assert (logits - expected).abs().max() < 1e-4
+    assert expected.std() > 0.1  # else the comparison would prove nothing
+
+    loss = llm(None, inputs, {"vision": features})
+    their_loss = torch.nn.functional.cross_entropy(expected, torch.cat(labels), reduction="sum")
+    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
+    loss.backward()
+    their_loss.backward()
+    assert_equal_gradients(folder, theirs, full_gradients(vision) | full_gradients(llm))
+
+
+@pytest.mark.parametrize("tower", [{}, {"use_mask_token": True, "use_mean_pooling": False, "use_qk_norm": True}])
+def test_import_and_export_give_the_same_bits(tower: dict[str, Any], tmp_path: Path) -> None:
+    folder = save(internvl(**tower), tmp_path / "model", torch.bfloat16)
+    recipe = recipe_from(folder)
+    run = run_folder(tmp_path / "run", recipe, {unit: unit_stage(recipe, unit) for unit in ("vision", "llm")})
+    export_folder(recipe, open_newest_good(run / CHECKPOINTS_FOLDER, print), tmp_path / "out")
+    assert content(tmp_path / "out") == content(folder)
+
+
+def test_conversations_are_what_the_processor_makes_of_them(tmp_path: Path) -> None:
+    """The whole processor needs torchvision for videos, so its parts for images and texts are asked."""
+    import transformers
+
+    folder = tmp_path / "model"
+    write_tiny_model(FAMILIES["internvl"], folder, 3)
+    recipe = tiny_recipe(folder)
+    assert recipe.model.vision is not None
+    assert (recipe.data.image.scheme, recipe.data.image.tile, recipe.data.image.max_tiles) == ("tiles", 32, 4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    config = json.loads((folder / "preprocessor_config.json").read_text())
+    sized = {key: config[key] for key in ("size", "min_patches", "max_patches", "image_mean", "image_std")}
+    images = transformers.GotOcr2ImageProcessorPil(**sized, crop_to_patches=True)  # as the processor passes it
+    decoder = VisionItemDecoder(recipe.data.image, recipe.model.vision.patch)
+    index, ours = build_index(recipe), load_tokenizer(recipe.data.tokenizer_path)
+    rows = json.loads((folder / "conversations" / "heldout.json").read_text())[:20]
+    num_tiles = []
+    for number, row in enumerate(rows):
+        sample = index.samples[number]
+        messages = messages_of(row, folder / "conversations")
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        pictures = [part["image"] for turn in messages for part in turn["content"] if part["type"] == "image"]
+        for media, picture in zip(sample.media["image"], pictures, strict=True):
+            pixels = images(picture, return_tensors="np")["pixel_values"]
+            num_tiles.append(len(pixels))
+            text = text.replace("<IMG_CONTEXT>", f"<img>{'<mark>' * 4 * len(pixels)}</img>", 1)
+            for part, expected in enumerate(pixels):
+                patches = decoder.patches("image", media, part, len(pixels), (4, 4))
+                np.testing.assert_allclose(patches, patches_of(torch.from_numpy(expected), 8), atol=1e-4)
+        text = text.replace("<mark>", "<IMG_CONTEXT>")
+        expected_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(sample, index.media_features(number)).ids.tolist() == expected_ids
+    assert len(set(num_tiles)) > 1
+
+
+def test_tiles_from_headers_are_those_of_the_processor(tmp_path: Path) -> None:
+    import transformers
+
+    image = recipe_from(write_config(tmp_path / "model", HUB_CONFIG), "data.seq_len=8192").data.image
+    theirs = transformers.GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, crop_to_patches=True)
+    rng = np.random.default_rng(5)
+    for height, width in rng.integers(10, 3000, (1000, 2)).tolist():
+        grids = item_grids(width, height, image, 14, 2)
+        assert set(grids) == {(32, 32)}
+        assert len(grids) == theirs.get_number_of_image_patches(height, width, {}), (height, width)
+
+
+def test_the_config_of_the_hub_is_that_of_the_paper(tmp_path: Path) -> None:
+    recipe = recipe_from(write_config(tmp_path / "InternVL3-1B-hf", HUB_CONFIG), "data.seq_len=8192")
+    vision, llm = recipe.model.vision, recipe.model.llm
+    assert vision is not None
+    assert (vision.layers, vision.hidden, vision.max_side, vision.merge) == (24, 1024, 32, 2)
+    assert (llm.layers, llm.hidden, llm.vocab, llm.tie_embeddings) == (24, 896, 151674, False)
+    assert (recipe.data.image.tile, recipe.data.image.max_tiles) == (448, 12)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "text"),
+    [
+        (None, {"vision_feature_select_strategy": "full"}, 'vision_feature_select_strategy: "full" is not supported'),
+        (None, {"downsample_ratio": 0.3}, "downsample_ratio: 0.3 is not supported yet; supported: 1, 0.5, 0.25"),
+        (None, {"image_seq_length": 255}, "image_seq_length: 255 is not supported yet; supported: 256"),
+        ("text_config", {"model_type": "phi"}, "text_config.model_type: 'phi' is not supported yet"),
+        ("vision_config", {"image_size": [448, 224]}, "vision_config.image_size: [448, 224] is not supported yet"),
+        ("vision_config", {"norm_type": "batch_norm"}, 'vision_config.norm_type: "batch_norm" is not supported yet'),
+        ("vision_config", {"hidden_dropout_prob": 0.1}, "vision_config.hidden_dropout_prob: 0.1 is not supported yet"),
+    ],
+)
+def test_other_internvls_are_rejected_by_the_key(
+    section: str | None, changes: dict[str, object], text: str, tmp_path: Path
+) -> None:
+    changed = changes if section is None else {section: {**HUB_CONFIG[section], **changes}}
+    with pytest.raises(RecipeError) as caught:
+        recipe_from(write_config(tmp_path / "model", HUB_CONFIG, **changed), "data.seq_len=8192")
+    assert text in str(caught.value)
+
+
+def test_a_video_is_refused_since_its_text_is_not_built(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_tiny_model(FAMILIES["internvl"], folder, 3)
+    turns = (Turn("user", "<video>What happens?"), Turn("assistant", "Nothing."))
+    sample = Sample("s", "f.json", 0, turns, (), videos=(FileMedia("a.mp4"),))
+    with pytest.raises(BadConversationError, match="no token for video features, or its model's text for them is not"):
+        load_tokenizer(folder).encode(sample, {"vision": [8]})
