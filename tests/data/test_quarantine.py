@@ -65,6 +65,7 @@ MEDIA = {
     "broken.png": _broken_png,
     "empty.wav": lambda: _sound(np.zeros(0)),
     "long.wav": lambda: wav(5.0),
+    "short.wav": lambda: wav(0.02),
     "wide.wav": lambda: _sound(np.zeros((16, 40))),
     "empty.avi": _empty_movie,
 }
@@ -99,6 +100,7 @@ ROWS: dict[str, Row] = {
     "empty_video": _with("<video>", video="empty.avi"),
     "too_many_pixels": row("<image>", "a", "large.png"),
     "clip_too_long": _with("<audio>", audio="long.wav"),
+    "clip_too_short": _with("<audio>", audio="short.wav"),
     "audio_too_wide": _with("<audio>", audio="wide.wav"),
     "truncated": row("<image>", "a", "cut.jpg"),
     "undecodable": row("<image>", "a", "broken.png"),
@@ -170,7 +172,7 @@ def planted(tmp_path: Path, recipe: MakeRecipe, tokenizer_path: Path) -> tuple[R
         audio={"max_seconds": 4.0},
         limits={"max_member_bytes": 1000, "max_members": 4},
     ).model_dump()
-    made["model"]["audio"] = AUDIO_UNIT
+    made["model"]["audio"] = AUDIO_UNIT | {"clip_end": "silence", "downsample": 4}
     return Recipe.model_validate(made), expected
 
 

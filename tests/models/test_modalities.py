@@ -86,7 +86,7 @@ def _layers(settings: DepthSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     modality = Modality("depth", DepthSettings, {}, media=(), placeholder="<|depth|>")
     shapes = EncoderShapes(_layers, lambda layer, settings: iter(("proj.weight", "proj.bias")))
-    modules = EncoderModules(DepthEmbed, lambda inputs, layer, device: DepthContext(inputs, 0, device))
+    modules = EncoderModules(DepthEmbed, lambda inputs, unit, dtype, device: DepthContext(inputs, 0, device))
     sizes = ItemSizes(nearest=lambda settings, size: size, synthetic=lambda settings, data: [(4, 1), (8, 1)])
     tables: list[tuple[Any, object]] = [
         (MODALITIES, modality),
