@@ -9,6 +9,7 @@ from mmtrain.families.rotary import rope_scaling_config
 from mmtrain.families.windows import layer_types
 
 _ARCHITECTURES = {
+    "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -28,7 +29,6 @@ def decoder_config(model: NewModel) -> dict[str, Any]:
         "num_attention_heads": llm["heads"],
         "num_key_value_heads": llm["kv_heads"],
         "head_dim": llm["head_dim"],
-        "hidden_act": "silu",
         "vocab_size": llm["vocab"],
         "rms_norm_eps": llm["norm_eps"],
         "rope_theta": llm["rope_base"],
@@ -40,10 +40,14 @@ def decoder_config(model: NewModel) -> dict[str, Any]:
     scaling = llm["rope_scaling"]
     if scaling is not None:
         config["rope_scaling"] = rope_scaling_config(scaling)
-    return config | _window_config(llm, model_type)
+    if model_type == "gemma3_text":
+        return config | _gemma_config(llm)
+    return config | {"hidden_act": "silu"} | _window_config(llm, model_type)
 
 
 def _model_type(llm: Settings) -> str:
+    if llm["zero_centered_norms"]:
+        return "gemma3_text"
     if llm["qk_norm"]:
         return "qwen3"
     if llm["qkv_bias"]:
@@ -58,6 +62,22 @@ def _window_config(llm: Settings, model_type: str) -> dict[str, Any]:
         return {}
     kinds = layer_types(llm["layers"], llm["full_attention_blocks"])
     return {"use_sliding_window": True, "sliding_window": llm["window"], "layer_types": kinds}
+
+
+def _gemma_config(llm: Settings) -> dict[str, Any]:
+    """Return the keys of a Gemma 3 that other decoders do not have."""
+    is_windowed = llm["window"] is not None
+    full = llm["full_attention_blocks"] if is_windowed else tuple(range(llm["layers"]))
+    query_scale = llm["query_scale"] or llm["head_dim"]
+    config = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        # `transformers` reads whole numbers only.
+        "query_pre_attn_scalar": int(query_scale) if query_scale == int(query_scale) else query_scale,
+        "layer_types": layer_types(llm["layers"], full),
+    }
+    if is_windowed:
+        config |= {"sliding_window": llm["window"], "rope_local_base_freq": llm["window_rope_base"] or llm["rope_base"]}
+    return config
 
 
 def _files(model: NewModel) -> JsonFiles:

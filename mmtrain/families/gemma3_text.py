@@ -1,6 +1,7 @@
 """The LLM of Gemma 3 (arXiv 2503.19786), as `Gemma3ForCausalLM` of `transformers` computes it."""
 
 from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.decoder_config import DECODER_WRITER
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.rotary import is_supported, rope_scaling
@@ -43,12 +44,14 @@ def gemma3_text_settings(config: ConfigSection) -> Settings:
         mlp="geglu",
         qkv_bias=False,
         qk_norm=True,
-        query_scale=config.number("query_pre_attn_scalar", 256),
         post_norms=True,
         zero_centered_norms=True,
         scale_embeddings=True,
         tie_embeddings=config.flag("tie_word_embeddings", True),
     )
+    query_scale = config.number("query_pre_attn_scalar", 256)
+    if query_scale != settings["head_dim"]:
+        settings = {**settings, "query_scale": query_scale}
     window = config.optional_integer("sliding_window", 4096)
     pattern = config.integer("sliding_window_pattern", 6)
     in_blocks = window_settings(config, settings["layers"], window, lambda block: (block + 1) % pattern == 0)
@@ -88,4 +91,5 @@ GEMMA3_TEXT = Family(
     decoder_weights,
     {"config.json": _TINY},
     ignored=decoder_buffers,
+    writer=DECODER_WRITER,
 )

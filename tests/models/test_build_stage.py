@@ -1,11 +1,13 @@
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from mmtrain.models.build_stage import StageOptions, build_stage
+from mmtrain.models.layer_shape import BLOCK_PIECES
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage_module import StageModule, StageSpec
@@ -71,6 +73,19 @@ def test_stages_cut_anywhere_compose_to_the_whole(unit: str) -> None:
             torch.testing.assert_close(result_gradients[name], expected_gradients[name], rtol=1e-5, atol=1e-7)
         if features is not None:
             torch.testing.assert_close(features, expected_features)
+
+
+@pytest.mark.parametrize("llm", [{}, {"post_norms": True, "zero_centered_norms": True, "window": 5}])
+def test_a_block_in_pieces_equals_the_block(llm: dict[str, Any]) -> None:
+    module = stage(settings(llm=llm), "llm", (1, 4))
+    randomize(module)
+    context = module.context(text(*LENGTHS), {})
+    hidden = torch.randn(sum(LENGTHS), 48, generator=torch.Generator().manual_seed(2))
+    whole = module.run(context, hidden, range(2, 3))
+    for cut in range(1, len(BLOCK_PIECES)):
+        state = module.run_pieces(context, (hidden,), 2, range(cut))
+        (joined,) = module.run_pieces(context, state, 2, range(cut, len(BLOCK_PIECES)))
+        torch.testing.assert_close(joined, whole)
 
 
 @pytest.mark.parametrize("unit", ["vision", "llm"])

@@ -131,6 +131,9 @@ LLAMA3_SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0
 
 
 YARN = LLAMA3_SCALING | {"kind": "yarn", "amplitude": 1.5}
+GEMMA = {
+    "mlp": "geglu", "qk_norm": True, "post_norms": True, "zero_centered_norms": True, "scale_embeddings": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -141,6 +144,8 @@ YARN = LLAMA3_SCALING | {"kind": "yarn", "amplitude": 1.5}
         ("qwen2", {"qkv_bias": True, "rope_scaling": YARN}),
         ("qwen3", {"qk_norm": True, "window": 16, "full_attention_blocks": (1,)}),
         ("mistral", {"window": 16}),
+        ("gemma3_text", GEMMA),
+        ("gemma3_text", GEMMA | {"window": 16, "window_rope_base": 100.0, "query_scale": 7.0}),
     ],
 )
 def test_a_text_model_gives_the_same_logits_in_transformers(
