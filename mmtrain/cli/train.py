@@ -62,15 +62,12 @@ def train(
     By itself, `train` starts its own local processes. Under torchrun or SLURM each started process is one rank.
     """
     from mmtrain.errors import UserError
-    from mmtrain.families.hub_models import fetch_weights
     from mmtrain.recipe import load_recipe, require_runnable
     from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 
     ignore_lost_output()
     loaded = load_recipe(recipe, overrides)  # report a wrong recipe before torch loads
     require_runnable(loaded.recipe, "train")
-    if loaded.recipe.model.hf is not None and not resume:
-        fetch_weights(loaded.recipe.model.hf)  # before ranks start, whose waiting for each other has limits
     from mmtrain.cli.local_cluster import plan_for_started_ranks, resolve_cluster
     from mmtrain.plan import load_plan
     from mmtrain.plan.artifact.plan_files import ranks_to_start

@@ -1,4 +1,4 @@
-"""Find the family as which a model that started from random weights can be exported."""
+"""Find the family as which a model can be exported that did not start from one folder."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -41,12 +41,13 @@ def choose_family(model: NewModel) -> NewFolder:
         drafts.append((family.name, differences))
     if not drafts:
         raise UserError(
-            f"this run started from random weights, and no family of models has just the units "
+            f"not all units of this run started from one folder, and no family of models has just the units "
             f"{', '.join(model.units)}; runs can be exported with the units {_known_units()}"
         )
     name, differences = min(drafts, key=lambda draft: len(draft[1]))
     raise UserError(
-        "this run started from random weights, and no family of models has all of its settings; the nearest is "
+        "not all units of this run started from one folder, and no family of models has all of its settings; the "
+        "nearest is "
         f"{name}, from which these differ:\n  " + "\n  ".join(differences)
     )
 

@@ -35,7 +35,7 @@ def _files(model: NewModel) -> JsonFiles:
             "intermediate_size": vision["ffn"],
             "num_hidden_layers": vision["layers"],
             "num_attention_heads": vision["heads"],
-            "image_size": vision["max_side"] * vision["patch"],
+            "image_size": _image_size(model),
             "patch_size": vision["patch"],
             "hidden_act": _ACTIVATIONS.get(vision["activation"], "gelu"),
             "layer_norm_eps": vision["norm_eps"],
@@ -50,6 +50,15 @@ def _files(model: NewModel) -> JsonFiles:
     }
     images = {**clip_image_processor(model.image), "processor_class": "LlavaProcessor"}
     return {CONFIG_FILE: config, IMAGE_PROCESSOR_FILE: images, PROCESSOR_FILE: processor}
+
+
+def _image_size(model: NewModel) -> int:
+    """Return the side of a picture in pixels, with those at its edge that fill no patch."""
+    vision, image = model.units["vision"], model.image
+    side: int = vision["max_side"] * vision["patch"]
+    size: int = image["size"]
+    has_rest = image["scheme"] == "fixed" and image["partial_patches"] == "drop" and 0 < size - side < vision["patch"]
+    return size if has_rest else side
 
 
 LLAVA_WRITER = FolderWriter(frozenset({"vision", "llm"}), _files)

@@ -14,7 +14,7 @@ from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.folder_files import CONFIG_FILE
 from mmtrain.families.image_processors import read_image_settings
-from mmtrain.families.registry import FAMILIES
+from mmtrain.families.registry import ENCODER_FAMILIES, FAMILIES
 from mmtrain.families.video_processors import read_video_settings
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -110,12 +110,13 @@ def find_family(config: Mapping[str, Any], config_path: Path) -> Family:
 
     Raises ModelFolderError, which says what is supported and what is nearest.
     """
-    by_architecture = {name: family for family in FAMILIES.values() for name in family.architectures}
+    families = FAMILIES | ENCODER_FAMILIES
+    by_architecture = {name: family for family in families.values() for name in family.architectures}
     architectures = config.get("architectures")
     if isinstance(architectures, list) and architectures:
         key, found, known = "architectures", str(architectures[0]), by_architecture
     else:
-        key, found, known = "model_type", str(config.get("model_type")), dict(FAMILIES)
+        key, found, known = "model_type", str(config.get("model_type")), families
     if found in known:
         return known[found]
     closest = get_close_matches(found, known, n=1)

@@ -1,5 +1,6 @@
 """The families that can be trained from a folder. To add one, see CONTRIBUTING.md."""
 
+from mmtrain.families.encoders import CLIP, SIGLIP, WHISPER
 from mmtrain.families.family import Family
 from mmtrain.families.gemma3_text import GEMMA3_TEXT
 from mmtrain.families.internvl import INTERNVL
@@ -16,3 +17,5 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (GEMMA3_TEXT, INTERNVL, LLAMA, LLAVA, MISTRAL, QWEN2, QWEN2_AUDIO, QWEN2_VL, QWEN2_5_VL, QWEN3)
 }
+# Their folders hold no LLM: a recipe names them for one of its units.
+ENCODER_FAMILIES: dict[str, Family] = {family.name: family for family in (CLIP, SIGLIP, WHISPER)}

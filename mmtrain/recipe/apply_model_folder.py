@@ -1,6 +1,6 @@
-"""Fill the settings of a pretrained model (`model.hf`) into a recipe."""
+"""Fill the settings of pretrained models (`model.hf`, and `hf` of units) into a recipe."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,50 +8,102 @@ from mmtrain.errors import ModelFolderError
 from mmtrain.families import CONFIG_FILE, read_model_folder
 from mmtrain.families.folder_files import SLOW_TOKENIZER_FILES, TOKENIZER_FILE
 from mmtrain.families.hub_models import fetch_config, is_hub_name
+from mmtrain.recipe.modalities import MODALITIES
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, node_at, set_node, to_node, to_plain
 
 FOLDER_SETTING = ("model", "hf")
 _TOKENIZER_SETTING = ("data", "tokenizer")
+_DATA_SECTIONS = {"vision": ("image", "video"), "audio": ("audio",), "llm": ()}  # that a unit's folder speaks of
 # A folder with one of these is a tokenizer too; one that mmtrain cannot read is reported when it is loaded.
 _TOKENIZER_FILES = (TOKENIZER_FILE, *SLOW_TOKENIZER_FILES)
 
 
-def apply_model_folder(tree: Node) -> tuple[Node, list[Problem]]:
-    """Add the settings that the folder of `model.hf` states, and return what contradicts them.
+def apply_model_folders(tree: Node) -> tuple[Node, list[Problem]]:
+    """Add the settings that the folders of `model.hf` and of units state, and return what contradicts them.
 
     Shapes of units must be those of the folder, because its weights have them. What the folder says of a section of
     data are defaults, for recipes that do not choose the `scheme` of that section themselves. Its tokenizer and chat
     template are those of a recipe that names no other.
     """
-    setting = node_at(tree, FOLDER_SETTING)
+    problems: list[Problem] = []
+    tree = _apply_folder(tree, FOLDER_SETTING, None, problems)
+    for section, unit in _unit_sections(tree):
+        tree = _apply_folder(tree, (*section, "hf"), unit, problems)
+    return tree, problems
+
+
+def is_folder_setting(keys: KeyPath) -> bool:
+    """Return whether a setting names a pretrained model."""
+    return len(keys) > 1 and keys[0] == "model" and keys[-1] == "hf"
+
+
+def _unit_sections(tree: Node) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the section of every unit that may have a folder, and what the unit is called in folders."""
+    for unit in (*MODALITIES, "llm"):
+        yield ("model", unit), unit
+    encoders = node_at(tree, ("model", "encoders"))
+    for name in encoders.value if encoders is not None and isinstance(encoders.value, dict) else ():
+        modality = node_at(tree, ("model", "encoders", name, "modality"))
+        if modality is not None and modality.value in MODALITIES:
+            yield ("model", "encoders", name), str(modality.value)
+
+
+def _apply_folder(tree: Node, where: tuple[str, ...], unit: str | None, problems: list[Problem]) -> Node:
+    """Add what the folder at the setting `where` states: of all its units, or of `unit` for the section of `where`."""
+    setting = node_at(tree, where)
     if setting is None or not isinstance(setting.value, str):
-        return tree, []
+        return tree
     try:
         folder = read_model_folder(folder_of(setting.value))
     except ModelFolderError as error:
-        return tree, [Problem(FOLDER_SETTING, str(error), setting.origin)]
-    tree = _set(tree, FOLDER_SETTING, to_node(str(folder.path), setting.origin))
+        problems.append(Problem(where, str(error), setting.origin))
+        return tree
+    if (unit or "llm") not in folder.settings.model:
+        units = " and ".join(folder.settings.model)
+        text = f"{folder.path} ({folder.family.name}) holds {units}, but no {unit or 'llm'}; name it for its own unit"
+        problems.append(Problem(where, text, setting.origin))
+        return tree
+    tree = _set(tree, where, to_node(str(folder.path), setting.origin))
     origin = Origin(str(folder.path / CONFIG_FILE), None, folder.path)
-    problems: list[Problem] = []
-    for unit, settings in folder.settings.model.items():
-        preset = node_at(tree, ("model", unit, "preset"))
-        if preset is not None and preset.value is not None:
-            text = "model.hf supplies the settings of this unit; remove the preset or model.hf"
-            problems.append(Problem(("model", unit, "preset"), text, preset.origin))
-        tree = _fill(tree, ("model", unit), settings, origin, problems)
-    for section in folder.settings.data:
-        if node_at(tree, ("data", section, "scheme")) is not None:
+    units_in_folder = folder.settings.model
+    if unit is not None:
+        own = {key: value for key, value in units_in_folder[unit].items() if key != "projector"}
+        tree = _fill_unit(tree, where[:-1], own, origin, where, problems)
+    for name, settings in units_in_folder.items() if unit is None else ():
+        tree = _fill_unit(tree, ("model", name), settings, origin, where, problems)
+    sections = folder.settings.data if unit is None else _DATA_SECTIONS[unit]
+    for section in sections:
+        if section not in folder.settings.data or node_at(tree, ("data", section, "scheme")) is not None:
             continue  # the defaults belong to the folder's scheme
         try:
             settings = folder.data_settings(section)
         except ModelFolderError as error:
-            problems.append(Problem(FOLDER_SETTING, str(error), setting.origin))
+            problems.append(Problem(where, str(error), setting.origin))
         else:
             tree = _fill(tree, ("data", section), settings, origin, None)
     has_tokenizer = any((folder.path / name).exists() for name in _TOKENIZER_FILES)
-    if has_tokenizer and node_at(tree, _TOKENIZER_SETTING) is None:
+    if unit in (None, "llm") and has_tokenizer and node_at(tree, _TOKENIZER_SETTING) is None:
         tree = _set(tree, _TOKENIZER_SETTING, to_node(str(folder.path), origin))
-    return tree, problems
+    return tree
+
+
+def _fill_unit(
+    tree: Node,
+    section: tuple[str, ...],
+    settings: Mapping[str, Any],
+    origin: Origin,
+    where: tuple[str, ...],
+    problems: list[Problem],
+) -> Node:
+    """Add the settings of a unit that the folder at the setting `where` holds."""
+    rivals = {"preset": f"{'.'.join(where)} supplies the settings of this unit; remove the preset or the folder"}
+    if where == FOLDER_SETTING:
+        rivals["hf"] = "the folder of model.hf holds this unit too; leave one of the two out"
+    for key, text in rivals.items():
+        rival = node_at(tree, (*section, key))
+        if rival is not None and rival.value is not None:
+            problems.append(Problem((*section, key), text, rival.origin))
+    return _fill(tree, section, settings, origin, problems)
 
 
 def folder_of(value: str) -> Path:

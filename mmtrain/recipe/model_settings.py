@@ -58,6 +58,13 @@ class UnitSettings(Section):
 
     layers: PositiveInt = setting(affects={"plan", "steps", "resume"}, description="Number of transformer blocks.")
     hidden: PositiveInt = setting(affects={"plan", "steps", "resume"}, description="Width of the residual stream.")
+    hf: Path | None = setting(
+        None,
+        affects={"resume"},
+        added_later=True,
+        description="A pretrained model, named as in `model.hf`, from which this unit alone starts: an encoder without "
+        "its projector, or an LLM with its tokenizer.",
+    )
     lr_scale: float = setting(1.0, ge=0, affects={"resume"}, description="Factor on the learning rate of this unit.")
     weight_decay: float | None = setting(
         None,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmtrain.errors import RecipeError
 from mmtrain.families.hub_models import is_hub_name
-from mmtrain.recipe.apply_model_folder import FOLDER_SETTING, apply_model_folder
+from mmtrain.recipe.apply_model_folder import apply_model_folders, is_folder_setting
 from mmtrain.recipe.apply_presets import apply_presets
 from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, dotted_path, iter_nodes, merge_trees, set_node
@@ -17,7 +17,6 @@ from mmtrain.recipe.validation import validate
 
 _COST_TABLE = ("cluster", "costs")
 _PATH_SETTINGS = (  # relative paths in these settings start at the folder of the file that sets them
-    FOLDER_SETTING,
     ("data", "tokenizer"),
     ("data", "index_cache"),
     ("data", "producer_secret"),
@@ -67,8 +66,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str
     tree = _read(path, files, ())
     for override in overrides:
         tree = _apply_override(tree, override, files)
-    tree, folder_problems = apply_model_folder(_make_paths_absolute(tree))
-    if any(problem.where == FOLDER_SETTING for problem in folder_problems):
+    tree, folder_problems = apply_model_folders(_make_paths_absolute(tree))
+    if any(is_folder_setting(problem.where) for problem in folder_problems):
         # Everything that the folder would have supplied is missing; these problems would hide the cause.
         raise RecipeError(_message(path, [*files.problems, *folder_problems]))
     tree = apply_presets(tree)
@@ -153,11 +152,12 @@ def _make_paths_absolute(tree: Node) -> Node:
     """
     for keys, node in list(iter_nodes(tree)):
         pattern = tuple("*" if isinstance(key, int) else key for key in keys)
-        if pattern not in _PATH_SETTINGS or not isinstance(node.value, str):
+        is_path = pattern in _PATH_SETTINGS or is_folder_setting(keys)
+        if not is_path or not isinstance(node.value, str):
             continue
         if pattern == _COST_TABLE and _is_bare_name(node.value):
             continue
-        if pattern == FOLDER_SETTING and _is_model_of_hub(node):
+        if is_folder_setting(keys) and _is_model_of_hub(node):
             continue
         absolute = os.path.abspath(node.origin.folder / node.value)
         updated = set_node(tree, keys, replace(node, value=absolute))

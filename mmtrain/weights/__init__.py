@@ -9,6 +9,7 @@ from mmtrain.weights.export_weights import ExportDtype, ExportedFolder, export_f
 from mmtrain.weights.folder_tensors import FolderTensors, StoredWeight
 from mmtrain.weights.import_weights import PretrainedWeights, open_pretrained
 from mmtrain.weights.run_weights import RunWeights
+from mmtrain.weights.start_folders import start_folders
 
 __all__ = [
     "ExportDtype",
@@ -20,4 +21,5 @@ __all__ = [
     "export_adapter",
     "export_folder",
     "open_pretrained",
+    "start_folders",
 ]

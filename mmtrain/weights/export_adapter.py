@@ -58,6 +58,11 @@ def export_adapter(
     shape = build_model_shape(recipe)
     _require_adapters_only(recipe, shape)
     folder = source_folder(recipe)
+    if folder is None:
+        raise UserError(
+            "--adapter: the units of this run did not all start from one folder that the adapter could be loaded on; "
+            "leave --adapter out to export the model with the adapters merged"
+        )
     if out.exists():
         raise UserError(f"--out {out}: exists already; name a folder that does not")
     weights = adapted_weights(shape)

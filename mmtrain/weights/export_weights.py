@@ -79,13 +79,15 @@ def export_folder(
 
     Adapters are merged into their weights: W + (alpha / rank) B A, computed in fp32. Names, order of dimensions and,
     without `dtype`, the type of every tensor are those of the folder that the run started from, whose config, tokenizer
-    and other small files are copied. For a run that started from random weights they are those of the family to which
-    its model belongs, and fp32. One parameter at a time is in memory. The folder appears by rename when it is complete.
+    and other small files are copied. For a run with units that did not start from that folder they are those of the
+    family to which its model belongs, and fp32. One parameter at a time is in memory. The folder appears by rename when
+    it is complete.
 
     Raises UserError for a run that no family can hold, and for an `out` that exists or cannot be written;
     ModelFolderError for a source folder that changed; CheckpointError.
     """
-    content = _new_content(recipe, dtype) if recipe.model.hf is None else _content_like_source(recipe, dtype)
+    source = source_folder(recipe)
+    content = _new_content(recipe, dtype) if source is None else _content_like(source, dtype)
     targets, stored = content.targets, content.stored
     if out.exists():
         raise UserError(f"--out {out}: exists already; name a folder that does not")
@@ -124,29 +126,27 @@ def _new_content(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
     return _Content(targets, None, lambda draft: write_new_files(recipe, folder, draft, torch_name))
 
 
-def _content_like_source(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
+def _content_like(folder: ModelFolder, dtype: ExportDtype | None) -> _Content:
     """Describe the folder that the run started from."""
-    folder = source_folder(recipe)
     stored = FolderTensors.of(folder.path)
     targets = _targets(match_tensors(folder, stored), stored, dtype)
     return _Content(targets, stored, lambda draft: _copy_small_files(folder, draft, dtype))
 
 
-def source_folder(recipe: Recipe) -> ModelFolder:
-    """Return the folder that the run started from. Raises UserError if the run cannot be written like it."""
-    assert recipe.model.hf is not None
+def source_folder(recipe: Recipe) -> ModelFolder | None:
+    """Return the folder that all units of the run started from; None if there is none.
+
+    Raises ModelFolderError for a folder that cannot be read.
+    """
+    if recipe.model.hf is None:
+        return None
     try:
         folder = read_model_folder(recipe.model.hf)
         fetch_weights(folder.path)  # the names and types of its tensors, and those that training does not compute
     except ModelFolderError as error:
         raise ModelFolderError(f"model.hf: {error}") from None
-    others = [unit.name for unit in build_model_shape(recipe).units if unit.name not in folder.settings.model]
-    if others:
-        raise UserError(
-            f"the run has {', '.join(others)}, which models of the family {folder.family.name} do not; exporting it is "
-            "not supported yet"
-        )
-    return folder
+    has_other_units = any(unit.name not in folder.settings.model for unit in build_model_shape(recipe).units)
+    return None if has_other_units else folder
 
 
 def _targets(matched: MatchedFolder, stored: FolderTensors, dtype: ExportDtype | None) -> list[_Target]:

@@ -1,18 +1,20 @@
 """Fill the parameters of a rank from a folder, slice by slice."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmtrain.errors import ModelFolderError
-from mmtrain.families import Block, ModelFolder, ParameterSource, read_model_folder
+from mmtrain.families import Block, ParameterSource, read_model_folder
 from mmtrain.families.hub_models import fetch_weights
 from mmtrain.families.weight_layouts import Box
 from mmtrain.models.layer_shape import is_adapter
 from mmtrain.models.parameter_specs import ParamSpec
 from mmtrain.recipe import Recipe
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
-from mmtrain.weights.match_tensors import MatchedFolder, match_tensors
+from mmtrain.weights.match_tensors import match_tensors
+from mmtrain.weights.start_folders import StartFolder, start_folders
 
 if TYPE_CHECKING:
     import torch
@@ -21,22 +23,32 @@ MAX_ELEMENTS_PER_READ = 16 << 20  # 64 MB in fp32: what a rank holds beside its 
 _SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 
 
-class PretrainedWeights:
-    """The weights of `model.hf`, of which every rank reads what it keeps."""
+@dataclass(frozen=True)
+class OpenFolder:
+    """A folder whose tensors have been matched."""
 
-    def __init__(self, folder: ModelFolder, tensors: FolderTensors, matched: MatchedFolder) -> None:
-        """Read from a folder whose tensors have been matched."""
-        self._folder, self._tensors, self._matched = folder, tensors, matched
+    tensors: FolderTensors
+    sources: Mapping[str, ParameterSource]  # by the name of our parameter
+    units: tuple[str, ...]  # of the recipe, that start from it
+    fresh_modules: tuple[str, ...]  # of these units, that have no weights in it
+
+
+class PretrainedWeights:
+    """The weights that a recipe starts from, of which every rank reads what it keeps."""
+
+    def __init__(self, folders: Sequence[OpenFolder]) -> None:
+        """Read from folders that hold different units."""
+        self._folders = {unit: folder for folder in folders for unit in folder.units}
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Return the units that the folder holds."""
-        return tuple(self._folder.settings.model)
+        """Return the units that the folders hold."""
+        return tuple(self._folders)
 
     @property
     def fresh_modules(self) -> tuple[str, ...]:
-        """Return the modules of these units that have no weights in the folder."""
-        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self._matched.fresh))
+        """Return the modules of these units that have no weights in a folder."""
+        return tuple(dict.fromkeys(module for folder in self._folders.values() for module in folder.fresh_modules))
 
     def fill(self, param: "torch.Tensor", spec: ParamSpec, tp_rank: int, tp: int) -> bool:
         """Fill a parameter of this rank; return whether the folder holds it.
@@ -46,7 +58,7 @@ class PretrainedWeights:
         source = self._source_of(spec)
         if source is None:
             return False
-        self._read_box(source, param.view(spec.local_shape(tp)), _shard_box(spec, tp_rank, tp))
+        self._read_box(spec, source, param.view(spec.local_shape(tp)), _shard_box(spec, tp_rank, tp))
         return True
 
     def fill_master(
@@ -60,7 +72,7 @@ class PretrainedWeights:
         import torch
 
         source = self._source_of(spec)
-        if source is None or not self._has_more_bits(source, str(dtype).removeprefix("torch.")):
+        if source is None or not self._has_more_bits(spec, source, str(dtype).removeprefix("torch.")):
             return False
         last = first + master.numel()
         for box, start in _slabs(_shard_box(spec, tp_rank, tp)):
@@ -68,26 +80,27 @@ class PretrainedWeights:
             if end <= first or start >= last:
                 continue
             slab = torch.empty([hi - lo for lo, hi in box], dtype=master.dtype)
-            self._read_box(source, slab, box)
+            self._read_box(spec, source, slab, box)
             lo, hi = max(first, start), min(last, end)
             master[lo - first : hi - first].copy_(slab.view(-1)[lo - start : hi - start])
         return True
 
     def _source_of(self, spec: ParamSpec) -> ParameterSource | None:
-        """Return what a parameter is made of; None if the folder does not hold it."""
-        is_in_unit = spec.name.split(".", 1)[0] in self.units
-        if not is_in_unit or is_adapter(spec.name) or spec.name in self._matched.fresh:
-            return None
-        source = self._matched.sources[spec.name]
-        source.check_cover(spec.full_shape)
+        """Return what a parameter is made of; None if no folder holds it."""
+        folder = None if is_adapter(spec.name) else self._folders.get(_unit_of(spec))
+        source = None if folder is None else folder.sources.get(spec.name)
+        if source is not None:
+            source.check_cover(spec.full_shape)
         return source
 
-    def _has_more_bits(self, source: ParameterSource, dtype: str) -> bool:
-        stored = {DTYPES[self._tensors.tensors[tensor].dtype] for tensor in source.tensor_shapes()}
+    def _has_more_bits(self, spec: ParamSpec, source: ParameterSource, dtype: str) -> bool:
+        tensors = self._folders[_unit_of(spec)].tensors.tensors
+        stored = {DTYPES[tensors[tensor].dtype] for tensor in source.tensor_shapes()}
         return max(map(_SIGNIFICANT_BITS.__getitem__, stored)) > _SIGNIFICANT_BITS[dtype]
 
-    def _read_box(self, source: ParameterSource, target: "torch.Tensor", box: Box) -> None:
+    def _read_box(self, spec: ParamSpec, source: ParameterSource, target: "torch.Tensor", box: Box) -> None:
         """Fill `target` with a box of a parameter's full view."""
+        tensors = self._folders[_unit_of(spec)].tensors
         if source.may_be_padded:
             target.zero_()
         for block in source.blocks:
@@ -97,11 +110,12 @@ class PretrainedWeights:
                     slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(piece.view_box, box, strict=True)
                 )
                 region = target[place]
-                region.copy_(self._tensors.read(piece.tensor, piece.tensor_box).reshape(region.shape))
+                region.copy_(tensors.read(piece.tensor, piece.tensor_box).reshape(region.shape))
 
     def close(self) -> None:
-        """Close the files of the folder."""
-        self._tensors.close()
+        """Close the files of all folders."""
+        for folder in self._folders.values():
+            folder.tensors.close()
 
 
 def open_pretrained(recipe: Recipe) -> PretrainedWeights | None:
@@ -110,15 +124,28 @@ def open_pretrained(recipe: Recipe) -> PretrainedWeights | None:
     Fetches weights of the hub that are not here yet, and reads the headers of all files. Raises ModelFolderError for
     files or tensors that do not fit.
     """
-    if recipe.model.hf is None:
-        return None
+    folders = [_open(start) for start in start_folders(recipe)]
+    return PretrainedWeights(folders) if folders else None
+
+
+def _open(start: StartFolder) -> OpenFolder:
     try:
-        folder = read_model_folder(recipe.model.hf)
+        folder = read_model_folder(start.path)
         fetch_weights(folder.path)
     except ModelFolderError as error:
-        raise ModelFolderError(f"model.hf: {error}") from None
+        raise ModelFolderError(f"{start.setting}: {error}") from None
     tensors = FolderTensors.of(folder.path)
-    return PretrainedWeights(folder, tensors, match_tensors(folder, tensors))
+    matched = match_tensors(folder, tensors, start.setting, start.unit_in_folder)
+    if start.unit is None:
+        fresh_modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in matched.fresh))
+        return OpenFolder(tensors, matched.sources, tuple(folder.settings.model), fresh_modules)
+    sources = {f"{start.unit}.{name.partition('.')[2]}": source for name, source in matched.sources.items()}
+    fresh_modules = () if start.unit == "llm" else (f"the projector of {start.unit}",)
+    return OpenFolder(tensors, sources, (start.unit,), fresh_modules)
+
+
+def _unit_of(spec: ParamSpec) -> str:
+    return spec.name.partition(".")[0]
 
 
 def _pieces(block: Block) -> Iterator[Block]:

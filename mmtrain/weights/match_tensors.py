@@ -20,32 +20,46 @@ class MatchedFolder:
     carried: tuple[str, ...]  # tensors that this model does not compute
 
 
-def match_tensors(folder: ModelFolder, stored: FolderTensors) -> MatchedFolder:
+def match_tensors(
+    folder: ModelFolder, stored: FolderTensors, setting: str = "model.hf", unit: str | None = None
+) -> MatchedFolder:
     """Return what every parameter is made of.
+
+    setting: that named the folder. unit: the only one of the folder that is needed, without its projector; then all
+        other tensors are passed over.
 
     Raises ModelFolderError with all tensors that are missing, unknown, of another shape or of a type that is not read.
     """
     family = folder.family
     expected = list(family.weights(folder.settings))
+    if unit is not None:
+        expected = [source for source in expected if _belongs_to(source.name, unit, folder)]
     spelling = max(family.spellings, key=lambda candidate: _num_known(respell(expected, candidate), stored))
     sources = respell(expected, spelling)
     optional = [source for source in sources if source.may_be_missing]
     fresh = [] if any(tensor in stored.tensors for tensor in _tensor_shapes(optional)) else optional
     sources = [source for source in sources if source not in fresh]
-    carried = _tensor_shapes(respell(folder.settings.carried, spelling))
+    carried = _tensor_shapes(respell(folder.settings.carried if unit is None else (), spelling))
     shapes = _tensor_shapes(sources) | carried
-    ignored = family.ignored(folder.settings)
+    ignored = family.ignored(folder.settings) if unit is None else ("",)
     unknown = sorted(name for name in stored.tensors.keys() - shapes.keys() if not name.endswith(ignored))
     problems = [*_missing(shapes, stored, unknown), *_unknown(unknown, shapes), *_misshaped(shapes, stored)]
     if problems:
         shown = problems[:MAX_NAMES_IN_MESSAGE]
         rest = f"\n  and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
         raise ModelFolderError(
-            f"model.hf: the weights in {folder.path} are not those of its config.json ({family.name}), "
+            f"{setting}: the weights in {folder.path} are not those of its config.json ({family.name}), "
             f"{len(problems)} differ:\n  " + "\n  ".join(shown) + rest
         )
     by_name = {source.name: source for source in sources}
     return MatchedFolder(by_name, {source.name: source for source in fresh}, tuple(carried))
+
+
+def _belongs_to(name: str, unit: str, folder: ModelFolder) -> bool:
+    """Return whether a parameter is one of the unit, and not of its projector."""
+    projector = f"{unit}.layers.{folder.settings.model[unit]['layers'] + 1}."
+    is_of_projector = unit != "llm" and name.startswith(projector) and not name.startswith(f"{projector}post_norm.")
+    return name.startswith(f"{unit}.") and not is_of_projector
 
 
 def _tensor_shapes(sources: Iterable[ParameterSource]) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from mmtrain.recipe.model_settings import LlmSettings
 from tests.families.configs import LLAMA31, QWEN2, write_config
 from tests.recipe.conftest import Write
 
-OF_TRAINING = {"preset", "freeze", "lr_scale", "weight_decay"}  # no folder states these
+OF_TRAINING = {"preset", "hf", "freeze", "lr_scale", "weight_decay"}  # no folder states these
 
 
 @pytest.fixture
@@ -157,10 +157,10 @@ def test_what_is_not_supported_is_listed_by_its_key(text_only: Path) -> None:
         ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map: the folder needs Python code of its own"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights cannot be trained"),
         ({"architectures": ["Qwen2ForCausalML"]}, "the nearest of these is Qwen2ForCausalLM"),
-        ({"architectures": ["RwkvForCausalLM"]}, "supported: Gemma3ForCausalLM, LlamaForCausalLM,"),
+        ({"architectures": ["RwkvForCausalLM"]}, "supported: CLIPModel, CLIPVisionModel, Gemma3ForCausalLM,"),
         (
             {"architectures": None, "model_type": "t5"},
-            "model_type 't5' is not supported; supported: gemma3_text, llama,",
+            "model_type 't5' is not supported; supported: clip, gemma3_text, llama,",
         ),
         ({"hidden_size": "wide"}, 'hidden_size: found "wide", allowed: a whole number'),
     ],

@@ -6,6 +6,8 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 from rich.console import Console
@@ -43,6 +45,7 @@ from mmtrain.runtime.training.hooks.course import COURSE_STATE
 from mmtrain.runtime.training.replanned_run import with_costs_of_plan
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
+from mmtrain.weights import start_folders
 
 
 def claim_run_folder(request: TrainRequest, lock: FolderLock) -> FolderClaim:
@@ -159,8 +162,9 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
     facts["train"]["freeze"] = " ".join(recipe.train.freeze)
     if recipe.train.lora is not None:
         facts["train"]["lora"] = str(recipe.train.lora)
-    if recipe.model.hf is not None:  # the folder may move, but must hold the same model
-        facts["model"]["hf"] = read_model_folder(recipe.model.hf).config_sha256
+    for folder in start_folders(recipe):  # it may move, but must hold the same model
+        *sections, name = folder.keys
+        reduce(getitem, sections, facts)[name] = read_model_folder(folder.path).config_sha256
     facts["data"]["budgets"] = " ".join(f"{unit}={budget}" for unit, budget in sorted(recipe.data.budgets.items()))
     facts["data"] |= {
         "tokenizer_sha256": tokenizer_sha256(recipe.data.tokenizer_path),

@@ -14,7 +14,7 @@ from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
-from mmtrain.weights import PretrainedWeights, RunWeights, open_pretrained
+from mmtrain.weights import PretrainedWeights, RunWeights, open_pretrained, start_folders
 
 MAX_NAMES_IN_MESSAGE = 40  # another model lacks thousands
 StartWeights = PretrainedWeights | RunWeights
@@ -94,6 +94,7 @@ def introduce_start_weights(console: Console, recipe: Recipe, weights: StartWeig
     else:
         units = [unit.name for unit in build_model_shape(recipe).units if unit.name not in weights.units]
         fresh = ", ".join((*units, *weights.fresh_modules))
-        random_weights = f"; random weights for {fresh}, which the folder does not hold" if fresh else ""
-        text = f"starting from the weights in {recipe.model.hf}{random_weights}"
+        random_weights = f"; random weights for {fresh}, which no folder holds" if fresh else ""
+        folders = ", ".join(str(folder.path) for folder in start_folders(recipe))
+        text = f"starting from the weights in {folders}{random_weights}"
     console.print(text, highlight=False, soft_wrap=True)

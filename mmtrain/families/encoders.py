@@ -1,0 +1,98 @@
+"""Encoders that were published by themselves: CLIP, SigLIP and Whisper, whose folders hold no LLM.
+
+Features are those that LLaVA takes: of CLIP the patches before its last block, of SigLIP those behind its last block,
+without the last norm. Text towers, decoders and heads are not read.
+"""
+
+from collections.abc import Callable, Iterator
+
+from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.family import Family, FolderSettings
+from mmtrain.families.vision_towers import tower_images, tower_settings, tower_weights
+from mmtrain.families.weight_layouts import ParameterSource
+from mmtrain.families.whisper import whisper_settings, whisper_weights
+
+_EVERYTHING_ELSE = ("",)  # as the suffix of names of tensors
+_OF_TWO_TOWERS = (
+    "text_config",
+    "text_config_dict",
+    "vision_config_dict",
+    "logit_scale_init_value",
+    "initializer_factor",
+)
+_OF_DECODER = (
+    "apply_spec_augment", "classifier_proj_size", "decoder_attention_heads", "decoder_ffn_dim", "decoder_layerdrop",
+    "decoder_layers", "forced_decoder_ids", "is_encoder_decoder", "mask_feature_length", "mask_feature_min_masks",
+    "mask_feature_prob", "mask_time_length", "mask_time_min_masks", "mask_time_prob", "max_target_positions",
+    "median_filter_width", "num_hidden_layers", "tie_word_embeddings", "use_weighted_layer_sum", "vocab_size",
+)  # fmt: skip
+_WHISPER_DEFAULTS = {
+    "encoder_layers": 4,
+    "d_model": 384,
+    "encoder_attention_heads": 6,
+    "encoder_ffn_dim": 1536,
+    "num_mel_bins": 80,
+}
+
+
+def _vision(tower_type: str, feature_layer: int, strategy: str) -> Callable[[ConfigSection], FolderSettings]:
+    def settings(config: ConfigSection) -> FolderSettings:
+        for key in _OF_TWO_TOWERS:
+            config.value(key)
+        has_two_towers = config.value("vision_config") is not None
+        tower = config.section("vision_config") if has_two_towers else config
+        tower.require("model_type", tower_type, default=tower_type)
+        tower.require("dropout", 0, 0.0, default=0)
+        vision = tower_settings(tower, feature_layer, strategy)
+        images = tower_images(tower)
+        if has_two_towers:
+            tower.finish()
+        return FolderSettings({"vision": vision}, {"image": images})
+
+    return settings
+
+
+def _vision_weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+    yield from tower_weights(settings.model["vision"], "vision_model.")
+
+
+def _whisper(config: ConfigSection) -> FolderSettings:
+    for key in _OF_DECODER:
+        config.value(key)
+    audio = whisper_settings(config, _WHISPER_DEFAULTS)
+    clips = {"scheme": "dynamic", "max_seconds": audio["max_frames"] / 100}
+    return FolderSettings({"audio": audio}, {"audio": clips})
+
+
+def _whisper_weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+    yield from whisper_weights(settings.model["audio"], "model.encoder.")
+
+
+_TOWER_SPELLINGS = ((), (("vision_model.", ""),))
+CLIP = Family(
+    "clip",
+    ("CLIPModel", "CLIPVisionModel"),
+    _vision("clip_vision_model", -2, "default"),
+    _vision_weights,
+    {},
+    spellings=_TOWER_SPELLINGS,
+    ignored=lambda _: _EVERYTHING_ELSE,
+)
+SIGLIP = Family(
+    "siglip",
+    ("SiglipModel", "SiglipVisionModel"),
+    _vision("siglip_vision_model", -1, "full"),
+    _vision_weights,
+    {},
+    spellings=_TOWER_SPELLINGS,
+    ignored=lambda _: _EVERYTHING_ELSE,
+)
+WHISPER = Family(
+    "whisper",
+    ("WhisperForConditionalGeneration", "WhisperModel"),
+    _whisper,
+    _whisper_weights,
+    {},
+    spellings=((), (("model.encoder.", "encoder."),)),
+    ignored=lambda _: _EVERYTHING_ELSE,
+)
