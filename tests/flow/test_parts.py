@@ -68,6 +68,18 @@ INSIDE: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"train__freeze": ("vision.layers.[01].*", "llm.layers.2.*")},
         {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, sp=True)},
     ),
+    "windows and rows of images, slices of tokens": (
+        {
+            "model__vision__positions": "rotary",
+            "model__vision__window": 2,
+            "model__vision__full_attention_blocks": (1,),
+            "model__vision__norm": "rms",
+            "model__vision__gated_mlp": True,
+            "model__vision__activation": "silu",
+            "model__llm__rope_sections": (1, 1, 1),
+        },
+        {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, sp=True)},
+    ),
     "adapters": (
         ADAPTED,
         {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, recompute=(3,))},
@@ -108,7 +120,10 @@ def test_parts_and_gaps_compute_what_one_process_does(case: str) -> None:
     assert_equals_one_process(settings, plan(settings, "explicit", in_parts(settings, meshes, coarse, gaps), **meshes))
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * ("adapters" in c)) for c in INSIDE])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.slow] * ("adapters" in c or "windows" in c)) for c in INSIDE],
+)
 def test_pieces_of_layers_compute_what_one_process_does(case: str) -> None:
     changes, meshes = INSIDE[case]
     settings = recipe(**changes)

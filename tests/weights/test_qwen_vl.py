@@ -1,5 +1,6 @@
 """Qwen2-VL and Qwen2.5-VL from a folder compute what `transformers` computes, with images and videos, in any plan."""
 
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from mmtrain.checkpoint import open_newest_good
@@ -19,7 +21,10 @@ from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.families import FAMILIES
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import Recipe
+from mmtrain.runtime.evaluation.generate import load_generator
+from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, select_questions
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.world import World
@@ -221,7 +226,7 @@ def test_the_config_of_qwen2_5_vl_on_the_hub_is_that_of_the_paper(tmp_path: Path
     assert (video.min_pixels, video.max_pixels) == (3136, 401408), "the folder's, and the recipe's"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen2_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def test_conversations_of_the_tiny_model_are_what_its_processor_makes_of_them(name: str, tmp_path: Path) -> None:
     """Compose the processor: as a whole it needs torchvision, for videos."""
     import transformers
@@ -257,6 +262,53 @@ def test_conversations_of_the_tiny_model_are_what_its_processor_makes_of_them(na
             torch.testing.assert_close(_in_squares(patches_of_image, height, width), theirs, atol=1e-4, rtol=0)
             sizes.add((height, width))
     assert len(sizes) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_answers_about_images_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Cached keys keep the positions of the prompt, and each new word has the next one."""
+    import transformers
+
+    folder = tmp_path / "model"
+    write_tiny_model(FAMILIES[name], folder, seed=3)
+    rows = json.loads((folder / "conversations" / "heldout.json").read_text())[:12]
+    (folder / "conversations" / "few.json").write_text(json.dumps(rows))
+    recipe = tiny_recipe(folder, f"data.validation=[{{path: {folder}/conversations/few.json}}]")
+    stages = {unit: unit_stage(recipe, unit) for unit in ("vision", "llm")}
+    run = run_folder(tmp_path / "run", recipe, stages)
+    checkpoint = open_newest_good(run / CHECKPOINTS_FOLDER, print)
+    index, tokenizer = build_index(recipe, "validation"), load_tokenizer(recipe.data.tokenizer_path)
+    world = World(0, 1, CPU)
+    layout = {
+        unit: UnitPlan(tp=1, pp=1, dp=1, ranks=(0,), stages=(StagePlan(stage=0, layers=(0, len(stage.shape.layers))),))
+        for unit, stage in stages.items()
+    }
+    generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
+    answers, _ = QuestionAnswerer(generator, recipe, tokenizer, index, world, 10).generate(
+        select_questions(index, None), blank=False
+    )
+    model_class = getattr(transformers, FAMILIES[name].architectures[0])
+    model = model_class.from_pretrained(folder).eval()
+    image_processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    padding = list(range(tokenizer.vocab_size, recipe.model.llm.vocab))  # ids that no text has
+    num_shown = 0
+    for question, ours in answers.items():
+        features = index.media_features(question.number)
+        prompt = torch.from_numpy(tokenizer.prompt_ids(question.sample, features))[None]
+        arguments: dict[str, Any] = {}
+        images = [Image.open(media.path) for media in question.images]  # type: ignore[union-attr]
+        if images:
+            types = (prompt == tokenizer.item_ids["vision"][0]).int()
+            arguments = {**image_processor(images, return_tensors="pt"), "mm_token_type_ids": types}
+        num_shown += len(images)
+        theirs = model.generate(
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False,
+            eos_token_id=sorted(tokenizer.end_ids), pad_token_id=0, suppress_tokens=padding, **arguments,
+        )[0, prompt.shape[1] :].tolist()  # fmt: skip
+        assert ours == [*itertools.takewhile(lambda token: token not in tokenizer.end_ids, theirs)]
+    assert num_shown > 6
+    assert len({tuple(answer) for answer in answers.values()}) > 1, "one answer to every question proves little"
 
 
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -25,7 +25,7 @@ NUM_COMPARED = 40
 PICTURED = ["llava"]
 
 
-def tiny_recipe(folder: Path) -> Recipe:
+def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
     path = folder.parent / "recipe.yaml"
     path.write_text(
         f"""
@@ -35,7 +35,7 @@ data: {{sources: [{{path: {folder}/conversations/heldout.json}}], seq_len: 512}}
 train: {{steps: 1, global_batch: 1, optimizer: {{lr: 1e-3}}}}
 """
     )
-    return load_recipe(path, env={}).recipe
+    return load_recipe(path, overrides, env={}).recipe
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
