@@ -12,6 +12,7 @@ from safetensors import safe_open
 from mmtrain.checkpoint import LocalStorage, open_newest_good
 from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
 from mmtrain.errors import CheckpointError, ModelFolderError, UserError
+from mmtrain.families import FAMILIES
 from mmtrain.models.stage_module import StageModule
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.weights import export_folder
@@ -137,7 +138,7 @@ def test_runs_that_no_folder_can_hold_are_refused(tmp_path: Path) -> None:
     folder = save(qwen2(), tmp_path / "model")
     run = run_from(folder)
     vision = "model.vision={layers: 1, hidden: 16, heads: 2, ffn: 24, max_side: 4}"
-    write_tiny_tokenizer(folder, ["What is in the picture?"])
+    write_tiny_tokenizer(folder, ["What is in the picture?"], FAMILIES["qwen2"])
     of_data = ("data.image={min_pixels: 196, max_pixels: 196}", f"data.tokenizer={folder}", "data.seq_len=128")
     recipe = recipe_from(folder, vision, *of_data)
     with pytest.raises(UserError, match=r"no family of models has all of its settings; the nearest is llava"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
 from mmtrain.errors import ModelFolderError, RecipeError
+from mmtrain.families import FAMILIES
 from mmtrain.models.stage_inputs import EncoderInput
 from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe import Recipe, load_recipe
@@ -73,7 +74,7 @@ def _whisper() -> nn.Module:
 def llm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the folder of an LLM whose tokenizer has tokens for media."""
     folder = save(qwen2(vocab_size=TINY_VOCAB), tmp_path_factory.mktemp("llm") / "qwen2")
-    write_tiny_tokenizer(folder, ["What is in the picture?", "A red square."])
+    write_tiny_tokenizer(folder, ["What is in the picture?", "A red square."], FAMILIES["qwen2"])
     return folder
 
 
