@@ -72,6 +72,10 @@ def _linear(config: ConfigSection, scaled: ConfigSection) -> dict[str, Any]:
     return {"low_freq_factor": None, "high_freq_factor": None, "original_positions": None, "amplitude": None}
 
 
+def _dynamic(config: ConfigSection, scaled: ConfigSection) -> dict[str, Any]:
+    return {**_linear(config, scaled), "original_positions": _original_positions(config, scaled)}
+
+
 def _llama3(config: ConfigSection, scaled: ConfigSection) -> dict[str, Any]:
     return {
         "low_freq_factor": scaled.number("low_freq_factor"),
@@ -107,6 +111,7 @@ def _original_positions(config: ConfigSection, scaled: ConfigSection) -> int:
 
 
 _SCALINGS: Mapping[str, Callable[[ConfigSection, ConfigSection], dict[str, Any]]] = {
+    "dynamic": _dynamic,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

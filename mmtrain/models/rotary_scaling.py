@@ -12,6 +12,8 @@ _MIN_RAMP = 0.001  # pairs of features; keeps the ramp of YaRN finite, as in `tr
 
 def scale_frequencies(frequencies: Tensor, base: float, scaling: RopeScalingSettings) -> Tensor:
     """Slow frequencies (d / 2,) down by the factor: all of them, or those that turn seldom in pretraining's context."""
+    if scaling.kind == "dynamic":
+        return frequencies  # samples are not longer than the context of pretraining: `check_rope_context`
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     share_kept = (

@@ -40,6 +40,21 @@ def check_rotary_width(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(path, f"a head is {width} wide; allowed: an even width, for rotary positions")
 
 
+def check_rope_context(recipe: Recipe) -> Iterator[Problem]:
+    """Samples are not longer than the context up to which `dynamic` scaling does nothing."""
+    scaling = recipe.model.llm.rope_scaling
+    if scaling is None or scaling.kind != "dynamic" or scaling.original_positions is None:
+        return
+    name = "max_sample_tokens" if recipe.data.max_sample_tokens else "seq_len"
+    max_tokens = recipe.data.max_sample_tokens or recipe.data.seq_len
+    if max_tokens > scaling.original_positions:
+        text = (
+            f"{max_tokens} is above {scaling.original_positions}, the context that model.llm.rope_scaling `dynamic` "
+            "can be trained with; set data.max_sample_tokens to at most that"
+        )
+        yield Problem(("data", name), text)
+
+
 def check_rope_sections(recipe: Recipe) -> Iterator[Problem]:
     """Sections of rotary positions cover a head, and every item has one place in the text."""
     model = recipe.model
@@ -167,6 +182,7 @@ CHECKS: tuple[Check, ...] = (
     check_model_chunks,
     check_cluster_size,
     check_rotary_width,
+    check_rope_context,
     check_rope_sections,
     check_learning_rates,
     check_validation,

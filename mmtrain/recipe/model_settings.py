@@ -400,15 +400,17 @@ class RopeScalingSettings(Section):
     """How rotary positions are stretched over contexts longer than those of pretraining.
 
     `linear` slows all rotations down (arXiv 2306.15595); `llama3` (Llama 3.1, arXiv 2407.21783) and `yarn` (arXiv
-    2309.00071) only those that turn seldom within the context of pretraining.
+    2309.00071) only those that turn seldom within the context of pretraining. `dynamic` does nothing within that
+    context, and longer samples are rejected.
     """
 
-    kind: Literal["llama3", "linear", "yarn"] = setting(
+    kind: Literal["llama3", "linear", "yarn", "dynamic"] = setting(
         "llama3",
         affects={"resume"},
         added_later=True,
         description="`linear`: all rotations are slowed down. `llama3`, `yarn`: slow rotations are; between slow and "
-        "fast ones the factor changes with the turns (`llama3`) or from one pair of features to the next (`yarn`).",
+        "fast ones the factor changes with the turns (`llama3`) or from one pair of features to the next (`yarn`). "
+        "`dynamic`: none are in samples of up to `original_positions` tokens, and longer ones cannot be trained on.",
     )
     factor: float = setting(gt=0, affects={"resume"}, description="Slow rotations are this much slower.")
     low_freq_factor: float | None = setting(
@@ -416,14 +418,14 @@ class RopeScalingSettings(Section):
         gt=0,
         affects={"resume"},
         description="Rotations that turn fewer times than this within `original_positions` are slow (`beta_slow` of "
-        "YaRN). Not with `linear`.",
+        "YaRN). Not with `linear` and `dynamic`.",
     )
     high_freq_factor: float | None = setting(
         None,
         gt=0,
         affects={"resume"},
         description="Rotations that turn more often than this within `original_positions` stay as they are "
-        "(`beta_fast` of YaRN). Not with `linear`.",
+        "(`beta_fast` of YaRN). Not with `linear` and `dynamic`.",
     )
     original_positions: PositiveInt | None = setting(
         None, affects={"resume"}, description="Context of pretraining in tokens. Not with `linear`."
@@ -443,12 +445,13 @@ class RopeScalingSettings(Section):
             "high_freq_factor": self.high_freq_factor,
             "original_positions": self.original_positions,
         }
-        missing = [name for name, value in ramp.items() if value is None]
+        used = {"linear": (), "dynamic": ("original_positions",)}.get(self.kind, tuple(ramp))
+        missing = [name for name in used if ramp[name] is None]
+        unused = [name for name, value in ramp.items() if value is not None and name not in used]
         problems = []
-        if self.kind == "linear" and len(missing) < len(ramp):
-            stated = ", ".join(name for name in ramp if name not in missing)
-            problems.append(f"{stated}: `linear` slows all rotations down and does not use this; remove it")
-        if self.kind != "linear" and missing:
+        if unused:
+            problems.append(f"{', '.join(unused)}: `{self.kind}` does not use this; remove it")
+        if missing:
             problems.append(f"{self.kind} needs {', '.join(missing)}")
         if self.kind != "yarn" and self.amplitude is not None:
             problems.append(f"amplitude: only `yarn` has one, but kind is `{self.kind}`; remove it")

@@ -108,7 +108,7 @@ def test_blocks_with_full_attention_are_some_of_those_there_are(text_only: Path,
 @pytest.mark.parametrize(
     ("scaling", "problem"),
     [
-        ("{kind: linear, factor: 2, original_positions: 64}", "original_positions: `linear` slows all rotations"),
+        ("{kind: linear, factor: 2, original_positions: 64}", "original_positions: `linear` does not use this"),
         ("{kind: yarn, factor: 2, low_freq_factor: 1}", "yarn needs high_freq_factor, original_positions"),
         ("{kind: linear, factor: 2, amplitude: 2}", "amplitude: only `yarn` has one, but kind is `linear`"),
     ],

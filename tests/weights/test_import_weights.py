@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES, read_model_folder
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
@@ -25,6 +26,7 @@ from tests.flow.gather import copy, whole
 from tests.models.factory import gradients
 from tests.weights.pretrained import VOCAB, gemma3_text, llama, mistral, qwen2, qwen3, recipe_from, save, specs_of
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 OTHER_RAMP = {"beta_fast": 4.0, "beta_slow": 0.25, "attention_factor": 1.5}
 WINDOWED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
@@ -33,6 +35,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2 untied": lambda: qwen2(tie_word_embeddings=False, num_key_value_heads=3),
     "llama 3.1": llama,
     "llama linear": lambda: llama(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    "qwen2 dynamic": lambda: qwen2(rope_parameters=DYNAMIC, max_position_embeddings=90),
     "qwen2 yarn": lambda: qwen2(rope_parameters=YARN),
     "qwen2 yarn, other ramp": lambda: qwen2(rope_parameters=YARN | OTHER_RAMP),
     "gemma3_text": gemma3_text,
@@ -191,6 +194,14 @@ def test_a_step_at_tp_2_and_pp_2_equals_one_of_transformers(name: str, tmp_path:
     (loss / num_targets).backward()
     assert sum(part for part, _ in ranks) == pytest.approx(loss.item() / num_targets, rel=1e-4)
     assert_equal_gradients(folder, theirs, whole([shard for _, shards in ranks for shard in shards]))
+
+
+def test_dynamic_scaling_is_refused_for_samples_in_which_it_would_begin(tmp_path: Path) -> None:
+    """Within the context of pretraining it does nothing, as in InternVL3."""
+    folder = save(qwen2(rope_parameters=DYNAMIC, max_position_embeddings=50), tmp_path / "model")
+    with pytest.raises(RecipeError, match=r"data.seq_len: 64 is above 50, the context that model.llm.rope_scaling"):
+        recipe_from(folder)
+    assert recipe_from(folder, "data.max_sample_tokens=50").model.llm.rope_scaling is not None
 
 
 def test_every_family_is_compared_with_transformers() -> None:
