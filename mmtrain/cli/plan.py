@@ -51,6 +51,19 @@ def plan(
     from dataclasses import replace
     from functools import partial
 
+    from mmtrain.cli.stage_runs import require_one_stage
+    from mmtrain.recipe import recipe_stages
+
+    names, chosen_stage = recipe_stages(recipe, overrides)
+    if names and chosen_stage is None:
+        require_one_stage(names, None, "--out" if out is not None else "--gpus" if gpus is not None else None)
+        require_one_stage(names, None, "--json" if as_json else None)
+        for i, name in enumerate(names, start=1):
+            typer.echo(f"stage {i} of {len(names)}, {name}")
+            settings_of_stage = [*overrides, f"stage={name}"]
+            plan(recipe, settings_of_stage, cluster, None, placement, measure, baseline, None, top, explain, False)
+        return
+
     from mmtrain.cli.options import require_writable, text_width
     from mmtrain.cli.whatif import cluster_overrides, parse_gpu_counts
     from mmtrain.errors import UserError, writing

@@ -1,11 +1,28 @@
 """`mmtrain train`."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mmtrain.cli.options import Overrides, RecipeFile
+
+if TYPE_CHECKING:
+    from mmtrain.cli.stage_runs import StageRun
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the command line says about every run that it starts."""
+
+    plan: Path | None
+    resume: bool
+    resume_from: str | None
+    skip_steps: str | None
+    max_restarts: int
+    elastic: bool
+    force_unlock: bool
 
 
 def train(
@@ -59,43 +76,79 @@ def train(
 ) -> None:
     """Train a recipe with a parallel plan.
 
-    By itself, `train` starts its own local processes. Under torchrun or SLURM each started process is one rank.
+    By itself, `train` starts its own local processes. Under torchrun or SLURM each started process is one rank. The
+    stages of a recipe run one after another; `--set stage=NAME` runs one of them.
     """
+    from mmtrain.cli.stage_runs import require_one_stage, stage_runs
     from mmtrain.errors import UserError
-    from mmtrain.recipe import load_recipe, require_runnable
+    from mmtrain.recipe import recipe_stages, require_runnable
     from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 
     ignore_lost_output()
-    loaded = load_recipe(recipe, overrides)  # report a wrong recipe before torch loads
-    require_runnable(loaded.recipe, "train")
+    if skip_steps is not None and resume_from is None:
+        raise UserError("--skip-steps: needs --resume-from, which says where to go back to")
+    single = "--plan" if plan is not None else "--resume-from" if resume_from is not None else None
+    require_one_stage(*recipe_stages(recipe, overrides), single)
+    runs = stage_runs(recipe, overrides, run_dir)  # report a wrong recipe before torch loads
+    for stage in runs:
+        require_runnable(stage.loaded.recipe, "train")
+    options = _Options(plan, resume, resume_from, skip_steps, max_restarts, elastic, force_unlock)
+    if runs[0].stage is None:
+        _train_run(runs[0], options)
+    else:
+        _train_stages(runs, options)
+
+
+def _train_stages(runs: "list[StageRun]", options: _Options) -> None:
+    """Train stages one after another; with `--resume`, go on in the first that is not done."""
+    from mmtrain.checkpoint import find
+    from mmtrain.errors import UserError
+    from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
+    from mmtrain.runtime.run_state import read_run_state
+    from mmtrain.runtime.world import find_address
+
+    address = find_address()
+    if address is not None and len(runs) > 1:
+        raise UserError(
+            f"stages: {address.launcher} started these processes, which train one stage: choose it with --set "
+            "stage=NAME, and start the next one when it is done"
+        )
+    held = [run.folder for run in runs if find(run.folder / CHECKPOINTS_FOLDER)]
+    if held and not options.resume and options.resume_from is None:
+        raise UserError(f"{held[0]} holds a run already: continue it with --resume, or choose another --run-dir")
+    for run in runs:
+        if options.resume and read_run_state(run.folder).get("status") == "done":
+            typer.echo(f"stage {run.stage}: done, in {run.folder}")
+            continue
+        typer.echo(f"stage {run.stage}, in {run.folder}")
+        _train_run(run, options, may_be_new=bool(held))
+
+
+def _train_run(run: "StageRun", options: _Options, may_be_new: bool = False) -> None:
+    """Start or resume one run; `may_be_new`: with `--resume`, start it if there is none."""
     from mmtrain.cli.local_cluster import plan_for_started_ranks, resolve_cluster
     from mmtrain.plan import load_plan
     from mmtrain.plan.artifact.plan_files import ranks_to_start
     from mmtrain.plan.plan_again import plan_again
     from mmtrain.runtime.training.go_back import parse_go_back
-    from mmtrain.runtime.training.train import run
+    from mmtrain.runtime.training.train import run as train_request
     from mmtrain.runtime.training.train_request import TrainRequest
 
-    if skip_steps is not None and resume_from is None:
-        raise UserError("--skip-steps: needs --resume-from, which says where to go back to")
-    go_back = parse_go_back(resume_from, skip_steps) if resume_from is not None else None
-    folder = run_dir or loaded.recipe.run_dir or Path("runs") / loaded.recipe.name
-    ranks, hardware = resolve_cluster(loaded.recipe)
-    if plan is not None:
-        ranks = ranks_to_start(load_plan(plan), loaded.recipe, ranks)
-    run(
-        TrainRequest(
-            loaded,
-            plan_for_started_ranks,
-            plan_again,
-            hardware,
-            ranks,
-            folder,
-            plan_path=plan,
-            resume=resume or go_back is not None,
+    recipe = run.loaded.recipe
+    go_back = None if options.resume_from is None else parse_go_back(options.resume_from, options.skip_steps)
+    ranks, hardware = resolve_cluster(recipe)
+    if options.plan is not None:
+        ranks = ranks_to_start(load_plan(options.plan), recipe, ranks)
+    request = TrainRequest(run.loaded, plan_for_started_ranks, plan_again, hardware, ranks, run.folder)
+    train_request(
+        replace(
+            request,
+            plan_path=options.plan,
+            resume=options.resume or go_back is not None,
+            may_be_new=may_be_new,
             go_back=go_back,
-            max_restarts=max_restarts,
-            elastic=elastic,
-            force_unlock=force_unlock,
+            max_restarts=options.max_restarts,
+            elastic=options.elastic,
+            force_unlock=options.force_unlock,
         )
     )

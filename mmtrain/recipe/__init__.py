@@ -7,7 +7,7 @@ recipe, and each of its sections has a module.
 
 from mmtrain.recipe.fingerprint import dump_recipe, recipe_fingerprint
 from mmtrain.recipe.json_schema import editor_schema
-from mmtrain.recipe.recipe_loader import LoadedRecipe, load_recipe
+from mmtrain.recipe.recipe_loader import LoadedRecipe, load_recipe, recipe_stages
 from mmtrain.recipe.runnable import is_runnable, require_runnable
 from mmtrain.recipe.schema import Recipe
 
@@ -19,5 +19,6 @@ __all__ = [
     "is_runnable",
     "load_recipe",
     "recipe_fingerprint",
+    "recipe_stages",
     "require_runnable",
 ]

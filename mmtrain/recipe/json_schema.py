@@ -21,7 +21,7 @@ _INTERPOLATED = {"type": "string", "pattern": r"\$\{env:"}
 
 
 def editor_schema() -> JsonSchema:
-    """Return the JSON Schema of a recipe *file*: the settings of `Recipe`, plus `extends` and interpolation.
+    """Return the JSON Schema of a recipe *file*: the settings of `Recipe`, plus `extends`, `stages` and interpolation.
 
     Nested `required` lists are left out, because a recipe named in `extends` may supply what this file leaves out.
     """
@@ -31,11 +31,24 @@ def editor_schema() -> JsonSchema:
         "description": "Recipes that this one builds on, as paths relative to this file. Later ones take precedence.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
+    sections = {name: schema["properties"][name] for name in ("model", "data", "parallel", "cluster", "train")}
+    schema["properties"]["stages"] = {
+        "description": "Runs one after another, each from the weights of the one before. A stage has a `name` and the "
+        "settings in which it differs from the recipe. `--set stage=NAME` chooses one of them.",
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "properties": {"name": schema["properties"]["name"], **sections},
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+    }
     required = [name for name, field in Recipe.model_fields.items() if field.is_required()]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,
-        "anyOf": [{"required": ["extends"]}, {"required": required}],
+        "anyOf": [{"required": ["extends"]}, {"required": ["stages"]}, {"required": required}],
     }
 
 

@@ -12,6 +12,7 @@ from mmtrain.recipe.apply_presets import apply_presets
 from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, dotted_path, iter_nodes, merge_trees, set_node
 from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.stages import chosen_stage, is_about_stages, lay_stage_over, stage_names
 from mmtrain.recipe.strict_yaml import parse_yaml
 from mmtrain.recipe.validation import validate
 
@@ -56,16 +57,18 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str
 
     Args:
         path: a YAML file, which may extend others.
-        overrides: settings `a.b.0=value` that take precedence over the files, as in `--set`.
+        overrides: settings `a.b.0=value` that take precedence over the files, as in `--set`. Of a recipe with stages,
+            `stage=NAME` chooses the one to load.
         env: environment variables for `${env:NAME}`; by default those of this process.
 
     Raises:
         RecipeError: with all problems at once: dotted path, what was found, what is allowed, file and line.
     """
     files = _RecipeFiles(os.environ if env is None else env)
-    tree = _read(path, files, ())
+    tree = lay_stage_over(_with_stage_overrides(path, overrides, files))
     for override in overrides:
-        tree = _apply_override(tree, override, files)
+        if not is_about_stages(override):
+            tree = _apply_override(tree, override, files)
     tree, folder_problems = apply_model_folders(_make_paths_absolute(tree))
     if any(is_folder_setting(problem.where) for problem in folder_problems):
         # Everything that the folder would have supplied is missing; these problems would hide the cause.
@@ -76,6 +79,26 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str
         raise RecipeError(_message(path, problems))
     origins = {dotted_path(keys): str(node.origin) for keys, node in iter_nodes(tree) if keys}
     return LoadedRecipe(recipe, path, origins)
+
+
+def recipe_stages(
+    path: Path, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> tuple[tuple[str, ...], str | None]:
+    """Return the names of the stages of the recipe at `path`, () if it has none, and the one that `stage=NAME` chooses.
+
+    Raises RecipeError for a wrong list or name.
+    """
+    tree = _with_stage_overrides(path, overrides, _RecipeFiles(os.environ if env is None else env))
+    names = stage_names(tree)
+    return names, chosen_stage(tree, names)
+
+
+def _with_stage_overrides(path: Path, overrides: Sequence[str], files: _RecipeFiles) -> Node:
+    """Read the recipe with those overrides that choose a stage or change the list of stages."""
+    tree = _read(path, files, ())
+    for override in filter(is_about_stages, overrides):
+        tree = _apply_override(tree, override, files)
+    return tree
 
 
 def _read(path: Path, files: _RecipeFiles, chain: tuple[Path, ...]) -> Node:
