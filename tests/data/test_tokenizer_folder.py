@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 
 from mmtrain.balance import Grouping
@@ -282,6 +283,24 @@ def test_conversations_that_the_template_rejects_are_quarantined(tmp_path: Path,
         "bad": ("chat_template", "Conversation roles must alternate"),
         "system": ("chat_template", "System role not supported"),
     }
+
+
+def test_a_sample_of_which_the_template_loses_an_image_is_quarantined(tmp_path: Path) -> None:
+    """And no other: its image tokens would not be as many as its features."""
+    template = FAMILIES["llava"].template
+    loop = "message['content'] | selectattr('type', 'equalto', 'image')"
+    assert loop in template
+    first_only = template.replace(loop, f"({loop} | list)[:1]")
+    folder = write_folder(tmp_path / "llava", FAMILIES["llava"], chat_template=first_only)
+    Image.new("RGB", (16, 16)).save(tmp_path / "x.png")
+    rows = [row("<image>q", "a", "x.png"), row("<image><image>q", "a", "x.png", "x.png")]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    made = tiny_recipe(folder, tmp_path / "train.json", None, vocab=1024)
+    index = build_index(made.model_copy(update={"data": made.data.model_copy(update={"max_bad_rate": 0.5})}))
+    assert len(index.samples) == 1
+    [bad] = index.quarantined
+    assert (bad.kind, bad.index) == ("chat_template", 1)
+    assert "the chat template writes 1 images, videos for 2" in bad.reason
 
 
 def test_the_vocabulary_of_the_model_covers_the_special_tokens(folder: Path, recipe: Callable[..., Recipe]) -> None:
