@@ -158,10 +158,13 @@ def test_a_patch_joins_frames_and_an_image_stands_still(tmp_path: Path, recipe: 
     )
     vision = made.model.vision
     assert vision is not None
-    joining = made.model.model_copy(update={"vision": vision.model_copy(update={"temporal_patch": 2})})
+    changes = {"temporal_patch": 2, "time_positions_per_second": 10}
+    joining = made.model.model_copy(update={"vision": vision.model_copy(update=changes)})
     made = made.model_copy(update={"model": joining})
     index = build_index(made)
     assert index.item_parts["vision"].tolist() == [0, 0, 1]
+    assert index.item_times["vision"].tolist() == [0, 0, 4], "two of three frames last 0.4 s"
+    assert [list(medium.times) for medium in index.media_grids(0, "vision", merge=1)] == [[0], [0, 4]]
     seen = _payload(made, index).reshape(3, 4, 3, 2, 64).mean(axis=(1, 4))  # items, channels, frames
     expected = [[(1, 1), (1, 1), (1, 1)], [(1, 0), (0, 1), (0, 0)], [(0, 0), (1, 0), (0, 1)]]
     assert np.abs(seen - expected).max() < 0.05
