@@ -191,6 +191,10 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         ),
         (["model.llm.head_dim=15"], "model.llm.head_dim: a head is 15 wide; allowed: an even width"),
         (
+            ["model.llm.rope_scaling={kind: dynamic, factor: 2, original_positions: 1024}"],
+            "data.seq_len: 2048 is above 1024, the context that model.llm.rope_scaling `dynamic` can be trained with",
+        ),
+        (
             ["model.llm.rope_sections=[1, 2, 3]"],
             "model.llm.rope_sections: they add up to 6; allowed: 8, the pairs of features of a head",
         ),
@@ -277,7 +281,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 20
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 21
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"
