@@ -12,13 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmtrain.checkpoint import open_newest_good
+from mmtrain.data import build_index
 from mmtrain.data.media.item_readers import AudioItemReader
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia
+from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import RecipeError
+from mmtrain.families import FAMILIES
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.weights import export_folder
+from mmtrain.weights.tiny_model import write_tiny_model
 from tests.families.configs import write_config
 from tests.runtime.models import run_folder
 from tests.weights.pretrained import AUDIO_TOKEN, VOCAB, clip_extractor, qwen2_audio, recipe_from, save, specs_of
@@ -143,6 +147,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     theirs.zero_grad()
 
 
+@pytest.mark.slow
 def test_clips_of_any_length_become_the_tokens_of_the_processor(model: tuple[nn.Module, Path], tmp_path: Path) -> None:
     """Compare with `Qwen2AudioProcessor._process_audio`, from headers alone."""
     recipe = recipe_from(model[1])
@@ -156,7 +161,7 @@ def test_clips_of_any_length_become_the_tokens_of_the_processor(model: tuple[nn.
     for length in lengths:
         path = tmp_path / "clip.wav"
         soundfile.write(path, np.zeros(length, dtype=np.int16), RATE)
-        mask_length = -(-length // 160)  # as `test_masks_of_the_extractor` shows
+        mask_length = -(-length // 160)  # as the masks below show
         tokens = (((mask_length - 1) // 2 + 1) - 2) // 2 + 1
         media = FileMedia(str(path))
         if tokens < 1:
@@ -241,3 +246,35 @@ def test_other_feature_extractors_are_rejected(
     with pytest.raises(RecipeError) as caught:
         recipe_from(tmp_path)
     assert text in str(caught.value)
+
+
+def test_the_template_of_the_release_gives_the_ids_of_its_processor(tmp_path: Path) -> None:
+    """Clips are numbered in it, and each has a token before and one after its features."""
+    from transformers import AutoFeatureExtractor, AutoTokenizer, Qwen2AudioProcessor
+
+    folder = tmp_path / "model"
+    write_tiny_model(FAMILIES["qwen2_audio"], folder, seed=1)
+    vocabulary = (folder / "tokenizer.json").read_text()
+    for token, of_release in (("audio", "AUDIO"), ("image", "audio_bos"), ("video", "audio_eos")):
+        vocabulary = vocabulary.replace(f'"<{token}>"', f'"<|{of_release}|>"')
+    (folder / "tokenizer.json").write_text(vocabulary)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["extra_special_tokens"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    parts = AutoFeatureExtractor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    processor = Qwen2AudioProcessor(*parts)
+    (folder / "chat_template.jinja").write_text(processor.chat_template)
+    heldout = folder / "conversations" / "heldout.json"
+    recipe = recipe_from(folder, f"data.sources.0.path={heldout}", f"data.tokenizer={folder}", "data.seq_len=512")
+    tokenizer, index = load_tokenizer(recipe.data.tokenizer_path), build_index(recipe)
+    assert not index.quarantined
+    for number, row in enumerate(json.loads(heldout.read_text())[:20]):
+        question, answer = row["messages"]
+        content = [{"type": "audio", "audio_url": name} for name in row.get("audios", ())]
+        content.append({"type": "text", "text": question["content"].replace("<audio>", "")})
+        text = processor.apply_chat_template([{"role": "user", "content": content}, answer], tokenize=False)
+        assert text.count("<|audio_bos|><|AUDIO|><|audio_eos|>") == len(content) - 1
+        waves = [soundfile.read(heldout.parent / name, dtype="float32")[0] for name in row.get("audios", ())]
+        expected = processor(text=text, audio=waves or None, sampling_rate=RATE, return_tensors="np")["input_ids"][0]
+        encoded = tokenizer.encode(index.samples[number], index.media_features(number))
+        assert encoded.ids.tolist() == expected.tolist()
