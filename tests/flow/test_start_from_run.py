@@ -43,6 +43,10 @@ def test_a_run_starts_from_merged_adapters_of_another_on_another_plan(data: Path
     assert adapters.keys() < set(names)
     assert [row["step"] for row in read_metrics(tmp_path / "second")] == [1]
 
+    # The first run cannot go on without its adapters.
+    bare = request_for(data, tmp_path / "first", *steps, "parallel.placement=unified", "train.steps=3", resume=True)
+    assert "could not be continued: train.lora: rank=4" in run_all(bare, bare)[0]
+
     # Resumed, it needs the first run no more.
     shutil.rmtree(tmp_path / "first")
     more = request_for(data, tmp_path / "second", *changes, "train.steps=2")

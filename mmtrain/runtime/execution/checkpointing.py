@@ -157,11 +157,16 @@ class BackgroundSaver:
 
 
 def restore_checkpoint(
-    root: Path, rank_context: RankContext, on_bad: Callable[[str], None], world: World | None = None
+    root: Path,
+    rank_context: RankContext,
+    on_bad: Callable[[str], None],
+    world: World | None = None,
+    require: Callable[[Checkpoint], None] = lambda _: None,
 ) -> Checkpoint:
     """Load the newest good checkpoint into this rank; report damaged ones through `on_bad` and pass over them.
 
-    `world`: the same ranks without a timeout, for checkpoints that take long to read.
+    `world`: the same ranks without a timeout, for checkpoints that take long to read. `require` raises for one of
+    another run, before any tensor is looked for.
 
     Raises CheckpointError when none is good or the model does not fit.
     """
@@ -170,6 +175,7 @@ def restore_checkpoint(
     ranks = checkpoint_ranks(world or rank_context.world, files)
     required = ("facts", "next_step", "num_updates")  # what `take_snapshot` writes
     checkpoint = open_newest_good(root, on_bad, ranks, files.advance, required)
+    require(checkpoint)
     for unit in rank_context.optimizer.units.values():
         unit.load(lambda piece: checkpoint.read(piece.name, shard_spec(piece)))
     rank_context.optimizer.num_updates = int(checkpoint.state["num_updates"])

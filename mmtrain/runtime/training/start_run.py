@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mmtrain.balance import StepTargets
-from mmtrain.checkpoint import SavingRun, find, foreign_drafts
+from mmtrain.checkpoint import Checkpoint, SavingRun, find, foreign_drafts
 from mmtrain.data import DataIndex, read_quarantine, write_quarantine
 from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
@@ -113,20 +113,24 @@ def restore_run(
     if not world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
         console.print(f"{request.run_dir} holds no checkpoint yet: starting from the first step")
         return RunPosition()
+
+    def require_same_facts(checkpoint: Checkpoint) -> None:
+        changed = describe_changed_facts(
+            before=flatten(checkpoint.state["facts"]), now=flatten(resume_facts(rank_context.recipe, index))
+        )
+        if changed:
+            raise UserError(
+                f"--resume: the run in {request.run_dir} was made with other settings, so that it could not "
+                f"be continued: {'; '.join(changed)}. Restore them, or start anew with another --run-dir"
+            )
+
     checkpoint = restore_checkpoint(
         request.run_dir / CHECKPOINTS_FOLDER,
         rank_context,
         on_bad=lambda text: console.print(text, style="red"),
         world=world,
+        require=require_same_facts,
     )
-    changed = describe_changed_facts(
-        before=flatten(checkpoint.state["facts"]), now=flatten(resume_facts(rank_context.recipe, index))
-    )
-    if changed:
-        raise UserError(
-            f"--resume: the run in {request.run_dir} was made with other settings, so that it could not "
-            f"be continued: {'; '.join(changed)}. Restore them, or start anew with another --run-dir"
-        )
     console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
     skipped: list[int] = world.on_first(lambda: list(read_skipped_positions(request.run_dir, checkpoint.state)))
     course = CourseMonitor(checkpoint.state.get(COURSE_STATE))
