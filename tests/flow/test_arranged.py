@@ -76,10 +76,10 @@ def test_a_run_continues_in_the_same_data_under_another_plan(data: Path, tmp_pat
 def test_a_sample_that_no_arrangement_evens_out_is_named(data: Path, tmp_path: Path) -> None:
     spoiled = tmp_path / "data"
     shutil.copytree(data, spoiled)
-    samples = json.loads((data / "train.json").read_text(encoding="utf-8"))[:6]
-    samples[4]["conversations"][-1]["value"] = " ".join(["red"] * 120)
+    samples = json.loads((data / "train.json").read_text(encoding="utf-8"))[:4]
+    samples[2]["conversations"][-1]["value"] = " ".join(["red"] * 120)
     (spoiled / "train.json").write_text(json.dumps(samples), encoding="utf-8")
     request = request_for(spoiled, tmp_path / "run", *TOGETHER[:2], "train.global_batch=2", "train.steps=2")
     assert run_all(request, request) == ["", ""]
     steps = read_metrics(request.run_dir)
-    assert {step.get("bound_sample") for step in steps} == {samples[4]["id"]}
+    assert {step.get("bound_sample") for step in steps} == {samples[2]["id"]}

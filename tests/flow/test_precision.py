@@ -113,7 +113,7 @@ def test_the_smoke_script_tells_backends_that_agree_from_one_that_does_not(monke
     found = verdicts()
     assert found["attention sdpa, torch.float32"] == found["attention sdpa, torch.bfloat16"] == "ok"
     assert found["attention flash_attn, torch.float32"] == "left out"
-    monkeypatch.setattr(smoke, "attend", lambda *a: right(*a) * (1.001 if a[-1] == "sdpa" else 1))
+    monkeypatch.setattr(smoke, "attend", lambda *a: right(*a) * (1.001 if a[-1].backend == "sdpa" else 1))
     assert verdicts()["attention sdpa, torch.float32"] == "WRONG"
 
 
