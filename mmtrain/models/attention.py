@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmtrain.errors import UserError
 from mmtrain.models.rotary_scaling import rotary_amplitude, scale_frequencies
-from mmtrain.recipe.model_settings import RopeScalingSettings
+from mmtrain.recipe.llm_settings import RopeScalingSettings
 
 AttentionBackend = Literal["flash_attn", "varlen", "sdpa", "reference"]
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines, each (T, 1, d / 2)

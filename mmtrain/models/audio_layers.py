@@ -19,7 +19,7 @@ from mmtrain.errors import DataError
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.stage_inputs import EncoderInput
-from mmtrain.recipe.model_settings import AudioSettings
+from mmtrain.recipe.audio_settings import AudioSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory

@@ -21,7 +21,10 @@ from mmtrain.models.layer_shape import (
     norm_parameters,
 )
 from mmtrain.models.unit_shape import UnitShape
-from mmtrain.recipe.model_settings import AudioSettings, EncoderSettings, GeneratorSettings, LlmSettings
+from mmtrain.recipe.audio_settings import AudioSettings
+from mmtrain.recipe.encoder_settings import EncoderSettings
+from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.llm_settings import LlmSettings
 from mmtrain.recipe.schema import Recipe
 from mmtrain.recipe.train_settings import LoraSettings
 

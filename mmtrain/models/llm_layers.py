@@ -14,7 +14,7 @@ from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.rotary_scaling import rotary_amplitude
 from mmtrain.models.stage_inputs import TextInput
-from mmtrain.recipe.model_settings import LlmSettings
+from mmtrain.recipe.llm_settings import LlmSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory

@@ -11,7 +11,7 @@ from mmtrain.models.freezing import mark_frozen
 from mmtrain.models.generator_shapes import generator_layers
 from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape, adaptable_linears, num_pieces
 from mmtrain.models.unit_shape import UnitShape
-from mmtrain.recipe.model_settings import LlmSettings
+from mmtrain.recipe.llm_settings import LlmSettings
 from mmtrain.recipe.schema import Recipe
 
 __all__ = [

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
-from mmtrain.recipe.model_settings import EncoderSettings
+from mmtrain.recipe.encoder_settings import EncoderSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory

@@ -20,7 +20,7 @@ from mmtrain.models.attention import RotaryTables, axis_rotary_tables, rotary_fr
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.stage_inputs import EncoderInput
-from mmtrain.recipe.model_settings import VisionSettings
+from mmtrain.recipe.vision_settings import VisionSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Mapping
 from math import isqrt
 from typing import cast
 
+from mmtrain.recipe.audio_settings import AudioSettings
 from mmtrain.recipe.modalities import dotted_unit, unit_path
-from mmtrain.recipe.model_settings import AudioSettings, VisionSettings
 from mmtrain.recipe.raw_tree import Problem
 from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.vision_settings import VisionSettings
 
 LOG_MEL_FRAMES_PER_SECOND = 100  # one frame every 10 ms, as in Whisper
 

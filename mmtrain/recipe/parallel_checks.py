@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from itertools import product
 from operator import itemgetter
 
+from mmtrain.recipe.encoder_settings import EncoderSettings
+from mmtrain.recipe.llm_settings import LlmSettings
 from mmtrain.recipe.modalities import MODALITIES, dotted_unit, encoder_names, other_units, unit_path
-from mmtrain.recipe.model_settings import EncoderSettings, LlmSettings
 from mmtrain.recipe.parallel_settings import UnitParallel
 from mmtrain.recipe.raw_tree import Problem
 from mmtrain.recipe.schema import Recipe

@@ -1,8 +1,8 @@
 """The recipe: every setting that a user may write, with its unit, range and default.
 
 A recipe is a YAML file; `mmtrain.recipe.load_recipe` turns it into the frozen `Recipe` below. Field names are the
-dotted paths in error messages (`data.seq_len`) and in `--set`. Each section has a module: `model_settings`,
-`data_settings`, `parallel_settings` (with the cluster) and `train_settings`.
+dotted paths in error messages (`data.seq_len`) and in `--set`. Each section has a module: `data_settings`,
+`parallel_settings` (with the cluster), `train_settings` and `model_settings`; each kind of unit has one too.
 """
 
 from pathlib import Path

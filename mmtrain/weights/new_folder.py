@@ -12,7 +12,7 @@ from mmtrain.families.choose_family import NewFolder, choose_family
 from mmtrain.families.folder_files import CONFIG_FILE, CONVERSATION_FILES, GENERATION_FILE
 from mmtrain.families.new_model import NewModel
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.model_settings import LlmSettings
+from mmtrain.recipe.llm_settings import LlmSettings
 
 
 def describe_new_folder(recipe: Recipe) -> NewFolder:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmtrain.recipe.model_settings import GeneratorSettings
+from mmtrain.recipe.generator_settings import GeneratorSettings
 
 GROUPS = 4  # of group norms; Stable Diffusion has 32
 

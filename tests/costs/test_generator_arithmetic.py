@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmtrain.costs import AnalyticCosts, TokenLoad, preset
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.models.generator_shapes import generator_layers
-from mmtrain.recipe.model_settings import GeneratorSettings
+from mmtrain.recipe.generator_settings import GeneratorSettings
 from tests.costs.generators import Dit, UNet
 
 LLM_HIDDEN, IMAGES, SIDE = 24, 3, 8

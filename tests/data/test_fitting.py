@@ -14,7 +14,7 @@ from mmtrain.data.media.vision_items import VisionItemDecoder, read_vision_items
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.image_processors import read_image_settings
 from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
-from mmtrain.recipe.model_settings import VisionSettings
+from mmtrain.recipe.vision_settings import VisionSettings
 
 transformers = pytest.importorskip("transformers")
 

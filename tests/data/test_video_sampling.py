@@ -21,7 +21,7 @@ from mmtrain.data.media.vision_items import (
     read_vision_items,
 )
 from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
-from mmtrain.recipe.model_settings import VisionSettings
+from mmtrain.recipe.vision_settings import VisionSettings
 from tests.data.archives import movie
 
 PATCH, MERGE, FRAMES = 14, 2, 2

@@ -11,8 +11,11 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage_module import StageModule, StageSpec
-from mmtrain.recipe.model_settings import AudioSettings, LlmSettings, ModelSettings, VisionSettings
+from mmtrain.recipe.audio_settings import AudioSettings
+from mmtrain.recipe.llm_settings import LlmSettings
+from mmtrain.recipe.model_settings import ModelSettings
 from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.vision_settings import VisionSettings
 
 CPU = torch.device("cpu")
 PATCH = 4

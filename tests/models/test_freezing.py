@@ -5,7 +5,9 @@ from torch import Tensor
 
 from mmtrain.errors import RecipeError
 from mmtrain.models.freezing import parameter_names
-from mmtrain.recipe.model_settings import AudioSettings, ModelSettings, ProjectorSettings
+from mmtrain.recipe.audio_settings import AudioSettings
+from mmtrain.recipe.encoder_settings import ProjectorSettings
+from mmtrain.recipe.model_settings import ModelSettings
 from tests.models.factory import images, settings, shape_of, stage, text
 
 SPEECH = AudioSettings(layers=1, hidden=16, heads=2, ffn=24, mel_bins=8, max_frames=16)

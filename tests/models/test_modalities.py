@@ -21,8 +21,9 @@ from mmtrain.plan.planner import plan_recipe
 from mmtrain.recipe import Recipe, json_schema, recipe_fingerprint
 from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
+from mmtrain.recipe.encoder_settings import EncoderSettings
 from mmtrain.recipe.modalities import MODALITIES, Modality
-from mmtrain.recipe.model_settings import EncoderSettings, ModelSettings
+from mmtrain.recipe.model_settings import ModelSettings
 from mmtrain.recipe.parallel_settings import ParallelSettings, UnitParallel
 from mmtrain.recipe.settings import NOTHING, setting
 from mmtrain.runtime.profiling.item_sizes import ITEM_SIZES, ItemSizes

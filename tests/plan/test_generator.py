@@ -13,7 +13,7 @@ from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.problem import PlanRequest
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.program import build_program
-from mmtrain.recipe.model_settings import GeneratorSettings
+from mmtrain.recipe.generator_settings import GeneratorSettings
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import recipe
 

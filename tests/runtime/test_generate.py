@@ -27,7 +27,7 @@ from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.plan.artifact.plan import UnitPlan
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.modalities import AUDIO
-from mmtrain.recipe.model_settings import VisionSettings
+from mmtrain.recipe.vision_settings import VisionSettings
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, batch_by_length, select_questions
 from mmtrain.runtime.world import World

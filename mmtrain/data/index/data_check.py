@@ -17,8 +17,8 @@ from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.recipe.data_settings import AudioDataSettings, DataSettings, LimitSettings, SourceSettings
+from mmtrain.recipe.encoder_settings import EncoderSettings
 from mmtrain.recipe.modalities import MODALITIES, VISION, MediaKind
-from mmtrain.recipe.model_settings import EncoderSettings
 from mmtrain.recipe.schema import Recipe
 
 _MEDIA_IN_FLIGHT_PER_CORE = 8  # results are returned in order; this bounds how many wait in memory

@@ -12,9 +12,10 @@ from mmtrain.data.media.image_grids import Grid, MediumItems
 from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.data.media.vision_items import VisionItemDecoder, check_image_settings, read_vision_items
+from mmtrain.recipe.audio_settings import AudioSettings
 from mmtrain.recipe.data_settings import DataSettings
 from mmtrain.recipe.modalities import MediaKind
-from mmtrain.recipe.model_settings import AudioSettings, VisionSettings
+from mmtrain.recipe.vision_settings import VisionSettings
 
 
 class ItemReader(Protocol):

@@ -16,7 +16,7 @@ from mmtrain.data.media.video import VideoHeader, load_video_frames, read_video_
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
 from mmtrain.recipe.modalities import MediaKind
-from mmtrain.recipe.model_settings import VisionSettings
+from mmtrain.recipe.vision_settings import VisionSettings
 
 
 def check_image_settings(vision: VisionSettings, image: ImageSettings) -> None:

@@ -22,7 +22,7 @@ from mmtrain.plan.artifact.plan_precision import plan_precision
 from mmtrain.program import LLM, Edge, Microbatch, Program, StageGraph, StageId, Step, build_program, step_loads
 from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.model_settings import UnitSettings
+from mmtrain.recipe.unit_settings import UnitSettings
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.channel_probe import probe_channels

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from mmtrain.recipe.audio_settings import AudioSettings
 from mmtrain.recipe.data_settings import DataSettings
-from mmtrain.recipe.model_settings import AudioSettings, VisionSettings
+from mmtrain.recipe.vision_settings import VisionSettings
 
 NUM_SYNTHETIC_ITEMS = 64  # items of a recipe without data
 SMALLEST_SYNTHETIC_SHARE = 0.25  # of the largest item that the recipe allows

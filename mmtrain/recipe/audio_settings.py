@@ -1,0 +1,98 @@
+"""The settings of an audio encoder."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from mmtrain.recipe.encoder_settings import MODALITY_DESCRIPTION, EncoderSettings
+from mmtrain.recipe.presets import AudioPreset
+from mmtrain.recipe.settings import NOTHING, PositiveInt, setting
+from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION
+
+
+class AudioSettings(EncoderSettings):
+    """A Whisper-shaped encoder over log-mel frames of 10 ms, with downsampling and projector.
+
+    Two convolutions with kernel 3, the second with stride 2, then pre-norm blocks (Radford et al., arXiv 2212.04356).
+    """
+
+    modality: Literal["audio"] = setting("audio", affects=NOTHING, description=MODALITY_DESCRIPTION)
+    preset: AudioPreset | None = setting(None, affects={"steps", "resume"}, description=PRESET_DESCRIPTION)
+    mel_bins: PositiveInt = setting(
+        80, affects={"plan", "steps", "resume"}, description="Mel bands of a frame (Whisper: 80, large-v3: 128)."
+    )
+    activation: Literal["gelu", "gelu_tanh"] = setting(
+        "gelu", affects={"plan", "steps", "resume"}, description="Activation of the convolutions and the MLP."
+    )
+    norm_eps: float = setting(
+        1e-5, gt=0, affects={"plan", "steps", "resume"}, description="Epsilon of the layer norms."
+    )
+    key_bias: bool = setting(
+        True,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Bias in the key projection, beside those of queries and values. Whisper has none.",
+    )
+    positions: Literal["sinusoidal", "learned", "fixed"] = setting(
+        "sinusoidal",
+        affects={"plan", "steps", "resume"},
+        description="Position embeddings. `sinusoidal`: computed, as in Whisper. `learned`: one vector for each "
+        "position. `fixed`: the same, but they never train (Whisper and Qwen2-Audio in `transformers`, whose folders "
+        "store the sinusoids).",
+    )
+    max_frames: PositiveInt = setting(
+        3000,
+        affects={"plan", "steps", "resume"},
+        description="Longest clip in log-mel frames of 10 ms that the positions cover. Even; 3000 frames are 30 s.",
+    )
+    clip_end: Literal["zeros", "silence"] = setting(
+        "zeros",
+        affects={"lengths", "steps", "resume"},
+        added_later=True,
+        description="What the convolutions see behind a clip. `zeros`: nothing. `silence`: the log-mel frames of "
+        "silence, as if the clip were padded to `max_frames` (Qwen2-Audio); a clip then has the tokens of its own "
+        "frames, and one frame more that is only looked at.",
+    )
+    downsample: PositiveInt = setting(
+        1,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Neighboring outputs of 20 ms that are merged into one LLM token.",
+    )
+    pooling: Literal["join", "mean"] = setting(
+        "join",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="How `downsample` outputs become one. `join`: side by side, after the last norm. `mean`: their "
+        "average, before the last norm (Qwen2-Audio).",
+    )
+
+    @property
+    def pools(self) -> bool:
+        """Return whether the features are averages of tokens."""
+        return self.pooling == "mean"
+
+    @property
+    def cell_features(self) -> int:
+        """Return the mel bands of a log-mel frame."""
+        return self.mel_bins
+
+    @property
+    def cells_per_token(self) -> int:
+        """Return the stride of the second convolution."""
+        return 2
+
+    @property
+    def tokens_per_feature(self) -> int:
+        """Return the neighboring tokens that the projector merges."""
+        return self.downsample
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "AudioSettings":
+        problems = []
+        if self.hidden % self.heads:
+            problems.append(f"hidden {self.hidden} is not divisible by heads {self.heads}")
+        if self.positions == "sinusoidal" and self.hidden % 2:
+            problems.append(f"hidden {self.hidden} is odd, but sinusoidal positions are pairs of sine and cosine")
+        if self.max_frames % 2:
+            problems.append(f"max_frames {self.max_frames} is odd, but the second convolution halves it")
+        return self._without(problems)

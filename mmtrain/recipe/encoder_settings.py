@@ -1,0 +1,103 @@
+"""What the settings of all encoders have in common, and those of the projector behind each."""
+
+from typing import Literal
+
+from mmtrain.recipe.settings import PositiveInt, Section, setting
+from mmtrain.recipe.unit_settings import UnitSettings
+
+MODALITY_DESCRIPTION = (
+    "What the encoder reads: `vision` (images and videos) or `audio`. Required under `model.encoders`."
+)
+
+
+class ProjectorSettings(Section):
+    """What maps encoder features to the width of the LLM. It trains even if its encoder is frozen."""
+
+    kind: Literal["mlp", "linear"] = setting(
+        "mlp",
+        affects={"plan", "resume"},
+        added_later=True,
+        description="`mlp`: two linear layers with an activation between them. `linear`: one (Qwen2-Audio).",
+    )
+    activation: Literal["gelu", "gelu_tanh", "silu"] = setting(
+        "gelu", affects={"plan", "resume"}, description="Activation between the two linear layers."
+    )
+    norm: bool = setting(
+        False, affects={"plan", "resume"}, description="Apply a norm to the merged tokens before the first linear."
+    )
+    norm_kind: Literal["layer", "rms"] | None = setting(
+        None, affects={"plan", "resume"}, added_later=True, description="Kind of that norm. Default: the encoder's."
+    )
+    norm_eps: float | None = setting(
+        None, gt=0, affects={"resume"}, added_later=True, description="Epsilon of that norm. Default: the encoder's."
+    )
+    ffn: PositiveInt | None = setting(
+        None,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Width between the two linears. Default: the width of the LLM.",
+    )
+    freeze: bool = setting(False, affects={"plan", "resume"}, description="Do not train the projector.")
+
+
+class EncoderSettings(UnitSettings):
+    """What all encoders in front of the LLM have in common.
+
+    Their inputs are items (images, clips), each a grid of rows x cols cells (patches, log-mel frames). The properties
+    below say how many tokens of the encoder, and how many features for the LLM, such an item becomes.
+    """
+
+    # A key of `mmtrain.recipe.modalities.MODALITIES`. Another one brings other settings, which declare their effects.
+    modality: str
+    heads: PositiveInt = setting(
+        affects={"plan", "steps", "resume"}, description="Attention heads. Must divide `hidden`."
+    )
+    ffn: PositiveInt = setting(affects={"plan", "steps", "resume"}, description="Width of the MLP's hidden layer.")
+    activation: str = setting(affects={"plan", "steps", "resume"}, description="Activation of the MLP.")
+    norm_eps: float = setting(gt=0, affects={"plan", "steps", "resume"}, description="Epsilon of the layer norms.")
+    projector: ProjectorSettings = setting(
+        ProjectorSettings(), affects={"plan", "resume"}, description="The projector to the width of the LLM."
+    )
+    freeze: bool = setting(
+        False, affects={"plan", "resume"}, description="Do not train the encoder. Its projector still trains."
+    )
+
+    @property
+    def cell_features(self) -> int:
+        """Return how many numbers one cell holds."""
+        raise NotImplementedError
+
+    @property
+    def cells_per_token(self) -> int:
+        """Return how many cells the embedding layer joins to one token."""
+        return 1
+
+    @property
+    def tokens_per_feature(self) -> int:
+        """Return how many tokens the projector merges into one feature."""
+        return 1
+
+    @property
+    def pools(self) -> bool:
+        """Return whether the projector averages these tokens, before the last norm, instead of joining them."""
+        return False
+
+    @property
+    def extra_tokens(self) -> int:
+        """Return how many tokens each item has besides its cells."""
+        return 0
+
+    @property
+    def extra_features(self) -> int:
+        """Return how many of the extra tokens become features for the LLM. The projector drops the others."""
+        return 0
+
+    @property
+    def cells_per_feature(self) -> int:
+        """Return how many cells become one feature."""
+        return self.cells_per_token * self.tokens_per_feature
+
+    @property
+    def has_post_norm(self) -> bool:
+        """Return whether a norm follows the last block."""
+        return True

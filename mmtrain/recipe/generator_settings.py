@@ -1,0 +1,65 @@
+"""The settings of an image generator after the LLM."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from mmtrain.recipe.presets import GeneratorPreset
+from mmtrain.recipe.settings import PositiveInt, Section, setting
+from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION
+
+
+class GeneratorSettings(Section):
+    """An image generator after the LLM, as a shape to plan with. This version of mmtrain cannot train one.
+
+    `unet`: Stable Diffusion 2 (arXiv 2112.10752). `dit`: a diffusion transformer with cross-attention (PixArt, arXiv
+    2310.00426).
+    """
+
+    preset: GeneratorPreset | None = setting(None, affects={"resume"}, description=PRESET_DESCRIPTION)
+    kind: Literal["unet", "dit"] = setting(
+        affects={"plan", "resume"}, description="A U-Net (`unet`) or a diffusion transformer (`dit`)."
+    )
+    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = setting(
+        affects={"plan", "resume"},
+        description="Channels of each level of a U-Net, the finest level first; the one width of a transformer.",
+    )
+    heads: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = setting(
+        affects={"plan", "resume"}, description="Attention heads for each of the `widths`. Must divide them."
+    )
+    layers: PositiveInt = setting(
+        affects={"plan", "resume"},
+        description="Residual blocks of each level of a U-Net on the way down (one more on the way up); blocks of a "
+        "transformer.",
+    )
+    channels: PositiveInt = setting(4, affects={"plan", "resume"}, description="Channels of the latent image.")
+    patch: PositiveInt = setting(
+        1,
+        affects={"plan", "resume"},
+        description="Side of the square of latent positions that becomes one token. 1 for a U-Net.",
+    )
+    context_width: PositiveInt = setting(
+        affects={"plan", "resume"}, description="Width of the context that cross-attention reads."
+    )
+    context_tokens: PositiveInt = setting(
+        77, affects={"plan", "resume"}, description="LLM tokens that condition one image."
+    )
+    freeze: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        description="Do not train the generator. The projector of its context still trains.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "GeneratorSettings":
+        problems = []
+        if len(self.heads) != len(self.widths):
+            problems.append(f"{len(self.heads)} heads for {len(self.widths)} widths")
+        for width, heads in zip(self.widths, self.heads, strict=False):
+            if width % heads:
+                problems.append(f"width {width} is not divisible by {heads} heads")
+        if self.kind == "dit" and len(self.widths) > 1:
+            problems.append(f"{len(self.widths)} widths, but a transformer (`dit`) has one")
+        if self.kind == "unet" and self.patch > 1:
+            problems.append(f"patch is {self.patch}, but a U-Net reads every position of the latent: set patch to 1")
+        return self._without(problems)

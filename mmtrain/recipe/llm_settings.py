@@ -1,0 +1,198 @@
+"""The settings of the LLM and of its rotary positions."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from mmtrain.recipe.presets import LlmPreset
+from mmtrain.recipe.settings import PositiveInt, Section, setting
+from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION, UnitSettings
+
+
+class RopeScalingSettings(Section):
+    """How rotary positions are stretched over contexts longer than those of pretraining.
+
+    `linear` slows all rotations down (arXiv 2306.15595); `llama3` (Llama 3.1, arXiv 2407.21783) and `yarn` (arXiv
+    2309.00071) only those that turn seldom within the context of pretraining. `dynamic` does nothing within that
+    context, and longer samples are rejected.
+    """
+
+    kind: Literal["llama3", "linear", "yarn", "dynamic"] = setting(
+        "llama3",
+        affects={"resume"},
+        added_later=True,
+        description="`linear`: all rotations are slowed down. `llama3`, `yarn`: slow rotations are; between slow and "
+        "fast ones the factor changes with the turns (`llama3`) or from one pair of features to the next (`yarn`). "
+        "`dynamic`: none are in samples of up to `original_positions` tokens, and longer ones cannot be trained on.",
+    )
+    factor: float = setting(gt=0, affects={"resume"}, description="Slow rotations are this much slower.")
+    low_freq_factor: float | None = setting(
+        None,
+        gt=0,
+        affects={"resume"},
+        description="Rotations that turn fewer times than this within `original_positions` are slow (`beta_slow` of "
+        "YaRN). Not with `linear` and `dynamic`.",
+    )
+    high_freq_factor: float | None = setting(
+        None,
+        gt=0,
+        affects={"resume"},
+        description="Rotations that turn more often than this within `original_positions` stay as they are "
+        "(`beta_fast` of YaRN). Not with `linear` and `dynamic`.",
+    )
+    original_positions: PositiveInt | None = setting(
+        None, affects={"resume"}, description="Context of pretraining in tokens. Not with `linear`."
+    )
+    amplitude: float | None = setting(
+        None,
+        gt=0,
+        affects={"resume"},
+        added_later=True,
+        description="Factor on cosines and sines with `yarn`. Default: 0.1 ln(factor) + 1.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RopeScalingSettings":
+        ramp = {
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
+            "original_positions": self.original_positions,
+        }
+        used = {"linear": (), "dynamic": ("original_positions",)}.get(self.kind, tuple(ramp))
+        missing = [name for name in used if ramp[name] is None]
+        unused = [name for name, value in ramp.items() if value is not None and name not in used]
+        problems = []
+        if unused:
+            problems.append(f"{', '.join(unused)}: `{self.kind}` does not use this; remove it")
+        if missing:
+            problems.append(f"{self.kind} needs {', '.join(missing)}")
+        if self.kind != "yarn" and self.amplitude is not None:
+            problems.append(f"amplitude: only `yarn` has one, but kind is `{self.kind}`; remove it")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and low >= high:
+            problems.append(f"low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+        return self._without(problems)
+
+
+class LlmSettings(UnitSettings):
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention (Llama, Qwen, Gemma)."""
+
+    preset: LlmPreset | None = setting(None, affects={"resume"}, description=PRESET_DESCRIPTION)
+    heads: PositiveInt = setting(affects={"plan", "resume"}, description="Query heads.")
+    kv_heads: PositiveInt | None = setting(
+        None,
+        affects={"plan", "resume"},
+        description="Key and value heads. Must divide `heads`. Default: `heads`.",
+    )
+    head_dim: PositiveInt | None = setting(
+        None, affects={"plan", "resume"}, description="Width of one head. Default: hidden / heads."
+    )
+    ffn: PositiveInt = setting(affects={"plan", "resume"}, description="Width of the MLP's hidden layer.")
+    mlp: Literal["swiglu", "geglu", "gelu"] = setting(
+        "swiglu",
+        affects={"plan", "resume"},
+        description="Kind of MLP. `swiglu`: two input projections, one of which gates the other. `geglu`: the same "
+        "with the tanh approximation of GELU in place of SiLU (Gemma). `gelu`: one (GPT).",
+    )
+    vocab: PositiveInt = setting(
+        affects={"plan", "lengths", "resume"},
+        description="Rows of the embedding table; at least the tokenizer's size. Padded to a multiple of 64.",
+    )
+    rope_base: float = setting(10000.0, gt=0, affects={"plan", "resume"}, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScalingSettings | None = setting(
+        None,
+        affects={"resume"},
+        added_later=True,
+        description="Scaling of the rotary frequencies for long contexts. Default: none.",
+    )
+    rope_sections: tuple[PositiveInt, PositiveInt, PositiveInt] | None = setting(
+        None,
+        affects={"resume"},
+        added_later=True,
+        description="How many pairs of features of a head are rotated by time, by row and by column (M-RoPE of "
+        "Qwen2-VL, arXiv 2409.12191). Features of an image have the position of the text before it, plus their place "
+        "in the image. Their sum is half the width of a head. Default: one position for each token.",
+    )
+    window: PositiveInt | None = setting(
+        None,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Tokens of a sliding window: each token attends to itself and to the `window` - 1 before it "
+        "(Mistral, arXiv 2310.06825). Default: to all earlier tokens of its sample.",
+    )
+    window_rope_base: float | None = setting(
+        None,
+        gt=0,
+        affects={"resume"},
+        added_later=True,
+        description="Base of the rotary frequencies in blocks with a window, which `rope_scaling` leaves as they are "
+        "(Gemma 3). Default: `rope_base`, scaled, in all blocks.",
+    )
+    full_attention_blocks: tuple[Annotated[int, Field(ge=0)], ...] = setting(
+        (),
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Blocks, counted from 0, in which tokens attend to all earlier ones in spite of `window`.",
+    )
+    norm_eps: float = setting(1e-5, gt=0, affects={"plan", "resume"}, description="Epsilon of the RMS norms.")
+    qkv_bias: bool = setting(
+        False, affects={"plan", "resume"}, description="Bias in the query, key and value projections (Qwen2)."
+    )
+    qk_norm: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Apply an RMS norm to every head of the queries and of the keys, before rotation (Qwen3). Its "
+        "weight, of `head_dim`, is the same for all heads of a block.",
+    )
+    query_scale: float | None = setting(
+        None,
+        gt=0,
+        affects={"resume"},
+        added_later=True,
+        description="Scores of attention are divided by the square root of this (`query_pre_attn_scalar` of Gemma). "
+        "Default: `head_dim`.",
+    )
+    post_norms: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Apply a norm also to the outputs of attention and of the MLP, before they are added to the "
+        "residual stream (Gemma 2 and 3).",
+    )
+    zero_centered_norms: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="RMS norms multiply by 1 + weight, in fp32, and their weights start at 0 (Gemma).",
+    )
+    scale_embeddings: bool = setting(
+        False,
+        affects={"resume"},
+        added_later=True,
+        description="Multiply the embeddings of tokens by the square root of `hidden` (Gemma).",
+    )
+    tie_embeddings: bool = setting(
+        False, affects={"plan", "resume"}, description="Use the embedding table as output projection too."
+    )
+    freeze: bool = setting(False, affects={"plan", "resume"}, description="Do not train the LLM.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "LlmSettings":
+        problems = []
+        if self.heads % (self.kv_heads or self.heads):
+            problems.append(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
+        if self.head_dim is None and self.hidden % self.heads:
+            problems.append(f"hidden {self.hidden} is not divisible by heads {self.heads}; set head_dim")
+        if self.full_attention_blocks and self.window is None:
+            problems.append("full_attention_blocks: without `window` all blocks have full attention; remove it")
+        if self.window_rope_base is not None and self.window is None:
+            problems.append("window_rope_base: without `window` no block has one; remove it")
+        if self.window_rope_base is not None and self.rope_sections is not None:
+            problems.append("window_rope_base cannot be combined with rope_sections; remove one of them")
+        if max(self.full_attention_blocks, default=0) >= self.layers:
+            last = max(self.full_attention_blocks)
+            problems.append(
+                f"full_attention_blocks: found {last}, but the last of {self.layers} blocks is {self.layers - 1}"
+            )
+        return self._without(problems)

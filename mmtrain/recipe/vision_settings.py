@@ -1,0 +1,178 @@
+"""The settings of a vision encoder."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from mmtrain.recipe.encoder_settings import MODALITY_DESCRIPTION, EncoderSettings
+from mmtrain.recipe.presets import VisionPreset
+from mmtrain.recipe.settings import NOTHING, PositiveFloat, PositiveInt, setting
+from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION
+
+
+class VisionSettings(EncoderSettings):
+    """A vision transformer over image patches, with downsampling and projector."""
+
+    modality: Literal["vision"] = setting("vision", affects=NOTHING, description=MODALITY_DESCRIPTION)
+    preset: VisionPreset | None = setting(None, affects={"steps", "resume"}, description=PRESET_DESCRIPTION)
+    patch: PositiveInt = setting(
+        14, affects={"plan", "lengths", "steps", "resume"}, description="Side of a square patch in pixels."
+    )
+    temporal_patch: PositiveInt = setting(
+        1,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Frames of a video that one patch joins (Qwen2-VL: 2). An image is a video that stands still.",
+    )
+    time_positions_per_second: PositiveFloat | None = setting(
+        None,
+        affects={"lengths", "steps", "resume"},
+        added_later=True,
+        description="Rotary positions in time that a second of a video takes in an LLM with `rope_sections` "
+        "(Qwen2.5-VL). Default: one for each patch in time.",
+    )
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "silu"] = setting(
+        "gelu", affects={"plan", "steps", "resume"}, description="Activation of the MLP."
+    )
+    gated_mlp: bool = setting(
+        False,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Gate the MLP by the activation of a second input projection (SwiGLU with `silu`; Qwen2.5-VL).",
+    )
+    norm: Literal["layer", "rms"] = setting(
+        "layer",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Kind of all norms of the encoder and its projector. `layer`: layer norms. `rms`: RMS norms.",
+    )
+    norm_eps: float = setting(
+        1e-6, gt=0, affects={"plan", "steps", "resume"}, description="Epsilon of the layer norms."
+    )
+    qkv_bias: bool = setting(
+        True, affects={"plan", "steps", "resume"}, description="Bias in the query, key and value projections."
+    )
+    qk_norm: bool = setting(
+        False,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Apply an RMS norm to the queries of all heads together, and one to the keys (InternViT-6B).",
+    )
+    layer_scale: bool = setting(
+        False,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Multiply what attention and MLP add to the residual stream by a learned vector each (InternViT).",
+    )
+    patch_bias: bool = setting(True, affects={"plan", "steps", "resume"}, description="Bias in the patch embedding.")
+    positions: Literal["factorized", "grid", "rotary"] = setting(
+        "factorized",
+        affects={"plan", "steps", "resume"},
+        description="Position embeddings. `factorized`: one learned vector for each row plus one for each column, for "
+        "images of any shape up to `max_side` patches. `grid`: one learned vector for each position of a fixed "
+        "`max_side` x `max_side` grid (CLIP, InternViT). `rotary`: one half of every query and key is rotated by the "
+        "row, the other by the column (Qwen2-VL).",
+    )
+    max_side: PositiveInt = setting(
+        64,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Longest side of an image in patches that the position embeddings cover.",
+    )
+    window: int = setting(
+        0,
+        ge=0,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Side in patches of the squares inside which patches attend to each other (Qwen2.5-VL). 0: all "
+        "patches of an image do.",
+    )
+    full_attention_blocks: tuple[int, ...] = setting(
+        (),
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="With `window`: numbers, from 0, of the blocks in which all patches of an image attend to each "
+        "other nevertheless.",
+    )
+    class_token: bool = setting(
+        False,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Prepend a learned class token to each image. It is dropped before downsampling.",
+    )
+    class_feature: bool = setting(
+        False,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Keep the class token as the first feature of each image instead (LLaVA's strategy `full`).",
+    )
+    pre_norm: bool = setting(
+        False,
+        affects={"plan", "steps", "resume"},
+        description="Apply a layer norm to the embedded patches before the first block (CLIP).",
+    )
+    post_norm: bool = setting(
+        True, affects={"plan", "steps", "resume"}, description="Apply a layer norm to the output of the last block."
+    )
+    downsample: Literal["identity", "pixel_shuffle"] = setting(
+        "identity",
+        affects={"plan", "steps", "resume"},
+        description="How patches become LLM tokens. `identity`: one token for each patch. `pixel_shuffle`: one token "
+        "for each square of `merge` x `merge` patches.",
+    )
+    merge: PositiveInt = setting(
+        1,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Side in patches of the square that `pixel_shuffle` merges into one token. 1 with `identity`.",
+    )
+
+    @property
+    def cell_features(self) -> int:
+        """Return the size of a patch: RGB of `patch` x `patch` pixels of each of its frames."""
+        return 3 * self.temporal_patch * self.patch**2
+
+    @property
+    def tokens_per_feature(self) -> int:
+        """Return the patches of the square that the projector merges."""
+        return self.merge**2
+
+    @property
+    def extra_tokens(self) -> int:
+        """Return 1 for models with a class token."""
+        return int(self.class_token)
+
+    @property
+    def extra_features(self) -> int:
+        """Return 1 for models that keep their class token."""
+        return int(self.class_feature)
+
+    @property
+    def has_post_norm(self) -> bool:
+        """Return whether the recipe asks for a norm after the last block."""
+        return self.post_norm
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "VisionSettings":
+        problems = []
+        if self.hidden % self.heads:
+            problems.append(f"hidden {self.hidden} is not divisible by heads {self.heads}")
+        if self.downsample == "identity" and self.merge != 1:
+            problems.append(f"merge is {self.merge}, but downsample `identity` merges nothing: set merge to 1")
+        if self.positions == "rotary" and self.hidden // self.heads % 4:
+            width = self.hidden // self.heads
+            problems.append(f"a head is {width} wide; allowed with positions `rotary`: multiples of 4")
+        if self.class_token and (self.positions == "rotary" or self.window):
+            problems.append("class_token is set; it has no place with positions `rotary` or with `window`")
+        problems += self._window_problems()
+        if self.post_norm and self.projector.norm and self.projector.norm_kind not in (None, self.norm):
+            problems.append(f"projector.norm_kind differs from norm `{self.norm}`; allowed only without post_norm")
+        if self.class_feature and not (self.class_token and self.merge == 1):
+            problems.append("class_feature keeps the class token beside patches: set class_token, and merge to 1")
+        return self._without(problems)
+
+    def _window_problems(self) -> list[str]:
+        outside = [block for block in self.full_attention_blocks if not 0 <= block < self.layers]
+        problems = (
+            [f"full_attention_blocks names {outside[0]}, but blocks are 0 to {self.layers - 1}"] if outside else []
+        )
+        if self.full_attention_blocks and not self.window:
+            problems.append("full_attention_blocks is set, but without `window` all blocks attend to the whole image")
+        return problems
