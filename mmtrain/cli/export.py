@@ -10,6 +10,7 @@ import typer
 from mmtrain.cli.options import RunFolder
 
 if TYPE_CHECKING:
+    from mmtrain.recipe import Recipe
     from mmtrain.weights import ExportedFolder
 
 
@@ -51,7 +52,7 @@ def export(
     checkpoint = open_newest_good(root, _warn) if step is None else open_step(root, step, _warn)
     write = export_adapter if adapter else export_folder
     written = write(recipe, checkpoint, out, None if dtype is None else dtype.value)
-    commands = _adapter_commands(out, recipe.model.hf) if adapter else _model_commands(out)
+    commands = _adapter_commands(out, recipe.model.hf) if adapter else _model_commands(out, recipe)
     typer.echo("\n".join([_summary(written), *commands]))
 
 
@@ -67,10 +68,15 @@ def _summary(written: "ExportedFolder") -> str:
     )
 
 
-def _model_commands(folder: Path) -> list[str]:
-    """Return the commands that serve an exported model."""
+def _model_commands(folder: Path, recipe: "Recipe") -> list[str]:
+    """Return the commands that serve an exported model, and the one that scores a model that sees."""
+    from mmtrain.recipe.modalities import VISION
+
     path = quote(str(folder))
-    return [f"  vllm serve {path}", f"  python -m sglang.launch_server --model-path {path}"]
+    commands = [f"  vllm serve {path}", f"  python -m sglang.launch_server --model-path {path}"]
+    if any(encoder.modality == VISION.name for encoder in recipe.model.all_encoders.values()):
+        commands.append(f"  python -m lmms_eval --model vllm --model_args model={path} --tasks mmmu_val")
+    return commands
 
 
 def _adapter_commands(folder: Path, base: Path | None) -> list[str]:

@@ -134,7 +134,8 @@ def test_adapters_on_encoder_projector_and_llm_are_merged_by_peft_as_by_export(
     folder = save(llava(), tmp_path / "model")
     recipe = adapted(folder, ("*",))
     run = run_folder(tmp_path / "run", recipe, {unit: taught(recipe, unit) for unit in ("vision", "llm")})
-    run_mmtrain("export", str(run), "--out", str(tmp_path / "merged"))
+    merged = run_mmtrain("export", str(run), "--out", str(tmp_path / "merged"))
+    assert f"python -m lmms_eval --model vllm --model_args model={tmp_path / 'merged'}" in merged.stdout
     run_mmtrain("export", str(run), "--out", str(tmp_path / "adapter"), "--adapter")
     base = AutoModelForImageTextToText.from_pretrained(folder)
     before = {name: param.clone() for name, param in base.named_parameters()}
