@@ -135,7 +135,8 @@ def losses(request: TrainRequest) -> list[float]:
 
 def same_losses(unbroken: list[float]) -> Any:
     """Return what equals these losses. They start at 6.6 and end near 0.01, where only rounding is left to compare."""
-    return pytest.approx(unbroken, rel=1e-6, abs=1e-6)
+    # Two plans add the same numbers in another order, and sixty steps carry the last digits on.
+    return pytest.approx(unbroken, rel=3e-5)
 
 
 def switches(request: TrainRequest) -> Iterator[int]:
