@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
@@ -601,6 +602,16 @@ def test_a_stranger_gets_no_step_and_is_told_why(ours: CurveKeys | None, theirs:
         f"producer {producer.address} and this trainer do not recognize each other: data.producer_secret is not the "
         "same in both, or set in one of them only"
     )
+
+
+def test_a_connection_that_cannot_be_made_ends_the_run_and_does_not_hang_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise zmq.ZMQError(zmq.EADDRINUSE)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", fail)
+    window = PrefetchWindow[StepData](0, 2)
+    with consuming(window, SimpleNamespace(address="tcp://127.0.0.1:1")), pytest.raises(zmq.ZMQError):
+        window.take()
 
 
 def test_a_secret_is_refused_unless_only_its_owner_can_read_it(tmp_path: Path) -> None:

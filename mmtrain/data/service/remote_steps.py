@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -110,7 +110,8 @@ class _Connection:
     def send(self, message: FromTrainer, now_s: float) -> None:
         """Send a message; it is lost if the connection breaks before it is delivered."""
         self.last_sent_s = now_s
-        self.socket.send_multipart(encode_message(message), zmq.NOBLOCK)
+        with suppress(zmq.Again):  # the connection is broken now, which the monitor tells next
+            self.socket.send_multipart(encode_message(message), zmq.NOBLOCK)
 
 
 class RemoteStepBuilder:
@@ -146,6 +147,7 @@ class RemoteStepBuilder:
         self._connections: dict[str, _Connection] = {}
         self._start_s = self._clock()
         self._pool: WorkerPool[int] | None = None
+        self._num_monitors = 0  # so far
         self._has_warned = False  # that no producer answers
 
     def run(self) -> None:
@@ -170,15 +172,18 @@ class RemoteStepBuilder:
         socket.set(zmq.RCVHWM, 0)
         if self._access.keys is not None:
             self._access.keys.authenticate_trainer(socket)
+        # Before connecting, so that no event is missed, and under a name that is never used again: by default it holds
+        # the socket's file descriptor, which a new socket may get while the address of the old one is still taken.
+        self._num_monitors += 1
+        events = zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
+        monitor = socket.get_monitor_socket(events, f"inproc://monitor-{self._num_monitors}")
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
-            socket.close()
             raise DataError(
                 f"data.producers: {address} is not an address to connect to ({error.strerror}); "
                 "expected tcp://HOST:PORT"
             ) from None
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
         connection = _Connection(address, socket, monitor)
         connection.send(Hello(self._facts, self._timeout_s), self._clock())
         return connection
@@ -392,6 +397,6 @@ class RemoteStepBuilder:
                 connection.send(Bye(), self._clock())
                 linger_ms = CLOSE_LINGER_MS
             self._disconnect(connection, linger_ms)
-        self._context.term()
+        self._context.destroy(linger=0)  # of sockets that an error left open; the others are closed
         if self._pool is not None:
             self._pool.close()
