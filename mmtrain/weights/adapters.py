@@ -31,6 +31,11 @@ def weight_of_adapter(parameter: str) -> str:
     return f"{parameter.rpartition('.lora.')[0]}.weight"
 
 
+def merge_adapter(weight: "torch.Tensor", a: "torch.Tensor", b: "torch.Tensor", scale: float) -> "torch.Tensor":
+    """Return W + scale * B A in fp32, of matrices in any dtype; B may have its rows in groups, as the weight has."""
+    return weight.float() + scale * (b.float() @ a.float())
+
+
 def read_parameter(checkpoint: Checkpoint, name: str) -> "torch.Tensor":
     """Read a parameter in its full view, in the dtype in which it is saved."""
     return checkpoint.read(name, ShardSpec(checkpoint.full_shape(name)))

@@ -1,8 +1,6 @@
 """Write the adapters of a run as a folder that `peft` loads on top of the model that the run started from."""
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from mmtrain.checkpoint import Checkpoint, LocalStorage
 from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
-from mmtrain.errors import UserError, writing
+from mmtrain.errors import UserError
 from mmtrain.families import ParameterSource
 from mmtrain.models.layer_shape import LoraShape
 from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights, adapter_names, read_parameter
-from mmtrain.weights.export_weights import TORCH_NAMES, ExportDtype, ExportedFolder, source_folder
+from mmtrain.weights.export_weights import (
+    TORCH_NAMES,
+    ExportDtype,
+    ExportedFolder,
+    draft_folder,
+    require_new,
+    source_folder,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +68,7 @@ def export_adapter(
             "--adapter: the units of this run did not all start from one folder that the adapter could be loaded on; "
             "leave --adapter out to export the model with the adapters merged"
         )
-    if out.exists():
-        raise UserError(f"--out {out}: exists already; name a folder that does not")
+    require_new(out)
     weights = adapted_weights(shape)
     modules = [
         _Adapted(tensor.removesuffix(".weight"), source, weights[source.name])
@@ -74,17 +78,10 @@ def export_adapter(
     ]
     torch_name = TORCH_NAMES[dtype or "fp32"]
     entries = [entry for module in modules for entry in _entries(module, torch_name)]
-    draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
-    with writing("--out", out, "adapter"):
-        try:
-            draft.mkdir(parents=True)
-            chunks = _chunks(entries, modules, checkpoint, torch_name)
-            LocalStorage().write(draft / WEIGHTS_NAME, chunks)
-            config = _config(recipe, folder.path, [module.module for module in modules])
-            (draft / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            draft.rename(out)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+    with draft_folder(out, "adapter") as draft:
+        LocalStorage().write(draft / WEIGHTS_NAME, _chunks(entries, modules, checkpoint, torch_name))
+        config = _config(recipe, folder.path, [module.module for module in modules])
+        (draft / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return ExportedFolder(out, checkpoint.step, 1, sum(entry.num_bytes for entry in entries), (torch_name,))
 
 

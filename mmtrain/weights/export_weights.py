@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -22,7 +23,7 @@ from mmtrain.families.hub_models import fetch_weights
 from mmtrain.models.layer_shape import LoraShape
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
-from mmtrain.weights.adapters import adapted_weights, adapter_names, read_parameter
+from mmtrain.weights.adapters import adapted_weights, adapter_names, merge_adapter, read_parameter
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import MatchedFolder, match_tensors, respell
 from mmtrain.weights.new_folder import describe_new_folder, write_new_files
@@ -89,26 +90,43 @@ def export_folder(
     source = source_folder(recipe)
     content = _new_content(recipe, dtype) if source is None else _content_like(source, dtype)
     targets, stored = content.targets, content.stored
-    if out.exists():
-        raise UserError(f"--out {out}: exists already; name a folder that does not")
+    require_new(out)
     files = _split(targets, max_file_bytes)
     reader = _WeightReader(stored, checkpoint, adapted_weights(build_model_shape(recipe)))
-    draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
-    with writing("--out", out, "model"):
-        try:
-            draft.mkdir(parents=True)
+    try:
+        with draft_folder(out, "model") as draft:
             for name, targets_of_file in files.items():
                 _write_file(draft / name, targets_of_file, reader)
             _write_index(draft, files)
             content.write_small_files(draft)
-            draft.rename(out)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-            if stored is not None:
-                stored.close()
+    finally:
+        if stored is not None:
+            stored.close()
     num_bytes = sum(target.entry.num_bytes for target in targets)
     dtypes = tuple(sorted({target.entry.dtype for target in targets}))
     return ExportedFolder(out, checkpoint.step, len(files), num_bytes, dtypes)
+
+
+def require_new(out: Path) -> None:
+    """Raise UserError for a folder that exists."""
+    if out.exists():
+        raise UserError(f"--out {out}: exists already; name a folder that does not")
+
+
+@contextmanager
+def draft_folder(out: Path, what: str) -> Iterator[Path]:
+    """Yield a folder to write into; it becomes `out` at the end, or vanishes if anything fails.
+
+    Raises UserError, which calls the content `what`, if it cannot be written.
+    """
+    draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
+    with writing("--out", out, what):
+        try:
+            draft.mkdir(parents=True)
+            yield draft
+            draft.rename(out)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _new_content(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
@@ -210,8 +228,8 @@ class _WeightReader:
             source.check_cover(tuple(weight.shape))
             lora = self._adapted.get(source.name)
             if lora is not None:
-                a, b = (read_parameter(self._checkpoint, name).float() for name in adapter_names(source.name))
-                weight = weight.float() + lora.scale * (b @ a)
+                a, b = (read_parameter(self._checkpoint, name) for name in adapter_names(source.name))
+                weight = merge_adapter(weight, a, b, lora.scale)
             self._parameter = (source.name, weight)
         return self._parameter[1]
 

@@ -8,7 +8,7 @@ from mmtrain.models.layer_shape import is_adapter
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.parameter_specs import ParamSpec
 from mmtrain.recipe import Recipe
-from mmtrain.weights.adapters import adapted_weights, adapter_names, weight_of_adapter
+from mmtrain.weights.adapters import adapted_weights, adapter_names, merge_adapter, weight_of_adapter
 
 if TYPE_CHECKING:
     import torch
@@ -92,8 +92,8 @@ class RunWeights:
         if spec.name not in self._merged:
             return values
         lora = self._merged[spec.name]
-        a, b = (self._read(half, tp_rank, tp).float() for half in _halves(spec, lora.rank))
-        return values.float() + lora.scale * (b @ a)
+        a, b = (self._read(half, tp_rank, tp) for half in _halves(spec, lora.rank))
+        return merge_adapter(values, a, b, lora.scale)
 
     def close(self) -> None:
         """Close the files of the checkpoint."""
