@@ -90,11 +90,13 @@ def _decode_scaled(image: Image.Image, largest: Size, swaps_sides: bool, setting
     image.draft("RGB", (2 * width, 2 * height))
 
 
-def patchify(frames: Sequence[Image.Image], settings: ImageSettings, patch: int) -> Float32Array:
+def patchify(frames: Sequence[Image.Image], settings: ImageSettings, patch: int, repeats: int = 1) -> Float32Array:
     """Normalize images of one size and cut them into patches, each through all of them.
 
-    Pixels beyond the last whole patch of a side are left out. Returns (rows * cols, 3 * frames * patch * patch):
-    patches row-major, the features of each ordered (channel, frame, y, x) like a flattened Conv3d weight.
+    repeats: how often each image counts, as a picture does in patches that join frames.
+
+    Pixels beyond the last whole patch of a side are left out. Returns (rows * cols, 3 * frames * repeats * patch *
+    patch): patches row-major, the features of each ordered (channel, frame, y, x) like a flattened Conv3d weight.
     """
     rows = frames[0].height // patch
     cols = frames[0].width // patch
@@ -103,7 +105,8 @@ def patchify(frames: Sequence[Image.Image], settings: ImageSettings, patch: int)
     whole_rows, whole_cols = slice(rows * patch), slice(cols * patch)
     covered = [np.asarray(frame, dtype=np.float32)[whole_rows, whole_cols] for frame in frames]
     pixels = [(picture / np.float32(255) - mean) / std for picture in covered]
-    split = np.stack(pixels).reshape(len(frames), rows, patch, cols, patch, 3).transpose(1, 3, 5, 0, 2, 4)
+    stacked = np.repeat(pixels, repeats, axis=0)
+    split = stacked.reshape(-1, rows, patch, cols, patch, 3).transpose(1, 3, 5, 0, 2, 4)
     return np.ascontiguousarray(split.reshape(rows * cols, -1), dtype=np.float32)
 
 

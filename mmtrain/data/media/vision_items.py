@@ -113,9 +113,8 @@ class VisionItemDecoder:
             raise self._cached
         if kind == "video":
             frames = self._cached[part * self._temporal_patch : (part + 1) * self._temporal_patch]
-        else:
-            frames = [self._cached[part]] * self._temporal_patch
-        return patchify(frames, self._settings, self._patch)
+            return patchify(frames, self._settings, self._patch)
+        return patchify([self._cached[part]], self._settings, self._patch, repeats=self._temporal_patch)
 
     def _decode(self, kind: MediaKind, media: Media, num_parts: int, grid: Grid) -> list[Image.Image]:
         image = self._settings
