@@ -56,8 +56,8 @@ def plan(
 
     names, chosen_stage = recipe_stages(recipe, overrides)
     if names and chosen_stage is None:
-        require_one_stage(names, None, "--out" if out is not None else "--gpus" if gpus is not None else None)
-        require_one_stage(names, None, "--json" if as_json else None)
+        single = "--out" if out is not None else "--gpus" if gpus is not None else "--json" if as_json else None
+        require_one_stage(names, None, single)
         for i, name in enumerate(names, start=1):
             typer.echo(f"stage {i} of {len(names)}, {name}")
             settings_of_stage = [*overrides, f"stage={name}"]
