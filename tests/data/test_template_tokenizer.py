@@ -44,8 +44,12 @@ class Case:
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    family = FAMILIES[request.param]
-    folder = write_folder(tmp_path_factory.mktemp(request.param), family)
+    yield from judged_case(FAMILIES[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def judged_case(family: Family, path: Path) -> Iterator[Case]:
+    """Write the folder of a family, and yield its tokenizer beside those of transformers."""
+    folder = write_folder(path, family)
     marked = family.template
     for comment, tag in MARK_ANSWERS.items():
         marked = marked.replace(comment, tag)

@@ -6,24 +6,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
-from transformers.utils import chat_template_utils
 
 from mmtrain.data import ChatTokenizer, Sample
 from mmtrain.data.formats.conversation import build_sample
 from mmtrain.data.formats.sample import find_unusable
 from mmtrain.data.index.sample_table import content_json, sample_from_record, sample_record
 from mmtrain.data.synthetic.demo import train_tokenizer
-from mmtrain.data.text.chat_template import TEMPLATE_DATE
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationError
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
-from tests.data.model_folders import FAMILIES, MARK_ANSWERS, draw_text, write_folder
-from tests.data.test_template_tokenizer import NUM_CONVERSATIONS, Case
+from tests.data.model_folders import FAMILIES, draw_text, write_folder
+from tests.data.test_template_tokenizer import NUM_CONVERSATIONS, Case, judged_case
 
 # As Qwen2.5 has it: tools in the system turn, calls between tags, results in a user's turn.
 _QWEN_TOOLS = """
@@ -121,16 +117,7 @@ TALK = [
 
 @pytest.fixture(scope="module", params=sorted(TEMPLATES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    family = TEMPLATES[request.param]
-    folder = write_folder(tmp_path_factory.mktemp("folder"), family)
-    marked = family.template
-    for comment, tag in MARK_ANSWERS.items():
-        marked = marked.replace(comment, tag)
-    judges = [PreTrainedTokenizerFast.from_pretrained(folder) for _ in range(2)]
-    judges[1].chat_template = marked
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: TEMPLATE_DATE))
-        yield Case(family, folder, TemplateTokenizer.load(folder), *judges)
+    yield from judged_case(TEMPLATES[request.param], tmp_path_factory.mktemp("folder"))
 
 
 def sample_of(messages: list[dict[str, Any]], tools: Any = None) -> Sample:
