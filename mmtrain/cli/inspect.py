@@ -24,10 +24,10 @@ def inspect(
     import json
     from dataclasses import asdict
 
-    from mmtrain.families.hub_models import fetch_config, is_hub_name
+    from mmtrain.families.hub_models import fetch_config, is_model_of_hub
     from mmtrain.weights.inspect_folder import inspect_folder
 
-    is_of_hub = is_hub_name(folder) and not Path(folder).exists()
+    is_of_hub = is_model_of_hub(folder)
     summary = inspect_folder(fetch_config(folder) if is_of_hub else Path(folder))
     typer.echo(json.dumps(asdict(summary)) if as_json else _text(summary, is_of_hub))
 

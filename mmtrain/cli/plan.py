@@ -52,12 +52,13 @@ def plan(
     from functools import partial
 
     from mmtrain.cli.stage_runs import require_one_stage
-    from mmtrain.recipe import recipe_stages
+    from mmtrain.recipe import read_recipe
 
-    names, chosen_stage = recipe_stages(recipe, overrides)
-    if names and chosen_stage is None:
+    written = read_recipe(recipe, overrides)
+    names = written.stages
+    if names and written.chosen_stage is None:
         single = "--out" if out is not None else "--gpus" if gpus is not None else "--json" if as_json else None
-        require_one_stage(names, None, single)
+        require_one_stage(written, single)
         for i, name in enumerate(names, start=1):
             typer.echo(f"stage {i} of {len(names)}, {name}")
             settings_of_stage = [*overrides, f"stage={name}"]

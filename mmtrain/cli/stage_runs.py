@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmtrain.errors import UserError
-from mmtrain.recipe import LoadedRecipe, load_recipe, recipe_stages
+from mmtrain.recipe import LoadedRecipe, WrittenRecipe
 
 
 @dataclass(frozen=True)
@@ -16,31 +16,29 @@ class StageRun:
     stage: str | None  # as messages call it: `2 of 3, sft`
 
 
-def stage_runs(recipe: Path, overrides: list[str], run_dir: Path | None) -> list[StageRun]:
+def stage_runs(recipe: WrittenRecipe, run_dir: Path | None) -> list[StageRun]:
     """Load the recipe of every run, in order; of one only, if `--set stage=NAME` chooses it.
 
     A stage is in a folder `<number>-<name>` below that of the run, and starts from the weights of the one before it.
     Raises RecipeError.
     """
-    names, chosen = recipe_stages(recipe, overrides)
+    names, chosen = recipe.stages, recipe.chosen_stage
     if not names:
-        loaded = load_recipe(recipe, overrides)
+        loaded = recipe.load()
         return [StageRun(loaded, _folder(loaded, run_dir), None)]
     runs: list[StageRun] = []
     for i, name in enumerate(names, start=1):
-        settings = [*overrides, f"stage={name}"]
-        if runs:
-            settings.append(f"train.init_from={runs[-1].folder.absolute()}")
-        loaded = load_recipe(recipe, settings)
+        start = [f"train.init_from={runs[-1].folder.absolute()}"] if runs else []
+        loaded = recipe.load(f"stage={name}", *start)
         folder = _folder(loaded, run_dir) / f"{i}-{name}"
         runs.append(StageRun(loaded, folder, f"{i} of {len(names)}, {name}"))
     return [run for run, name in zip(runs, names, strict=True) if chosen in (None, name)]
 
 
-def require_one_stage(names: tuple[str, ...], chosen: str | None, option: str | None) -> None:
+def require_one_stage(recipe: WrittenRecipe, option: str | None) -> None:
     """Raise UserError for an option that several stages cannot share, unless one of them is chosen."""
-    if option is not None and names and chosen is None:
-        raise UserError(f"{option}: for one stage of the recipe; choose it with --set stage={names[0]}")
+    if option is not None and recipe.stages and recipe.chosen_stage is None:
+        raise UserError(f"{option}: for one stage of the recipe; choose it with --set stage={recipe.stages[0]}")
 
 
 def _folder(loaded: LoadedRecipe, run_dir: Path | None) -> Path:

@@ -81,15 +81,16 @@ def train(
     """
     from mmtrain.cli.stage_runs import require_one_stage, stage_runs
     from mmtrain.errors import UserError
-    from mmtrain.recipe import recipe_stages, require_runnable
+    from mmtrain.recipe import read_recipe, require_runnable
     from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 
     ignore_lost_output()
     if skip_steps is not None and resume_from is None:
         raise UserError("--skip-steps: needs --resume-from, which says where to go back to")
     single = "--plan" if plan is not None else "--resume-from" if resume_from is not None else None
-    require_one_stage(*recipe_stages(recipe, overrides), single)
-    runs = stage_runs(recipe, overrides, run_dir)  # report a wrong recipe before torch loads
+    written = read_recipe(recipe, overrides)
+    require_one_stage(written, single)
+    runs = stage_runs(written, run_dir)  # report a wrong recipe before torch loads
     for stage in runs:
         require_runnable(stage.loaded.recipe, "train")
     options = _Options(plan, resume, resume_from, skip_steps, max_restarts, elastic, force_unlock)

@@ -27,6 +27,14 @@ def is_hub_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+def is_model_of_hub(text: str, folder: Path | None = None) -> bool:
+    """Return whether a text names a model of the hub: a folder of that name goes before it.
+
+    folder: where a path of this text leads, if that is not relative to the working directory.
+    """
+    return is_hub_name(text) and not (folder or Path(text)).exists()
+
+
 def fetch_config(name: str) -> Path:
     """Fetch all files of a model but its weights; return their folder. What the cache has is not fetched again.
 

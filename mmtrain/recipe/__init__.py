@@ -7,18 +7,19 @@ recipe, and each of its sections has a module.
 
 from mmtrain.recipe.fingerprint import dump_recipe, recipe_fingerprint
 from mmtrain.recipe.json_schema import editor_schema
-from mmtrain.recipe.recipe_loader import LoadedRecipe, load_recipe, recipe_stages
+from mmtrain.recipe.recipe_loader import LoadedRecipe, WrittenRecipe, load_recipe, read_recipe
 from mmtrain.recipe.runnable import is_runnable, require_runnable
 from mmtrain.recipe.schema import Recipe
 
 __all__ = [
     "LoadedRecipe",
     "Recipe",
+    "WrittenRecipe",
     "dump_recipe",
     "editor_schema",
     "is_runnable",
     "load_recipe",
+    "read_recipe",
     "recipe_fingerprint",
-    "recipe_stages",
     "require_runnable",
 ]

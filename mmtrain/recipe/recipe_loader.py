@@ -1,12 +1,12 @@
 """Load a recipe: from a file, its bases, the environment and the command line to one validated `Recipe`."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mmtrain.errors import RecipeError
-from mmtrain.families.hub_models import is_hub_name
+from mmtrain.families.hub_models import is_model_of_hub
 from mmtrain.recipe.apply_model_folder import apply_model_folders, is_folder_setting
 from mmtrain.recipe.apply_presets import apply_presets
 from mmtrain.recipe.cross_checks import CHECKS
@@ -52,51 +52,66 @@ class _RecipeFiles:
     problems: list[Problem] = field(default_factory=list)
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> LoadedRecipe:
-    """Load the recipe at `path` and validate it.
+@dataclass(frozen=True)
+class WrittenRecipe:
+    """A recipe as it is written, read once: the settings of its file and of its bases, and those of `--set`."""
+
+    path: Path
+    overrides: tuple[str, ...]
+    stages: tuple[str, ...]  # their names, in order; () for a recipe without stages
+    chosen_stage: str | None  # by `stage=NAME`
+    _files: _RecipeFiles
+    _tree: Node
+
+    def load(self, *changes: str) -> LoadedRecipe:
+        """Validate the recipe, or one of its stages.
+
+        changes: more settings as in `--set`, which come last. Of a recipe with stages, `stage=NAME` chooses the one to
+            load.
+
+        Raises:
+            RecipeError: with all problems at once: dotted path, what was found, what is allowed, file and line.
+        """
+        files = replace(self._files, problems=[*self._files.problems])
+        tree = lay_stage_over(_with_overrides(self._tree, filter(is_about_stages, changes), files))
+        overrides = [override for override in (*self.overrides, *changes) if not is_about_stages(override)]
+        tree = _with_overrides(tree, overrides, files)
+        tree, folder_problems = apply_model_folders(_make_paths_absolute(tree))
+        if any(is_folder_setting(problem.where) for problem in folder_problems):
+            # Everything that the folder would have supplied is missing; these problems would hide the cause.
+            raise RecipeError(_message(self.path, [*files.problems, *folder_problems]))
+        tree = apply_presets(tree)
+        problems, recipe = validate(tree, [*files.problems, *folder_problems], CHECKS)
+        if recipe is None:
+            raise RecipeError(_message(self.path, problems))
+        origins = {dotted_path(keys): str(node.origin) for keys, node in iter_nodes(tree) if keys}
+        return LoadedRecipe(recipe, self.path, origins)
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> WrittenRecipe:
+    """Read the recipe at `path`, without validating more than its list of stages.
 
     Args:
         path: a YAML file, which may extend others.
-        overrides: settings `a.b.0=value` that take precedence over the files, as in `--set`. Of a recipe with stages,
-            `stage=NAME` chooses the one to load.
+        overrides: settings `a.b.0=value` that take precedence over the files, as in `--set`.
         env: environment variables for `${env:NAME}`; by default those of this process.
 
     Raises:
-        RecipeError: with all problems at once: dotted path, what was found, what is allowed, file and line.
+        RecipeError: for a file that cannot be read, and a wrong list or choice of stages.
     """
     files = _RecipeFiles(os.environ if env is None else env)
-    tree = lay_stage_over(_with_stage_overrides(path, overrides, files))
-    for override in overrides:
-        if not is_about_stages(override):
-            tree = _apply_override(tree, override, files)
-    tree, folder_problems = apply_model_folders(_make_paths_absolute(tree))
-    if any(is_folder_setting(problem.where) for problem in folder_problems):
-        # Everything that the folder would have supplied is missing; these problems would hide the cause.
-        raise RecipeError(_message(path, [*files.problems, *folder_problems]))
-    tree = apply_presets(tree)
-    problems, recipe = validate(tree, [*files.problems, *folder_problems], CHECKS)
-    if recipe is None:
-        raise RecipeError(_message(path, problems))
-    origins = {dotted_path(keys): str(node.origin) for keys, node in iter_nodes(tree) if keys}
-    return LoadedRecipe(recipe, path, origins)
-
-
-def recipe_stages(
-    path: Path, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None
-) -> tuple[tuple[str, ...], str | None]:
-    """Return the names of the stages of the recipe at `path`, () if it has none, and the one that `stage=NAME` chooses.
-
-    Raises RecipeError for a wrong list or name.
-    """
-    tree = _with_stage_overrides(path, overrides, _RecipeFiles(os.environ if env is None else env))
+    tree = _with_overrides(_read(path, files, ()), filter(is_about_stages, overrides), files)
     names = stage_names(tree)
-    return names, chosen_stage(tree, names)
+    return WrittenRecipe(path, tuple(overrides), names, chosen_stage(tree, names), files, tree)
 
 
-def _with_stage_overrides(path: Path, overrides: Sequence[str], files: _RecipeFiles) -> Node:
-    """Read the recipe with those overrides that choose a stage or change the list of stages."""
-    tree = _read(path, files, ())
-    for override in filter(is_about_stages, overrides):
+def load_recipe(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> LoadedRecipe:
+    """Load the recipe at `path` and validate it; see `read_recipe` and `WrittenRecipe.load`."""
+    return read_recipe(path, overrides, env).load()
+
+
+def _with_overrides(tree: Node, overrides: Iterable[str], files: _RecipeFiles) -> Node:
+    for override in overrides:
         tree = _apply_override(tree, override, files)
     return tree
 
@@ -180,18 +195,13 @@ def _make_paths_absolute(tree: Node) -> Node:
             continue
         if pattern == _COST_TABLE and _is_bare_name(node.value):
             continue
-        if is_folder_setting(keys) and _is_model_of_hub(node):
-            continue
         absolute = os.path.abspath(node.origin.folder / node.value)
+        if is_folder_setting(keys) and is_model_of_hub(node.value, Path(absolute)):
+            continue
         updated = set_node(tree, keys, replace(node, value=absolute))
         assert isinstance(updated, Node)
         tree = updated
     return tree
-
-
-def _is_model_of_hub(node: Node) -> bool:
-    """Return whether a value is no folder and may be the name of a model of the hub."""
-    return is_hub_name(str(node.value)) and not (node.origin.folder / str(node.value)).exists()
 
 
 def _is_bare_name(value: str) -> bool:

@@ -7,6 +7,7 @@ import pytest
 from mmtrain.cli.stage_runs import stage_runs
 from mmtrain.plan.plan_again import plan_again
 from mmtrain.plan.planner import plan_recipe as planner
+from mmtrain.recipe import read_recipe
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.faults import FailAt
 from tests.flow.runs import RECIPE, SMALL, assert_same_end, launch
@@ -38,7 +39,7 @@ def test_a_run_that_is_killed_in_its_second_stage_goes_on_there(data: Path, tmp_
 
     killed = run_forked(tmp_path, *arguments, "--run-dir", "killed", "--set", "stage=align")
     assert killed.returncode == 0, killed.stderr
-    sft = stage_runs(recipe, settings, tmp_path / "killed")[1]
+    sft = stage_runs(read_recipe(recipe, settings), tmp_path / "killed")[1]
     request = TrainRequest(sft.loaded, planner, plan_again, "cpu-core", 2, sft.folder)
     assert launch(request, FailAt(1, 3, "kill"))[0] != 0
 

@@ -6,7 +6,7 @@ import pytest
 
 from mmtrain.cli.stage_runs import stage_runs
 from mmtrain.errors import RecipeError, UserError
-from mmtrain.recipe import load_recipe, recipe_stages
+from mmtrain.recipe import load_recipe, read_recipe
 from tests.cli.conftest import RunMmtrain, run_mmtrain
 
 __all__ = ["run_mmtrain"]
@@ -35,8 +35,10 @@ def write(folder: Path, text: str) -> Path:
 
 def test_a_stage_lays_its_settings_over_the_recipe(tmp_path: Path) -> None:
     path = write(tmp_path, BASE + STAGES)
-    assert recipe_stages(path) == (("align", "sft"), None)
-    align, sft = (load_recipe(path, [f"stage={name}"]).recipe for name in ("align", "sft"))
+    written = read_recipe(path)
+    assert (written.stages, written.chosen_stage) == (("align", "sft"), None)
+    align, sft = (written.load(f"stage={name}").recipe for name in written.stages)
+    assert sft == load_recipe(path, ["stage=sft"]).recipe
     assert (align.train.steps, align.train.optimizer.lr, align.data.seq_len) == (9, 0.5, 32)
     assert (sft.train.steps, sft.train.optimizer.lr, sft.data.seq_len) == (3, 0.1, 64)
     assert sft.data.sources[0].path == tmp_path / "other.csv"
@@ -53,12 +55,27 @@ def test_settings_of_the_command_line_hold_for_every_stage_and_may_change_one(tm
 
 def test_each_stage_has_a_folder_and_starts_from_the_one_before(tmp_path: Path) -> None:
     path = write(tmp_path, BASE + STAGES)
-    runs = stage_runs(path, [], tmp_path / "run")
+    runs = stage_runs(read_recipe(path), tmp_path / "run")
     assert [run.folder for run in runs] == [tmp_path / "run" / "1-align", tmp_path / "run" / "2-sft"]
     assert [run.loaded.recipe.train.init_from for run in runs] == [tmp_path / "first", tmp_path / "run" / "1-align"]
-    assert stage_runs(path, ["stage=sft"], tmp_path / "run") == runs[1:]
-    [plain] = stage_runs(write(tmp_path, BASE), [], None)
+    assert stage_runs(read_recipe(path, ["stage=sft"]), tmp_path / "run") == runs[1:]
+    [plain] = stage_runs(read_recipe(write(tmp_path, BASE)), None)
     assert (plain.folder, plain.stage) == (Path("runs/staged"), None)
+
+
+def test_a_recipe_is_read_once_for_all_of_its_stages(tmp_path: Path) -> None:
+    path = write(tmp_path, BASE + STAGES)
+    written = read_recipe(path, ["train.steps=5"])
+    path.unlink()
+    runs = stage_runs(written, tmp_path / "run")
+    assert [run.loaded.recipe.train.steps for run in runs] == [5, 5]
+
+
+def test_problems_of_one_stage_are_not_those_of_another(tmp_path: Path) -> None:
+    written = read_recipe(write(tmp_path, BASE + "stages: [{name: a, train: {stepps: 3}}, {name: b}]"))
+    with pytest.raises(RecipeError, match=r"1 problem\n.*train.stepps"):
+        written.load("stage=a")
+    assert written.load("stage=b").recipe.train.steps == 9
 
 
 @pytest.mark.parametrize(
