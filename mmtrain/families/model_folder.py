@@ -18,6 +18,7 @@ from mmtrain.families.registry import ENCODER_FAMILIES, FAMILIES
 from mmtrain.families.video_processors import read_video_settings
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_TEXT_SECTIONS = ("thinker_config", "text_config")
 _QUANTIZED_KEYS = ("quantization_config", "compression_config")
 
 
@@ -44,6 +45,23 @@ class ModelFolder:
         if section == "video":
             return {**assumed, **read_video_settings(self.path)}
         return assumed
+
+    def config_with_tokens(self, num_tokens: int) -> Mapping[str, Any]:
+        """Return the config of the same model with a vocabulary of another size."""
+        if num_tokens == self.settings.model["llm"]["vocab"]:
+            return self.config
+        return _with_tokens(self.config, num_tokens)
+
+
+def _with_tokens(config: Mapping[str, Any], num_tokens: int) -> Mapping[str, Any]:
+    """Return a config, or a section of one, that states another vocabulary in the section of the LLM.
+
+    Families with media have a section for it, beside which older folders repeat its size.
+    """
+    section = next((key for key in _TEXT_SECTIONS if isinstance(config.get(key), Mapping)), None)
+    inner = {} if section is None else {section: _with_tokens(config[section], num_tokens)}
+    states_size = section is None or "vocab_size" in config
+    return {**config, **inner, **({"vocab_size": num_tokens} if states_size else {})}
 
 
 def read_model_folder(path: Path) -> ModelFolder:

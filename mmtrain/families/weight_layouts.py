@@ -58,6 +58,7 @@ class ParameterSource:
     blocks: tuple[Block, ...]
     may_be_padded: bool = False  # the parameter may have other rows too, which become zeros and are not exported
     may_be_missing: bool = False  # a folder may lack all tensors of all such parameters, which then start random
+    has_token_rows: bool = False  # one for each token of the vocabulary, of which a recipe may have more
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor that it is made of."""
@@ -67,6 +68,22 @@ class ParameterSource:
             known = shapes.get(block.tensor, ends)
             shapes[block.tensor] = tuple(map(max, known, ends))
         return shapes
+
+    def with_tokens(self, num_tokens: int) -> "ParameterSource":
+        """Return the same parameter for a vocabulary of another size; one that has no row for each token as it is."""
+        if not self.has_token_rows:
+            return self
+        return replace(
+            self,
+            blocks=tuple(
+                replace(
+                    block,
+                    tensor_box=_with_range(block.tensor_box, 0, 0, num_tokens),
+                    view_box=_with_range(block.view_box, 0, 0, num_tokens),
+                )
+                for block in self.blocks
+            ),
+        )
 
     def check_cover(self, full_shape: tuple[int, ...]) -> None:
         """Assert that the blocks cover a full view of this shape: all of it, or the first rows of one with padding."""
@@ -86,7 +103,7 @@ def as_is(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:
 
 def vocabulary(name: str, tensor: str, rows: int, width: int) -> ParameterSource:
     """Return a parameter that has the tensor's rows, and perhaps rows that pad the vocabulary."""
-    return replace(as_is(name, tensor, (rows, width)), may_be_padded=True)
+    return replace(as_is(name, tensor, (rows, width)), may_be_padded=True, has_token_rows=True)
 
 
 def flattened(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:

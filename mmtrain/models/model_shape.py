@@ -28,6 +28,8 @@ __all__ = [
 
 VOCAB_MULTIPLE = 64  # the padded vocabulary must not depend on tp, or two plans would train two models
 
+_TOKEN_MATRICES = {"embedding": "table.weight", "head": "output.weight"}  # by kind of layer
+
 
 @dataclass(frozen=True)
 class ModelEdge:
@@ -54,6 +56,17 @@ class ModelShape:
     def edge(self, src: str, dst: str) -> ModelEdge:
         """Return an edge between two units; all edges between them carry the same rows."""
         return next(e for e in self.edges if (e.src, e.dst) == (src, dst))
+
+    @property
+    def token_matrices(self) -> dict[str, bool]:
+        """Return the parameters that have a row for each token, by plan-independent name, and whether they train."""
+        names = {"embedding": "table.weight"} if self.tied_embeddings else _TOKEN_MATRICES
+        llm = self.unit("llm")
+        return {
+            f"{llm.name}.layers.{i}.{names[layer.kind]}": names[layer.kind] not in layer.frozen
+            for i, layer in enumerate(llm.layers)
+            if layer.kind in names
+        }
 
     @property
     def encoders(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, node_at, set
 
 FOLDER_SETTING = ("model", "hf")
 _TOKENIZER_SETTING = ("data", "tokenizer")
+_GROWING = "vocab"  # of the LLM: a recipe may have more tokens than the folder
 _DATA_SECTIONS = {"vision": ("image", "video"), "audio": ("audio",), "llm": ()}  # that a unit's folder speaks of
 # A folder with one of these is a tokenizer too; one that mmtrain cannot read is reported when it is loaded.
 _TOKENIZER_FILES = (TOKENIZER_FILE, *SLOW_TOKENIZER_FILES)
@@ -21,9 +22,9 @@ _TOKENIZER_FILES = (TOKENIZER_FILE, *SLOW_TOKENIZER_FILES)
 def apply_model_folders(tree: Node) -> tuple[Node, list[Problem]]:
     """Add the settings that the folders of `model.hf` and of units state, and return what contradicts them.
 
-    Shapes of units must be those of the folder, because its weights have them. What the folder says of a section of
-    data are defaults, for recipes that do not choose the `scheme` of that section themselves. Its tokenizer and chat
-    template are those of a recipe that names no other.
+    Shapes of units must be those of the folder, because its weights have them; only the vocabulary may be larger. What
+    the folder says of a section of data are defaults, for recipes that do not choose the `scheme` of that section
+    themselves. Its tokenizer and chat template are those of a recipe that names no other.
     """
     problems: list[Problem] = []
     tree = _apply_folder(tree, FOLDER_SETTING, None, problems)
@@ -125,6 +126,10 @@ def _fill(
             tree = _fill(tree, where, value, origin, problems)
         elif written is None:
             tree = _set(tree, where, to_node(value, origin))
+        elif problems is not None and key == _GROWING and isinstance(written.value, int):
+            if written.value < value:
+                text = f"is {written.value} here, but {origin} has {value} tokens; allowed: {value} or more"
+                problems.append(Problem(where, text, written.origin))
         elif problems is not None and to_plain(written) != to_plain(to_node(value, origin)):
             text = f"is {to_plain(written)!r} here, but {value!r} in {origin}, whose weights need that; remove it"
             problems.append(Problem(where, text, written.origin))

@@ -96,7 +96,8 @@ class LlmSettings(UnitSettings):
     )
     vocab: PositiveInt = setting(
         affects={"plan", "lengths", "resume"},
-        description="Rows of the embedding table; at least the tokenizer's size. Padded to a multiple of 64.",
+        description="Rows of the embedding table; at least the tokenizer's size. Padded to a multiple of 64. With `hf` "
+        "it may be larger than the folder's: weights of new tokens start as the mean of the others.",
     )
     rope_base: float = setting(10000.0, gt=0, affects={"plan", "resume"}, description="Base of the rotary frequencies.")
     rope_scaling: RopeScalingSettings | None = setting(

@@ -68,6 +68,11 @@ def export_adapter(
             "--adapter: the units of this run did not all start from one folder that the adapter could be loaded on; "
             "leave --adapter out to export the model with the adapters merged"
         )
+    if recipe.model.llm.vocab != folder.settings.model["llm"]["vocab"]:
+        raise UserError(
+            f"--adapter: the run has {recipe.model.llm.vocab} tokens, more than {folder.path}, and an adapter's folder "
+            "does not hold the rows of new ones; leave --adapter out to export the model with the adapters merged"
+        )
     require_new(out)
     weights = adapted_weights(shape)
     modules = [

@@ -18,7 +18,7 @@ from mmtrain.checkpoint import Checkpoint, LocalStorage
 from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
 from mmtrain.errors import ModelFolderError, UserError, writing
 from mmtrain.families import CONFIG_FILE, ModelFolder, ParameterSource, read_model_folder
-from mmtrain.families.folder_files import INDEX_FILE, SINGLE_FILE
+from mmtrain.families.folder_files import CONVERSATION_FILES, INDEX_FILE, SINGLE_FILE, SLOW_TOKENIZER_FILES
 from mmtrain.families.hub_models import fetch_weights
 from mmtrain.models.layer_shape import LoraShape
 from mmtrain.models.model_shape import build_model_shape
@@ -26,7 +26,7 @@ from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights, adapter_names, merge_adapter, read_parameter
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import MatchedFolder, match_tensors, respell
-from mmtrain.weights.new_folder import describe_new_folder, write_new_files
+from mmtrain.weights.new_folder import describe_new_folder, write_new_files, write_tokenizer_files
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,8 @@ _COPIED_FILES = (  # what belongs to the model; not its card and its data, which
     "chat_template.json", "config.json", "generation_config.json", "merges.txt", "*processor_config.json",
     "special_tokens_map.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
+# Of these, what belongs to a tokenizer. A run with a tokenizer of its own (data.tokenizer) leaves them out.
+_TEXT_FILES = (*CONVERSATION_FILES, *SLOW_TOKENIZER_FILES, "*.jinja", "*.model", "*.tiktoken", "*tokenizer*.json")
 
 
 @dataclass(frozen=True)
@@ -80,15 +82,16 @@ def export_folder(
 
     Adapters are merged into their weights: W + (alpha / rank) B A, computed in fp32. Names, order of dimensions and,
     without `dtype`, the type of every tensor are those of the folder that the run started from, whose config, tokenizer
-    and other small files are copied. For a run with units that did not start from that folder they are those of the
-    family to which its model belongs, and fp32. One parameter at a time is in memory. The folder appears by rename when
-    it is complete.
+    and other small files are copied. Matrices and config have the tokens that the run added, and a tokenizer that
+    `data.tokenizer` names takes the place of the folder's. For a run with units that did not start from that folder
+    they are those of the family to which its model belongs, and fp32. One parameter at a time is in memory. The folder
+    appears by rename when it is complete.
 
     Raises UserError for a run that no family can hold, and for an `out` that exists or cannot be written;
     ModelFolderError for a source folder that changed; CheckpointError.
     """
     source = source_folder(recipe)
-    content = _new_content(recipe, dtype) if source is None else _content_like(source, dtype)
+    content = _new_content(recipe, dtype) if source is None else _content_like(source, recipe, dtype)
     targets, stored = content.targets, content.stored
     require_new(out)
     files = _split(targets, max_file_bytes)
@@ -144,11 +147,11 @@ def _new_content(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
     return _Content(targets, None, lambda draft: write_new_files(recipe, folder, draft, torch_name))
 
 
-def _content_like(folder: ModelFolder, dtype: ExportDtype | None) -> _Content:
-    """Describe the folder that the run started from."""
+def _content_like(folder: ModelFolder, recipe: Recipe, dtype: ExportDtype | None) -> _Content:
+    """Describe the folder that the run started from, with the tokens that the run added."""
     stored = FolderTensors.of(folder.path)
-    targets = _targets(match_tensors(folder, stored), stored, dtype)
-    return _Content(targets, stored, lambda draft: _copy_small_files(folder, draft, dtype))
+    targets = _targets(match_tensors(folder, stored), stored, recipe.model.llm.vocab, dtype)
+    return _Content(targets, stored, lambda draft: _write_small_files(folder, recipe, draft, dtype))
 
 
 def source_folder(recipe: Recipe) -> ModelFolder | None:
@@ -167,11 +170,13 @@ def source_folder(recipe: Recipe) -> ModelFolder | None:
     return None if has_other_units else folder
 
 
-def _targets(matched: MatchedFolder, stored: FolderTensors, dtype: ExportDtype | None) -> list[_Target]:
+def _targets(
+    matched: MatchedFolder, stored: FolderTensors, num_tokens: int, dtype: ExportDtype | None
+) -> list[_Target]:
     """Return all tensors to write, those of one parameter after another."""
     targets = []
     first_dtype = next(iter(stored.tensors.values())).dtype  # of what the source folder lacks
-    sources = (*matched.sources.values(), *matched.fresh.values())
+    sources = [source.with_tokens(num_tokens) for source in (*matched.sources.values(), *matched.fresh.values())]
     shapes = [(tensor, shape, source) for source in sources for tensor, shape in source.tensor_shapes().items()]
     carried = [(tensor, stored.tensors[tensor].shape, None) for tensor in matched.carried]
     for tensor, shape, source in (*shapes, *carried):
@@ -259,13 +264,20 @@ def _write_index(draft: Path, files: Mapping[str, Sequence[_Target]]) -> None:
     (draft / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_small_files(folder: ModelFolder, draft: Path, dtype: ExportDtype | None) -> None:
-    """Copy config, tokenizer and templates; the config states the type of the weights, if that is another one."""
+def _write_small_files(folder: ModelFolder, recipe: Recipe, draft: Path, dtype: ExportDtype | None) -> None:
+    """Copy config, tokenizer and templates; the config states another type of the weights, and more tokens."""
+    tokenizer = recipe.data.tokenizer_path
+    has_own_tokenizer = tokenizer != folder.path
+    not_copied = _TEXT_FILES if has_own_tokenizer else ()
     for path in sorted(folder.path.iterdir()):
         is_wanted = any(fnmatch(path.name, pattern) for pattern in _COPIED_FILES)
-        if path.is_file() and is_wanted:
+        if path.is_file() and is_wanted and not any(fnmatch(path.name, pattern) for pattern in not_copied):
             shutil.copyfile(path, draft / path.name)
+    if has_own_tokenizer:
+        write_tokenizer_files(tokenizer, draft)
+    config = folder.config_with_tokens(recipe.model.llm.vocab)
     if dtype is not None:
-        key = "torch_dtype" if "torch_dtype" in folder.config else "dtype"
-        config = {**folder.config, key: TORCH_NAMES[dtype]}
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config = {**config, key: TORCH_NAMES[dtype]}
+    if config != folder.config:
         (draft / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

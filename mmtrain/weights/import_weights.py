@@ -14,12 +14,12 @@ from mmtrain.models.parameter_specs import ParamSpec
 from mmtrain.recipe import Recipe
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
+from mmtrain.weights.new_tokens import MAX_ELEMENTS_PER_READ, mean_row
 from mmtrain.weights.start_folders import StartFolder, start_folders
 
 if TYPE_CHECKING:
     import torch
 
-MAX_ELEMENTS_PER_READ = 16 << 20  # 64 MB in fp32: what a rank holds beside its parameters
 _SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 
 
@@ -36,9 +36,11 @@ class OpenFolder:
 class PretrainedWeights:
     """The weights that a recipe starts from, of which every rank reads what it keeps."""
 
-    def __init__(self, folders: Sequence[OpenFolder]) -> None:
-        """Read from folders that hold different units."""
+    def __init__(self, folders: Sequence[OpenFolder], num_tokens: int) -> None:
+        """Read from folders that hold different units, for a model with a vocabulary of `num_tokens`."""
         self._folders = {unit: folder for folder in folders for unit in folder.units}
+        self._num_tokens = num_tokens
+        self._mean_rows: dict[str, torch.Tensor] = {}  # by parameter
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -50,10 +52,18 @@ class PretrainedWeights:
         """Return the modules of these units that have no weights in a folder."""
         return tuple(dict.fromkeys(module for folder in self._folders.values() for module in folder.fresh_modules))
 
+    @property
+    def num_new_tokens(self) -> int:
+        """Return the number of tokens that the model has and the folder of its LLM does not."""
+        sources = self._folders["llm"].sources.values() if "llm" in self._folders else ()
+        known = [source.blocks[0].view_box[0][1] for source in sources if source.has_token_rows]
+        return self._num_tokens - min(known, default=self._num_tokens)
+
     def fill(self, param: "torch.Tensor", spec: ParamSpec, tp_rank: int, tp: int) -> bool:
         """Fill a parameter of this rank; return whether the folder holds it.
 
-        Values are converted to the parameter's dtype. Rows that pad the vocabulary become zeros.
+        Values are converted to the parameter's dtype. Rows of tokens that the folder lacks become the mean of its rows,
+        and rows that pad the vocabulary become zeros.
         """
         source = self._source_of(spec)
         if source is None:
@@ -111,6 +121,22 @@ class PretrainedWeights:
                 )
                 region = target[place]
                 region.copy_(tensors.read(piece.tensor, piece.tensor_box).reshape(region.shape))
+        if source.has_token_rows:
+            self._fill_new_tokens(source, tensors, target, box)
+
+    def _fill_new_tokens(
+        self, source: ParameterSource, tensors: FolderTensors, target: "torch.Tensor", box: Box
+    ) -> None:
+        """Fill the rows of tokens that the folder lacks, of a box of the parameter."""
+        (block,) = source.blocks
+        (first, stop), columns = box
+        new = slice(max(first, block.view_box[0][1]) - first, min(stop, self._num_tokens) - first)
+        if new.start >= new.stop:
+            return
+        if source.name not in self._mean_rows:
+            pieces = (tensors.read(piece.tensor, piece.tensor_box) for piece in _pieces(block))
+            self._mean_rows[source.name] = mean_row(pieces)
+        target[new].copy_(self._mean_rows[source.name][slice(*columns)])
 
     def close(self) -> None:
         """Close the files of all folders."""
@@ -125,7 +151,7 @@ def open_pretrained(recipe: Recipe) -> PretrainedWeights | None:
     files or tensors that do not fit.
     """
     folders = [_open(start) for start in start_folders(recipe)]
-    return PretrainedWeights(folders) if folders else None
+    return PretrainedWeights(folders, recipe.model.llm.vocab) if folders else None
 
 
 def _open(start: StartFolder) -> OpenFolder:

@@ -34,16 +34,23 @@ def describe_new_folder(recipe: Recipe) -> NewFolder:
 
 def write_new_files(recipe: Recipe, folder: NewFolder, draft: Path, torch_dtype: str) -> None:
     """Write config, processors, tokenizer and chat template. Raises DataError for the tokenizer."""
-    source = recipe.data.tokenizer_path
-    if source.is_dir():
-        for name in (*CONVERSATION_FILES, GENERATION_FILE):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, draft / name)
-    else:
-        write_chat_folder(draft, source)
+    write_tokenizer_files(recipe.data.tokenizer_path, draft)
     for name, content in folder.files.items():
         stated = {**content, "torch_dtype": torch_dtype} if name == CONFIG_FILE else content
         (draft / name).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tokenizer_files(source: Path, draft: Path) -> None:
+    """Write tokenizer, chat template and the tokens that end an answer, of a folder or a file of mmtrain's chat format.
+
+    Raises DataError for one that is gone or no tokenizer.
+    """
+    if not source.is_dir():
+        write_chat_folder(draft, source)
+        return
+    for name in (*CONVERSATION_FILES, GENERATION_FILE):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, draft / name)
 
 
 def _units(recipe: Recipe) -> dict[str, Mapping[str, Any]]:

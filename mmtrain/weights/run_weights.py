@@ -1,5 +1,6 @@
 """Start the parameters of a rank from the checkpoint of another run, whatever plan and adapters that run had."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mmtrain.checkpoint import Checkpoint, ShardSpec
@@ -9,6 +10,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.parameter_specs import ParamSpec
 from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights, adapter_names, merge_adapter, weight_of_adapter
+from mmtrain.weights.new_tokens import MAX_ELEMENTS_PER_READ, mean_row
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +22,8 @@ class RunWeights:
     """The weights of a checkpoint, of which every rank reads what it keeps.
 
     An adapter that both runs have, with the same rank and scale, goes on. Others of the source are merged into their
-    weights, and others of the new run start as new ones.
+    weights, and others of the new run start as new ones. The new run may have more tokens: their weights start as the
+    mean of the others.
     """
 
     def __init__(self, checkpoint: Checkpoint, source: Recipe, recipe: Recipe) -> None:
@@ -37,11 +40,19 @@ class RunWeights:
         self._expected = {name for name in all_parameter_names(shape.units, recipe) if not is_adapter(name)}
         self._known = {name for name in checkpoint.names() if _OPTIMIZER_MARK not in name and not is_adapter(name)}
         self._misshaped: list[str] = []
+        self._token_matrices = shape.token_matrices.keys()
+        self._num_known_tokens, self._num_tokens = source.model.llm.vocab, recipe.model.llm.vocab
+        self._mean_rows: dict[str, torch.Tensor] = {}  # by parameter
 
     @property
     def num_merged(self) -> int:
         """Return the number of adapters of the source that are merged into their weights."""
         return len(self._merged)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Return the number of tokens that the new run has and the source does not."""
+        return self._num_tokens - self._num_known_tokens
 
     @property
     def differing_names(self) -> list[str]:
@@ -58,11 +69,9 @@ class RunWeights:
         """Fill this rank's shard of a parameter; return False for a new adapter, and for what does not fit."""
         if not self._holds(spec.name):
             return False
-        saved_shape = self.checkpoint.full_shape(spec.name)
-        if saved_shape != spec.full_shape:
-            self._misshaped.append(
-                f"{spec.name}: has the shape {list(saved_shape)} there, {list(spec.full_shape)} here"
-            )
+        misfit = self._misfit(spec)
+        if misfit is not None:
+            self._misshaped.append(f"{spec.name}: {misfit}")
             return False
         param.copy_(self._values(spec, tp_rank, tp).reshape(param.shape))
         return True
@@ -74,7 +83,7 @@ class RunWeights:
 
         Return whether the checkpoint holds the parameter in another type than `dtype`, which is less precise.
         """
-        if not self._holds(spec.name) or self.checkpoint.full_shape(spec.name) != spec.full_shape:
+        if not self._holds(spec.name) or self._misfit(spec) is not None:
             return False
         values = self._values(spec, tp_rank, tp)
         if values.dtype == dtype:
@@ -85,6 +94,17 @@ class RunWeights:
     def _holds(self, name: str) -> bool:
         """Return whether this run takes a parameter from the checkpoint."""
         return weight_of_adapter(name) in self._continued if is_adapter(name) else name in self._known
+
+    def _misfit(self, spec: ParamSpec) -> str | None:
+        """Say how the shape of a parameter differs in the checkpoint; None if it fits, or its rows can be added to."""
+        saved_shape, own_shape = self.checkpoint.full_shape(spec.name), spec.full_shape
+        if spec.name in self._token_matrices and saved_shape[1:] == own_shape[1:]:
+            if self.num_new_tokens >= 0:
+                return None
+            return f"has rows for {self._num_known_tokens} tokens there, for {self._num_tokens} here"
+        if saved_shape == own_shape:
+            return None
+        return f"has the shape {list(saved_shape)} there, {list(own_shape)} here"
 
     def _values(self, spec: ParamSpec, tp_rank: int, tp: int) -> "torch.Tensor":
         """Return the values of a rank's shard of the full view, with an adapter merged if it does not go on."""
@@ -101,11 +121,38 @@ class RunWeights:
 
     def _read(self, spec: ParamSpec, tp_rank: int, tp: int) -> "torch.Tensor":
         """Read the shard of the full view that a rank holds."""
+        if spec.name in self._token_matrices and self.num_new_tokens:
+            rows = spec.full_shape[0] // (1 if spec.dim is None else tp)
+            first = 0 if spec.dim is None else tp_rank * rows
+            return self._read_token_rows(spec.name, first, first + rows)
         if spec.dim is None:
             return self.checkpoint.read(spec.name, ShardSpec(spec.full_shape))
         rows = spec.full_shape[spec.dim] // tp
         shard = ShardSpec(spec.full_shape, spec.dim, tp_rank * rows, (tp_rank + 1) * rows)
         return self.checkpoint.read(spec.name, shard)
+
+    def _read_token_rows(self, name: str, first: int, stop: int) -> "torch.Tensor":
+        """Read rows of a matrix that has fewer in the checkpoint: then come those of new tokens, then padding."""
+        import torch
+
+        known_stop = min(stop, self._num_known_tokens)
+        pieces = [self._read_known_rows(name, first, known_stop)] if first < known_stop else []
+        if name not in self._mean_rows:
+            self._mean_rows[name] = mean_row(self._all_known_rows(name))
+        mean = self._mean_rows[name]
+        num_new = max(0, min(stop, self._num_tokens) - max(first, self._num_known_tokens))
+        num_padding = max(0, stop - max(first, self._num_tokens))
+        dtype = self._read_known_rows(name, 0, 1).dtype
+        pieces += [mean.to(dtype).expand(num_new, -1), mean.new_zeros((num_padding, len(mean)), dtype=dtype)]
+        return torch.cat(pieces)
+
+    def _all_known_rows(self, name: str) -> Iterator["torch.Tensor"]:
+        step = max(1, MAX_ELEMENTS_PER_READ // self.checkpoint.full_shape(name)[1])
+        for first in range(0, self._num_known_tokens, step):
+            yield self._read_known_rows(name, first, min(first + step, self._num_known_tokens))
+
+    def _read_known_rows(self, name: str, first: int, stop: int) -> "torch.Tensor":
+        return self.checkpoint.read(name, ShardSpec(self.checkpoint.full_shape(name), 0, first, stop))
 
 
 def _halves(weight: ParamSpec, rank: int) -> tuple[ParamSpec, ParamSpec]:

@@ -229,7 +229,7 @@ def recipe_from(folder: Path, *overrides: str) -> Recipe:
         f"""
 name: pretrained
 model: {{hf: {folder}}}
-data: {{sources: [{{path: none.json}}], tokenizer: none.json, seq_len: 64}}
+data: {{sources: [{{path: none.json}}], tokenizer: {folder}, seq_len: 64}}
 train:
   steps: 5
   global_batch: 4

@@ -78,9 +78,12 @@ def check_data_settings(recipe: Recipe, tokenizer: SampleTokenizer) -> None:
     """Raise `DataError` where settings of data and model contradict each other for any samples."""
     vocab = recipe.model.llm.vocab
     if tokenizer.vocab_size > vocab:
+        growth = ""
+        if recipe.model.hf is not None or recipe.model.llm.hf is not None:
+            growth = " if this is the model's tokenizer with more tokens; their weights start as the mean of the others"
         raise DataError(
-            f"model.llm.vocab is {vocab}, but {recipe.data.tokenizer} (data.tokenizer) has {tokenizer.vocab_size}: "
-            f"set model.llm.vocab to at least {tokenizer.vocab_size}"
+            f"model.llm.vocab is {vocab}, but {recipe.data.tokenizer} (data.tokenizer) has {tokenizer.vocab_size} "
+            f"tokens: set model.llm.vocab to at least {tokenizer.vocab_size}{growth}"
         )
     for unit, settings in recipe.model.all_encoders.items():
         ITEM_READERS[settings.modality](settings, recipe.data).check_settings()

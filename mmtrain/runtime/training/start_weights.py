@@ -87,7 +87,7 @@ def require_fitting_weights(weights: StartWeights | None, recipe: Recipe, world:
 
 
 def introduce_start_weights(console: Console, recipe: Recipe, weights: StartWeights) -> None:
-    """Print where the weights of a new run come from, and which units and modules have none there."""
+    """Print where the weights of a new run come from, and which units, modules and tokens have none there."""
     if isinstance(weights, RunWeights):
         merged = f", {weights.num_merged} adapters merged into their weights" if weights.num_merged else ""
         text = f"starting from the weights in {weights.checkpoint.folder}{merged}"
@@ -98,3 +98,19 @@ def introduce_start_weights(console: Console, recipe: Recipe, weights: StartWeig
         folders = ", ".join(str(folder.path) for folder in start_folders(recipe))
         text = f"starting from the weights in {folders}{random_weights}"
     console.print(text, highlight=False, soft_wrap=True)
+    if weights.num_new_tokens:
+        _introduce_new_tokens(console, recipe, weights.num_new_tokens)
+
+
+def _introduce_new_tokens(console: Console, recipe: Recipe, num_new: int) -> None:
+    """Print how the vocabulary grows, and warn of rows that would never train."""
+    vocab = recipe.model.llm.vocab
+    text = f"{num_new} new tokens, {vocab} with them: their weights start as the mean of the others"
+    console.print(text, highlight=False, soft_wrap=True)
+    frozen = [name for name, trains in build_model_shape(recipe).token_matrices.items() if not trains]
+    if frozen:
+        advice = "model.llm.freeze and train.freeze say so"
+        if recipe.train.lora is not None:
+            advice = "name them in train.lora.also_train to train them"
+        text = f"the rows of new tokens in {' and '.join(frozen)} are frozen and stay equal; {advice}"
+        console.print(text, style="yellow", highlight=False, soft_wrap=True)
