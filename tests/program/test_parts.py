@@ -184,7 +184,8 @@ def test_the_message_of_a_deadlock_names_the_late_part():
         1: [f"{kind} llm.1 llm:0.{wave}" for kind in "FB" for wave in (0, 1)],
     }
     with pytest.raises(
-        ProgramError, match=r"deadlock: .*rank 0 `PF llm\.0 llm:0\.1 1:2` -> rank 1 `F llm\.1 llm:0\.1`"
+        ProgramError,
+        match=r"deadlock: .*rank 0 `PF llm\.0 llm:0\.1 1:2` -> rank 0 `SA [^`]* @1` -> rank 1 `F llm\.1 llm:0\.1`",
     ):
         build_program(graph, kind="explicit", order=order)
     order[0][2:4] = reversed(order[0][2:4])

@@ -129,5 +129,5 @@ def _messages(
 ) -> Iterator[SimMessage]:
     mirror = program.symmetry.mirrors[group]
     mirrored = {rank: tuple(mirror[other] for other in others) for rank, others in equivalents.items()}
-    for sender, send in matched.messages:
+    for sender, send, _ in matched.messages:
         yield SimMessage(program.translate(send, group), mirrored[sender], mirrored[send.peer])

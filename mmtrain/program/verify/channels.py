@@ -1,13 +1,34 @@
-"""Channels carry no tags: the first message that one end sends must be the first that the other end receives."""
+"""Channels carry no tags: the first message that one end sends must be the first that the other end receives.
+
+The runtime gives each channel a communicator of its own (`runtime.execution.process_groups`).
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from mmtrain.program.ir.actions import Action, Payload, Recv, Send
-from mmtrain.program.ir.graph import Edge, Microbatch
+from mmtrain.program.ir.data_dependencies import Flow, rank_pairs
+from mmtrain.program.ir.graph import Edge, Microbatch, StageGraph
 
 Channel = tuple[Edge, Payload, int, int]  # ..., sender, receiver
 MicrobatchPair = tuple[Microbatch, Microbatch]  # source, destination
+
+
+def graph_channels(graph: StageGraph) -> list[Channel]:
+    """Return every channel that a program of the graph uses, of all replica groups: the same list on every rank."""
+    channels: dict[Channel, None] = {}
+    payloads: tuple[Payload, ...] = ("activation", "gradient")
+    for edge in graph.edges:
+        for payload in payloads:
+            if payload == "gradient" and not graph.carries_gradient(edge):
+                continue
+            for replica in range(graph.mesh(edge.src.unit).dp):
+                # Microbatch 0 of a replica exchanges data with every replica that another one of it does.
+                src = Microbatch(edge.src.unit, replica, 0)
+                for dst in graph.destinations(edge, src):
+                    for sender, receiver in rank_pairs(graph, Flow(edge, src, dst, payload)):
+                        channels[edge, payload, sender, receiver] = None
+    return list(channels)
 
 
 def order_receives(actions: Mapping[int, Sequence[Action]]) -> dict[int, tuple[Action, ...]]:

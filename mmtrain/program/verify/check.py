@@ -56,7 +56,7 @@ from mmtrain.program.ir.serialize import action_to_text
 from mmtrain.program.verify.channels import Channel, MicrobatchPair
 from mmtrain.program.verify.deadlock import find_deadlock
 from mmtrain.program.verify.live_activations import BytesOf, peak_activation_bytes
-from mmtrain.program.verify.matching import JointAction
+from mmtrain.program.verify.matching import JointAction, MatchedMessage
 
 NumberedActions = list[tuple[int, AtomicAction]]  # what a rank does, in order, each with its place among the actions
 
@@ -83,8 +83,9 @@ def check_program(program: Program, memory: MemoryLimit | None = None) -> None:
       action does so between the two parts of that action;
     * the messages of every channel (edge, payload, sender, receiver) are sent and received in the same order;
     * ranks that share a group run its collectives in the same order;
-    * no actions wait for each other in a cycle, where a send never waits, a receive is waited for where its data is
-      first read, and a collective waits for its whole group;
+    * no actions and messages wait for each other in a cycle, by NCCL's rules (see `deadlock`): a message starts when
+      the devices at both ends have done what was launched before it, messages of a channel run one after another, data
+      is waited for where it is first read, and a collective waits for its whole group;
     * with `memory`, live activations fit on every rank.
 
     Raises:
@@ -296,9 +297,15 @@ def _maybe_text(action: Action | None) -> str:
     return "missing" if action is None else f"`{action_to_text(action)}`"
 
 
-def _deadlock_text(cycle: list[JointAction]) -> str:
-    steps = " -> ".join(f"rank {joint.ranks[0]} `{action_to_text(joint.action)}`" for joint in [*cycle, cycle[0]])
+def _deadlock_text(cycle: list[JointAction | MatchedMessage]) -> str:
+    steps = " -> ".join(map(_node_text, [*cycle, cycle[0]]))
     return f"deadlock: each of these waits for the one before it: {steps}"
+
+
+def _node_text(node: JointAction | MatchedMessage) -> str:
+    if isinstance(node, MatchedMessage):
+        return f"rank {node.sender} `{action_to_text(node.send)}`"
+    return f"rank {node.ranks[0]} `{action_to_text(node.action)}`"
 
 
 def _too_large(program: Program, memory: MemoryLimit) -> list[str]:

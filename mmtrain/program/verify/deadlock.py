@@ -1,29 +1,62 @@
-"""Find actions of a program that wait for each other in a cycle."""
+"""Prove that a program ends on every device: no actions and messages of it wait for each other in a cycle.
+
+The rules are NCCL's, which are stricter than gloo's, so that one proof holds for both. A message is a kernel at both of
+its ends. It starts when the device has done what the rank launched before it, and the messages of one communicator run
+one after another. The runtime gives every channel (edge, payload, sender, receiver) a communicator of its own.
+"""
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 
-from mmtrain.program.verify.matching import Join, JointAction, MatchedActions, Post
+from mmtrain.program.verify.matching import Join, JointAction, MatchedActions, MatchedMessage
 
 
-def find_deadlock(matched: MatchedActions) -> list[JointAction]:
-    """Return joint actions that wait for each other in a cycle; empty if there are none, and then the program ends.
+def find_deadlock(matched: MatchedActions, window: int | None = None) -> list[JointAction | MatchedMessage]:
+    """Return joint actions and messages that wait for each other in a cycle; empty if there are none: the program ends.
 
-    A send never waits, so a message makes its reader wait for what its sender did before sending. Other replica groups
-    are copies of group 0: a cycle through several of them is a cycle in group 0 too.
+    With `window`, a rank that has so many sends of a channel under way waits for the oldest before it goes on. Other
+    replica groups are copies of group 0: a cycle through several of them is a cycle in group 0 too.
     """
-    return [matched.joint_actions[number] for number in find_cycle(_waits(matched), len(matched.joint_actions))]
+    num_joint_actions = len(matched.joint_actions)
+    num_nodes = num_joint_actions + len(matched.messages)
+    return [
+        matched.joint_actions[node] if node < num_joint_actions else matched.messages[node - num_joint_actions]
+        for node in _find_cycle(_waits(matched, window), num_nodes)
+    ]
 
 
-def find_cycle(waits: Iterable[tuple[int, int]], num_nodes: int) -> list[int]:
-    """Return nodes that wait for each other in a cycle, or nothing; `waits` are pairs (earlier, later) of nodes."""
-    after: defaultdict[int, set[int]] = defaultdict(set)
-    for earlier, later in waits:
-        after[earlier].add(later)
+def _waits(matched: MatchedActions, window: int | None) -> Iterator[tuple[Sequence[int], int]]:
+    """Yield (earlier, later): a node and those it waits for. Joint actions come first, behind them the messages."""
+    first_message_node = len(matched.joint_actions)
+    for rank, sequence in matched.sequences.items():
+        launched: list[int] = []  # what the device must have done before it starts what is launched next
+        on_channel: defaultdict[int, list[int]] = defaultdict(list)  # nodes of the messages posted so far
+        for step in sequence:
+            if isinstance(step, Join):
+                if step.reads:
+                    launched += [first_message_node + message for message in step.reads]
+                yield launched, step.joint_action
+                launched = [step.joint_action]
+                continue
+            node = first_message_node + step.message
+            message = matched.messages[step.message]
+            posted = on_channel[message.channel]
+            if window is not None and message.sender == rank and len(posted) >= window:
+                launched.append(posted[-window])
+            yield launched, node
+            if posted:
+                yield posted[-1:], node
+            posted.append(node)
+
+
+def _find_cycle(waits: Iterator[tuple[Sequence[int], int]], num_nodes: int) -> list[int]:
+    """Return nodes that wait for each other in a cycle, or nothing."""
+    after: list[list[int]] = [[] for _ in range(num_nodes)]
     num_waits = [0] * num_nodes
-    for laters in after.values():
-        for later in laters:
-            num_waits[later] += 1
+    for earlier_nodes, later in waits:
+        num_waits[later] += len(earlier_nodes)
+        for earlier in earlier_nodes:
+            after[earlier].append(later)
     ready = deque(node for node, count in enumerate(num_waits) if count == 0)
     while ready:
         for later in after[ready.popleft()]:
@@ -34,25 +67,7 @@ def find_cycle(waits: Iterable[tuple[int, int]], num_nodes: int) -> list[int]:
     return _cycle_among(stuck, after) if stuck else []
 
 
-def _waits(matched: MatchedActions) -> Iterable[tuple[int, int]]:
-    """Yield pairs (earlier, later) of joint actions: every rank's order, and from each send to the message's reader."""
-    sent_after: dict[int, int] = {}  # message -> the sender's joint action before it
-    for rank, sequence in matched.sequences.items():
-        last: int | None = None
-        for step in sequence:
-            if isinstance(step, Join):
-                if last is not None:
-                    yield last, step.joint_action
-                last = step.joint_action
-            elif last is not None and matched.messages[step.message].sender == rank:
-                sent_after[step.message] = last
-    for sequence in matched.sequences.values():
-        for step in sequence:
-            if not isinstance(step, Post):
-                yield from ((sent_after[message], step.joint_action) for message in step.reads if message in sent_after)
-
-
-def _cycle_among(stuck: set[int], after: dict[int, set[int]]) -> list[int]:
+def _cycle_among(stuck: set[int], after: Sequence[Sequence[int]]) -> list[int]:
     """Walk backwards from one stuck node to another until one repeats; return the cycle in waiting order."""
     before = {later: node for node in stuck for later in after[node] if later in stuck}
     path: list[int] = []

@@ -3,7 +3,7 @@
 The deadlock test walks the result, and the simulator makes its graph of it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from mmtrain.program.ir.actions import Action, Collective, Compute, Recv, Send
 from mmtrain.program.ir.data_dependencies import participants, reader_of
 from mmtrain.program.ir.graph import StageGraph
 from mmtrain.program.ir.segments import expand_all, started_pass
+from mmtrain.program.verify.channels import Channel
 
 
 class MatchedMessage(NamedTuple):
@@ -18,6 +19,7 @@ class MatchedMessage(NamedTuple):
 
     sender: int
     send: Send
+    channel: int  # number of its (edge, payload, sender, receiver): the messages of a channel have a communicator
 
 
 class JointAction(NamedTuple):
@@ -79,8 +81,16 @@ def match_actions(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) ->
                 reader = started_pass(graph, action) if isinstance(action, Compute) else action
                 sequence.append(Join(joint_action, reads.pop(reader, ()) if reader else ()))
         sequences[rank] = tuple(sequence)
-    matched = tuple(MatchedMessage(sender, send) for send, sender in messages)
-    return MatchedActions(matched, tuple(joint_actions), sequences)
+    return MatchedActions(_number_channels(messages), tuple(joint_actions), sequences)
+
+
+def _number_channels(messages: Iterable[tuple[Send, int]]) -> tuple[MatchedMessage, ...]:
+    """Number the channels of messages, which are given as (send, sender)."""
+    numbers: dict[Channel, int] = {}
+    return tuple(
+        MatchedMessage(sender, send, numbers.setdefault((send.edge, send.payload, sender, send.peer), len(numbers)))
+        for send, sender in messages
+    )
 
 
 class _Groups:
