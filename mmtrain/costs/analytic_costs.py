@@ -220,6 +220,9 @@ class AnalyticCosts:
 
     def _launches(self, layer: LayerShape) -> float:
         num_kernels = FORWARD_KERNELS[layer.kind] + 2 * int(layer.qk_norm) + 2 * int(layer.post_norms)
+        num_kernels += int(layer.adds_carried)
+        if layer.kind == "projector":
+            num_kernels *= 1 + layer.carried_in
         if layer.kind == "vit_block":  # blocks of a decoder are counted with rotation and gate
             num_kernels += _ROTATION_KERNELS * int(layer.rotary) + _GATE_KERNELS * int(layer.gated)
             num_kernels += _JOINT_NORM_KERNELS * int(layer.joint_qk_norm) + _SCALE_KERNELS * int(layer.layer_scale)
@@ -236,5 +239,7 @@ class AnalyticCosts:
         rows = analytic.feature_rows(layer, load) if layer.kind == "projector" else load.tokens
         if layer.kind == "context_projector":
             rows = load.num_sequences * layer.context
+        if layer.kind == "projector":
+            rows *= 1 + layer.carried_in
         width = layer.hidden if layer.kind == "head" else layer.out
         return self.collective("all_reduce", rows * width * self.element_bytes, tp, same_node=True)

@@ -73,4 +73,6 @@ def _elements(layer: LayerShape, tp: int) -> list[float]:
     if layer.layer_scale or layer.post_norms:
         widths[NORM_MLP] += 2
         widths[ADD] += 2
+    if layer.adds_carried:
+        widths[ADD] += 3
     return [split.get(piece, widths.get(piece, 0) * layer.hidden) for piece in range(len(BLOCK_PIECES))]

@@ -65,7 +65,9 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
             rows, width = feature_rows(layer, load), merged_width(layer)
             if not layer.ffn:
                 return (Gemm(rows, layer.out, width // tp),)
-            return (Gemm(rows, layer.ffn // tp, width), Gemm(rows, layer.out, layer.ffn // tp))
+            num_projectors = 1 + layer.carried_in
+            first, second = Gemm(rows, layer.ffn // tp, width), Gemm(rows, layer.out, layer.ffn // tp)
+            return (first,) * num_projectors + (second,) * num_projectors
         case "embedding":
             return ()
         case "head":
@@ -151,7 +153,7 @@ def backward_passes(
         return ()
     num_without = diffusion.num_gemms_without_input_grad(layer)  # the first GEMMs, whose input needs no gradient
     if not input_grad and layer.kind in READS_INPUT_RAW:
-        num_without = max(num_without, 1)
+        num_without = max(num_without, 1 + layer.carried_in)
     if not weight_grad and num_without:
         return ()
     forward = gemms(layer, load, tp)
@@ -203,7 +205,9 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
             width = merged_width(layer)
             if not layer.ffn:
                 return width * layer.out // tp + bias * layer.out + extra
-            return layer.ffn * (width + bias + layer.out) // tp + bias * layer.out + extra
+            norms = extra + layer.carried_in * width * (1 if layer.rms_norm else 2)
+            of_each = layer.ffn * (width + bias + layer.out) // tp + bias * layer.out
+            return of_each * (1 + layer.carried_in) + norms
         case "embedding":
             return layer.vocab * h // tp
         case "head":
@@ -248,7 +252,10 @@ def _layer_activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: i
         case "projector":
             rows, joined = feature_rows(layer, load), merged_width(layer)
             inputs = t * h + rows * joined * max(1, len(layer.norm_widths)) + t * normalized * len(layer.norm_widths)
-            return element_bytes * (inputs + rows * 2 * layer.ffn // tp) + 2 * _INDEX_BYTES * t
+            # Of each projector for an earlier block: the input of its norm, and that of its first linear.
+            inputs += layer.carried_in * rows * joined * (3 if layer.rms_norm else 2)
+            inner = rows * 2 * layer.ffn // tp * (1 + layer.carried_in)
+            return element_bytes * (inputs + inner) + 2 * _INDEX_BYTES * t * (1 + layer.carried_in)
         case "embedding":
             return _INDEX_BYTES * t
         case "head":
@@ -338,11 +345,14 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
         case "vit_block" | "decoder_block":
             on_heads = head_elements(layer)
             residual = 10 * h + (4 * h if layer.layer_scale or layer.post_norms else 0)
+            residual += 3 * h * int(layer.adds_carried)
             return t * (residual + ((3 if layer.gated else 2) * layer.ffn + on_heads) // tp)
         case "projector":
-            return 3 * t * h + 2 * feature_rows(layer, load) * layer.ffn // tp
+            joins = 2 * feature_rows(layer, load) * layer.out_width if layer.carried_in else 0
+            of_each = 3 * t * h + 2 * feature_rows(layer, load) * layer.ffn // tp
+            return of_each * (1 + layer.carried_in) + joins
         case "embedding":
-            return 2 * t * h
+            return 2 * t * layer.out_width
         case "head":
             return t * (2 * h + 8 * layer.vocab // tp)
         case _:

@@ -123,8 +123,21 @@ def _state(count: int, num_trained: int, dp: int, precision: Precision) -> tuple
 
 
 def microbatch_activation_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
-    """Return the bytes of activations that one microbatch keeps between forward and backward."""
-    return sum(layer_activation_bytes(held, stage.load, costs, precision) for held in stage.rank_layers())
+    """Return the bytes of activations that one microbatch keeps between forward and backward.
+
+    A stage also keeps what came beside the hidden states, in the same message.
+    """
+    first = next(stage.rank_layers())
+    received = 0
+    if first.layer.trainable or first.input_grad:
+        received = carried_bytes(first, stage.load, precision)
+    return received + sum(layer_activation_bytes(held, stage.load, costs, precision) for held in stage.rank_layers())
+
+
+def carried_bytes(held: RankLayer, load: TokenLoad, precision: Precision) -> int:
+    """Return the bytes of what travels into a layer beside the hidden states."""
+    nbytes = (held.layer.in_width - held.layer.hidden) * load.tokens * ELEMENT_BYTES[precision]
+    return nbytes // held.tp if held.sp else nbytes
 
 
 def layer_activation_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, precision: Precision) -> int:
@@ -148,18 +161,21 @@ def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, prec
 
     In a backward these are gradients, as large as what forward keeps but freed as backward goes on, and what is
     recomputed. A layer without backward needs what its forward computes, and its input, which nothing else counts.
+    What travels beside the hidden states is alive meanwhile.
     """
+    carried = carried_bytes(held, load, precision)
     computed = replace(held, input_grad=True, recompute=False)
     if not (held.layer.trainable or held.input_grad):
         computed = replace(computed, layer=replace(held.layer, trainable=True))
         activations = layer_activation_bytes(computed, load, costs, precision)
         return activations + hidden_state_bytes(held.layer, load, precision)
-    return round(layer_activation_bytes(computed, load, costs, precision) * (LIVE_GRADIENT_SHARE + held.recompute))
+    activations = layer_activation_bytes(computed, load, costs, precision)
+    return round(activations * (LIVE_GRADIENT_SHARE + held.recompute)) + carried
 
 
 def hidden_state_bytes(layer: LayerShape, load: TokenLoad, precision: Precision) -> int:
-    """Return the bytes of the hidden states that enter a layer, with a diffusion transformer's conditioning."""
-    hidden = layer.hidden * diffusion.input_rows(layer, load)
+    """Return the bytes of what enters a layer: hidden states, what travels beside them, a diffusion's conditioning."""
+    hidden = layer.in_width * diffusion.input_rows(layer, load)
     return (hidden + layer.conditioning_elements(load.num_sequences)) * ELEMENT_BYTES[precision]
 
 

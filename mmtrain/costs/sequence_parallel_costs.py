@@ -29,7 +29,10 @@ def sequence_parallel_seconds(
     which do not overlap with compute. Between blocks and layers that need all tokens there is one gather: in forward
     before a projector, in backward after an embedding.
     """
-    nbytes = tokens * layer.hidden * ELEMENT_BYTES[precision]
+    width = layer.hidden
+    if layer.kind not in _DIVIDED_WIDTHS:  # at both ends, what travels beside the hidden states is gathered too
+        width = max(layer.in_width, layer.out_width) if layer.kind == "embedding" else layer.in_width
+    nbytes = tokens * width * ELEMENT_BYTES[precision]
     gather = costs.collective("all_gather", nbytes, tp, True)
     scatter = costs.collective("reduce_scatter", nbytes, tp, True)
     reduce = costs.collective("all_reduce", nbytes, tp, True)

@@ -16,6 +16,8 @@ PLAIN_TRANSFORMER: Settings = {
     "norm": "layer",
     "qk_norm": False,
     "layer_scale": False,
+    "position_grid": 0,
+    "deepstack": (),
     "window": 0,
     "full_attention_blocks": (),
     "class_feature": False,

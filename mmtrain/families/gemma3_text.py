@@ -73,6 +73,7 @@ def _rotary_settings(config: ConfigSection) -> Settings:
         "window_rope_base": windowed.number("rope_theta", window_base),
         "rope_scaling": rope_scaling(config, scaled),
         "rope_sections": None,
+        "rope_interleaved": False,
     }
     if is_supported(scaled):
         for section in (full, windowed, parameters, scaling):

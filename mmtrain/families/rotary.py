@@ -10,8 +10,11 @@ _YARN_FAST_TURNS, _YARN_SLOW_TURNS = 32.0, 1.0  # `beta_fast` and `beta_slow` of
 _UNSCALED_KINDS = ("default", "mrope")  # the second is how transformers 4 wrote positions in time, row and column
 
 
-def rotary_settings(config: ConfigSection, default_theta: float) -> Settings:
-    """Read the rotary positions as `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) wrote."""
+def rotary_settings(config: ConfigSection, default_theta: float, interleaved: bool = False) -> Settings:
+    """Read the rotary positions as `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) wrote.
+
+    interleaved: whether the family's pairs that time, row and column rotate take turns.
+    """
     theta = config.number("rope_theta", default_theta)
     parameters = config.section("rope_parameters")
     scaling = config.section("rope_scaling")
@@ -19,7 +22,13 @@ def rotary_settings(config: ConfigSection, default_theta: float) -> Settings:
     scaled = scaling if scaling.value("rope_type") or scaling.value("type") else parameters
     parameters.require("partial_rotary_factor", 1.0, 1, None, default=None)
     sections = _rope_sections(scaled)
-    settings = {"rope_base": theta, "rope_scaling": rope_scaling(config, scaled), "rope_sections": sections}
+    scaled.require("mrope_interleaved", interleaved, default=interleaved)
+    settings = {
+        "rope_base": theta,
+        "rope_scaling": rope_scaling(config, scaled),
+        "rope_sections": sections,
+        "rope_interleaved": interleaved,
+    }
     if is_supported(scaled):
         parameters.finish()
         scaling.finish()

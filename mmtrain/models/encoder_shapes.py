@@ -15,7 +15,7 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
     num_positions = {
         "factorized": 2 * settings.max_side,
         "grid": settings.max_side**2 + settings.extra_tokens,
-        "rotary": 0,
+        "rotary": settings.position_grid**2,
     }[settings.positions]
     is_rms = settings.norm == "rms"
     embedding = LayerShape(
@@ -40,8 +40,15 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
     )
     windowed = replace(block, window_side=settings.window)
     blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
-    is_rms_projector = (settings.projector.norm_kind or settings.norm) == "rms"
-    return (embedding, *blocks, replace(projector_layer(settings, llm_hidden), rms_norm=is_rms_projector))
+    num_kept = [sum(kept < i for kept in settings.deepstack) for i in range(settings.layers + 1)]  # before block i
+    blocks = [replace(block, carried_in=num_kept[i], carried_out=num_kept[i + 1]) for i, block in enumerate(blocks)]
+    projector = replace(
+        projector_layer(settings, llm_hidden),
+        rms_norm=(settings.projector.norm_kind or settings.norm) == "rms",
+        carried_in=len(settings.deepstack),
+        carried_out=len(settings.deepstack),
+    )
+    return (embedding, *blocks, projector)
 
 
 def audio_layers(settings: AudioSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
@@ -64,7 +71,7 @@ def _patch_embed_parameters(layer: LayerShape, settings: VisionSettings) -> Iter
         yield "class_token"
     if settings.positions == "factorized":
         yield from ("row_positions", "col_positions")
-    elif settings.positions == "grid":
+    elif layer.position_rows:
         yield "grid_positions"
     if settings.pre_norm:
         yield from norm_parameters("pre_norm", layer)

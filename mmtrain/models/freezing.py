@@ -17,6 +17,7 @@ from mmtrain.models.layer_shape import (
     LoraShape,
     adaptable_linears,
     adapter_parameters,
+    deepstack_projectors,
     linear_parameters,
     norm_parameters,
 )
@@ -101,8 +102,10 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
                 yield from norm_parameters("post_norm", layer)
             if settings.projector.norm:
                 yield from norm_parameters("norm", layer)
-            for linear in ("linear_1", "linear_2") if layer.ffn else ("linear",):
+            for linear in adaptable_linears(layer):
                 yield from linear_parameters(linear, layer.linear_bias)
+            for projector in deepstack_projectors(layer):
+                yield from norm_parameters(f"{projector}.norm", layer)
         case "embedding":
             yield "table.weight"
         case "head":

@@ -82,6 +82,8 @@ class LayerShape:
     extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token), or a projector drops of each
     position_rows: int = 0  # patch_embed, audio_embed: learned position vectors
     norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their norms
+    carried_in: int = 0  # tensors of width `hidden` that travel beside the hidden states into the layer (DeepStack)
+    carried_out: int = 0  # tensors of width `out` that leave it so
     scale: int = 1  # U-Net: downsampling of each side; the layer has tokens / scale^2 positions
     context: int = 0  # generator: outputs of the LLM that condition one item
     context_width: int = 0  # generator: features of each of them
@@ -101,13 +103,34 @@ class LayerShape:
         """Return whether a block rotates queries and keys by their positions."""
         return self.causal or self.rotary
 
+    @property
+    def in_width(self) -> int:
+        """Return the features of a token that enter the layer: hidden states, and what travels beside them."""
+        return self.hidden * (1 + self.carried_in)
+
+    @property
+    def out_width(self) -> int:
+        """Return the features of a token that leave the layer."""
+        return self.out * (1 + self.carried_out)
+
+    @property
+    def keeps_output(self) -> bool:
+        """Return whether the output of an encoder's block also travels on beside the hidden states."""
+        return self.kind == "vit_block" and self.carried_out > self.carried_in
+
+    @property
+    def adds_carried(self) -> bool:
+        """Return whether the LLM's block adds to its output the first of the tensors that came beside its input."""
+        return self.kind == "decoder_block" and self.carried_out < self.carried_in
+
     def input_elements(self, tokens: int, num_items: int) -> int:
         """Return how many elements a stage that starts with this layer receives from the previous stage.
 
-        These are the hidden states of a microbatch. Blocks of a diffusion transformer also receive the context and the
-        timestep's modulation. Its embedding receives no hidden states: it draws its own noise.
+        These are the hidden states of a microbatch, and what travels beside them. Blocks of a diffusion transformer
+        also receive the context and the timestep's modulation. Its embedding receives no hidden states: it draws its
+        own noise.
         """
-        hidden_elements = 0 if self.kind == "dit_embed" else tokens * self.hidden
+        hidden_elements = 0 if self.kind == "dit_embed" else tokens * self.in_width
         return hidden_elements + self.conditioning_elements(num_items)
 
     def conditioning_elements(self, num_items: int) -> int:
@@ -126,14 +149,22 @@ def norm_parameters(name: str, layer: LayerShape) -> tuple[str, ...]:
 
 
 def adaptable_linears(layer: LayerShape) -> tuple[str, ...]:
-    """Return the names of the linears of a layer that may have an adapter, in execution order."""
+    """Return the names of the linears of a layer that may have an adapter, in the order of its GEMMs."""
     match layer.kind:
         case "vit_block" | "decoder_block":
             return "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
         case "projector":
-            return ("linear_1", "linear_2") if layer.ffn else ("linear",)
+            if not layer.ffn:
+                return ("linear",)
+            projectors = ("", *(f"{name}." for name in deepstack_projectors(layer)))
+            return tuple(f"{projector}{linear}" for linear in ("linear_1", "linear_2") for projector in projectors)
         case _:
             return ()
+
+
+def deepstack_projectors(layer: LayerShape) -> tuple[str, ...]:
+    """Return the names inside a projector of those for the outputs of earlier blocks."""
+    return tuple(f"deepstack.{i}" for i in range(layer.carried_in))
 
 
 def adapter_parameters(name: str) -> tuple[str, str]:

@@ -43,8 +43,8 @@ class TextContext:
         if sections is None or position_ids is None:  # in text alone the three positions are one
             rope = rotary_tables(lengths, self.head_dim, base, self.dtype, self.device, starts, scaling)
         else:
-            axes = [axis for axis, num_pairs in enumerate(sections) for _ in range(num_pairs)]
             frequencies = rotary_frequencies(self.head_dim, base, scaling)
+            axes = rotary_axes(sections, self.settings.rope_interleaved)
             amplitude = rotary_amplitude(scaling)
             rope = axis_rotary_tables(position_ids.to(self.device), axes, frequencies, self.dtype, amplitude)
         return PackedSequences(lengths, rope, kv_cache)
@@ -66,8 +66,23 @@ class TextContext:
         return rotary_tables(self.inputs.lengths, self.head_dim, base, self.dtype, self.device, starts)
 
 
+def rotary_axes(sections: tuple[int, ...], interleaved: bool) -> list[int]:
+    """Return for each pair of features of a head which of time, row and column (0, 1, 2) rotates it.
+
+    Interleaved, pairs 1, 4, 7, ... belong to rows and 2, 5, 8, ... to columns, as many as their sections say.
+    """
+    if not interleaved:
+        return [axis for axis, num_pairs in enumerate(sections) for _ in range(num_pairs)]
+    pairs = range(sum(sections))
+    return [pair % len(sections) if pair < sections[pair % len(sections)] * len(sections) else 0 for pair in pairs]
+
+
 class Embedding(nn.Module):
-    """Token embeddings; the features of encoders replace the rows at their positions."""
+    """Token embeddings; the features of encoders replace the rows at their positions.
+
+    With DeepStack the features of earlier encoder blocks, which lie behind them in the same rows, travel on beside the
+    embeddings until the blocks that add them.
+    """
 
     def __init__(self, shape: LayerShape, factory: "LayerFactory", scaled: bool = False) -> None:
         """Build the layer that `shape` describes; its weights are uninitialized.
@@ -76,16 +91,25 @@ class Embedding(nn.Module):
         """
         super().__init__()
         self.table = factory.vocab_embedding(shape.vocab, shape.out)
+        self.num_carried = shape.carried_out
         self.scale = torch.tensor(shape.out**0.5, dtype=factory.dtype).item() if scaled else 1.0
 
     def forward(self, hidden: None, context: TextContext) -> Tensor:
-        """Embed ids (T,) to (T, hidden) and overwrite the rows `feature_positions[unit]` with `features[unit]`."""
+        """Embed ids (T,) to (T, hidden) and overwrite the rows `feature_positions[unit]` with `features[unit]`.
+
+        With DeepStack the result is (T, (1 + blocks) * hidden): zeros beside tokens that are no features.
+        """
         assert context.inputs.ids is not None, "the stage with the embedding needs ids"
         tokens: Tensor = self.table(context.inputs.ids)
         if self.scale != 1.0:
             tokens = tokens * self.scale
+        if self.num_carried:
+            tokens = F.pad(tokens, (0, tokens.shape[1] * self.num_carried))
         for unit, features in context.features.items():
-            tokens = tokens.index_copy(0, context.inputs.feature_positions[unit], features.to(tokens.dtype))
+            rows = features.to(tokens.dtype)
+            if rows.shape[1] < tokens.shape[1]:  # of an encoder that keeps fewer blocks' outputs than another
+                rows = F.pad(rows, (0, tokens.shape[1] - rows.shape[1]))
+            tokens = tokens.index_copy(0, context.inputs.feature_positions[unit], rows)
         return tokens
 
 

@@ -92,17 +92,19 @@ def build_model_shape(recipe: Recipe) -> ModelShape:
     for name, settings in model.all_encoders.items():
         layers = ENCODER_SHAPES[settings.modality].layers(settings, llm_hidden)
         units.append(UnitShape(name, "encoder", layers))
-        edges.append(ModelEdge(name, "llm", layer=0, width=llm_hidden))
-    units.append(UnitShape("llm", "llm", _llm_layers(model.llm)))
+        edges.append(ModelEdge(name, "llm", layer=0, width=layers[-1].out_width))
+    num_added = max((unit.layers[-1].carried_out for unit in units), default=0)
+    units.append(UnitShape("llm", "llm", _llm_layers(model.llm, num_added)))
     if model.generator is not None:
         units.append(UnitShape("generator", "generator", generator_layers(model.generator, llm_hidden)))
         edges.append(ModelEdge("llm", "generator", layer=0, width=llm_hidden))
     return ModelShape(mark_frozen(units, recipe), tuple(edges), model.llm.tie_embeddings)
 
 
-def _llm_layers(settings: LlmSettings) -> tuple[LayerShape, ...]:
+def _llm_layers(settings: LlmSettings, num_added: int) -> tuple[LayerShape, ...]:
+    """Describe the layers of the LLM, whose first `num_added` blocks add outputs of encoder blocks (DeepStack)."""
     vocab = padded_vocab(settings.vocab)
-    embedding = LayerShape("embedding", hidden=settings.hidden, out=settings.hidden, vocab=vocab)
+    embedding = LayerShape("embedding", hidden=settings.hidden, out=settings.hidden, vocab=vocab, carried_out=num_added)
     block = LayerShape(
         "decoder_block",
         hidden=settings.hidden,
@@ -121,6 +123,8 @@ def _llm_layers(settings: LlmSettings) -> tuple[LayerShape, ...]:
     )
     windowed = replace(block, window=settings.window or 0)
     blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
+    for i in range(num_added):
+        blocks[i] = replace(blocks[i], carried_in=num_added - i, carried_out=num_added - i - 1)
     head = LayerShape(
         "head",
         hidden=settings.hidden,

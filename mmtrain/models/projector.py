@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from mmtrain.models.layer_shape import LayerShape
@@ -32,10 +33,30 @@ class EncoderContext(Protocol):
         """
 
 
+class DeepStackProjector(nn.Module):
+    """A norm over merged tokens and an MLP to the LLM's width, for the output of a block before the last one."""
+
+    def __init__(self, settings: EncoderSettings, shape: LayerShape, factory: "LayerFactory") -> None:
+        """Build the part of the projector that `shape` describes; its weights are uninitialized."""
+        super().__init__()
+        merged_width = shape.hidden * shape.joins
+        self.activation = factory.activation_function(settings.projector.activation)
+        self.norm = factory.norm(merged_width, rms=shape.rms_norm)
+        self.linear_1 = factory.column_linear(merged_width, shape.ffn, bias=shape.linear_bias)
+        self.linear_2 = factory.row_linear(shape.ffn, shape.out, bias=shape.linear_bias)
+
+    def forward(self, merged: Tensor) -> Tensor:
+        """Map merged tokens (F, merged width) to features (F, llm_hidden)."""
+        inner: Tensor = self.activation(self.linear_1(self.norm(merged))[0])
+        out: Tensor = self.linear_2(inner)[0]
+        return out
+
+
 class Projector(nn.Module):
     """Last norm, extra tokens dropped, neighboring tokens merged, and an MLP or one linear to the LLM's width.
 
-    Tokens that are merged by their average are so before the last norm.
+    Tokens that are merged by their average are so before the last norm. With DeepStack, outputs of earlier blocks are
+    merged too, and each goes through a projector of its own.
     """
 
     def __init__(self, settings: EncoderSettings, shape: LayerShape, factory: "LayerFactory") -> None:
@@ -56,10 +77,23 @@ class Projector(nn.Module):
         else:
             self.linear_1 = factory.column_linear(merged_width, shape.ffn, bias=shape.linear_bias)
             self.linear_2 = factory.row_linear(shape.ffn, shape.out, bias=shape.linear_bias)
+        projectors = [DeepStackProjector(settings, shape, factory) for _ in range(shape.carried_in)]
+        self.deepstack = nn.ModuleList(projectors)
 
-    def forward(self, hidden: Tensor, context: EncoderContext) -> Tensor:
-        """Map tokens (T, hidden) to features (F, llm_hidden), each from `tokens_per_feature` tokens of one item."""
-        features = self._merge(hidden, context)
+    def forward(self, hidden: Tensor, context: EncoderContext, *carried: Tensor) -> Tensor:
+        """Map tokens (T, hidden) to features (F, llm_hidden), each from `tokens_per_feature` tokens of one item.
+
+        carried: outputs of earlier blocks, (T, hidden) each. Their features follow in the same rows, so that these are
+            (F, (1 + len(carried)) * llm_hidden).
+        """
+        features = self._project(self._merge_last(hidden, context))
+        if not carried:
+            return features
+        merged = (self._merge(tokens, context) for tokens in carried)
+        earlier = [projector(tokens) for projector, tokens in zip(self.deepstack, merged, strict=True)]
+        return torch.cat((features, *earlier), dim=1)
+
+    def _project(self, features: Tensor) -> Tensor:
         if self.norm is not None:
             features = self.norm(features)
         if self.is_linear:
@@ -69,8 +103,8 @@ class Projector(nn.Module):
         out: Tensor = self.linear_2(inner)[0]
         return out
 
-    def _merge(self, hidden: Tensor, context: EncoderContext) -> Tensor:
-        """Merge tokens (T, hidden) to (F, merged width), behind the last norm."""
+    def _merge_last(self, hidden: Tensor, context: EncoderContext) -> Tensor:
+        """Merge the last block's tokens (T, hidden) to (F, merged width), behind the last norm."""
         if self.pools:
             ordered = context.order_tokens(hidden, self.tokens_per_feature)
             num_features = len(ordered) // self.tokens_per_feature
@@ -78,6 +112,10 @@ class Projector(nn.Module):
             return hidden if self.post_norm is None else self.post_norm(hidden)
         if self.post_norm is not None:
             hidden = self.post_norm(hidden)
+        return self._merge(hidden, context)
+
+    def _merge(self, hidden: Tensor, context: EncoderContext) -> Tensor:
+        """Put the tokens of each feature side by side: (T, hidden) -> (F, merged width)."""
         if not self.keeps_all_tokens:
             hidden = context.order_tokens(hidden, self.tokens_per_feature)
         return hidden.reshape(-1, hidden.shape[1] * self.tokens_per_feature)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mmtrain.models.deepstack import carry_on, join_rows, split_rows
 from mmtrain.models.encoder_modules import ENCODER_MODULES
 from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape
 from mmtrain.models.llm_layers import Embedding, Head, TextContext
@@ -82,6 +83,9 @@ class StageModule(nn.Module):
             inputs: the microbatch; lengths on every stage, payload where the stage needs it.
             features: for the stage with the LLM's embedding, the encoders' outputs (F, hidden) by unit name.
 
+        With DeepStack, outputs of encoder blocks lie beside the hidden states and the features, in the same rows: all
+        are `LayerShape.in_width` or `LayerShape.out_width` wide.
+
         Returns:
             Hidden states (T, hidden); an encoder's last stage returns features (F, llm_hidden), the LLM's last stage
             the sum of the token losses, a scalar in fp32. Under sequence parallelism hidden states are this rank's
@@ -115,7 +119,15 @@ class StageModule(nn.Module):
             return (self.run(context, state[0], range(layer, layer + 1)),) if is_last else state
         if self.factory.sequence_parallel:
             packing = packing.padded(self.factory.num_padding_rows(packing.num_tokens))
-        return run_pieces(self.layers[str(layer)], state, packing, pieces)
+        shape = self.shape.layers[layer]
+        if not pieces.start:
+            state = tuple(split_rows(state[0], shape.hidden))
+        first_carried = len(state) - shape.carried_in
+        carried = state[first_carried:]
+        tensors = run_pieces(self.layers[str(layer)], state[:first_carried], packing, pieces)
+        if pieces.stop < len(BLOCK_PIECES):
+            return (*tensors, *carried)
+        return (join_rows(carry_on(shape, tensors[0], carried)),)
 
     def logits(self, hidden: Tensor | None, inputs: TextInput, features: Mapping[str, Tensor] | None = None) -> Tensor:
         """Run a stage that ends with the head; return logits (T, padded vocabulary) and ignore the labels."""
@@ -165,27 +177,39 @@ class StageModule(nn.Module):
         num_padding_rows = self.factory.num_padding_rows(num_tokens) if sequence_parallel else 0
         packings: dict[tuple[int, int], PackedSequences] = {}  # by what blocks may differ in: their windows
         is_sharded = sequence_parallel and hidden is not None and num_tokens > 0
+        tensors: list[Tensor] = []  # hidden states, and what travels beside them
         for index in indices:
             layer_shape = self.shape.layers[index]
             kind = layer_shape.kind
+            if hidden is not None and not tensors:
+                tensors = split_rows(hidden, layer_shape.hidden)
             shard = sequence_parallel and kind in _SHARDED_KINDS
-            if hidden is not None:
-                hidden = self._redistribute(hidden, is_sharded, shard, num_tokens)
+            tensors = [self._redistribute(tensor, is_sharded, shard, num_tokens) for tensor in tensors]
             is_sharded = shard
-            layer = self.layers[str(index)]
             argument: PackedSequences | StageContext = context
             if kind in BLOCK_KINDS:
                 windows = (layer_shape.window_side, layer_shape.window)
                 if windows not in packings:
                     packings[windows] = context.block_packing(layer_shape).padded(num_padding_rows)
                 argument = packings[windows]
-            if index in self.recompute and torch.is_grad_enabled():
-                # There is no dropout, so there is no random state to restore.
-                hidden = checkpoint(layer, hidden, argument, use_reentrant=False, preserve_rng_state=False)
-            else:
-                hidden = layer(hidden, argument)
-        assert hidden is not None, "a stage has at least one layer, and only the first stage starts without an input"
-        return hidden, is_sharded
+            tensors = self._run_layer(index, tensors, argument)
+        assert tensors, "a stage has at least one layer, and only the first stage starts without an input"
+        return join_rows(tensors), is_sharded
+
+    def _run_layer(self, index: int, tensors: list[Tensor], argument: PackedSequences | StageContext) -> list[Tensor]:
+        """Run a layer on the hidden states, if there are any, and what travels beside them; return both."""
+        shape, layer = self.shape.layers[index], self.layers[str(index)]
+        hidden, carried = (tensors[0], tensors[1:]) if tensors else (None, [])
+        is_block = shape.kind in BLOCK_KINDS
+        others = [] if is_block else carried
+        if index in self.recompute and torch.is_grad_enabled():
+            # There is no dropout, so there is no random state to restore.
+            output = checkpoint(layer, hidden, argument, *others, use_reentrant=False, preserve_rng_state=False)
+        else:
+            output = layer(hidden, argument, *others)
+        if is_block:
+            return carry_on(shape, output, carried)
+        return split_rows(output, shape.out) if shape.kind == "embedding" else [output]
 
     def _redistribute(self, hidden: Tensor, is_sharded: bool, shard: bool, num_tokens: int) -> Tensor:
         """Convert between all tokens and this rank's shard of them (`shard` is what the result must be)."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory
 
 IntArray = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 _ROTARY_BASE = 10_000.0  # of the frequencies, as in every published encoder with such positions
 
 
@@ -135,9 +136,34 @@ class PatchGrid:
         # np.lexsort sorts by its last key first.
         return np.lexsort((self.col, self.row, self.col // side, self.row // side, self.image)).astype(np.int64)
 
+    def bilinear_corners(
+        self, rows: tuple[int, ...], cols: tuple[int, ...], side: int
+    ) -> tuple[IntArray, Float32Array]:
+        """Return for each patch the four places in a `side` x `side` table around it, and their weights: (4, N) each.
+
+        The table is stretched over each image of `rows[i] x cols[i]` patches, corner on corner.
+        """
+        row_places, row_weights = _neighbors(self.row, np.asarray(rows, dtype=np.int64)[self.image], side)
+        col_places, col_weights = _neighbors(self.col, np.asarray(cols, dtype=np.int64)[self.image], side)
+        corners = [(i, j) for i in range(2) for j in range(2)]
+        places = np.stack([row_places[i] * side + col_places[j] for i, j in corners])
+        return places, np.stack([row_weights[i] * col_weights[j] for i, j in corners])
+
     def token_positions(self, extra_tokens: int) -> IntArray:
         """Return the position of each patch among the packed tokens if each image starts with `extra_tokens` others."""
         return np.arange(len(self.image)) + (self.image + 1) * extra_tokens
+
+
+def _neighbors(index: IntArray, length: IntArray, side: int) -> tuple[IntArray, Float32Array]:
+    """Return the two neighbors among `side` places of point `index` of `length` between both ends, and their weights.
+
+    In fp32, as `transformers` computes them. Both results are (2, N).
+    """
+    place = index.astype(np.float32) * np.float32(side - 1) / np.maximum(length - 1, 1).astype(np.float32)
+    lower = np.floor(place)
+    upper_weight = (place - lower).astype(np.float32)
+    first = lower.astype(np.int64)
+    return np.stack((first, np.minimum(first + 1, side - 1))), np.stack((1 - upper_weight, upper_weight))
 
 
 class PatchEmbed(nn.Module):
@@ -151,6 +177,7 @@ class PatchEmbed(nn.Module):
         super().__init__()
         width, side = shape.hidden, shape.max_side
         self.max_side = side
+        self.position_grid = settings.position_grid
         self.proj = nn.Linear(shape.patch_features, width, bias=shape.linear_bias, dtype=factory.dtype)
         self.class_token = _table(factory, width) if shape.extra_tokens else None
         self.row_positions: nn.Parameter | None = None
@@ -159,8 +186,8 @@ class PatchEmbed(nn.Module):
         if settings.positions == "factorized":
             self.row_positions = _table(factory, side, width)
             self.col_positions = _table(factory, side, width)
-        elif settings.positions == "grid":
-            self.grid_positions = _table(factory, shape.extra_tokens + side * side, width)
+        elif shape.position_rows:
+            self.grid_positions = _table(factory, shape.position_rows, width)
         self.pre_norm = factory.norm(width) if settings.pre_norm else None
 
     def forward(self, hidden: None, context: VisionContext) -> Tensor:
@@ -182,10 +209,24 @@ class PatchEmbed(nn.Module):
             assert self.col_positions is not None
             tokens = tokens + self.row_positions[context.to_device(grid.row)]
             return tokens + self.col_positions[context.to_device(grid.col)]
+        if self.position_grid:
+            return tokens + self._stretched_positions(context).to(tokens.dtype)
         if self.grid_positions is not None:
             position = context.extra_tokens + grid.row * self.max_side + grid.col
             return tokens + self.grid_positions[context.to_device(position)]
         return tokens
+
+    def _stretched_positions(self, context: VisionContext) -> Tensor:
+        """Interpolate the table at every patch, in fp32: (N, hidden)."""
+        assert self.grid_positions is not None
+        inputs = context.inputs
+        places, weights = context.patches.bilinear_corners(inputs.rows, inputs.cols, self.position_grid)
+        device = context.device
+        corners = [
+            self.grid_positions[context.to_device(place)] * torch.from_numpy(weight).to(device).unsqueeze(1)
+            for place, weight in zip(places, weights, strict=True)
+        ]
+        return corners[0] + corners[1] + corners[2] + corners[3]
 
     def _insert_class_tokens(self, tokens: Tensor, context: VisionContext) -> Tensor:
         """Put the class token (plus its own grid position) before the patches of each image."""

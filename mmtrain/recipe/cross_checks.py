@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from mmtrain.recipe.data_settings import is_lengths_source
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
-from mmtrain.recipe.modalities import dotted_unit
+from mmtrain.recipe.modalities import dotted_unit, unit_path
 from mmtrain.recipe.parallel_checks import (
     NUM_END_LAYERS,
     check_cluster_size,
@@ -80,6 +80,16 @@ def check_rope_sections(recipe: Recipe) -> Iterator[Problem]:
             "found `tiles`, allowed with model.llm.rope_sections: native or fixed, since a tile has no rows of its own"
         )
         yield Problem(("data", "image", "scheme"), text)
+
+
+def check_deepstack(recipe: Recipe) -> Iterator[Problem]:
+    """The LLM has a block for each encoder block whose output it adds."""
+    model = recipe.model
+    for name, encoder in model.all_encoders.items():
+        num_added = len(getattr(encoder, "deepstack", ()))
+        if num_added > model.llm.layers:
+            text = f"{num_added} blocks feed as many blocks of the LLM, which has {model.llm.layers}"
+            yield Problem(("model", *unit_path(name), "deepstack"), text)
 
 
 def check_learning_rates(recipe: Recipe) -> Iterator[Problem]:
@@ -184,6 +194,7 @@ CHECKS: tuple[Check, ...] = (
     check_rotary_width,
     check_rope_context,
     check_rope_sections,
+    check_deepstack,
     check_learning_rates,
     check_validation,
     check_sources,

@@ -114,6 +114,13 @@ class LlmSettings(UnitSettings):
         "Qwen2-VL, arXiv 2409.12191). Features of an image have the position of the text before it, plus their place "
         "in the image. Their sum is half the width of a head. Default: one position for each token.",
     )
+    rope_interleaved: bool = setting(
+        False,
+        affects={"resume"},
+        added_later=True,
+        description="Pairs rotated by time, row and column take turns, and what is left at the end is rotated by time "
+        "(Qwen3-VL); else `rope_sections` lie one after another.",
+    )
     window: PositiveInt | None = setting(
         None,
         affects={"plan", "resume"},
@@ -191,6 +198,8 @@ class LlmSettings(UnitSettings):
             problems.append("window_rope_base: without `window` no block has one; remove it")
         if self.window_rope_base is not None and self.rope_sections is not None:
             problems.append("window_rope_base cannot be combined with rope_sections; remove one of them")
+        if self.rope_interleaved and self.rope_sections is None:
+            problems.append("rope_interleaved is set, but there are no rope_sections to interleave; remove it")
         if max(self.full_attention_blocks, default=0) >= self.layers:
             last = max(self.full_attention_blocks)
             problems.append(

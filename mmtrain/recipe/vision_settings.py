@@ -73,6 +73,14 @@ class VisionSettings(EncoderSettings):
         "`max_side` x `max_side` grid (CLIP, InternViT). `rotary`: one half of every query and key is rotated by the "
         "row, the other by the column (Qwen2-VL).",
     )
+    position_grid: int = setting(
+        0,
+        ge=0,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="With positions `rotary`: side of a square table of learned vectors, which is stretched over each "
+        "image by bilinear interpolation and added to its patches (Qwen3-VL). 0: none.",
+    )
     max_side: PositiveInt = setting(
         64,
         affects={"plan", "lengths", "steps", "resume"},
@@ -92,6 +100,14 @@ class VisionSettings(EncoderSettings):
         added_later=True,
         description="With `window`: numbers, from 0, of the blocks in which all patches of an image attend to each "
         "other nevertheless.",
+    )
+    deepstack: tuple[int, ...] = setting(
+        (),
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Numbers, from 0 and ascending, of blocks whose outputs reach the LLM too, each through a "
+        "projector of its own: those of the first one are added behind the LLM's first block at the places of the "
+        "features, those of the second behind its second, and so on (DeepStack, arXiv 2406.04334; Qwen3-VL).",
     )
     class_token: bool = setting(
         False,
@@ -161,7 +177,10 @@ class VisionSettings(EncoderSettings):
             problems.append(f"a head is {width} wide; allowed with positions `rotary`: multiples of 4")
         if self.class_token and (self.positions == "rotary" or self.window):
             problems.append("class_token is set; it has no place with positions `rotary` or with `window`")
+        if self.position_grid and self.positions != "rotary":
+            problems.append(f"position_grid is set beside positions `{self.positions}`; allowed with `rotary`")
         problems += self._window_problems()
+        problems += self._deepstack_problems()
         if self.post_norm and self.projector.norm and self.projector.norm_kind not in (None, self.norm):
             problems.append(f"projector.norm_kind differs from norm `{self.norm}`; allowed only without post_norm")
         if self.class_feature and not (self.class_token and self.merge == 1):
@@ -175,4 +194,16 @@ class VisionSettings(EncoderSettings):
         )
         if self.full_attention_blocks and not self.window:
             problems.append("full_attention_blocks is set, but without `window` all blocks attend to the whole image")
+        return problems
+
+    def _deepstack_problems(self) -> list[str]:
+        problems = [
+            f"deepstack names {block}, but blocks are 0 to {self.layers - 1}"
+            for block in self.deepstack
+            if not 0 <= block < self.layers
+        ][:1]
+        if list(self.deepstack) != sorted(set(self.deepstack)):
+            problems.append(f"deepstack is {list(self.deepstack)}; allowed: numbers that ascend")
+        if self.deepstack and self.projector.kind != "mlp":
+            problems.append(f"deepstack is set, but projector.kind is `{self.projector.kind}`; allowed: mlp")
         return problems

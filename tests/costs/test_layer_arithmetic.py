@@ -13,7 +13,7 @@ from mmtrain.costs import TokenLoad
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.models.model_shape import LayerShape, ModelShape
 from mmtrain.recipe.model_settings import ModelSettings
-from tests.models.factory import SCALED, WINDOWED, clips, images, settings, shape_of, stage, text
+from tests.models.factory import DEEPSTACK, SCALED, WINDOWED, clips, images, settings, shape_of, stage, text
 
 IMAGES = ((4, 6), (2, 2), (6, 4))
 TEXTS = (9, 12, 15)
@@ -39,6 +39,8 @@ MODELS = {
     "normalized heads": settings(llm={"qk_norm": True, "head_dim": 16}),
     "windows": settings(vision=WINDOWED),
     "scaled": settings(vision=SCALED),
+    "deepstack": settings(vision=DEEPSTACK),
+    "deepstack, only projectors": settings(vision={**DEEPSTACK, "freeze": True}, llm={"freeze": True}),
     "frozen_encoder": settings(vision={"freeze": True}),
     "frozen_llm": settings(llm={"freeze": True}),
     "only_projector": settings(vision={"freeze": True}, llm={"freeze": True}),
@@ -75,7 +77,8 @@ def counted_flops(model: ModelSettings, unit: str) -> tuple[int, int]:
     features: dict[str, Tensor] = {}
     if unit == "llm":
         trains = shape_of(model).unit("vision").first_trainable is not None
-        features = {"vision": torch.randn(len(PLACES), 48, requires_grad=trains)}
+        width = shape_of(model).edge("vision", "llm").width
+        features = {"vision": torch.randn(len(PLACES), width, requires_grad=trains)}
     inputs = {"llm": text(*TEXTS, places=PLACES), "vision": images(*IMAGES), "audio": clips(*CLIPS)}[unit]
     with sdpa_kernel(SDPBackend.MATH):  # the counter knows no fused attention on a CPU
         with FlopCounterMode(display=False) as forward:
@@ -106,7 +109,8 @@ def test_flops_equal_those_torch_counts(model: ModelSettings, unit: str) -> None
     )
     if unit != "llm" and not any(needs):
         # Megatron's linear computes the gradient of its input even where, as here, it is not needed.
-        backward += analytic.gemms(layers[-1], load)[0].flops
+        num_projectors = 1 + layers[-1].carried_in
+        backward += num_projectors * analytic.gemms(layers[-1], load)[0].flops
     assert (forward, backward) == counted_flops(model, unit)
 
 

@@ -18,7 +18,7 @@ from mmtrain.models.model_shape import LayerShape
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.models.stage_module import StageModule
 from tests.distributed import run_ranks
-from tests.models.factory import SCALED, WINDOWED, clips, images, settings, shape_of, stage, text
+from tests.models.factory import DEEPSTACK, SCALED, WINDOWED, clips, images, settings, shape_of, stage, text
 
 COSTS = AnalyticCosts(preset("cpu-core"), "fp32")
 LENGTHS = (90, 120, 60, 100)
@@ -45,6 +45,19 @@ def test_every_kind_is_counted_by_hand() -> None:
     assert memory.activations == 3 * activation_bytes
     assert memory.margin == pytest.approx(MEMORY_MARGIN * (memory.total - memory.margin))
     assert memory.binding == "activations"
+
+
+def test_a_stage_keeps_what_it_received_beside_the_hidden_states() -> None:
+    """The message is one buffer, of which the first block keeps its part until backward."""
+    deep = shape_of(settings(vision=DEEPSTACK)).unit("llm").layers
+    plain = shape_of(settings()).unit("llm").layers
+    assert deep[1].carried_in == 2
+    carried = 2 * 48 * 4 * sum(LENGTHS)
+    stages = [rank_memory([held(layers[1:4], in_flight=3)], COSTS, "fp32", tied=False) for layers in (deep, plain)]
+    assert stages[0].activations - stages[1].activations == 3 * carried
+    first = [rank_memory([held(layers[:4], in_flight=3)], COSTS, "fp32", tied=False) for layers in (deep, plain)]
+    assert first[0].activations == first[1].activations
+    assert first[0].buffers > first[1].buffers
 
 
 def test_mixed_precision_adds_a_master_weight() -> None:
@@ -98,6 +111,7 @@ def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> 
         ("vision", {}),
         ("vision", WINDOWED | {"window": 4}),
         ("vision", SCALED),
+        ("vision", {"deepstack": (0, 1), "projector": {"ffn": 128}}),
         ("audio", {}),
         ("llm", {}),
         ("llm", {"qk_norm": True}),

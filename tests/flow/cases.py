@@ -55,6 +55,14 @@ FINE = {
     "max_side": 8,
     "class_token": True,
 }
+# What Qwen3-VL does: outputs of both blocks of the encoder reach the LLM's first two.
+DEEPSTACK = {
+    "model__vision__positions": "rotary",
+    "model__vision__position_grid": 3,
+    "model__vision__deepstack": (0, 1),
+    "model__llm__rope_sections": (1, 1, 1),
+    "model__llm__rope_interleaved": True,
+}
 TEXT_TOKENS = [9, 5, 7, 13, 4, 11, 6, 8] * 2
 GLOBAL_BATCH = 4  # groups of two samples, unless a case says otherwise
 

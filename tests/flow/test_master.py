@@ -7,7 +7,8 @@ import pytest
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, Send, build_program
-from tests.flow.cases import AUDIO, FINE, Mesh, Order, plan, recipe
+from tests.flow.cases import AUDIO, DEEPSTACK, FINE, Mesh, Order, plan, recipe
+from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import PIPELINE, TOGETHER
 
@@ -183,6 +184,49 @@ COLOCATED: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
 }
 
 
+# What travels beside the hidden states crosses borders of stages.
+STACKED: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    "deepstack, unified pp2 vpp2": (
+        DEEPSTACK,
+        {"vision": Mesh((2,), (0, 1)), "llm": Mesh((1, 2), (1, 0), vpp=2)},
+    ),
+    "deepstack, slices of tokens over every border": (
+        DEEPSTACK,
+        {
+            "vision": Mesh((1, 2, 3), (0, 1, 2, 3), tp=2, vpp=2, sp=True),
+            "llm": Mesh((1, 2, 3), (4, 5, 6, 7), tp=2, vpp=2, sp=True),
+        },
+    ),
+    "deepstack, dp 1:2, tp2, recomputed": (
+        DEEPSTACK,
+        {
+            "vision": Mesh((2,), (0, 1, 2, 3), tp=2, n=2, recompute=(1, 2, 3)),
+            "llm": Mesh((), (4, 5), dp=2, recompute=(0, 1, 2)),
+        },
+    ),
+    "deepstack, frozen encoder": (
+        DEEPSTACK | FROZEN_VISION,
+        {"vision": Mesh((2,), (0, 1)), "llm": Mesh((2,), (2, 3))},
+    ),
+    "deepstack, adapters": (
+        DEEPSTACK | ADAPTED,
+        {"vision": Mesh((2,), (0, 1, 2, 3), tp=2), "llm": Mesh((2,), (0, 1, 2, 3), tp=2)},
+    ),
+    "deepstack of one of two encoders": (
+        DEEPSTACK
+        | {
+            "model__encoders": {"fine": FINE | {"deepstack": (1,)}},
+            "model__llm__rope_sections": None,
+            "model__llm__rope_interleaved": False,
+        },
+        {"vision": Mesh((), (0,)), "fine": Mesh((2,), (0, 1)), "llm": Mesh((2,), (0, 1))},
+    ),
+}
+STACKED_COLOCATED: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    "deepstack, colocated": (DEEPSTACK, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))}),
+}
+
+
 # Plain meshes. `tests.flow.cells` has all that they show, so they are long runs here; the smoke script for GPUs, whose
 # rows people read, runs those that fit.
 PLAIN: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
@@ -268,13 +312,13 @@ ORDERS: dict[str, Order] = {
     "case",
     [
         *(pytest.param(case, id=case) for case in [*CASES, *COUNTS, *COLOCATED]),
-        *(pytest.param(case, marks=pytest.mark.slow, id=case) for case in PLAIN),
+        *(pytest.param(case, marks=pytest.mark.slow, id=case) for case in [*PLAIN, *STACKED, *STACKED_COLOCATED]),
     ],
 )
 def test_any_plan_computes_what_one_process_does(case: str) -> None:
-    changes, meshes = (CASES | COUNTS | COLOCATED | PLAIN)[case]
+    changes, meshes = (CASES | COUNTS | COLOCATED | PLAIN | STACKED | STACKED_COLOCATED)[case]
     settings, order = recipe(**changes), ORDERS.get(case)
-    kind = "explicit" if order else "coarse" if case in COLOCATED else "1f1b"
+    kind = "explicit" if order else "coarse" if case in COLOCATED | STACKED_COLOCATED else "1f1b"
     assert_equals_one_process(settings, plan(settings, kind, order, **meshes))
 
 

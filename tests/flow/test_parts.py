@@ -19,7 +19,7 @@ from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.faults import FailAt
-from tests.flow.cases import AUDIO, Mesh, Order, plan, recipe, step_data
+from tests.flow.cases import AUDIO, DEEPSTACK, Mesh, Order, plan, recipe, step_data
 from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import TOGETHER
@@ -80,6 +80,10 @@ INSIDE: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         },
         {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, sp=True)},
     ),
+    "deepstack, slices of tokens": (
+        DEEPSTACK,
+        {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, sp=True)},
+    ),
     "adapters": (
         ADAPTED,
         {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, recompute=(3,))},
@@ -122,7 +126,7 @@ def test_parts_and_gaps_compute_what_one_process_does(case: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.slow] * ("adapters" in c or "windows" in c)) for c in INSIDE],
+    [pytest.param(c, marks=[pytest.mark.slow] * c.startswith(("adapters", "windows", "deepstack"))) for c in INSIDE],
 )
 def test_pieces_of_layers_compute_what_one_process_does(case: str) -> None:
     changes, meshes = INSIDE[case]

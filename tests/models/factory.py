@@ -28,6 +28,11 @@ WINDOWED: dict[str, Any] = {
     "positions": "rotary", "norm": "rms", "gated_mlp": True, "activation": "silu", "window": 2,
     "full_attention_blocks": (1,), "projector": {"ffn": 64},
 }  # fmt: skip
+# What Qwen3-VL adds to an encoder, and to the LLM behind it.
+DEEPSTACK: dict[str, Any] = {
+    "positions": "rotary", "position_grid": 3, "deepstack": (0, 1), "activation": "gelu_tanh",
+    "projector": {"ffn": 128},
+}  # fmt: skip
 # What InternViT-6B adds to an encoder, and InternVL to its projector.
 SCALED: dict[str, Any] = {
     "class_token": True, "positions": "grid", "norm": "rms", "qk_norm": True, "layer_scale": True, "post_norm": False,

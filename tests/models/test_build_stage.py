@@ -12,7 +12,7 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.recipe.model_settings import ModelSettings
-from tests.models.factory import CPU, gradients, images, randomize, settings, shape_of, stage, text
+from tests.models.factory import CPU, DEEPSTACK, gradients, images, randomize, settings, shape_of, stage, text
 
 IMAGES = ((4, 6), (2, 2), (6, 4))  # 6 + 1 + 6 features
 PLACES = (1, 2, 3, 4, 5, 6, 13, 22, 23, 24, 25, 26, 27)
@@ -37,10 +37,11 @@ def _run(stages: list[StageModule], inputs: EncoderInput | TextInput, features: 
     return hidden
 
 
-def _inputs(unit: str) -> tuple[EncoderInput | TextInput, dict[str, Tensor]]:
+def _inputs(model: ModelSettings, unit: str) -> tuple[EncoderInput | TextInput, dict[str, Tensor]]:
     if unit == "vision":
         return images(*IMAGES), {}
-    features = torch.randn(len(PLACES), 48, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    width = shape_of(model).edge("vision", "llm").width
+    features = torch.randn(len(PLACES), width, generator=torch.Generator().manual_seed(5)).requires_grad_()
     return text(*LENGTHS, places=PLACES), {"vision": features}
 
 
@@ -50,7 +51,7 @@ def _outcome(
     """Return output, gradients by global name and the features' gradient, with layers cut at `cuts`."""
     ends = (0, *cuts, len(shape_of(model).unit(unit).layers))
     stages = [stage(model, unit, span, recompute=recompute) for span in itertools.pairwise(ends)]
-    inputs, features = _inputs(unit)
+    inputs, features = _inputs(model, unit)
     output = _run(stages, inputs, features)
     gradient_sums: dict[str, Tensor] = {}
     for module in stages:
@@ -60,8 +61,11 @@ def _outcome(
 
 
 @pytest.mark.parametrize("unit", ["vision", "llm"])
-def test_stages_cut_anywhere_compose_to_the_whole(unit: str) -> None:
-    model = settings(vision={"class_token": True, "pre_norm": True, "projector": {"norm": True}})
+@pytest.mark.parametrize(
+    "vision", [{"class_token": True, "pre_norm": True, "projector": {"norm": True}}, DEEPSTACK], ids=["plain", "deep"]
+)
+def test_stages_cut_anywhere_compose_to_the_whole(vision: dict[str, Any], unit: str) -> None:
+    model = settings(vision=vision)
     num_layers = len(shape_of(model).unit(unit).layers)
     expected, expected_gradients, expected_features = _outcome(model, unit, ())
     every_cut = [(c,) for c in range(1, num_layers)]
@@ -88,9 +92,28 @@ def test_a_block_in_pieces_equals_the_block(llm: dict[str, Any]) -> None:
         torch.testing.assert_close(joined, whole)
 
 
+@pytest.mark.parametrize(("unit", "layers"), [("vision", (1, 2)), ("llm", (1, 2))])
+def test_what_travels_beside_the_hidden_states_passes_pieces(unit: str, layers: tuple[int, ...]) -> None:
+    """Each block of the encoder adds its output to what travels, and each of the LLM takes one tensor out of it."""
+    model = settings(vision=DEEPSTACK)
+    module = stage(model, unit, (1, 3))
+    randomize(module)
+    inputs = images(*IMAGES) if unit == "vision" else text(*LENGTHS)
+    context = module.context(inputs, {})
+    for layer in layers:
+        shape = shape_of(model).unit(unit).layers[layer]
+        rows = torch.randn(context.packing.num_tokens, shape.in_width, generator=torch.Generator().manual_seed(2))
+        whole = module.run(context, rows, range(layer, layer + 1))
+        assert whole.shape[1] == shape.out_width
+        for cut in range(1, len(BLOCK_PIECES)):
+            state = module.run_pieces(context, (rows,), layer, range(cut))
+            (joined,) = module.run_pieces(context, state, layer, range(cut, len(BLOCK_PIECES)))
+            torch.testing.assert_close(joined, whole)
+
+
 @pytest.mark.parametrize("unit", ["vision", "llm"])
 def test_recompute_changes_nothing(unit: str) -> None:
-    model = settings()
+    model = settings(vision=DEEPSTACK)
     expected, expected_gradients, expected_features = _outcome(model, unit, (2,))
     num_layers = len(shape_of(model).unit(unit).layers)
     for recompute in (frozenset({1}), frozenset(range(num_layers))):

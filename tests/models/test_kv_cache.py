@@ -13,7 +13,7 @@ from mmtrain.models.stage_inputs import TextInput
 from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe.model_settings import ModelSettings
 from tests.distributed import run_ranks
-from tests.models.factory import settings, stage
+from tests.models.factory import DEEPSTACK, settings, stage
 
 LIMIT, NUM_NEW = 83, 9  # ids from 83 up are padding of the vocabulary
 ENDS = {64, 33, 30, 16}  # any of these ends an answer
@@ -24,6 +24,7 @@ MODELS = {
     "windows": settings(
         llm={"window": 4, "full_attention_blocks": (1,), "window_rope_base": 50.0, "query_scale": 5, "qk_norm": True}
     ),
+    "deepstack": settings(vision=DEEPSTACK),
     "tied, one kv head": settings(llm={"kv_heads": 1, "tie_embeddings": True}),
 }
 
@@ -35,7 +36,7 @@ def write(llm: StageModule, num_new: int = NUM_NEW) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in PROMPTS]
     open_ = list(range(len(PROMPTS)))
     new = PROMPTS
-    features = {"vision": _features()}
+    features = {"vision": _features(llm)}
     for _ in range(num_new):
         lengths = tuple(map(len, new))
         ids = torch.tensor([token for tokens in new for token in tokens])
@@ -62,13 +63,14 @@ def write_anew(llm: StageModule) -> list[list[int]]:
         ids = list(prompt)
         while len(ids) < len(prompt) + NUM_NEW and (len(ids) == len(prompt) or ids[-1] not in ENDS):
             inputs = TextInput((len(ids),), torch.tensor(ids), feature_positions=places)
-            ids.append(int(llm.logits(None, inputs, {"vision": _features()[mine]})[-1, :LIMIT].argmax()))
+            ids.append(int(llm.logits(None, inputs, {"vision": _features(llm)[mine]})[-1, :LIMIT].argmax()))
         answers.append(ids[len(prompt) :])
     return answers
 
 
-def _features() -> torch.Tensor:
-    return torch.randn(len(PLACES), 48, generator=torch.Generator().manual_seed(3))
+def _features(llm: StageModule) -> torch.Tensor:
+    width = llm.shape.layers[0].out_width
+    return torch.randn(len(PLACES), width, generator=torch.Generator().manual_seed(3))
 
 
 def _model(model: ModelSettings, groups: ParallelGroups | None = None, sp: bool = False) -> StageModule:

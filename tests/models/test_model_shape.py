@@ -29,6 +29,20 @@ def test_units_layers_and_edge() -> None:
             assert before.out == after.hidden
 
 
+def test_outputs_of_blocks_travel_to_the_first_blocks_of_the_llm() -> None:
+    model = shape_of(settings(vision={"layers": 4, "deepstack": (0, 2)}))
+    vision, llm = (model.unit(unit).layers for unit in ("vision", "llm"))
+    assert [layer.carried_in for layer in vision] == [0, 0, 1, 1, 2, 2]
+    assert [layer.carried_out for layer in llm] == [2, 1, 0, 0, 0]
+    assert [layer.keeps_output for layer in vision] == [False, True, False, True, False, False]
+    assert [layer.adds_carried for layer in llm] == [False, True, True, False, False]
+    assert model.edge("vision", "llm").width == 3 * 48
+    for unit in model.units:
+        for before, after in zip(unit.layers, unit.layers[1:], strict=False):
+            assert before.out_width == after.in_width
+    assert llm[2].input_elements(10, 1) == 2 * 10 * 48
+
+
 def test_a_text_model_has_one_unit() -> None:
     model = shape_of(ModelSettings(llm=settings().llm))
     assert [unit.name for unit in model.units] == ["llm"]

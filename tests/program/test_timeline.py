@@ -159,6 +159,22 @@ def test_messages_carry_routed_rows_between_units_and_all_tokens_inside_a_unit(t
     assert timing.collective(1, Share(between, text, "activation"), (1, 2)) == TransferCost(3 * 8 * 2, 3 * 8 * 2)
 
 
+def test_messages_carry_what_travels_beside_the_hidden_states(timing):
+    """The encoder keeps the outputs of two blocks, and each of the LLM's two blocks adds one of them."""
+    projector = replace(VISION[1], carried_in=2, carried_out=2)
+    embedding, first, second, head = LLM
+    blocks = (replace(first, carried_in=2, carried_out=1), replace(second, carried_in=1, carried_out=0))
+    llm = (replace(embedding, carried_out=2), *blocks, head)
+    units = (UnitShape("vision", "encoder", (VISION[0], projector)), UnitShape("llm", "llm", llm))
+    deep = replace(timing, shape=ModelShape(units, (ModelEdge("vision", "llm", 0, projector.out_width),), True))
+    between, inside = timing.graph.edges[1], timing.graph.edges[0]
+    image, text = Microbatch("vision", 0, 0), Microbatch("llm", 0, 0)
+    assert deep.message(0, Send(between, image, text, 1, "activation")) == TransferCost(3 * 24 * 2, 3 * 24 * 2)
+    assert deep.message(1, Send(inside, text, text, 3, "gradient")) == TransferCost(10 * 6 * 16 * 2, 6 * 16 * 2)
+    received = 6 * 8 * 2  # beside the hidden states of the second stage, one tensor
+    assert deep.activation_bytes(*stage_and_mb("llm", 1)) == timing.activation_bytes(*stage_and_mb("llm", 1)) + received
+
+
 def test_collectives_move_only_parameters_that_train(timing):
     assert timing.collective(0, ReduceGrads("vision"), (0,)) == TransferCost(2 * 100 * 4, 100 * 4)
     assert timing.collective(1, GatherParams("llm"), (1,)) == TransferCost(3 * 2 * 50 * 2, 2 * 50 * 2)

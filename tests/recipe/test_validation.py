@@ -202,6 +202,10 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             ["model.llm.rope_sections=[2, 3, 3]", "data.image={scheme: tiles, tile: 448, max_tiles: 1}"],
             "data.image.scheme: found `tiles`, allowed with model.llm.rope_sections: native or fixed",
         ),
+        (
+            ["model.vision.layers=6", "model.vision.deepstack=[0, 1, 2, 3, 4]"],
+            "model.vision.deepstack: 5 blocks feed as many blocks of the LLM, which has 2",
+        ),
         (["train.optimizer.min_lr=0.01"], "train.optimizer.min_lr: 0.01 is above train.optimizer.lr 0.001"),
         (["train.validate_every=5"], "train.validate_every: 5, but data.validation is empty"),
         (["train.evaluate_every=5"], "train.evaluate_every: 5, but data.validation is empty"),

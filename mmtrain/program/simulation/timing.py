@@ -167,12 +167,18 @@ class ModelTiming:
         return self._same_node(ranks)
 
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
-        """Return the bytes that the stage's layers keep; recomputed layers keep their input."""
+        """Return the bytes that the stage's layers keep; recomputed layers keep their input.
+
+        The stage also keeps what came beside its input, in the same message.
+        """
         content = self._contents[stage]
         key = (content.number, mb.replica, mb.index)
         if key not in self._kept_bytes:
             load, bytes_of = self.loads.loads[mb], self.costs.activation_bytes
-            self._kept_bytes[key] = sum(
+            first = content.layers[0]
+            num_carried = first.layer.carried_in if first.layer.trainable or first.input_grad else 0
+            received = num_carried * first.layer.hidden * load.tokens * self.element_bytes
+            self._kept_bytes[key] = received + sum(
                 bytes_of(held.layer, content.tp, load, held.recompute, input_grad=held.input_grad)
                 for held in content.layers
             )

@@ -200,7 +200,7 @@ def edge_widths(graph: StageGraph, model: ModelShape) -> dict[Edge, int]:
             widths[edge] = model.edge(edge.src.unit, edge.dst.unit).width
         else:
             last_layer = graph.stage(edge.src).layers[1] - 1
-            widths[edge] = model.unit(edge.src.unit).layers[last_layer].out
+            widths[edge] = model.unit(edge.src.unit).layers[last_layer].out_width
     return widths
 
 

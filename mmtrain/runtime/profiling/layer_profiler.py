@@ -181,7 +181,7 @@ class LayerProfiler:
     def _features(self, inputs: UnitInput, input_grad: bool) -> dict[str, Tensor]:
         """Return random features in place of the encoders'."""
         positions = inputs.feature_positions if isinstance(inputs, TextInput) else {}
-        width, device = self.stage.shape.layers[0].out, self.world.device
+        width, device = self.stage.shape.layers[0].out_width, self.world.device
         return {
             name: torch.randn(len(rows), width, device=device, dtype=self.dtype).requires_grad_(input_grad)
             for name, rows in positions.items()
