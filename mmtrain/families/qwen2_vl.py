@@ -120,6 +120,8 @@ def tower_settings(tower: ConfigSection, hidden: int) -> Settings:
         "patch_bias": False,
         "positions": "rotary",
         "max_side": MAX_SIDE,
+        "position_grid": 0,
+        "deepstack": (),
         "class_token": False,
         "pre_norm": False,
         "post_norm": True,
@@ -176,6 +178,20 @@ def tower_weights(settings: FolderSettings, norm_kinds: tuple[str, ...]) -> Iter
     norm_kinds: which of weight and bias its norms have.
     """
     vision, llm = settings.model["vision"], settings.model["llm"]
+    hidden = vision["hidden"]
+    yield from block_weights(settings, norm_kinds)
+    ours, theirs = f"vision.layers.{vision['layers'] + 1}.", f"{TOWER}merger."
+    merged = hidden * vision["merge"] ** 2
+    for kind in norm_kinds:
+        yield as_is(f"{ours}post_norm.{kind}", f"{theirs}ln_q.{kind}", (hidden,))
+    for kind, inputs in (("weight", (merged,)), ("bias", ())):
+        yield as_is(f"{ours}linear_1.{kind}", f"{theirs}mlp.0.{kind}", (merged, *inputs))
+        yield as_is(f"{ours}linear_2.{kind}", f"{theirs}mlp.2.{kind}", (llm["hidden"], *inputs))
+
+
+def block_weights(settings: FolderSettings, norm_kinds: tuple[str, ...]) -> Iterator[ParameterSource]:
+    """Yield the weights of the patch embedding and of norms and attention in all blocks of the encoder."""
+    vision = settings.model["vision"]
     hidden, heads, patch = vision["hidden"], vision["heads"], vision["patch"]
     patch_shape = (hidden, 3, vision["temporal_patch"], patch, patch)
     yield flattened("vision.layers.0.proj.weight", f"{TOWER}patch_embed.proj.weight", patch_shape)
@@ -189,13 +205,6 @@ def tower_weights(settings: FolderSettings, norm_kinds: tuple[str, ...]) -> Iter
             yield joint_query_key_value(joint, f"{theirs}attn.qkv.{kind}", heads, hidden // heads, inputs)
             output = f"{ours}self_attention.linear_proj.{kind}"
             yield as_is(output, f"{theirs}attn.proj.{kind}", (hidden, *inputs))
-    ours, theirs = f"vision.layers.{vision['layers'] + 1}.", f"{TOWER}merger."
-    merged = hidden * vision["merge"] ** 2
-    for kind in norm_kinds:
-        yield as_is(f"{ours}post_norm.{kind}", f"{theirs}ln_q.{kind}", (hidden,))
-    for kind, inputs in (("weight", (merged,)), ("bias", ())):
-        yield as_is(f"{ours}linear_1.{kind}", f"{theirs}mlp.0.{kind}", (merged, *inputs))
-        yield as_is(f"{ours}linear_2.{kind}", f"{theirs}mlp.2.{kind}", (llm["hidden"], *inputs))
 
 
 QWEN2_VL = Family(

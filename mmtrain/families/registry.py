@@ -12,10 +12,23 @@ from mmtrain.families.qwen2_5_vl import QWEN2_5_VL
 from mmtrain.families.qwen2_audio import QWEN2_AUDIO
 from mmtrain.families.qwen2_vl import QWEN2_VL
 from mmtrain.families.qwen3 import QWEN3
+from mmtrain.families.qwen3_vl import QWEN3_VL
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (GEMMA3_TEXT, INTERNVL, LLAMA, LLAVA, MISTRAL, QWEN2, QWEN2_AUDIO, QWEN2_VL, QWEN2_5_VL, QWEN3)
+    for family in (
+        GEMMA3_TEXT,
+        INTERNVL,
+        LLAMA,
+        LLAVA,
+        MISTRAL,
+        QWEN2,
+        QWEN2_AUDIO,
+        QWEN2_VL,
+        QWEN2_5_VL,
+        QWEN3,
+        QWEN3_VL,
+    )
 }
 # Their folders hold no LLM: a recipe names them for one of its units.
 ENCODER_FAMILIES: dict[str, Family] = {family.name: family for family in (CLIP, SIGLIP, WHISPER)}

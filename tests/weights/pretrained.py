@@ -200,6 +200,22 @@ def qwen2_5_vl(frames: int = 2, **changes: Any) -> nn.Module:
     return _random(Qwen2_5_VLForConditionalGeneration(config))
 
 
+def qwen3_vl(frames: int = 2, deepstack: tuple[int, ...] = (0, 2), **changes: Any) -> nn.Module:
+    """Make a Qwen3-VL with a table of 3 x 3 positions, whose patches join `frames` frames."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    vision = {
+        "depth": 4, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 44, "num_heads": 4,
+        "patch_size": PATCH_OF_FRAMES, "spatial_merge_size": MERGE, "temporal_patch_size": frames,
+        "num_position_embeddings": 9, "deepstack_visual_indexes": list(deepstack),
+    }  # fmt: skip
+    text: dict[str, Any] = _qwen2_vl_text() | {"num_hidden_layers": 3, "head_dim": 16}
+    sections = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections}} | changes
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, **_QWEN2_VL_TOKENS)
+    return _random(Qwen3VLForConditionalGeneration(config))
+
+
 _QWEN2_VL_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, "tie_word_embeddings": True}
 
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL from a folder compute what `transformers` computes, with images and videos, in any plan."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL compute what `transformers` computes, with images and videos, in any plan."""
 
 import itertools
 import json
@@ -13,13 +13,16 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from mmtrain.checkpoint import open_newest_good
+from mmtrain.checkpoint import Checkpoint, open_newest_good
+from mmtrain.costs import num_parameters
 from mmtrain.data import build_index
 from mmtrain.data.loading.media_positions import find_media_positions
 from mmtrain.data.media.image_grids import MediumGrid
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import Recipe
@@ -44,6 +47,7 @@ from tests.weights.pretrained import (
     VOCAB,
     qwen2_5_vl,
     qwen2_vl,
+    qwen3_vl,
     recipe_from,
     save,
 )
@@ -51,7 +55,11 @@ from tests.weights.test_export_weights import content
 from tests.weights.test_import_weights import CPU, assert_equal_gradients, full_gradients, unit_stage
 from tests.weights.test_tiny_model import messages_of, tiny_recipe
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+}
 QWEN2_VL_2B = {
     "architectures": ["Qwen2VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,
     "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 1536, "image_token_id": 151655,
@@ -82,6 +90,26 @@ QWEN2_5_VL_7B = {
         "temporal_patch_size": 2,
     },
 }  # fmt: skip
+QWEN3_VL_8B = {
+    "architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl",
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16",
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text", "num_attention_heads": 32, "num_hidden_layers": 36,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_theta": 5000000, "use_cache": True,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "vocab_size": 151936,
+    },
+    "tie_word_embeddings": False, "transformers_version": "4.57.0.dev0", "video_token_id": 151656,
+    "vision_config": {
+        "deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152, "in_channels": 3, "initializer_range": 0.02, "intermediate_size": 4304,
+        "model_type": "qwen3_vl", "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 4096,
+        "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 151653, "vision_start_token_id": 151652,
+}  # fmt: skip
 # Frames (in patches), rows and columns of what the samples show, and whether it is a video.
 SHOWN = [[((1, 4, 6), False), ((1, 2, 2), False)], [], [((3, 4, 4), True)], [((1, 6, 10), False), ((2, 2, 6), True)]]
 
@@ -94,15 +122,22 @@ def _words(count: int, seed: int) -> Tensor:
     return torch.randint(IMAGE_TOKEN + 1, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def _ids(number: int) -> Tensor:
+def _spans(name: str, number: int) -> list[tuple[tuple[int, int, int], bool]]:
+    """Return what the text of a sample shows one after another: Qwen3-VL writes text between the parts of a video."""
+    if name != "qwen3_vl":
+        return SHOWN[number]
+    return [((1, rows, cols), is_video) for (frames, rows, cols), is_video in SHOWN[number] for _ in range(frames)]
+
+
+def _ids(name: str, number: int) -> Tensor:
     parts = [_words(3, number)]
-    for (frames, rows, cols), is_video in SHOWN[number]:
+    for (frames, rows, cols), is_video in _spans(name, number):
         token = VIDEO_TOKEN if is_video else IMAGE_TOKEN
         parts += [torch.full((frames * rows * cols // MERGE**2,), token), _words(2, number + 10)]
     return torch.cat([*parts, _words(4, number + 20)])
 
 
-def _in_squares(cells: Tensor, rows: int, cols: int) -> Tensor:
+def in_squares(cells: Tensor, rows: int, cols: int) -> Tensor:
     """Order patches (frames * rows * cols, features), row by row, as `transformers` expects them."""
     split = cells.view(-1, rows // MERGE, MERGE, cols // MERGE, MERGE, cells.shape[1])
     return split.transpose(2, 3).reshape(cells.shape)
@@ -113,7 +148,7 @@ def _their_media(name: str, number: int, cells: list[Tensor]) -> dict[str, Tenso
     kinds: dict[str, tuple[list[Tensor], list[tuple[int, ...]]]] = {"image": ([], []), "video": ([], [])}
     for (grid, is_video), of_medium in zip(SHOWN[number], cells, strict=True):
         pixels, grids = kinds["video" if is_video else "image"]
-        pixels.append(_in_squares(of_medium, *grid[1:]))
+        pixels.append(in_squares(of_medium, *grid[1:]))
         grids.append(grid)
     arguments = {}
     for kind, (pixels, grids) in kinds.items():
@@ -122,13 +157,13 @@ def _their_media(name: str, number: int, cells: list[Tensor]) -> dict[str, Tenso
             arguments |= {argument: torch.cat(pixels), f"{kind}_grid_thw": torch.tensor(grids)}
     if kinds["video"][0] and name == "qwen2_5_vl":
         arguments["second_per_grid_ts"] = torch.full((len(kinds["video"][0]),), SECONDS_PER_PATCH)
-    ids = _ids(number)
+    ids = _ids(name, number)
     types = (ids == IMAGE_TOKEN).int() + 2 * (ids == VIDEO_TOKEN).int()
     return {**arguments, "mm_token_type_ids": types[None]} if arguments else {}
 
 
 def _times(name: str, num_patches: int) -> list[int]:
-    if name == "qwen2_vl":
+    if name != "qwen2_5_vl":
         return [*range(num_patches)]
     return (np.arange(num_patches) * SECONDS_PER_PATCH * POSITIONS_PER_SECOND).astype(int).tolist()
 
@@ -140,8 +175,9 @@ def _our_inputs(
     rows, cols = (tuple(grid[k] for grid in grids for _ in range(grid[0])) for k in (1, 2))
     images = EncoderInput(rows, cols, torch.cat([of_medium for of_sample in cells for of_medium in of_sample]))
     positions = []
-    for of_sample, sample_ids in zip(SHOWN, ids, strict=True):
-        media = [MediumGrid(_times(name, t), rows // MERGE, cols // MERGE) for (t, rows, cols), _ in of_sample]
+    for number, sample_ids in enumerate(ids):
+        spans = _spans(name, number)
+        media = [MediumGrid(_times(name, t), rows // MERGE, cols // MERGE) for (t, rows, cols), _ in spans]
         positions.append(find_media_positions(sample_ids.numpy(), (IMAGE_TOKEN, VIDEO_TOKEN), media))
     packed = torch.cat(ids)
     places = (packed <= IMAGE_TOKEN).nonzero().flatten()
@@ -161,7 +197,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name: str, tmp_pa
     cells = [
         [torch.randn(int(np.prod(grid)), width, generator=generator) for grid, _ in of_sample] for of_sample in SHOWN
     ]
-    ids = [_ids(number) for number in range(len(SHOWN))]
+    ids = [_ids(name, number) for number in range(len(SHOWN))]
     labels = [torch.where(sample <= IMAGE_TOKEN, -100, sample)[1:] for sample in ids]
     labels = [torch.cat([of_sample, torch.tensor([-100])]) for of_sample in labels]
     expected = torch.cat(
@@ -226,7 +262,49 @@ def test_the_config_of_qwen2_5_vl_on_the_hub_is_that_of_the_paper(tmp_path: Path
     assert (video.min_pixels, video.max_pixels) == (3136, 401408), "the folder's, and the recipe's"
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+def test_the_config_of_qwen3_vl_on_the_hub_is_that_of_the_paper(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model", QWEN3_VL_8B)
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({
+            "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16, "temporal_patch_size": 2,
+            "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+            "processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast",
+        })
+    )  # fmt: skip
+    recipe = recipe_from(folder, "data.seq_len=32768")
+    vision, llm, image = recipe.model.vision, recipe.model.llm, recipe.data.image
+    assert vision is not None
+    assert (vision.layers, vision.hidden, vision.ffn, vision.activation) == (27, 1152, 4304, "gelu_tanh")
+    assert (vision.patch, vision.merge, vision.position_grid, vision.patch_bias) == (16, 2, 48, True)
+    assert (vision.deepstack, vision.projector.ffn) == ((8, 16, 24), 4608)
+    assert (llm.layers, llm.hidden, llm.qk_norm, llm.rope_base) == (36, 4096, True, 5e6)
+    assert (llm.rope_sections, llm.rope_interleaved) == ((24, 20, 20), True)
+    assert (image.min_pixels, image.max_pixels, image.mean) == (65536, 16777216, (0.5, 0.5, 0.5))
+    parameters = {unit.name: sum(map(num_parameters, unit.layers)) for unit in build_model_shape(recipe).units}
+    assert parameters == {"vision": 576_388_336, "llm": 8_190_735_360}
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        ("vision_config", {"deepstack_visual_indexes": [2, 40]}, "allowed: a list of blocks, 0 to 26"),
+        ("vision_config", {"deepstack_visual_indexes": [2, 1]}, "supported: numbers that ascend"),
+        ("vision_config", {"num_position_embeddings": 2305}, "2305 is not supported yet; supported: squares"),
+        ("text_config", {"num_hidden_layers": 2}, "3 blocks feed as many of the LLM, which has 2"),
+    ],
+)
+def test_what_qwen3_vl_does_not_support_is_said(
+    section: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config: dict[str, Any] = {**QWEN3_VL_8B}
+    config[section] = {**config[section], **changes}
+    with pytest.raises(RecipeError, match=message):
+        recipe_from(write_config(tmp_path / "model", config))
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "qwen3_vl"))]
+)
 def test_conversations_of_the_tiny_model_are_what_its_processor_makes_of_them(name: str, tmp_path: Path) -> None:
     """Compose the processor: as a whole it needs torchvision, for videos."""
     import transformers
@@ -259,7 +337,7 @@ def test_conversations_of_the_tiny_model_are_what_its_processor_makes_of_them(na
         for media, (_, height, width) in zip(sample.media["image"], grids, strict=True):
             patches_of_image = torch.from_numpy(decoder.patches("image", media, 0, 1, (height, width)))
             theirs, pixels = pixels.split([height * width, len(pixels) - height * width])
-            torch.testing.assert_close(_in_squares(patches_of_image, height, width), theirs, atol=1e-4, rtol=0)
+            torch.testing.assert_close(in_squares(patches_of_image, height, width), theirs, atol=1e-4, rtol=0)
             sizes.add((height, width))
     assert len(sizes) > 2
 
@@ -268,8 +346,6 @@ def test_conversations_of_the_tiny_model_are_what_its_processor_makes_of_them(na
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_answers_about_images_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Cached keys keep the positions of the prompt, and each new word has the next one."""
-    import transformers
-
     folder = tmp_path / "model"
     write_tiny_model(FAMILIES[name], folder, seed=3)
     rows = json.loads((folder / "conversations" / "heldout.json").read_text())[:12]
@@ -278,18 +354,25 @@ def test_greedy_answers_about_images_are_those_of_transformers(name: str, tmp_pa
     stages = {unit: unit_stage(recipe, unit) for unit in ("vision", "llm")}
     run = run_folder(tmp_path / "run", recipe, stages)
     checkpoint = open_newest_good(run / CHECKPOINTS_FOLDER, print)
+    assert_same_answers(recipe, checkpoint, folder)
+
+
+def assert_same_answers(recipe: Recipe, checkpoint: Checkpoint, folder: Path) -> None:
+    """Let our model and that of the folder answer the held-out questions, greedily."""
+    import transformers
+
     index, tokenizer = build_index(recipe, "validation"), load_tokenizer(recipe.data.tokenizer_path)
     world = World(0, 1, CPU)
+    shape = build_model_shape(recipe)
     layout = {
-        unit: UnitPlan(tp=1, pp=1, dp=1, ranks=(0,), stages=(StagePlan(stage=0, layers=(0, len(stage.shape.layers))),))
-        for unit, stage in stages.items()
+        unit.name: UnitPlan(tp=1, pp=1, dp=1, ranks=(0,), stages=(StagePlan(stage=0, layers=(0, len(unit.layers))),))
+        for unit in shape.units
     }
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
     answers, _ = QuestionAnswerer(generator, recipe, tokenizer, index, world, 10).generate(
         select_questions(index, None), blank=False
     )
-    model_class = getattr(transformers, FAMILIES[name].architectures[0])
-    model = model_class.from_pretrained(folder).eval()
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     image_processor = transformers.AutoImageProcessor.from_pretrained(folder)
     padding = list(range(tokenizer.vocab_size, recipe.model.llm.vocab))  # ids that no text has
     num_shown = 0
@@ -315,6 +398,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2 with sp": (2, {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((), (0, 1), tp=2, sp=True)}),
     "unified pp 2": (2, {"vision": Mesh((2,), (0, 1)), "llm": Mesh((2,), (0, 1))}),
     "disaggregated 1:2": (3, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2)}),
+    "unified pp 2, vpp 2": (2, {"vision": Mesh((2,), (0, 1)), "llm": Mesh((1, 2), (1, 0), vpp=2)}),
     "colocated": (2, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1)), "kind": "coarse"}),
 }
 
@@ -336,7 +420,7 @@ def _their_loss(theirs: nn.Module) -> Tensor:
         media: dict[str, Any] = {}
         if GRIDS[sample]:
             cells = [torch.from_numpy(patches(sample, i, *grid)) for i, grid in enumerate(GRIDS[sample])]
-            squares = [_in_squares(of_image, *grid) for of_image, grid in zip(cells, GRIDS[sample], strict=True)]
+            squares = [in_squares(of_image, *grid) for of_image, grid in zip(cells, GRIDS[sample], strict=True)]
             media["pixel_values"] = torch.cat(squares)
             media["image_grid_thw"] = torch.tensor([(1, *grid) for grid in GRIDS[sample]])
         places = torch.from_numpy(position_ids(sample, tokens.ids))[:, None]

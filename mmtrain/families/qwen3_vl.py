@@ -1,0 +1,172 @@
+"""Dense Qwen3-VL (arXiv 2511.21631), as `Qwen3VLForConditionalGeneration` of `transformers` computes it."""
+
+from collections.abc import Iterator
+from math import isqrt
+from typing import Any
+
+from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
+from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER, block_weights, tower_settings
+from mmtrain.families.rotary import rotary_settings
+from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
+from mmtrain.families.weight_layouts import ParameterSource, as_is
+
+_DEFAULTS = {"intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936}
+_DEFAULT_THETA = 500000.0
+_DEFAULT_SECTIONS = (24, 20, 20)
+_DEFAULT_DEEPSTACK = [8, 16, 24]
+_TOKEN_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
+_HALF = (0.5, 0.5, 0.5)
+# How a folder without processors prepares images: between 8 x 8 and 128 x 128 merged patches.
+_IMAGES: Settings = {
+    **MEDIA_SETTINGS["image"],
+    "min_pixels": 256**2,
+    "max_pixels": 4096**2,
+    "mean": _HALF,
+    "std": _HALF,
+}
+_TINY: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "image_token_id": tiny_token_id(MEDIA_TOKENS["image"]),
+    "video_token_id": tiny_token_id(MEDIA_TOKENS["video"]),
+    "text_config": tiny_decoder(
+        model_type="qwen3_vl_text",
+        head_dim=32,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    ),
+    "vision_config": {
+        "model_type": "qwen3_vl_vision",
+        "depth": 3,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "out_hidden_size": 128,
+        "num_heads": 4,
+        "patch_size": 8,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 1],
+    },
+    "dtype": "float32",
+}
+
+
+def _settings(config: ConfigSection) -> FolderSettings:
+    for key in _TOKEN_KEYS:  # they belong to text and tokenizer
+        config.value(key)
+    llm = _text_settings(config)
+    tower = config.section("vision_config")
+    common = tower_settings(tower, tower.integer("hidden_size", 1152))
+    tower.require("out_hidden_size", llm["hidden"], default=3584)
+    vision = {
+        **common,
+        "ffn": tower.integer("intermediate_size", 4304),
+        "activation": tower.choice("hidden_act", _ACTIVATIONS, "gelu_pytorch_tanh"),
+        "gated_mlp": False,
+        "norm": "layer",
+        "patch_bias": True,
+        "position_grid": _position_grid(tower),
+        "time_positions_per_second": None,
+        "window": 0,
+        "full_attention_blocks": (),
+        "deepstack": _deepstack(tower, common["layers"], llm["layers"]),
+    }
+    tower.finish()
+    return FolderSettings({"vision": vision, "llm": llm}, {"image": _IMAGES})
+
+
+def _text_settings(config: ConfigSection) -> Settings:
+    text = config.section("text_config")
+    text.require("attention_bias", False, default=False)
+    rotary = rotary_settings(text, _DEFAULT_THETA, interleaved=True)
+    rotary = {**rotary, "rope_sections": rotary["rope_sections"] or _DEFAULT_SECTIONS}
+    llm = decoder_settings(text, _DEFAULTS, rotary, qkv_bias=False, qk_norm=True)
+    text.finish()
+    # `transformers` ties embeddings as the outer config says, whatever the inner one does.
+    return {**llm, "tie_embeddings": config.flag("tie_word_embeddings", False)}
+
+
+def _position_grid(tower: ConfigSection) -> int:
+    """Return the side of the table of positions."""
+    num_positions = tower.integer("num_position_embeddings", 2304)
+    side = isqrt(num_positions)
+    if side**2 != num_positions:
+        tower.reject("num_position_embeddings", f"{num_positions} is not supported yet; supported: squares")
+    return side
+
+
+def _deepstack(tower: ConfigSection, num_blocks: int, num_llm_blocks: int) -> tuple[int, ...]:
+    """Return the blocks whose outputs reach the LLM."""
+    key = "deepstack_visual_indexes"
+    value = tower.value(key)
+    blocks = _DEFAULT_DEEPSTACK if value is None else value
+    if not isinstance(blocks, list) or not all(type(block) is int and 0 <= block < num_blocks for block in blocks):
+        tower.reject(key, f"found {blocks}, allowed: a list of blocks, 0 to {num_blocks - 1}")
+        return ()
+    if blocks != sorted(set(blocks)):
+        tower.reject(key, f"{blocks} is not supported yet; supported: numbers that ascend")
+    if len(blocks) > num_llm_blocks:
+        tower.reject(key, f"{len(blocks)} blocks feed as many of the LLM, which has {num_llm_blocks}")
+        return ()
+    return tuple(blocks)
+
+
+def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+    vision, llm = settings.model["vision"], settings.model["llm"]
+    hidden, ffn = vision["hidden"], vision["ffn"]
+    yield as_is("vision.layers.0.proj.bias", f"{TOWER}patch_embed.proj.bias", (hidden,))
+    table = (vision["position_grid"] ** 2, hidden)
+    yield as_is("vision.layers.0.grid_positions", f"{TOWER}pos_embed.weight", table)
+    yield from block_weights(settings, norm_kinds=("weight", "bias"))
+    for block in range(vision["layers"]):
+        ours, theirs = f"vision.layers.{block + 1}.mlp.", f"{TOWER}blocks.{block}.mlp."
+        for kind, inputs, inner_inputs in (("weight", (hidden,), (ffn,)), ("bias", (), ())):
+            yield as_is(f"{ours}linear_fc1.{kind}", f"{theirs}linear_fc1.{kind}", (ffn, *inputs))
+            yield as_is(f"{ours}linear_fc2.{kind}", f"{theirs}linear_fc2.{kind}", (hidden, *inner_inputs))
+    projector, merged = f"vision.layers.{vision['layers'] + 1}.", hidden * vision["merge"] ** 2
+    yield from _merger_weights((projector, "post_norm"), f"{TOWER}merger.", (hidden, merged, llm["hidden"]))
+    for i in range(len(vision["deepstack"])):
+        ours, theirs = f"{projector}deepstack.{i}.", f"{TOWER}deepstack_merger_list.{i}."
+        yield from _merger_weights((ours, "norm"), theirs, (merged, merged, llm["hidden"]))
+    yield from decoder_weights(settings, DECODER)
+
+
+def _merger_weights(names: tuple[str, str], theirs: str, widths: tuple[int, int, int]) -> Iterator[ParameterSource]:
+    """Yield the weights of one merger.
+
+    names: the prefix of our parameters, and what its norm is called.
+    widths: of the norm, of the merged tokens, and of the LLM.
+    """
+    (ours, norm), (norm_width, merged, out) = names, widths
+    for kind, inputs in (("weight", (merged,)), ("bias", ())):
+        yield as_is(f"{ours}{norm}.{kind}", f"{theirs}norm.{kind}", (norm_width,))
+        yield as_is(f"{ours}linear_1.{kind}", f"{theirs}linear_fc1.{kind}", (merged, *inputs))
+        yield as_is(f"{ours}linear_2.{kind}", f"{theirs}linear_fc2.{kind}", (out, *inputs))
+
+
+QWEN3_VL = Family(
+    "qwen3_vl",
+    ("Qwen3VLForConditionalGeneration",),
+    _settings,
+    _weights,
+    {
+        "config.json": _TINY,
+        "preprocessor_config.json": {
+            **TINY_IMAGES,
+            "processor_class": "Qwen3VLProcessor",
+            "image_mean": list(_HALF),
+            "image_std": list(_HALF),
+        },
+    },
+    # Its processor writes the second before each part of a video: not built yet.
+    markups={"video": None},
+    ignored=decoder_buffers,
+)
