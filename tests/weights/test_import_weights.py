@@ -12,17 +12,11 @@ from mmtrain.families import FAMILIES, read_model_folder
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.parameter_specs import join_tp_shards
 from mmtrain.models.stage_inputs import TextInput
 from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.rank_context import build_rank_context
-from mmtrain.runtime.world import World
 from mmtrain.weights import FolderTensors, PretrainedWeights, open_pretrained
-from tests.distributed import run_ranks
-from tests.flow.cases import TEXTS, Mesh, encoded, plan, step_data
-from tests.flow.gather import copy, whole
 from tests.models.factory import gradients
 from tests.weights.pretrained import VOCAB, gemma3_text, llama, mistral, qwen2, qwen3, recipe_from, save, specs_of
 
@@ -167,33 +161,6 @@ def test_units_that_the_folder_lacks_start_as_without_it(tmp_path: Path) -> None
     ]
     for ours, expected in zip(*(stage.parameters() for stage in stages), strict=True):
         assert torch.equal(ours, expected)
-
-
-def _train_one_step(recipe: Recipe) -> tuple[float, list[NamedShard]]:
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    context = build_rank_context(
-        recipe, plan(recipe, llm=Mesh((2,), tuple(range(size)), tp=2)), World(rank, size, CPU),
-        pretrained=open_pretrained(recipe),
-    )  # fmt: skip
-    outcome = context.train(step_data(context, 1, texts_between=True), lr=0.01)
-    return outcome.loss, [copy(g) for unit in context.optimizer.units.values() for g in unit.gradients()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "llama 3.1", "qwen3 windows", "gemma3_text"])
-def test_a_step_at_tp_2_and_pp_2_equals_one_of_transformers(name: str, tmp_path: Path) -> None:
-    theirs = MODELS[name]()
-    folder = save(theirs, tmp_path / "model")
-    ranks = run_ranks(4, _train_one_step, recipe_from(folder), timeout=60)
-    samples = [encoded(sample) for sample in TEXTS]
-    num_targets = sum(int((sample.labels >= 0).sum()) for sample in samples)
-    loss = torch.zeros(())
-    for sample in samples:
-        logits = theirs(input_ids=torch.from_numpy(sample.ids)[None]).logits[0]
-        loss = loss + nn.functional.cross_entropy(logits, torch.from_numpy(sample.labels), reduction="sum")
-    (loss / num_targets).backward()
-    assert sum(part for part, _ in ranks) == pytest.approx(loss.item() / num_targets, rel=1e-4)
-    assert_equal_gradients(folder, theirs, whole([shard for _, shards in ranks for shard in shards]))
 
 
 def test_dynamic_scaling_is_refused_for_samples_in_which_it_would_begin(tmp_path: Path) -> None:
