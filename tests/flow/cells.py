@@ -1,13 +1,14 @@
 """Cells of the master test: feasible combinations of placement, mesh, model and training settings.
 
 `CELLS` is fixed: from a pool sampled with a fixed seed, the cells that together show the most pairs of values on the
-fewest ranks. `python -m tests.flow.cells` prints them as a table. With `cells` hypothesis samples, and shrinks what
-fails; its samples depend on its version and on the constants of the imported modules.
+fewest ranks. So is `KIND_CELLS`, whose models have the blocks of published families: for pairs with kinds of blocks.
+`python -m tests.flow.cells` prints all as a table. With `cells` hypothesis samples, and shrinks what fails; its samples
+depend on its version and on the constants of the imported modules.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
 from random import Random
@@ -32,6 +33,7 @@ POOL_SIZE = 120  # cells of each placement to choose from
 CELLS_PER_PLACEMENT = 12
 # Enough to show every value of every axis; the others add pairs of values.
 QUICK_CELLS_PER_PLACEMENT = 5
+KIND_CELLS_PER_PLACEMENT = 8
 LLM_LAYERS = 5  # embedding, three blocks, head
 ENCODER_LAYERS = 4  # first layer, two blocks, projector; of every encoder
 
@@ -53,6 +55,38 @@ ADAPTED: dict[str, Any] = {
     "train__lora": {"rank": 2, "alpha": 8.0, "targets": ("*",), "also_train": ("vision.projector.linear_1.*",)}
 }
 RECOMPUTED = {"none": (), "all": (0, 1, 2, 3, 4), "some": (1, 3)}
+PLAIN = "plain"
+# What published families have in their blocks, beside the plain ones of `tests.flow.cases`.
+LLM_KINDS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "windows": {"window": 5, "full_attention_blocks": (1,)},
+    "qk norm": {"qk_norm": True, "head_dim": 8, "qkv_bias": False},  # heads are together wider than the stream
+    "m-rope": {"rope_sections": (1, 1, 1)},
+    "gemma": {
+        "window": 4,
+        "full_attention_blocks": (2,),
+        "window_rope_base": 100.0,
+        "qk_norm": True,
+        "query_scale": 5.0,
+        "post_norms": True,
+        "zero_centered_norms": True,
+        "scale_embeddings": True,
+        "mlp": "geglu",
+        "tie_embeddings": True,
+    },
+}
+VISION_KINDS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "windows": {
+        "positions": "rotary",
+        "window": 4,
+        "full_attention_blocks": (1,),
+        "gated_mlp": True,
+        "activation": "silu",
+        "norm": "rms",
+    },
+    "layer scale": {"layer_scale": True, "qk_norm": True},
+}
 
 
 @dataclass(frozen=True)
@@ -85,11 +119,20 @@ class Cell:
     frozen: str
     recompute: str
     seed: int  # of where stages end, and of an explicit order
+    llm_kind: str = PLAIN
+    vision_kind: str = PLAIN
 
     def __str__(self) -> str:
         units = " | ".join(f"{unit} {size}" for unit, size in self.sizes)
         texts = ", texts between" * self.texts_between
-        return f"{self.placement}: {units}; frozen {self.frozen}, recompute {self.recompute}{texts}"
+        kinds = "".join(f", {axis}: {kind}" for axis, kind in self.kinds.items())
+        return f"{self.placement}: {units}; frozen {self.frozen}, recompute {self.recompute}{texts}{kinds}"
+
+    @property
+    def kinds(self) -> dict[str, object]:
+        """Axes of models with other blocks than plain ones."""
+        kinds = {"llm kind": self.llm_kind, "vision kind": self.vision_kind}
+        return {axis: kind for axis, kind in kinds.items() if kind != PLAIN}
 
     @cached_property
     def axes(self) -> dict[str, object]:
@@ -109,7 +152,7 @@ class Cell:
         }
         for unit, size in self.sizes:
             found |= {f"{unit} tp": (size.tp, size.sp), f"{unit} pp": size.pp, f"{unit} vpp": size.vpp}
-        return found
+        return found | self.kinds
 
     @property
     def ratio(self) -> str:
@@ -130,8 +173,10 @@ class Cell:
         second = {"model__audio": AUDIO} if "audio" in sizes else {}
         if "fine" in sizes:
             second = {"model__encoders": {"fine": FINE}}
+        kinds = {"llm": LLM_KINDS[self.llm_kind], "vision": VISION_KINDS[self.vision_kind]}
         changes = (
             second
+            | {f"model__{unit}__{name}": value for unit, kind in kinds.items() for name, value in kind.items()}
             | (FROZEN | {ADAPTERS: ADAPTED})[self.frozen]
             | {"train__global_batch": sizes["llm"].n * sizes["llm"].dp}
         )
@@ -171,16 +216,24 @@ def cells(draw: st.DrawFn, placement: Placement) -> Cell:
     def choose(options: Sequence[T]) -> T:
         return draw(st.sampled_from(options))
 
-    return _cell(placement, choose)
+    return _with_kinds(_cell(placement, choose), choose)
 
 
-def sample_cells(placement: Placement, count: int) -> tuple[Cell, ...]:
-    """Sample distinct combinations, as `cells` does, but equal in every run."""
+def sample_cells(placement: Placement, count: int, kinds: bool = False) -> tuple[Cell, ...]:
+    """Sample distinct combinations, as `cells` does, but equal in every run; `kinds`: not of plain blocks alone."""
     choose = Random(placement).choice
     distinct: dict[Cell, None] = {}
     while len(distinct) < count:
-        distinct[_cell(placement, choose)] = None
+        cell = _cell(placement, choose)
+        distinct[_with_kinds(cell, choose) if kinds else cell] = None
     return tuple(distinct)
+
+
+def _with_kinds(cell: Cell, choose: Choose) -> Cell:
+    """Give the cell's model any kinds of blocks; places of images are those of one encoder alone."""
+    has_second = "fine" in dict(cell.sizes)
+    llm_kinds = [kind for kind in LLM_KINDS if kind != "m-rope" or not has_second]
+    return replace(cell, llm_kind=choose(llm_kinds), vision_kind=choose(list(VISION_KINDS)))
 
 
 def _cell(placement: Placement, choose: Choose) -> Cell:
@@ -321,13 +374,31 @@ def any_order(graph: StageGraph, rng: np.random.Generator) -> Order:
 # Which cells run -------------------------------------------------------------------------------------------------
 
 
-def choose_cells(pools: Mapping[Placement, Sequence[Cell]], count: int) -> tuple[Cell, ...]:
+Pair = tuple[object, ...]
+
+
+def all_pairs(cell: Cell) -> tuple[Pair, ...]:
+    """Return the pairs of values that a cell shows."""
+    return tuple(combinations(cell.axes.items(), 2))
+
+
+def pairs_with_kinds(cell: Cell) -> tuple[Pair, ...]:
+    """Return those pairs of which one value is a kind of blocks."""
+    kinds = cell.kinds.items()
+    return tuple((kind, value) for kind in kinds for value in cell.axes.items() if kind != value)
+
+
+def choose_cells(
+    pools: Mapping[Placement, Sequence[Cell]],
+    count: int,
+    pairs_of: Callable[[Cell], tuple[Pair, ...]] = all_pairs,
+) -> tuple[Cell, ...]:
     """Choose from each placement in turn the cell that shows most new pairs of values per rank.
 
     A pair that was shown k times counts 0.125**k.
     """
-    left = {p: {cell: tuple(combinations(cell.axes.items(), 2)) for cell in pool} for p, pool in pools.items()}
-    seen: Counter[tuple[object, ...]] = Counter()
+    left = {p: {cell: pairs_of(cell) for cell in pool} for p, pool in pools.items()}
+    seen: Counter[Pair] = Counter()
     chosen = []
     for _, placement in product(range(count), pools):
         pairs = left[placement]
@@ -339,13 +410,24 @@ def choose_cells(pools: Mapping[Placement, Sequence[Cell]], count: int) -> tuple
 
 CELLS = choose_cells({placement: sample_cells(placement, POOL_SIZE) for placement in PLACEMENTS}, CELLS_PER_PLACEMENT)
 QUICK_CELLS = CELLS[: QUICK_CELLS_PER_PLACEMENT * len(PLACEMENTS)]
+KIND_CELLS = choose_cells(
+    {placement: sample_cells(placement, POOL_SIZE, kinds=True) for placement in PLACEMENTS},
+    KIND_CELLS_PER_PLACEMENT,
+    pairs_with_kinds,
+)
+_TP = Size(2, True, 1, 1, 1, 2)
+_PP = Size(1, False, 2, 2, 1, 2)
+QUICK_KIND_CELLS = (
+    Cell("coarse", (("vision", _TP), ("llm", _TP)), False, "none", "all", 1, "gemma", "windows"),
+    Cell("unified", (("vision", _PP), ("llm", _PP)), False, "none", "some", 2, "m-rope", "layer scale"),
+)
 
 
 def main() -> None:
     """Print the cells, and how often each value of each axis occurs."""
-    for cell in CELLS:
+    for cell in (*CELLS, *KIND_CELLS):
         print(f"{cell.num_ranks} ranks  {cell}")
-    counts = Counter(item for cell in CELLS for item in cell.axes.items())
+    counts = Counter(item for cell in (*CELLS, *KIND_CELLS) for item in cell.axes.items())
     for axis in dict.fromkeys(axis for axis, _ in counts):
         values = {str(value): count for (name, value), count in counts.items() if name == axis}
         print(f"{axis}: " + ", ".join(f"{value} {count}" for value, count in sorted(values.items())))

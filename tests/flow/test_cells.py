@@ -11,9 +11,14 @@ from tests.flow.cells import (
     CELLS,
     ENCODERS,
     FROZEN,
+    KIND_CELLS,
+    LLM_KINDS,
     PLACEMENTS,
+    PLAIN,
     QUICK_CELLS,
+    QUICK_KIND_CELLS,
     RECOMPUTED,
+    VISION_KINDS,
     Cell,
     Placement,
     cells,
@@ -56,11 +61,26 @@ def test_the_cells_show_every_value_of_every_axis() -> None:
     assert {(axis, value) for axis, values in AXES.items() for value in values} - shown == set()
 
 
+def test_the_cells_show_every_kind_of_blocks_with_every_placement_and_way_to_divide_it() -> None:
+    shown = {(kind, value) for cell in KIND_CELLS for kind in cell.kinds.items() for value in cell.axes.items()}
+    kinds: list[tuple[str, object]] = [("llm kind", kind) for kind in LLM_KINDS if kind != PLAIN]
+    kinds += [("vision kind", kind) for kind in VISION_KINDS if kind != PLAIN]
+    ways = {axis: AXES[axis] for axis in ("placement", "recompute", "texts between")}
+    for unit in ("llm", "vision"):
+        ways |= {f"{unit} {degree}": AXES[f"{unit} {degree}"] for degree in ("tp", "vpp")}
+        ways[f"{unit} pp"] = {1, 2}
+    wanted = {(axis, value) for axis, values in ways.items() for value in values}
+    assert {(kind, way) for kind in kinds for way in wanted} - shown == set()
+
+
 @pytest.mark.parametrize(
     "cell",
     [
-        *(pytest.param(cell, id=str(cell)) for cell in QUICK_CELLS),
-        *(pytest.param(cell, id=str(cell), marks=pytest.mark.slow) for cell in CELLS[len(QUICK_CELLS) :]),
+        *(pytest.param(cell, id=str(cell)) for cell in (*QUICK_CELLS, *QUICK_KIND_CELLS)),
+        *(
+            pytest.param(cell, id=str(cell), marks=pytest.mark.slow)
+            for cell in (*CELLS[len(QUICK_CELLS) :], *KIND_CELLS)
+        ),
     ],
 )
 def test_any_cell_computes_what_one_process_does(cell: Cell) -> None:
