@@ -57,6 +57,14 @@ class LayerEntry(_Frozen):
     source: Source = "measured"
     samples: Annotated[tuple[LayerSample, ...], Field(min_length=1)]
 
+    @property
+    def shape(self) -> LayerShape:
+        """The layer, without what of it trains."""
+        fields: dict[str, Any] = {"hidden": 0, "out": 0}
+        for name, value in self.layer.items():
+            fields[name] = tuple(value) if isinstance(value, list) else value
+        return LayerShape(**fields)
+
 
 class MessageEntry(_Frozen):
     """Seconds by bytes of a message between two ranks of a node, or of a collective over `size` of them."""

@@ -10,6 +10,7 @@ All figures that mmtrain prints follow these conventions:
 * Gradients that are not needed are not counted: a frozen weight has no weight gradient, and in a layer below which
   nothing trains the GEMM that reads the layer's input has no input gradient. (Blocks and head normalize their input
   first; that norm trains with the layer and needs the input gradient anyway.)
+* Gradients of norms and biases do not count, nor does a layer of which nothing else trains as trained.
 * Adapters (LoRA) are GEMMs of their own beside those of the layer: see `adapter_gemms`.
 """
 
@@ -93,11 +94,19 @@ def adapter_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
 
 
 def needed_gradients(layer: LayerShape, input_grad: bool) -> tuple[bool, bool]:
-    """Return whether backward computes the gradients of the layer's own weights, and those of its GEMMs' inputs.
+    """Return whether backward computes the gradients of the layer's own matrices, and those of its GEMMs' inputs.
 
-    Adapters need the latter also if nothing below the layer trains: their gradients come through its other weights.
+    Adapters, norms and biases need the latter also if nothing below the layer trains: their gradients come through the
+    layer's matrices.
     """
-    return layer.trains_weights, input_grad or layer.lora is not None
+    trains_matrices = _trains_matrices(layer)
+    return trains_matrices, input_grad or (layer.trainable and not trains_matrices)
+
+
+def _trains_matrices(layer: LayerShape) -> bool:
+    """Return whether more of the layer's own weights train than norms and biases, which cost next to nothing."""
+    linears = adaptable_linears(layer)
+    return layer.trains_weights and (not linears or any(f"{linear}.weight" not in layer.frozen for linear in linears))
 
 
 def feature_rows(layer: LayerShape, load: TokenLoad) -> int:
@@ -112,24 +121,47 @@ def merged_width(layer: LayerShape) -> int:
 
 def attention_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Return the forward FLOPs of the two products inside attention: scores, and their sum over values."""
-    if layer.causal:
-        pairs = _causal_pairs(load, layer.window)
-    elif layer.window_side:
-        pairs = min(load.sum_sq, load.tokens * layer.window_side**2)  # windows at the borders of an image are smaller
-    else:
-        pairs = diffusion.query_key_pairs(layer, load)
-    return 4 * pairs * layer.heads * layer.head_dim // tp
+    return 4 * query_key_pairs(layer, load) * layer.heads * layer.head_dim // tp
 
 
-def _causal_pairs(load: TokenLoad, window: int) -> int:
-    """Return the query-key pairs under a causal mask, inside a sliding window of so many tokens unless it is 0.
+def query_key_pairs(layer: LayerShape, load: TokenLoad) -> int:
+    """Return how many pairs of a query and a key attention of the layer has; those that a mask hides are not counted.
 
-    A sequence of n tokens that is longer than the window has n w - w (w - 1) / 2 pairs. Loads do not hold all lengths,
-    so all sequences count as equally long, as long as the one that a token of the load is in on average.
+    Loads do not hold all lengths. With windows the load counts as one of sequences of two lengths: see `_two_lengths`.
     """
-    if not window or load.sum_sq <= window * load.tokens:
-        return (load.sum_sq + load.tokens) // 2
-    return load.tokens * window - load.tokens**2 * window * (window - 1) // (2 * load.sum_sq)
+    window = layer.window if layer.causal else layer.window_side**2
+    if not window or load.max_len <= window:
+        return (load.sum_sq + load.tokens) // 2 if layer.causal else diffusion.query_key_pairs(layer, load)
+    pairs_of = _causal_pairs if layer.causal else _pairs_in_squares
+    return round(sum(count * pairs_of(length, window) for count, length in _two_lengths(load)))
+
+
+def _causal_pairs(length: float, window: int) -> float:
+    """Return the pairs in a sequence of so many tokens, each of which sees itself and the `window` - 1 before it."""
+    seen = min(length, window)  # by the last token
+    return length * seen - seen * (seen - 1) / 2
+
+
+def _pairs_in_squares(length: float, window: int) -> float:
+    """Return the pairs in an image whose squares have `window` patches; those at its borders may have fewer."""
+    return length * min(length, window)
+
+
+def _two_lengths(load: TokenLoad) -> tuple[tuple[float, float], ...]:
+    """Return (number, length) of the load's longest sequences and of its others, as if all others were equally long.
+
+    Number, tokens, squares and greatest length of the load determine both. The result is exact if there are two lengths
+    only, as with images of one size beside long texts.
+    """
+    longest, num_sequences = load.max_len, load.num_sequences
+    missing = num_sequences * longest - load.tokens  # tokens by which all are shorter than the longest
+    squares = min(load.sum_sq, load.tokens * longest)  # more cannot be, but in loads that were scaled
+    missing_squares = num_sequences * longest**2 - 2 * load.tokens * longest + squares
+    if missing <= 0 or missing_squares <= 0 or missing**2 > num_sequences * missing_squares:
+        length = load.tokens / max(num_sequences, 1)
+        return ((num_sequences, length),)
+    num_others = missing**2 / missing_squares
+    return (num_sequences - num_others, longest), (num_others, longest - missing_squares / missing)
 
 
 def forward_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
@@ -171,11 +203,14 @@ def num_parameters(layer: LayerShape, tp: int = 1) -> int:
 def num_trained_parameters(layer: LayerShape, tp: int = 1) -> int:
     """Return how many parameters of `layer` train, of those that one of `tp` ranks holds.
 
-    If any of the layer's own weights trains, all of them count.
+    If any of the layer's own matrices trains, all of its parameters count; if any of its norms and biases does, all of
+    these.
     """
-    if layer.trains_weights:
+    if _trains_matrices(layer):
         return num_parameters(layer, tp)
-    return _num_adapter_parameters(layer, tp)
+    num_in_matrices = sum(gemm.n * gemm.k for gemm in gemms(layer, TokenLoad(0, 0, 0, 0), tp))
+    num_in_vectors = _num_weights(layer, tp) - num_in_matrices if layer.trains_weights else 0
+    return num_in_vectors + _num_adapter_parameters(layer, tp)
 
 
 def _num_adapter_parameters(layer: LayerShape, tp: int) -> int:

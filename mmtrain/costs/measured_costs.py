@@ -25,7 +25,8 @@ _COMPARED: tuple[TimedPass, ...] = ("forward", "backward")
 class Curve:
     """A quantity of a layer by load: piecewise linear in tokens, and linear in what attention and sequences add.
 
-    value = base(tokens) + per_pair * sum_sq + per_sequence * num_sequences. Beyond the outermost nodes `base` continues
+    value = base(tokens) + per_pair * sum_sq + per_sequence * num_sequences. With attention inside windows its pairs
+    take the place of sum_sq: see `attended_load`. Beyond the outermost nodes `base` continues
     with the slope of its last segment, but never below zero.
     """
 
@@ -225,14 +226,14 @@ class MeasuredCosts:
         if not curve.covers(load):
             lo, hi = curve.tokens[[0, -1]].astype(int).tolist()
             self.extrapolated.add(f"{layer.kind} tp{entry.tp} beyond {lo} to {hi} tokens")
-        return curve.at(load)
+        return curve.at(attended_load(layer, load))
 
 
 def interpolation_errors(entry: LayerEntry, held_out: Sequence[LayerSample]) -> list[float]:
     """Return the relative errors of interpolated forwards and backwards at loads that the entry does not hold."""
     curves = {timed: fit_curve(entry, timed) for timed in _COMPARED if timed in entry.samples[0].seconds}
     return [
-        abs(curve.at(sample.load) / sample.seconds[timed] - 1)
+        abs(curve.at(attended_load(entry.shape, sample.load)) / sample.seconds[timed] - 1)
         for sample in held_out
         for timed, curve in curves.items()
         if timed in sample.seconds
@@ -243,7 +244,14 @@ def fit_curve(entry: LayerEntry, quantity: Quantity) -> Curve:
     """Return the curve through an entry's samples."""
     samples = entry.samples
     values = [float(s.activation_bytes) if quantity == "bytes" else s.seconds[quantity] for s in samples]
-    return Curve.fit([s.load for s in samples], values)
+    return Curve.fit([attended_load(entry.shape, s.load) for s in samples], values)
+
+
+def attended_load(layer: LayerShape, load: TokenLoad) -> TokenLoad:
+    """Return the load with the pairs inside the layer's windows in place of the squared lengths; else the load."""
+    if not layer.window and not layer.window_side:
+        return load
+    return replace(load, sum_sq=analytic.query_key_pairs(layer, load))
 
 
 def _spaced(ascending: FloatArray) -> FloatArray:

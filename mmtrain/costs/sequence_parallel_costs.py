@@ -3,6 +3,7 @@
 from mmtrain.costs.analytic_costs import TP_ALL_REDUCES
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
+from mmtrain.costs.layer_arithmetic import needed_gradients
 from mmtrain.models.model_shape import LayerShape
 
 # By kind: how many numbers norms and residuals move for a token in forward, in widths of the layer (see
@@ -43,7 +44,7 @@ def sequence_parallel_seconds(
     passes = 1 + 2 * has_backward  # a backward moves twice as much as a forward
     widths = _DIVIDED_WIDTHS[layer.kind] + (_POST_NORM_WIDTHS if layer.post_norms else 0)
     moved = widths * nbytes * passes * (1 - 1 / tp)
-    gathers = _NUM_GATHERED[layer.kind] * (1 + has_backward * layer.trains_weights)
+    gathers = _NUM_GATHERED[layer.kind] * (1 + has_backward * needed_gradients(layer, input_grad)[0])
     if layer.kind == "head":  # its forward has no all-reduce
         return gathers * gather + has_backward * (scatter - reduce) - moved / machine.memory_bytes_per_s
     reduces = forward_reduces + backward_reduces * has_backward

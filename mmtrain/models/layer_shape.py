@@ -95,7 +95,7 @@ class LayerShape:
 
     @property
     def trains_weights(self) -> bool:
-        """Whether weights of the layer's own train. Costs treat them as one: if any trains, all count as trained."""
+        """Whether weights of the layer's own train."""
         return self.trainable and not self.trains_adapters_only
 
     @property

@@ -21,7 +21,7 @@ def test_every_shipped_table_has_the_name_of_its_hardware(path: Path) -> None:
     assert costs.source.startswith(f"{table.provenance}: {table.device}")
     assert 1 in {entry.tp for entry in table.layers}
     entry = table.layers[0]
-    layer = LayerShape(**{"hidden": 0, "out": 0, **entry.layer})
+    layer = entry.shape
     load = entry.samples[-1].load
     assert costs.seconds(layer, entry.tp, load, "forward") == pytest.approx(
         entry.samples[-1].seconds["forward"], rel=0.25

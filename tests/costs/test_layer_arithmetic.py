@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -129,12 +131,26 @@ def test_a_window_bounds_the_pairs_of_a_token(length: int) -> None:
     assert flops == 4 * pairs * layer.heads * layer.head_dim
 
 
-def test_windows_of_unequal_sequences_cost_about_what_they_compute() -> None:
+@pytest.mark.parametrize(
+    ("lengths", "tolerance"), [([2, 5, 11, 30, 64], 0.03), ([400, *[10] * 40], 1e-9), ([3, 3, 8, 5], 1e-9)]
+)
+def test_windows_of_unequal_sequences_cost_about_what_they_compute(lengths: list[int], tolerance: float) -> None:
     layer = shape_of(settings(llm={"window": 8})).unit("llm").layers[1]
-    lengths = np.array([2, 5, 11, 30, 64])
-    pairs = sum(min(position + 1, 8) for length in lengths.tolist() for position in range(length))
-    flops = analytic.attention_flops(layer, TokenLoad.of(lengths))
-    assert pairs <= flops / (4 * layer.heads * layer.head_dim) <= 1.15 * pairs
+    pairs = sum(min(position + 1, 8) for length in lengths for position in range(length))
+    flops = analytic.attention_flops(layer, TokenLoad.of(np.array(lengths)))
+    assert flops / (4 * layer.heads * layer.head_dim) == pytest.approx(pairs, rel=tolerance)
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=12), st.integers(1, 60), st.floats(0.3, 3))
+def test_pairs_inside_a_window_are_at_most_those_of_all_tokens(lengths: list[int], window: int, scale: float) -> None:
+    """Loads that were scaled, as the balancing of steps does, have no lengths that make them up."""
+    block = shape_of(settings(llm={"window": 8})).unit("llm").layers[1]
+    block = replace(block, window=window)
+    load = TokenLoad.of(np.array(lengths))
+    pairs = analytic.query_key_pairs(block, load)
+    assert load.tokens <= pairs <= min(load.tokens * window, (load.sum_sq + load.tokens) // 2)
+    scaled = replace(load, sum_sq=round(load.sum_sq * scale))
+    assert 0 <= analytic.query_key_pairs(block, scaled) <= max(load.tokens * window, (scaled.sum_sq + load.tokens) // 2)
 
 
 def test_model_flops_count_only_needed_gradients() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, layer_fields
+from mmtrain.costs.layer_arithmetic import query_key_pairs
 from mmtrain.costs.measured_costs import Curve, interpolation_errors
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import LayerShape
@@ -104,6 +105,22 @@ def test_seconds_are_those_of_the_needed_gradients() -> None:
     assert costs.activation_bytes(BLOCK, 1, load, False) == 200_000
     assert costs.activation_bytes(BLOCK, 1, load, True) == MODEL.activation_bytes(BLOCK, 1, load, True)
     assert costs.source == "measured: one core, 2026-11-21"
+
+
+def test_seconds_of_a_block_with_windows_grow_with_the_pairs_inside_them() -> None:
+    """Fit on sequences little longer than the window, and ask for one that is much longer."""
+    windowed = replace(BLOCK, window=32)
+
+    def seconds(load: TokenLoad) -> float:
+        return 1e-5 * load.tokens + 1e-7 * query_key_pairs(windowed, load)
+
+    loads = [_load(*[length] * (n // length)) for n in (64, 128, 256, 1024) for length in (16, 64)]
+    samples = [_sample(load, 1.0) for load in loads]
+    samples = [s.model_copy(update={"seconds": dict.fromkeys(SECONDS, seconds(s.load))}) for s in samples]
+    entry = LayerEntry(layer=layer_fields(windowed), tp=1, samples=tuple(samples))
+    costs = MeasuredCosts(_table().model_copy(update={"layers": (entry,)}), MODEL)
+    for load in (_load(1024), _load(600, 20, 20), _load(100, 60)):
+        assert costs.seconds(windowed, 1, load, "forward") == pytest.approx(seconds(load), rel=1e-6)
 
 
 def test_the_source_names_what_was_modelled_or_extrapolated() -> None:

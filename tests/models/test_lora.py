@@ -97,6 +97,20 @@ def test_costs_know_that_only_adapters_train() -> None:
                 assert sum(map(sum, pieces)) == pytest.approx(costs.seconds(layer, 2, load, "backward"))
 
 
+def test_norms_that_train_beside_adapters_cost_no_gradients_of_matrices() -> None:
+    lora = {"rank": 4, "targets": ("llm.*.linear_qkv",)}
+    model, load = settings(), TokenLoad(512, 512**2, 512, 1)
+    blocks = {
+        name: shape_of(model, lora={**lora, "also_train": also}).unit("llm").layers[2]
+        for name, also in {"norms": ("llm.layers.2.*norm.*",), "fc1": ("llm.layers.2.*fc1.weight",), "none": ()}.items()
+    }
+    module = stage(model, "llm", lora={**lora, "also_train": ("llm.layers.2.*norm.*",)}).layers["2"]
+    assert num_trained_parameters(blocks["norms"]) == sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert num_trained_parameters(blocks["fc1"]) == num_parameters(blocks["fc1"])
+    flops = {name: unit_flops([block], load, [False]) for name, block in blocks.items()}
+    assert flops["norms"] == flops["none"] < flops["fc1"]
+
+
 @pytest.mark.parametrize(
     ("lora", "message"),
     [

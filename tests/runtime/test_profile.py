@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,18 +22,20 @@ from tests.plan import factory
 AUDIO = {"layers": 1, "hidden": 32, "heads": 2, "ffn": 64, "mel_bins": 16, "max_frames": 80, "downsample": 2}
 
 
-def _recipe(**changes: object) -> Recipe:
-    return factory.recipe(
-        vision={**factory.VISION, "layers": 1, "hidden": 32, "ffn": 64},
-        llm={"layers": 1, "hidden": 64, "ffn": 96},
-        seq_len=128,
-        **changes,  # type: ignore[arg-type]
-    )
+VISION = {**factory.VISION, "layers": 1, "hidden": 32, "ffn": 64}
+LLM = {"layers": 1, "hidden": 64, "ffn": 96}
+# Of two blocks one has windows; the LLM rotates by time, row and column.
+WINDOWED_VISION = {**VISION, "layers": 2, "positions": "rotary", "window": 4, "full_attention_blocks": (1,)}
+WINDOWED_LLM = {**LLM, "layers": 2, "window": 16, "full_attention_blocks": (1,), "rope_sections": (2, 3, 3)}
 
 
-def _measure(_rank: int, _size: int, folder: Path, tp: tuple[int, ...]) -> str:
+def _recipe(vision: dict[str, Any] = VISION, llm: dict[str, Any] = LLM, **changes: Any) -> Recipe:
+    return factory.recipe(vision=vision, llm=llm, seq_len=128, **changes)
+
+
+def _measure(_rank: int, _size: int, folder: Path, settings: Recipe, tp: tuple[int, ...]) -> str:
     layer_profile = profile(
-        ProfileRequest(_recipe(), "cpu-core", 2, {"vision": (1,), "llm": tp}, factory.lengths(), repeats=(1, 1))
+        ProfileRequest(settings, "cpu-core", 2, {"vision": (1,), "llm": tp}, factory.lengths(), repeats=(1, 1))
     )
     layer_profile.table.save(folder / "costs.json")
     assert set(layer_profile.errors) == {"vision tp1", *(f"llm tp{n}" for n in tp)}
@@ -46,7 +49,7 @@ def table() -> CostTable:
 
     Each group of ranks that is measured starts Python anew, which takes most of the time.
     """
-    [text] = fork_ranks(1, _measure, (1, 2), timeout=200)
+    [text] = fork_ranks(1, _measure, _recipe(), (1, 2), timeout=200)
     return CostTable.model_validate_json(text)
 
 
@@ -88,6 +91,23 @@ def test_the_planner_uses_a_measured_table_and_names_it_as_its_source(table: Cos
     assert chosen.predicted.cost_source.startswith("measured: ")
     with pytest.raises(PlanError, match=r"cluster\.costs: .* was made for hardware cpu-core, but .* h100-80g"):
         plan_recipe(settings, factory.lengths(), world_size=8, hardware="h100-80g", recipe_sha256="x")
+
+
+@pytest.mark.slow
+def test_blocks_with_windows_are_measured_apart_from_others_and_planned_by_it(tmp_path: Path) -> None:
+    whole = {"tp": 1}
+    settings = _recipe(WINDOWED_VISION, WINDOWED_LLM, parallel={"vision": whole, "llm": whole})
+    [text] = fork_ranks(1, _measure, settings, (1,), timeout=200)
+    table = CostTable.model_validate_json(text)
+    shapes = [entry.shape for entry in table.layers]
+    assert {shape.window for shape in shapes if shape.kind == "decoder_block"} == {0, 16}
+    assert {shape.window_side for shape in shapes if shape.kind == "vit_block"} == {0, 4}
+    path = tmp_path / "costs.json"
+    table.save(path)
+    settings = _recipe(WINDOWED_VISION, WINDOWED_LLM, parallel={"vision": whole, "llm": whole}, cluster={"costs": path})
+    chosen = plan_recipe(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
+    assert chosen.predicted.cost_source.startswith("measured: ")
+    assert "modelled" not in chosen.predicted.cost_source
 
 
 def test_probes_fill_the_recipes_sequences() -> None:
