@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from mmtrain.data.media.image_grids import frame_grid
 from mmtrain.data.media.media_bytes import FileMedia
@@ -25,30 +27,32 @@ from mmtrain.recipe.vision_settings import VisionSettings
 from tests.data.archives import movie
 
 PATCH, MERGE, FRAMES = 14, 2, 2
+MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
+MAX_DIFFERENCE = 1 / 255 * (1 + 1e-4)  # of a pixel; the rest is rounding
 
 
-def _sampling_of_transformers() -> Callable[..., Any]:
-    """Return `Qwen2VLVideoProcessor.sample_frames` from its source: importing the module needs torchvision."""
+def _method_of_transformers(name: str) -> Callable[..., Any]:
+    """Return a method of `Qwen2VLVideoProcessor` from its source: importing the module needs torchvision."""
     import transformers
 
     path = Path(transformers.__file__).parent / "models" / "qwen2_vl" / "video_processing_qwen2_vl.py"
     found = [
         node
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef) and node.name == "sample_frames"
+        if isinstance(node, ast.FunctionDef) and node.name == name
     ]
     (function,) = found
     names: dict[str, Any] = {"math": math, "torch": torch}
     future = "from __future__ import annotations\n"  # its annotations name classes of other modules
     exec(compile(future + ast.unparse(function), str(path), "exec"), names)
-    sample_frames: Callable[..., Any] = names["sample_frames"]
-    return sample_frames
+    method: Callable[..., Any] = names[name]
+    return method
 
 
 def test_counts_from_headers_are_those_of_the_processor_for_any_size_and_length() -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    sample_frames = _sampling_of_transformers()
+    sample_frames = _method_of_transformers("sample_frames")
     rng = np.random.default_rng(5)
     video = VideoSettings(fps=2.0, min_frames=4, max_frames=96, min_pixels=128 * 28 * 28, max_pixels=768 * 28 * 28)
     processor = SimpleNamespace(num_frames=None, fps=2.0, temporal_patch_size=FRAMES, min_frames=4, max_frames=96)
@@ -94,6 +98,47 @@ def test_frames_by_the_second_are_the_first_of_each_part_and_know_their_time(tmp
         "video", media, image, video, vision.model_copy(update={"time_positions_per_second": None})
     )
     assert plain.times is None
+
+
+@pytest.mark.parametrize(("width", "height"), [(160, 120), (90, 320), (48, 40)])
+def test_pixels_of_frames_equal_those_of_the_processor(tmp_path: Path, width: int, height: int) -> None:
+    """Resize as torchvision does on a processor, by `interpolate` on whole numbers; make frames smaller, and larger.
+
+    Frames are neither black nor white: overshoot beyond these is clipped otherwise than by Pillow, by up to 5 / 255.
+    """
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    rng = np.random.default_rng(width)
+    noise = [rng.integers(64, 192, (height // 4, width // 4, 3), dtype=np.uint8) for _ in range(4)]
+    pictures = [Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC) for picture in noise]
+    path = tmp_path / "a.mp4"
+    path.write_bytes(movie(pictures, seconds_each=0.5, width=width, height=height, rate=2, key_every=1))
+    with av.open(str(path)) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    limits: dict[str, Any] = {"min_pixels": 84 * 84, "max_pixels": 112 * 112}
+    sides = smart_resize(height, width, factor=PATCH * MERGE, **limits)
+    pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(pixels, sides, mode="bicubic", antialias=True).float()
+    mean, std = (255 * torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    patchify = _method_of_transformers("patchify")
+    expected, *grid = patchify(None, ((resized - mean) / std)[None], PATCH, MERGE, FRAMES)
+
+    image = ImageSettings(resample="bicubic", decode="full", mean=MEAN, std=STD)
+    video = VideoSettings(fps=2.0, **limits)
+    vision = VisionSettings(
+        layers=1, hidden=16, heads=2, ffn=16, patch=PATCH, temporal_patch=FRAMES, merge=MERGE,
+        downsample="pixel_shuffle", positions="rotary",
+    )  # fmt: skip
+    media = FileMedia(str(path))
+    grids = read_vision_items("video", media, image, video, vision).grids
+    assert [(len(grids), *of_part) for of_part in grids] == [tuple(grid)] * len(grids)
+    decoder = VisionItemDecoder(image, PATCH, FRAMES, video)
+    parts = [decoder.patches("video", media, part, len(grids), of_part) for part, of_part in enumerate(grids)]
+    _, rows, cols = grid
+    ours = np.stack(parts).reshape(-1, rows // MERGE, MERGE, cols // MERGE, MERGE, expected.shape[-1])
+    in_squares = ours.swapaxes(2, 3).reshape(-1, expected.shape[-1])
+    differences = (in_squares - expected[0].numpy()).reshape(-1, 3, FRAMES * PATCH**2) * np.array(STD)[:, None]
+    assert np.abs(differences).max() <= MAX_DIFFERENCE
 
 
 def test_a_video_shorter_than_a_patch_shows_its_frame_again() -> None:
