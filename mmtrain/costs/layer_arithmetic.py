@@ -237,12 +237,12 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
             whole += 2 * layer.head_dim * int(layer.qk_norm)
             return split // tp + whole
         case "projector":
-            width = merged_width(layer)
+            width, whole = merged_width(layer), extra + int(layer.newline) * layer.out
             if not layer.ffn:
-                return width * layer.out // tp + bias * layer.out + extra
-            norms = extra + layer.carried_in * width * (1 if layer.rms_norm else 2)
+                return width * layer.out // tp + bias * layer.out + whole
+            whole += layer.carried_in * width * (1 if layer.rms_norm else 2)
             of_each = layer.ffn * (width + bias + layer.out) // tp + bias * layer.out
-            return of_each * (1 + layer.carried_in) + norms
+            return of_each * (1 + layer.carried_in) + whole
         case "embedding":
             return layer.vocab * h // tp
         case "head":

@@ -21,6 +21,7 @@ PLAIN_TRANSFORMER: Settings = {
     "window": 0,
     "full_attention_blocks": (),
     "class_feature": False,
+    "join_tiles": False,
     "downsample": "identity",
     "merge": 1,
 }

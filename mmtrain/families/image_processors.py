@@ -11,6 +11,8 @@ from mmtrain.families.processor_files import read_processor
 
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # numbers of Pillow's filters
 _HALF = (0.5, 0.5, 0.5)
+Canvases = tuple[tuple[int, int], ...]  # height, width in pixels
+LLAVA_NEXT_PINPOINTS: Canvases = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 # Keys that are not about pixels, or that say how a processor works on a GPU.
 _WITHOUT_EFFECT = (
     "image_processor_type", "processor_class", "feature_extractor_type", "return_tensors", "data_format",
@@ -112,6 +114,32 @@ def _tiles(section: ConfigSection) -> Settings:
     return {**layout, **_normalization(section, MEAN, STD)}
 
 
+def _pinpoints(section: ConfigSection) -> Settings:
+    """Show all of the image in one tile; then put it on the best of several canvases, which is cut into tiles."""
+    section.require("do_center_crop", True, None, default=True)
+    section.require("do_pad", True, None, default=True)  # batches of images with different numbers of tiles
+    section.require("aspect_ratio_setting", "anyres", default="anyres")
+    canvases = {
+        "scheme": "pinpoints",
+        "tile": _square(section)["size"],
+        "pinpoints": read_canvases(section, LLAVA_NEXT_PINPOINTS),
+        "partial_patches": "drop",
+    }
+    return {**canvases, **_normalization(section, MEAN, STD)}
+
+
+def read_canvases(section: ConfigSection, default: Canvases) -> Canvases:
+    """Return the canvases of `image_grid_pinpoints`, in a processor's config or a model's."""
+    pinpoints = section.value("image_grid_pinpoints")
+    if pinpoints is None:
+        return default
+    is_list = isinstance(pinpoints, list) and all(isinstance(canvas, list) and len(canvas) == 2 for canvas in pinpoints)
+    if is_list and all(type(side) is int and side > 0 for canvas in pinpoints for side in canvas):
+        return tuple((height, width) for height, width in pinpoints)
+    section.reject("image_grid_pinpoints", "allowed: a list of [height, width] in pixels")
+    return default
+
+
 def _native(section: ConfigSection) -> Settings:
     """Keep the aspect ratio. Older folders state limits by names of their own, which take precedence."""
     size = section.section("size")
@@ -153,5 +181,6 @@ _READERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
     "LlavaImageProcessor": _llava,
     "SiglipImageProcessor": _siglip,
     "GotOcr2ImageProcessor": _tiles,
+    "LlavaNextImageProcessor": _pinpoints,
     "Qwen2VLImageProcessor": _native,
 }

@@ -9,7 +9,7 @@ from dataclasses import replace
 from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_weights
-from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.family import Family, FolderSettings, PrefixChange, Settings
 from mmtrain.families.llava_files import LLAVA_WRITER
 from mmtrain.families.text_decoders import text_settings
 from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
@@ -17,7 +17,8 @@ from mmtrain.families.vision_towers import tower_images, tower_settings, tower_w
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
 _TOWER = "model.vision_tower."
-_TINY = {
+NEWLINE = "model.image_newline"  # of the families that join tiles
+TINY_LLAVA = {
     "architectures": ["LlavaForConditionalGeneration"],
     "model_type": "llava",
     "image_token_index": tiny_token_id(MEDIA_TOKENS["image"]),
@@ -36,14 +37,14 @@ _TINY = {
     "vision_feature_select_strategy": "default",
     "dtype": "float32",
 }
-_TINY_IMAGES = {
+TINY_IMAGES = {
     "image_processor_type": "CLIPImageProcessor",
     "size": {"shortest_edge": 32},
     "crop_size": {"height": 32, "width": 32},
     "image_mean": MEAN,
     "image_std": STD,
 }
-_TINY_PROCESSOR = {
+TINY_PROCESSOR = {
     "processor_class": "LlavaProcessor",
     "patch_size": 8,
     "vision_feature_select_strategy": "default",
@@ -54,7 +55,8 @@ NO_NORM: Settings = {"norm": False, "norm_kind": None, "norm_eps": None}  # of a
 _WITHOUT_EFFECT_HERE = ("image_seq_length", "image_token_id", "image_token_index", "ignore_index", "vocab_size")
 
 
-def _settings(config: ConfigSection) -> FolderSettings:
+def llava_settings(config: ConfigSection) -> FolderSettings:
+    """Return the settings of a LLaVA, and how pictures are prepared whose folder has no processor."""
     for key in _WITHOUT_EFFECT_HERE:  # they belong to text and tokenizer
         config.value(key)
     strategy = config.choice("vision_feature_select_strategy", {"default": "default", "full": "full"}, "default")
@@ -82,7 +84,8 @@ def _settings(config: ConfigSection) -> FolderSettings:
     return FolderSettings({"vision": vision, "llm": llm}, {"image": image}, unused)
 
 
-def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+def llava_weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+    """Yield the weights of a LLaVA, with those of a projector of two linears."""
     vision, llm = settings.model["vision"], settings.model["llm"]
     yield from tower_weights(vision, _TOWER)
     ours, theirs = f"vision.layers.{vision['layers'] + 1}.", "model.multi_modal_projector."
@@ -93,27 +96,30 @@ def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
     yield from decoder_weights(settings, "model.language_model.")
 
 
-def _ignored(settings: FolderSettings) -> tuple[str, ...]:
+def llava_buffers(settings: FolderSettings) -> tuple[str, ...]:
+    """Return the suffixes of tensors that hold nothing to keep."""
     return (*decoder_buffers(settings), ".embeddings.position_ids")
 
 
-_INSIDE = (
+_INSIDE: tuple[PrefixChange, ...] = (
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
     ("model.multi_modal_projector.", "multi_modal_projector."),
+    (NEWLINE, "image_newline"),
+)
+LLAVA_SPELLINGS: tuple[tuple[PrefixChange, ...], ...] = (
+    ((_TOWER, "vision_tower.vision_model."), *_INSIDE),  # folders of transformers 4, and those of the hub
+    ((_TOWER, "vision_tower."), *_INSIDE),  # what transformers 5 writes
+    ((_TOWER, "model.vision_tower.vision_model."),),  # as later versions of 4 name modules
+    (),
 )
 LLAVA = Family(
     "llava",
     ("LlavaForConditionalGeneration",),
-    _settings,
-    _weights,
-    {"config.json": _TINY, "preprocessor_config.json": _TINY_IMAGES, "processor_config.json": _TINY_PROCESSOR},
-    spellings=(
-        ((_TOWER, "vision_tower.vision_model."), *_INSIDE),  # folders of transformers 4, and those of the hub
-        ((_TOWER, "vision_tower."), *_INSIDE),  # what transformers 5 writes
-        ((_TOWER, "model.vision_tower.vision_model."),),  # as later versions of 4 name modules
-        (),
-    ),
-    ignored=_ignored,
+    llava_settings,
+    llava_weights,
+    {"config.json": TINY_LLAVA, "preprocessor_config.json": TINY_IMAGES, "processor_config.json": TINY_PROCESSOR},
+    spellings=LLAVA_SPELLINGS,
+    ignored=llava_buffers,
     writer=LLAVA_WRITER,
 )

@@ -130,6 +130,7 @@ def tower_settings(tower: ConfigSection, hidden: int) -> Settings:
         "qk_norm": False,
         "layer_scale": False,
         "class_feature": False,
+        "join_tiles": False,
         "projector": {
             "kind": "mlp",
             "activation": "gelu",

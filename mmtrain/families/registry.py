@@ -6,6 +6,7 @@ from mmtrain.families.gemma3_text import GEMMA3_TEXT
 from mmtrain.families.internvl import INTERNVL
 from mmtrain.families.llama import LLAMA
 from mmtrain.families.llava import LLAVA
+from mmtrain.families.llava_next import LLAVA_NEXT
 from mmtrain.families.mistral import MISTRAL
 from mmtrain.families.qwen2 import QWEN2
 from mmtrain.families.qwen2_5_vl import QWEN2_5_VL
@@ -21,6 +22,7 @@ FAMILIES: dict[str, Family] = {
         INTERNVL,
         LLAMA,
         LLAVA,
+        LLAVA_NEXT,
         MISTRAL,
         QWEN2,
         QWEN2_AUDIO,

@@ -129,7 +129,8 @@ def projector_layer(settings: EncoderSettings, llm_hidden: int) -> LayerShape:
         ffn=0 if settings.projector.kind == "linear" else settings.projector.ffn or llm_hidden,
         joins=settings.tokens_per_feature,
         pools=settings.pools,
-        extra_tokens=settings.extra_tokens - settings.extra_features,
+        extra_tokens=settings.extra_tokens - settings.kept_extra_tokens,
+        newline=settings.sends_newline,
         norm_widths=norm_widths,
         linear_bias=True,
     )

@@ -106,6 +106,8 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
                 yield from linear_parameters(linear, layer.linear_bias)
             for projector in deepstack_projectors(layer):
                 yield from norm_parameters(f"{projector}.norm", layer)
+            if layer.newline:
+                yield "newline"
         case "embedding":
             yield "table.weight"
         case "head":

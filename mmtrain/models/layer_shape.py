@@ -79,6 +79,7 @@ class LayerShape:
     vocab: int = 0  # embedding, head: padded rows
     joins: int = 1  # projector: tokens merged into one feature, a square of patches or neighbors in time
     pools: bool = False  # projector: merged by their average, before the norms, instead of side by side
+    newline: bool = False  # projector: a learned vector follows the features of each item
     extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token), or a projector drops of each
     position_rows: int = 0  # patch_embed, audio_embed: learned position vectors
     norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their norms

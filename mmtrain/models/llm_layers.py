@@ -98,6 +98,7 @@ class Embedding(nn.Module):
         """Embed ids (T,) to (T, hidden) and overwrite the rows `feature_positions[unit]` with `features[unit]`.
 
         With DeepStack the result is (T, (1 + blocks) * hidden): zeros beside tokens that are no features.
+        Of an encoder in `feature_rows`, the features are these rows of what it sends.
         """
         assert context.inputs.ids is not None, "the stage with the embedding needs ids"
         tokens: Tensor = self.table(context.inputs.ids)
@@ -106,7 +107,11 @@ class Embedding(nn.Module):
         if self.num_carried:
             tokens = F.pad(tokens, (0, tokens.shape[1] * self.num_carried))
         for unit, features in context.features.items():
-            rows = features.to(tokens.dtype)
+            rows = features
+            if unit in context.inputs.feature_rows:
+                # Unlike that of `index_select`, its backward adds gradients of equal rows in the same order every time.
+                rows = F.embedding(context.inputs.feature_rows[unit], rows)
+            rows = rows.to(tokens.dtype)
             if rows.shape[1] < tokens.shape[1]:  # of an encoder that keeps fewer blocks' outputs than another
                 rows = F.pad(rows, (0, tokens.shape[1] - rows.shape[1]))
             tokens = tokens.index_copy(0, context.inputs.feature_positions[unit], rows)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmtrain.models.layer_shape import LayerShape
@@ -57,13 +58,17 @@ class Projector(nn.Module):
 
     Tokens that are merged by their average are so before the last norm. With DeepStack, outputs of earlier blocks are
     merged too, and each goes through a projector of its own.
+
+    A learned newline may follow the features of each item: behind an item of any size, on any rank, it reaches the LLM
+    on the way of the features, and its gradient comes back with theirs.
     """
 
     def __init__(self, settings: EncoderSettings, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the projector that `shape` describes; its weights are uninitialized."""
         super().__init__()
         self.tokens_per_feature = shape.joins
-        self.keeps_all_tokens = settings.extra_features > 0  # then none are merged either
+        self.dropped_tokens = shape.extra_tokens  # of each item
+        self.keeps_all_tokens = settings.kept_extra_tokens > 0  # then none are merged either
         self.pools = shape.pools
         self.activation = factory.activation_function(settings.projector.activation)
         merged_width = shape.hidden if shape.pools else shape.hidden * shape.joins
@@ -79,19 +84,22 @@ class Projector(nn.Module):
             self.linear_2 = factory.row_linear(shape.ffn, shape.out, bias=shape.linear_bias)
         projectors = [DeepStackProjector(settings, shape, factory) for _ in range(shape.carried_in)]
         self.deepstack = nn.ModuleList(projectors)
+        self.newline = nn.Parameter(torch.empty(shape.out, dtype=factory.dtype)) if shape.newline else None
 
     def forward(self, hidden: Tensor, context: EncoderContext, *carried: Tensor) -> Tensor:
         """Map tokens (T, hidden) to features (F, llm_hidden), each from `tokens_per_feature` tokens of one item.
 
+        With a newline, one more row follows the features of each item.
+
         carried: outputs of earlier blocks, (T, hidden) each. Their features follow in the same rows, so that these are
-            (F, (1 + len(carried)) * llm_hidden).
+            (F, (1 + len(carried)) * llm_hidden); those of newlines are zeros.
         """
         features = self._project(self._merge_last(hidden, context))
-        if not carried:
-            return features
-        merged = (self._merge(tokens, context) for tokens in carried)
-        earlier = [projector(tokens) for projector, tokens in zip(self.deepstack, merged, strict=True)]
-        return torch.cat((features, *earlier), dim=1)
+        if carried:
+            merged = (self._merge(tokens, context) for tokens in carried)
+            earlier = [projector(tokens) for projector, tokens in zip(self.deepstack, merged, strict=True)]
+            features = torch.cat((features, *earlier), dim=1)
+        return features if self.newline is None else self._with_newlines(features, context)
 
     def _project(self, features: Tensor) -> Tensor:
         if self.norm is not None:
@@ -102,6 +110,17 @@ class Projector(nn.Module):
         inner: Tensor = self.activation(self.linear_1(features)[0])
         out: Tensor = self.linear_2(inner)[0]
         return out
+
+    def _with_newlines(self, features: Tensor, context: EncoderContext) -> Tensor:
+        """Put the newline behind the features of each item: (F, width) -> (F + items, width)."""
+        assert self.newline is not None
+        lengths = torch.tensor(context.packing.lengths, dtype=torch.int64)
+        ends = ((lengths - self.dropped_tokens) // self.tokens_per_feature).cumsum(0) + torch.arange(len(lengths))
+        is_feature = torch.ones(len(features) + len(lengths), dtype=torch.bool)
+        is_feature[ends] = False
+        places = is_feature.nonzero().flatten().to(features.device)
+        newline = F.pad(self.newline, (0, features.shape[1] - len(self.newline)))
+        return newline.expand(len(is_feature), -1).index_copy(0, places, features)
 
     def _merge_last(self, hidden: Tensor, context: EncoderContext) -> Tensor:
         """Merge the last block's tokens (T, hidden) to (F, merged width), behind the last norm."""

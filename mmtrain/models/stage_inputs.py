@@ -35,6 +35,8 @@ class TextInput:
     feature_positions: dict[str, Tensor] = field(default_factory=dict)
     # (3, T) int64 rotary positions in time, row and column, for models that have them; None: places in the sequence.
     position_ids: Tensor | None = None
+    # Encoder unit -> (F,) which of the rows that it sends each feature is; without an entry they are all, in order.
+    feature_rows: dict[str, Tensor] = field(default_factory=dict)
     kv_cache: KVCache | None = None  # the sequences' earlier tokens, while the model generates
 
 

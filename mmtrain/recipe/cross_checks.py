@@ -71,14 +71,12 @@ def check_rope_sections(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("model", "llm", "rope_sections"), text)
     for name in encoders:
         if model.all_encoders[name].extra_features:
-            text = (
-                f"features of class tokens (model.{dotted_unit(name)}.class_feature) have no rows; set one of the two"
-            )
+            path = f"model.{dotted_unit(name)}"
+            text = f"class tokens and newlines ({path}.class_feature, join_tiles) have no rows; set one of the two"
             yield Problem(("model", "llm", "rope_sections"), text)
-    if encoders and recipe.data.image.scheme == "tiles":
-        text = (
-            "found `tiles`, allowed with model.llm.rope_sections: native or fixed, since a tile has no rows of its own"
-        )
+    if encoders and recipe.data.image.scheme in ("tiles", "pinpoints"):
+        found = f"found `{recipe.data.image.scheme}`"
+        text = f"{found}, allowed with model.llm.rope_sections: native or fixed, since a tile has no rows of its own"
         yield Problem(("data", "image", "scheme"), text)
 
 

@@ -62,16 +62,26 @@ class LimitSettings(Section):
 class ImageSettings(Section):
     """How an image becomes patches."""
 
-    scheme: Literal["native", "tiles", "fixed"] = setting(
+    scheme: Literal["native", "tiles", "pinpoints", "fixed"] = setting(
         "native",
         affects={"plan", "lengths", "steps", "resume"},
         description="`native` (Qwen2-VL): keep the aspect ratio, scale the area into [`min_pixels`, `max_pixels`], and "
         "round the sides to multiples of merged patches. `tiles` (InternVL): cut the image into up to `max_tiles` "
         "squares of `tile` pixels, on the canvas with the closest aspect ratio; if there are several, one more square "
-        "shows the entire image. `fixed`: bring it to `size` x `size`, as `fit` says.",
+        "shows the entire image. `pinpoints` (LLaVA-NeXT): one square shows the entire image; then, without a change "
+        "of its aspect ratio, put it on the canvas of `pinpoints` that shows it largest and wastes least, with black "
+        "borders, and cut that into squares of `tile` pixels. `fixed`: bring it to `size` x `size`, as `fit` says.",
     )
     tile: PositiveInt = setting(
-        448, affects={"plan", "lengths", "steps", "resume"}, description="Side of one tile in pixels, for `tiles`."
+        448,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Side of one tile in pixels, for `tiles` and `pinpoints`.",
+    )
+    pinpoints: tuple[tuple[PositiveInt, PositiveInt], ...] = setting(
+        (),
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Canvases as [height, width] in pixels, multiples of `tile`, for `pinpoints`.",
     )
     max_tiles: int = setting(
         12,
@@ -107,7 +117,7 @@ class ImageSettings(Section):
         "reject",
         affects={"plan", "lengths", "steps", "resume"},
         added_later=True,
-        description="Pixels at the right and lower edges that fill no patch, for `fixed` and `tiles`. `reject`: the "
+        description="Pixels at the right and lower edges that fill no patch, but for `native`. `reject`: the "
         "side must be a multiple of merged patches. `drop`: leave them out, as published models do whose sides are "
         "not (SigLIP: 384 pixels, patches of 14).",
     )
@@ -146,6 +156,11 @@ class ImageSettings(Section):
                 f"fit is `{self.fit}`, but only images of scheme `fixed` change their aspect: leave fit out, or set "
                 "scheme to fixed"
             )
+        if self.scheme == "pinpoints" and not self.pinpoints:
+            problems.append("pinpoints is empty, but images of scheme `pinpoints` need canvases")
+        uneven = [canvas for canvas in self.pinpoints if canvas[0] % self.tile or canvas[1] % self.tile]
+        if self.scheme == "pinpoints" and uneven:
+            problems.append(f"pinpoints holds {list(uneven[0])}; allowed: multiples of tile {self.tile}")
         return self._without(problems)
 
 
@@ -155,7 +170,7 @@ class VideoSettings(Section):
     max_frames: PositiveInt = setting(
         8,
         affects={"plan", "lengths", "steps", "resume"},
-        description="Most frames taken from a video, evenly spaced. Each becomes one image (one tile with `tiles`).",
+        description="Most frames taken from a video, evenly spaced. Each becomes one image (one tile with tiles).",
     )
     fps: PositiveFloat | None = setting(
         None,

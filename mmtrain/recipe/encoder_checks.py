@@ -63,6 +63,7 @@ def check_image_tokens(recipe: Recipe) -> Iterator[Problem]:
             "fixed": ("size", (image.size // merged_patch) ** 2 + vision.extra_features),
             "native": ("max_pixels", image.max_pixels // merged_patch**2 + vision.extra_features),
             "tiles": ("max_tiles", num_tiles * ((image.tile // merged_patch) ** 2 + vision.extra_features)),
+            "pinpoints": ("pinpoints", _largest_canvas_features(recipe, vision)),
         }
         name, num_features = largest[image.scheme]
         tokens += num_features
@@ -72,6 +73,28 @@ def check_image_tokens(recipe: Recipe) -> Iterator[Problem]:
             f"one image becomes up to {tokens} LLM tokens{of_all}, data.seq_len is {seq_len}; allowed: fewer than that"
         )
         yield Problem(("data", "image", name), text)
+
+
+def _largest_canvas_features(recipe: Recipe, vision: VisionSettings) -> int:
+    """Return the most LLM tokens of an image on one of the canvases, with the tile that shows all of it."""
+    image = recipe.data.image
+    side = image.tile // (vision.patch * vision.merge)
+    canvases = [(height // image.tile, width // image.tile) for height, width in image.pinpoints]
+    if vision.join_tiles:
+        return side**2 + max((rows * side * (cols * side + 1) for rows, cols in canvases), default=0)
+    most_tiles = 1 + max((rows * cols for rows, cols in canvases), default=0)
+    return most_tiles * (side**2 + vision.extra_features)
+
+
+def check_joined_tiles(recipe: Recipe) -> Iterator[Problem]:
+    """Tiles are joined where canvases are cut into them, and all features of an image come from one encoder."""
+    encoders = _vision_encoders(recipe)
+    for name, vision in encoders.items():
+        where = ("model", *unit_path(name), "join_tiles")
+        if vision.join_tiles and recipe.data.image.scheme != "pinpoints":
+            yield Problem(where, f"is set; allowed with data.image.scheme pinpoints, found {recipe.data.image.scheme}")
+        if vision.join_tiles and len(encoders) > 1:
+            yield Problem(where, f"is set; allowed with one vision encoder, found {' and '.join(encoders)}")
 
 
 def check_clip_length(recipe: Recipe) -> Iterator[Problem]:
@@ -104,6 +127,6 @@ def _audio_encoders(recipe: Recipe) -> dict[str, AudioSettings]:
 
 # By the name of the modality; for recipes whose sources hold samples.
 ENCODER_CHECKS: Mapping[str, tuple[Callable[[Recipe], Iterator[Problem]], ...]] = {
-    "vision": (check_image_size, check_image_tokens),
+    "vision": (check_image_size, check_image_tokens, check_joined_tiles),
     "audio": (check_clip_length,),
 }

@@ -88,9 +88,19 @@ class EncoderSettings(UnitSettings):
         return 0
 
     @property
-    def extra_features(self) -> int:
+    def kept_extra_tokens(self) -> int:
         """Return how many of the extra tokens become features for the LLM. The projector drops the others."""
         return 0
+
+    @property
+    def sends_newline(self) -> bool:
+        """Return whether the projector puts its learned newline behind the features of every item."""
+        return False
+
+    @property
+    def extra_features(self) -> int:
+        """Return how many rows of the projector's output an item has besides those of its cells."""
+        return self.kept_extra_tokens + int(self.sends_newline)
 
     @property
     def cells_per_feature(self) -> int:

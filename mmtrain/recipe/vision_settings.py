@@ -140,6 +140,15 @@ class VisionSettings(EncoderSettings):
         description="Side in patches of the square that `pixel_shuffle` merges into one token. 1 with `identity`.",
     )
 
+    join_tiles: bool = setting(
+        False,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Join the features of an image's tiles to one picture: leave out features of its borders, and put "
+        "a learned vector, which trains with the projector, behind each row (LLaVA-NeXT). Needs the image scheme "
+        "`pinpoints`.",
+    )
+
     @property
     def cell_features(self) -> int:
         """Return the size of a patch: RGB of `patch` x `patch` pixels of each of its frames."""
@@ -156,9 +165,14 @@ class VisionSettings(EncoderSettings):
         return int(self.class_token)
 
     @property
-    def extra_features(self) -> int:
+    def kept_extra_tokens(self) -> int:
         """Return 1 for models that keep their class token."""
         return int(self.class_feature)
+
+    @property
+    def sends_newline(self) -> bool:
+        """Return whether rows of joined tiles end with a learned vector."""
+        return self.join_tiles
 
     @property
     def has_post_norm(self) -> bool:
@@ -185,6 +199,8 @@ class VisionSettings(EncoderSettings):
             problems.append(f"projector.norm_kind differs from norm `{self.norm}`; allowed only without post_norm")
         if self.class_feature and not (self.class_token and self.merge == 1):
             problems.append("class_feature keeps the class token beside patches: set class_token, and merge to 1")
+        if self.class_feature and self.join_tiles:
+            problems.append("class_feature is set; class tokens have no place in the picture that join_tiles makes")
         return self._without(problems)
 
     def _window_problems(self) -> list[str]:

@@ -43,6 +43,7 @@ MODELS = {
     "scaled": settings(vision=SCALED),
     "deepstack": settings(vision=DEEPSTACK),
     "deepstack, only projectors": settings(vision={**DEEPSTACK, "freeze": True}, llm={"freeze": True}),
+    "joined tiles": settings(vision={"join_tiles": True}),
     "frozen_encoder": settings(vision={"freeze": True}),
     "frozen_llm": settings(llm={"freeze": True}),
     "only_projector": settings(vision={"freeze": True}, llm={"freeze": True}),

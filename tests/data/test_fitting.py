@@ -33,6 +33,14 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "siglip": ("SiglipImageProcessorPil", {"size": SQUARE, "resample": Image.Resampling.LANCZOS}),
     "siglip_with_partial_patches": ("SiglipImageProcessorPil", {"size": {"height": SIDE + 8, "width": SIDE + 8}}),
     "internvl": ("GotOcr2ImageProcessorPil", {"size": SQUARE, "crop_to_patches": True, "max_patches": 6}),
+    "llava_next": (
+        "LlavaNextImageProcessorPil",
+        {
+            "size": {"shortest_edge": SIDE},
+            "crop_size": SQUARE,
+            "image_grid_pinpoints": [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE], [SIDE, 3 * SIDE]],
+        },
+    ),
     "qwen2_vl": ("Qwen2VLImageProcessorPil", {"size": {"shortest_edge": 56 * 56, "longest_edge": 200 * 200}}),
     "qwen2_vl_of_4": ("Qwen2VLImageProcessorPil", {"min_pixels": 40 * 40, "max_pixels": 160 * 160}),
 }
@@ -74,7 +82,7 @@ def _as_pictures(output: Any) -> np.ndarray:
     """Return what a processor made of one image as pictures (item, 3, height, width)."""
     pixels = np.asarray(output["pixel_values"])
     if "image_grid_thw" not in output:
-        return pixels
+        return pixels.reshape(-1, *pixels.shape[-3:])
     _, rows, cols = np.asarray(output["image_grid_thw"])[0]
     merged = pixels.reshape(rows // 2, cols // 2, 2, 2, 3, 2, PATCH, PATCH)[:, :, :, :, :, 0]
     return merged.transpose(4, 0, 2, 5, 1, 3, 6).reshape(1, 3, rows * PATCH, cols * PATCH)

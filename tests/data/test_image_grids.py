@@ -4,11 +4,20 @@ import importlib
 from functools import cache
 from types import ModuleType
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.data.media.image_grids import frame_grid, item_grids, native_grid, num_tiles, tile_canvas
+from mmtrain.data.media.image_grids import (
+    best_canvas,
+    frame_grid,
+    item_grids,
+    native_grid,
+    num_tiles,
+    size_on_canvas,
+    tile_canvas,
+)
 from mmtrain.recipe.data_settings import ImageSettings
 
 
@@ -88,6 +97,21 @@ def test_native_equals_qwen_where_that_keeps_its_own_limits(
 def test_tiles_equal_internvl(width: int, height: int, tile: int, max_tiles: int) -> None:
     canvas = _processor("got_ocr2").get_optimal_tiled_canvas((height, width), (tile, tile), 1, max_tiles)
     assert tile_canvas(width, height, tile, max_tiles) == canvas[::-1]
+
+
+@given(
+    width=st.integers(1, 5000),
+    height=st.integers(1, 5000),
+    canvases=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=36),
+)
+def test_canvases_equal_llava_next(width: int, height: int, canvases: list[tuple[int, int]]) -> None:
+    utils = pytest.importorskip("transformers.image_processing_utils")
+    pinpoints = tuple((336 * rows, 336 * cols) for rows, cols in canvases)
+    canvas = best_canvas(width, height, pinpoints)
+    assert canvas == utils.select_best_resolution((height, width), pinpoints)
+    image = np.empty((3, height, width), np.bool_)
+    size = utils.get_patch_output_size(image, canvas, "channels_first")
+    assert size_on_canvas(width, height, canvas) == size[::-1]
 
 
 def test_several_tiles_come_with_a_thumbnail() -> None:

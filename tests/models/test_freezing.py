@@ -20,6 +20,7 @@ MODELS = {
         vision={"positions": "grid", "post_norm": False, "patch_bias": False, "qkv_bias": False},
         llm={"tie_embeddings": True, "qk_norm": True, "post_norms": True},
     ),
+    "joined tiles": settings(vision={"join_tiles": True}),
     "speech": ModelSettings(audio=SPEECH, llm=settings().llm),
     "averages, one linear": ModelSettings(
         audio=SPEECH.model_copy(update={"pooling": "mean", "projector": ProjectorSettings(kind="linear")}),

@@ -48,7 +48,7 @@ def test_all_problems_are_reported_at_once(base: Path, write: Write) -> None:
         "model.llm.heads: found the text 'four', allowed: a whole number of at least 1",
         "model.vision.freeze: found the text 'on', allowed: true or false",
         "data.seq_len: found the text '010', allowed: a whole number of at least 1",
-        "data.image.scheme: found the text 'nativ', allowed: native, tiles or fixed; did you mean native?",
+        "data.image.scheme: found the text 'nativ', allowed: native, tiles, pinpoints or fixed; did you mean native?",
         f"train.steps: written twice, first at {child}:10; keep one",
         "train.optimizer.betas.1: found 1.0, allowed: a number of at least 0 and below 1",
         "train.optimizer.min_lr: 0.1 is above train.optimizer.lr 0.001",
@@ -285,7 +285,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 21
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 23
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"

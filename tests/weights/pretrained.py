@@ -120,6 +120,28 @@ def llava(
     return _random(LlavaForConditionalGeneration(config))
 
 
+def llava_next(text: str = "mistral", tower: Any = None, strategy: str = "default", **changes: Any) -> nn.Module:
+    """Make a LLaVA-NeXT whose canvases are up to three tiles long."""
+    from transformers import AutoConfig, LlavaNextConfig, LlavaNextForConditionalGeneration
+
+    decoder = AutoConfig.for_model(
+        text, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=12, vocab_size=VOCAB, sliding_window=None,
+    )  # fmt: skip
+    tower = tower or clip()
+    config = LlavaNextConfig(
+        vision_config=tower, text_config=decoder, image_token_index=IMAGE_TOKEN,
+        vision_feature_select_strategy=strategy, image_seq_length=IMAGE_SIDE**2,
+        image_grid_pinpoints=canvases(tower.image_size), **changes,
+    )  # fmt: skip
+    return _random(LlavaNextForConditionalGeneration(config))
+
+
+def canvases(tile: int) -> list[list[int]]:
+    """Return those of LLaVA-NeXT for tiles of so many pixels."""
+    return [[tile * rows, tile * cols] for rows, cols in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))]
+
+
 AUDIO_TOKEN = 3
 CLIP_FRAMES, MEL_BINS = 100, 20  # of the longest clip, of one frame
 

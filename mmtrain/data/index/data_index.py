@@ -9,7 +9,7 @@ import hashlib
 import io
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +27,8 @@ from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, n
 from mmtrain.data.index.sample_table import SampleTable, content_json, sample_record
 from mmtrain.data.index.stated_lengths import read_stated_lengths
 from mmtrain.data.media.image_grids import MediumGrid, MediumItems
+from mmtrain.data.media.item_readers import tile_join
+from mmtrain.data.media.joined_tiles import TileJoin, join_media
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.data_settings import SourceSettings
@@ -50,6 +52,8 @@ class DataIndex:
     cache_folder: Path | None = None  # where it was read from; None if it was built from the data
     modalities: dict[str, str] = field(default_factory=dict)  # encoder unit -> the modality that it reads
     warnings: tuple[str, ...] = ()  # of the tokenizer
+    joins: dict[str, TileJoin] = field(default_factory=dict)  # for encoders whose tiles are joined
+    image_sizes: dict[str, IntArray] = field(default_factory=dict)  # theirs: (I, 2) of an item's image; 0: a frame
 
     def media_features(self, sample: int) -> dict[str, list[int]]:
         """Return for each modality the LLM tokens of a sample's media, summed over their items and its encoders."""
@@ -69,8 +73,29 @@ class DataIndex:
             return []
         of_sample = slice(items.first[sample], items.first[sample + 1])
         media_starts = np.flatnonzero(self.item_parts[unit][of_sample] == 0)
+        if unit in self.joins:
+            media = zip(*self._joined_media(sample, unit), strict=True)
+            return [self.joins[unit].num_features(image, num_items) for image, num_items in media]
         features: list[int] = np.add.reduceat(items.features[of_sample], media_starts).tolist()
         return features
+
+    def joined_rows(self, unit: str, sample: int, num_items: int) -> IntArray:
+        """Return the features of the LLM as rows of those that the sample's first `num_items` items send.
+
+        For an encoder in `joins`; the items must be those of whole media.
+        """
+        images, counts = self._joined_media(sample, unit)
+        num_media = int(np.searchsorted(np.cumsum(counts), num_items, side="right"))
+        return join_media(self.joins[unit], images[:num_media], counts[:num_media])
+
+    def _joined_media(self, sample: int, unit: str) -> tuple[list[tuple[int, int] | None], list[int]]:
+        """Return the size of each image of a sample, None for videos, and the number of items of each medium."""
+        first = self.lengths.items[unit].first
+        of_sample = slice(first[sample], first[sample + 1])
+        starts = np.flatnonzero(self.item_parts[unit][of_sample] == 0)
+        sizes = self.image_sizes[unit][of_sample][starts].tolist()
+        counts = np.diff(np.append(starts, first[sample + 1] - first[sample])).tolist()
+        return [(width, height) if width else None for width, height in sizes], counts
 
     def media_grids(self, sample: int, unit: str, merge: int) -> list[MediumGrid]:
         """Return the features of each medium of a sample that one encoder reads, which merges squares of patches."""
@@ -117,6 +142,7 @@ class DataIndex:
             digest.update(unit.encode())
             arrays += [items.first, items.rows, items.cols, items.tokens, items.features]
             arrays += [self.item_parts[unit], self.item_times[unit]]
+            arrays += [self.image_sizes[unit]] if unit in self.joins else []
         for values in arrays:
             digest.update(values.tobytes())
         return digest.hexdigest()
@@ -190,7 +216,8 @@ def _read_sources(
     """Read all sources; store the result if there is a cache."""
     tokenizer = load_tokenizer(recipe.data.tokenizer_path)
     with _garbage_collection_paused(), io.BytesIO() if cache is None else cache.new_records() as records:
-        columns = _IndexColumns(records, list(recipe.model.all_encoders))
+        joined = {unit for unit, encoder in recipe.model.all_encoders.items() if tile_join(encoder, recipe.data)}
+        columns = _IndexColumns(records, list(recipe.model.all_encoders), joined)
         quarantined: list[Quarantined] = []
         for entry in notify_progress(measure_samples(recipe, sources, tokenizer), notify):
             if isinstance(entry, MeasuredSample):
@@ -220,12 +247,16 @@ def _garbage_collection_paused() -> Iterator[None]:
 class _IndexColumns:
     """Collects measured samples: lengths as columns of numbers instead of objects, and the samples as records."""
 
-    def __init__(self, records: BinaryIO, units: Sequence[str]) -> None:
+    def __init__(self, records: BinaryIO, units: Sequence[str], joined_units: Container[str]) -> None:
         self._records = records
         self._units = units
+        self._joined_units = joined_units
         self._end = 0  # of the last record
         self._sample_columns = {name: array("q") for name in ("tokens", "targets", "source", "ends")}
         item_columns = [f"{unit}.{name}" for unit in units for name in ("count", "rows", "cols", "part", "time")]
+        item_columns += [
+            f"{unit}.image_{side}" for unit in units if unit in joined_units for side in ("width", "height")
+        ]
         self._item_columns = {name: array("q") for name in item_columns}
         self.content = hashlib.sha256()
 
@@ -253,6 +284,10 @@ class _IndexColumns:
                 columns[f"{unit}.cols"].append(cols)
                 columns[f"{unit}.part"].append(part)
                 columns[f"{unit}.time"].append(times[part])
+                if unit in self._joined_units:
+                    width, height = items.image_size or (0, 0)
+                    columns[f"{unit}.image_width"].append(width)
+                    columns[f"{unit}.image_height"].append(height)
 
     def arrays(self) -> dict[str, IntArray]:
         columns = self._sample_columns | self._item_columns
@@ -262,6 +297,8 @@ class _IndexColumns:
 def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
     arrays = stored.arrays
     items: dict[str, ItemLengths] = {}
+    joins: dict[str, TileJoin] = {}
+    image_sizes: dict[str, IntArray] = {}
     for unit, encoder in recipe.model.all_encoders.items():
         first = np.concatenate([[0], np.cumsum(arrays[f"{unit}.count"])]).astype(np.int64)
         rows = arrays[f"{unit}.rows"]
@@ -270,6 +307,10 @@ def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSe
         tokens = cells // encoder.cells_per_token + encoder.extra_tokens
         features = cells // encoder.cells_per_feature + encoder.extra_features
         items[unit] = ItemLengths(first, rows, cols, tokens, features)
+        join = tile_join(encoder, recipe.data)
+        if join is not None:
+            joins[unit] = join
+            image_sizes[unit] = np.stack([arrays[f"{unit}.image_width"], arrays[f"{unit}.image_height"]], axis=1)
     return DataIndex(
         samples=stored.samples,
         lengths=SampleLengths(arrays["tokens"], arrays["targets"], items),
@@ -277,6 +318,8 @@ def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSe
         quarantined=stored.quarantined,
         item_parts={unit: arrays[f"{unit}.part"] for unit in items},
         item_times={unit: arrays[f"{unit}.time"] for unit in items},
+        joins=joins,
+        image_sizes=image_sizes,
         modalities={unit: encoder.modality for unit, encoder in recipe.model.all_encoders.items()},
         content_sha256=stored.content_sha256,
         warnings=stored.warnings,

@@ -12,7 +12,8 @@ from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import PLURALS, Quarantined, Sample, find_unusable
 from mmtrain.data.media.image_grids import MediumItems
-from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
+from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader, tile_join
+from mmtrain.data.media.joined_tiles import TileJoin
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
 from mmtrain.data.text.sample_tokenizer import BadConversationError, LengthCounter, SampleTokenizer
 from mmtrain.errors import DataError
@@ -177,9 +178,12 @@ class _EncoderRule:
     kinds: tuple[MediaKind, ...]
     cells_per_feature: int
     extra_features: int  # of each item
+    join: TileJoin | None  # of several items of an image
 
     def num_features(self, items: MediumItems) -> int:
         """Return the LLM tokens of a medium from its items."""
+        if self.join is not None:
+            return self.join.num_features(items.image_size, len(items.grids))
         return sum([rows * cols // self.cells_per_feature + self.extra_features for rows, cols in items.grids])
 
 
@@ -199,6 +203,7 @@ class _SampleMeasurer:
                 MODALITIES[settings.modality].media,
                 settings.cells_per_feature,
                 settings.extra_features,
+                tile_join(settings, recipe.data),
             )
             for unit, settings in recipe.model.all_encoders.items()
         ]

@@ -4,7 +4,7 @@ Lengths are always there; payload only where the caller passes a function that l
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from mmtrain.data.text.sample_tokenizer import EncodedSample
 
 LoadCells = Callable[[int, int, int, int], Float32Array]  # sample id, position, rows, cols -> (rows * cols, F)
 EncodeSample = Callable[[int], EncodedSample]  # sample id -> ids and labels
+JoinRows = Callable[[int, int], IntArray]  # sample id, number of its items -> see `DataIndex.joined_rows`
 FindPositions = Callable[[int, IntArray], IntArray]  # sample id, its ids (T,) -> (3, T) time, row and column
 
 
@@ -50,6 +51,8 @@ class TextPayload:
     labels: IntArray | None  # (T,) the token to predict at each position, -100 where none
     feature_positions: dict[str, IntArray]  # with ids: encoder unit -> (F,) positions in [0, T) of its features
     position_ids: IntArray | None = None  # (3, T) rotary positions in time, row and column
+    # With ids, for encoders whose tiles are joined: (F,) which of the rows that the encoder sends each feature is.
+    feature_rows: dict[str, IntArray] = field(default_factory=dict)
 
 
 def build_encoder_payload(
@@ -80,11 +83,13 @@ def build_text_payload(
     item_ids: Mapping[str, tuple[int, ...]],
     encode: EncodeSample,
     find_positions: FindPositions | None = None,
+    join_rows: Mapping[str, JoinRows] | None = None,
 ) -> TextPayload:
     """Build LLM microbatch `index` of a replica with what is needed of its ids, labels and rotary positions.
 
     item_ids: encoder unit -> the token ids at the positions of its features; encoders of one modality share them.
     find_positions: for needs with `position_ids`.
+    join_rows: by encoder unit, for those whose tiles are joined.
     """
     samples = meta.microbatch(need.replica, index)
     lengths = tuple(meta.tokens[samples].tolist())
@@ -97,14 +102,16 @@ def build_text_payload(
     assert all_ids.size == sum(lengths), "the data changed under a running index"
     ids = positions = None
     feature_positions: dict[str, IntArray] = {}
+    feature_rows: dict[str, IntArray] = {}
     if need.ids:
         ids, feature_positions = all_ids, _feature_positions(all_ids, meta, samples, item_ids)
+        feature_rows = _joined_rows(meta, samples, join_rows or {})
     labels = np.concatenate([empty, *(e.labels for e in encoded)]) if need.labels else None
     if need.position_ids:
         assert find_positions is not None, "positions are needed, but nothing finds them"
         of_samples = [find_positions(sample_id, e.ids) for sample_id, e in zip(sample_ids, encoded, strict=True)]
         positions = np.concatenate([np.empty((3, 0), dtype=np.int64), *of_samples], axis=1)
-    return TextPayload(lengths, ids, labels, feature_positions, positions)
+    return TextPayload(lengths, ids, labels, feature_positions, positions, feature_rows)
 
 
 def _feature_positions(
@@ -130,6 +137,21 @@ def _feature_positions(
         for number, unit in enumerate(units):
             positions[unit] = of_tokens[owner == number]
     return positions
+
+
+def _joined_rows(meta: BatchMeta, samples: IntArray, join_rows: Mapping[str, JoinRows]) -> dict[str, IntArray]:
+    """Return `TextPayload.feature_rows`: the encoders send the items of the samples one sample after another."""
+    joined: dict[str, IntArray] = {}
+    for unit, join in join_rows.items():
+        table = meta.items[unit]
+        of_unit = [np.empty(0, dtype=np.int64)]
+        first = 0
+        for sample in samples:
+            in_sample = table.sample == sample
+            of_unit.append(first + join(int(meta.sample_id[sample]), int(in_sample.sum())))
+            first += int(table.features[in_sample].sum())
+        joined[unit] = np.concatenate(of_unit)
+    return joined
 
 
 def _features_in_order(table: ItemTable, samples: IntArray) -> IntArray:

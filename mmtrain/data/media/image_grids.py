@@ -1,7 +1,7 @@
 """Compute what an image is resized to and cut into, from its size alone.
 
 A grid is (rows, columns) of an item in patches. `native_grid` is Qwen2-VL's scheme (arXiv 2409.12191), `tiles` is
-InternVL's dynamic tiling (arXiv 2404.16821).
+InternVL's dynamic tiling (arXiv 2404.16821), `pinpoints` is that of LLaVA-NeXT (any resolution, arXiv 2407.07895).
 """
 
 import math
@@ -12,6 +12,7 @@ from functools import lru_cache
 from mmtrain.recipe.data_settings import ImageSettings
 
 Grid = tuple[int, int]
+Canvases = tuple[tuple[int, int], ...]  # height, width in pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class MediumItems:
 
     grids: tuple[Grid, ...]
     times: tuple[int, ...] | None = None  # rotary position of each item in time, from 0; None: its number
+    image_size: tuple[int, int] | None = None  # width and height in pixels, if it is an image
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ def item_grids(
     width: int, height: int, settings: ImageSettings, patch: int, merge: int = 1, max_side: int = 1 << 30
 ) -> tuple[Grid, ...]:
     """Return the grids of the items of an image of `width` x `height` pixels: one item, or one for each tile."""
-    if settings.scheme == "tiles":
+    if settings.scheme in ("tiles", "pinpoints"):
         side = settings.tile // patch
         return ((side, side),) * num_tiles(width, height, settings)
     return (frame_grid(width, height, settings, patch, merge, max_side),)
@@ -44,7 +46,7 @@ def item_grids(
 def frame_grid(
     width: int, height: int, settings: ImageSettings, patch: int, merge: int = 1, max_side: int = 1 << 30
 ) -> Grid:
-    """Return the grid of a picture that becomes one item, as a frame of a video does; with `tiles` it is one tile."""
+    """Return the grid of a picture that becomes one item, as a frame of a video does; with tiles it is one tile."""
     if settings.scheme == "native":
         return native_grid(width, height, settings.min_pixels, settings.max_pixels, patch, merge, max_side)
     side = (settings.size if settings.scheme == "fixed" else settings.tile) // patch
@@ -103,8 +105,40 @@ def tile_canvas(width: int, height: int, tile: int, max_tiles: int) -> Grid:
     return best
 
 
+@lru_cache(maxsize=1 << 12)
+def best_canvas(width: int, height: int, canvases: Canvases) -> tuple[int, int]:
+    """Return the canvas, (height, width), that shows an image largest without a change of its aspect ratio.
+
+    An image is never larger than it is; of canvases that show it equally large, the one with the least border, or the
+    first, is chosen. This is `select_best_resolution` of `transformers`.
+    """
+    best = canvases[0]
+    best_shown, best_border = 0, math.inf
+    for canvas in canvases:
+        scale = min(canvas[1] / width, canvas[0] / height)
+        shown = min(int(width * scale) * int(height * scale), width * height)
+        border = canvas[0] * canvas[1] - shown
+        if shown > best_shown or (shown == best_shown and border < best_border):
+            best, best_shown, best_border = canvas, shown, border
+    return best
+
+
+def size_on_canvas(width: int, height: int, canvas: tuple[int, int]) -> tuple[int, int]:
+    """Return the largest width and height of an image on a canvas (height, width), rounded up."""
+    across, down = canvas[1] / width, canvas[0] / height
+    if across < down:
+        return canvas[1], min(math.ceil(height * across), canvas[0])
+    return min(math.ceil(width * down), canvas[1]), canvas[0]
+
+
 def num_tiles(width: int, height: int, settings: ImageSettings) -> int:
-    """Count the tiles of an image; an image of several tiles has one more, which shows all of it."""
+    """Count the tiles of an image.
+
+    With `tiles`, an image of several has one more, which shows all of it; with `pinpoints`, every image has.
+    """
+    if settings.scheme == "pinpoints":
+        canvas = best_canvas(width, height, settings.pinpoints)
+        return 1 + canvas[0] * canvas[1] // settings.tile**2
     rows, cols = tile_canvas(width, height, settings.tile, settings.max_tiles)
     return rows * cols + (rows * cols > 1)
 

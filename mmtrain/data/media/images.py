@@ -68,14 +68,15 @@ def _fast_size_in_archive(media: Media) -> tuple[int, int] | None:
 
 
 def load_rgb_images(media: Media, sizes: Sequence[Size], settings: ImageSettings) -> list[Image.Image]:
-    """Decode an image and fit it into each of `sizes` (width, height), of which the first is the largest.
+    """Decode an image and fit it into each of `sizes` (width, height).
 
     Transparent images are put on a white background. Raises `BadImageError`.
     """
     with _open_image(media, settings.max_source_pixels) as (image, _):
         orientation = _orientation(image)
         if settings.decode == "scaled":
-            _decode_scaled(image, sizes[0], orientation in _SWAPS_SIDES, settings)
+            largest = max(size[0] for size in sizes), max(size[1] for size in sizes)
+            _decode_scaled(image, largest, orientation in _SWAPS_SIDES, settings)
         rgb = _to_rgb(image)
     if orientation in _TO_UPRIGHT:
         rgb = rgb.transpose(_TO_UPRIGHT[orientation])

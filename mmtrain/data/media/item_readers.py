@@ -10,10 +10,12 @@ from typing import Any, Protocol
 from mmtrain.data.media.audio import BadAudioError, load_log_mels, read_num_frames, require_soundfile
 from mmtrain.data.media.image_grids import Grid, MediumItems
 from mmtrain.data.media.images import Float32Array
+from mmtrain.data.media.joined_tiles import TileJoin
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.data.media.vision_items import VisionItemDecoder, check_image_settings, read_vision_items
 from mmtrain.recipe.audio_settings import AudioSettings
 from mmtrain.recipe.data_settings import DataSettings
+from mmtrain.recipe.encoder_settings import EncoderSettings
 from mmtrain.recipe.modalities import MediaKind
 from mmtrain.recipe.vision_settings import VisionSettings
 
@@ -88,6 +90,11 @@ class AudioItemReader:
             reason = f"{media}: {frames} log-mel frames of 10 ms; allowed: at least {frames_per_feature}, one LLM token"
             raise BadAudioError("clip_too_short", reason)
         return min(frames + 1, self._settings.max_frames)
+
+
+def tile_join(settings: EncoderSettings, data: DataSettings) -> TileJoin | None:
+    """Return how the LLM joins the items of an image; None for encoders whose items stay as they are."""
+    return TileJoin.of(settings, data.image) if isinstance(settings, VisionSettings) else None
 
 
 # By the name of the modality. Each takes the settings of the encoder and of the data.

@@ -9,7 +9,16 @@ import math
 import numpy as np
 from PIL import Image
 
-from mmtrain.data.media.image_grids import Grid, MediumItems, frame_grid, item_grids, num_tiles, tile_canvas
+from mmtrain.data.media.image_grids import (
+    Grid,
+    MediumItems,
+    best_canvas,
+    frame_grid,
+    item_grids,
+    num_tiles,
+    size_on_canvas,
+    tile_canvas,
+)
 from mmtrain.data.media.images import Float32Array, load_rgb_images, patchify, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.media.video import VideoHeader, load_video_frames, read_video_header
@@ -47,7 +56,7 @@ def read_vision_items(
     patch_settings = vision.patch, vision.merge, vision.max_side
     if kind == "image":
         width, height = read_image_size(media, image.max_source_pixels)
-        return MediumItems(item_grids(width, height, image, *patch_settings))
+        return MediumItems(item_grids(width, height, image, *patch_settings), image_size=(width, height))
     header = read_video_header(media, image.max_source_pixels)
     num_frames = count_used_frames(header, video, vision.temporal_patch)
     num_items = -(-num_frames // vision.temporal_patch)
@@ -124,22 +133,37 @@ class VisionItemDecoder:
         if kind == "video":
             num_frames = num_parts * self._temporal_patch
             return load_video_frames(media, num_frames, size, self._settings, first_of_part=self._by_second)
-        if self._settings.scheme == "tiles":
+        if self._settings.scheme in ("tiles", "pinpoints"):
             return _load_tiles(media, num_parts, self._settings)
         return load_rgb_images(media, [size], self._settings)
 
 
 def _load_tiles(media: Media, expected_tiles: int, settings: ImageSettings) -> list[Image.Image]:
-    """Return the tiles of an image, row-major; where there are several, the last one shows all of the image."""
+    """Return the tiles of an image, row-major, and one that shows all of it.
+
+    With `tiles` this is the last one, where there are several; with `pinpoints` it is the first one.
+    """
     side = settings.tile
     width, height = read_image_size(media, settings.max_source_pixels)
     if num_tiles(width, height, settings) != expected_tiles:
         what = f"{media}: {width} x {height} pixels are not {expected_tiles} tiles"
         reason = f"{what}: it has changed since lengths were read; touch the data file, so that they are read again"
         raise BadMediaError("undecodable", reason)
+    if settings.scheme == "pinpoints":
+        canvas_size = best_canvas(width, height, settings.pinpoints)[::-1]
+        size = size_on_canvas(width, height, canvas_size[::-1])
+        resized, thumbnail = load_rgb_images(media, [size, (side, side)], settings)
+        canvas = Image.new("RGB", canvas_size)
+        canvas.paste(resized, ((canvas_size[0] - size[0]) // 2, (canvas_size[1] - size[1]) // 2))
+        return [thumbnail, *_cut(canvas, side)]
     rows, cols = tile_canvas(width, height, side, settings.max_tiles)
     if (rows, cols) == (1, 1):
         return load_rgb_images(media, [(side, side)], settings)
     canvas, thumbnail = load_rgb_images(media, [(cols * side, rows * side), (side, side)], settings)
-    boxes = [(c * side, r * side, (c + 1) * side, (r + 1) * side) for r in range(rows) for c in range(cols)]
-    return [*(canvas.crop(box) for box in boxes), thumbnail]
+    return [*_cut(canvas, side), thumbnail]
+
+
+def _cut(canvas: Image.Image, side: int) -> list[Image.Image]:
+    """Cut a picture into squares, row-major."""
+    tops, lefts = range(0, canvas.height, side), range(0, canvas.width, side)
+    return [canvas.crop((left, top, left + side, top + side)) for top in tops for left in lefts]

@@ -238,13 +238,12 @@ def prompt_lengths(index: DataIndex, tokenizer: SampleTokenizer, questions: Sequ
     items = {}
     for unit, table in index.lengths.items.items():
         modality = index.modalities[unit]
-        encoders = [other for other, reads in index.modalities.items() if reads == modality]
-        features = np.sum([index.lengths.items[other].features for other in encoders], axis=0)
         in_prompt = np.zeros(len(table.rows), dtype=bool)
         for number, prompt in ids.items():
             of_sample = slice(table.first[number], table.first[number + 1])
             num_features = np.sum(np.isin(prompt, tokenizer.item_ids[modality]))
-            in_prompt[of_sample] = np.cumsum(features[of_sample]) <= num_features
+            num_media = int(np.sum(np.cumsum(index.media_features(number)[modality]) <= num_features))
+            in_prompt[of_sample] = np.cumsum(index.item_parts[unit][of_sample] == 0) <= num_media
         first = np.concatenate([[0], np.cumsum(in_prompt)])[table.first]
         columns = (table.rows, table.cols, table.tokens, table.features)
         items[unit] = ItemLengths(first, *(column[in_prompt] for column in columns))

@@ -183,7 +183,9 @@ def unit_inputs(data: StepData, device: torch.device, dtype: torch.dtype) -> dic
         labels = None if text.labels is None else torch.from_numpy(text.labels).to(device)
         positions = {unit: torch.from_numpy(rows).to(device) for unit, rows in text.feature_positions.items()}
         position_ids = None if text.position_ids is None else torch.from_numpy(text.position_ids).to(device)
-        inputs[Microbatch(LLM, replica, index)] = TextInput(text.lengths, ids, labels, positions, position_ids)
+        rows = {unit: torch.from_numpy(of_unit).to(device) for unit, of_unit in text.feature_rows.items()}
+        text_input = TextInput(text.lengths, ids, labels, positions, position_ids, rows)
+        inputs[Microbatch(LLM, replica, index)] = text_input
     return inputs
 
 

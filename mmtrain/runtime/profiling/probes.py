@@ -129,7 +129,8 @@ def _feature_shares(unit: UnitShape, lengths: SampleLengths | None) -> Mapping[s
     if unit.kind != "llm" or lengths is None:
         return {}
     total = max(1, int(lengths.tokens.sum()))
-    return {name: float(items.features.sum()) / total for name, items in lengths.items.items()}
+    # Of joined tiles more rows are sent than the LLM has tokens.
+    return {name: min(1.0, float(items.features.sum()) / total) for name, items in lengths.items.items()}
 
 
 def _cycle_in_random_order(rng: np.random.Generator, size: int) -> Iterator[int]:

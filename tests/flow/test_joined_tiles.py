@@ -1,0 +1,154 @@
+"""Models whose LLM joins tiles: trained on several ranks, exported, and compared under the processor of the family."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmtrain.checkpoint import open_newest_good
+from mmtrain.data import build_index
+from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.families import FAMILIES
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
+from mmtrain.plan.plan_again import plan_again
+from mmtrain.plan.planner import plan_recipe as planner
+from mmtrain.recipe import Recipe, load_recipe
+from mmtrain.report import read_metrics
+from mmtrain.runtime.evaluation.generate import load_generator
+from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, select_questions
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
+from mmtrain.runtime.training.train_request import TrainRequest
+from mmtrain.runtime.world import World
+from mmtrain.weights import export_folder
+from mmtrain.weights.tiny_model import write_tiny_model
+from tests.flow.runs import refuse, run_all
+from tests.weights.test_tiny_model import messages_of
+
+NUM_ANSWER_TOKENS = 8
+RECIPE = """
+name: joined
+model: {{hf: {folder}}}
+data:
+  sources: [{{path: {conversations}/some.json}}]
+  validation: [{{path: {conversations}/others.json}}]
+  seq_len: 512
+parallel: {parallel}
+cluster: {{hardware: cpu-core}}
+train:
+  steps: 3
+  global_batch: 4
+  validate_every: 3
+  checkpoint: {{every: 3}}
+  optimizer: {{lr: 3.0e-3}}
+"""
+
+
+def _request(folder: Path, parallel: str, num_ranks: int) -> tuple[TrainRequest, list[dict[str, Any]]]:
+    """Return a request to train three steps of the tiny model in the folder, and its held-out conversations."""
+    conversations = folder / "conversations"
+    rows = json.loads((conversations / "train.json").read_text(encoding="utf-8"))
+    (conversations / "some.json").write_text(json.dumps(rows[:48]), encoding="utf-8")
+    (conversations / "others.json").write_text(json.dumps(rows[48:60]), encoding="utf-8")
+    path = folder.parent / "recipe.yaml"
+    path.write_text(RECIPE.format(folder=folder, conversations=conversations, parallel=parallel), encoding="utf-8")
+    loaded = load_recipe(path, env={})
+    return TrainRequest(loaded, planner, plan_again, "cpu-core", num_ranks, folder.parent / "run"), rows[48:60]
+
+
+def _processed(processor: Any, messages: list[dict[str, Any]], **options: bool) -> dict[str, Any]:
+    return dict(
+        processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt", **options)
+    )
+
+
+def _loss_of_transformers(recipe: Recipe, folder: Path, rows: list[dict[str, Any]]) -> float:
+    """Return the mean loss per target of the held-out conversations, one after another."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    index, tokenizer = build_index(recipe, "validation"), load_tokenizer(recipe.data.tokenizer_path)
+    total, num_targets = 0.0, 0
+    for number, row in enumerate(rows):
+        inputs = _processed(processor, messages_of(row, Path(recipe.data.validation[0].path).parent))
+        encoded = tokenizer.encode(index.samples[number], index.media_features(number))
+        assert encoded.ids.tolist() == inputs["input_ids"][0].tolist()
+        with torch.no_grad():
+            logits = model(**inputs).logits[0]
+        labels = torch.from_numpy(encoded.labels)
+        total += float(F.cross_entropy(logits, labels, reduction="sum"))
+        num_targets += int((labels >= 0).sum())
+    return total / num_targets
+
+
+def _answers_of_transformers(
+    recipe: Recipe, folder: Path, rows: list[dict[str, Any]], end_ids: frozenset[int]
+) -> Iterator[list[int]]:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    vocab_size = load_tokenizer(recipe.data.tokenizer_path).vocab_size
+    for row in rows:
+        messages = messages_of(row, Path(recipe.data.validation[0].path).parent)[:-1]
+        inputs = _processed(processor, messages, add_generation_prompt=True)
+        tokens = model.generate(
+            **inputs, max_new_tokens=NUM_ANSWER_TOKENS, do_sample=False, eos_token_id=sorted(end_ids), pad_token_id=0,
+            suppress_tokens=list(range(vocab_size, recipe.model.llm.vocab)),
+        )[0, inputs["input_ids"].shape[1] :].tolist()  # fmt: skip
+        yield list(itertools.takewhile(lambda token: token not in end_ids, tokens))
+
+
+def _our_answers(request: TrainRequest) -> list[list[int]]:
+    """Let the newest checkpoint answer the last question of every held-out conversation, greedily, on one rank."""
+    recipe = request.recipe
+    index, tokenizer = build_index(recipe, "validation"), load_tokenizer(recipe.data.tokenizer_path)
+    ParallelGroups.single()
+    world = World(0, 1, torch.device("cpu"))
+    shape = build_model_shape(recipe)
+    layout = {}
+    for unit in ("vision", "llm"):
+        stage = StagePlan(stage=0, layers=(0, len(shape.unit(unit).layers)))
+        layout[unit] = UnitPlan(tp=1, pp=1, dp=1, ranks=(0,), stages=(stage,))
+    checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, refuse)
+    generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
+    answerer = QuestionAnswerer(generator, recipe, tokenizer, index, world, NUM_ANSWER_TOKENS)
+    questions = select_questions(index, None)
+    answers, _ = answerer.generate(questions, blank=False)
+    return [answers[question] for question in questions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks"),
+    [
+        ("{placement: disaggregated, vision: {tp: 2, pp: 1}, llm: {tp: 1, pp: 2, vpp: 2}}", 4),
+        ("{placement: disaggregated, vision: {dp: 1}, llm: {tp: 1, pp: 1, dp: 2, recompute: all}}", 3),
+        ("{placement: colocated, vision: {tp: 1, pp: 1, dp: 4}, llm: {tp: 2, pp: 2, sp: true}}", 4),
+        ("{placement: unified, llm: {tp: 2, pp: 2}}", 4),
+    ],
+)
+@pytest.mark.parametrize("family", ["llava_next"])
+def test_a_trained_model_has_the_same_loss_and_answers_in_transformers(
+    family: str, parallel: str, num_ranks: int, tmp_path: Path
+) -> None:
+    """Tiles of one image are on several ranks of the encoder where it has a higher dp than the LLM."""
+    folder, out = tmp_path / "model", tmp_path / "out"
+    write_tiny_model(FAMILIES[family], folder, seed=0)
+    request, heldout = _request(folder, parallel, num_ranks)
+    untrained_loss = _loss_of_transformers(request.recipe, folder, heldout)
+    assert run_all(*[request] * num_ranks) == [""] * num_ranks
+    checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, refuse)
+    export_folder(load_run_recipe(request.run_dir), checkpoint, out)
+    our_loss = read_metrics(request.run_dir)[-1]["val_loss"]
+    assert our_loss == pytest.approx(_loss_of_transformers(request.recipe, out, heldout), rel=1e-4)
+    assert abs(our_loss - untrained_loss) > 1e-2, "three steps changed nothing"
+    end_ids = frozenset(load_tokenizer(request.recipe.data.tokenizer_path).end_ids)
+    ours = _our_answers(request)
+    assert ours == list(_answers_of_transformers(request.recipe, out, heldout, end_ids))
+    assert len(set(map(tuple, ours))) > 1, "one answer to every question proves little"
