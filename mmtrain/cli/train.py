@@ -77,7 +77,7 @@ def train(
     """Train a recipe with a parallel plan.
 
     By itself, `train` starts its own local processes. Under torchrun or SLURM each started process is one rank. The
-    stages of a recipe run one after another; `--set stage=NAME` runs one of them.
+    stages of a recipe run one after another, there in the same processes; `--set stage=NAME` runs one of them.
     """
     from mmtrain.cli.stage_runs import require_one_stage, stage_runs
     from mmtrain.errors import UserError
@@ -101,28 +101,35 @@ def train(
 
 
 def _train_stages(runs: "list[StageRun]", options: _Options) -> None:
-    """Train stages one after another; with `--resume`, go on in the first that is not done."""
+    """Train stages one after another; in a run that goes on, pass over those that are done.
+
+    All ranks of a launcher decide alike: a stage starts and ends for all of them together.
+    """
     from mmtrain.checkpoint import find
     from mmtrain.errors import UserError
     from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
     from mmtrain.runtime.run_state import read_run_state
+    from mmtrain.runtime.training.train import require_started_ranks
     from mmtrain.runtime.world import find_address
 
     address = find_address()
-    if address is not None and len(runs) > 1:
-        raise UserError(
-            f"stages: {address.launcher} started these processes, which train one stage: choose it with --set "
-            "stage=NAME, and start the next one when it is done"
-        )
+    if address is not None:
+        for run in runs:
+            require_started_ranks(run.loaded.recipe, address.world_size, options.elastic)
+    # torchrun restarts processes with the arguments of the first start.
+    is_restart = address is not None and (address.attempt > 0 or (options.elastic and address.launcher == "torchrun"))
+    goes_on = options.resume or is_restart
     held = [run.folder for run in runs if find(run.folder / CHECKPOINTS_FOLDER)]
-    if held and not options.resume and options.resume_from is None:
+    if held and not goes_on and options.resume_from is None:
         raise UserError(f"{held[0]} holds a run already: continue it with --resume, or choose another --run-dir")
+    is_first = address is None or address.rank == 0
     for run in runs:
-        if options.resume and read_run_state(run.folder).get("status") == "done":
-            typer.echo(f"stage {run.stage}: done, in {run.folder}")
-            continue
-        typer.echo(f"stage {run.stage}, in {run.folder}")
-        _train_run(run, options, may_be_new=bool(held))
+        is_done = goes_on and read_run_state(run.folder).get("status") == "done"
+        if is_first:
+            done = "done, " if is_done else ""
+            typer.echo(f"stage {run.stage}: {done}in {run.folder}")
+        if not is_done:
+            _train_run(run, options, may_be_new=bool(held) or is_restart)
 
 
 def _train_run(run: "StageRun", options: _Options, may_be_new: bool = False) -> None:

@@ -164,8 +164,21 @@ def first_host(nodelist: str) -> str | None:
     return "".join(part or "" for part in match.groups()) if match else None
 
 
+@dataclass
+class _MeetingPoint:
+    """The store in which the ranks of a launcher meet, and how often they have met there."""
+
+    store: TCPStore
+    num_meetings: int = 0
+
+
+# By address. A process that trains one run after another joins again and again, at a port that stays the same: a new
+# store there would be found by some ranks only, while others are still in the old one.
+_meeting_points: dict[Address, _MeetingPoint] = {}
+
+
 def join(address: Address) -> World:
-    """Join the default process group.
+    """Join the default process group; after `leave`, the same ranks may join again.
 
     Raises LaunchError when the port cannot be used or a rank does not arrive in time.
     """
@@ -178,20 +191,17 @@ def join(address: Address) -> World:
     device = torch.device("cuda", address.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if address.rank == 0:
+    if address.rank == 0 and address not in _meeting_points:
         _require_bindable(address)
     try:
-        store = TCPStore(
-            address.master,
-            address.port,
-            address.world_size,
-            is_master=_hosts_store(address),
-            timeout=RENDEZVOUS_TIMEOUT,
-            wait_for_workers=False,
-        )
+        if address not in _meeting_points:
+            _meeting_points[address] = _MeetingPoint(_connect(address, is_master=_hosts_store(address)))
+        meeting_point = _meeting_points[address]
+        meeting_point.num_meetings += 1
+        prefix = _store_prefix(address, meeting_point.num_meetings)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=PrefixStore(_store_prefix(address), store),
+            store=PrefixStore(prefix, meeting_point.store),
             rank=address.rank,
             world_size=address.world_size,
             timeout=COLLECTIVE_TIMEOUT,
@@ -202,17 +212,26 @@ def join(address: Address) -> World:
             f"{address.master}:{address.port}: {str(e).splitlines()[0]}. Check that the port is free on the first "
             "node, that every node reaches it, and that all ranks were started"
         ) from e
-    return World(address.rank, address.world_size, device, _second_client(address))
+    return World(address.rank, address.world_size, device, _second_client(address, prefix))
 
 
-def _second_client(address: Address) -> Store | None:
+def _connect(address: Address, is_master: bool) -> TCPStore:
+    """Connect to the store of the ranks; `is_master`: make it."""
+    return TCPStore(
+        address.master,
+        address.port,
+        address.world_size,
+        is_master=is_master,
+        timeout=RENDEZVOUS_TIMEOUT,
+        wait_for_workers=False,
+    )
+
+
+def _second_client(address: Address, prefix: str) -> Store | None:
     """Connect to the store again: a wait of the main thread blocks torch's own client, lock included."""
     if address.world_size == 1:
         return None
-    store = TCPStore(
-        address.master, address.port, address.world_size, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False
-    )
-    return PrefixStore(f"{_store_prefix(address)}/threads", store)
+    return PrefixStore(f"{prefix}/threads", _connect(address, is_master=False))
 
 
 def leave() -> None:
@@ -230,13 +249,14 @@ def _hosts_store(address: Address) -> bool:
     return address.rank == 0 and not has_agent_store()
 
 
-def _store_prefix(address: Address) -> str:
-    """Return what keeps the keys of one start apart from those of another.
+def _store_prefix(address: Address, meeting: int) -> str:
+    """Return what keeps the keys of one meeting of the ranks apart from those of another.
 
     The store of torchrun's agent outlives a failed attempt and still holds the addresses of its ranks. A store of our
-    own is new in each start; agents that joined at different times count attempts differently.
+    own is new in each start; agents that joined at different times count attempts differently. `meeting` counts in one
+    start.
     """
-    return f"mmtrain/{address.attempt}" if has_agent_store() else "mmtrain"
+    return f"mmtrain/{address.attempt}/{meeting}" if has_agent_store() else f"mmtrain/{meeting}"
 
 
 def _require_bindable(address: Address) -> None:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.resilience.lost_output import ignore_lost_output
@@ -37,7 +38,12 @@ def alone(request: TrainRequest) -> list[int]:
 
 def torchrun(request: TrainRequest, max_restarts: int = 0) -> list[int]:
     """Run torchrun's agent with `mmtrain train`; return its exit code."""
-    return fork_ranks(1, _agent, request, max_restarts, timeout=TIMEOUT_S)
+    return fork_ranks(1, _agent, _torchrun_rank, request, max_restarts, timeout=TIMEOUT_S)
+
+
+def torchrun_command(command: Callable[[], int], max_restarts: int = 0) -> list[int]:
+    """Run torchrun's agent with processes that do this and exit with what it returns; return the agent's exit code."""
+    return fork_ranks(1, _agent, _torchrun_process, command, max_restarts, timeout=2 * TIMEOUT_S)
 
 
 def slurm(request: TrainRequest) -> list[int]:
@@ -55,7 +61,9 @@ def _alone(_rank: int, _size: int, _folder: Path, request: TrainRequest) -> int:
     return launch_here(request)[0]
 
 
-def _agent(_rank: int, _size: int, _folder: Path, request: TrainRequest, max_restarts: int) -> int:
+def _agent(
+    _rank: int, _size: int, _folder: Path, process: Callable[[Any], None], argument: object, max_restarts: int
+) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -72,17 +80,30 @@ def _agent(_rank: int, _size: int, _folder: Path, request: TrainRequest, max_res
         start_method="fork",
     )
     try:
-        elastic_launch(config, _torchrun_rank)(request)
+        elastic_launch(config, process)(argument)
     except (ChildFailedError, SignalException):
         return 1
     return 0
 
 
-def _torchrun_rank(request: TrainRequest) -> None:
-    """Be what torchrun starts, which is a fresh process: without the agent's handlers, and not ended with the agent."""
+def _torchrun_process(command: Callable[[], int]) -> None:
+    """Be a process that torchrun starts, which does this."""
+    _forget_agent()
+    code = _exit_code(command)
+    if code:
+        os._exit(code)
+
+
+def _forget_agent() -> None:
+    """Be a fresh process: without the agent's handlers, and not ended with the agent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+
+
+def _torchrun_rank(request: TrainRequest) -> None:
+    """Be what torchrun starts for a run."""
+    _forget_agent()
     code = _exit_code(lambda: launch_here(request)[0])
     faults = request.faults
     agent_ends = isinstance(faults, FailInEachPhase) and faults.kind == "signal launcher"

@@ -11,6 +11,7 @@ from rich.console import Console
 from mmtrain.data import build_index
 from mmtrain.durable_files import disk_errors_named
 from mmtrain.errors import LaunchError, StoppedAndSaved
+from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.activity import AWAITING_PLAN, BUILDING, INDEXING, PLANNING, RESTORING, Activity
 from mmtrain.runtime.execution.process_groups import release_groups
 from mmtrain.runtime.execution.rank_context import build_rank_context
@@ -93,15 +94,20 @@ def _request_under_torchrun(request: TrainRequest, address: Address) -> TrainReq
     return replace(request, resume=True, go_back=None, force_unlock=False)
 
 
-def train_rank(request: TrainRequest, address: Address) -> None:
-    """Train as one rank of the run. Raises StoppedAndSaved when a signal stopped the run before its last step."""
-    num_ranks, max_gpus = request.recipe.cluster.ranks, request.recipe.parallel.max_gpus
-    may_differ = request.elastic or (max_gpus is not None and address.world_size <= max_gpus)
-    if num_ranks is not None and address.world_size != num_ranks and not may_differ:
+def require_started_ranks(recipe: Recipe, num_started: int, elastic: bool) -> None:
+    """Raise LaunchError if a run cannot train with the number of processes that were started."""
+    num_ranks, max_gpus = recipe.cluster.ranks, recipe.parallel.max_gpus
+    may_differ = elastic or (max_gpus is not None and num_started <= max_gpus)
+    if num_ranks is not None and num_started != num_ranks and not may_differ:
         raise LaunchError(
-            f"cluster.ranks: {num_ranks} in the recipe, but {address.world_size} processes were started; "
+            f"cluster.ranks: {num_ranks} in the recipe, but {num_started} processes were started; "
             "start as many, leave cluster.ranks out to take what the launcher starts, or add --elastic"
         )
+
+
+def train_rank(request: TrainRequest, address: Address) -> None:
+    """Train as one rank of the run. Raises StoppedAndSaved when a signal stopped the run before its last step."""
+    require_started_ranks(request.recipe, address.world_size, request.elastic)
     if torch.get_num_threads() > 1 and not torch.cuda.is_available():
         torch.set_num_threads(1)  # a rank is one core; more threads than cores would fight the other ranks
     with contextlib.ExitStack() as stack:
