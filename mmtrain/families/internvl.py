@@ -244,8 +244,12 @@ INTERNVL = Family(
         "processor_config.json": _TINY_PROCESSOR,
         "tokenizer_config.json": _TINY_TOKENIZER,
     },
-    # The processor writes frames of a video with their numbers, each between tokens of its own: not built yet.
-    markups={"image": MediaMarkup(_FEATURE, _FEATURE, _START, _END), "video": None},
+    markups={
+        "image": MediaMarkup(_FEATURE, _FEATURE, _START, _END),
+        "video": MediaMarkup(
+            MEDIA_TOKENS["video"], _FEATURE, f"Frame1: {_START}", _END, later_prefix=f"\nFrame{{number}}: {_START}"
+        ),
+    },
     image_processor={"crop_to_patches": True},
     spellings=(
         (

@@ -11,17 +11,26 @@ class MediaMarkup:
     A template writes `placeholder` for a medium, often between special tokens of its own. Before the text becomes
     tokens, the family's processor replaces it by `prefix`, the feature token once for each feature, and `suffix`.
     LLaVA and Qwen2-VL replace one token by itself; Gemma 3 writes line breaks and an end token around the features.
+
+    InternVL writes each frame of a video apart. Then all of this is the first one, and before the features of later
+    ones, which also have the suffix, comes `later_prefix` with their number in the place of `{number}`.
     """
 
     placeholder: str
     feature_token: str  # a special token of the tokenizer, whose place one feature takes
     prefix: str = ""
     suffix: str = ""
+    later_prefix: str | None = None
 
     @property
     def expansion(self) -> str:
         """Return what stands for the placeholder in text, with one feature."""
         return f"{self.prefix}{self.feature_token}{self.suffix}"
+
+    def later_item(self, number: int) -> str:
+        """Return what stands for one of the later items of a medium, with one feature; `number` counts from 1."""
+        assert self.later_prefix is not None
+        return f"{self.later_prefix.format(number=number)}{self.feature_token}{self.suffix}"
 
 
 # By kind of media: image, video, audio. None for a kind that is written in a way which is not supported yet.

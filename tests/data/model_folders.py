@@ -2,13 +2,20 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mmtrain.data.text import token_counter
+from mmtrain.data.text.sample_tokenizer import MediumFeatures
+from mmtrain.families import FAMILIES as MODEL_FAMILIES
+from mmtrain.families.media_markup import Markups
+from mmtrain.recipe.modalities import MediaKind
 
 CHATML = """
 {%- if messages[0].role == 'system' -%}
@@ -56,6 +63,12 @@ CHATML_WITH_MEDIA = """
     {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
+# A line break follows each medium, whose text the processor writes.
+INTERNVL = (
+    CHATML_WITH_MEDIA.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\\n")
+    .replace("<|vision_start|><|video_pad|><|vision_end|>", "<video>\\n")
+    .replace("Be helpful.", "You see pictures.")
+)
 # Thoughts are shown in the last answer only, so that earlier answers change when later turns come.
 THINKING = """
 {%- set ns = namespace(last_question=-1) -%}
@@ -226,6 +239,29 @@ class Family:
     has_system: bool = True
     answers_end_with: str = ""
     thinks: bool = False
+    markups: Markups = field(default_factory=dict)
+    # Of a family that writes more for a medium than the template: its text by kind and features, in `transformers`.
+    write: Callable[[MediaKind, MediumFeatures], str] | None = None
+
+
+TILE_FEATURES = 4  # of the InternVL here
+
+
+def write_like_internvl(kind: MediaKind, features: MediumFeatures) -> str:
+    """Return what InternVL's processor writes for a medium. It cannot be made without torchvision."""
+    from transformers.models.internvl.processing_internvl import InternVLProcessor
+
+    processor: Any = SimpleNamespace(
+        start_image_token="<img>",
+        end_image_token="</img>",
+        image_token="<IMG_CONTEXT>",
+        image_seq_length=TILE_FEATURES,
+    )
+    if isinstance(features, int):
+        num_tiles = features // TILE_FEATURES
+        return str(InternVLProcessor.replace_image_token(processor, {"num_patches": [num_tiles]}, 0))
+    frames = np.zeros((len(features), 1))
+    return str(InternVLProcessor.replace_video_token(processor, {"pixel_values_videos": [frames]}, 0))
 
 
 def byte_level(
@@ -296,6 +332,16 @@ FAMILIES: dict[str, Family] = {
         {"eos_token": "<|im_end|>", "image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         media=("image", "video"),
         answers_end_with="<|im_end|>",
+    ),
+    "internvl": Family(
+        INTERNVL,
+        byte_level(token_counter._QWEN2_PATTERN, normalizers.NFC()),
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+        {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+        media=("image", "video"),
+        answers_end_with="<|im_end|>",
+        markups=MODEL_FAMILIES["internvl"].markups,
+        write=write_like_internvl,
     ),
     "thinking": Family(
         THINKING,

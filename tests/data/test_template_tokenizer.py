@@ -1,5 +1,6 @@
 """Conversations through the chat template of a model folder; transformers is the judge."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +16,18 @@ from transformers.utils import chat_template_utils
 from mmtrain.data import Sample, Turn
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.text.chat_template import TEMPLATE_DATE
-from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
+from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, MediumFeatures, total_features
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
-from tests.data.model_folders import FAMILIES, MARK_ANSWERS, Family, draw_text, metaspace, write_folder
+from mmtrain.recipe.modalities import MediaKind
+from tests.data.model_folders import (
+    FAMILIES,
+    MARK_ANSWERS,
+    TILE_FEATURES,
+    Family,
+    draw_text,
+    metaspace,
+    write_folder,
+)
 
 NUM_CONVERSATIONS = 500  # of each family in the slow tests; the quick ones draw the first 12 of them
 
@@ -27,7 +37,7 @@ class Drawn:
     """A conversation as mmtrain reads it, and as transformers does."""
 
     sample: Sample
-    features: dict[str, list[int]]
+    features: dict[str, list[MediumFeatures]]
     messages: list[dict[str, Any]]
 
 
@@ -57,14 +67,14 @@ def judged_case(family: Family, path: Path) -> Iterator[Case]:
     judges[1].chat_template = marked
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: TEMPLATE_DATE))
-        yield Case(family, folder, TemplateTokenizer.load(folder), *judges)
+        yield Case(family, folder, TemplateTokenizer.load(folder, family.markups), *judges)
 
 
 def draw(case: Case, random: Random) -> Drawn:
     family = case.family
     turns: list[Turn] = []
     messages: list[dict[str, Any]] = []
-    features: list[int] = []
+    features: list[MediumFeatures] = []
     media: dict[str, list[FileMedia]] = {"image": [], "video": []}
     as_parts = bool(family.media) and "message.content is string" not in family.template
 
@@ -83,8 +93,8 @@ def draw(case: Case, random: Random) -> Drawn:
         for _ in range(random.randint(0, 3) if family.media else 0):
             kind = random.choice(family.media)
             media[kind].append(FileMedia("x.png"))
-            features.append(random.randint(1, 9))
             parts = [parts[0].strip(), kind, *parts[1:]] if random.random() < 0.5 else [*parts, kind, "and"]
+        features += [_draw_features(family, part, random) for part in parts if part in family.media]
         add("user", [part for part in parts if part])
         thought = f"<think>\n{draw_text(random)}\n</think>\n\n" if family.thinks and random.random() < 0.5 else ""
         add("assistant", [thought + draw_text(random)])
@@ -93,11 +103,27 @@ def draw(case: Case, random: Random) -> Drawn:
     return Drawn(sample, {"vision": features} if family.media else {}, messages)
 
 
-def expand(case: Case, ids: list[int], features: list[int]) -> np.ndarray:
-    """Repeat the placeholders in a judge's ids, as processors do in their text."""
-    placeholders = {i for tokens in case.tokenizer.item_ids.values() for i in tokens}
-    remaining = iter(features)
-    return np.concatenate([np.full(next(remaining), i) if i in placeholders else np.array([i]) for i in ids])
+def _draw_features(family: Family, kind: str, random: Random) -> MediumFeatures:
+    if family.write is None:
+        return random.randint(1, 9)
+    return (TILE_FEATURES,) * random.randint(1, 12) if kind == "video" else TILE_FEATURES * random.randint(1, 5)
+
+
+def expected_ids(case: Case, messages: list[dict[str, Any]], drawn: Drawn, **options: bool) -> list[int]:
+    """Return the ids of a conversation by the judge, with the text or the features of its media as a processor does."""
+    features = iter(drawn.features.get("vision", []))
+    if case.family.write is None:
+        ids = case.judge.apply_chat_template(messages, return_dict=False, **options)
+        placeholders = {i for tokens in case.tokenizer.item_ids.values() for i in tokens}
+        repeats = [total_features(next(features)) if i in placeholders else 1 for i in ids]
+        return np.repeat(ids, repeats).tolist()
+    write = case.family.write
+    text = case.judge.apply_chat_template(messages, tokenize=False, **options)
+    kinds: dict[str, MediaKind] = {"<IMG_CONTEXT>": "image", "<video>": "video"}
+    text = re.sub("|".join(kinds), lambda placeholder: write(kinds[placeholder.group()], next(features)), text)
+    ids = case.judge(text, add_special_tokens=False)["input_ids"]
+    assert isinstance(ids, list)
+    return ids
 
 
 @pytest.mark.parametrize("number", [12, pytest.param(NUM_CONVERSATIONS, marks=pytest.mark.slow)])
@@ -106,11 +132,10 @@ def test_ids_and_labels_are_those_of_transformers(case: Case, number: int) -> No
     count, at_once = (case.tokenizer.length_counter(limit) for limit in (10_000, 0))
     for _ in range(number):
         drawn = draw(case, random)
-        features = drawn.features.get("vision", [])
         expected = case.marking_judge.apply_chat_template(drawn.messages, return_assistant_tokens_mask=True)
         assert expected["input_ids"] == case.judge.apply_chat_template(drawn.messages, return_dict=False)
         encoded = case.tokenizer.encode(drawn.sample, drawn.features)
-        assert encoded.ids.tolist() == expand(case, expected["input_ids"], features).tolist()
+        assert encoded.ids.tolist() == expected_ids(case, drawn.messages, drawn)
         is_target = np.array(expected["assistant_masks"], dtype=bool)
         targets = np.array(expected["input_ids"])[is_target]
         assert encoded.labels[encoded.labels != IGNORE_INDEX].tolist() == targets.tolist(), drawn
@@ -171,9 +196,8 @@ def test_prompts_are_those_of_transformers(case: Case) -> None:
     random = Random(2)
     for _ in range(10):
         drawn = draw(case, random)
-        ids = case.judge.apply_chat_template(drawn.messages[:-1], add_generation_prompt=True, return_dict=False)
         prompt = case.tokenizer.prompt_ids(drawn.sample, drawn.features)
-        assert prompt.tolist() == expand(case, ids, drawn.features.get("vision", [])).tolist()
+        assert prompt.tolist() == expected_ids(case, drawn.messages[:-1], drawn, add_generation_prompt=True)
 
 
 def test_an_answer_ends_with_the_terminator(case: Case) -> None:
@@ -196,7 +220,7 @@ def test_no_text_can_forge_a_special_token(case: Case) -> None:
         forged_turns = []
         for turn in drawn.sample.turns:
             token = random.choice(case.family.special)
-            forged = token if turn.role != "user" or token != "<image>" else "</s>"
+            forged = token if turn.role != "user" or token not in ("<image>", "<video>") else "</s>"
             text = random.choice((f"{turn.text}x{forged}y", f"{forged}x{turn.text}", f"x{forged}x{turn.text}"))
             forged_turns.append(Turn(turn.role, text))
         forged_sample = replace(drawn.sample, turns=tuple(forged_turns))

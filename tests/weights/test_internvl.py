@@ -1,28 +1,31 @@
 """InternVL from a folder computes what `transformers` computes, and reads pictures and texts like its processor."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import build_index
-from mmtrain.data.formats.sample import Sample, Turn
 from mmtrain.data.media.image_grids import item_grids
+from mmtrain.data.media.item_readers import VisionItemReader
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.text.load_tokenizer import load_tokenizer
-from mmtrain.data.text.sample_tokenizer import BadConversationError
 from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.weights import export_folder
 from mmtrain.weights.tiny_model import write_tiny_model
+from tests.data.archives import movie
+from tests.data.model_folders import write_like_internvl
 from tests.families.configs import write_config
 from tests.runtime.models import run_folder
 from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, PATCH, VOCAB, internvl, recipe_from, save
@@ -188,10 +191,51 @@ def test_other_internvls_are_rejected_by_the_key(
     assert text in str(caught.value)
 
 
-def test_a_video_is_refused_since_its_text_is_not_built(tmp_path: Path) -> None:
+def test_a_video_is_written_frame_by_frame(tmp_path: Path) -> None:
+    """Lengths from headers are those of the ids; frames are those in the middle of equal parts, a tile each."""
     folder = tmp_path / "model"
     write_tiny_model(FAMILIES["internvl"], folder, 3)
-    turns = (Turn("user", "<video>What happens?"), Turn("assistant", "Nothing."))
-    sample = Sample("s", "f.json", 0, turns, (), videos=(FileMedia("a.mp4"),))
-    with pytest.raises(BadConversationError, match="no token for video features, or its model's text for them is not"):
-        load_tokenizer(folder).encode(sample, {"vision": [8]})
+    conversations = folder / "conversations"
+    # One second of each shade, 20 frames a second: 60 frames.
+    shades = [Image.new("RGB", (64, 48), (shade, shade, shade)) for shade in (20, 120, 220)]
+    (conversations / "long.mp4").write_bytes(movie(shades, seconds_each=1.0))
+    (conversations / "short.mp4").write_bytes(movie(["red"], seconds_each=0.1))
+    heldout = json.loads((conversations / "heldout.json").read_text())
+    picture = next(row["image"][0] for row in heldout if row.get("image"))
+    rows = [
+        _row("<video>\nWhat happens, and then <image>?", video="long.mp4", image=picture),
+        _row("<image>\nAnd <video>", video="short.mp4", image=picture),
+    ]
+    (conversations / "heldout.json").write_text(json.dumps(rows))
+    recipe = tiny_recipe(folder, "data.seq_len=1024", "data.video.max_frames=12")
+    assert recipe.model.vision is not None
+    index, tokenizer = build_index(recipe), load_tokenizer(folder)
+    assert not index.quarantined
+    assert len(index.samples) == 2
+    for number in range(2):
+        features = index.media_features(number)
+        encoded = tokenizer.encode(index.samples[number], features)
+        assert index.lengths.tokens[number] == len(encoded.ids)
+        kinds = [kind for kind, _ in index.samples[number].media_of(("image", "video"))]
+        texts = [write_like_internvl(kind, medium) for kind, medium in zip(kinds, features["vision"], strict=True)]
+        text = tokenizer.decode(encoded.ids)
+        assert "".join(re.findall("Frame[0-9]+: ", text)) == "".join(re.findall("Frame[0-9]+: ", "".join(texts)))
+    [video] = [medium for medium in index.media_features(0)["vision"] if isinstance(medium, tuple)]
+    assert video == (4,) * 12
+    [video] = [medium for medium in index.media_features(1)["vision"] if isinstance(medium, tuple)]
+    assert video == (4,) * 2
+
+    # As `InternVLVideoProcessor.sample_frames` takes them, which needs torchvision.
+    wanted = torch.arange(60 / 12 / 2, 60, 60 / 12).int().tolist()
+    reader = VisionItemReader(recipe.model.vision, recipe.data)
+    image = recipe.data.image
+    for part, frame in enumerate(wanted):
+        patches = reader.load_cells("video", FileMedia(str(conversations / "long.mp4")), part, 12, (4, 4))
+        shade = np.asarray(shades[frame // 20], dtype=np.float32)[0, 0] / 255
+        pixels = patches.reshape(16, 3, -1).mean(axis=(0, 2))
+        np.testing.assert_allclose(pixels, (shade - np.array(image.mean)) / np.array(image.std), atol=0.1)
+
+
+def _row(question: str, **media: str) -> dict[str, object]:
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "Nothing."}]
+    return {"id": question, "conversations": turns, **media}

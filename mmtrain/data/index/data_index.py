@@ -30,6 +30,7 @@ from mmtrain.data.media.image_grids import MediumGrid, MediumItems
 from mmtrain.data.media.item_readers import tile_join
 from mmtrain.data.media.joined_tiles import TileJoin, join_media
 from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.data.text.sample_tokenizer import MediaFeatures, split_videos
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.data_settings import SourceSettings
 from mmtrain.recipe.schema import Recipe
@@ -55,8 +56,8 @@ class DataIndex:
     joins: dict[str, TileJoin] = field(default_factory=dict)  # for encoders whose tiles are joined
     image_sizes: dict[str, IntArray] = field(default_factory=dict)  # theirs: (I, 2) of an item's image; 0: a frame
 
-    def media_features(self, sample: int) -> dict[str, list[int]]:
-        """Return for each modality the LLM tokens of a sample's media, summed over their items and its encoders."""
+    def media_features(self, sample: int) -> MediaFeatures:
+        """Return for each modality the LLM tokens of a sample's media, summed over its encoders, for a tokenizer."""
         features: dict[str, list[int]] = {}
         for unit, modality in self.modalities.items():
             of_unit = self.unit_features(sample, unit)
@@ -64,7 +65,19 @@ class DataIndex:
             features[modality] = [
                 num_features + others for num_features, others in zip(of_unit, of_others, strict=True)
             ]
-        return features
+        if not self.samples[sample].videos:
+            return features
+        readers = {modality: unit for unit, modality in self.modalities.items()}
+        return split_videos(
+            features, self.samples[sample], lambda modality, number: self._num_items(sample, readers[modality], number)
+        )
+
+    def _num_items(self, sample: int, unit: str, number: int) -> int:
+        """Return how many items one medium of a sample is for an encoder."""
+        items = self.lengths.items[unit]
+        parts = self.item_parts[unit][items.first[sample] : items.first[sample + 1]]
+        edges = [*np.flatnonzero(parts == 0).tolist(), len(parts)]
+        return int(edges[number + 1] - edges[number])
 
     def unit_features(self, sample: int, unit: str) -> list[int]:
         """Return the LLM tokens of each medium of a sample that one encoder reads, summed over its items."""

@@ -15,7 +15,13 @@ from mmtrain.data.media.image_grids import MediumItems
 from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader, tile_join
 from mmtrain.data.media.joined_tiles import TileJoin
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
-from mmtrain.data.text.sample_tokenizer import BadConversationError, LengthCounter, SampleTokenizer
+from mmtrain.data.text.sample_tokenizer import (
+    BadConversationError,
+    LengthCounter,
+    MediaFeatures,
+    SampleTokenizer,
+    split_videos,
+)
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import DataSettings, SourceSettings
 from mmtrain.recipe.modalities import MODALITIES, MediaKind, dotted_unit
@@ -231,7 +237,7 @@ class _SampleMeasurer:
             reason = f"{num_images_and_frames} images, frames of videos included, data.max_images = {data.max_images}"
             return Quarantined.of(sample, "too_many_images", reason)
         try:
-            tokens, targets = self._count_tokens(sample, self._media_features(items))
+            tokens, targets = self._count_tokens(sample, self._media_features(sample, items))
         except BadConversationError as bad:
             return Quarantined.of(sample, bad.kind, str(bad))
         max_tokens = _max_sample_tokens(data)
@@ -261,8 +267,8 @@ class _SampleMeasurer:
         media = zip(sample.media_of(encoder.kinds), items[encoder.unit], strict=True)
         return sum(len(of_medium.grids) for (kind, _), of_medium in media if kind == "video")
 
-    def _media_features(self, items: Mapping[str, Sequence[MediumItems]]) -> dict[str, list[int]]:
-        """Return for each modality the LLM tokens of each medium, summed over its items and the encoders."""
+    def _media_features(self, sample: Sample, items: Mapping[str, Sequence[MediumItems]]) -> MediaFeatures:
+        """Return for each modality the LLM tokens of each medium, summed over the encoders, as tokenizers take them."""
         features: dict[str, list[int]] = {}
         for encoder in self._encoders:
             of_unit = [encoder.num_features(of_medium) for of_medium in items[encoder.unit]]
@@ -270,4 +276,7 @@ class _SampleMeasurer:
             if of_others is not None:
                 of_unit = [num_features + others for num_features, others in zip(of_unit, of_others, strict=True)]
             features[encoder.modality] = of_unit
-        return features
+        if not sample.videos:
+            return features
+        readers = {encoder.modality: encoder.unit for encoder in self._encoders}
+        return split_videos(features, sample, lambda modality, number: len(items[readers[modality]][number].grids))

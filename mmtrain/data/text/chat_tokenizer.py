@@ -20,7 +20,9 @@ from mmtrain.data.text.sample_tokenizer import (
     EncodedSample,
     LengthCounter,
     MediaFeatures,
+    MediumFeatures,
     find_marks,
+    total_features,
 )
 from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError
@@ -78,7 +80,7 @@ class ChatTokenizer:
 
         def count_sample(sample: Sample, features: MediaFeatures) -> tuple[int, int]:
             _check_no_tools(sample)
-            num_ids = sum(map(sum, features.values()))
+            num_ids = sum([total_features(medium) for media in features.values() for medium in media])
             num_targets = 0
             marks = find_marks(sample)
             num_mark_characters = max(map(len, marks)) * sum(map(len, features.values()))
@@ -139,14 +141,14 @@ class ChatTokenizer:
         return np.array(ids, dtype=np.int64), np.array(is_target, dtype=bool)
 
     def _encode_with_items(
-        self, text: str, marks: Mapping[str, str], remaining: Mapping[str, Iterator[int]]
+        self, text: str, marks: Mapping[str, str], remaining: Mapping[str, Iterator[MediumFeatures]]
     ) -> list[int]:
         """Encode a user's text; each mark becomes the next number of item tokens of its modality."""
         ids: list[int] = []
         for part in re.split(f"({'|'.join(marks)})", text):
             if part in marks:
                 modality = marks[part]
-                ids += self.item_ids[modality] * next(remaining[modality])
+                ids += self.item_ids[modality] * total_features(next(remaining[modality]))
             else:
                 ids += self._encode_text(part)
         return ids

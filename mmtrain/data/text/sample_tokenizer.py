@@ -10,8 +10,9 @@ from mmtrain.recipe.modalities import MODALITIES
 
 IGNORE_INDEX = -100  # label of positions that do not count in the loss, as in torch's cross_entropy
 
-# Modality -> LLM tokens of each medium of a sample, of all encoders together, in the order of the media's marks.
-MediaFeatures = Mapping[str, Sequence[int]]
+# LLM tokens of a medium, of all encoders together; of a video those of each item, since families write text in between.
+MediumFeatures = int | tuple[int, ...]
+MediaFeatures = Mapping[str, Sequence[MediumFeatures]]  # by modality, of each medium in the order of the media's marks
 LengthCounter = Callable[[Sample, MediaFeatures], tuple[int, int]]  # -> (number of ids, number of targets)
 
 
@@ -61,6 +62,29 @@ class SampleTokenizer(Protocol):
 
     def describe_missing_item_token(self, modality: str) -> str:
         """Say what the tokenizer lacks, and what to do, if `item_ids` has no entry for a modality."""
+
+
+def total_features(features: MediumFeatures) -> int:
+    """Return the LLM tokens of a medium."""
+    return features if isinstance(features, int) else sum(features)
+
+
+def split_videos(
+    features: dict[str, list[int]], sample: Sample, num_items: Callable[[str, int], int]
+) -> dict[str, list[MediumFeatures]]:
+    """Divide the LLM tokens of a sample's videos over their items, which are equal.
+
+    num_items: returns how many items a medium has, by its modality and its number among the media of that.
+    """
+    divided: dict[str, list[MediumFeatures]] = {}
+    for modality, counts in features.items():
+        divided[modality] = list(counts)
+        kinds = [kind for kind, _ in sample.media_of(MODALITIES[modality].media)] if sample.videos else []
+        for number, (kind, count) in enumerate(zip(kinds, counts, strict=False)):
+            if kind == "video":
+                items = num_items(modality, number)
+                divided[modality][number] = (count // items,) * items
+    return divided
 
 
 def find_marks(sample: Sample) -> dict[str, str]:

@@ -20,6 +20,7 @@ from mmtrain.data.formats.sample import PLURALS, Sample, Turn
 from mmtrain.data.text.answer_spans import AnswerFinder
 from mmtrain.data.text.chat_messages import Conversation, ConversationBuilder, TokenEscape
 from mmtrain.data.text.chat_template import ChatTemplate, Message, RenderError, Rendering, Span, Tools
+from mmtrain.data.text.items_apart import ItemsApart
 from mmtrain.data.text.rendering_counter import RenderingCounter
 from mmtrain.data.text.rendering_skeletons import SkeletonRenderer
 from mmtrain.data.text.sample_tokenizer import (
@@ -28,6 +29,7 @@ from mmtrain.data.text.sample_tokenizer import (
     EncodedSample,
     LengthCounter,
     MediaFeatures,
+    total_features,
 )
 from mmtrain.data.text.template_facts import probe_template
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder, read_tokenizer_folder
@@ -74,6 +76,7 @@ class TemplateTokenizer:
             for markup in markups.values()
             if markup.placeholder != markup.expansion
         }
+        self._items_apart = ItemsApart.of(markups.get("video"), self._tokenizer)
         self._kind_of_text = {markup.feature_token: kind for kind, markup in markups.items()}
         self._kind_of_token = {self._token_id(token): kind for token, kind in self._kind_of_text.items()}
         # Two kinds may have one feature token: in a rendering, both look like the latter.
@@ -132,8 +135,8 @@ class TemplateTokenizer:
                         self._kind_of_text[token] for token in counts.added_tokens if token in self._kind_of_text
                     ]
                     self._check_media(written, conversation.media)
-                    num_features = sum(map(sum, features.values()))
-                    return counts.total - len(conversation.media) + num_features, counts.targets
+                    num_more = self._count_media_tokens(features) - len(conversation.media)
+                    return counts.total + num_more, counts.targets
             ids, is_target = self._encode(conversation, rendering, features)
             return len(ids), int(is_target.sum())
 
@@ -146,7 +149,8 @@ class TemplateTokenizer:
         conversation = self._conversation(sample, turns)
         rendering = self._render_sample(conversation, add_generation_prompt=True)
         tokens = self._tokenize(rendering.text, conversation.is_escaped)
-        return np.repeat(tokens.ids, self._repeats(tokens.ids, conversation.media, features))
+        is_target = np.zeros(len(tokens.ids), dtype=bool)
+        return self._expand_media(tokens.ids, is_target, conversation.media, features)[0]
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of the ids without special tokens."""
@@ -208,8 +212,7 @@ class TemplateTokenizer:
         is_target = np.zeros(len(tokens.ids), dtype=bool)
         for span in self._answers.find(conversation, rendering).spans:
             is_target[tokens.inside(span)] = True
-        repeats = self._repeats(tokens.ids, conversation.media, features)
-        return np.repeat(tokens.ids, repeats), np.repeat(is_target, repeats)
+        return self._expand_media(tokens.ids, is_target, conversation.media, features)
 
     def _tokenize(self, text: str, is_escaped: bool) -> _TextTokens:
         """Encode a rendering. The special tokens in it are the template's; those that texts spell are escaped."""
@@ -258,8 +261,10 @@ class TemplateTokenizer:
         if num_special != num_written:
             raise BadConversationError("a text spells a special token in other characters")
 
-    def _repeats(self, ids: IntArray, media: Sequence[MediaKind], features: MediaFeatures) -> IntArray:
-        """Return how often to repeat each token, so that every medium gets its features.
+    def _expand_media(
+        self, ids: IntArray, is_target: BoolArray, media: Sequence[MediaKind], features: MediaFeatures
+    ) -> tuple[IntArray, BoolArray]:
+        """Give every medium its features: as often its token, and the text of items that are written apart.
 
         Raises `BadConversationError` if the media of the rendering are not those of the sample.
         """
@@ -267,11 +272,36 @@ class TemplateTokenizer:
         written = [self._kind_of_token[int(token)] for token in ids[positions]]
         self._check_media(written, media)
         repeats = np.ones(len(ids), dtype=np.int64)
+        later_items: list[tuple[int, IntArray]] = []  # (behind how many tokens, ids)
         remaining = {modality: iter(counts) for modality, counts in features.items()}
         for position in positions:
             modality = next(name for name, item_ids in self.item_ids.items() if ids[position] in item_ids)
-            repeats[position] = next(remaining[modality])
-        return repeats
+            medium = next(remaining[modality])
+            if isinstance(medium, tuple) and self._items_apart is not None:
+                repeats[position], *of_later = medium
+                end = int(position) + 1 + self._items_apart.num_suffix_tokens
+                later_items += [(end, self._items_apart.ids(i, num)) for i, num in enumerate(of_later, start=2)]
+            else:
+                repeats[position] = total_features(medium)
+        if not later_items:
+            return np.repeat(ids, repeats), np.repeat(is_target, repeats)
+        places = np.cumsum(repeats)[[end - 1 for end, _ in later_items]]
+        places = np.repeat(places, [len(item_ids) for _, item_ids in later_items])
+        more_ids = np.concatenate([item_ids for _, item_ids in later_items])
+        return (
+            np.insert(np.repeat(ids, repeats), places, more_ids),
+            np.insert(np.repeat(is_target, repeats), places, np.zeros(len(more_ids), dtype=bool)),
+        )
+
+    def _count_media_tokens(self, features: MediaFeatures) -> int:
+        """Return the tokens of all media: their features, and the text between items that are written apart."""
+        total = 0
+        for media in features.values():
+            for medium in media:
+                total += total_features(medium)
+                if isinstance(medium, tuple) and self._items_apart is not None:
+                    total += sum([self._items_apart.num_text_tokens(i) for i in range(2, len(medium) + 1)])
+        return total
 
     def _check_media(self, written: Sequence[MediaKind], media: Sequence[MediaKind]) -> None:
         """Compare the kinds of media in a rendering with those of the conversation; modalities may be mixed anew."""
