@@ -3,7 +3,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +22,19 @@ class StandInHub:
     url: str = ""
     is_gated: bool = False
     fetched: list[str] = field(default_factory=list)  # names of files, in the order in which they were sent
+    before_sending: Callable[[str], None] = lambda _: None  # is called with the name of each file
+
+    def constants(self, cache: Path) -> dict[str, object]:
+        """Return what `huggingface_hub.constants` holds when the library uses this hub, and a cache.
+
+        The library reads HF_ENDPOINT and HF_HUB_CACHE when it is imported.
+        """
+        return {
+            "HF_HUB_CACHE": str(cache),
+            "HF_HUB_OFFLINE": False,
+            "ENDPOINT": self.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": f"{self.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        }
 
 
 @contextmanager
@@ -73,6 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             content = (hub.folder / name).read_bytes()
             if sends_body:
+                hub.before_sending(name)
                 hub.fetched.append(name)
             self._send(content, {"ETag": f'"{_sum(content)}"', "X-Repo-Commit": COMMIT}, sends_body)
 

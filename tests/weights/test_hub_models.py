@@ -1,10 +1,11 @@
 """`model.hf: org/name`, against a stand-in of the hub."""
 
+import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,6 +15,8 @@ from mmtrain.families.hub_models import fetch_weights
 from mmtrain.recipe import load_recipe
 from mmtrain.recipe.schema import Recipe
 from mmtrain.weights import FolderTensors
+from tests.distributed import fork_ranks
+from tests.flow.runs import poll
 from tests.weights.hub_server import COMMIT, StandInHub, serve_model
 from tests.weights.pretrained import qwen2, save
 from tests.weights.test_import_weights import pretrained_of, unit_stage
@@ -36,13 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with serve_model(REPO, model) as served:
-        # As HF_ENDPOINT does, which the library reads when it is imported.
-        files = f"{served.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", served.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+        for name, value in served.constants(tmp_path / "cache").items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
         yield served
 
 
@@ -167,3 +166,34 @@ def test_folders_outside_of_the_cache_are_left_alone(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
     fetch_weights(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["other.safetensors"]
+
+
+def _fetch_as_one_of_two(rank: int, _size: int, _: Path, constants: dict[str, object], folder: Path) -> dict[str, str]:
+    """Load the recipe and its weights; return the sum of every file of the model's folder."""
+    for name, value in constants.items():
+        setattr(huggingface_hub.constants, name, value)
+    own = folder / f"rank-{rank}"
+    own.mkdir()
+    model = _recipe(own, REPO).model.hf
+    assert model is not None
+    (own / "fetches-weights").touch()
+    fetch_weights(model)
+    FolderTensors.of(model).close()
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in model.iterdir()}
+
+
+@pytest.mark.slow
+def test_ranks_that_fetch_at_once_share_what_one_of_them_fetches(model: Path, tmp_path: Path) -> None:
+    """No byte of weights is sent before both processes have asked for weights."""
+
+    def wait_for_both(name: str) -> None:
+        if name.endswith(".safetensors"):
+            poll(lambda: len(list(tmp_path.glob("rank-*/fetches-weights"))) == 2, 60)
+
+    with serve_model(REPO, model) as hub:
+        hub.before_sending = wait_for_both
+        sums = fork_ranks(2, _fetch_as_one_of_two, hub.constants(tmp_path / "cache"), tmp_path, timeout=120)
+    assert sums[0] == sums[1]
+    source = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in model.iterdir() if path.is_file()}
+    assert sums[0] == {name: total for name, total in source.items() if name not in NOT_FETCHED}
+    assert sorted(hub.fetched) == sorted(sums[0]), "each file is sent once"
