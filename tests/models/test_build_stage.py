@@ -37,10 +37,10 @@ def _run(stages: list[StageModule], inputs: EncoderInput | TextInput, features: 
     return hidden
 
 
-def _inputs(model: ModelSettings, unit: str) -> tuple[EncoderInput | TextInput, dict[str, Tensor]]:
+def _inputs(unit: str, model: ModelSettings | None = None) -> tuple[EncoderInput | TextInput, dict[str, Tensor]]:
     if unit == "vision":
         return images(*IMAGES), {}
-    width = shape_of(model).edge("vision", "llm").width
+    width = shape_of(model or settings()).edge("vision", "llm").width
     features = torch.randn(len(PLACES), width, generator=torch.Generator().manual_seed(5)).requires_grad_()
     return text(*LENGTHS, places=PLACES), {"vision": features}
 
@@ -51,7 +51,7 @@ def _outcome(
     """Return output, gradients by global name and the features' gradient, with layers cut at `cuts`."""
     ends = (0, *cuts, len(shape_of(model).unit(unit).layers))
     stages = [stage(model, unit, span, recompute=recompute) for span in itertools.pairwise(ends)]
-    inputs, features = _inputs(model, unit)
+    inputs, features = _inputs(unit, model)
     output = _run(stages, inputs, features)
     gradient_sums: dict[str, Tensor] = {}
     for module in stages:

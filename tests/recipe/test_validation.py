@@ -265,6 +265,24 @@ def test_settings_that_do_not_fit_together(base: Path, overrides: list[str], mes
 
 
 @pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.vision.deepstack=[2]"], "deepstack names 2, but blocks are 0 to 1"),
+        (["model.vision.deepstack=[1, 0]"], "deepstack is [1, 0]; allowed: numbers that ascend"),
+        (
+            ["model.vision.deepstack=[1]", "model.vision.projector.kind=linear"],
+            "deepstack is set, but projector.kind is `linear`; allowed: mlp",
+        ),
+        (["model.vision.position_grid=3"], "position_grid is set beside positions `factorized`; allowed with `rotary`"),
+        (["model.llm.rope_interleaved=true"], "rope_interleaved is set, but there are no rope_sections to interleave"),
+    ],
+)
+def test_settings_of_a_unit_that_do_not_fit_together(base: Path, overrides: list[str], message: str) -> None:
+    [reported] = problems(base, *overrides)
+    assert message in reported
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         ["model.vision=null"],
