@@ -51,6 +51,7 @@ class StepMetrics:
     peak_flops: float  # FLOP/s of all ranks together at their stated peak
     time_s: TimeSplit
     peak_memory_bytes: int  # on the rank that needed most
+    peak_reserved_bytes: int | None = None  # the same with the gaps of the GPU's allocator
     val_loss: float | None = None  # if it was measured after this step
     val_exact: float | None = None  # share of held-out questions answered exactly, if measured after this step
     edges: Mapping[str, EdgeMetrics] = field(default_factory=dict)  # by edge, as `vision.0>llm.0`
@@ -73,7 +74,8 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """Return the step as an object of `metrics.jsonl`; numbers that are not finite become null.
 
-        `val_loss`, `val_exact`, `bound_sample`, `new_plan`, `ranks` and `resume_s` are left out if they are None.
+        `peak_reserved_bytes`, `val_loss`, `val_exact`, `bound_sample`, `new_plan`, `ranks` and `resume_s` are left out
+        if they are None.
         """
         values = {
             "step": self.step,
@@ -89,6 +91,7 @@ class StepMetrics:
             "peak_flops": self.peak_flops,
             "time_s": {name: _finite(seconds) for name, seconds in self.time_s.parts().items()},
             "peak_memory_bytes": self.peak_memory_bytes,
+            **({} if self.peak_reserved_bytes is None else {"peak_reserved_bytes": self.peak_reserved_bytes}),
             "samples": self.samples,
             "tokens": self.tokens,
             "epoch": self.epoch,

@@ -72,6 +72,9 @@ def memory_rows(contents: ReportContents) -> list[MemoryRow]:
     if measured_bytes is not None:
         what = "process" if contents.plan.hardware == "cpu-core" else "fullest rank"
         rows.append(MemoryRow(f"measured, {what}", measured_bytes / GIB, {}))
+    reserved_bytes = max((m.get("peak_reserved_bytes") or 0 for m in contents.metrics or ()), default=0)
+    if reserved_bytes:
+        rows.append(MemoryRow("measured, with the allocator's gaps", reserved_bytes / GIB, {}))
     return rows
 
 

@@ -1,12 +1,14 @@
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from mmtrain.errors import FolderTaken, StoppedAndSaved
-from mmtrain.program import Edge, Forward, Microbatch, Recv, Send, StageId, Step
-from mmtrain.runtime.execution.activity import MEASURING, Activity
+from mmtrain.program import Edge, Forward, Microbatch, Recv, ReduceGrads, Send, StageId, Step
+from mmtrain.runtime.execution.activity import CONNECTING, MEASURING, Activity
+from mmtrain.runtime.execution.recorder import StepRecorder
 from mmtrain.runtime.resilience.failures import (
     FAILURES_FOLDER,
     Failure,
@@ -20,6 +22,7 @@ from mmtrain.runtime.resilience.failures import (
     write_failure,
 )
 from mmtrain.runtime.resilience.folder_lock import FolderLock
+from mmtrain.runtime.resilience.out_of_memory import is_out_of_memory
 from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.run_state import read_run_state, write_run_state
 
@@ -55,6 +58,15 @@ def test_a_report_names_the_action_of_the_peer_that_is_missing() -> None:
     for doing in (Step(), MEASURING):
         activity.start(doing)
         assert describe_failure(5, activity, "hang").is_collective
+
+
+def test_a_report_names_what_a_rank_connects_for() -> None:
+    activity = Activity()
+    activity.connect("activations over edge llm.0>llm.1 from rank 0 to rank 1")
+    failure = describe_failure(1, activity, "hang")
+    assert failure.is_collective
+    assert failure.doing == f"{CONNECTING}: activations over edge llm.0>llm.1 from rank 0 to rank 1"
+    assert not activity.is_starting, "the watchdog times it"
 
 
 def test_the_cause_leads_and_the_others_are_secondary() -> None:
@@ -123,6 +135,91 @@ def test_nothing_is_written_into_a_folder_that_another_run_has_taken(tmp_path: P
             claim.require()
     assert not (tmp_path / FAILURES_FOLDER).exists()
     assert read_run_state(tmp_path) == {}
+
+
+class DeviceOf:
+    """The clock of a device that has passed some of its marks."""
+
+    def __init__(self) -> None:
+        self.num_marks, self.num_passed = 0, 0
+
+    def start(self) -> None:
+        self.num_marks = 0
+
+    def mark(self) -> int:
+        self.num_marks += 1
+        return self.num_marks - 1
+
+    def has_passed(self, mark: int) -> bool:
+        return mark < self.num_passed
+
+    def seconds(self, marks: Sequence[int]) -> list[float]:
+        return [float(mark) for mark in marks]
+
+
+def test_a_report_names_what_the_device_is_at_while_the_host_is_ahead() -> None:
+    clock_s, device = [0.0], DeviceOf()
+    activity = Activity(clock=lambda: clock_s[0], recorder=StepRecorder(device))
+    receive = Recv(EDGE, MB, MB, peer=2, payload="activation")
+    activity.recorder.start_step()
+    activity.start(receive)  # mark 0
+    activity.start(Forward(StageId("llm", 1), MB))  # 1
+    activity.wait(receive)  # 2
+    activity.arrived(8)  # 3
+    activity.start(ReduceGrads("llm"))  # 4
+    activity.start(Step())  # 5
+    device.num_passed = 3  # it waits for the message; the host waits for the norm of all gradients
+    failure = describe_failure(5, activity, "hang")
+    assert (failure.doing, failure.peer, failure.is_collective) == ("F llm.1 llm:0.3", 2, False)
+    assert failure.missing == "SA llm.0>llm.1 llm:0.3 llm:0.3 @5"
+    device.num_passed = 4  # it computes, or hangs in a collective of its TP group
+    assert describe_failure(5, activity, "hang").missing is None
+    device.num_passed = 5
+    failure = describe_failure(5, activity, "hang")
+    assert (failure.doing, failure.is_collective) == ("RS llm", True)
+    device.num_passed = 6  # it has caught up: what hangs is the host
+    assert describe_failure(5, activity, "hang").doing == "STEP"
+
+
+def test_a_device_that_advances_is_slow_and_not_stuck() -> None:
+    clock_s, device = [0.0], DeviceOf()
+    activity = Activity(clock=lambda: clock_s[0], recorder=StepRecorder(device))
+    activity.recorder.start_step()
+    for index in range(3):
+        activity.start(Forward(StageId("llm", 0), Microbatch("llm", 0, index)))
+    activity.start(Step())
+    for device.num_passed in (1, 2, 3):
+        clock_s[0] += 100.0
+        assert activity.stuck_s() == 0
+    clock_s[0] += 100.0
+    assert activity.stuck_s() == 100
+
+
+@pytest.mark.parametrize(
+    ("message", "is_lost", "is_memory"),
+    [
+        (
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting",
+            True,
+            False,
+        ),
+        (
+            "ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
+            False,
+            True,
+        ),
+        ("NCCL error, unhandled cuda error, NCCL version 2.28.9", False, False),
+        (
+            "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
+            False,
+            False,
+        ),
+    ],
+)
+def test_failures_of_nccl_itself_are_no_lost_peers(message: str, is_lost: bool, is_memory: bool) -> None:
+    error = dist.DistBackendError(message)
+    assert is_lost_peer(error) == is_lost
+    assert is_out_of_memory(error) == is_memory
 
 
 def test_lost_connections_are_distinguished_from_errors() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mmtrain.errors import MmtrainError, PlanError, StoppedAndSaved
-from mmtrain.runtime.resilience.launch import launch_local
+from mmtrain.runtime.resilience.launch import _first_failure, _RankExit, launch_local
 from mmtrain.runtime.world import Address, join, leave
 from tests.distributed import fork_ranks
 
@@ -78,6 +78,16 @@ def test_a_second_interrupt_ends_all_ranks_at_once() -> None:
 
 def test_a_signal_is_passed_on_and_every_rank_may_finish() -> None:
     assert _outcome(3, _stops_when_asked) == "StoppedAndSaved: saved"
+
+
+def test_a_rank_that_torch_ended_did_not_fail_first() -> None:
+    """NCCL's watchdog ends the peers of a rank that failed by SIGABRT."""
+    aborted = _RankExit(0, -signal.SIGABRT, "rank 0 was killed by SIGABRT", secondary=True)
+    failed = _RankExit(1, 1, "rank 1 failed: ValueError: x", secondary=False)
+    killed = _RankExit(2, -signal.SIGKILL, "rank 2 was killed by SIGKILL", secondary=False)
+    assert str(_first_failure([aborted, failed])) == "rank 1 failed: ValueError: x; secondary: rank 0 lost a peer"
+    assert str(_first_failure([aborted, failed, killed])).startswith("rank 2 was killed by SIGKILL")
+    assert str(_first_failure([aborted])) == "rank 0 was killed by SIGABRT"
 
 
 def test_a_killed_rank_is_named() -> None:

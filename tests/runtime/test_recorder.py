@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 import torch
 
-from mmtrain.program import Edge, Forward, Microbatch, Recv, Send, StageId, Step
+from mmtrain.program import Edge, Forward, Microbatch, Recv, ReduceGrads, Send, StageId, Step
 from mmtrain.program.trace.step_record import ActionRecord, MessageRecord, StepRecord
 from mmtrain.runtime.execution import recorder as module
 from mmtrain.runtime.execution.activity import Activity
@@ -28,6 +28,9 @@ class Ticks:
 
     def mark(self) -> int:
         return next(self._ticks)
+
+    def has_passed(self, mark: int) -> bool:
+        return True
 
     def seconds(self, marks: Sequence[int]) -> list[float]:
         return [float(mark) for mark in marks]
@@ -62,6 +65,20 @@ def test_a_record_holds_actions_waits_and_messages() -> None:
         activity.start("gathering the metrics")
 
 
+def test_waiting_for_reductions_is_no_compute_of_the_optimizer() -> None:
+    recorder = StepRecorder(Ticks())
+    activity = Activity(recorder=recorder)
+    recorder.start_step()
+    activity.start(ReduceGrads("llm"))  # 0
+    activity.start(Step())  # 1
+    activity.wait_for_reductions()  # 2
+    activity.arrived()  # 3
+    record = recorder.stop_step()  # 4
+    assert record.actions[-1] == ActionRecord(Step(), 1.0, 4.0, 1.0)
+    assert record.messages == ()
+    assert record.seconds_by_kind() == {"compute": 2.0, "communication": 1.0, "wait": 1.0}
+
+
 def test_a_shifted_record_is_the_same_on_another_clock() -> None:
     record = StepRecord(1.0, 5.0, (ActionRecord(Step(), 1.0, 2.0, 0.5),), (MessageRecord(RECV, 1.5, 3.0, 0.5, 8),))
     assert record.shifted(10.0) == StepRecord(
@@ -84,6 +101,9 @@ class Event:
         Event.launched += 1
         self.at_ms = 3.0 * Event.launched
 
+    def query(self) -> bool:
+        return self.at_ms < 10.0
+
     def synchronize(self) -> None:
         """Done at once."""
 
@@ -97,10 +117,12 @@ def test_a_gpu_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module.time, "perf_counter", lambda: 100.0)
     clock = clock_for(torch.device("cuda", 0))
     assert isinstance(clock, CudaClock)
-    for _ in range(2):
+    for reused in (False, True):
         clock.start()
         marks = [clock.mark() for _ in range(3)]
         assert clock.seconds(marks) == pytest.approx([100.003, 100.006, 100.009])
+        if not reused:
+            assert [clock.has_passed(mark) for mark in marks] == [True, True, False]
     assert Event.made == 4, "events are used again"
     assert isinstance(clock_for(torch.device("cpu")), HostClock)
 

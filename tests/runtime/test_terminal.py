@@ -105,6 +105,9 @@ class Sums:
         for param in self.params:
             dist.all_reduce(param.grad, group=self.groups.dp)
 
+    def finish_reduction(self) -> None:
+        """Wait for nothing: `reduce_grads` has."""
+
     def grad_sq_sum(self) -> Tensor:
         norms = torch.stack([cast(Tensor, p.grad).square().sum() for p in self.params] or [torch.zeros(())])
         return norms.sum().double() / (self.groups.dp_size * self.groups.tp_size)

@@ -56,6 +56,23 @@ def test_all_ranks_report_when_one_notices_a_hang(tmp_path: Path) -> None:
     assert read_run_state(tmp_path)["error"] == ends[0].report
 
 
+def test_a_rank_that_does_not_connect_is_noticed_before_the_first_step(tmp_path: Path) -> None:
+    clock_s = [0.0]
+    connecting = Activity(clock=lambda: clock_s[0])
+    connecting.connect("activations over edge vision.0>llm.0 from rank 0 to rank 1")
+    end = _End()
+    with Watchdog(connecting, 10.0, tmp_path, _world(1, 2), end):
+        clock_s[0] = 9.0
+        connecting.connect("gradients over edge vision.0>llm.0 from rank 1 to rank 0")
+        clock_s[0] = 19.0
+        assert end.came.wait(DEADLINE_S)
+    [failure] = read_failures(tmp_path)
+    assert failure.to_text() == (
+        "rank 1, in `connecting the ranks: gradients over edge vision.0>llm.0 from rank 1 to rank 0`: "
+        "waited 10 s for other ranks to take part"
+    )
+
+
 def test_a_timeout_of_zero_watches_nothing(tmp_path: Path) -> None:
     end = _End()
     with Watchdog(Activity(clock=iter(range(10**6)).__next__), 0.0, tmp_path, _world(0, 1), end):

@@ -84,7 +84,7 @@ class ZeroAdamW:
         return tied[0].main_grad if tied else None  # type: ignore[attr-defined]
 
     def reduce_grads(self) -> None:
-        """Start to sum the gradients over the replicas; `grad_sq_sum` waits for the result.
+        """Start to sum the gradients over the replicas; `finish_reduction` waits for the result.
 
         The reduction overlaps with what other units of this rank still compute. Before it starts, the TP group sums the
         gradients of weights that saw only a shard of the tokens on each rank; this blocks.
@@ -103,12 +103,15 @@ class ZeroAdamW:
         for gradient, reduced in zip(partial, torch.split(total, sizes), strict=True):
             gradient.copy_(reduced.view_as(gradient))
 
+    def finish_reduction(self) -> None:
+        """Wait until the gradients are summed."""
+        if self._trained and self._groups.dp_size > 1:
+            self._ddp.finish_grad_sync()
+
     def grad_sq_sum(self) -> Tensor:
         """Return the sum of squares (float64) of the gradient elements that are counted on this rank."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._trained:
-            if self._groups.dp_size > 1:
-                self._ddp.finish_grad_sync()
             with optimizer_scope(self._device):
                 self._optimizer.prepare_grads()  # the shard's gradients, in fp32, become `.grad` of the shards
             for param, shard in self._shards.items():

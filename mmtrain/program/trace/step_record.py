@@ -5,12 +5,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmtrain.program.ir.actions import Action, GatherParams, Recv, ReduceGrads, ReduceShared, Send, Share
+from mmtrain.program.ir.actions import Action, GatherParams, Recv, ReduceGrads, ReduceShared, Send, Share, Step
 from mmtrain.program.ir.graph import Edge
 
 
 class ActionRecord(NamedTuple):
-    """An action that ran from `start_s` to `end_s`; for the first `wait_s` of that time it waited for messages."""
+    """An action that ran from `start_s` to `end_s`; for the first `wait_s` of that time it waited.
+
+    A forward or backward waits for messages, the optimizer step for the reductions that were started before it.
+    """
 
     action: Action
     start_s: float
@@ -57,9 +60,14 @@ class StepRecord:
     messages: tuple[MessageRecord, ...]
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Return how long the rank spent in `compute` (with the optimizer), `communication` and `wait` for messages."""
+        """Return how long the rank spent in `compute` (with the optimizer), `communication` and `wait`.
+
+        It waits for messages, and for reductions that its own compute did not hide.
+        """
         split = {"compute": 0.0, "communication": 0.0, "wait": sum(m.wait_s for m in self.messages)}
         for record in self.actions:
+            if isinstance(record.action, Step):
+                split["wait"] += record.wait_s
             moves_data = isinstance(record.action, Send | Recv | Share | ReduceGrads | ReduceShared | GatherParams)
             split["communication" if moves_data else "compute"] += record.busy_s
         return split

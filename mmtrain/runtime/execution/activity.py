@@ -15,6 +15,7 @@ PLANNING = "choosing the plan"
 AWAITING_PLAN = "waiting for the plan"
 BUILDING = "building the model"
 RESTORING = "restoring a checkpoint"
+CONNECTING = "connecting the ranks"
 PREPARING = "waiting for the first step of all ranks"
 LOADING = "loading data"
 MEASURING = "gathering the metrics"
@@ -23,7 +24,7 @@ TRACING = "gathering a trace"
 ANSWERING = "gathering the answers"
 DRAINING = "waiting for what was sent to leave"
 ENDING = "ending the run"
-COLLECTIVE_PHASES = (AWAITING_PLAN, MEASURING, TRACING, ANSWERING)
+COLLECTIVE_PHASES = (AWAITING_PLAN, CONNECTING, MEASURING, TRACING, ANSWERING)
 FILE_PHASES = (SAVING, RESTORING)  # bytes that are read or written are progress
 COMPUTING_PHASES = (PLANNING,)  # processor time is progress: the search neither waits nor reads
 # They take as long as the data and the model demand, on one rank while the others wait for it. In most of them nothing
@@ -49,10 +50,13 @@ class Activity:
         self.step: int | None = None  # counts from 1, as users do; None before the first
         self.waiting: Send | Recv | None = None  # the message that the main thread waits for
         self.doing: Action | str = STARTING
+        self.connection = ""  # what is being connected, while ranks are
         self.stragglers: str | None = None  # as all ranks know them
         self.files = FileProgress(clock)
         self._processor = processor or ProcessorProgress(clock)  # of the thread that computes, which makes this object
         self._since = clock()
+        self._device_mark = 0  # as `stuck_s` last saw it, and when it first did
+        self._device_since = self._since
 
     def start(self, doing: Action | str) -> None:
         """Start an action or a named phase; what was in progress has ended."""
@@ -60,24 +64,46 @@ class Activity:
         self._since = self._clock()
         self.recorder.start_action(doing)
 
+    def connect(self, connection: str) -> None:
+        """Start to connect to other ranks, which takes no time once they have come; `connection` says what for."""
+        self.connection = connection
+        self.start(CONNECTING)
+
     def wait(self, message: Send | Recv) -> None:
         """Wait for a message, as part of the action in progress."""
         self.waiting = message
         self._since = self._clock()
         self.recorder.wait(message)
 
+    def wait_for_reductions(self) -> None:
+        """Wait, as part of the action in progress, for the reductions that earlier actions have started."""
+        self._since = self._clock()
+        self.recorder.wait(None)
+
     def arrived(self, nbytes: int = 0) -> None:
-        """End the wait for a message of `nbytes`."""
+        """End the wait for a message of `nbytes`, or for reductions."""
         self.waiting = None
         self._since = self._clock()
         self.recorder.arrived(nbytes)
 
+    def reached(self) -> tuple[Action | str, Send | Recv | None]:
+        """Return what this rank is at, and the message it waits for.
+
+        The host may be far ahead of its device. Then that is what the device is at: a kernel that waits for another
+        rank hangs there, while the host goes on until it needs a result.
+        """
+        position = self.recorder.device_position()
+        if position is None:
+            return self.doing, self.waiting
+        return position.doing, position.waiting
+
     @property
     def is_collective(self) -> bool:
-        """Whether what is in progress ends only when other ranks do it too."""
+        """Whether what this rank is at ends only when other ranks do it too."""
         if self.in_files:
             return self.files.waits_for_ranks
-        return isinstance(self.doing, Collective) or self.doing in COLLECTIVE_PHASES
+        doing, _ = self.reached()
+        return isinstance(doing, Collective) or doing in COLLECTIVE_PHASES
 
     @property
     def in_files(self) -> bool:
@@ -95,8 +121,11 @@ class Activity:
         return self.doing in COMPUTING_PHASES
 
     def text(self) -> str:
-        """Return the action in the program's text form, or the phase."""
-        return self.doing if isinstance(self.doing, str) else action_to_text(self.doing)
+        """Return what this rank is at: an action in the program's text form, or a phase."""
+        doing, _ = self.reached()
+        if doing == CONNECTING:
+            return f"{CONNECTING}: {self.connection}"
+        return doing if isinstance(doing, str) else action_to_text(doing)
 
     def stuck_s(self) -> float:
         """Return the seconds since an action, a phase or a wait last started or ended, or work in it made progress."""
@@ -105,4 +134,10 @@ class Activity:
             since = max(since, self.files.changed_s)
         elif self.is_computing:
             since = max(since, self._processor.changed_s)
+        position = self.recorder.device_position()
+        if position is not None:  # the host waits for its device, which may be slow and not stuck
+            if position.mark != self._device_mark:
+                self._device_mark = position.mark
+                self._device_since = self._clock()
+            since = max(since, self._device_since)
         return self._clock() - since

@@ -88,6 +88,9 @@ class StepOptimizer(Protocol):
     def reduce_grads(self, unit: str) -> None:
         """Start to sum the unit's gradients over its replicas."""
 
+    def finish_reductions(self) -> None:
+        """Wait until the gradients of all units are summed."""
+
     def step(self, lr: float) -> tuple[float, bool]:
         """Update the weights; return (gradient norm, whether the update was made)."""
 
@@ -158,6 +161,9 @@ class Executor:
             case ReduceGrads(unit):
                 optimizer.reduce_grads(unit)
             case Step():
+                self._activity.wait_for_reductions()
+                optimizer.finish_reductions()
+                self._activity.arrived()
                 self._outcome.grad_norm, self._outcome.stepped = optimizer.step(self._step.lr)
             case GatherParams(unit):
                 optimizer.gather_params(unit)

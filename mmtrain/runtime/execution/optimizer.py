@@ -29,6 +29,9 @@ class UnitOptimizer(Protocol):
     def reduce_grads(self) -> None:
         """Start to sum the gradients over the unit's replicas (with sequence parallelism also over the TP group)."""
 
+    def finish_reduction(self) -> None:
+        """Wait until the gradients are summed."""
+
     def grad_sq_sum(self) -> Tensor:
         """Return the sum of squares of the reduced gradient elements that this rank owns, in float64.
 
@@ -100,8 +103,13 @@ class Optimizer:
         """Start to sum the unit's gradients over its replicas."""
         self.units[unit].reduce_grads()
 
+    def finish_reductions(self) -> None:
+        """Wait for the reductions of all units."""
+        for unit in self.units.values():
+            unit.finish_reduction()
+
     def step(self, lr: float) -> tuple[float, bool]:
-        """Clip by the norm of all gradients and update; return (norm, whether the update was made).
+        """Clip by the norm of all reduced gradients and update; return (norm, whether the update was made).
 
         The norm is that of the whole model, each element counted once, so every rank decides alike: if it is not
         finite, no rank changes anything.

@@ -1,6 +1,7 @@
 """Record when each action of a step starts and what it waits for, by the clock of the device."""
 
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +23,10 @@ class DeviceClock(Protocol):
         """Mark the moment that the device has reached."""
         ...
 
+    def has_passed(self, mark: Any) -> bool:
+        """Return whether the device has reached the mark; a thread other than the one that took it may ask."""
+        ...
+
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """Return the times of the marks in seconds of `time.perf_counter`; the latest mark must come last."""
         ...
@@ -35,6 +40,10 @@ class HostClock:
 
     def start(self) -> None:
         """See `DeviceClock`."""
+
+    def has_passed(self, mark: float) -> bool:
+        """See `DeviceClock`."""
+        return True
 
     def seconds(self, marks: Sequence[float]) -> list[float]:
         """See `DeviceClock`."""
@@ -67,6 +76,10 @@ class CudaClock:
         self._num_used += 1
         return event
 
+    def has_passed(self, mark: torch.cuda.Event) -> bool:
+        """See `DeviceClock`."""
+        return bool(mark.query())  # type: ignore[no-untyped-call]
+
     def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
         """See `DeviceClock`."""
         marks[-1].synchronize()
@@ -80,15 +93,23 @@ def clock_for(device: torch.device) -> DeviceClock:
 
 class _NoteKind(Enum):
     START = auto()  # of an action; ends the one before
-    WAIT = auto()  # of the action in progress for a message
-    ARRIVED = auto()  # that message
+    WAIT = auto()  # of the action in progress for a message, or for reductions
+    ARRIVED = auto()  # that message, or those
     END = auto()  # of the step
 
 
 class _Note(NamedTuple):
     kind: _NoteKind
-    subject: Action | str | None = None  # an action or a phase; the message that is waited for
+    subject: Action | str | None = None  # an action or a phase; the message that is waited for; None: reductions
     nbytes: int = 0  # that arrived
+
+
+class DevicePosition(NamedTuple):
+    """What a device is at while the host is ahead of it."""
+
+    mark: int  # of the step, which grows as the device advances
+    doing: Action | str
+    waiting: Send | Recv | None  # the message that it waits for
 
 
 class StepRecorder:
@@ -106,8 +127,9 @@ class StepRecorder:
 
     def start_step(self) -> None:
         """Start recording a step."""
-        self._notes.clear()
-        self._marks.clear()
+        # Not cleared: the watchdog's thread may be reading them.
+        self._notes = []
+        self._marks = []
         self._clock.start()
         self._is_recording = True
 
@@ -117,14 +139,14 @@ class StepRecorder:
             self._notes.append(_Note(_NoteKind.START, doing))
             self._marks.append(self._clock.mark())
 
-    def wait(self, message: Send | Recv) -> None:
-        """Record that the action in progress stands still for a message."""
+    def wait(self, message: Send | Recv | None) -> None:
+        """Record that the action in progress stands still for a message; None: for reductions started before."""
         if self._is_recording:
             self._notes.append(_Note(_NoteKind.WAIT, message))
             self._marks.append(self._clock.mark())
 
     def arrived(self, nbytes: int) -> None:
-        """Record that the awaited message of `nbytes` has arrived."""
+        """Record that what was awaited, a message of `nbytes`, has arrived."""
         if self._is_recording:
             self._notes.append(_Note(_NoteKind.ARRIVED, nbytes=nbytes))
             self._marks.append(self._clock.mark())
@@ -135,6 +157,24 @@ class StepRecorder:
         self._marks.append(self._clock.mark())
         self._is_recording = False
         return _to_record(self._notes, self._clock.seconds(self._marks))
+
+    def device_position(self) -> DevicePosition | None:
+        """Return what the device is at; None where it has done all that was launched. Any thread may ask.
+
+        The first mark that the device has not passed stands behind it. A kernel that waits for another rank holds up
+        the compute stream, so all later marks are ahead too, and the host may have launched the rest of the step.
+        """
+        notes, marks = self._notes, self._marks
+        num_passed = bisect_left(range(len(marks)), True, key=lambda number: not self._clock.has_passed(marks[number]))
+        if num_passed == len(marks):
+            return None
+        passed = notes[:num_passed]
+        starts = [note.subject for note in passed if note.kind is _NoteKind.START]
+        if not starts or starts[-1] is None:
+            return None
+        last = passed[-1]
+        awaited = last.subject if last.kind is _NoteKind.WAIT and isinstance(last.subject, Send | Recv) else None
+        return DevicePosition(num_passed, starts[-1], awaited)
 
 
 def _to_record(notes: Sequence[_Note], seconds: Sequence[float]) -> StepRecord:
@@ -149,14 +189,13 @@ def _to_record(notes: Sequence[_Note], seconds: Sequence[float]) -> StepRecord:
     awaited: Send | Recv | None = None
     for note, now_s in zip(notes, seconds, strict=True):
         if note.kind is _NoteKind.WAIT:
-            assert isinstance(note.subject, Send | Recv)
-            awaited = note.subject
+            awaited = note.subject if isinstance(note.subject, Send | Recv) else None
             wait_start_s = now_s
         elif note.kind is _NoteKind.ARRIVED:
-            assert awaited is not None, "a message arrives where it is waited for"
-            message_wait_s = now_s - wait_start_s
-            wait_s += message_wait_s
-            messages.append(MessageRecord(awaited, posted_s[awaited], now_s, message_wait_s, note.nbytes))
+            wait_s += now_s - wait_start_s
+            if awaited is not None:
+                record = MessageRecord(awaited, posted_s[awaited], now_s, now_s - wait_start_s, note.nbytes)
+                messages.append(record)
         else:
             if doing is not None and not isinstance(doing, str):
                 actions.append(ActionRecord(doing, start_s, now_s, wait_s))

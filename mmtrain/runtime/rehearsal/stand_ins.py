@@ -220,6 +220,9 @@ class StandInOptimizer:
         """See `StepOptimizer`."""
         _run_collective(self._rehearsal, ReduceGrads(unit), self._groups.units[unit].dp)
 
+    def finish_reductions(self) -> None:
+        """See `StepOptimizer`. They have ended where they started."""
+
     def step(self, lr: float) -> tuple[float, bool]:
         """See `StepOptimizer`."""
         _run_collective(self._rehearsal, Step(), None)

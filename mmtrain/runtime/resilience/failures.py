@@ -31,6 +31,14 @@ _LOST_PEER_TEXTS = (
     "Timed out waiting",
     "Socket closed",
 )
+# Of NCCL: what fails on this rank alone, or for a reason that no lost peer explains.
+_OWN_FAULT_TEXTS = (
+    "out of memory",
+    "unhandled cuda error",
+    "invalid argument",
+    "invalid usage",
+    "Duplicate GPU",
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Failure:
 
 def describe_failure(rank: int, activity: Activity, kind: FailureKind, error: str | None = None) -> Failure:
     """Describe what this rank is doing now."""
-    message = activity.waiting
+    _, message = activity.reached()
     peer: int | None = None
     missing: str | None = None
     if message is not None:
@@ -155,6 +163,8 @@ def report_failures(claim: FolderClaim, rank: int, activity: Activity) -> Iterat
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether the error says no more than that another rank is gone."""
+    if isinstance(error, dist.DistBackendError) and any(text in str(error) for text in _OWN_FAULT_TEXTS):
+        return False
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER_TEXTS)

@@ -34,7 +34,7 @@ class _RankExit:
     rank: int
     code: int
     message: str
-    secondary: bool  # it only lost its connection to another rank
+    secondary: bool  # it only lost its connection to another rank, or torch ended it for that
 
 
 def launch_local(num_ranks: int, target: Callable[[Address], None], saves_on_stop: bool = False) -> None:
@@ -145,15 +145,19 @@ def _read_exit(rank: int, process: BaseProcess, report: Connection) -> _RankExit
     except EOFError:  # it could not report: killed from outside, or out of memory
         code = process.exitcode or 1
         reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return _RankExit(rank, code, f"rank {rank} {reason}", False)
+        # NCCL's watchdog ends a rank by SIGABRT when a peer is gone or a collective takes too long.
+        return _RankExit(rank, code, f"rank {rank} {reason}", secondary=code == -signal.SIGABRT)
 
 
 def _first_failure(exits: list[_RankExit]) -> MmtrainError:
-    """Return the failure that caused the others: a rank that was killed, else the first that did not lose a peer."""
+    """Return the failure that caused the others: a rank that was killed, else the first that did not lose a peer.
+
+    Of ranks that all look like victims, one that was killed comes first.
+    """
     failed = [rank_exit for rank_exit in exits if rank_exit.code != StoppedAndSaved.exit_code]
     if not failed:
         return StoppedAndSaved(exits[0].message)
-    cause = min(failed, key=lambda rank_exit: (rank_exit.code >= 0, rank_exit.secondary))
+    cause = min(failed, key=lambda rank_exit: (rank_exit.secondary, rank_exit.code >= 0))
     secondary = sorted(rank_exit.rank for rank_exit in failed if rank_exit.secondary and rank_exit is not cause)
     message = cause.message
     if secondary:

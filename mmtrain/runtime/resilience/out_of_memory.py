@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from mmtrain.balance import BatchMeta
 from mmtrain.costs.hardware import GIB
@@ -26,8 +27,15 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
 
 
+def peak_reserved_bytes(device: torch.device) -> int | None:
+    """Return the most memory that the CUDA allocator has taken from the GPU so far, with its gaps; None without one."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on the device or (torch has no type for that) on the host."""
+    """Return whether an allocation failed: on the device, in NCCL, or (torch has no type for that) on the host."""
+    if isinstance(error, dist.DistBackendError):
+        return "out of memory" in str(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
@@ -45,6 +53,13 @@ class OutOfMemoryReport:
         names = [self.index.samples[number].id for number in meta.sample_id]
         measured_bytes = peak_memory_bytes(self.world.device)
         reason = explain_out_of_memory(self.activity.doing, meta, names, measured_bytes, self.predicted_gib)
+        reserved_bytes = peak_reserved_bytes(self.world.device)
+        if reserved_bytes is not None:
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self.world.device)
+            reason += (
+                f". The allocator held {reserved_bytes / GIB:.2f} GiB at most, gaps included; of the GPU's "
+                f"{total_bytes / GIB:.2f} GiB, {free_bytes / GIB:.2f} GiB are free"
+            )
         return RunError(f"rank {self.world.rank}, step {meta.step + 1}: {reason}")
 
 

@@ -27,7 +27,7 @@ from mmtrain.report import StepMetrics, TimeSplit
 from mmtrain.report.metrics_record import EdgeMetrics
 from mmtrain.runtime.execution.executor import StepOutcome
 from mmtrain.runtime.execution.rank_context import RankContext
-from mmtrain.runtime.resilience.out_of_memory import peak_memory_bytes
+from mmtrain.runtime.resilience.out_of_memory import peak_memory_bytes, peak_reserved_bytes
 from mmtrain.runtime.resilience.stragglers import Straggler, StragglerDetector
 from mmtrain.runtime.training.cost_drift import NOTHING_RECORDED, CostDrift, CostDriftDetector, RecordedCosts
 
@@ -54,6 +54,7 @@ class StepMetricsReduction:
     no_rank_saves: bool  # every rank has written its part of the checkpoint
     lost_folder: bool  # another run has taken the run's folder
     has_new_plan: bool  # the run is to switch to another plan at its next checkpoint
+    peak_reserved_bytes: int | None  # by the allocator of the GPU that needed most
     edges: dict[str, EdgeMetrics]
     stragglers: list[Straggler]
     new_stragglers: list[Straggler]  # those that were none in the step before
@@ -139,12 +140,13 @@ class StepMetricsReducer:
             float(not flags.is_saving),
             float(flags.lost_folder),
             float(flags.has_new_plan),
+            float(peak_reserved_bytes(world.device) or 0),
         ]
         parts = [scalars, times, edges, paces, drift]
         table = self._all_gather([value for part in parts for value in part])
         ends = list(accumulate(map(len, parts)))[:-1]
         all_scalars, all_times, all_edges, all_paces, all_drift = table.tensor_split(ends, dim=1)
-        losses, peaks, broken, stop_flags, saved_flags, lost_flags, plan_flags = all_scalars.unbind(dim=1)
+        losses, peaks, broken, stop_flags, saved_flags, lost_flags, plan_flags, reserved = all_scalars.unbind(dim=1)
         stragglers, new_stragglers = self._straggler_detector.detect(all_paces.numpy(), record.end_s - record.start_s)
         return StepMetricsReduction(
             loss=float(losses.sum()),
@@ -155,6 +157,7 @@ class StepMetricsReducer:
             no_rank_saves=bool(saved_flags.all()),
             lost_folder=bool(lost_flags.any()),
             has_new_plan=bool(plan_flags.any()),
+            peak_reserved_bytes=int(reserved.max()) or None,
             edges=self._edge_metrics(all_edges.sum(dim=0).tolist()),
             stragglers=stragglers,
             new_stragglers=new_stragglers,
@@ -197,6 +200,7 @@ class StepMetricsReducer:
             peak_flops=self.peak_flops,
             time_s=reduction.time_s,
             peak_memory_bytes=reduction.peak_memory_bytes,
+            peak_reserved_bytes=reduction.peak_reserved_bytes,
             edges=reduction.edges,
             slow_ranks=tuple(straggler.to_text() for straggler in reduction.stragglers),
             ranks=self._context.world.size,
