@@ -172,7 +172,7 @@ def _rank(rank: int, size: int, store: str, settings: Recipe, meshes: Meshes) ->
     options: dict[str, Any] = {"backend": "gloo"}
     if meshes:
         torch.cuda.set_device(device)
-        options = {"backend": "nccl", "device_id": device}
+        options = {"backend": "cpu:gloo,cuda:nccl"}  # as `runtime.world.join` does, without binding the device
     timeout = timedelta(seconds=120)
     dist.init_process_group(store=FileStore(store, size), rank=rank, world_size=size, timeout=timeout, **options)
     curve = train(settings, meshes, device)

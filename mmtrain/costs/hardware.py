@@ -6,6 +6,7 @@ Presets are models: `mmtrain plan` prints "modelled" beside every figure that co
 """
 
 import difflib
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -153,8 +154,9 @@ def preset_for_device(device_name: str | None) -> str:
     """
     if device_name is None:
         return "cpu-core"
+    words = re.split(r"[^A-Z0-9]+", device_name.upper())
     for mark, name in _DEVICE_NAMES.items():
-        if mark in device_name:
+        if mark in words:  # as a word: a GH200 is no H200
             return name
     raise PlanError(
         f"cluster.hardware: `auto` knows no preset for this machine's device `{device_name}`. "

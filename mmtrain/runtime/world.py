@@ -4,7 +4,7 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -20,6 +20,12 @@ T = TypeVar("T")
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 PATIENT_TIMEOUT = timedelta(days=365)  # gloo has no setting for none
+# Of torch's CUDA allocator. Every microbatch has another number of tokens, so block sizes hardly ever repeat, and
+# segments of fixed size would fill with gaps.
+ALLOCATOR_SETTINGS = "expandable_segments:True"
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second one is its former name
+# This process's index among those of its machine, as torchrun, Open MPI, Intel MPI and MPICH, and srun state it.
+LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,11 @@ class Address:
     launcher: str  # `torchrun` (or anything else that sets its variables), `slurm` or `mmtrain`
     attempt: int = 0  # restarts by torchrun so far
     ranks_per_node: int = 1  # that are lost together; of our own launcher, whose ranks share one node, each by itself
+
+    @property
+    def ranks_here(self) -> int:
+        """The number of ranks that share this machine's cores, as far as the launcher says."""
+        return self.world_size if self.launcher == "mmtrain" else self.ranks_per_node
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,7 @@ def torch_seed(seed: int) -> int:
 
 def detect_hardware() -> str:
     """Return the hardware preset of this machine; PlanError for a GPU without one."""
+    prepare_allocator()  # asking for a device's name starts CUDA
     return preset_for_device(torch.cuda.get_device_name(0) if torch.cuda.is_available() else None)
 
 
@@ -135,12 +147,14 @@ def find_address(env: Mapping[str, str] = os.environ) -> Address | None:
     """
     if "WORLD_SIZE" in env and "RANK" in env:
         values = {key: _int(env, key) for key in ("RANK", "WORLD_SIZE")}
-        local = _int(env, "LOCAL_RANK") if "LOCAL_RANK" in env else values["RANK"]
+        local = next((_int(env, name) for name in LOCAL_RANK_VARIABLES if name in env), None)
         port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else 29500
         attempt = _int(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
         master = env.get("MASTER_ADDR", "127.0.0.1")
         per_node = _int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else 1
         rank, size = values["RANK"], values["WORLD_SIZE"]
+        if local is None:  # launchers fill one node after another
+            local = rank % per_node if "LOCAL_WORLD_SIZE" in env else rank
         return _checked(Address(rank, size, local, master, port, "torchrun", attempt, per_node))
     # Only srun sets the step's size: in a batch script without srun, mmtrain is one process, not all tasks.
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
@@ -177,19 +191,52 @@ class _MeetingPoint:
 _meeting_points: dict[Address, _MeetingPoint] = {}
 
 
+def prepare_allocator(env: MutableMapping[str, str] = os.environ) -> None:
+    """Choose settings of torch's CUDA allocator before CUDA starts, unless the user has chosen others."""
+    if not any(name in env for name in ALLOCATOR_VARIABLES):
+        env[ALLOCATOR_VARIABLES[0]] = ALLOCATOR_SETTINGS
+
+
+def device_index(local_rank: int, num_devices: int) -> int:
+    """Return which of the visible GPUs is this process's own.
+
+    A launcher may show each process one GPU only (`srun --gpus-per-task=1`). Whether processes share that GPU is
+    found out when they have met (`reject_shared_devices`).
+
+    Raises LaunchError for a process without a GPU.
+    """
+    if num_devices == 1:
+        return 0
+    if local_rank >= num_devices:
+        raise LaunchError(
+            f"LOCAL_RANK: {local_rank} found, but this machine has {num_devices} GPUs; start at most one process per "
+            f"GPU, and let the launcher set LOCAL_RANK (or {', '.join(LOCAL_RANK_VARIABLES[1:])}) on each node"
+        )
+    return local_rank
+
+
+def reject_shared_devices(devices: Sequence[object]) -> None:
+    """Raise LaunchError if two ranks have the same GPU; `devices` are the ranks' own, by rank."""
+    rank_of: dict[object, int] = {}
+    for rank, device in enumerate(devices):
+        first = rank_of.setdefault(device, rank)
+        if first != rank:
+            raise LaunchError(
+                f"ranks {first} and {rank} have the same GPU ({device}), and NCCL needs one for each; start at most "
+                "one process per GPU, or let the launcher show each process a GPU of its own"
+            )
+
+
 def join(address: Address) -> World:
     """Join the default process group; after `leave`, the same ranks may join again.
 
-    Raises LaunchError when the port cannot be used or a rank does not arrive in time.
+    Raises LaunchError when the port cannot be used, a rank does not arrive in time, or two ranks have one GPU.
     """
+    prepare_allocator()
     cuda = torch.cuda.is_available()
-    if cuda and address.local_rank >= torch.cuda.device_count():
-        raise LaunchError(
-            f"LOCAL_RANK: {address.local_rank} found, but this machine has {torch.cuda.device_count()} GPUs; "
-            "start at most one process per GPU"
-        )
-    device = torch.device("cuda", address.local_rank) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
     if cuda:
+        device = torch.device("cuda", device_index(address.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     if address.rank == 0 and address not in _meeting_points:
         _require_bindable(address)
@@ -200,7 +247,8 @@ def join(address: Address) -> World:
         meeting_point.num_meetings += 1
         prefix = _store_prefix(address, meeting_point.num_meetings)
         dist.init_process_group(
-            "nccl" if cuda else "gloo",
+            # Objects go over gloo: NCCL would pickle them through the memory of GPUs.
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=PrefixStore(prefix, meeting_point.store),
             rank=address.rank,
             world_size=address.world_size,
@@ -212,7 +260,11 @@ def join(address: Address) -> World:
             f"{address.master}:{address.port}: {str(e).splitlines()[0]}. Check that the port is free on the first "
             "node, that every node reaches it, and that all ranks were started"
         ) from e
-    return World(address.rank, address.world_size, device, _second_client(address, prefix))
+    world = World(address.rank, address.world_size, device, _second_client(address, prefix))
+    if cuda:
+        uuid = torch.cuda.get_device_properties(device).uuid
+        reject_shared_devices(world.all_gather(f"{socket.gethostname()}, {uuid}"))
+    return world
 
 
 def _connect(address: Address, is_master: bool) -> TCPStore:
@@ -232,6 +284,21 @@ def _second_client(address: Address, prefix: str) -> Store | None:
     if address.world_size == 1:
         return None
     return PrefixStore(f"{prefix}/threads", _connect(address, is_master=False))
+
+
+def limit_threads(address: Address) -> None:
+    """Keep torch's CPU threads of this rank from fighting those of the other ranks of its machine.
+
+    Without a GPU a rank is one core. Beside a GPU it has its share of the cores, for tables and copies.
+    """
+    num_threads = 1
+    if torch.cuda.is_available():
+        num_cores = len(os.sched_getaffinity(0))
+        # srun binds each task to cores of its own; every other launcher leaves all cores to all ranks.
+        is_bound = address.launcher == "slurm" and num_cores < (os.cpu_count() or 1)
+        num_threads = max(1, num_cores if is_bound else num_cores // address.ranks_here)
+    if torch.get_num_threads() > num_threads:  # OMP_NUM_THREADS may say less
+        torch.set_num_threads(num_threads)
 
 
 def leave() -> None:

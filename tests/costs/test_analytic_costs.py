@@ -27,6 +27,9 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 def test_the_device_name_decides_on_the_preset() -> None:
     assert preset_for_device(None) == "cpu-core"
     assert preset_for_device("NVIDIA H200") == "h200-141g"
+    assert preset_for_device("NVIDIA A100-SXM4-80GB") == "a100-80g"
+    with pytest.raises(PlanError, match="GH200"):
+        preset_for_device("NVIDIA GH200 480GB")
     with pytest.raises(PlanError, match="no preset for this machine's device `Tesla T4`"):
         preset_for_device("Tesla T4")
 

@@ -3,7 +3,16 @@ import socket
 import pytest
 
 from mmtrain.errors import LaunchError
-from mmtrain.runtime.world import Address, find_address, first_host, join
+from mmtrain.runtime.world import (
+    Address,
+    device_index,
+    find_address,
+    first_host,
+    join,
+    limit_threads,
+    prepare_allocator,
+    reject_shared_devices,
+)
 
 
 def test_a_single_rank_needs_no_address() -> None:
@@ -86,3 +95,55 @@ def test_a_port_in_use_is_refused_at_once() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(LaunchError, match=f"MASTER_PORT: {port} cannot be used"):
             join(Address(0, 2, 0, "127.0.0.1", port, "torchrun"))
+
+
+@pytest.mark.parametrize(
+    ("env", "local_rank"),
+    [
+        ({"LOCAL_RANK": "2"}, 2),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3"}, 3),
+        ({"SLURM_LOCALID": "1"}, 1),
+        ({"LOCAL_WORLD_SIZE": "8"}, 5),
+        ({}, 13),
+    ],
+)
+def test_launchers_that_set_no_local_rank_state_it_otherwise(env: dict[str, str], local_rank: int) -> None:
+    address = find_address({"RANK": "13", "WORLD_SIZE": "16", **env})
+    assert address is not None
+    assert address.local_rank == local_rank
+
+
+def test_a_process_takes_the_gpu_of_its_local_rank_or_the_only_one_that_it_sees() -> None:
+    assert [device_index(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
+    assert device_index(3, 1) == 0, "srun --gpus-per-task=1 shows each task its own GPU"
+    with pytest.raises(LaunchError, match="LOCAL_RANK: 4 found, but this machine has 4 GPUs"):
+        device_index(4, 4)
+    reject_shared_devices(["node1, a", "node1, b", "node2, c"])
+    with pytest.raises(LaunchError, match="ranks 1 and 2 have the same GPU"):
+        reject_shared_devices(["node1, a", "node1, b", "node1, b"])
+
+
+def test_the_allocator_of_the_user_stays() -> None:
+    for env in ({"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}):
+        changed = dict(env)
+        prepare_allocator(changed)
+        assert changed == env
+    env = {}
+    prepare_allocator(env)
+    assert env == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "cores", "threads"), [("mmtrain", 16, 4), ("torchrun", 16, 8), ("slurm", 6, 6), ("slurm", 16, 8)]
+)
+def test_ranks_with_gpus_share_the_cores(
+    launcher: str, cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 64)
+    monkeypatch.setattr("torch.set_num_threads", chosen.append)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    limit_threads(Address(1, 4, 1, "x", 1234, launcher, ranks_per_node=2))
+    assert chosen == [threads]

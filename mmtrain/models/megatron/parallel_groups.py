@@ -58,7 +58,7 @@ class ParallelGroups:
     @property
     def device(self) -> torch.device:
         """Return the device that this rank computes on."""
-        if dist.get_backend(self.tp) == "nccl":
+        if "nccl" in dist.get_backend(self.tp):  # also beside gloo, as in the default group
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 

@@ -38,7 +38,7 @@ from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE, load_run_recipe
-from mmtrain.runtime.world import Address, World, find_address, join, leave
+from mmtrain.runtime.world import Address, World, find_address, join, leave, limit_threads
 
 NUM_EXAMPLES = 5  # of questions, shown with their answers
 Answers = Mapping[HeldOutQuestion, str]
@@ -84,8 +84,7 @@ def run(request: EvaluateRequest) -> None:
 
 def _evaluate_rank(request: EvaluateRequest, recipe: Recipe, address: Address) -> None:
     """Evaluate as one rank."""
-    if torch.get_num_threads() > 1 and not torch.cuda.is_available():
-        torch.set_num_threads(1)  # a rank is one core, as in training
+    limit_threads(address)
     _evaluate(request, recipe, join(address))
     leave()
 

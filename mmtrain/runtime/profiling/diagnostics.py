@@ -67,7 +67,13 @@ def package_diagnostics() -> Iterator[Diagnostic]:
         except OSError as error:  # the package is there, a library that it loads is not
             what = f"a library that {package.module} loads, for {package.purpose}: {error}"
             yield Diagnostic("missing", what, "install it with the system's package manager", package.commands)
-    yield from unmet_requirements(importlib.metadata.requires("mmtrain") or ())
+    try:
+        requirements = importlib.metadata.requires("mmtrain") or ()
+    except importlib.metadata.PackageNotFoundError:  # run from a tree that is not installed
+        what = "mmtrain's own list of requirements: it runs from a folder and is not installed, so that no versions are"
+        yield Diagnostic("missing", f"{what} compared", "pip install -e .")
+        return
+    yield from unmet_requirements(requirements)
 
 
 def unmet_requirements(requirements: Iterable[str]) -> Iterator[Diagnostic]:

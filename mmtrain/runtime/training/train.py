@@ -41,7 +41,16 @@ from mmtrain.runtime.training.start_weights import (
 )
 from mmtrain.runtime.training.switch_plan import switch_plan
 from mmtrain.runtime.training.train_request import TrainRequest
-from mmtrain.runtime.world import Address, World, find_address, has_agent_store, join, leave, torch_seed
+from mmtrain.runtime.world import (
+    Address,
+    World,
+    find_address,
+    has_agent_store,
+    join,
+    leave,
+    limit_threads,
+    torch_seed,
+)
 
 
 def run(request: TrainRequest) -> None:
@@ -108,8 +117,7 @@ def require_started_ranks(recipe: Recipe, num_started: int, elastic: bool) -> No
 def train_rank(request: TrainRequest, address: Address) -> None:
     """Train as one rank of the run. Raises StoppedAndSaved when a signal stopped the run before its last step."""
     require_started_ranks(request.recipe, address.world_size, request.elastic)
-    if torch.get_num_threads() > 1 and not torch.cuda.is_available():
-        torch.set_num_threads(1)  # a rank is one core; more threads than cores would fight the other ranks
+    limit_threads(address)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignalListener())
         if has_watching_launcher(address):
