@@ -1,5 +1,8 @@
 """Assert that a plan computes the losses, gradients and norms of one process that trains sample by sample."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,13 +21,19 @@ NUM_STEPS = 3  # the third sees what a step of text alone did to momentum and we
 Step = tuple[float, float, dict[str, Tensor]]  # loss, gradient norm, gradients by name
 
 
-def assert_equals_one_process(settings: Recipe, plan: Plan, texts_between: bool = False, timeout: float = 30) -> None:
+def assert_equals_one_process(
+    settings: Recipe,
+    plan: Plan,
+    texts_between: bool = False,
+    timeout: float = 30,
+    train: Callable[..., Any] | None = None,
+) -> None:
     """Train some steps by the plan and in one process; compare losses and norms, and all gradients of the first step.
 
     `texts_between`: every second step has samples of text alone. Weights after a step are not compared one by one:
-    Adam turns the rounding error of a tiny gradient into a step of full size.
+    Adam turns the rounding error of a tiny gradient into a step of full size. `train` stands for `train_steps`.
     """
-    ranks = run_ranks(plan.world_size, _train, settings, plan, texts_between, timeout=timeout)
+    ranks = run_ranks(plan.world_size, train or train_steps, settings, plan, texts_between, timeout=timeout)
     expected = _reference(settings, texts_between)
     for step, (loss, norm, _) in enumerate(expected):
         sum_of_ranks = sum(steps[step][0] for steps, _ in ranks)
@@ -45,7 +54,9 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], scale: 
         assert distance <= 1e-5 * max(float(gradient.norm()), 1e-3 * total_norm), f"{name}: off by {distance}"
 
 
-def _train(settings: Recipe, plan: Plan, texts_between: bool) -> tuple[list[tuple[float, float]], list[NamedShard]]:
+def train_steps(
+    settings: Recipe, plan: Plan, texts_between: bool
+) -> tuple[list[tuple[float, float]], list[NamedShard]]:
     """Run on every rank: (loss part, norm) of each step, and this rank's gradients of the first."""
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     context = build_rank_context(settings, plan, world)

@@ -6,7 +6,7 @@ import pytest
 
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan_graph import stage_graph
-from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, Send, build_program
+from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, ScheduleKind, Send, build_program
 from tests.flow.cases import AUDIO, DEEPSTACK, FINE, Mesh, Order, plan, recipe
 from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process
@@ -308,6 +308,13 @@ ORDERS: dict[str, Order] = {
 }
 
 
+def kind_of(case: str) -> ScheduleKind:
+    """Return the kind of a case's schedule."""
+    if case in ORDERS:
+        return "explicit"
+    return "coarse" if case in COLOCATED | STACKED_COLOCATED else "1f1b"
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -318,8 +325,7 @@ ORDERS: dict[str, Order] = {
 def test_any_plan_computes_what_one_process_does(case: str) -> None:
     changes, meshes = (CASES | COUNTS | COLOCATED | PLAIN | STACKED | STACKED_COLOCATED)[case]
     settings, order = recipe(**changes), ORDERS.get(case)
-    kind = "explicit" if order else "coarse" if case in COLOCATED | STACKED_COLOCATED else "1f1b"
-    assert_equals_one_process(settings, plan(settings, kind, order, **meshes))
+    assert_equals_one_process(settings, plan(settings, kind_of(case), order, **meshes))
 
 
 def test_nothing_runs_backward_below_the_first_layer_that_trains() -> None:

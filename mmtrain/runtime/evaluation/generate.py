@@ -220,14 +220,13 @@ def load_generator(
     graph = build_stage_graph(plans, dict.fromkeys(plans, 1), model)
     dtype = compute_dtype(precision_on_device(recipe.train.precision, world.device), world.device)
     groups = build_groups(graph, world)
+    probe_channels(groups, world)
     # Without sequence parallelism: it saves memory of activations, and generation keeps next to none.
     transport = Transport(world.rank, groups, edge_widths(graph, model), {}, world.device, dtype)
     units = build_units(recipe, graph, transport)
     for unit in units.values():
         load_weights(unit, checkpoint)
-    generator = GreedyGenerator(graph, units, transport, tokenizer)
-    probe_channels(generator.prefill_program.for_rank(world.rank), groups, world)
-    return generator
+    return GreedyGenerator(graph, units, transport, tokenizer)
 
 
 def load_weights(unit: UnitRunner, checkpoint: Checkpoint) -> None:

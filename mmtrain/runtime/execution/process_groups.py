@@ -1,21 +1,35 @@
-"""Create the process groups of a stage graph, on all ranks in one order.
+"""Create the process groups of a stage graph and connect them, on all ranks in one order.
 
-Each (edge, payload) of a replica group has a group of its own: NCCL has no tags and runs the messages of one
-communicator in order, so activations and gradients between the same two ranks must not share one.
+Every channel (edge, payload, sender, receiver) has a group of its two ranks. NCCL has no tags: it runs the messages of
+one communicator one after another, and a message that waits for its other end holds up those behind it, whichever way
+they go. The deadlock test (`program.verify.deadlock`) therefore holds for one communicator a channel and for no fewer.
+
+NCCL makes a communicator when a group is first used, and then blocks the rank until every other member uses it too. Two
+ranks that start with different groups would wait for each other forever, so communicators are made here, before any
+action runs, and in the order of their creation, which is the same on all ranks.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.program import Edge, Payload, Recv, Send, Share, StageGraph, UnitMesh
+from mmtrain.program import Edge, Recv, Send, Share, StageGraph, UnitMesh
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages
+from mmtrain.program.verify.channels import Channel, graph_channels
+from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.world import World
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+# Thread blocks of a channel's kernels. A receive occupies them while it waits, beside the layers that compute, and a
+# message between two ranks needs few. Groups of collectives keep NCCL's default of up to 32. Not measured yet.
+MAX_CHANNEL_THREAD_BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -23,8 +37,9 @@ class ProcessGroups:
     """The groups that this rank is a member of."""
 
     units: dict[str, ParallelGroups]
-    channels: dict[tuple[Edge, Payload], dist.ProcessGroup]
+    channels: dict[Channel, dist.ProcessGroup]
     tied_embeddings: dist.ProcessGroup | None  # first and last LLM stage of this rank's replica, same TP rank
+    connected: tuple[dist.ProcessGroup, ...]  # all of them with more than one member, in the order of their creation
 
 
 class Pending(Protocol):
@@ -47,13 +62,13 @@ class Transport:
 
     def send(self, rows: Tensor, message: Send) -> Pending:
         """Start to send rows to the message's peer; they must not change before they have left."""
-        work = dist.isend(rows, message.peer, group=self.groups.channels[message.edge, message.payload])
+        work = dist.isend(rows, message.peer, group=self.groups.channels[channel_of(message, self.rank)])
         assert work is not None
         return work
 
     def receive(self, rows: Tensor, message: Recv) -> Pending:
         """Start to receive rows from the message's peer."""
-        work = dist.irecv(rows, message.peer, group=self.groups.channels[message.edge, message.payload])
+        work = dist.irecv(rows, message.peer, group=self.groups.channels[channel_of(message, self.rank)])
         assert work is not None
         return work
 
@@ -63,48 +78,106 @@ class Transport:
         dist.broadcast(tensor, src=root, group=self.groups.units[unit].tp)
 
 
-def build_groups(graph: StageGraph, world: World) -> ProcessGroups:
-    """Create every group of the graph; return those that this rank belongs to."""
-    creator = _GroupCreator(world.rank)
+def channel_text(channel: Channel) -> str:
+    """Describe a channel for a user."""
+    edge, payload, sender, receiver = channel
+    return f"{payload}s over edge {edge} from rank {sender} to rank {receiver}"
+
+
+def channel_of(message: Send | Recv, rank: int) -> Channel:
+    """Return the channel over which `rank` sends or receives the message."""
+    if isinstance(message, Send):
+        return message.edge, message.payload, rank, message.peer
+    return message.edge, message.payload, message.peer, rank
+
+
+def build_groups(graph: StageGraph, world: World, activity: Activity | None = None) -> ProcessGroups:
+    """Create every group of the graph and its communicator; return the groups that this rank belongs to.
+
+    All ranks call this together. A rank that does not come is noticed by the watchdog, which finds in `activity` what
+    it is missing for.
+    """
+    creator = _GroupCreator(world, activity or Activity())
     units: dict[str, ParallelGroups] = {}
     for mesh in graph.meshes:
-        tp, dp, pp = (creator.create(lines) for lines in _mesh_lines(mesh))
+        lines_by_axis = zip(("tp", "dp", "pp"), _mesh_lines(mesh), strict=True)
+        tp, dp, pp = (creator.create(lines, f"the {axis} group of {mesh.unit}") for axis, lines in lines_by_axis)
         if tp and dp and pp:
             units[mesh.unit] = ParallelGroups(tp=tp, dp=dp, pp=pp)
-    channels: dict[tuple[Edge, Payload], dist.ProcessGroup] = {}
-    payloads: tuple[Payload, ...] = ("activation", "gradient")
-    for edge in graph.edges:
-        for payload in payloads:
-            group = creator.create(_edge_ranks(graph, edge))
-            if group:
-                channels[edge, payload] = group
-    return ProcessGroups(units, channels, creator.create(_tied_pairs(graph)))
+    channels: dict[Channel, dist.ProcessGroup] = {}
+    for channel in graph_channels(graph):
+        _, _, sender, receiver = channel
+        group = creator.create([sorted((sender, receiver))], channel_text(channel), for_messages=True)
+        if group:
+            channels[channel] = group
+    tied_embeddings = creator.create(_tied_pairs(graph), "the group of tied embeddings")
+    creator.connect()
+    return ProcessGroups(units, channels, tied_embeddings, tuple(creator.purposes))
 
 
 def release_groups(groups: ProcessGroups) -> None:
     """Leave the groups of a stage graph, which hold connections and a GPU's memory; all ranks call this together."""
-    of_units = [group for unit in groups.units.values() for group in (unit.tp, unit.dp, unit.pp)]
-    every = [*of_units, *groups.channels.values(), groups.tied_embeddings]
-    for group in dict.fromkeys(group for group in every if group is not None):
+    alone = [group for unit in groups.units.values() for group in (unit.tp, unit.dp, unit.pp) if group.size() == 1]
+    for group in dict.fromkeys((*alone, *groups.connected)):
         dist.destroy_process_group(group)
 
 
 class _GroupCreator:
     """Creates groups. Every rank must ask for the same ones in the same order: torch counts them for their names."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, world: World, activity: Activity) -> None:
+        self._world, self._activity = world, activity
+        # The default group has gloo beside NCCL, for objects; these groups exchange tensors of the device only.
+        self._backend = "nccl" if world.device.type == "cuda" else "gloo"
+        self.purposes: dict[dist.ProcessGroup, str] = {}  # of this rank's groups with other members, in order
         # No other rank need take part in a group of one; all groups of this rank alone are this one.
-        self._alone = dist.new_group([rank], use_local_synchronization=True)
+        self._alone = dist.new_group([world.rank], backend=self._backend, use_local_synchronization=True)
 
-    def create(self, groups: Iterable[list[int]]) -> dist.ProcessGroup | None:
+    def create(self, groups: Iterable[list[int]], purpose: str, for_messages: bool = False) -> dist.ProcessGroup | None:
         """Create one group for each list of ranks; return the one with this rank in it."""
         mine: dist.ProcessGroup | None = None
         for ranks in groups:
-            group = self._alone if len(ranks) == 1 else dist.new_group(ranks)
-            if self._rank in ranks:
-                mine = group
+            if ranks == [self._world.rank]:
+                mine = self._alone
+            elif len(ranks) > 1:
+                options = _message_options() if for_messages and self._backend == "nccl" else None
+                is_mine = self._world.rank in ranks
+                if is_mine:
+                    self._activity.connect(f"{purpose}, ranks {ranks}")
+                group = dist.new_group(ranks, backend=self._backend, pg_options=options)
+                if is_mine:
+                    mine = group
+                    self.purposes[group] = f"{purpose}, ranks {ranks}"
         return mine
+
+    def connect(self) -> None:
+        """Make the communicators of all groups, and of the default group, where the backend has any (not gloo)."""
+        device = self._world.device
+        if self._world.size > 1:
+            self._activity.connect("the group of all ranks")
+            _communicate_eagerly(dist.group.WORLD, device)
+        for group, purpose in self.purposes.items():
+            self._activity.connect(purpose)
+            _communicate_eagerly(group, device)
+
+
+def _communicate_eagerly(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Make a group's communicator now; with it NCCL sends messages too, and makes no other one for a pair of ranks.
+
+    The device must not be bound to the default group for that: torch would split every later group from it, and a split
+    waits for all ranks, also where a single rank creates a group of its own.
+    """
+    assert group is not None, "the default group exists"
+    group._get_backend(device).eager_connect_single_device(device)
+
+
+def _message_options() -> "ProcessGroupNCCL.Options":
+    """Return options of a channel's communicator: few thread blocks, which start before those of layers."""
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # builds of torch for CPUs do not have it
+
+    options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = MAX_CHANNEL_THREAD_BLOCKS
+    return options
 
 
 def _mesh_lines(mesh: UnitMesh) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
@@ -116,17 +189,6 @@ def _mesh_lines(mesh: UnitMesh) -> tuple[list[list[int]], list[list[int]], list[
         [[tp_groups[p, d][t] for d in dp] for p in pp for t in tp],
         [[tp_groups[p, d][t] for p in pp] for d in dp for t in tp],
     )
-
-
-def _edge_ranks(graph: StageGraph, edge: Edge) -> list[list[int]]:
-    """Return the ranks at both ends of the edge, for each replica group."""
-    groups: list[set[int]] = [set() for _ in range(graph.num_groups)]
-    for stage_id in (edge.src, edge.dst):
-        tp_groups = graph.stage(stage_id).tp_groups
-        replicas_per_group = len(tp_groups) // graph.num_groups
-        for replica, tp_group in enumerate(tp_groups):
-            groups[replica // replicas_per_group].update(tp_group)
-    return [sorted(group) for group in groups]
 
 
 def _tied_pairs(graph: StageGraph) -> list[list[int]]:

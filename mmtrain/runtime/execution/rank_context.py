@@ -23,7 +23,7 @@ from mmtrain.program import LLM, Edge, Microbatch, Program, StageGraph, StageId,
 from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.unit_settings import UnitSettings
-from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.execution.activity import BUILDING, Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.channel_probe import probe_channels
 from mmtrain.runtime.execution.executor import Executor, StepInput, StepOutcome
@@ -100,7 +100,8 @@ def build_rank_context(
 
     Parameters start with the weights that `pretrained` has for them, others with random ones.
 
-    The program is checked before anything is built, and every channel is probed before anything is trained.
+    The program is checked before anything is built. Then the ranks are connected and every channel is probed, under the
+    watchdog of `activity`: what waits there waits for a rank that does not come.
 
     Raises LaunchError where this device cannot compute in the plan's precision, and for a channel that does not work.
     """
@@ -112,9 +113,10 @@ def build_rank_context(
     graph = stage_graph(plan, model)
     program = build_program(graph, kind=plan.schedule.kind, order=plan.schedule.order)
     forward_program = build_program(forward_only(graph), kind=plan.schedule.kind, order=plan.schedule.order)
-    groups = build_groups(graph, world)
+    groups = build_groups(graph, world, activity)
+    probe_channels(groups, world, activity)
+    activity.start(BUILDING)
     actions = program.for_rank(world.rank)
-    probe_channels(actions, groups, world)
     sequence_parallel = {name: unit.tp for name, unit in plan.units.items() if unit.sp}
     transport = Transport(world.rank, groups, edge_widths(graph, model), sequence_parallel, world.device, dtype)
     units = build_units(recipe, graph, transport, sequence_parallel, pretrained)

@@ -33,7 +33,7 @@ from mmtrain.program.trace.measured_timeline import measured_timeline
 from mmtrain.program.trace.step_record import StepRecord
 from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.execution.activity import BUILDING, Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.channel_probe import probe_channels
 from mmtrain.runtime.execution.executor import Executor, StepInput
@@ -346,9 +346,10 @@ def _build_executor(
     request: RehearsalRequest, program: Program, rehearsal: Rehearsal, world: World, activity: Activity
 ) -> Executor:
     graph, rank = rehearsal.graph, world.rank
-    groups = build_groups(graph, world)
+    groups = build_groups(graph, world, activity)
+    probe_channels(groups, world, activity)
+    activity.start(BUILDING)
     actions = program.for_rank(rank)
-    probe_channels(actions, groups, world)
     token_shards = {name: unit.tp for name, unit in request.plan.units.items() if unit.sp}
     group = rehearsal.timing.group
     is_hit = group.ranks[rank] in _hit_ranks(request, group)

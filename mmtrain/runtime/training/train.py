@@ -179,6 +179,7 @@ def _train_on_plan(session: RankSession, world: World, chosen: ChosenPlan) -> St
     activity, console, recipe = session.activity, session.console, session.request.recipe
     activity.start(BUILDING)
     start_weights = open_start_weights(request, patient_world, activity, console)
+    patient_world.all_gather(None)  # connecting is timed by the watchdog, and no rank comes late to it from here
     rank_context = build_rank_context(recipe, chosen.plan, world, activity, request.faults, start_weights)
     torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
     require_fitting_weights(start_weights, recipe, patient_world)

@@ -1,0 +1,101 @@
+"""Plans on a gloo that behaves like NCCL: all of them train there, and the order of connecting is what they need."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, device, full
+
+from mmtrain.models.named_shards import NamedShard
+from mmtrain.plan import Plan
+from mmtrain.program import Action, Recv, Send
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution import rank_context
+from mmtrain.runtime.execution.process_groups import ProcessGroups, channel_of
+from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.world import World
+from tests.distributed import RanksFailed, run_ranks
+from tests.flow.cases import Mesh, plan, recipe
+from tests.flow.equality import assert_equals_one_process, train_steps
+from tests.flow.nccl_like import like_nccl
+from tests.flow.test_master import CASES, COLOCATED, COUNTS, ORDERS, PLAIN, STACKED, STACKED_COLOCATED, kind_of
+
+ALL_CASES = CASES | COUNTS | COLOCATED | PLAIN | STACKED | STACKED_COLOCATED
+TIMEOUT_S = 90.0
+HANG_S = 4.0  # of a rank that waits for a communicator, where a test expects that
+
+
+def _settings_and_plan(case: str) -> tuple[Recipe, Plan]:
+    changes, meshes = ALL_CASES[case]
+    settings = recipe(**changes)
+    return settings, plan(settings, kind_of(case), ORDERS.get(case), **meshes)
+
+
+def train_eagerly(settings: Recipe, wanted: Plan, texts: bool) -> tuple[list[tuple[float, float]], list[NamedShard]]:
+    with like_nccl(eager=True, timeout_s=TIMEOUT_S):
+        return train_steps(settings, wanted, texts)
+
+
+def train_lazily(settings: Recipe, wanted: Plan, texts: bool) -> tuple[list[tuple[float, float]], list[NamedShard]]:
+    with like_nccl(eager=False, timeout_s=TIMEOUT_S):
+        return train_steps(settings, wanted, texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_any_plan_trains_on_what_behaves_like_nccl(case: str) -> None:
+    settings, wanted = _settings_and_plan(case)
+    assert_equals_one_process(settings, wanted, timeout=TIMEOUT_S, train=train_eagerly)
+
+
+# Ranks enter their channels in different orders: the first two as the master test has them, the others with one
+# microbatch a replica, where nearly every plan does.
+ENTER_IN_DIFFERENT_ORDERS: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    "merged over two replicas, dp 1:2": COUNTS["merged over two replicas, dp 1:2"],
+    "disaggregated 2:4, two replica groups": PLAIN["disaggregated 2:4, two replica groups"],
+    "one microbatch, pp2": (
+        {"train__global_batch": 1},
+        {"vision": Mesh((), (0,)), "llm": Mesh((2,), (0, 1))},
+    ),
+    "one microbatch, disaggregated": (
+        {"train__global_batch": 1},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1,))},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ENTER_IN_DIFFERENT_ORDERS)
+def test_ranks_that_enter_channels_in_the_order_of_their_programs_hang(case: str) -> None:
+    changes, meshes = ENTER_IN_DIFFERENT_ORDERS[case]
+    settings = recipe(**changes)
+    wanted = plan(settings, **meshes)
+    with pytest.raises(RanksFailed, match=r"waits for a communicator of ranks \[\d, \d\]"):
+        run_ranks(wanted.world_size, _enter_in_the_order_of_the_program, settings, wanted, timeout=TIMEOUT_S)
+    assert_equals_one_process(settings, wanted, timeout=TIMEOUT_S, train=train_lazily)
+
+
+def _enter_in_the_order_of_the_program(settings: Recipe, wanted: Plan) -> None:
+    """Build the job with groups that are not connected, and enter each channel where the program first does."""
+    world = World(dist.get_rank(), dist.get_world_size(), device("cpu"))
+    probe = rank_context.probe_channels
+    with like_nccl(eager=False, timeout_s=HANG_S):
+        rank_context.probe_channels = lambda groups, world, activity: None
+        try:
+            context = build_rank_context(settings, wanted, world)
+        finally:
+            rank_context.probe_channels = probe
+        _enter(context.program.for_rank(world.rank), context.transport.groups, world.rank)
+
+
+def _enter(actions: Iterable[Action], groups: ProcessGroups, rank: int) -> None:
+    numbers: dict[Any, Tensor] = {}
+    for action in actions:
+        if not isinstance(action, Send | Recv):
+            continue
+        channel = channel_of(action, rank)
+        if channel not in numbers:
+            numbers[channel] = full((1,), float(rank))
+            post = dist.isend if isinstance(action, Send) else dist.irecv
+            post(numbers[channel], action.peer, group=groups.channels[channel])
