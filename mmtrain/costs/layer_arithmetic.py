@@ -129,10 +129,10 @@ def query_key_pairs(layer: LayerShape, load: TokenLoad) -> int:
 
     Loads do not hold all lengths. With windows the load counts as one of sequences of two lengths: see `_two_lengths`.
     """
-    window = layer.window if layer.causal else layer.window_side**2
+    window = layer.window if layer.causal else layer.window_side**2 or layer.chunk
     if not window or load.max_len <= window:
         return (load.sum_sq + load.tokens) // 2 if layer.causal else diffusion.query_key_pairs(layer, load)
-    pairs_of = _causal_pairs if layer.causal else _pairs_in_squares
+    pairs_of = _causal_pairs if layer.causal else _pairs_in_pieces
     return round(sum(count * pairs_of(length, window) for count, length in _two_lengths(load)))
 
 
@@ -142,8 +142,8 @@ def _causal_pairs(length: float, window: int) -> float:
     return length * seen - seen * (seen - 1) / 2
 
 
-def _pairs_in_squares(length: float, window: int) -> float:
-    """Return the pairs in an image whose squares have `window` patches; those at its borders may have fewer."""
+def _pairs_in_pieces(length: float, window: int) -> float:
+    """Return the pairs in an image or clip whose squares or chunks have `window` tokens; the last may have fewer."""
     return length * min(length, window)
 
 

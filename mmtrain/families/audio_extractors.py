@@ -5,12 +5,12 @@ from pathlib import Path
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Settings
-from mmtrain.families.processor_files import read_processor
+from mmtrain.families.processor_files import read_processor, without_other_processors
 
 _SAMPLE_RATE_HZ = 16_000
 # Keys that follow from others, or that say how a batch of clips is padded.
 _WITHOUT_EFFECT = (
-    "feature_extractor_type", "processor_class", "n_samples", "nb_max_frames", "padding_side", "padding",
+    "feature_extractor_type", "processor_class", "n_samples", "nb_max_frames", "padding",
     "return_attention_mask", "return_tensors",
 )  # fmt: skip
 
@@ -32,7 +32,7 @@ def read_audio_settings(folder: Path, mel_bins: int) -> Settings | None:
             f"{path}: feature_extractor_type {kind!r} is not supported yet; supported: WhisperFeatureExtractor. "
             "data.audio.scheme in the recipe chooses another way to prepare clips"
         )
-    section = ConfigSection(config)
+    section = ConfigSection(without_other_processors(config, "feature_extractor_type"))
     for key in _WITHOUT_EFFECT:
         section.value(key)
     section.require("feature_size", mel_bins, default=80)
@@ -42,7 +42,8 @@ def read_audio_settings(folder: Path, mel_bins: int) -> Settings | None:
     section.require("padding_value", 0, 0.0, default=0.0)
     section.require("dither", 0, 0.0, default=0.0)
     section.require("do_normalize", False, None, default=False)
-    settings = {"scheme": "dynamic", "max_seconds": section.number("chunk_length", 30)}
+    section.require("padding_side", "right", default="right")
+    settings = {"scheme": "dynamic", "max_seconds": section.number("chunk_length", 30), "long_clips": "cut"}
     section.value("mel_filters")  # some folders store the filters, which follow from the sizes above
     section.finish()
     if section.problems:

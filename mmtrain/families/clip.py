@@ -12,6 +12,7 @@ STD = (0.26862954, 0.26130258, 0.27577711)
 PLAIN_TRANSFORMER: Settings = {
     "temporal_patch": 1,
     "time_positions_per_second": None,
+    "patch_seconds": "sampled",
     "gated_mlp": False,
     "norm": "layer",
     "qk_norm": False,

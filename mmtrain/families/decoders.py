@@ -37,6 +37,7 @@ def decoder_settings(
         "full_attention_blocks": (),
         "window_rope_base": None,
         "query_scale": None,
+        "rope_after_media": "sides",
         "post_norms": False,
         "zero_centered_norms": False,
         "scale_embeddings": False,

@@ -60,7 +60,7 @@ def _whisper(config: ConfigSection) -> FolderSettings:
     for key in _OF_DECODER:
         config.value(key)
     audio = whisper_settings(config, _WHISPER_DEFAULTS)
-    clips = {"scheme": "dynamic", "max_seconds": audio["max_frames"] / 100}
+    clips = {"scheme": "dynamic", "max_seconds": audio["max_frames"] / 100, "long_clips": "cut"}
     return FolderSettings({"audio": audio}, {"audio": clips})
 
 

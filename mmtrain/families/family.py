@@ -28,11 +28,13 @@ class Family:
 
     tiny: the JSON files of a tiny model by name, for `mmtrain data tiny-model`.
     image_processor: what its processor passes to that of images, whatever the folder states.
+    video_processor: likewise, to that of videos, as settings of `data.video`.
     spellings: a family whose tensors were renamed by a version of `transformers` lists the prefixes of each spelling;
         export writes the one that the source folder has.
     markups: how its processor writes media into text, for those where that is more than the placeholder that the folder
         names, once for each feature.
     ignored: suffixes of tensors that may be in a folder and hold nothing to keep (buffers).
+    other_models: prefixes of the tensors of other models in its folders, which training leaves alone and export copies.
     writer: for families as which a model that started from random weights can be exported.
     """
 
@@ -43,6 +45,8 @@ class Family:
     tiny: Mapping[str, Mapping[str, Any]]
     markups: Markups = field(default_factory=dict)
     image_processor: Mapping[str, Any] = field(default_factory=dict)
+    video_processor: Settings = field(default_factory=dict)
     spellings: tuple[tuple[PrefixChange, ...], ...] = ((),)
     ignored: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()
+    other_models: tuple[str, ...] = ()
     writer: FolderWriter | None = None

@@ -7,7 +7,7 @@ from mmtrain.errors import ModelFolderError
 from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Settings
-from mmtrain.families.processor_files import read_processor
+from mmtrain.families.processor_files import read_processor, without_other_processors
 
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # numbers of Pillow's filters
 _HALF = (0.5, 0.5, 0.5)
@@ -44,7 +44,7 @@ def image_processor_settings(config: Mapping[str, object], path: Path | str) -> 
             f"{path}: image_processor_type {kind!r} is not supported yet; supported: {', '.join(_READERS)}. "
             "data.image.scheme in the recipe chooses another way to prepare pictures"
         )
-    section = ConfigSection(config)
+    section = ConfigSection(without_other_processors(config, "image_processor_type"))
     for key in _WITHOUT_EFFECT:
         section.value(key)
     for key in ("do_resize", "do_rescale", "do_normalize"):

@@ -43,7 +43,7 @@ class ModelFolder:
         if section == "audio":
             return read_audio_settings(self.path, self.settings.model["audio"]["mel_bins"]) or assumed
         if section == "video":
-            return {**assumed, **read_video_settings(self.path)}
+            return {**assumed, **read_video_settings(self.path), **self.family.video_processor}
         return assumed
 
     def config_with_tokens(self, num_tokens: int) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_weights
-from mmtrain.families.family import Family, FolderSettings
+from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.qwen2_vl import (
     DECODER,
     MEDIA_SETTINGS,
@@ -44,22 +44,31 @@ _TINY = {
 def _settings(config: ConfigSection) -> FolderSettings:
     llm = text_settings(config)
     tower = config.section("vision_config")
+    per_second = float(tower.integer("tokens_per_second", 4))
+    vision = {
+        **windowed_tower_settings(tower, llm["hidden"]),
+        "time_positions_per_second": per_second,
+        "patch_seconds": "sampled",
+    }
+    tower.finish()
+    return FolderSettings({"vision": vision, "llm": llm}, MEDIA_SETTINGS)
+
+
+def windowed_tower_settings(tower: ConfigSection, llm_hidden: int) -> Settings:
+    """Return the settings of an encoder with windows, but those of time."""
     common = tower_settings(tower, tower.integer("hidden_size", 3584))
-    tower.require("out_hidden_size", llm["hidden"], default=3584)
+    tower.require("out_hidden_size", llm_hidden, default=3584)
     tower.require("hidden_act", "silu", default="silu")
     patch, merge = common["patch"], common["merge"]
-    vision = {
+    return {
         **common,
         "ffn": tower.integer("intermediate_size", 3420),
         "activation": "silu",
         "gated_mlp": True,
         "norm": "rms",
-        "time_positions_per_second": float(tower.integer("tokens_per_second", 4)),
         "window": tower.integer("window_size", 112) // merge // patch * merge,  # whole merged squares
         "full_attention_blocks": _full_attention_blocks(tower, common["layers"]),
     }
-    tower.finish()
-    return FolderSettings({"vision": vision, "llm": llm}, MEDIA_SETTINGS)
 
 
 def _full_attention_blocks(tower: ConfigSection, num_blocks: int) -> tuple[int, ...]:
@@ -72,16 +81,21 @@ def _full_attention_blocks(tower: ConfigSection, num_blocks: int) -> tuple[int, 
 
 
 def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+    yield from windowed_tower_weights(settings)
+    yield from decoder_weights(settings, DECODER)
+
+
+def windowed_tower_weights(settings: FolderSettings, joint_projections: bool = True) -> Iterator[ParameterSource]:
+    """Yield the weights of the encoder and its merger; see `qwen2_vl.tower_weights`."""
     vision = settings.model["vision"]
     hidden, ffn = vision["hidden"], vision["ffn"]
-    yield from tower_weights(settings, norm_kinds=("weight",))
+    yield from tower_weights(settings, ("weight",), joint_projections)
     for block in range(vision["layers"]):
         ours, theirs = f"vision.layers.{block + 1}.mlp.", f"{TOWER}blocks.{block}.mlp."
         for kind, inputs, inner_inputs in (("weight", (hidden,), (ffn,)), ("bias", (), ())):
             gate, up = f"{theirs}gate_proj.{kind}", f"{theirs}up_proj.{kind}"
             yield gate_and_up(f"{ours}linear_fc1.{kind}", gate, up, (ffn, *inputs))
             yield as_is(f"{ours}linear_fc2.{kind}", f"{theirs}down_proj.{kind}", (hidden, *inner_inputs))
-    yield from decoder_weights(settings, DECODER)
 
 
 QWEN2_5_VL = Family(

@@ -69,7 +69,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
     }
     text.finish()
     tower.finish()
-    clips = {"scheme": "dynamic", "max_seconds": audio["max_frames"] / 100}
+    clips = {"scheme": "dynamic", "max_seconds": audio["max_frames"] / 100, "long_clips": "cut"}
     return FolderSettings({"audio": audio, "llm": llm}, {"audio": clips})
 
 

@@ -8,7 +8,13 @@ from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
-from mmtrain.families.weight_layouts import ParameterSource, as_is, flattened, joint_query_key_value
+from mmtrain.families.weight_layouts import (
+    ParameterSource,
+    as_is,
+    flattened,
+    joint_query_key_value,
+    query_key_value,
+)
 from mmtrain.families.windows import reject_sliding_windows
 
 TOWER, DECODER = "model.visual.", "model.language_model."
@@ -154,6 +160,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
         "gated_mlp": False,
         "norm": "layer",
         "time_positions_per_second": None,
+        "patch_seconds": "sampled",
         "window": 0,
         "full_attention_blocks": (),
     }
@@ -173,14 +180,17 @@ def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
     yield from decoder_weights(settings, DECODER)
 
 
-def tower_weights(settings: FolderSettings, norm_kinds: tuple[str, ...]) -> Iterator[ParameterSource]:
+def tower_weights(
+    settings: FolderSettings, norm_kinds: tuple[str, ...], joint_projections: bool = True
+) -> Iterator[ParameterSource]:
     """Yield the weights of the encoder and its merger but those of the MLPs of blocks.
 
-    norm_kinds: which of weight and bias its norms have.
+    norm_kinds: which of weight and bias its norms have. joint_projections: the folder joins those of queries, keys and
+        values.
     """
     vision, llm = settings.model["vision"], settings.model["llm"]
     hidden = vision["hidden"]
-    yield from block_weights(settings, norm_kinds)
+    yield from block_weights(settings, norm_kinds, joint_projections)
     ours, theirs = f"vision.layers.{vision['layers'] + 1}.", f"{TOWER}merger."
     merged = hidden * vision["merge"] ** 2
     for kind in norm_kinds:
@@ -190,8 +200,13 @@ def tower_weights(settings: FolderSettings, norm_kinds: tuple[str, ...]) -> Iter
         yield as_is(f"{ours}linear_2.{kind}", f"{theirs}mlp.2.{kind}", (llm["hidden"], *inputs))
 
 
-def block_weights(settings: FolderSettings, norm_kinds: tuple[str, ...]) -> Iterator[ParameterSource]:
-    """Yield the weights of the patch embedding and of norms and attention in all blocks of the encoder."""
+def block_weights(
+    settings: FolderSettings, norm_kinds: tuple[str, ...], joint_projections: bool = True
+) -> Iterator[ParameterSource]:
+    """Yield the weights of the patch embedding and of norms and attention in all blocks of the encoder.
+
+    The arguments are those of `tower_weights`.
+    """
     vision = settings.model["vision"]
     hidden, heads, patch = vision["hidden"], vision["heads"], vision["patch"]
     patch_shape = (hidden, 3, vision["temporal_patch"], patch, patch)
@@ -203,7 +218,11 @@ def block_weights(settings: FolderSettings, norm_kinds: tuple[str, ...]) -> Iter
             yield as_is(f"{ours}pre_mlp_layernorm.{kind}", f"{theirs}norm2.{kind}", (hidden,))
         for kind, inputs in (("weight", (hidden,)), ("bias", ())):
             joint = f"{ours}self_attention.linear_qkv.{kind}"
-            yield joint_query_key_value(joint, f"{theirs}attn.qkv.{kind}", heads, hidden // heads, inputs)
+            if joint_projections:
+                yield joint_query_key_value(joint, f"{theirs}attn.qkv.{kind}", heads, hidden // heads, inputs)
+            else:
+                query, key, value = (f"{theirs}attn.{name}.{kind}" for name in "qkv")
+                yield query_key_value(joint, (query, key, value), heads, heads, hidden // heads, inputs)
             output = f"{ours}self_attention.linear_proj.{kind}"
             yield as_is(output, f"{theirs}attn.proj.{kind}", (hidden, *inputs))
 

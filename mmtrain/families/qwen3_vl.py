@@ -75,6 +75,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
         "patch_bias": True,
         "position_grid": _position_grid(tower),
         "time_positions_per_second": None,
+        "patch_seconds": "sampled",
         "window": 0,
         "full_attention_blocks": (),
         "deepstack": _deepstack(tower, common["layers"], llm["layers"]),

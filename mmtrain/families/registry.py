@@ -9,6 +9,7 @@ from mmtrain.families.llava import LLAVA
 from mmtrain.families.llava_next import LLAVA_NEXT
 from mmtrain.families.mistral import MISTRAL
 from mmtrain.families.qwen2 import QWEN2
+from mmtrain.families.qwen2_5_omni import QWEN2_5_OMNI
 from mmtrain.families.qwen2_5_vl import QWEN2_5_VL
 from mmtrain.families.qwen2_audio import QWEN2_AUDIO
 from mmtrain.families.qwen2_vl import QWEN2_VL
@@ -27,6 +28,7 @@ FAMILIES: dict[str, Family] = {
         QWEN2,
         QWEN2_AUDIO,
         QWEN2_VL,
+        QWEN2_5_OMNI,
         QWEN2_5_VL,
         QWEN3,
         QWEN3_VL,

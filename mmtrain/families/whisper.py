@@ -29,23 +29,25 @@ def whisper_settings(config: ConfigSection, defaults: Mapping[str, int]) -> Sett
         "norm_eps": 1e-5,
         "key_bias": False,
         "positions": "fixed",
+        "chunk": None,
         "max_frames": 2 * config.integer("max_source_positions", 1500),
     }
 
 
-def whisper_weights(audio: Settings, model: str) -> Iterator[ParameterSource]:
+def whisper_weights(audio: Settings, model: str, last_norm: str = "layer_norm") -> Iterator[ParameterSource]:
     """Yield the weights of the encoder, without its projector; `model` is the prefix of its tensors."""
     hidden, layers = audio["hidden"], audio["layers"]
     ours = "audio.layers.0."
     for conv, channels in (("conv1", audio["mel_bins"]), ("conv2", hidden)):
         yield flattened(f"{ours}{conv}.weight", f"{model}{conv}.weight", (hidden, channels, _KERNEL))
         yield as_is(f"{ours}{conv}.bias", f"{model}{conv}.bias", (hidden,))
-    num_positions = audio["max_frames"] // 2
-    yield as_is(f"{ours}positions", f"{model}embed_positions.weight", (num_positions, hidden))
+    if audio["positions"] == "fixed":
+        num_positions = audio["max_frames"] // 2
+        yield as_is(f"{ours}positions", f"{model}embed_positions.weight", (num_positions, hidden))
     for block in range(layers):
         yield from _block_weights(audio, f"audio.layers.{block + 1}.", f"{model}layers.{block}.")
     for kind in ("weight", "bias"):
-        yield as_is(f"audio.layers.{layers + 1}.post_norm.{kind}", f"{model}layer_norm.{kind}", (hidden,))
+        yield as_is(f"audio.layers.{layers + 1}.post_norm.{kind}", f"{model}{last_norm}.{kind}", (hidden,))
 
 
 def _block_weights(audio: Settings, ours: str, theirs: str) -> Iterator[ParameterSource]:

@@ -2,10 +2,13 @@
 
 The clips of one microbatch are packed one after another, frame by frame. A convolution sees zeros beyond both ends of
 a clip, never the neighboring clip, so packing does not change a clip's result. A clip with an odd number of frames has
-one to look at: the convolutions see the last frame, and no token stands for it.
+one to look at: the convolutions see the last frame, and no token stands for it; or, where the settings say so, the last
+token stands for that frame alone. A clip may be cut into chunks, each of which is then computed like a clip of its own,
+up to the projector.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -36,20 +39,27 @@ class AudioContext:
 
     inputs: EncoderInput  # rows are log-mel frames, in one column
     device: torch.device
+    chunk: int = 0  # tokens of a chunk, if clips are cut into chunks; else 0
+    partial_cells: int = 0  # frames that may be missing in the last token of a clip
 
     @cached_property
     def packing(self) -> PackedSequences:
-        """Each clip is a sequence of its own, with one token for two frames; a rest is no token."""
-        return PackedSequences(tuple(frames // 2 for frames in self.inputs.rows))
+        """Each clip is a sequence of its own, with one token for two frames."""
+        return PackedSequences(tuple((frames + self.partial_cells) // 2 for frames in self.inputs.rows))
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
-        """Each clip is a sequence, in every block."""
-        return self.packing
+        """Each clip is a sequence, or each chunk of a clip is one."""
+        return self._chunk_packing if layer.chunk else self.packing
+
+    @cached_property
+    def _chunk_packing(self) -> PackedSequences:
+        return PackedSequences(tuple(_cut(self.packing.lengths, self.chunk)))
 
     @cached_property
     def positions(self) -> Tensor:
-        """(T,) position of each token in its clip."""
-        lengths = np.asarray(self.packing.lengths, dtype=np.int64)
+        """(T,) position of each token in its clip, or in its chunk."""
+        packing = self._chunk_packing if self.chunk else self.packing
+        lengths = np.asarray(packing.lengths, dtype=np.int64)
         return torch.from_numpy(_ranges(np.zeros_like(lengths), lengths)).to(self.device)
 
     @cached_property
@@ -57,12 +67,14 @@ class AudioContext:
         """(T,) index of the frame in the middle of each token's window: every second frame of a clip."""
         frames = np.asarray(self.inputs.rows, dtype=np.int64)
         starts = np.cumsum(frames) - frames
-        return torch.from_numpy(_ranges(starts, frames // 2, step=2)).to(self.device)
+        num_tokens = np.asarray(self.packing.lengths, dtype=np.int64)
+        return torch.from_numpy(_ranges(starts, num_tokens, step=2)).to(self.device)
 
     @cached_property
-    def clip_bounds(self) -> tuple[Tensor, Tensor]:
-        """Indices of the first and of the last frame of every clip that has frames."""
-        lengths = np.asarray([frames for frames in self.inputs.rows if frames], dtype=np.int64)
+    def frame_bounds(self) -> tuple[Tensor, Tensor]:
+        """Indices of the first and of the last frame of all that convolutions see at once: of clips, or of chunks."""
+        pieces = _cut(self.inputs.rows, 2 * self.chunk) if self.chunk else self.inputs.rows
+        lengths = np.asarray([frames for frames in pieces if frames], dtype=np.int64)
         ends = np.cumsum(lengths)
         return torch.from_numpy(ends - lengths).to(self.device), torch.from_numpy(ends - 1).to(self.device)
 
@@ -88,7 +100,7 @@ class AudioEmbed(nn.Module):
     def __init__(self, settings: AudioSettings, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the layer that `shape` describes; its weights are uninitialized."""
         super().__init__()
-        self.max_frames = settings.max_frames
+        self.longest_clip_frames = settings.longest_clip_frames
         self.activation = factory.activation_function(settings.activation)
         conv1_width, conv2_width = _KERNEL_SIZE * shape.mel_bins, _KERNEL_SIZE * shape.hidden
         self.conv1 = nn.Linear(conv1_width, shape.hidden, bias=shape.linear_bias, dtype=factory.dtype)
@@ -106,15 +118,15 @@ class AudioEmbed(nn.Module):
         tokens: Tensor = self.activation(self.conv2(_convolution_input(frames, context, context.token_frames)))
         if self.positions is not None:
             return tokens + self.positions[context.positions]
-        num_positions = max(context.packing.lengths, default=0)
+        num_positions = context.chunk or max(context.packing.lengths, default=0)
         table = sinusoids(num_positions, tokens.shape[1], context.device)
         return tokens + table.to(tokens.dtype)[context.positions]
 
     def _check_lengths(self, frames: tuple[int, ...]) -> None:
-        longest = max(frames, default=0)
-        if longest > self.max_frames:
+        longest, allowed = max(frames, default=0), self.longest_clip_frames
+        if allowed is not None and longest > allowed:
             raise DataError(
-                f"a clip is {longest} log-mel frames long, but the encoder's `max_frames` is {self.max_frames}: "
+                f"a clip is {longest} log-mel frames long, but the encoder's `max_frames` is {allowed}: "
                 "raise max_frames, or lower data.audio.max_seconds"
             )
 
@@ -130,16 +142,24 @@ def sinusoids(length: int, width: int, device: torch.device) -> Tensor:
 def _convolution_input(frames: Tensor, context: AudioContext, centers: Tensor | None = None) -> Tensor:
     """Join each frame (of `centers`, if given) with those before and after it in its clip: (N, C) -> (M, C * 3).
 
-    Beyond the ends of a clip are zeros. Features are ordered (channel, tap) like a flattened Conv1d weight.
+    Beyond the ends of a clip, or of a chunk, are zeros. Features are ordered (channel, tap) like a flattened Conv1d
+    weight.
     """
     zeros = frames.new_zeros(1, frames.shape[1])
-    first, last = context.clip_bounds
+    first, last = context.frame_bounds
     previous = torch.cat((zeros, frames))[:-1].index_fill(0, first, 0)
     following = torch.cat((frames, zeros))[1:].index_fill(0, last, 0)
     taps = [previous, frames, following]
     if centers is not None:
         taps = [tap.index_select(0, centers) for tap in taps]
     return torch.stack(taps, dim=2).flatten(1)
+
+
+def _cut(lengths: Iterable[int], largest: int) -> Iterator[int]:
+    """Cut sequences into pieces of `largest`, of which the last may be shorter; yield the lengths of the pieces."""
+    for length in lengths:
+        for start in range(0, length, largest):
+            yield min(largest, length - start)
 
 
 def _ranges(starts: IntArray, lengths: IntArray, step: int = 1) -> IntArray:

@@ -32,7 +32,8 @@ def _vision_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, d
 
 
 def _audio_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, device: torch.device) -> AudioContext:
-    return AudioContext(inputs, device)
+    embedding, block = unit.layers[:2]
+    return AudioContext(inputs, device, block.chunk, embedding.partial_cells)
 
 
 ENCODER_MODULES: Mapping[str, EncoderModules] = {

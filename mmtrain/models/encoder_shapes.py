@@ -58,10 +58,12 @@ def audio_layers(settings: AudioSettings, llm_hidden: int) -> tuple[LayerShape, 
         hidden=settings.hidden,
         out=settings.hidden,
         mel_bins=settings.mel_bins,
+        partial_cells=settings.partial_cells,
         position_rows=0 if settings.positions == "sinusoidal" else settings.max_frames // 2,
         linear_bias=True,
     )
-    block = replace(encoder_block(settings, qkv_bias=True), key_bias=settings.key_bias)
+    chunk = (settings.chunk or 0) // settings.cells_per_token
+    block = replace(encoder_block(settings, qkv_bias=True), key_bias=settings.key_bias, chunk=chunk)
     return (embedding, *[block] * settings.layers, projector_layer(settings, llm_hidden))
 
 

@@ -63,6 +63,7 @@ class LayerShape:
     causal: bool = False
     rotary: bool = False  # vit_block: queries and keys are rotated by row and column; a decoder block always rotates
     window_side: int = 0  # vit_block: side in patches of the squares inside which tokens attend; 0: the whole item
+    chunk: int = 0  # vit_block: neighboring tokens inside which tokens attend; 0: the whole item
     window: int = 0  # decoder_block: tokens that a token attends to, itself and earlier ones; 0: all of its sequence
     rms_norm: bool = False  # RMSNorm without bias, or LayerNorm with bias
     linear_bias: bool = False
@@ -75,6 +76,7 @@ class LayerShape:
     layer_scale: bool = False  # outputs of attention and MLP are multiplied by a vector each
     patch_features: int = 0  # patch_embed: 3 * frames of a patch * patch * patch
     mel_bins: int = 0  # audio_embed: features of a frame
+    partial_cells: int = 0  # audio_embed: frames that may be missing in the last token of a clip
     max_side: int = 0  # patch_embed: side of the position table, in patches
     vocab: int = 0  # embedding, head: padded rows
     joins: int = 1  # projector: tokens merged into one feature, a square of patches or neighbors in time

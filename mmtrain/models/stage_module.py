@@ -175,7 +175,7 @@ class StageModule(nn.Module):
         num_tokens = context.packing.num_tokens
         sequence_parallel = self.factory.sequence_parallel
         num_padding_rows = self.factory.num_padding_rows(num_tokens) if sequence_parallel else 0
-        packings: dict[tuple[int, int], PackedSequences] = {}  # by what blocks may differ in: their windows
+        packings: dict[tuple[int, ...], PackedSequences] = {}  # by what blocks may differ in: their windows
         is_sharded = sequence_parallel and hidden is not None and num_tokens > 0
         tensors: list[Tensor] = []  # hidden states, and what travels beside them
         for index in indices:
@@ -188,7 +188,7 @@ class StageModule(nn.Module):
             is_sharded = shard
             argument: PackedSequences | StageContext = context
             if kind in BLOCK_KINDS:
-                windows = (layer_shape.window_side, layer_shape.window)
+                windows = (layer_shape.window_side, layer_shape.chunk, layer_shape.window)
                 if windows not in packings:
                     packings[windows] = context.block_packing(layer_shape).padded(num_padding_rows)
                 argument = packings[windows]

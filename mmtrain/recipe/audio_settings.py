@@ -43,15 +43,25 @@ class AudioSettings(EncoderSettings):
     max_frames: PositiveInt = setting(
         3000,
         affects={"plan", "steps", "resume"},
-        description="Longest clip in log-mel frames of 10 ms that the positions cover. Even; 3000 frames are 30 s.",
+        description="Longest clip in log-mel frames of 10 ms that the positions cover. Even; 3000 frames are 30 s. "
+        "With `chunk` it is the longest chunk, and clips may have any length.",
     )
-    clip_end: Literal["zeros", "silence"] = setting(
+    chunk: PositiveInt | None = setting(
+        None,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Log-mel frames of the chunks into which a clip is cut: convolutions and attention see one chunk, "
+        "in which positions start at 0 (Qwen2.5-Omni: 200). Even. Default: a clip is not cut.",
+    )
+    clip_end: Literal["zeros", "silence", "unpadded"] = setting(
         "zeros",
         affects={"lengths", "steps", "resume"},
         added_later=True,
-        description="What the convolutions see behind a clip. `zeros`: nothing. `silence`: the log-mel frames of "
-        "silence, as if the clip were padded to `max_frames` (Qwen2-Audio); a clip then has the tokens of its own "
-        "frames, and one frame more that is only looked at.",
+        description="What the convolutions see behind a clip. `zeros`: nothing, and a clip is padded to whole "
+        "features. `silence`: the log-mel frames of silence, as if the clip were padded to `max_frames` "
+        "(Qwen2-Audio); a clip then has the tokens of its own frames, and one frame more that is only looked at. "
+        "`unpadded`: nothing either, but a clip has its own frames only, of which an odd last one is a token too "
+        "(Qwen2.5-Omni).",
     )
     downsample: PositiveInt = setting(
         1,
@@ -82,6 +92,16 @@ class AudioSettings(EncoderSettings):
         return 2
 
     @property
+    def partial_cells(self) -> int:
+        """Return the frames that may be missing in the last token of a clip."""
+        return self.cells_per_token - 1 if self.clip_end == "unpadded" else 0
+
+    @property
+    def longest_clip_frames(self) -> int | None:
+        """Return the frames that the positions of a clip cover; None if a clip may have any length."""
+        return None if self.chunk else self.max_frames
+
+    @property
     def tokens_per_feature(self) -> int:
         """Return the neighboring tokens that the projector merges."""
         return self.downsample
@@ -95,4 +115,12 @@ class AudioSettings(EncoderSettings):
             problems.append(f"hidden {self.hidden} is odd, but sinusoidal positions are pairs of sine and cosine")
         if self.max_frames % 2:
             problems.append(f"max_frames {self.max_frames} is odd, but the second convolution halves it")
+        if self.chunk is not None and self.chunk % self.cells_per_token:
+            problems.append(f"chunk {self.chunk} is odd, but the second convolution halves it")
+        if self.chunk is not None and self.chunk > self.max_frames:
+            problems.append(f"chunk {self.chunk} is above max_frames {self.max_frames}, which the positions cover")
+        if self.chunk is not None and self.clip_end == "silence":
+            problems.append(
+                "clip_end silence is behind a clip, but with chunk the convolutions see one chunk; use unpadded"
+            )
         return self._without(problems)

@@ -222,7 +222,15 @@ class AudioDataSettings(Section):
         30.0,
         gt=0,
         affects={"plan", "lengths", "steps", "resume"},
-        description="Longest clip in seconds. Samples with a longer clip are quarantined.",
+        description="Longest clip in seconds. `long_clips` says what becomes of longer ones.",
+    )
+    long_clips: Literal["reject", "cut"] = setting(
+        "reject",
+        affects={"lengths", "steps", "resume"},
+        added_later=True,
+        description="`reject`: samples with a clip that is longer than `max_seconds` are quarantined. `cut`: only the "
+        "first `max_seconds` of such a clip are heard, as the processors of Qwen2-Audio and Qwen2.5-Omni do. Default: "
+        "`cut` for a model folder with a feature extractor.",
     )
 
 

@@ -107,10 +107,10 @@ def _check_clip_length(recipe: Recipe, encoder: str, audio: AudioSettings) -> It
     max_seconds = recipe.data.audio.max_seconds
     frames = max_seconds * LOG_MEL_FRAMES_PER_SECOND
     path = f"model.{dotted_unit(encoder)}"
-    if frames > audio.max_frames:
-        text = f"{max_seconds:g} s become {frames:g} frames, {path}.max_frames is {audio.max_frames}"
+    if audio.longest_clip_frames is not None and frames > audio.longest_clip_frames:
+        text = f"{max_seconds:g} s become {frames:g} frames, {path}.max_frames is {audio.longest_clip_frames}"
         yield Problem(("data", "audio", "max_seconds"), text)
-    elif audio.max_frames % (2 * audio.downsample):
+    elif audio.chunk is None and audio.max_frames % (2 * audio.downsample):
         text = f"{audio.max_frames} is not a multiple of 2 x {path}.downsample {audio.downsample}"
         yield Problem(("model", *unit_path(encoder), "max_frames"), text)
 

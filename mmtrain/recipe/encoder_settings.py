@@ -73,6 +73,11 @@ class EncoderSettings(UnitSettings):
         return 1
 
     @property
+    def partial_cells(self) -> int:
+        """Return how many cells may be missing in the last token of an item, which is then a token all the same."""
+        return 0
+
+    @property
     def tokens_per_feature(self) -> int:
         """Return how many tokens the projector merges into one feature."""
         return 1

@@ -121,6 +121,13 @@ class LlmSettings(UnitSettings):
         description="Pairs rotated by time, row and column take turns, and what is left at the end is rotated by time "
         "(Qwen3-VL); else `rope_sections` lie one after another.",
     )
+    rope_after_media: Literal["sides", "all"] = setting(
+        "sides",
+        affects={"steps", "resume"},
+        added_later=True,
+        description="Where text goes on behind an image or video with `rope_sections`. `sides`: behind its rows and "
+        "columns (Qwen2-VL). `all`: behind the largest of all its positions, those in time too (Qwen2.5-Omni).",
+    )
     window: PositiveInt | None = setting(
         None,
         affects={"plan", "resume"},

@@ -31,6 +31,14 @@ class VisionSettings(EncoderSettings):
         description="Rotary positions in time that a second of a video takes in an LLM with `rope_sections` "
         "(Qwen2.5-VL). Default: one for each patch in time.",
     )
+    patch_seconds: Literal["sampled", "stated"] = setting(
+        "sampled",
+        affects={"lengths", "steps", "resume"},
+        added_later=True,
+        description="How long a patch of a video is for `time_positions_per_second`. `sampled`: as the frames that "
+        "were taken are apart. `stated`: `temporal_patch` / `data.video.fps`, also if a video has fewer or more frames "
+        "a second (Qwen2.5-Omni).",
+    )
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "silu"] = setting(
         "gelu", affects={"plan", "steps", "resume"}, description="Activation of the MLP."
     )

@@ -37,7 +37,7 @@ TORCH_NAMES: Mapping[ExportDtype, str] = {"bf16": "bfloat16", "fp16": "float16",
 _COPIED_FILES = (  # what belongs to the model; not its card and its data, which would be those of another model
     "*.jinja", "*.model", "*.tiktoken", "*tokenizer*.json", "LICENSE*", "NOTICE*", "added_tokens.json",
     "chat_template.json", "config.json", "generation_config.json", "merges.txt", "*processor_config.json",
-    "special_tokens_map.json", "vocab.json", "vocab.txt",
+    "special_tokens_map.json", "spk_dict.pt", "vocab.json", "vocab.txt",  # spk_dict: voices of Qwen2.5-Omni
 )  # fmt: skip
 # Of these, what belongs to a tokenizer. A run with a tokenizer of its own (data.tokenizer) leaves them out.
 _TEXT_FILES = (*CONVERSATION_FILES, *SLOW_TOKENIZER_FILES, "*.jinja", "*.model", "*.tiktoken", "*tokenizer*.json")
@@ -173,7 +173,7 @@ def source_folder(recipe: Recipe) -> ModelFolder | None:
 def _targets(
     matched: MatchedFolder, stored: FolderTensors, num_tokens: int, dtype: ExportDtype | None
 ) -> list[_Target]:
-    """Return all tensors to write, those of one parameter after another."""
+    """Return all tensors to write, those of one parameter after another; those of other models as they are."""
     targets = []
     first_dtype = next(iter(stored.tensors.values())).dtype  # of what the source folder lacks
     sources = [source.with_tokens(num_tokens) for source in (*matched.sources.values(), *matched.fresh.values())]
@@ -183,6 +183,9 @@ def _targets(
         stored_dtype = stored.tensors[tensor].dtype if tensor in stored.tensors else first_dtype
         torch_name = DTYPES[stored_dtype] if dtype is None else TORCH_NAMES[dtype]
         targets.append(_Target(TensorEntry(tensor, torch_name, shape), source))
+    for tensor in matched.of_other_models:
+        unchanged = stored.tensors[tensor]
+        targets.append(_Target(TensorEntry(tensor, DTYPES[unchanged.dtype], unchanged.shape), None))
     return targets
 
 

@@ -18,6 +18,7 @@ class MatchedFolder:
     sources: Mapping[str, ParameterSource]  # by our name of the parameter
     fresh: Mapping[str, ParameterSource]  # likewise, of those that the folder lacks, as it may
     carried: tuple[str, ...]  # tensors that this model does not compute
+    of_other_models: tuple[str, ...]  # tensors of models that are not trained
 
 
 def match_tensors(
@@ -42,7 +43,9 @@ def match_tensors(
     carried = _tensor_shapes(respell(folder.settings.carried if unit is None else (), spelling))
     shapes = _tensor_shapes(sources) | carried
     ignored = family.ignored(folder.settings) if unit is None else ("",)
-    unknown = sorted(name for name in stored.tensors.keys() - shapes.keys() if not name.endswith(ignored))
+    of_others = sorted(name for name in stored.tensors if name.startswith(family.other_models))
+    expected_names = shapes.keys() | set(of_others)
+    unknown = sorted(name for name in stored.tensors.keys() - expected_names if not name.endswith(ignored))
     problems = [*_missing(shapes, stored, unknown), *_unknown(unknown, shapes), *_misshaped(shapes, stored)]
     if problems:
         shown = problems[:MAX_NAMES_IN_MESSAGE]
@@ -52,7 +55,8 @@ def match_tensors(
             f"{len(problems)} differ:\n  " + "\n  ".join(shown) + rest
         )
     by_name = {source.name: source for source in sources}
-    return MatchedFolder(by_name, {source.name: source for source in fresh}, tuple(carried))
+    fresh_by_name = {source.name: source for source in fresh}
+    return MatchedFolder(by_name, fresh_by_name, tuple(carried), () if unit is not None else tuple(of_others))
 
 
 def _belongs_to(name: str, unit: str, folder: ModelFolder) -> bool:

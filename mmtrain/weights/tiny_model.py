@@ -12,6 +12,7 @@ from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
 from mmtrain.data.synthetic.toy_chats import write_toy_chats
 from mmtrain.data.synthetic.toy_clips import write_toy_clips
+from mmtrain.data.synthetic.toy_mixture import write_toy_mixture
 from mmtrain.errors import DataError
 from mmtrain.families import FAMILIES, Family, FolderSettings, read_model_folder
 from mmtrain.families.folder_files import SINGLE_FILE
@@ -45,7 +46,9 @@ def write_tiny_model(family: Family, out: Path, seed: int) -> TinyModel:
         (out / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     settings = read_model_folder(out).settings
     num_parameters = _write_random_weights(family, settings, out, seed)
-    if "vision" in settings.model:
+    if {"vision", "audio"} <= settings.model.keys():
+        write_toy_mixture(conversations, seed, NUM_TRAIN, NUM_HELDOUT)
+    elif "vision" in settings.model:
         generate_demo(conversations, seed, NUM_TRAIN, NUM_HELDOUT)
         (conversations / "tokenizer.json").unlink()  # of the demo's own model
     elif "audio" in settings.model:

@@ -169,6 +169,7 @@ STARTED_FROM = {
     "llava_align.yaml": "llava",
     "llava_sft.yaml": "llava",
     "qwen2_audio_sft.yaml": "qwen2_audio",
+    "qwen2_5_omni_sft.yaml": "qwen2_5_omni",
     "qwen2_5_vl_sft.yaml": "qwen2_5_vl",
 }
 

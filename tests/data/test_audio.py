@@ -126,6 +126,23 @@ def test_faults_in_the_header_are_rejected_before_decoding(clip: Path, name: str
     assert name in str(rejected.value)
 
 
+def test_long_clips_are_cut_where_the_recipe_says_so(tmp_path: Path) -> None:
+    """What is behind the cut is not even decoded, except for its first second."""
+    wave = _wave(4.0)
+    soundfile.write(tmp_path / "long.wav", wave, 16000, subtype="FLOAT")
+    soundfile.write(tmp_path / "short.wav", wave[:8000], 16000, subtype="FLOAT")
+    wave[40000:] = np.nan
+    soundfile.write(tmp_path / "broken.wav", wave, 16000, subtype="FLOAT")
+    settings = AudioDataSettings(max_seconds=0.5, long_clips="cut")
+    frames = {}
+    for name in ("long.wav", "short.wav", "broken.wav"):
+        media = FileMedia(str(tmp_path / name))
+        assert read_num_frames(media, settings, 2) == 50
+        frames[name] = load_log_mels(media, 50, 20)
+    assert np.array_equal(frames["long.wav"], frames["short.wav"])
+    assert np.array_equal(frames["long.wav"], frames["broken.wav"])
+
+
 def test_faults_behind_a_good_header_are_rejected_when_decoding(clip: Path, tmp_path: Path) -> None:
     soundfile.write(tmp_path / "intact.flac", _wave(2.0), 16000)
     (tmp_path / "cut.flac").write_bytes((tmp_path / "intact.flac").read_bytes()[:9000])

@@ -65,6 +65,20 @@ def test_packed_clips_equal_separate_clips() -> None:
     torch.testing.assert_close(unit(None, together), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_chunks_of_a_clip_are_computed_like_clips_of_their_own() -> None:
+    """Features join tokens of two chunks; the last token stands for one frame."""
+    unit = stage(settings(audio={"chunk": 6, "clip_end": "unpadded", "downsample": 1}), "audio")
+    joined = stage(settings(audio={"chunk": 6, "clip_end": "unpadded", "downsample": 2, "pooling": "mean"}), "audio")
+    randomize(unit)
+    randomize(joined)
+    clip = clips(15)
+    assert clip.cells is not None
+    expected = torch.cat([unit(None, clips_of((len(mels),), mels)) for mels in clip.cells.split(6)])
+    assert expected.shape == (3 + 3 + 2, 48)
+    torch.testing.assert_close(unit(None, clip), expected, rtol=1e-4, atol=1e-5)
+    assert joined(None, clip).shape == (4, 48)
+
+
 def test_convolutions_are_torchs_own_with_zeros_around_each_clip() -> None:
     unit = stage(settings(audio={}), "audio", (0, 1))
     randomize(unit)
@@ -82,7 +96,9 @@ def test_convolutions_are_torchs_own_with_zeros_around_each_clip() -> None:
     torch.testing.assert_close(unit(None, inputs), torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("audio", [{}, {"pooling": "mean", "projector": {"kind": "linear"}}])
+@pytest.mark.parametrize(
+    "audio", [{}, {"pooling": "mean", "projector": {"kind": "linear"}}, {"chunk": 4, "clip_end": "unpadded"}]
+)
 def test_a_microbatch_without_clips_gives_every_weight_a_zero_gradient(audio: dict[str, Any]) -> None:
     unit = stage(settings(audio=audio), "audio")
     features = unit(None, clips_of((), torch.zeros(0, 10)))

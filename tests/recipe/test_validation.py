@@ -89,6 +89,12 @@ def test_all_problems_are_reported_at_once(base: Path, write: Write) -> None:
         ("data.sources.0.wieght=1", "unknown key; did you mean weight?"),
         ("model.vision.merge=2", "merge is 2, but downsample `identity` merges nothing: set merge to 1"),
         ("model.audio={layers: 1, hidden: 33, heads: 3, ffn: 8}", "hidden 33 is odd, but sinusoidal positions"),
+        ("model.audio={layers: 1, hidden: 8, heads: 2, ffn: 8, chunk: 31}", "chunk 31 is odd"),
+        ("model.audio={layers: 1, hidden: 8, heads: 2, ffn: 8, chunk: 3002}", "chunk 3002 is above max_frames 3000"),
+        (
+            "model.audio={layers: 1, hidden: 8, heads: 2, ffn: 8, chunk: 30, clip_end: silence}",
+            "clip_end silence is behind a clip",
+        ),
         ("model.audio={layers: 1, hidden: 30, heads: 4, ffn: 8}", "hidden 30 is not divisible by heads 4"),
         ("model.llm.kv_heads=3", "heads 4 is not divisible by kv_heads 3"),
     ],

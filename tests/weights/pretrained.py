@@ -238,6 +238,32 @@ def qwen3_vl(frames: int = 2, deepstack: tuple[int, ...] = (0, 2), **changes: An
     return _random(Qwen3VLForConditionalGeneration(config))
 
 
+OMNI_AUDIO_TOKEN = 1  # beside the tokens of images and videos above
+OMNI_BORDERS = {"vision": (4, 5), "audio": (6, 7)}  # tokens before and after the features of a medium
+
+
+def qwen2_5_omni(frames: int = 2, half_chunk: int = 5, **changes: Any) -> nn.Module:
+    """Make the thinker of a Qwen2.5-Omni, whose encoder hears chunks of twice `half_chunk` frames."""
+    from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
+
+    vision = {
+        "depth": 3, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 44, "num_heads": 4,
+        "patch_size": PATCH_OF_FRAMES, "spatial_merge_size": MERGE, "temporal_patch_size": frames,
+        "window_size": 4 * PATCH_OF_FRAMES, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    audio = {
+        "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+        "num_mel_bins": MEL_BINS, "max_source_positions": CLIP_FRAMES // 2, "n_window": half_chunk, "output_dim": 48,
+    }  # fmt: skip
+    config = Qwen2_5OmniThinkerConfig(
+        text_config=_qwen2_vl_text() | changes, vision_config=vision, audio_config=audio,
+        image_token_index=IMAGE_TOKEN, video_token_index=VIDEO_TOKEN, audio_token_index=OMNI_AUDIO_TOKEN,
+        vision_start_token_id=OMNI_BORDERS["vision"][0], audio_start_token_id=OMNI_BORDERS["audio"][0],
+        audio_end_token_id=OMNI_BORDERS["audio"][1], position_id_per_seconds=POSITIONS_PER_SECOND,
+    )  # fmt: skip
+    return _random(Qwen2_5OmniThinkerForConditionalGeneration(config))
+
+
 _QWEN2_VL_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, "tie_word_embeddings": True}
 
 

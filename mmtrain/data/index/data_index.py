@@ -317,8 +317,9 @@ def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSe
         rows = arrays[f"{unit}.rows"]
         cols = arrays[f"{unit}.cols"]
         cells: IntArray = rows * cols
-        tokens = cells // encoder.cells_per_token + encoder.extra_tokens
-        features = cells // encoder.cells_per_feature + encoder.extra_features
+        filled: IntArray = cells + encoder.partial_cells
+        tokens = filled // encoder.cells_per_token + encoder.extra_tokens
+        features = filled // encoder.cells_per_feature + encoder.extra_features
         items[unit] = ItemLengths(first, rows, cols, tokens, features)
         join = tile_join(encoder, recipe.data)
         if join is not None:

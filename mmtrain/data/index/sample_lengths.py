@@ -183,6 +183,7 @@ class _EncoderRule:
     modality: str
     kinds: tuple[MediaKind, ...]
     cells_per_feature: int
+    partial_cells: int  # that may be missing in the last token of an item
     extra_features: int  # of each item
     join: TileJoin | None  # of several items of an image
 
@@ -190,7 +191,8 @@ class _EncoderRule:
         """Return the LLM tokens of a medium from its items."""
         if self.join is not None:
             return self.join.num_features(items.image_size, len(items.grids))
-        return sum([rows * cols // self.cells_per_feature + self.extra_features for rows, cols in items.grids])
+        num_cells = [rows * cols + self.partial_cells for rows, cols in items.grids]
+        return sum([cells // self.cells_per_feature + self.extra_features for cells in num_cells])
 
 
 class _SampleMeasurer:
@@ -208,6 +210,7 @@ class _SampleMeasurer:
                 settings.modality,
                 MODALITIES[settings.modality].media,
                 settings.cells_per_feature,
+                settings.partial_cells,
                 settings.extra_features,
                 tile_join(settings, recipe.data),
             )

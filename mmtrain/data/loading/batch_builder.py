@@ -148,7 +148,8 @@ class BatchBuilder:
         """Return (3, T) the rotary positions of a sample's tokens, whose images one encoder reads."""
         unit, settings = next(entry for entry in self._encoders.items() if entry[1].modality == VISION.name)
         media = self._index.media_grids(sample_id, unit, isqrt(settings.tokens_per_feature))
-        return find_media_positions(ids, self._tokenizer.item_ids[VISION.name], media)
+        behind_times = self._recipe.model.llm.rope_after_media == "all"
+        return find_media_positions(ids, self._tokenizer.item_ids[VISION.name], media, behind_times)
 
     def _load_cells(self, unit: str, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
         """Return the cells of an item of a sample; zeros if it cannot be decoded."""

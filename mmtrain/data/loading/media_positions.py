@@ -8,12 +8,15 @@ from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.media.image_grids import MediumGrid
 
 
-def find_media_positions(ids: IntArray, feature_tokens: Sequence[int], media: Sequence[MediumGrid]) -> IntArray:
+def find_media_positions(
+    ids: IntArray, feature_tokens: Sequence[int], media: Sequence[MediumGrid], behind_times: bool = False
+) -> IntArray:
     """Return (3, T) the positions of a sample's tokens, as `get_rope_index` of `transformers` 5 counts them.
 
-    Text counts on in all three. Features of a medium are at the position of the next text plus their time, row and
-    column; the text after it goes on behind its longer side. Of `media` only the first are used if `ids`, those of a
-    prompt, hold no features of the others.
+    Text, and so features of clips, counts on in all three. Features of a medium are at the position of the next text
+    plus their time, row and column; the text after it goes on behind its longer side or, with `behind_times`, behind
+    the largest of all its positions. Of `media` only the first are used if `ids`, those of a prompt, hold no features
+    of the others.
     """
     positions = np.empty((3, len(ids)), dtype=np.int64)
     features = np.flatnonzero(np.isin(ids, feature_tokens))
@@ -32,6 +35,6 @@ def find_media_positions(ids: IntArray, feature_tokens: Sequence[int], media: Se
         num_features += of_medium.shape[1]
         assert features[num_features - 1] == end - 1, "the features of a medium are not in one piece"
         positions[:, start:end] = position + of_medium
-        position += max(medium.rows, medium.cols)
+        position += max(medium.rows, medium.cols, max(medium.times) + 1 if behind_times else 0)
     positions[:, end:] = np.arange(position, position + len(ids) - end)
     return positions

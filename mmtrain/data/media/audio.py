@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -48,7 +49,7 @@ def require_soundfile() -> ModuleType:
 def read_num_frames(media: Media, settings: AudioDataSettings, multiple: int) -> int:
     """Return the number of log-mel frames of a clip from its header: 10 ms each, rounded up to a multiple.
 
-    Raises `BadAudioError` for what no decoder could use, and for a clip that is too long.
+    Raises `BadAudioError` for what no decoder could use, and for a clip that is too long unless it is to be cut.
     """
     # Errors of libsndfile, and whatever follows from damaged numbers in a header, mean that this is not sound.
     with _open_sound(media, "not_audio") as sound:
@@ -65,10 +66,11 @@ def read_num_frames(media: Media, settings: AudioDataSettings, multiple: int) ->
         raise BadAudioError("audio_too_wide", reason)
     seconds = num_samples / rate
     max_seconds = settings.max_seconds
-    if seconds > max_seconds:
+    is_too_long = seconds > max_seconds
+    if is_too_long and settings.long_clips == "reject":
         reason = f"{media}: {seconds:.1f} s is above data.audio.max_seconds = {max_seconds:g}"
         raise BadAudioError("clip_too_long", reason)
-    if settings.scheme == "fixed":
+    if settings.scheme == "fixed" or is_too_long:
         num_samples = round(max_seconds * SAMPLE_RATE_HZ)
         rate = SAMPLE_RATE_HZ
     num_hops: int = math.ceil(num_samples * SAMPLE_RATE_HZ / (rate * HOP_SAMPLES))
@@ -76,13 +78,14 @@ def read_num_frames(media: Media, settings: AudioDataSettings, multiple: int) ->
 
 
 def load_log_mels(media: Media, frames: int, bins: int, silence_follows: bool = False) -> Float32Array:
-    """Decode a clip, mix its channels and return its log-mel frames (frames, bins), padded with silence.
+    """Decode a clip, mix its channels and return its log-mel frames (frames, bins), cut, or padded with silence.
 
     silence_follows: the windows of the last frames see silence behind these frames, instead of a mirrored clip.
 
     Raises `BadAudioError`.
     """
-    seconds = list(_decode_seconds(media))
+    num_seconds = math.ceil(frames * HOP_SAMPLES / SAMPLE_RATE_HZ) + 1  # beyond them a longer clip is not decoded
+    seconds = list(islice(_decode_seconds(media), num_seconds))
     rate = seconds[0].rate if seconds else SAMPLE_RATE_HZ
     mono = np.concatenate([np.zeros(0), *(second.samples.mean(axis=1, dtype=np.float64) for second in seconds)])
     wave = resample(mono, rate)[: frames * HOP_SAMPLES]

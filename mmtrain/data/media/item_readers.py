@@ -7,7 +7,14 @@ frames of a clip in one column.
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from mmtrain.data.media.audio import BadAudioError, load_log_mels, read_num_frames, require_soundfile
+from mmtrain.data.media.audio import (
+    HOP_SAMPLES,
+    SAMPLE_RATE_HZ,
+    BadAudioError,
+    load_log_mels,
+    read_num_frames,
+    require_soundfile,
+)
 from mmtrain.data.media.image_grids import Grid, MediumItems
 from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.joined_tiles import TileJoin
@@ -73,23 +80,29 @@ class AudioItemReader:
 
     def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
         """Return the log-mel frames of a clip."""
-        frames = grid[0]
-        silence_follows = self._settings.clip_end == "silence" and frames < self._settings.max_frames
-        return load_log_mels(media, frames, self._settings.mel_bins, silence_follows)
+        return load_log_mels(media, grid[0], self._settings.mel_bins, silence_follows=grid[0] < self._padded_frames())
+
+    def _padded_frames(self) -> float:
+        """Return the frames to which the feature extractor of the encoder's family pads clips with silence."""
+        if self._settings.clip_end == "unpadded":
+            return self._data.audio.max_seconds * SAMPLE_RATE_HZ / HOP_SAMPLES
+        return self._settings.max_frames if self._settings.clip_end == "silence" else 0
 
     def _num_frames(self, media: Media) -> int:
         """Return the frames of a clip, rounded up so that they become a whole number of features.
 
-        Where silence follows a clip, they become whole tokens, and one frame is added that is only looked at.
+        Where silence follows a clip, they become whole tokens, and one frame is added that is only looked at. Where
+        clips are not padded, they are not rounded.
         """
-        frames_per_feature = self._settings.cells_per_feature
-        if self._settings.clip_end == "zeros":
-            return read_num_frames(media, self._data.audio, frames_per_feature)
-        frames = read_num_frames(media, self._data.audio, self._settings.cells_per_token)
-        if frames < frames_per_feature:
-            reason = f"{media}: {frames} log-mel frames of 10 ms; allowed: at least {frames_per_feature}, one LLM token"
+        settings, data = self._settings, self._data.audio
+        if settings.clip_end == "zeros":
+            return read_num_frames(media, data, settings.cells_per_feature)
+        frames = read_num_frames(media, data, settings.cells_per_token - settings.partial_cells)
+        fewest = settings.cells_per_feature - settings.partial_cells
+        if frames < fewest:
+            reason = f"{media}: {frames} log-mel frames of 10 ms; allowed: at least {fewest}, one LLM token"
             raise BadAudioError("clip_too_short", reason)
-        return min(frames + 1, self._settings.max_frames)
+        return frames if settings.clip_end == "unpadded" else min(frames + 1, settings.max_frames)
 
 
 def tile_join(settings: EncoderSettings, data: DataSettings) -> TileJoin | None:

@@ -61,13 +61,28 @@ def read_vision_items(
     num_frames = count_used_frames(header, video, vision.temporal_patch)
     num_items = -(-num_frames // vision.temporal_patch)
     grid = frame_grid(header.width, header.height, frame_settings(image, video), *patch_settings)
-    times = None
-    if vision.time_positions_per_second is not None:
-        # In fp32, as `transformers` computes them: whole seconds must not fall to the position before.
-        item_s = np.float32(vision.temporal_patch / (num_frames / header.num_frames * header.frames_per_second))
-        positions = np.arange(num_items) * (np.float32(vision.time_positions_per_second) * item_s)
-        times = tuple(positions.astype(np.float32).astype(np.int64).tolist())
-    return MediumItems((grid,) * num_items, times)
+    frames_per_second = num_frames / header.num_frames * header.frames_per_second
+    return MediumItems((grid,) * num_items, _item_times(num_items, frames_per_second, video, vision))
+
+
+def _item_times(
+    num_items: int, frames_per_second: float, video: VideoSettings, vision: VisionSettings
+) -> tuple[int, ...] | None:
+    """Return the rotary positions in time of a video's items; None if each is one behind the item before.
+
+    They are computed in fp32, in the order in which `transformers` does: whole seconds must not fall to the position
+    before.
+    """
+    per_second = vision.time_positions_per_second
+    if per_second is None:
+        return None
+    if vision.patch_seconds == "stated" and video.fps is not None:
+        seconds = np.arange(num_items, dtype=np.float32) * np.float32(vision.temporal_patch / video.fps)
+        positions = seconds * np.float32(per_second)
+    else:
+        item_s = np.float32(vision.temporal_patch / frames_per_second)
+        positions = (np.arange(num_items) * (np.float32(per_second) * item_s)).astype(np.float32)
+    return tuple(positions.astype(np.int64).tolist())
 
 
 def count_used_frames(header: VideoHeader, video: VideoSettings, temporal_patch: int) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from mmtrain.data.synthetic.byte_level_bpe import train_byte_level_bpe
 from mmtrain.families.family import Family
 from mmtrain.families.tiny import MEDIA_TOKENS, PAD_TOKEN, TINY_TOKENS, TINY_VOCAB_SIZE, TURN_END_TOKEN
+from mmtrain.recipe.modalities import MODALITIES, MediaKind
 
 # ChatML; a part of a content that is no text becomes the token of its medium.
 _TEMPLATE = """\
@@ -27,7 +28,8 @@ _TEMPLATE = """\
 def write_tiny_tokenizer(folder: Path, texts: Iterable[str], family: Family) -> int:
     """Write the files of a tokenizer whose special tokens have the ids that tiny models expect; return its size.
 
-    A family's own tokens, which its `tokenizer_config.json` names, come after those of all.
+    A family's own tokens, which its `tokenizer_config.json` names, come after those of all. If they are tokens for the
+    borders of a modality, such as `vision_bos_token`, the template writes them around its media.
     """
     own_names = family.tiny.get("tokenizer_config.json", {}).get("extra_special_tokens", {})
     own_tokens = [token for token in own_names.values() if token not in TINY_TOKENS]
@@ -35,7 +37,11 @@ def write_tiny_tokenizer(folder: Path, texts: Iterable[str], family: Family) -> 
     tokenizer.save(str(folder / "tokenizer.json"))
     tokens = {"pad_token": PAD_TOKEN, "eos_token": TURN_END_TOKEN}
     names = {f"{kind}_token": token for kind, token in MEDIA_TOKENS.items()} | own_names
-    written = {kind: markup.placeholder for kind, markup in family.markups.items() if markup is not None}
+    written: dict[MediaKind | str, str] = {}
+    for modality in MODALITIES.values():
+        before, after = (own_names.get(f"{modality.name}_{border}_token", "") for border in ("bos", "eos"))
+        written |= {kind: f"{before}{MEDIA_TOKENS[kind]}{after}" for kind in modality.media}
+    written |= {kind: markup.placeholder for kind, markup in family.markups.items() if markup is not None}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     files = {
         "tokenizer_config.json": {**settings, **tokens, "extra_special_tokens": names},
@@ -44,7 +50,7 @@ def write_tiny_tokenizer(folder: Path, texts: Iterable[str], family: Family) -> 
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     (folder / "chat_template.jinja").write_text(
-        f"{{%- set placeholders = {json.dumps(MEDIA_TOKENS | written)} -%}}\n{_TEMPLATE}", encoding="utf-8"
+        f"{{%- set placeholders = {json.dumps(written)} -%}}\n{_TEMPLATE}", encoding="utf-8"
     )
     size: int = tokenizer.get_vocab_size()
     return size

@@ -254,7 +254,9 @@ def _media_tokens(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, s
 
 def _media_token_id(model: Mapping[str, Any], kind: str) -> int | None:
     """Return the id that `config.json` names for the features of a kind of media; families name it differently."""
-    for key in (f"{kind}_token_id", f"{kind}_token_index"):
-        if type(model.get(key)) is int:
-            return int(model[key])
+    thinker = model.get("thinker_config")  # the part of Qwen2.5-Omni that reads media and writes text
+    for section in (model, thinker if isinstance(thinker, dict) else {}):
+        for key in (f"{kind}_token_id", f"{kind}_token_index"):
+            if type(section.get(key)) is int:
+                return int(section[key])
     return None

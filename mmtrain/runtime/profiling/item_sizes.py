@@ -58,11 +58,14 @@ def _synthetic_images(settings: VisionSettings, data: DataSettings) -> list[Item
 
 
 def _nearest_clip(settings: AudioSettings, size: ItemSize) -> ItemSize:
-    return size
+    """Return the size without a frame that alone is half a token, or none."""
+    return size[0] // settings.cells_per_token * settings.cells_per_token, size[1]
 
 
 def _synthetic_clips(settings: AudioSettings, data: DataSettings) -> list[ItemSize]:
-    max_frames = min(settings.max_frames, int(100 * data.audio.max_seconds))
+    max_frames = int(100 * data.audio.max_seconds)
+    if settings.longest_clip_frames is not None:
+        max_frames = min(settings.longest_clip_frames, max_frames)
     num_features = [int(max_frames * share) // settings.cells_per_feature for share in synthetic_shares()]
     return [(max(1, n) * settings.cells_per_feature, 1) for n in num_features]
 
