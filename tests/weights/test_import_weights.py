@@ -172,5 +172,13 @@ def test_dynamic_scaling_is_refused_for_samples_in_which_it_would_begin(tmp_path
 
 
 def test_every_family_is_compared_with_transformers() -> None:
-    of_their_own = {"internvl", "llava", "qwen2_audio", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}  # test files
+    of_their_own = {
+        "internvl",
+        "llava",
+        "qwen2_audio",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "llava_next",
+    }  # test files
     assert set(FAMILIES) <= {name.split()[0] for name in MODELS} | of_their_own
