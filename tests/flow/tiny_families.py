@@ -40,7 +40,7 @@ model: {{hf: {folder}}}
 data:
   sources: [{{path: {folder}/conversations/some.json}}]
   validation: [{{path: {folder}/conversations/others.json}}]
-  seq_len: 256
+  seq_len: 384
 parallel: {parallel}
 cluster: {{hardware: cpu-core}}
 train:
@@ -81,6 +81,16 @@ def tiled_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
     processor = GotOcr2ImageProcessorPil(**sized, crop_to_patches=True)
     tiles = [processor(Image.open(path), return_tensors="pt")["pixel_values"] for path in files["image"]]
     return {"pixel_values": torch.cat(tiles)}
+
+
+def joined_tiles(folder: Path, files: Files, ids: Tensor) -> Arguments:
+    """Return the tiles of LLaVA-NeXT, and the sizes of the pictures that they are joined to."""
+    from transformers import AutoImageProcessor
+
+    if not files["image"]:
+        return {}
+    pictures = [Image.open(path) for path in files["image"]]
+    return dict(AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt"))
 
 
 def native_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
@@ -220,6 +230,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     **{name: TinyFamily(FAMILIES[name]) for name in ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")},
     "internvl": TinyFamily(FAMILIES["internvl"], ("vision",), tiled_pictures),
     "llava": TinyFamily(FAMILIES["llava"], ("vision",), squared_pictures),
+    "llava_next": TinyFamily(FAMILIES["llava_next"], ("vision",), joined_tiles),
     "llava with class features": TinyFamily(VARIANTS["llava with class features"], ("vision",), squared_pictures),
     "llava with siglip": TinyFamily(VARIANTS["llava with siglip"], ("vision",), squared_pictures),
     "qwen2_audio": TinyFamily(
