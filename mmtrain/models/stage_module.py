@@ -193,6 +193,8 @@ class StageModule(nn.Module):
                     packings[windows] = context.block_packing(layer_shape).padded(num_padding_rows)
                 argument = packings[windows]
             tensors = self._run_layer(index, tensors, argument)
+        if not tensors and hidden is not None:  # of a stage that holds nothing but the head, which its caller runs
+            tensors = [hidden]
         assert tensors, "a stage has at least one layer, and only the first stage starts without an input"
         return join_rows(tensors), is_sharded
 
