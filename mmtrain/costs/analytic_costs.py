@@ -212,7 +212,7 @@ class AnalyticCosts:
 
     def _attention(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         rate = self.hardware.peak_flops(self.precision) * self.hardware.attention_efficiency
-        return analytic.attention_flops(layer, load, tp) / rate
+        return analytic.num_attention_passes(layer) * analytic.attention_flops(layer, load, tp) / rate
 
     def _elementwise(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         nbytes = analytic.elementwise_elements(layer, load, tp) * self.element_bytes

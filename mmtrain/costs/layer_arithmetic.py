@@ -124,8 +124,18 @@ def attention_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     return 4 * query_key_pairs(layer, load) * layer.heads * layer.head_dim // tp
 
 
+def num_attention_passes(layer: LayerShape) -> int:
+    """Return how often a block's attention is computed: rows of images a second time, see `models.attention`.
+
+    Loads do not say how many tokens belong to images, so all count as such: an upper bound.
+    """
+    return 2 if layer.image_spans else 1
+
+
 def query_key_pairs(layer: LayerShape, load: TokenLoad) -> int:
     """Return how many pairs of a query and a key attention of the layer has; those that a mask hides are not counted.
+
+    Nor are those of an image's tokens with later ones of the image: loads do not say which tokens those are.
 
     Loads do not hold all lengths. With windows the load counts as one of sequences of two lengths: see `_two_lengths`.
     """
@@ -222,6 +232,7 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
     h, norm = layer.hidden, layer.hidden * (1 if layer.rms_norm else 2)
     bias = int(layer.linear_bias)
     extra = sum(width * (1 if layer.rms_norm else 2) for width in layer.norm_widths)
+    extra += h * int(layer.layer_post_norm)
     match layer.kind:
         case "patch_embed":
             positions = (layer.position_rows + layer.extra_tokens) * h
@@ -276,14 +287,18 @@ def _layer_activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: i
             in_fp32 = 4 * (inner + kv // 2) // tp if layer.joint_qk_norm else 0
             scaled = 2 * h if layer.layer_scale else 0
             tables = layer.head_dim if layer.rotates else 0
-            statistics = 4 * (4 + layer.heads // tp)  # of two norms and of each head's softmax, in fp32
+            num_softmaxes = num_attention_passes(layer) * layer.heads // tp
+            statistics = 4 * (4 + num_softmaxes)  # of two norms and of each head's softmax, in fp32
             # Gated: gate and up together, then the gate, its SiLU and their product; else input and output of GELU.
             mlp = layer.ffn * (5 if layer.gated else 2)
             gathered = (tp - 1) * (inner + kv) if layer.kv_heads < tp else 0  # keys and values of all ranks
-            split = (inner + kv) + gathered + head_norms + rotated + 2 * inner + mlp
+            image_rows = 2 * inner if layer.image_spans else 0  # queries and outputs of the second pass
+            split = (inner + kv) + gathered + head_norms + rotated + 2 * inner + image_rows + mlp
             whole = 4 * h + num_norms(layer) * normalized + outputs + tables + scaled
             in_fp32 += _fp32_norm_bytes(layer, element_bytes, num_norms(layer) * h + head_norms // 2 // tp)
-            return t * (element_bytes * (whole + split // tp) + statistics + in_fp32)
+            # Only torch's plainest kernel takes both a mask and grouped queries. It keeps the softmax of those rows.
+            softmax = layer.heads * layer.window // tp if layer.image_spans else 0
+            return t * (element_bytes * (whole + softmax + split // tp) + statistics + in_fp32)
         case "projector":
             rows, joined = feature_rows(layer, load), merged_width(layer)
             inputs = t * h + rows * joined * max(1, len(layer.norm_widths)) + t * normalized * len(layer.norm_widths)

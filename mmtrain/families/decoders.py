@@ -41,6 +41,7 @@ def decoder_settings(
         "post_norms": False,
         "zero_centered_norms": False,
         "scale_embeddings": False,
+        "image_attention": "causal",
         "vocab": config.integer("vocab_size", assumed["vocab_size"]),
         "norm_eps": config.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
         "tie_embeddings": config.flag("tie_word_embeddings", False),

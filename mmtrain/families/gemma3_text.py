@@ -13,10 +13,9 @@ _DEFAULTS = {
     "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
 }  # fmt: skip
 _ROPE_BASE, _WINDOW_ROPE_BASE = 1_000_000.0, 10_000.0
-_TINY = {
+TINY_TEXT = {
     key: value
     for key, value in tiny_decoder(
-        architectures=["Gemma3ForCausalLM"],
         model_type="gemma3_text",
         hidden_activation="gelu_pytorch_tanh",
         head_dim=48,
@@ -90,7 +89,7 @@ GEMMA3_TEXT = Family(
     ("Gemma3ForCausalLM",),
     _settings,
     decoder_weights,
-    {"config.json": _TINY},
+    {"config.json": {"architectures": ["Gemma3ForCausalLM"], **TINY_TEXT}},
     ignored=decoder_buffers,
     writer=DECODER_WRITER,
 )

@@ -72,14 +72,26 @@ def _llava(section: ConfigSection) -> Settings:
     return {**square, "fit": fit, **_normalization(section, MEAN, STD)}
 
 
-def _siglip(section: ConfigSection) -> Settings:
+def _siglip(section: ConfigSection, filter_number: int = 3) -> Settings:
     """Stretch to a square."""
     section.require("do_center_crop", False, None, default=None)
     size = section.section("size")
     side = size.integer("height", 224)
     size.require("width", side, default=side)
     fixed = {"scheme": "fixed", "size": side, "fit": "stretch", "partial_patches": "drop"}
-    return {**fixed, **_normalization(section, _HALF, _HALF)}
+    return {**fixed, **_normalization(section, _HALF, _HALF, filter_number)}
+
+
+def _gemma3(section: ConfigSection) -> Settings:
+    """Stretch to a square. Pan and scan would show crops of a picture too, with sentences of its own between them."""
+    if section.value("do_pan_and_scan"):
+        section.reject(
+            "do_pan_and_scan",
+            "true is not supported yet; supported: false, null. Set it to false to show pictures as a whole only",
+        )
+    for key in ("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate"):
+        section.value(key)
+    return _siglip(section, filter_number=2)
 
 
 def _square(section: ConfigSection) -> Settings:
@@ -151,11 +163,13 @@ def _native(section: ConfigSection) -> Settings:
     return {**limits, **_normalization(section, MEAN, STD)}
 
 
-def _normalization(section: ConfigSection, mean: tuple[float, ...], std: tuple[float, ...]) -> Settings:
+def _normalization(
+    section: ConfigSection, mean: tuple[float, ...], std: tuple[float, ...], assumed_filter: int = 3
+) -> Settings:
     """Read the filter, and what is subtracted and divided by; the arguments are what the processor assumes."""
     filter_number = section.value("resample")
     if filter_number is None:
-        filter_number = 3
+        filter_number = assumed_filter
     if filter_number not in _FILTERS:
         section.reject("resample", f"filter {filter_number} is not supported yet; supported: 1, 2, 3")
     return {
@@ -180,6 +194,7 @@ _READERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
     "CLIPImageProcessor": _clip,
     "LlavaImageProcessor": _llava,
     "SiglipImageProcessor": _siglip,
+    "Gemma3ImageProcessor": _gemma3,
     "GotOcr2ImageProcessor": _tiles,
     "LlavaNextImageProcessor": _pinpoints,
     "Qwen2VLImageProcessor": _native,

@@ -78,6 +78,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
         "merge": _merge(config),
         "projector": {
             "kind": "mlp",
+            "bias": True,
             "activation": config.choice("projector_hidden_act", ACTIVATIONS, "gelu"),
             "norm": True,
             "norm_kind": "layer",

@@ -75,7 +75,7 @@ def llava_settings(config: ConfigSection) -> FolderSettings:
     activation = config.choice("projector_hidden_act", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}, "gelu")
     vision = {
         **tower_settings(tower, feature_layer, strategy),
-        "projector": {"kind": "mlp", "activation": activation, "ffn": None, **NO_NORM},
+        "projector": {"kind": "mlp", "bias": True, "activation": activation, "ffn": None, **NO_NORM},
     }
     text.finish()
     unused = tuple(unused_tower_weights(vision, tower, _TOWER))

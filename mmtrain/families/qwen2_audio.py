@@ -65,7 +65,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
         "clip_end": "silence",
         "downsample": 2,
         "pooling": "mean",
-        "projector": {"kind": "linear", "activation": "gelu", "norm": False, "ffn": None},
+        "projector": {"kind": "linear", "bias": True, "activation": "gelu", "norm": False, "ffn": None},
     }
     text.finish()
     tower.finish()

@@ -139,6 +139,7 @@ def tower_settings(tower: ConfigSection, hidden: int) -> Settings:
         "join_tiles": False,
         "projector": {
             "kind": "mlp",
+            "bias": True,
             "activation": "gelu",
             "norm": False,
             "norm_kind": None,

@@ -2,6 +2,7 @@
 
 from mmtrain.families.encoders import CLIP, SIGLIP, WHISPER
 from mmtrain.families.family import Family
+from mmtrain.families.gemma3 import GEMMA3
 from mmtrain.families.gemma3_text import GEMMA3_TEXT
 from mmtrain.families.internvl import INTERNVL
 from mmtrain.families.llama import LLAMA
@@ -19,6 +20,7 @@ from mmtrain.families.qwen3_vl import QWEN3_VL
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
+        GEMMA3,
         GEMMA3_TEXT,
         INTERNVL,
         LLAMA,

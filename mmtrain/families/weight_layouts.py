@@ -1,8 +1,8 @@
 """Which box of which tensor in a folder is which box of a parameter: the same data for reading and for writing.
 
 Boxes of a parameter lie in its *full view* (`models.parameter_specs`), which tensor parallelism splits along one
-dimension. Elements have the same row-major order in both boxes of a block, so that a rank can read just its slice, and
-export can write the tensor from the parameter.
+dimension. Elements have the same row-major order in both boxes of a block, or that of the transposed matrix, so that a
+rank can read just its slice, and export can write the tensor from the parameter.
 """
 
 import math
@@ -24,6 +24,7 @@ class Block:
     tensor_box: Box
     view_box: Box
     num_leading: int = 0
+    is_transposed: bool = False  # both are matrices, and the tensor holds the view's transposed
 
     def cut(self, dim: int, start: int, stop: int) -> "Block | None":
         """Return the part whose rows along dimension `dim` of the view lie in [start, stop); None if there is none."""
@@ -33,7 +34,7 @@ class Block:
             return None
         if (new_lo, new_hi) == (lo, hi):
             return self
-        axis = dim - self.num_stacked + self.num_leading
+        axis = 1 - dim if self.is_transposed else dim - self.num_stacked + self.num_leading
         assert axis >= 0, "a stacked dimension has a size of 1"
         is_flattened = len(self.tensor_box) - self.num_leading > len(self.view_box)
         assert dim == 0 or not is_flattened, "a flattened dimension cannot be cut"
@@ -99,6 +100,12 @@ def as_is(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:
     """Return a parameter that is the tensor."""
     box = _whole(shape)
     return ParameterSource(name, (Block(tensor, box, box),))
+
+
+def transposed(name: str, tensor: str, shape: tuple[int, int]) -> ParameterSource:
+    """Return a linear of this shape, (outputs, inputs), whose matrix the tensor holds as (inputs, outputs)."""
+    block = Block(tensor, _whole((shape[1], shape[0])), _whole(shape), is_transposed=True)
+    return ParameterSource(name, (block,))
 
 
 def vocabulary(name: str, tensor: str, rows: int, width: int) -> ParameterSource:

@@ -1,9 +1,11 @@
 """Attention over packed sequences: one function, several backends.
 
 The tokens of many sequences lie one after another as (T, heads, d), without padding; attention is block-diagonal.
-k and v may have fewer heads than q (grouped-query attention).
+k and v may have fewer heads than q (grouped-query attention). Under a causal mask, spans of tokens (those of an image)
+may see each other in both directions.
 """
 
+import bisect
 import importlib.util
 import inspect
 import itertools
@@ -22,6 +24,7 @@ from mmtrain.recipe.llm_settings import RopeScalingSettings
 
 AttentionBackend = Literal["flash_attn", "varlen", "sdpa", "reference"]
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines, each (T, 1, d / 2)
+Spans = tuple[tuple[int, int], ...]  # [start, stop) in a microbatch's packed tokens, each inside one sequence, in order
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class AttentionOptions:
     causal: bool  # to themselves and to earlier tokens only
     window: int = 0  # causal: to themselves and to the `window` - 1 tokens before; 0: to all earlier ones
     scale: float | None = None  # factor on scores; None: 1 / sqrt(d)
+    spans: Spans = ()  # causal: tokens of one span also attend to the later tokens of it, however far
 
 
 _HALF_PRECISIONS = (torch.float16, torch.bfloat16)
@@ -93,7 +97,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: A
     that no backend has to wait for the device to know them.
     """
     assert sum(lengths) == q.shape[0], f"lengths sum to {sum(lengths)}, but there are {q.shape[0]} tokens"
-    assert options.causal or not options.window, "a window is one of earlier tokens"
+    assert options.causal or not (options.window or options.spans), "windows and spans change a causal mask"
     if q.shape[0] == 0:
         return q + (k.sum() + v.sum()) * 0  # an empty result that still gives k and v a gradient
     lengths = tuple(n for n in lengths if n)
@@ -101,11 +105,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: A
         case "reference":
             return _reference(q, k, v, lengths, options)
         case "sdpa":
-            return _sdpa(q, k, v, lengths, options)
+            out = _sdpa(q, k, v, lengths, options)
         case "varlen":
-            return _varlen(q, k, v, lengths, options)
+            out = _varlen(q, k, v, lengths, options)
         case "flash_attn":
-            return _flash_attn(q, k, v, lengths, options)
+            out = _flash_attn(q, k, v, lengths, options)
+    return _replace_spans(out, q, k, v, lengths, options) if options.spans else out
 
 
 def choose_backend(
@@ -177,6 +182,8 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], option
     allowed = sequence[:, None] == sequence[None, :]
     if options.causal:
         allowed = allowed.tril()
+    for start, stop in options.spans:
+        allowed[start:stop, start:stop] = True
     if options.window:
         allowed = allowed.triu(1 - options.window)
     scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
@@ -241,6 +248,59 @@ def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions)
     )
     later = later.view(len(q), num_blocks, *later.shape[1:]).transpose(1, 2).flatten(2, 3)
     return torch.cat((first, later[:, :, :num_later]), dim=2)
+
+
+def _replace_spans(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: AttentionOptions
+) -> Tensor:
+    """Compute the rows of `out` that belong to spans again, with the later tokens of their span among their keys.
+
+    The keys of a span are consecutive: from the window of its first token, or from the start of its sequence, to its
+    own end. So no kernel needs a mask of (T, T): one call for each span reads its keys where they lie.
+    """
+    rows = _span_rows(options.spans, q.device)
+    queries_of_spans = torch.split(q.index_select(0, rows), [stop - start for start, stop in options.spans])
+    first_keys = _first_keys(lengths, options.spans, options.window)
+    outputs = []
+    for span_q, first_key, (_, stop) in zip(queries_of_spans, first_keys, options.spans, strict=True):
+        span_k, span_v = k[first_key:stop], v[first_key:stop]
+        mask = _window_mask(len(span_q), len(span_k), options.window, q.device)
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (span_q, span_k, span_v))
+        span_out = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(span_out[0].transpose(0, 1))
+    return out.index_put((rows,), torch.cat(outputs))  # `index_copy` would keep the new rows for backward
+
+
+def _first_keys(lengths: tuple[int, ...], spans: Spans, window: int) -> list[int]:
+    """Return the first token that the first token of each span attends to."""
+    ends = [*itertools.accumulate(lengths)]
+    first_keys = []
+    for start, stop in spans:
+        sequence = bisect.bisect_right(ends, start)
+        assert stop <= ends[sequence], f"the span [{start}, {stop}) leaves its sequence"
+        first_of_sequence = ends[sequence] - lengths[sequence]
+        first_keys.append(max(first_of_sequence, start - window + 1) if window else first_of_sequence)
+    return first_keys
+
+
+@lru_cache(maxsize=64)
+def _window_mask(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor | None:
+    """Return which of the keys are in the window of each query, (queries, keys); None if all are.
+
+    The last key is that of the last query.
+    """
+    if not window or num_keys <= window:
+        return None
+    is_visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return is_visible.triu(num_keys - num_queries - window + 1)
+
+
+@lru_cache(maxsize=64)
+def _span_rows(spans: Spans, device: torch.device) -> Tensor:
+    """Return the tokens of all spans, one after another."""
+    return torch.cat([torch.arange(start, stop) for start, stop in spans]).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,12 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
     blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
     num_kept = [sum(kept < i for kept in settings.deepstack) for i in range(settings.layers + 1)]  # before block i
     blocks = [replace(block, carried_in=num_kept[i], carried_out=num_kept[i + 1]) for i, block in enumerate(blocks)]
+    projector_kind = settings.projector.norm_kind or settings.norm
     projector = replace(
         projector_layer(settings, llm_hidden),
-        rms_norm=(settings.projector.norm_kind or settings.norm) == "rms",
+        rms_norm=projector_kind != "layer",
+        layer_post_norm=settings.post_norm and not is_rms and projector_kind != "layer",
+        zero_centered_norms=projector_kind == "zero_centered_rms",
         carried_in=len(settings.deepstack),
         carried_out=len(settings.deepstack),
     )
@@ -134,5 +137,5 @@ def projector_layer(settings: EncoderSettings, llm_hidden: int) -> LayerShape:
         extra_tokens=settings.extra_tokens - settings.kept_extra_tokens,
         newline=settings.sends_newline,
         norm_widths=norm_widths,
-        linear_bias=True,
+        linear_bias=settings.projector.bias,
     )

@@ -18,6 +18,7 @@ from mmtrain.models.layer_shape import (
     adaptable_linears,
     adapter_parameters,
     deepstack_projectors,
+    has_rms_post_norm,
     linear_parameters,
     norm_parameters,
 )
@@ -99,7 +100,7 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
         case "projector":
             assert isinstance(settings, EncoderSettings)
             if settings.has_post_norm:
-                yield from norm_parameters("post_norm", layer)
+                yield from norm_parameters("post_norm", replace(layer, rms_norm=has_rms_post_norm(layer)))
             if settings.projector.norm:
                 yield from norm_parameters("norm", layer)
             for linear in adaptable_linears(layer):

@@ -31,8 +31,8 @@ class KVCache:
         """Cache the new tokens and let them attend to themselves and to earlier tokens of their sequence.
 
         q (T, heads, d), k and v (T, kv_heads, d) -> (T, heads, d). `lengths` holds the number of new tokens of each of
-        the S sequences: the whole prompt in the first pass, one token in every later pass. Further entries of
-        `lengths` are padding, whose result is zero.
+        the S sequences: the whole prompt in the first pass, one token in every later pass, which is text. Further
+        entries of `lengths` are padding, whose result is zero.
         """
         num_sequences = len(self.cached_lengths)
         num_padding = sum(lengths[num_sequences:])

@@ -65,7 +65,9 @@ class LayerShape:
     window_side: int = 0  # vit_block: side in patches of the squares inside which tokens attend; 0: the whole item
     chunk: int = 0  # vit_block: neighboring tokens inside which tokens attend; 0: the whole item
     window: int = 0  # decoder_block: tokens that a token attends to, itself and earlier ones; 0: all of its sequence
+    image_spans: bool = False  # decoder_block: tokens of one image see each other in both directions
     rms_norm: bool = False  # RMSNorm without bias, or LayerNorm with bias
+    layer_post_norm: bool = False  # projector with `rms_norm`: its encoder's last norm is a LayerNorm nevertheless
     linear_bias: bool = False
     qkv_bias: bool = False
     key_bias: bool = True  # with `qkv_bias`: whether the keys' part of the bias is other than zero
@@ -80,7 +82,7 @@ class LayerShape:
     max_side: int = 0  # patch_embed: side of the position table, in patches
     vocab: int = 0  # embedding, head: padded rows
     joins: int = 1  # projector: tokens merged into one feature, a square of patches or neighbors in time
-    pools: bool = False  # projector: merged by their average, before the norms, instead of side by side
+    pools: bool = False  # projector: merged by their average instead of side by side
     newline: bool = False  # projector: a learned vector follows the features of each item
     extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token), or a projector drops of each
     position_rows: int = 0  # patch_embed, audio_embed: learned position vectors
@@ -144,6 +146,11 @@ class LayerShape:
         if self.kind == "dit_block":
             return num_items * (context_elements + NUM_MODULATION_VECTORS * self.hidden)
         return 0
+
+
+def has_rms_post_norm(projector: LayerShape) -> bool:
+    """Return whether the encoder's last norm, if a projector has it, is an RMSNorm."""
+    return projector.rms_norm and not projector.layer_post_norm
 
 
 def norm_parameters(name: str, layer: LayerShape) -> tuple[str, ...]:

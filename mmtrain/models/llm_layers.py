@@ -47,7 +47,7 @@ class TextContext:
             axes = rotary_axes(sections, self.settings.rope_interleaved)
             amplitude = rotary_amplitude(scaling)
             rope = axis_rotary_tables(position_ids.to(self.device), axes, frequencies, self.dtype, amplitude)
-        return PackedSequences(lengths, rope, kv_cache)
+        return PackedSequences(lengths, rope, kv_cache, spans=self.inputs.image_spans)
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
         """Each sequence is one, in every block; some blocks attend inside a sliding window."""

@@ -120,6 +120,7 @@ def _llm_layers(settings: LlmSettings, num_added: int) -> tuple[LayerShape, ...]
         qk_norm=settings.qk_norm,
         post_norms=settings.post_norms,
         zero_centered_norms=settings.zero_centered_norms,
+        image_spans=settings.image_attention == "bidirectional",
     )
     windowed = replace(block, window=settings.window or 0)
     blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch.nn.functional as F
 
-from mmtrain.models.attention import RotaryTables
+from mmtrain.models.attention import RotaryTables, Spans
 from mmtrain.models.kv_cache import KVCache
 
 
@@ -20,6 +20,7 @@ class PackedSequences:
     rope: RotaryTables | None = None  # rotary positions; None for models without them
     kv_cache: KVCache | None = None  # earlier tokens of the same sequences, while the model generates
     window: int = 0  # tokens that a token of a causal block attends to, itself and earlier ones; 0: all
+    spans: Spans = ()  # of tokens that see each other in both directions in causal blocks
     qkv_format: ClassVar[str] = "thd"  # Megatron-core's name for packed tokens; it reads this attribute
 
     @property

@@ -42,7 +42,7 @@ class DeepStackProjector(nn.Module):
         super().__init__()
         merged_width = shape.hidden * shape.joins
         self.activation = factory.activation_function(settings.projector.activation)
-        self.norm = factory.norm(merged_width, rms=shape.rms_norm)
+        self.norm = factory.projector_norm(shape, merged_width, eps=None)
         self.linear_1 = factory.column_linear(merged_width, shape.ffn, bias=shape.linear_bias)
         self.linear_2 = factory.row_linear(shape.ffn, shape.out, bias=shape.linear_bias)
 
@@ -56,8 +56,8 @@ class DeepStackProjector(nn.Module):
 class Projector(nn.Module):
     """Last norm, extra tokens dropped, neighboring tokens merged, and an MLP or one linear to the LLM's width.
 
-    Tokens that are merged by their average are so before the last norm. With DeepStack, outputs of earlier blocks are
-    merged too, and each goes through a projector of its own.
+    Tokens may be merged by their average, before the last norm or behind it. With DeepStack, outputs of earlier blocks
+    are merged too, and each goes through a projector of its own.
 
     A learned newline may follow the features of each item: behind an item of any size, on any rank, it reaches the LLM
     on the way of the features, and its gradient comes back with theirs.
@@ -70,12 +70,13 @@ class Projector(nn.Module):
         self.dropped_tokens = shape.extra_tokens  # of each item
         self.keeps_all_tokens = settings.kept_extra_tokens > 0  # then none are merged either
         self.pools = shape.pools
+        self.pools_before_norm = settings.pools_before_norm
         self.activation = factory.activation_function(settings.projector.activation)
         merged_width = shape.hidden if shape.pools else shape.hidden * shape.joins
         self.post_norm = factory.norm(shape.hidden) if settings.has_post_norm else None
         self.norm: nn.Module | None = None
         if settings.projector.norm:
-            self.norm = factory.norm(merged_width, rms=shape.rms_norm, eps=settings.projector.norm_eps)
+            self.norm = factory.projector_norm(shape, merged_width, settings.projector.norm_eps)
         self.is_linear = not shape.ffn
         if self.is_linear:
             self.linear = factory.row_linear(merged_width, shape.out, bias=shape.linear_bias, splits_inputs=True)
@@ -124,17 +125,18 @@ class Projector(nn.Module):
 
     def _merge_last(self, hidden: Tensor, context: EncoderContext) -> Tensor:
         """Merge the last block's tokens (T, hidden) to (F, merged width), behind the last norm."""
-        if self.pools:
-            ordered = context.order_tokens(hidden, self.tokens_per_feature)
-            num_features = len(ordered) // self.tokens_per_feature
-            hidden = ordered.view(num_features, self.tokens_per_feature, hidden.shape[1]).mean(dim=1)
-            return hidden if self.post_norm is None else self.post_norm(hidden)
-        if self.post_norm is not None:
+        if self.post_norm is not None and not self.pools_before_norm:
             hidden = self.post_norm(hidden)
-        return self._merge(hidden, context)
+        merged = self._merge(hidden, context)
+        if self.post_norm is not None and self.pools_before_norm:
+            merged = self.post_norm(merged)
+        return merged
 
     def _merge(self, hidden: Tensor, context: EncoderContext) -> Tensor:
-        """Put the tokens of each feature side by side: (T, hidden) -> (F, merged width)."""
+        """Average the tokens of each feature, or put them side by side: (T, hidden) -> (F, merged width)."""
         if not self.keeps_all_tokens:
             hidden = context.order_tokens(hidden, self.tokens_per_feature)
-        return hidden.reshape(-1, hidden.shape[1] * self.tokens_per_feature)
+        if not self.pools:
+            return hidden.reshape(-1, hidden.shape[1] * self.tokens_per_feature)
+        num_features = len(hidden) // self.tokens_per_feature
+        return hidden.view(num_features, self.tokens_per_feature, hidden.shape[1]).mean(dim=1)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from mmtrain.models.attention import Spans
 from mmtrain.models.kv_cache import KVCache
 
 
@@ -38,6 +39,7 @@ class TextInput:
     # Encoder unit -> (F,) which of the rows that it sends each feature is; without an entry they are all, in order.
     feature_rows: dict[str, Tensor] = field(default_factory=dict)
     kv_cache: KVCache | None = None  # the sequences' earlier tokens, while the model generates
+    image_spans: Spans = ()  # of tokens of one image each, for models in which these see each other
 
 
 UnitInput: TypeAlias = EncoderInput | TextInput

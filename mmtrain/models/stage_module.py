@@ -17,6 +17,7 @@ from mmtrain.models.model_shape import ModelShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.projector import EncoderContext, Projector
 from mmtrain.models.stage_inputs import TextInput, UnitInput
+from mmtrain.recipe.modalities import VISION
 from mmtrain.recipe.model_settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -74,6 +75,14 @@ class StageModule(nn.Module):
     def needs_position_ids(self) -> bool:
         """Return whether the stage's input must say where tokens are in time, row and column."""
         return self.shape.kind == "llm" and self._settings.llm.rope_sections is not None
+
+    @property
+    def units_with_spans(self) -> tuple[str, ...]:
+        """Return the encoders of which the stage's input must say where the features of an image stand."""
+        if self.shape.kind != "llm" or self._settings.llm.image_attention == "causal":
+            return ()
+        encoders = self._settings.all_encoders.items()
+        return tuple(unit for unit, settings in encoders if settings.modality == VISION.name)
 
     def forward(self, hidden: Tensor | None, inputs: UnitInput, features: Mapping[str, Tensor] | None = None) -> Tensor:
         """Run the stage on one microbatch.

@@ -82,6 +82,11 @@ class AudioSettings(EncoderSettings):
         return self.pooling == "mean"
 
     @property
+    def pools_before_norm(self) -> bool:
+        """Return whether the features are averages."""
+        return self.pools
+
+    @property
     def cell_features(self) -> int:
         """Return the mel bands of a log-mel frame."""
         return self.mel_bins

@@ -19,14 +19,21 @@ class ProjectorSettings(Section):
         added_later=True,
         description="`mlp`: two linear layers with an activation between them. `linear`: one (Qwen2-Audio).",
     )
+    bias: bool = setting(
+        True, affects={"plan", "resume"}, added_later=True, description="Bias of the linears. Gemma 3 has none."
+    )
     activation: Literal["gelu", "gelu_tanh", "silu"] = setting(
         "gelu", affects={"plan", "resume"}, description="Activation between the two linear layers."
     )
     norm: bool = setting(
         False, affects={"plan", "resume"}, description="Apply a norm to the merged tokens before the first linear."
     )
-    norm_kind: Literal["layer", "rms"] | None = setting(
-        None, affects={"plan", "resume"}, added_later=True, description="Kind of that norm. Default: the encoder's."
+    norm_kind: Literal["layer", "rms", "zero_centered_rms"] | None = setting(
+        None,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Kind of that norm. `zero_centered_rms`: an RMS norm that multiplies by 1 + weight, in fp32 (Gemma "
+        "3). Default: the encoder's.",
     )
     norm_eps: float | None = setting(
         None, gt=0, affects={"resume"}, added_later=True, description="Epsilon of that norm. Default: the encoder's."
@@ -84,7 +91,12 @@ class EncoderSettings(UnitSettings):
 
     @property
     def pools(self) -> bool:
-        """Return whether the projector averages these tokens, before the last norm, instead of joining them."""
+        """Return whether the projector averages these tokens instead of joining them."""
+        return False
+
+    @property
+    def pools_before_norm(self) -> bool:
+        """Return whether it does so before the last norm instead of behind it."""
         return False
 
     @property

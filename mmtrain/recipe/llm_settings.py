@@ -149,6 +149,14 @@ class LlmSettings(UnitSettings):
         added_later=True,
         description="Blocks, counted from 0, in which tokens attend to all earlier ones in spite of `window`.",
     )
+    image_attention: Literal["causal", "bidirectional"] = setting(
+        "causal",
+        affects={"plan", "resume"},
+        added_later=True,
+        description="What the tokens of one image see of each other. `causal`: the earlier ones, as all tokens do. "
+        "`bidirectional`: all of them, also in blocks with a window, which then limits how far they see back (Gemma "
+        "3). Images whose tokens are neighbors count as one.",
+    )
     norm_eps: float = setting(1e-5, gt=0, affects={"plan", "resume"}, description="Epsilon of the RMS norms.")
     qkv_bias: bool = setting(
         False, affects={"plan", "resume"}, description="Bias in the query, key and value projections (Qwen2)."

@@ -162,5 +162,8 @@ class TrainSettings(Section):
         description="Train low-rank adapters and freeze the model. Default: train the model itself.",
     )
     attention: Literal["auto", "flash_attn", "varlen", "sdpa", "reference"] = setting(
-        "auto", affects=NOTHING, description="Attention backend. `auto`: the fastest that works on this machine."
+        "auto",
+        affects=NOTHING,
+        description="Attention backend. `auto`: the fastest that works on this machine. Whatever it is, `sdpa` "
+        "computes the tokens of images that see each other (`model.llm.image_attention`).",
     )

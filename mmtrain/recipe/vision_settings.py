@@ -136,16 +136,17 @@ class VisionSettings(EncoderSettings):
     post_norm: bool = setting(
         True, affects={"plan", "steps", "resume"}, description="Apply a layer norm to the output of the last block."
     )
-    downsample: Literal["identity", "pixel_shuffle"] = setting(
+    downsample: Literal["identity", "pixel_shuffle", "average_pool"] = setting(
         "identity",
         affects={"plan", "steps", "resume"},
         description="How patches become LLM tokens. `identity`: one token for each patch. `pixel_shuffle`: one token "
-        "for each square of `merge` x `merge` patches.",
+        "for each square of `merge` x `merge` patches, joined side by side. `average_pool`: one for each such square, "
+        "the average of its patches behind the last norm (Gemma 3).",
     )
     merge: PositiveInt = setting(
         1,
         affects={"plan", "lengths", "steps", "resume"},
-        description="Side in patches of the square that `pixel_shuffle` merges into one token. 1 with `identity`.",
+        description="Side in patches of the square that becomes one token. 1 with `identity`.",
     )
 
     join_tiles: bool = setting(
@@ -166,6 +167,11 @@ class VisionSettings(EncoderSettings):
     def tokens_per_feature(self) -> int:
         """Return the patches of the square that the projector merges."""
         return self.merge**2
+
+    @property
+    def pools(self) -> bool:
+        """Return whether a token is the average of its patches."""
+        return self.downsample == "average_pool"
 
     @property
     def extra_tokens(self) -> int:
@@ -203,8 +209,8 @@ class VisionSettings(EncoderSettings):
             problems.append(f"position_grid is set beside positions `{self.positions}`; allowed with `rotary`")
         problems += self._window_problems()
         problems += self._deepstack_problems()
-        if self.post_norm and self.projector.norm and self.projector.norm_kind not in (None, self.norm):
-            problems.append(f"projector.norm_kind differs from norm `{self.norm}`; allowed only without post_norm")
+        if self.post_norm and self.norm == "rms" and self.projector.norm and self.projector.norm_kind == "layer":
+            problems.append("projector.norm_kind is `layer`, norm is `rms`; allowed only without post_norm")
         if self.class_feature and not (self.class_token and self.merge == 1):
             problems.append("class_feature keeps the class token beside patches: set class_token, and merge to 1")
         if self.class_feature and self.join_tiles:
@@ -230,4 +236,6 @@ class VisionSettings(EncoderSettings):
             problems.append(f"deepstack is {list(self.deepstack)}; allowed: numbers that ascend")
         if self.deepstack and self.projector.kind != "mlp":
             problems.append(f"deepstack is set, but projector.kind is `{self.projector.kind}`; allowed: mlp")
+        if self.deepstack and self.pools:
+            problems.append("deepstack is set, but downsample is `average_pool`; allowed: identity, pixel_shuffle")
         return problems

@@ -81,6 +81,12 @@ def export_adapter(
         if source.name in weights
         for tensor in source.tensor_shapes()
     ]
+    unnamed = [module.module for module in modules if any(block.is_transposed for block in module.source.blocks)]
+    if unnamed:
+        raise UserError(
+            f"--adapter: {unnamed[0]} is a bare matrix in folders of this family, on which no adapter can be "
+            "loaded; leave --adapter out to export the model with the adapters merged"
+        )
     torch_name = TORCH_NAMES[dtype or "fp32"]
     entries = [entry for module in modules for entry in _entries(module, torch_name)]
     with draft_folder(out, "adapter") as draft:

@@ -226,7 +226,8 @@ class _WeightReader:
         for block in source.blocks:
             if block.tensor == name:
                 place = tensor[tuple(slice(lo, hi) for lo, hi in block.tensor_box)]
-                place.copy_(values[tuple(slice(lo, hi) for lo, hi in block.view_box)].reshape(place.shape))
+                part = values[tuple(slice(lo, hi) for lo, hi in block.view_box)]
+                place.copy_((part.T if block.is_transposed else part).reshape(place.shape))
         return tensor
 
     def _values_of(self, source: ParameterSource) -> "torch.Tensor":

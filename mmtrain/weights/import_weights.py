@@ -120,7 +120,8 @@ class PretrainedWeights:
                     slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(piece.view_box, box, strict=True)
                 )
                 region = target[place]
-                region.copy_(tensors.read(piece.tensor, piece.tensor_box).reshape(region.shape))
+                part = tensors.read(piece.tensor, piece.tensor_box)
+                region.copy_((part.T if piece.is_transposed else part).reshape(region.shape))
         if source.has_token_rows:
             self._fill_new_tokens(source, tensors, target, box)
 

@@ -67,6 +67,16 @@ def _texts(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield turn["content"] if "content" in turn else turn["value"]
 
 
+def _is_zero_centered(parameter: str, settings: FolderSettings) -> bool:
+    """Return whether the norms of the part of the model that has this parameter multiply by 1 + weight."""
+    if parameter.startswith("llm."):
+        return bool(settings.model["llm"]["zero_centered_norms"])
+    vision = settings.model.get("vision")
+    if vision is None or vision["projector"].get("norm_kind") != "zero_centered_rms":
+        return False
+    return parameter == f"vision.layers.{vision['layers'] + 1}.norm.weight"
+
+
 def find_family_by_name(name: str) -> Family:
     """Return the family. Raises `DataError` with the names that there are."""
     if name not in FAMILIES:
@@ -89,7 +99,7 @@ def _write_random_weights(family: Family, settings: FolderSettings, out: Path, s
     for source in (*family.weights(settings), *settings.carried):
         shapes |= source.tensor_shapes()
         ours |= dict.fromkeys(source.tensor_shapes(), source.name)
-        if source.name.startswith("llm.") and settings.model["llm"]["zero_centered_norms"]:
+        if _is_zero_centered(source.name, settings):
             zero_centered |= source.tensor_shapes().keys()
     tensors = {}
     for name, shape in shapes.items():

@@ -8,6 +8,7 @@ import pytest
 from mmtrain.costs import PRESETS, AnalyticCosts, TokenLoad, preset, preset_for_device
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.errors import PlanError
+from mmtrain.models.layer_shape import BLOCK_PIECES
 from tests.models.factory import settings, shape_of
 
 LOAD = TokenLoad.of(np.array([300, 212]))
@@ -53,6 +54,16 @@ def test_more_tokens_never_cost_less(costs: AnalyticCosts) -> None:
         seconds = [costs.seconds(layer, 1, TokenLoad.of(np.array([n])), "forward") for n in (0, 64, 256, 1024)]
         assert seconds == sorted(seconds)
         assert seconds[0] == 0.0
+
+
+def test_images_that_see_both_ways_cost_more_attention_and_no_more_flops(costs: AnalyticCosts) -> None:
+    block = shape_of(settings()).unit("llm").layers[1]
+    seeing = replace(block, image_spans=True)
+    assert analytic.forward_flops(seeing, LOAD) == analytic.forward_flops(block, LOAD)
+    for kind in ("forward", "backward"):
+        more_s = costs.seconds(seeing, 1, LOAD, kind) - costs.seconds(block, 1, LOAD, kind)
+        attention_s = costs.pieces(block, 1, LOAD, kind)[BLOCK_PIECES.index("attention")].compute_s
+        assert 0 < more_s <= attention_s
 
 
 def test_layers_without_gradients_cost_no_backward(costs: AnalyticCosts) -> None:

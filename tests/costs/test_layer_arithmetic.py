@@ -15,7 +15,7 @@ from mmtrain.costs import TokenLoad
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.models.model_shape import LayerShape, ModelShape
 from mmtrain.recipe.model_settings import ModelSettings
-from tests.models.factory import DEEPSTACK, SCALED, WINDOWED, clips, images, settings, shape_of, stage, text
+from tests.models.factory import DEEPSTACK, POOLED, SCALED, WINDOWED, clips, images, settings, shape_of, stage, text
 
 IMAGES = ((4, 6), (2, 2), (6, 4))
 TEXTS = (9, 12, 15)
@@ -39,6 +39,7 @@ MODELS = {
     "gelu": settings(llm={"mlp": "gelu"}),
     "normalized outputs": settings(llm={"post_norms": True, "zero_centered_norms": True, "mlp": "geglu"}),
     "normalized heads": settings(llm={"qk_norm": True, "head_dim": 16}),
+    "pooled": settings(vision=POOLED),
     "windows": settings(vision=WINDOWED),
     "scaled": settings(vision=SCALED),
     "deepstack": settings(vision=DEEPSTACK),

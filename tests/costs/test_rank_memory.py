@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from mmtrain.models.model_shape import LayerShape
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.models.stage_module import StageModule
 from tests.distributed import run_ranks
-from tests.models.factory import DEEPSTACK, SCALED, WINDOWED, clips, images, settings, shape_of, stage, text
+from tests.models.factory import DEEPSTACK, POOLED, SCALED, WINDOWED, clips, images, settings, shape_of, stage, text
 
 COSTS = AnalyticCosts(preset("cpu-core"), "fp32")
 LENGTHS = (90, 120, 60, 100)
@@ -112,10 +112,12 @@ def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> 
         ("vision", WINDOWED | {"window": 4}),
         ("vision", SCALED),
         ("vision", {"deepstack": (0, 1), "projector": {"ffn": 128}}),
+        ("vision", POOLED),
         ("audio", {}),
         ("llm", {}),
         ("llm", {"qk_norm": True}),
         ("llm", {"post_norms": True, "zero_centered_norms": True}),
+        ("llm", {"image_attention": "bidirectional"}),
     ],
 )
 def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[str, Any]) -> None:
@@ -134,6 +136,10 @@ def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[st
     else:
         inputs = text(*LENGTHS)
         load = TokenLoad.of(np.array(LENGTHS))
+        if module.units_with_spans:  # as many tokens of images as there can be
+            ends = [*accumulate(LENGTHS)]
+            spans = tuple((end - length, end) for end, length in zip(ends, LENGTHS, strict=True))
+            inputs = replace(inputs, image_spans=spans)
     layers = shape_of(model).unit(unit).layers
     real = saved_bytes(module, None, lambda hidden: module(hidden, inputs, {}))
     predicted = sum(COSTS.activation_bytes(layer, 1, load, False, input_grad=i > 0) for i, layer in enumerate(layers))

@@ -30,7 +30,7 @@ IMAGE_ID, AUDIO_ID, VOCAB, PATCH, MERGE, BINS, STACK = 3, 2, 61, 2, 2, 10, 2
 SAMPLES, TEXTS = range(8), range(8, 16)  # those of a step; and those of a step of text alone
 GRIDS = [[], [(2, 4)], [(2, 2), (4, 4), (4, 2), (6, 2)], [], [(4, 6)], [(2, 2)], [(2, 6), (2, 2)], [(8, 4)]]
 GRIDS += [[] for _ in TEXTS]
-ITEM_IDS = {"vision": IMAGE_ID, "fine": IMAGE_ID, "audio": AUDIO_ID}
+ITEM_IDS = {"vision": (IMAGE_ID,), "fine": (IMAGE_ID,), "audio": (AUDIO_ID,)}
 CLIPS = [[], [], [8], [12, 4], [], [16], [], []]  # log-mel frames; heard only by models with an audio unit
 CLIPS += [[] for _ in TEXTS]
 AUDIO = {
@@ -333,7 +333,11 @@ class Reference:
         if self.settings.model.llm.rope_sections is not None:
             positions = torch.from_numpy(position_ids(sample, tokens.ids))
         ids, labels = torch.from_numpy(tokens.ids), torch.from_numpy(tokens.labels)
-        inputs = TextInput((len(ids),), ids, labels, places, positions)
+        num_features = int((ids == IMAGE_ID).sum())
+        spans = ()
+        if self.settings.model.llm.image_attention == "bidirectional" and num_features:
+            spans = ((2, 2 + num_features),)  # no text is between the images of a sample, so they count as one
+        inputs = TextInput((len(ids),), ids, labels, places, positions, image_spans=spans)
         loss: Tensor = self.stages["llm"](None, inputs, features)
         return loss
 

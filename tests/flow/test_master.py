@@ -14,6 +14,23 @@ from tests.flow.orders import PIPELINE, TOGETHER
 
 FROZEN_VISION = {"model__vision__freeze": True}
 SPEECH = {"model__audio": AUDIO}
+# What Gemma 3 is made of: windows with rotary positions of their own, and images whose tokens see each other.
+WINDOWED = {
+    "model__llm__window": 4,
+    "model__llm__full_attention_blocks": (1,),
+    "model__llm__window_rope_base": 100.0,
+    "model__llm__qk_norm": True,
+    "model__llm__post_norms": True,
+    "model__llm__zero_centered_norms": True,
+    "model__llm__scale_embeddings": True,
+    "model__llm__tie_embeddings": True,
+    "model__llm__mlp": "geglu",
+}
+BIDIRECTIONAL = WINDOWED | {
+    "model__llm__image_attention": "bidirectional",
+    "model__vision__downsample": "average_pool",
+    "model__vision__projector": {"kind": "linear", "bias": False, "norm": True, "norm_kind": "zero_centered_rms"},
+}
 TWO_IMAGE_ENCODERS = {"model__encoders": {"fine": FINE}}
 
 # name -> (recipe changes, meshes). Vision layers: 0 patches, 1-2 blocks, 3 projector; LLM: 0 embedding, 1-3, 4 head.
@@ -287,6 +304,19 @@ PLAIN: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     "six encoder microbatches for four of the llm": ({}, {"vision": Mesh((), (0,), n=6), "llm": Mesh((), (1,))}),
 }
 
+# Gemma 3, and its LLM with images that it reads as text.
+GEMMA_MESHES: dict[str, dict[str, Mesh]] = {
+    "tp2 with slices of tokens": {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((), (0, 1), tp=2, sp=True)},
+    "unified pp2, recomputed": {"vision": Mesh((), (0,)), "llm": Mesh((2,), (0, 1), recompute=(1, 2, 3))},
+    "pp2 vpp2": {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2), vpp=2)},
+    "disaggregated 1:2": {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2)},
+    "colocated": {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))},
+    "in parts, a pipeline": {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))},
+}
+GEMMA: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    f"images see both ways, {mesh}": (BIDIRECTIONAL, meshes) for mesh, meshes in GEMMA_MESHES.items()
+}
+
 
 def _lines(rank: int, order: str) -> tuple[str, ...]:
     """Write `Fv0` out as vision's forward of wave 0 on the encoder replica, `Bl1` as a backward of the LLM's stage."""
@@ -326,6 +356,15 @@ def test_any_plan_computes_what_one_process_does(case: str) -> None:
     changes, meshes = (CASES | COUNTS | COLOCATED | PLAIN | STACKED | STACKED_COLOCATED)[case]
     settings, order = recipe(**changes), ORDERS.get(case)
     assert_equals_one_process(settings, plan(settings, kind_of(case), order, **meshes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GEMMA)
+def test_gemma_computes_under_any_plan_what_one_process_does(case: str) -> None:
+    changes, meshes = GEMMA[case]
+    settings, order = recipe(**changes), PIPELINE if "in parts" in case else None
+    kind = "explicit" if order else "coarse" if "colocated" in case else "1f1b"
+    assert_equals_one_process(settings, plan(settings, kind, order, **meshes), texts_between=True, timeout=120)
 
 
 def test_nothing_runs_backward_below_the_first_layer_that_trains() -> None:

@@ -33,8 +33,8 @@ from tests.flow.tiny_families import TINY_FAMILIES, TinyFamily, load_tiny_recipe
 from tests.weights.test_import_weights import assert_equal_gradients
 
 PLANNED = [(name, placement) for name, tiny in TINY_FAMILIES.items() for placement in tiny.parallel]
-# The way to the checkpoint is the same for all families: the encoders of three try every placement.
-EVERYWHERE = {"internvl", "qwen2_audio", "qwen3_vl"}
+# The way to the checkpoint is the same for all families: the encoders of four try every placement.
+EVERYWHERE = {"gemma3", "internvl", "qwen2_audio", "qwen3_vl"}
 TRAINED = [(name, placement) for name, placement in PLANNED if placement == "unified" or name in EVERYWHERE]
 
 

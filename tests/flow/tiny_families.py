@@ -70,6 +70,14 @@ def squared_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
     return {"pixel_values": AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt")["pixel_values"]}
 
 
+def typed_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
+    """Return pictures of one size, and which tokens are of images, on which attention of Gemma 3 depends."""
+    from transformers import AutoConfig
+
+    types = (ids == AutoConfig.from_pretrained(folder).image_token_id).int()[None]
+    return {**squared_pictures(folder, files, ids), "token_type_ids": types}
+
+
 def tiled_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
     """Return the tiles of InternVL."""
     from transformers import GotOcr2ImageProcessorPil
@@ -228,6 +236,7 @@ def load_tiny_recipe(folder: Path, parallel: str, *overrides: str) -> LoadedReci
 
 TINY_FAMILIES: dict[str, TinyFamily] = {
     **{name: TinyFamily(FAMILIES[name]) for name in ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")},
+    "gemma3": TinyFamily(FAMILIES["gemma3"], ("vision",), typed_pictures),
     "internvl": TinyFamily(FAMILIES["internvl"], ("vision",), tiled_pictures),
     "llava": TinyFamily(FAMILIES["llava"], ("vision",), squared_pictures),
     "llava_next": TinyFamily(FAMILIES["llava_next"], ("vision",), joined_tiles),

@@ -38,6 +38,11 @@ SCALED: dict[str, Any] = {
     "class_token": True, "positions": "grid", "norm": "rms", "qk_norm": True, "layer_scale": True, "post_norm": False,
     "projector": {"norm": True, "norm_kind": "layer", "norm_eps": 1e-5},
 }  # fmt: skip
+# What Gemma 3 adds to an encoder.
+POOLED: dict[str, Any] = {
+    "downsample": "average_pool",
+    "projector": {"kind": "linear", "bias": False, "norm": True, "norm_kind": "zero_centered_rms"},
+}  # fmt: skip
 AUDIO: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "mel_bins": 10, "max_frames": 80, "downsample": 2,
 }  # fmt: skip

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -49,6 +51,45 @@ def test_a_token_sees_the_tokens_of_its_window_only(backend: AttentionBackend) -
         (gradient,) = torch.autograd.grad(out[token].sum(), v, retain_graph=True)
         seen = gradient.abs().sum(dim=(1, 2)).nonzero().flatten().tolist()
         assert seen == list(range(max(0, token - 3), token + 1))
+
+
+@st.composite
+def _packed_spans(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Draw packed sequences, and spans of each of them."""
+    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+    spans = []
+    first = 0
+    for length in lengths:
+        edges = sorted(draw(st.sets(st.integers(first, first + length), max_size=6)))
+        spans += zip(edges[::2], edges[1::2], strict=False)
+        first += length
+    return tuple(lengths), tuple(spans)
+
+
+@given(_packed_spans(), st.sampled_from([0, 1, 3, 8]), st.sampled_from([(4, 4), (4, 2), (3, 1)]))
+def test_sdpa_equals_the_reference_with_spans(
+    packed: tuple[tuple[int, ...], tuple[tuple[int, int], ...]], window: int, heads: tuple[int, int]
+) -> None:
+    lengths, spans = packed
+    qkv = _qkv(sum(lengths), *heads)
+    options = AttentionOptions("reference", True, window, spans=spans)
+    expected = _forward_and_gradients(qkv, lengths, options)
+    for got, want in zip(_forward_and_gradients(qkv, lengths, replace(options, backend="sdpa")), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("window", [0, 2, 4])
+def test_tokens_of_a_span_see_each_other(backend: AttentionBackend, window: int) -> None:
+    """The rule of Gemma 3: earlier tokens and those of the same image, of which a window hides what is far back."""
+    first, last = 3, 7  # of the span
+    q, k, v = _qkv(10, 2, 2)
+    out = attend(q, k, v, (10,), AttentionOptions(backend, True, window, spans=((first, last + 1),)))
+    for token in range(10):
+        (gradient,) = torch.autograd.grad(out[token].sum(), v, retain_graph=True)
+        seen = gradient.abs().sum(dim=(1, 2)).nonzero().flatten().tolist()
+        furthest = last if first <= token <= last else token
+        assert seen == list(range(max(0, token - window + 1) if window else 0, furthest + 1))
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])

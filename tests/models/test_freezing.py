@@ -8,7 +8,7 @@ from mmtrain.models.freezing import parameter_names
 from mmtrain.recipe.audio_settings import AudioSettings
 from mmtrain.recipe.encoder_settings import ProjectorSettings
 from mmtrain.recipe.model_settings import ModelSettings
-from tests.models.factory import images, settings, shape_of, stage, text
+from tests.models.factory import POOLED, images, settings, shape_of, stage, text
 
 SPEECH = AudioSettings(layers=1, hidden=16, heads=2, ffn=24, mel_bins=8, max_frames=16)
 MODELS = {
@@ -21,6 +21,7 @@ MODELS = {
         llm={"tie_embeddings": True, "qk_norm": True, "post_norms": True},
     ),
     "joined tiles": settings(vision={"join_tiles": True}),
+    "pooled": settings(vision=POOLED),
     "speech": ModelSettings(audio=SPEECH, llm=settings().llm),
     "averages, one linear": ModelSettings(
         audio=SPEECH.model_copy(update={"pooling": "mean", "projector": ProjectorSettings(kind="linear")}),

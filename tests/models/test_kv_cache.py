@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mmtrain.models.attention import Spans
 from mmtrain.models.kv_cache import KVCache
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage_inputs import TextInput
@@ -25,6 +26,9 @@ MODELS = {
         llm={"window": 4, "full_attention_blocks": (1,), "window_rope_base": 50.0, "query_scale": 5, "qk_norm": True}
     ),
     "deepstack": settings(vision=DEEPSTACK),
+    "images see both ways": settings(
+        llm={"window": 4, "full_attention_blocks": (1,), "image_attention": "bidirectional"}
+    ),
     "tied, one kv head": settings(llm={"kv_heads": 1, "tie_embeddings": True}),
 }
 
@@ -40,7 +44,8 @@ def write(llm: StageModule, num_new: int = NUM_NEW) -> list[list[int]]:
     for _ in range(num_new):
         lengths = tuple(map(len, new))
         ids = torch.tensor([token for tokens in new for token in tokens])
-        inputs = TextInput(lengths, ids, feature_positions={"vision": torch.tensor(PLACES)}, kv_cache=memory)
+        spans = _spans(llm, PLACES) if features else ()
+        inputs = TextInput(lengths, ids, None, {"vision": torch.tensor(PLACES)}, kv_cache=memory, image_spans=spans)
         chosen = llm.next_tokens(None, inputs, features, LIMIT).tolist()
         memory.advance(lengths)
         for sequence, token in zip(open_, chosen, strict=True):
@@ -59,13 +64,22 @@ def write_anew(llm: StageModule) -> list[list[int]]:
     begins = [sum(map(len, PROMPTS[:i])) for i in range(len(PROMPTS))]
     for begin, prompt in zip(begins, PROMPTS, strict=True):
         mine = [i for i, place in enumerate(PLACES) if begin <= place < begin + len(prompt)]
-        places = {"vision": torch.tensor([PLACES[i] - begin for i in mine], dtype=torch.int64)}
+        rows = [PLACES[i] - begin for i in mine]
+        places = {"vision": torch.tensor(rows, dtype=torch.int64)}
         ids = list(prompt)
         while len(ids) < len(prompt) + NUM_NEW and (len(ids) == len(prompt) or ids[-1] not in ENDS):
-            inputs = TextInput((len(ids),), torch.tensor(ids), feature_positions=places)
+            inputs = TextInput((len(ids),), torch.tensor(ids), None, places, image_spans=_spans(llm, rows))
             ids.append(int(llm.logits(None, inputs, {"vision": _features(llm)[mine]})[-1, :LIMIT].argmax()))
         answers.append(ids[len(prompt) :])
     return answers
+
+
+def _spans(llm: StageModule, places: Sequence[int]) -> Spans:
+    """Return the images of prompts that have at most one each, if their tokens see each other."""
+    if not llm.units_with_spans:
+        return ()
+    first_of_run = [place for place in places if place - 1 not in places]
+    return tuple((place, place + 1 + (place + 1 in places)) for place in first_of_run)
 
 
 def _features(llm: StageModule) -> torch.Tensor:

@@ -12,7 +12,7 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.parameter_specs import ParamSpec, join_tp_shards, stage_param_specs
 from mmtrain.recipe.model_settings import ModelSettings
 from tests.distributed import run_ranks
-from tests.models.factory import SCALED, WINDOWED, gradients, images, settings, stage, text
+from tests.models.factory import POOLED, SCALED, WINDOWED, gradients, images, settings, stage, text
 
 TP = 2
 VARIANTS = {
@@ -23,6 +23,7 @@ VARIANTS = {
     ),
     "tied": settings(vision={"qkv_bias": False, "activation": "quick_gelu"}, llm={"tie_embeddings": True}),
     "gemma": settings(
+        vision=POOLED,
         llm={
             "qk_norm": True,
             "zero_centered_norms": True,
@@ -33,7 +34,7 @@ VARIANTS = {
             "tie_embeddings": True,
             "window": 5,
             "window_rope_base": 100.0,
-        }
+        },
     ),
     "one kv head": settings(llm={"kv_heads": 1, "qkv_bias": True}),
     "normalized heads, windows": settings(

@@ -48,6 +48,22 @@ def gemma3_text(**changes: Any) -> nn.Module:
     return _random(Gemma3ForCausalLM(Gemma3TextConfig(**settings | changes)))
 
 
+GEMMA_END_TOKEN = 2  # behind an image
+
+
+def gemma3(window: int = 16, num_features: int = 4, tower: Any = None, **text: Any) -> nn.Module:
+    """Make a Gemma 3 with `num_features` for each image of `IMAGE_SIDE` x `IMAGE_SIDE` patches."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    decoder = gemma3_text(**{"sliding_window": window} | text).config
+    config = Gemma3Config(
+        text_config=decoder, vision_config=tower or siglip(image_size=IMAGE_SIDE * PATCH, vision_use_head=False),
+        mm_tokens_per_image=num_features, boi_token_index=1, eoi_token_index=GEMMA_END_TOKEN,
+        image_token_index=IMAGE_TOKEN,
+    )  # fmt: skip
+    return _random(Gemma3ForConditionalGeneration(config))
+
+
 def llama(**changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -22,7 +22,7 @@ from mmtrain.weights.tiny_model import find_family_by_name, write_tiny_model
 SEED = 3
 NUM_COMPARED = 40
 # The processors of the others need torchvision; see tests/weights/test_internvl.py and test_qwen_vl.py.
-PICTURED = ["llava"]
+PICTURED = ["gemma3", "llava"]
 
 
 def tiny_recipe(folder: Path, *overrides: str) -> Recipe:

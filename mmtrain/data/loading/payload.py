@@ -28,6 +28,7 @@ class PayloadNeed:
     ids: bool = False  # LLM: on the stage with the embedding
     labels: bool = False  # LLM: on the stage with the head
     position_ids: bool = False  # LLM: on all stages, if images have rows and columns there
+    image_spans: tuple[str, ...] = ()  # LLM: on all stages, encoders whose features of an image see each other
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class TextPayload:
     position_ids: IntArray | None = None  # (3, T) rotary positions in time, row and column
     # With ids, for encoders whose tiles are joined: (F,) which of the rows that the encoder sends each feature is.
     feature_rows: dict[str, IntArray] = field(default_factory=dict)
+    image_spans: tuple[tuple[int, int], ...] = ()  # [start, stop) in [0, T) of the features of each image
 
 
 def build_encoder_payload(
@@ -85,7 +87,7 @@ def build_text_payload(
     find_positions: FindPositions | None = None,
     join_rows: Mapping[str, JoinRows] | None = None,
 ) -> TextPayload:
-    """Build LLM microbatch `index` of a replica with what is needed of its ids, labels and rotary positions.
+    """Build LLM microbatch `index` of a replica with what is needed of its ids, labels, positions and spans.
 
     item_ids: encoder unit -> the token ids at the positions of its features; encoders of one modality share them.
     find_positions: for needs with `position_ids`.
@@ -93,7 +95,7 @@ def build_text_payload(
     """
     samples = meta.microbatch(need.replica, index)
     lengths = tuple(meta.tokens[samples].tolist())
-    if not (need.ids or need.labels or need.position_ids):
+    if not (need.ids or need.labels or need.position_ids or need.image_spans):
         return TextPayload(lengths, None, None, {})
     sample_ids = meta.sample_id[samples].tolist()
     encoded = [encode(sample_id) for sample_id in sample_ids]
@@ -111,7 +113,21 @@ def build_text_payload(
         assert find_positions is not None, "positions are needed, but nothing finds them"
         of_samples = [find_positions(sample_id, e.ids) for sample_id, e in zip(sample_ids, encoded, strict=True)]
         positions = np.concatenate([np.empty((3, 0), dtype=np.int64), *of_samples], axis=1)
-    return TextPayload(lengths, ids, labels, feature_positions, positions, feature_rows)
+    image_ids = tuple({token for unit in need.image_spans for token in item_ids[unit]})
+    spans = _image_spans([e.ids for e in encoded], image_ids) if image_ids else ()
+    return TextPayload(lengths, ids, labels, feature_positions, positions, feature_rows, spans)
+
+
+def _image_spans(ids_of_samples: list[IntArray], image_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return where consecutive tokens of images start and stop, counted through all samples."""
+    spans: list[tuple[int, int]] = []
+    first = 0
+    for ids in ids_of_samples:
+        is_image = np.isin(ids, image_ids).astype(np.int64)
+        edges = first + np.flatnonzero(np.diff(is_image, prepend=0, append=0))
+        spans += zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+        first += len(ids)
+    return tuple(spans)
 
 
 def _feature_positions(

@@ -97,7 +97,7 @@ class PackedAttention(nn.Module):
     """Core attention over packed sequences. It replaces Megatron-core's, which rejects them without CUDA."""
 
     def __init__(self, options: AttentionOptions) -> None:
-        """Attend with these options; the window of a block comes with the packing of its tokens."""
+        """Attend with these options; window and spans of a block come with the packing of its tokens."""
         super().__init__()
         self.options = options
 
@@ -109,7 +109,7 @@ class PackedAttention(nn.Module):
         if packing.rope is not None:
             q = apply_rotary(q, packing.rope)
             k = apply_rotary(k, packing.rope)
-        options = replace(self.options, window=packing.window)
+        options = replace(self.options, window=packing.window, spans=packing.spans)
         if packing.kv_cache is not None:
             return packing.kv_cache.attend(self, q, k, v, packing.lengths, options)
         return attend(q, k, v, packing.lengths, options)
@@ -316,17 +316,20 @@ class LayerFactory:
             return ModuleSpec(module=JointHeadNorm, params={"tp_group": self.groups.tp})
         return HeadNorm if self.block.qk_norm else None
 
-    def norm(
-        self, width: int, on_sequence_shards: bool = False, rms: bool | None = None, eps: float | None = None
-    ) -> Norm:
-        """Build a norm over `width` features, by default of the unit's kind and with its epsilon.
+    def projector_norm(self, shape: LayerShape, width: int, eps: float | None) -> Norm:
+        """Build a projector's own norm, which may be of another kind than those of its encoder."""
+        normalization = "RMSNorm" if shape.rms_norm else "LayerNorm"
+        is_zero_centered = shape.zero_centered_norms
+        config = replace(self.config, normalization=normalization, layernorm_zero_centered_gamma=is_zero_centered)
+        return Norm(config, width, self.norm_eps if eps is None else eps)
+
+    def norm(self, width: int, on_sequence_shards: bool = False) -> Norm:
+        """Build a norm over `width` features, of the unit's kind and with its epsilon.
 
         on_sequence_shards: under sequence parallelism the norm sees only this rank's shard of the tokens.
         """
         config = self.sequence_parallel_config if on_sequence_shards else self.config
-        if rms is not None:
-            config = replace(config, normalization="RMSNorm" if rms else "LayerNorm")
-        return Norm(config, width, self.norm_eps if eps is None else eps)
+        return Norm(config, width, self.norm_eps)
 
     def column_linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
         """Build a linear whose outputs are split over the TP group; it returns `(output, None)`."""

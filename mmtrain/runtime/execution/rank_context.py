@@ -151,7 +151,7 @@ def build_rank_context(
 def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int) -> tuple[PayloadNeed, ...]:
     """Return the payload a rank with these units computes on.
 
-    First layers need media or ids, the head needs labels, and all stages of some LLMs need positions.
+    First layers need media or ids, the head needs labels, and all stages of some LLMs need positions or images' spans.
     """
     # Not the rank in the unit's data-parallel group: torch orders that group by global rank, whatever the mesh says.
     replica_of = {stage.unit: replica for stage, replica in graph.held_by(rank)}
@@ -168,6 +168,7 @@ def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int)
                 ids=is_llm and has_first_layer,
                 labels=is_llm and has_last_layer,
                 position_ids=any(stage.needs_position_ids for stage in unit.stages.values()),
+                image_spans=next(iter(unit.stages.values())).units_with_spans,
             )
         )
     return tuple(needs)
@@ -186,7 +187,7 @@ def unit_inputs(data: StepData, device: torch.device, dtype: torch.dtype) -> dic
         positions = {unit: torch.from_numpy(rows).to(device) for unit, rows in text.feature_positions.items()}
         position_ids = None if text.position_ids is None else torch.from_numpy(text.position_ids).to(device)
         rows = {unit: torch.from_numpy(of_unit).to(device) for unit, of_unit in text.feature_rows.items()}
-        text_input = TextInput(text.lengths, ids, labels, positions, position_ids, rows)
+        text_input = TextInput(text.lengths, ids, labels, positions, position_ids, rows, image_spans=text.image_spans)
         inputs[Microbatch(LLM, replica, index)] = text_input
     return inputs
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from mmtrain.balance import SampleLengths
 from mmtrain.costs import TokenLoad
+from mmtrain.models.attention import Spans
 from mmtrain.models.model_shape import UnitShape
 from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
 from mmtrain.recipe.schema import Recipe
@@ -54,7 +56,11 @@ class Probe:
         for unit, num in self.features:
             positions[unit] = torch.arange(start, start + num, device=device)
             start += num
-        return TextInput(lengths, ids, ids.roll(-1), positions)
+        spans: Spans = ()
+        if recipe.model.llm.image_attention == "bidirectional":  # the most that can be, as `AnalyticCosts` assumes
+            ends = [*accumulate(lengths)]
+            spans = tuple((end - length, end) for end, length in zip(ends, lengths, strict=True) if length)
+        return TextInput(lengths, ids, ids.roll(-1), positions, image_spans=spans)
 
 
 def _num_tokens(size: Size, cells_per_token: int, extra_tokens: int) -> int:
