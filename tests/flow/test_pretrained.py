@@ -64,7 +64,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expect
 
 
 def test_every_family_is_in_the_table() -> None:
-    assert {tiny.family.name for tiny in TINY_FAMILIES.values()} == set(FAMILIES)
+    of_its_own = {"qwen2_5_omni"}  # tests/flow/test_pretrained_omni.py, with videos
+    assert {tiny.family.name for tiny in TINY_FAMILIES.values()} | of_its_own == set(FAMILIES)
 
 
 def _train_one_step(recipe: Recipe, plan: Plan) -> tuple[float, list[NamedShard]]:
