@@ -23,6 +23,8 @@ PLAIN_TRANSFORMER: Settings = {
     "full_attention_blocks": (),
     "class_feature": False,
     "join_tiles": False,
+    "max_joined_tiles": None,
+    "pool_frames": False,
     "downsample": "identity",
     "merge": 1,
 }

@@ -13,6 +13,7 @@ _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # numbers of Pillow's fi
 _HALF = (0.5, 0.5, 0.5)
 Canvases = tuple[tuple[int, int], ...]  # height, width in pixels
 LLAVA_NEXT_PINPOINTS: Canvases = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+LLAVA_ONEVISION_PINPOINTS: Canvases = tuple((384 * rows, 384 * cols) for rows in range(1, 7) for cols in range(1, 7))
 # Keys that are not about pixels, or that say how a processor works on a GPU.
 _WITHOUT_EFFECT = (
     "image_processor_type", "processor_class", "feature_extractor_type", "return_tensors", "data_format",
@@ -140,6 +141,23 @@ def _pinpoints(section: ConfigSection) -> Settings:
     return {**canvases, **_normalization(section, MEAN, STD)}
 
 
+def _pinpoints_of_single_images(section: ConfigSection) -> Settings:
+    """Do so with images that are alone in their sample; pad others to squares."""
+    section.require("do_center_crop", False, None, default=None)
+    section.require("do_pad", True, None, default=True)
+    size = section.section("size")
+    side = size.integer("height", 384)
+    size.require("width", side, default=side)
+    canvases = {
+        "scheme": "pinpoints",
+        "tile": side,
+        "pinpoints": read_canvases(section, LLAVA_ONEVISION_PINPOINTS),
+        "tile_several": False,
+        "partial_patches": "drop",
+    }
+    return {**canvases, **_normalization(section, MEAN, STD)}
+
+
 def read_canvases(section: ConfigSection, default: Canvases) -> Canvases:
     """Return the canvases of `image_grid_pinpoints`, in a processor's config or a model's."""
     pinpoints = section.value("image_grid_pinpoints")
@@ -197,5 +215,6 @@ _READERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
     "Gemma3ImageProcessor": _gemma3,
     "GotOcr2ImageProcessor": _tiles,
     "LlavaNextImageProcessor": _pinpoints,
+    "LlavaOnevisionImageProcessor": _pinpoints_of_single_images,
     "Qwen2VLImageProcessor": _native,
 }

@@ -55,22 +55,20 @@ NO_NORM: Settings = {"norm": False, "norm_kind": None, "norm_eps": None}  # of a
 _WITHOUT_EFFECT_HERE = ("image_seq_length", "image_token_id", "image_token_index", "ignore_index", "vocab_size")
 
 
-def llava_settings(config: ConfigSection) -> FolderSettings:
-    """Return the settings of a LLaVA, and how pictures are prepared whose folder has no processor."""
+def llava_settings(
+    config: ConfigSection, text_type: str = "llama", feature_layer: int = -2, strategy: str = "default"
+) -> FolderSettings:
+    """Return the settings of a LLaVA, and how pictures are prepared whose folder has no processor.
+
+    text_type, feature_layer, strategy: what the family assumes of the LLM and the features if the config does not say.
+    """
     for key in _WITHOUT_EFFECT_HERE:  # they belong to text and tokenizer
         config.value(key)
-    strategy = config.choice("vision_feature_select_strategy", {"default": "default", "full": "full"}, "default")
+    strategy = config.choice("vision_feature_select_strategy", {"default": "default", "full": "full"}, strategy)
     config.require("multimodal_projector_bias", True, default=True)
-    feature_layer = config.value("vision_feature_layer")
-    if feature_layer is None:
-        feature_layer = -2
-    if isinstance(feature_layer, list) and len(feature_layer) == 1:
-        feature_layer = feature_layer[0]
-    if type(feature_layer) is not int:
-        config.reject("vision_feature_layer", f"{feature_layer} is not supported yet; supported: one whole number")
-        feature_layer = -2
+    feature_layer = _feature_layer(config, feature_layer)
     text, tower = config.section("text_config"), config.section("vision_config")
-    llm = text_settings(text, "llama")
+    llm = text_settings(text, text_type)
     config.require("tie_word_embeddings", llm["tie_embeddings"], default=llm["tie_embeddings"])
     activation = config.choice("projector_hidden_act", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}, "gelu")
     vision = {
@@ -82,6 +80,18 @@ def llava_settings(config: ConfigSection) -> FolderSettings:
     image = tower_images(tower)
     tower.finish()
     return FolderSettings({"vision": vision, "llm": llm}, {"image": image}, unused)
+
+
+def _feature_layer(config: ConfigSection, default: int) -> int:
+    value = config.value("vision_feature_layer")
+    if value is None:
+        return default
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if type(value) is int:
+        return value
+    config.reject("vision_feature_layer", f"{value} is not supported yet; supported: one whole number")
+    return default
 
 
 def llava_weights(settings: FolderSettings) -> Iterator[ParameterSource]:

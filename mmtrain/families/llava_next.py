@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Family, FolderSettings
-from mmtrain.families.image_processors import LLAVA_NEXT_PINPOINTS, read_canvases
+from mmtrain.families.image_processors import LLAVA_NEXT_PINPOINTS, Canvases, read_canvases
 from mmtrain.families.llava import (
     LLAVA_SPELLINGS,
     NEWLINE,
@@ -36,9 +36,23 @@ _TINY_IMAGES = {
 
 
 def _settings(config: ConfigSection) -> FolderSettings:
+    return llava_next_settings(config, LLAVA_NEXT_PINPOINTS)
+
+
+def llava_next_settings(
+    config: ConfigSection,
+    pinpoints: Canvases,
+    text_type: str = "llama",
+    feature_layer: int = -2,
+    strategy: str = "default",
+) -> FolderSettings:
+    """Return the settings of a LLaVA whose tiles are joined, with what the family assumes if the config does not say.
+
+    pinpoints: its canvases; for the others see `llava_settings`.
+    """
     config.require("use_image_newline_parameter", True, default=True)
-    pinpoints = read_canvases(config, LLAVA_NEXT_PINPOINTS)
-    folder = llava_settings(config)
+    pinpoints = read_canvases(config, pinpoints)
+    folder = llava_settings(config, text_type, feature_layer, strategy)
     vision, image = folder.model["vision"], folder.data["image"]
     if vision["class_feature"]:
         config.reject("vision_feature_select_strategy", '"full" is not supported with CLIP; supported: "default"')
@@ -48,7 +62,8 @@ def _settings(config: ConfigSection) -> FolderSettings:
     return replace(folder, model=model, data={**folder.data, "image": tiles})
 
 
-def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+def llava_next_weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+    """Yield the weights of a LLaVA with a newline."""
     yield from llava_weights(settings)
     projector = settings.model["vision"]["layers"] + 1
     newline = as_is(f"vision.layers.{projector}.newline", NEWLINE, (settings.model["llm"]["hidden"],))
@@ -59,7 +74,7 @@ LLAVA_NEXT = Family(
     "llava_next",
     ("LlavaNextForConditionalGeneration",),
     _settings,
-    _weights,
+    llava_next_weights,
     {
         "config.json": _TINY,
         "preprocessor_config.json": _TINY_IMAGES,

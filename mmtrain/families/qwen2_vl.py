@@ -137,6 +137,8 @@ def tower_settings(tower: ConfigSection, hidden: int) -> Settings:
         "layer_scale": False,
         "class_feature": False,
         "join_tiles": False,
+        "max_joined_tiles": None,
+        "pool_frames": False,
         "projector": {
             "kind": "mlp",
             "bias": True,

@@ -8,6 +8,7 @@ from mmtrain.families.internvl import INTERNVL
 from mmtrain.families.llama import LLAMA
 from mmtrain.families.llava import LLAVA
 from mmtrain.families.llava_next import LLAVA_NEXT
+from mmtrain.families.llava_onevision import LLAVA_ONEVISION
 from mmtrain.families.mistral import MISTRAL
 from mmtrain.families.qwen2 import QWEN2
 from mmtrain.families.qwen2_5_omni import QWEN2_5_OMNI
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family] = {
         LLAMA,
         LLAVA,
         LLAVA_NEXT,
+        LLAVA_ONEVISION,
         MISTRAL,
         QWEN2,
         QWEN2_AUDIO,

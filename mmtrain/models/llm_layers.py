@@ -13,7 +13,7 @@ from mmtrain.models.attention import RotaryTables, axis_rotary_tables, rotary_fr
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.rotary_scaling import rotary_amplitude
-from mmtrain.models.stage_inputs import TextInput
+from mmtrain.models.stage_inputs import RowMix, TextInput
 from mmtrain.recipe.llm_settings import LlmSettings
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Embedding(nn.Module):
         """Embed ids (T,) to (T, hidden) and overwrite the rows `feature_positions[unit]` with `features[unit]`.
 
         With DeepStack the result is (T, (1 + blocks) * hidden): zeros beside tokens that are no features.
-        Of an encoder in `feature_rows`, the features are these rows of what it sends.
+        Of an encoder in `feature_mixes`, the features are first made of what it sends.
         """
         assert context.inputs.ids is not None, "the stage with the embedding needs ids"
         tokens: Tensor = self.table(context.inputs.ids)
@@ -107,15 +107,24 @@ class Embedding(nn.Module):
         if self.num_carried:
             tokens = F.pad(tokens, (0, tokens.shape[1] * self.num_carried))
         for unit, features in context.features.items():
-            rows = features
-            if unit in context.inputs.feature_rows:
-                # Unlike that of `index_select`, its backward adds gradients of equal rows in the same order every time.
-                rows = F.embedding(context.inputs.feature_rows[unit], rows)
-            rows = rows.to(tokens.dtype)
+            mix = context.inputs.feature_mixes.get(unit)
+            rows = (features if mix is None else _mix(features, mix)).to(tokens.dtype)
             if rows.shape[1] < tokens.shape[1]:  # of an encoder that keeps fewer blocks' outputs than another
                 rows = F.pad(rows, (0, tokens.shape[1] - rows.shape[1]))
             tokens = tokens.index_copy(0, context.inputs.feature_positions[unit], rows)
         return tokens
+
+
+def _mix(rows: Tensor, mix: RowMix) -> Tensor:
+    """Make features (F, hidden) of rows (R, hidden), in fp32 where they are sums."""
+    # Unlike that of `index_select`, its backward adds gradients of equal rows in the same order every time.
+    parts = [F.embedding(numbers, rows) for numbers in mix.rows.unbind(1)]
+    if len(parts) == 1:
+        return parts[0]
+    mixed = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part, weights in zip(parts, mix.weights.unbind(1), strict=True):
+        mixed = mixed + part * weights[:, None]
+    return mixed
 
 
 class Head(nn.Module):

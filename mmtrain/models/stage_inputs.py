@@ -26,6 +26,14 @@ class EncoderInput:
 
 
 @dataclass(frozen=True)
+class RowMix:
+    """F features that are weighted sums of rows that an encoder sends."""
+
+    rows: Tensor  # (F, n) int64
+    weights: Tensor  # (F, n) fp32
+
+
+@dataclass(frozen=True)
 class TextInput:
     """One microbatch of the LLM: S sequences with T tokens in total, packed one after another."""
 
@@ -36,8 +44,8 @@ class TextInput:
     feature_positions: dict[str, Tensor] = field(default_factory=dict)
     # (3, T) int64 rotary positions in time, row and column, for models that have them; None: places in the sequence.
     position_ids: Tensor | None = None
-    # Encoder unit -> (F,) which of the rows that it sends each feature is; without an entry they are all, in order.
-    feature_rows: dict[str, Tensor] = field(default_factory=dict)
+    # Encoder unit -> what its features are made of; without an entry they are the rows that it sends, in order.
+    feature_mixes: dict[str, RowMix] = field(default_factory=dict)
     kv_cache: KVCache | None = None  # the sequences' earlier tokens, while the model generates
     image_spans: Spans = ()  # of tokens of one image each, for models in which these see each other
 

@@ -83,6 +83,13 @@ class ImageSettings(Section):
         added_later=True,
         description="Canvases as [height, width] in pixels, multiples of `tile`, for `pinpoints`.",
     )
+    tile_several: bool = setting(
+        True,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Whether images that share a sample with others are cut into tiles too, for `pinpoints`. Otherwise "
+        "each of them becomes one square, with borders in the color `mean` (LLaVA-OneVision).",
+    )
     max_tiles: int = setting(
         12,
         ge=1,
@@ -158,6 +165,8 @@ class ImageSettings(Section):
             )
         if self.scheme == "pinpoints" and not self.pinpoints:
             problems.append("pinpoints is empty, but images of scheme `pinpoints` need canvases")
+        if self.scheme != "pinpoints" and not self.tile_several:
+            problems.append("tile_several is false; allowed with scheme pinpoints")
         uneven = [canvas for canvas in self.pinpoints if canvas[0] % self.tile or canvas[1] % self.tile]
         if self.scheme == "pinpoints" and uneven:
             problems.append(f"pinpoints holds {list(uneven[0])}; allowed: multiples of tile {self.tile}")

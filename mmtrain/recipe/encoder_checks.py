@@ -81,7 +81,8 @@ def _largest_canvas_features(recipe: Recipe, vision: VisionSettings) -> int:
     side = image.tile // (vision.patch * vision.merge)
     canvases = [(height // image.tile, width // image.tile) for height, width in image.pinpoints]
     if vision.join_tiles:
-        return side**2 + max((rows * side * (cols * side + 1) for rows, cols in canvases), default=0)
+        sizes = [vision.joined_size(rows * side, cols * side, side) for rows, cols in canvases]
+        return side**2 + max((rows * (cols + 1) for rows, cols in sizes), default=0)
     most_tiles = 1 + max((rows * cols for rows, cols in canvases), default=0)
     return most_tiles * (side**2 + vision.extra_features)
 

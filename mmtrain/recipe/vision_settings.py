@@ -1,5 +1,6 @@
 """The settings of a vision encoder."""
 
+from math import sqrt
 from typing import Literal
 
 from pydantic import model_validator
@@ -8,6 +9,8 @@ from mmtrain.recipe.encoder_settings import MODALITY_DESCRIPTION, EncoderSetting
 from mmtrain.recipe.presets import VisionPreset
 from mmtrain.recipe.settings import NOTHING, PositiveFloat, PositiveInt, setting
 from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION
+
+_MIN_SHRINKAGE = 1.1  # of a side of a joined picture (`transformers`)
 
 
 class VisionSettings(EncoderSettings):
@@ -157,6 +160,20 @@ class VisionSettings(EncoderSettings):
         "a learned vector, which trains with the projector, behind each row (LLaVA-NeXT). Needs the image scheme "
         "`pinpoints`.",
     )
+    max_joined_tiles: PositiveInt | None = setting(
+        None,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="With `join_tiles`: a joined picture with clearly more features than so many tiles is shrunk to "
+        "as many, by bilinear interpolation (LLaVA-OneVision: 9). Default: pictures keep their features.",
+    )
+    pool_frames: bool = setting(
+        False,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="With `join_tiles`: halve both sides of the features of a video's frames by bilinear "
+        "interpolation, and put the learned vector behind each video (LLaVA-OneVision).",
+    )
 
     @property
     def cell_features(self) -> int:
@@ -193,6 +210,16 @@ class VisionSettings(EncoderSettings):
         """Return whether the recipe asks for a norm after the last block."""
         return self.post_norm
 
+    def joined_size(self, rows: int, cols: int, side: int) -> tuple[int, int]:
+        """Return the rows and columns of features of a joined picture; `side` is that of a tile, in features.
+
+        A picture that would be shrunk only a little keeps its features, as in `transformers`.
+        """
+        if self.max_joined_tiles is None:
+            return rows, cols
+        shrinkage = sqrt(rows * cols / (self.max_joined_tiles * side**2))
+        return (int(rows // shrinkage), int(cols // shrinkage)) if shrinkage > _MIN_SHRINKAGE else (rows, cols)
+
     @model_validator(mode="after")
     def _consistent(self) -> "VisionSettings":
         problems = []
@@ -215,6 +242,9 @@ class VisionSettings(EncoderSettings):
             problems.append("class_feature keeps the class token beside patches: set class_token, and merge to 1")
         if self.class_feature and self.join_tiles:
             problems.append("class_feature is set; class tokens have no place in the picture that join_tiles makes")
+        for name in ("max_joined_tiles", "pool_frames"):
+            if getattr(self, name) and not self.join_tiles:
+                problems.append(f"{name} is set; allowed with join_tiles")
         return self._without(problems)
 
     def _window_problems(self) -> list[str]:

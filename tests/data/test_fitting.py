@@ -41,6 +41,10 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
             "image_grid_pinpoints": [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE], [SIDE, 3 * SIDE]],
         },
     ),
+    "llava_onevision": (
+        "LlavaOnevisionImageProcessorPil",
+        {"size": SQUARE, "image_grid_pinpoints": [[SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, 2 * SIDE]]},
+    ),
     "qwen2_vl": ("Qwen2VLImageProcessorPil", {"size": {"shortest_edge": 56 * 56, "longest_edge": 200 * 200}}),
     "qwen2_vl_of_4": ("Qwen2VLImageProcessorPil", {"min_pixels": 40 * 40, "max_pixels": 160 * 160}),
 }

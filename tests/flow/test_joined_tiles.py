@@ -2,7 +2,8 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from mmtrain.runtime.world import World
 from mmtrain.weights import export_folder
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.flow.runs import refuse, run_all
+from tests.weights.onevision_processor import ComposedProcessor
 from tests.weights.test_tiny_model import messages_of
 
 NUM_ANSWER_TOKENS = 8
@@ -62,21 +64,25 @@ def _request(folder: Path, parallel: str, num_ranks: int) -> tuple[TrainRequest,
     return TrainRequest(loaded, planner, plan_again, "cpu-core", num_ranks, folder.parent / "run"), rows[48:60]
 
 
-def _processed(processor: Any, messages: list[dict[str, Any]], **options: bool) -> dict[str, Any]:
-    return dict(
-        processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt", **options)
-    )
+def _processor_of(folder: Path) -> Callable[..., dict[str, Any]]:
+    """Return what the folder's processor makes of messages: the arguments of its model."""
+    from transformers import AutoProcessor
+
+    if json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "llava_onevision":
+        return ComposedProcessor(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    return partial(processor.apply_chat_template, tokenize=True, return_dict=True, return_tensors="pt")
 
 
 def _loss_of_transformers(recipe: Recipe, folder: Path, rows: list[dict[str, Any]]) -> float:
     """Return the mean loss per target of the held-out conversations, one after another."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText
 
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    model, process = AutoModelForImageTextToText.from_pretrained(folder), _processor_of(folder)
     index, tokenizer = build_index(recipe, "validation"), load_tokenizer(recipe.data.tokenizer_path)
     total, num_targets = 0.0, 0
     for number, row in enumerate(rows):
-        inputs = _processed(processor, messages_of(row, Path(recipe.data.validation[0].path).parent))
+        inputs = process(messages_of(row, Path(recipe.data.validation[0].path).parent))
         encoded = tokenizer.encode(index.samples[number], index.media_features(number))
         assert encoded.ids.tolist() == inputs["input_ids"][0].tolist()
         with torch.no_grad():
@@ -90,13 +96,13 @@ def _loss_of_transformers(recipe: Recipe, folder: Path, rows: list[dict[str, Any
 def _answers_of_transformers(
     recipe: Recipe, folder: Path, rows: list[dict[str, Any]], end_ids: frozenset[int]
 ) -> Iterator[list[int]]:
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText
 
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    model, process = AutoModelForImageTextToText.from_pretrained(folder), _processor_of(folder)
     vocab_size = load_tokenizer(recipe.data.tokenizer_path).vocab_size
     for row in rows:
         messages = messages_of(row, Path(recipe.data.validation[0].path).parent)[:-1]
-        inputs = _processed(processor, messages, add_generation_prompt=True)
+        inputs = process(messages, add_generation_prompt=True)
         tokens = model.generate(
             **inputs, max_new_tokens=NUM_ANSWER_TOKENS, do_sample=False, eos_token_id=sorted(end_ids), pad_token_id=0,
             suppress_tokens=list(range(vocab_size, recipe.model.llm.vocab)),
@@ -133,7 +139,7 @@ def _our_answers(request: TrainRequest) -> list[list[int]]:
         ("{placement: unified, llm: {tp: 2, pp: 2}}", 4),
     ],
 )
-@pytest.mark.parametrize("family", ["llava_next"])
+@pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
 def test_a_trained_model_has_the_same_loss_and_answers_in_transformers(
     family: str, parallel: str, num_ranks: int, tmp_path: Path
 ) -> None:

@@ -153,6 +153,22 @@ def llava_next(text: str = "mistral", tower: Any = None, strategy: str = "defaul
     return _random(LlavaNextForConditionalGeneration(config))
 
 
+def llava_onevision(most_tiles: int = 2, **changes: Any) -> nn.Module:
+    """Make a LLaVA-OneVision whose joined pictures have features of at most so many tiles."""
+    from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, Qwen2Config
+
+    decoder = Qwen2Config(
+        hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB,
+    )  # fmt: skip
+    tower = siglip(vision_use_head=False)
+    config = LlavaOnevisionConfig(
+        vision_config=tower, text_config=decoder, image_token_index=IMAGE_TOKEN, video_token_index=VIDEO_TOKEN,
+        image_grid_pinpoints=canvases(tower.image_size), vision_aspect_ratio=f"anyres_max_{most_tiles}", **changes,
+    )  # fmt: skip
+    return _random(LlavaOnevisionForConditionalGeneration(config))
+
+
 def canvases(tile: int) -> list[list[int]]:
     """Return those of LLaVA-NeXT for tiles of so many pixels."""
     return [[tile * rows, tile * cols] for rows, cols in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))]

@@ -180,7 +180,9 @@ def test_every_family_is_compared_with_transformers() -> None:
         "qwen2_audio",
         "qwen2_vl",
         "qwen2_5_vl",
+        "qwen2_5_omni",
         "qwen3_vl",
         "llava_next",
+        "llava_onevision",
     }  # test files
     assert set(FAMILIES) <= {name.split()[0] for name in MODELS} | of_their_own

@@ -14,12 +14,12 @@ from torch import Tensor
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import build_index
 from mmtrain.data.media.image_grids import item_grids
-from mmtrain.data.media.joined_tiles import TileJoin, join_media
+from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin, join_media
 from mmtrain.data.media.vision_items import VisionItemDecoder, read_vision_items
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage_inputs import EncoderInput, RowMix, TextInput
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.weights import export_folder
 from mmtrain.weights.tiny_model import write_tiny_model
@@ -58,6 +58,10 @@ HUB_IMAGES: dict[str, Any] = {
     "image_std": [0.26862954, 0.26130258, 0.27577711], "processor_class": "LlavaNextProcessor", "resample": 3,
     "rescale_factor": 0.00392156862745098, "size": {"shortest_edge": 336},
 }  # fmt: skip
+
+
+def row_mix(mix: FeatureMix) -> RowMix:
+    return RowMix(torch.from_numpy(mix.rows), torch.from_numpy(mix.weights))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +104,8 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     )
     packed = torch.cat(ids)
     places = (packed == IMAGE_TOKEN).nonzero().flatten()
-    rows = {"vision": torch.from_numpy(join_media(join, sizes, num_tiles))}
-    inputs = TextInput(tuple(map(len, ids)), packed, torch.cat(labels), {"vision": places}, feature_rows=rows)
+    mixes = {"vision": row_mix(join_media(join, sizes, num_tiles))}
+    inputs = TextInput(tuple(map(len, ids)), packed, torch.cat(labels), {"vision": places}, feature_mixes=mixes)
     sides = (IMAGE_SIDE,) * sum(num_tiles)
     cells = torch.cat([patches_of(tile) for tile in torch.cat(tiles)])
     features = vision(None, EncoderInput(sides, sides, cells))
@@ -199,7 +203,7 @@ def test_tokens_from_headers_are_those_of_the_processor(tmp_path: Path) -> None:
         num_items = len(item_grids(width, height, recipe.data.image, 14))
         expected = counter._get_number_of_features(height, width, 336, 336) - 1
         assert join.num_features((width, height), num_items) == expected, (width, height)
-        rows = join.feature_rows((width, height), num_items)
+        rows = join.features((width, height), num_items).rows
         assert len(rows) == expected
         assert rows.max() < num_items * join.rows_per_item
 

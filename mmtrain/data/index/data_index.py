@@ -28,7 +28,7 @@ from mmtrain.data.index.sample_table import SampleTable, content_json, sample_re
 from mmtrain.data.index.stated_lengths import read_stated_lengths
 from mmtrain.data.media.image_grids import MediumGrid, MediumItems
 from mmtrain.data.media.item_readers import tile_join
-from mmtrain.data.media.joined_tiles import TileJoin, join_media
+from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin, join_media
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.data.text.sample_tokenizer import MediaFeatures, split_videos
 from mmtrain.errors import DataError, TooManyBadSamples
@@ -92,8 +92,8 @@ class DataIndex:
         features: list[int] = np.add.reduceat(items.features[of_sample], media_starts).tolist()
         return features
 
-    def joined_rows(self, unit: str, sample: int, num_items: int) -> IntArray:
-        """Return the features of the LLM as rows of those that the sample's first `num_items` items send.
+    def joined_features(self, unit: str, sample: int, num_items: int) -> FeatureMix:
+        """Return the features of the LLM, made of the rows that the sample's first `num_items` items send.
 
         For an encoder in `joins`; the items must be those of whole media.
         """

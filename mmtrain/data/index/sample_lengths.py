@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from typing import TypeVar
@@ -175,6 +175,11 @@ def _header_key(media: Media) -> _HeaderKey:
     return media.path if isinstance(media, FileMedia) else media
 
 
+def _one_tile(items: MediumItems) -> MediumItems:
+    """Return an image's items if it is not cut; those of a video or a clip are as they were."""
+    return items if items.image_size is None else replace(items, grids=items.grids[:1])
+
+
 @dataclass(frozen=True)
 class _EncoderRule:
     """What the items of one encoder are read from, and how many of their cells become one feature."""
@@ -260,6 +265,8 @@ class _SampleMeasurer:
                 if isinstance(header, BadMediaError):
                     return Quarantined.of(sample, header.kind, str(header))
                 unit_items.append(header)
+            if not self._data.image.tile_several and len(sample.images) > 1:
+                items[encoder.unit] = [_one_tile(of_medium) for of_medium in unit_items]
         return items
 
     def _count_frames(self, sample: Sample, items: Mapping[str, Sequence[MediumItems]]) -> int:

@@ -133,8 +133,8 @@ class BatchBuilder:
 
     def _text(self, meta: BatchMeta, need: PayloadNeed, i: int) -> TextPayload:
         item_ids = {unit: self._tokenizer.item_ids[settings.modality] for unit, settings in self._encoders.items()}
-        join_rows = {unit: partial(self._index.joined_rows, unit) for unit in self._index.joins}
-        return build_text_payload(meta, need, i, item_ids, self._encode, self._find_positions, join_rows)
+        join_features = {unit: partial(self._index.joined_features, unit) for unit in self._index.joins}
+        return build_text_payload(meta, need, i, item_ids, self._encode, self._find_positions, join_features)
 
     def _encode(self, sample_id: int) -> EncodedSample:
         sample = self._index.samples[sample_id]

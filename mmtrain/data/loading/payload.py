@@ -10,11 +10,12 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import BatchMeta, IntArray, ItemTable
 from mmtrain.data.media.images import Float32Array
+from mmtrain.data.media.joined_tiles import FeatureMix
 from mmtrain.data.text.sample_tokenizer import EncodedSample
 
 LoadCells = Callable[[int, int, int, int], Float32Array]  # sample id, position, rows, cols -> (rows * cols, F)
 EncodeSample = Callable[[int], EncodedSample]  # sample id -> ids and labels
-JoinRows = Callable[[int, int], IntArray]  # sample id, number of its items -> see `DataIndex.joined_rows`
+JoinFeatures = Callable[[int, int], FeatureMix]  # sample id, number of its items -> see `DataIndex.joined_features`
 FindPositions = Callable[[int, IntArray], IntArray]  # sample id, its ids (T,) -> (3, T) time, row and column
 
 
@@ -52,8 +53,8 @@ class TextPayload:
     labels: IntArray | None  # (T,) the token to predict at each position, -100 where none
     feature_positions: dict[str, IntArray]  # with ids: encoder unit -> (F,) positions in [0, T) of its features
     position_ids: IntArray | None = None  # (3, T) rotary positions in time, row and column
-    # With ids, for encoders whose tiles are joined: (F,) which of the rows that the encoder sends each feature is.
-    feature_rows: dict[str, IntArray] = field(default_factory=dict)
+    # With ids, for encoders whose tiles are joined: what each of their features is made of.
+    feature_mixes: dict[str, FeatureMix] = field(default_factory=dict)
     image_spans: tuple[tuple[int, int], ...] = ()  # [start, stop) in [0, T) of the features of each image
 
 
@@ -85,13 +86,13 @@ def build_text_payload(
     item_ids: Mapping[str, tuple[int, ...]],
     encode: EncodeSample,
     find_positions: FindPositions | None = None,
-    join_rows: Mapping[str, JoinRows] | None = None,
+    join_features: Mapping[str, JoinFeatures] | None = None,
 ) -> TextPayload:
     """Build LLM microbatch `index` of a replica with what is needed of its ids, labels, positions and spans.
 
     item_ids: encoder unit -> the token ids at the positions of its features; encoders of one modality share them.
     find_positions: for needs with `position_ids`.
-    join_rows: by encoder unit, for those whose tiles are joined.
+    join_features: by encoder unit, for those whose tiles are joined.
     """
     samples = meta.microbatch(need.replica, index)
     lengths = tuple(meta.tokens[samples].tolist())
@@ -104,10 +105,10 @@ def build_text_payload(
     assert all_ids.size == sum(lengths), "the data changed under a running index"
     ids = positions = None
     feature_positions: dict[str, IntArray] = {}
-    feature_rows: dict[str, IntArray] = {}
+    feature_mixes: dict[str, FeatureMix] = {}
     if need.ids:
         ids, feature_positions = all_ids, _feature_positions(all_ids, meta, samples, item_ids)
-        feature_rows = _joined_rows(meta, samples, join_rows or {})
+        feature_mixes = _feature_mixes(meta, samples, join_features or {})
     labels = np.concatenate([empty, *(e.labels for e in encoded)]) if need.labels else None
     if need.position_ids:
         assert find_positions is not None, "positions are needed, but nothing finds them"
@@ -115,7 +116,7 @@ def build_text_payload(
         positions = np.concatenate([np.empty((3, 0), dtype=np.int64), *of_samples], axis=1)
     image_ids = tuple({token for unit in need.image_spans for token in item_ids[unit]})
     spans = _image_spans([e.ids for e in encoded], image_ids) if image_ids else ()
-    return TextPayload(lengths, ids, labels, feature_positions, positions, feature_rows, spans)
+    return TextPayload(lengths, ids, labels, feature_positions, positions, feature_mixes, spans)
 
 
 def _image_spans(ids_of_samples: list[IntArray], image_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -155,19 +156,22 @@ def _feature_positions(
     return positions
 
 
-def _joined_rows(meta: BatchMeta, samples: IntArray, join_rows: Mapping[str, JoinRows]) -> dict[str, IntArray]:
-    """Return `TextPayload.feature_rows`: the encoders send the items of the samples one sample after another."""
-    joined: dict[str, IntArray] = {}
-    for unit, join in join_rows.items():
+def _feature_mixes(
+    meta: BatchMeta, samples: IntArray, join_features: Mapping[str, JoinFeatures]
+) -> dict[str, FeatureMix]:
+    """Return `TextPayload.feature_mixes`: the encoders send the items of the samples one sample after another."""
+    mixes: dict[str, FeatureMix] = {}
+    for unit, join in join_features.items():
         table = meta.items[unit]
-        of_unit = [np.empty(0, dtype=np.int64)]
-        first = 0
+        of_samples, first_rows = [], []
+        first_row = 0
         for sample in samples:
             in_sample = table.sample == sample
-            of_unit.append(first + join(int(meta.sample_id[sample]), int(in_sample.sum())))
-            first += int(table.features[in_sample].sum())
-        joined[unit] = np.concatenate(of_unit)
-    return joined
+            of_samples.append(join(int(meta.sample_id[sample]), int(in_sample.sum())))
+            first_rows.append(first_row)
+            first_row += int(table.features[in_sample].sum())
+        mixes[unit] = FeatureMix.join(of_samples, first_rows)
+    return mixes
 
 
 def _features_in_order(table: ItemTable, samples: IntArray) -> IntArray:

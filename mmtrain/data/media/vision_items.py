@@ -156,14 +156,18 @@ class VisionItemDecoder:
 def _load_tiles(media: Media, expected_tiles: int, settings: ImageSettings) -> list[Image.Image]:
     """Return the tiles of an image, row-major, and one that shows all of it.
 
-    With `tiles` this is the last one, where there are several; with `pinpoints` it is the first one.
+    With `tiles` this is the last one, where there are several; with `pinpoints` it is the first one. Without
+    `tile_several`, an image among others is one tile.
     """
     side = settings.tile
     width, height = read_image_size(media, settings.max_source_pixels)
-    if num_tiles(width, height, settings) != expected_tiles:
+    is_alone = settings.tile_several or expected_tiles > 1  # in its sample
+    if is_alone and num_tiles(width, height, settings) != expected_tiles:
         what = f"{media}: {width} x {height} pixels are not {expected_tiles} tiles"
         reason = f"{what}: it has changed since lengths were read; touch the data file, so that they are read again"
         raise BadMediaError("undecodable", reason)
+    if expected_tiles == 1 and settings.scheme == "pinpoints":
+        return load_rgb_images(media, [(side, side)], settings.model_copy(update={"fit": "pad"}))
     if settings.scheme == "pinpoints":
         canvas_size = best_canvas(width, height, settings.pinpoints)[::-1]
         size = size_on_canvas(width, height, canvas_size[::-1])

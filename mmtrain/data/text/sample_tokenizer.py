@@ -72,7 +72,7 @@ def total_features(features: MediumFeatures) -> int:
 def split_videos(
     features: dict[str, list[int]], sample: Sample, num_items: Callable[[str, int], int]
 ) -> dict[str, list[MediumFeatures]]:
-    """Divide the LLM tokens of a sample's videos over their items, which are equal.
+    """Divide the LLM tokens of a sample's videos over their items, which are equal; the last has a newline's too.
 
     num_items: returns how many items a medium has, by its modality and its number among the media of that.
     """
@@ -83,7 +83,8 @@ def split_videos(
         for number, (kind, count) in enumerate(zip(kinds, counts, strict=False)):
             if kind == "video":
                 items = num_items(modality, number)
-                divided[modality][number] = (count // items,) * items
+                of_each = count // items
+                divided[modality][number] = (of_each,) * (items - 1) + (count - of_each * (items - 1),)
     return divided
 
 

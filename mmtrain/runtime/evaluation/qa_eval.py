@@ -22,7 +22,7 @@ from mmtrain.data import (
 from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, MEDIA_ROLES, VIDEO_MARK
 from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.media_bytes import Media
-from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationError
+from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationError, total_features
 from mmtrain.errors import DataError
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
@@ -242,7 +242,8 @@ def prompt_lengths(index: DataIndex, tokenizer: SampleTokenizer, questions: Sequ
         for number, prompt in ids.items():
             of_sample = slice(table.first[number], table.first[number + 1])
             num_features = np.sum(np.isin(prompt, tokenizer.item_ids[modality]))
-            num_media = int(np.sum(np.cumsum(index.media_features(number)[modality]) <= num_features))
+            of_media = [total_features(of_medium) for of_medium in index.media_features(number)[modality]]
+            num_media = int(np.sum(np.cumsum(of_media) <= num_features))
             in_prompt[of_sample] = np.cumsum(index.item_parts[unit][of_sample] == 0) <= num_media
         first = np.concatenate([[0], np.cumsum(in_prompt)])[table.first]
         columns = (table.rows, table.cols, table.tokens, table.features)

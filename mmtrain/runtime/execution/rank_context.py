@@ -14,7 +14,7 @@ from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
 from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.models.parameter_specs import WeightSource
-from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
+from mmtrain.models.stage_inputs import EncoderInput, RowMix, TextInput, UnitInput
 from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
@@ -186,8 +186,11 @@ def unit_inputs(data: StepData, device: torch.device, dtype: torch.dtype) -> dic
         labels = None if text.labels is None else torch.from_numpy(text.labels).to(device)
         positions = {unit: torch.from_numpy(rows).to(device) for unit, rows in text.feature_positions.items()}
         position_ids = None if text.position_ids is None else torch.from_numpy(text.position_ids).to(device)
-        rows = {unit: torch.from_numpy(of_unit).to(device) for unit, of_unit in text.feature_rows.items()}
-        text_input = TextInput(text.lengths, ids, labels, positions, position_ids, rows, image_spans=text.image_spans)
+        mixes = {
+            unit: RowMix(torch.from_numpy(mix.rows).to(device), torch.from_numpy(mix.weights).to(device))
+            for unit, mix in text.feature_mixes.items()
+        }
+        text_input = TextInput(text.lengths, ids, labels, positions, position_ids, mixes, image_spans=text.image_spans)
         inputs[Microbatch(LLM, replica, index)] = text_input
     return inputs
 
