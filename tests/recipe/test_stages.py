@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.cli.stage_runs import stage_runs
-from mmtrain.errors import RecipeError, UserError
+from mmtrain.errors import LaunchError, RecipeError, UserError
 from mmtrain.recipe import load_recipe, read_recipe
 from tests.cli.conftest import RunMmtrain, run_mmtrain
 
@@ -102,6 +102,21 @@ def test_options_for_one_stage_are_refused_for_several(option: str, tmp_path: Pa
     done = run_mmtrain("train", write(tmp_path, BASE + STAGES), option, "3")
     assert done.returncode == UserError.exit_code
     assert f"{option}: for one stage of the recipe; choose it with --set stage=align" in done.stderr
+
+
+@pytest.mark.slow  # it imports all that trains
+def test_stages_that_do_not_fit_the_started_processes_are_named_before_the_first(
+    tmp_path: Path, run_mmtrain: RunMmtrain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    text = BASE + STAGES.replace("seq_len: 64}", "seq_len: 64}\n    cluster: {ranks: 3}")
+    text = text.replace(".csv}]", ".json}], tokenizer: tokenizer.json")
+    recipe = write(tmp_path, text)
+    done = run_mmtrain("train", recipe, "--run-dir", tmp_path / "run")
+    assert done.returncode == LaunchError.exit_code
+    assert "cluster.ranks: 3 in the recipe, but 2 processes were started" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_plan_plans_every_stage(tmp_path: Path, run_mmtrain: RunMmtrain) -> None:
