@@ -235,7 +235,7 @@ class AudioDataSettings(Section):
     )
     long_clips: Literal["reject", "cut"] = setting(
         "reject",
-        affects={"lengths", "steps", "resume"},
+        affects={"plan", "lengths", "steps", "resume"},
         added_later=True,
         description="`reject`: samples with a clip that is longer than `max_seconds` are quarantined. `cut`: only the "
         "first `max_seconds` of such a clip are heard, as the processors of Qwen2-Audio and Qwen2.5-Omni do. Default: "

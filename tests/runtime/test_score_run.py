@@ -17,6 +17,7 @@ from mmtrain.recipe import Recipe
 from mmtrain.report.evaluation_result import TemplateScore
 from mmtrain.runtime.evaluation.qa_eval import HeldOutQuestion, evenly_spaced, prompt_lengths, select_questions
 from mmtrain.runtime.evaluation.score_run import score
+from tests.data.archives import movie
 from tests.data.model_folders import FAMILIES, write_folder
 from tests.data.rows import Row, row
 from tests.runtime.models import evaluated, recipe, run_folder, teach, whole
@@ -117,6 +118,20 @@ def test_a_prompt_has_the_items_of_all_encoders_that_it_shows(taught: Taught) ->
     lengths = prompt_lengths(index, ChatTokenizer.load(settings.data.tokenizer), select_questions(index, None))
     assert {unit: items.first.tolist() for unit, items in lengths.items.items()} == {"vision": [0, 2], "fine": [0, 2]}
     assert lengths.tokens[0] < index.lengths.tokens[0]
+
+
+def test_a_prompt_shows_all_frames_of_its_video(taught: Taught) -> None:
+    (taught.folder / "video.mp4").write_bytes(movie(["red", "blue"]))
+    talk = [("human", "<video><image>What colour?"), ("gpt", "red"), ("human", "<image>Thanks, here is another")]
+    turns = [{"from": who, "value": text} for who, text in talk]
+    settings = taught.recipe(
+        taught.rows, [{"image": ["red.png", "blue.png"], "video": "video.mp4", "conversations": turns}]
+    )
+    index = build_index(settings, "validation")
+    lengths = prompt_lengths(index, ChatTokenizer.load(settings.data.tokenizer), select_questions(index, None))
+    num_items = len(index.lengths.items["vision"].rows)
+    assert num_items > 3, "two pictures, and several frames"
+    assert lengths.items["vision"].first.tolist() == [0, num_items - 1]
 
 
 def test_an_untrained_model_on_demo_data(tmp_path: Path) -> None:
