@@ -241,5 +241,7 @@ class AnalyticCosts:
             rows = load.num_sequences * layer.context
         if layer.kind == "projector":
             rows *= 1 + layer.carried_in
-        width = layer.hidden if layer.kind == "head" else layer.out
+        width = layer.out
+        if layer.kind == "head":
+            rows, width = load.num_targets, layer.hidden
         return self.collective("all_reduce", rows * width * self.element_bytes, tp, same_node=True)

@@ -16,13 +16,15 @@ class TokenLoad:
     """The tokens of one microbatch as a unit's layers see them.
 
     `sum_sq` is the sum of squared sequence lengths, since attention over packed sequences is block-diagonal. For
-    encoders tokens are patches before downsampling, and `num_sequences` is the number of items.
+    encoders tokens are patches before downsampling, and `num_sequences` is the number of items. The LLM's head computes
+    only tokens with a target.
     """
 
     tokens: int
     sum_sq: int
     max_len: int
     num_sequences: int
+    targets: int | None = None  # tokens that count in the loss; None: all
 
     @classmethod
     def of(cls, lengths: np.ndarray) -> "TokenLoad":
@@ -32,6 +34,18 @@ class TokenLoad:
         tokens = np.asarray(lengths, dtype=np.int64)
         return cls(int(tokens.sum()), int((tokens * tokens).sum()), int(tokens.max()), len(tokens))
 
+    @property
+    def num_targets(self) -> int:
+        """Return how many tokens the head computes."""
+        return self.tokens if self.targets is None else self.targets
+
+    def of_targets(self) -> "TokenLoad":
+        """Return the head's part of the load: its targets, as if they were tokens of sequences as many and as even."""
+        if self.targets is None or not self.tokens:
+            return self
+        share = self.targets / self.tokens
+        return TokenLoad(self.targets, round(self.sum_sq * share), round(self.max_len * share), self.num_sequences)
+
     def __add__(self, other: "TokenLoad") -> "TokenLoad":
         """Return the load of both microbatches packed into one."""
         return TokenLoad(
@@ -39,6 +53,7 @@ class TokenLoad:
             self.sum_sq + other.sum_sq,
             max(self.max_len, other.max_len),
             self.num_sequences + other.num_sequences,
+            None if self.targets is other.targets is None else self.num_targets + other.num_targets,
         )
 
 

@@ -72,7 +72,7 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
         case "embedding":
             return ()
         case "head":
-            return (Gemm(t, layer.vocab // tp, h),)
+            return (Gemm(load.num_targets, layer.vocab // tp, h),)
         case _:
             return tuple(Gemm(*sides) for sides in diffusion.gemm_sides(layer, load, tp))
 
@@ -267,7 +267,7 @@ def _layer_activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: i
 
     This counts what autograd saves: inputs of norms and GEMMs, the output of RMSNorm before its weight, queries, keys
     and values before and after rotation, attention's output of each head and joined, inputs and outputs of
-    activations. Attention keeps no scores. The loss keeps its softmax in fp32.
+    activations. Attention keeps no scores. The head keeps the logits of tokens with a target.
     """
     t, h = load.tokens, layer.hidden
     normalized = h if layer.rms_norm else 0
@@ -310,7 +310,8 @@ def _layer_activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: i
             return _INDEX_BYTES * t
         case "head":
             of_norm = element_bytes * (2 * h + normalized) + _fp32_norm_bytes(layer, element_bytes, h)
-            return t * (of_norm + 4 * layer.vocab // tp + 2 * _INDEX_BYTES)
+            of_loss = element_bytes * layer.vocab // tp + 2 * _FP32_BYTES + 2 * _INDEX_BYTES
+            return load.num_targets * (of_norm + of_loss)
         case _:
             return element_bytes * diffusion.saved_elements(layer, load, tp)
 
@@ -346,7 +347,7 @@ def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp
     It consists of the inputs of GEMMs and the output of RMSNorm, unless something else reads them too, such as the
     adapter of the GEMM's weight.
     """
-    h = layer.hidden
+    h, rows = layer.hidden, load.tokens
     normalized = layer.hidden if layer.rms_norm else 0
     match layer.kind:
         case "vit_block" | "decoder_block":
@@ -359,10 +360,10 @@ def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp
             width = sum(inputs for linear, inputs in read_by.items() if linear not in adapted)
             width += (num_norms(layer) - 2) * normalized + scaled + normalized_heads // tp
         case "head":
-            width = h + normalized
+            width, rows = h + normalized, load.num_targets
         case _:
             width = 0
-    return load.tokens * width * element_bytes
+    return rows * width * element_bytes
 
 
 def sequence_parallel_savings(
@@ -378,6 +379,9 @@ def sequence_parallel_savings(
     widths = {"vit_block": of_block, "decoder_block": of_block, "head": 2 * h + normalized}
     width = widths.get(layer.kind, 0)
     whole = load.tokens * (min(h, width) if recompute else width) * element_bytes
+    if layer.kind == "head" and not recompute:
+        # Ranks normalize their slices of all tokens, and only then select those with a target.
+        return load.num_targets * width * element_bytes - whole // tp
     return whole - whole // tp
 
 
@@ -404,7 +408,7 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
         case "embedding":
             return 2 * t * layer.out_width
         case "head":
-            return t * (2 * h + 8 * layer.vocab // tp)
+            return load.num_targets * (2 * h + 8 * layer.vocab // tp)
         case _:
             return diffusion.elementwise_elements(layer, load, tp)
 

@@ -223,6 +223,8 @@ class MeasuredCosts:
         if key not in self._curves:
             self._curves[key] = fit_curve(entry, quantity)
         curve = self._curves[key]
+        if layer.kind == "head":  # all tokens of the measured loads have targets
+            load = load.of_targets()
         if not curve.covers(load):
             lo, hi = curve.tokens[[0, -1]].astype(int).tolist()
             self.extrapolated.add(f"{layer.kind} tp{entry.tp} beyond {lo} to {hi} tokens")

@@ -1,7 +1,7 @@
 """How sequence parallelism changes a layer's time: less element-wise work, and more gathers of tokens."""
 
 from mmtrain.costs.analytic_costs import TP_ALL_REDUCES
-from mmtrain.costs.cost_model import CostModel
+from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.layer_arithmetic import needed_gradients
 from mmtrain.models.model_shape import LayerShape
@@ -17,7 +17,7 @@ _NUM_GATHERED = {"vit_block": 2, "decoder_block": 2, "head": 1}
 def sequence_parallel_seconds(
     layer: LayerShape,
     tp: int,
-    tokens: int,
+    load: TokenLoad,
     costs: CostModel,
     machine: Hardware,
     precision: Precision,
@@ -33,17 +33,20 @@ def sequence_parallel_seconds(
     width = layer.hidden
     if layer.kind not in _DIVIDED_WIDTHS:  # at both ends, what travels beside the hidden states is gathered too
         width = max(layer.in_width, layer.out_width) if layer.kind == "embedding" else layer.in_width
-    nbytes = tokens * width * ELEMENT_BYTES[precision]
+    row_bytes = width * ELEMENT_BYTES[precision]
+    nbytes = load.tokens * row_bytes
+    # Without sequence parallelism the head computes only tokens with a target; its shards are of all tokens.
+    whole_bytes = load.num_targets * row_bytes if layer.kind == "head" else nbytes
     gather = costs.collective("all_gather", nbytes, tp, True)
     scatter = costs.collective("reduce_scatter", nbytes, tp, True)
-    reduce = costs.collective("all_reduce", nbytes, tp, True)
+    reduce = costs.collective("all_reduce", whole_bytes, tp, True)
     has_backward = layer.trainable or input_grad
     if layer.kind not in _DIVIDED_WIDTHS:
         return gather if layer.kind == "projector" or has_backward else 0.0
     forward_reduces, backward_reduces = TP_ALL_REDUCES[layer.kind]
     passes = 1 + 2 * has_backward  # a backward moves twice as much as a forward
     widths = _DIVIDED_WIDTHS[layer.kind] + (_POST_NORM_WIDTHS if layer.post_norms else 0)
-    moved = widths * nbytes * passes * (1 - 1 / tp)
+    moved = widths * passes * (whole_bytes - nbytes / tp)  # less than without
     gathers = _NUM_GATHERED[layer.kind] * (1 + has_backward * needed_gradients(layer, input_grad)[0])
     if layer.kind == "head":  # its forward has no all-reduce
         return gathers * gather + has_backward * (scatter - reduce) - moved / machine.memory_bytes_per_s

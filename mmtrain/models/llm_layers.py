@@ -19,7 +19,7 @@ from mmtrain.recipe.llm_settings import LlmSettings
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory
 
-_IGNORED_LABEL = -100
+_IGNORED_LABEL = -100  # of a token that has nothing to predict
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,21 @@ class Head(nn.Module):
 
         Under sequence parallelism `hidden` is this rank's shard of the tokens; each rank returns the total sum.
         """
-        labels = context.inputs.labels
+        labels, rows = context.inputs.labels, context.inputs.target_positions
         assert labels is not None, "the stage with the head needs labels"
-        logits = self._project(hidden)
-        labels = F.pad(labels, (0, len(logits) - len(labels)), value=_IGNORED_LABEL)
-        losses = self.factory.token_losses(logits, labels, self.vocab_size)
-        return (losses * (labels != _IGNORED_LABEL)).sum()
+        if rows is None:
+            rows = torch.nonzero(labels != _IGNORED_LABEL).squeeze(1)
+        normed = self._rows_with_targets(hidden, rows)
+        (tied,) = self._tied
+        weight: Tensor = self.output.weight if tied is None else tied.table.weight  # type: ignore[assignment]
+        return self.factory.loss_of_targets(normed, weight, labels.index_select(0, rows), self.vocab_size)
+
+    def _rows_with_targets(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Select rows of hidden (T, hidden), or of the shards of all ranks, and normalize them: (N, hidden)."""
+        if self.factory.sequence_parallel:  # the norm's gradient is summed over shards, so it must see its shard
+            return self.factory.gather_inputs(self.norm(hidden)).index_select(0, rows)
+        normed: Tensor = self.norm(hidden.index_select(0, rows))
+        return self.factory.copy_inputs(normed)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map (T, hidden), or this rank's shard of it, to logits (T, padded vocabulary)."""

@@ -48,6 +48,8 @@ class TextInput:
     feature_mixes: dict[str, RowMix] = field(default_factory=dict)
     kv_cache: KVCache | None = None  # the sequences' earlier tokens, while the model generates
     image_spans: Spans = ()  # of tokens of one image each, for models in which these see each other
+    # (N,) int64 places of the labels that are not -100, so that the host need not ask the device; None: found there.
+    target_positions: Tensor | None = None
 
 
 UnitInput: TypeAlias = EncoderInput | TextInput

@@ -15,7 +15,19 @@ from mmtrain.costs import TokenLoad
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.models.model_shape import LayerShape, ModelShape
 from mmtrain.recipe.model_settings import ModelSettings
-from tests.models.factory import DEEPSTACK, POOLED, SCALED, WINDOWED, clips, images, settings, shape_of, stage, text
+from tests.models.factory import (
+    DEEPSTACK,
+    POOLED,
+    SCALED,
+    WINDOWED,
+    clips,
+    images,
+    load_of_text,
+    settings,
+    shape_of,
+    stage,
+    text,
+)
 
 IMAGES = ((4, 6), (2, 2), (6, 4))
 TEXTS = (9, 12, 15)
@@ -63,7 +75,7 @@ NAMES = [f"{unit}-{name}" for name in MODELS for unit in ("vision", "llm")] + [f
 
 def load_of(model: ModelSettings, unit: str) -> TokenLoad:
     if unit == "llm":
-        return TokenLoad.of(np.array(TEXTS))
+        return load_of_text(text(*TEXTS))
     if unit == "audio":
         return TokenLoad.of(np.array(CLIPS) // 2)
     assert model.vision is not None

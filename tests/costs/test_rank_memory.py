@@ -18,7 +18,19 @@ from mmtrain.models.model_shape import LayerShape
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.models.stage_module import StageModule
 from tests.distributed import run_ranks
-from tests.models.factory import DEEPSTACK, POOLED, SCALED, WINDOWED, clips, images, settings, shape_of, stage, text
+from tests.models.factory import (
+    DEEPSTACK,
+    POOLED,
+    SCALED,
+    WINDOWED,
+    clips,
+    images,
+    load_of_text,
+    settings,
+    shape_of,
+    stage,
+    text,
+)
 
 COSTS = AnalyticCosts(preset("cpu-core"), "fp32")
 LENGTHS = (90, 120, 60, 100)
@@ -135,7 +147,7 @@ def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[st
         load = TokenLoad.of(np.array(CLIPS) // 2)
     else:
         inputs = text(*LENGTHS)
-        load = TokenLoad.of(np.array(LENGTHS))
+        load = load_of_text(inputs)
         if module.units_with_spans:  # as many tokens of images as there can be
             ends = [*accumulate(LENGTHS)]
             spans = tuple((end - length, end) for end, length in zip(ends, LENGTHS, strict=True))
@@ -157,7 +169,7 @@ def test_frozen_layers_keep_what_autograd_still_saves(unit: str, layers: slice) 
     chosen = shape_of(model).unit(unit).layers[layers]
     module = stage(model, unit, (layers.start, layers.stop))
     inputs = images(*IMAGES) if unit == "vision" else text(*LENGTHS)
-    load = TokenLoad.of(np.array([r * c for r, c in IMAGES] if unit == "vision" else LENGTHS))
+    load = load_of_text(text(*LENGTHS)) if unit == "llm" else TokenLoad.of(np.array([r * c for r, c in IMAGES]))
     hidden = torch.randn(load.tokens, chosen[0].hidden, requires_grad=True)
     real = saved_bytes(module, hidden, lambda tensor: module(tensor, inputs, {}))
     predicted = sum(COSTS.activation_bytes(layer, 1, load, False) for layer in chosen)
@@ -185,8 +197,7 @@ def _through(module: StageModule, inputs: UnitInput, hidden: Tensor | None) -> o
 def test_sequence_parallelism_saves_what_autograd_no_longer_keeps() -> None:
     (saved, _) = run_ranks(2, _saved_on_this_rank)
     for unit, (lo, hi) in SLICED:
-        lengths = [r * c for r, c in IMAGES] if unit == "vision" else EVEN
-        load = TokenLoad.of(np.array(lengths))
+        load = load_of_text(text(*EVEN)) if unit == "llm" else TokenLoad.of(np.array([r * c for r, c in IMAGES]))
         layers = shape_of(WIDE).unit(unit).layers[lo:hi]
         predicted = [
             sum(layer_activation_bytes(RankLayer(layer, 2, sp=sp), load, COSTS, "fp32") for layer in layers)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.costs import AnalyticCosts, preset
+from mmtrain.costs import AnalyticCosts, TokenLoad, preset
 from mmtrain.costs.hardware import Hardware, Link
 from mmtrain.costs.sequence_parallel_costs import sequence_parallel_seconds
 from mmtrain.models.model_shape import LayerShape
@@ -15,7 +15,7 @@ BLOCK = LayerShape("decoder_block", hidden=64, out=64, heads=4, kv_heads=4, head
 HEAD = LayerShape("head", hidden=64, out=512, vocab=512)
 EMBEDDING = LayerShape("embedding", hidden=64, out=64, vocab=512)
 PROJECTOR = LayerShape("projector", hidden=64, out=32, ffn=32)
-TOKENS = 100
+LOAD = TokenLoad(100, 100, 1, 100)
 NBYTES = 100 * 64 * 2
 
 
@@ -35,7 +35,7 @@ def machine(memory_bytes_per_s: float = 1e30, link: Link | None = None) -> Hardw
 
 def added(layer: LayerShape, on: Hardware, tp: int = 2, input_grad: bool = True, fixed: bool = True) -> float:
     costs = (FixedCollectives if fixed else AnalyticCosts)(on, "bf16")
-    return sequence_parallel_seconds(layer, tp, TOKENS, costs, on, "bf16", input_grad=input_grad)
+    return sequence_parallel_seconds(layer, tp, LOAD, costs, on, "bf16", input_grad=input_grad)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,14 @@ def test_rings_move_as_much_either_way(layer: LayerShape, tp: int, input_grad: b
     gather = AnalyticCosts(on, "bf16").collective("all_gather", NBYTES, tp, True)
     times = added(layer, on, tp, input_grad, fixed=False) / gather
     assert times == pytest.approx({"decoder_block": 2, "head": 1, "embedding": 1, "projector": 1}[layer.kind])
+
+
+def test_only_the_whole_head_leaves_out_tokens_without_target() -> None:
+    """Its shards are of all tokens, so with few targets sequence parallelism costs the head more than it saves."""
+    few = replace(LOAD, targets=10)
+    on = machine()
+    costs = AnalyticCosts(on, "bf16")
+    gather, scatter = (costs.collective(kind, NBYTES, 2, True) for kind in ("all_gather", "reduce_scatter"))
+    reduce = costs.collective("all_reduce", NBYTES // 10, 2, True)
+    seconds = sequence_parallel_seconds(HEAD, 2, few, costs, on, "bf16")
+    assert seconds == pytest.approx(2 * gather + scatter - reduce)

@@ -1,11 +1,14 @@
 """Make tiny models and microbatches for the tests of this folder."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mmtrain.costs import TokenLoad
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import ModelShape, build_model_shape
@@ -117,6 +120,12 @@ def text(*lengths: int, places: Iterable[int] = (), vocab: int = 90, seed: int =
     labels = torch.randint(0, vocab, (total,), generator=generator)
     labels[torch.rand(total, generator=generator) < 1 / 3] = -100
     return TextInput(tuple(lengths), ids, labels, {"vision": torch.tensor(list(places), dtype=torch.int64)})
+
+
+def load_of_text(inputs: TextInput) -> TokenLoad:
+    """Return the load of sequences, of whose tokens those with a label are targets."""
+    assert inputs.labels is not None
+    return replace(TokenLoad.of(np.array(inputs.lengths)), targets=int((inputs.labels != -100).sum()))
 
 
 def gradients(module: StageModule) -> dict[str, Tensor]:

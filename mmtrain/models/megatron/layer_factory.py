@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -35,7 +35,8 @@ from mmtrain.models.attention import AttentionBackend, AttentionOptions, apply_r
 from mmtrain.models.layer_shape import LayerShape, LoraShape
 from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, ScaledAdd
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear, add_adapter
-from mmtrain.models.megatron.parallel_groups import ParallelGroups, tp_group_scope
+from mmtrain.models.megatron.parallel_groups import ParallelGroups
+from mmtrain.models.megatron.vocab_loss import vocab_parallel_loss
 from mmtrain.models.packed_sequences import PackedSequences
 
 
@@ -374,21 +375,19 @@ class LayerFactory:
         )
         return _mark(linear, dim=0) if own_weight else linear
 
-    def token_losses(self, logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
-        """Compute the cross-entropy (T,) in fp32 of logits (T, vocab / tp) and labels (T,); may overwrite the logits.
+    def copy_inputs(self, rows: Tensor) -> Tensor:
+        """Return the inputs of a linear whose outputs are split: in backward, the group sums their gradients."""
+        copied: Tensor = copy_to_tensor_model_parallel_region(rows, group=self.groups.tp)
+        return copied
 
-        Rows of the vocabulary from `vocab_size` on are padding: they take no part in the softmax, and their gradient is
-        zero. A label outside the vocabulary (-100) gives a finite value that the caller must drop.
-        """
-        num_real = max(0, vocab_size - self.groups.tp_rank * logits.shape[1])
-        if num_real < logits.shape[1]:
-            # Without autograd: exp(-inf) is 0, so the loss gives these columns a zero gradient by itself, and a
-            # recorded fill would copy the gradient of all logits.
-            with torch.no_grad():
-                logits[:, num_real:] = float("-inf")
-        with tp_group_scope(self.groups):
-            losses: Tensor = vocab_parallel_cross_entropy(logits, labels)
-        return losses
+    def gather_inputs(self, shard: Tensor) -> Tensor:
+        """Gather the shards (T / tp, width) of all ranks; in backward, each gets the summed gradient of its own."""
+        rows: Tensor = gather_from_sequence_parallel_region(shard, group=self.groups.tp)
+        return rows
+
+    def loss_of_targets(self, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        """Sum the cross-entropy of rows (N, hidden) against their targets (N,); see `vocab_parallel_loss`."""
+        return vocab_parallel_loss(hidden, weight, targets, vocab_size, self.groups.tp)
 
     def gather_vocab(self, logits: Tensor) -> Tensor:
         """Gather the logits (T, vocab / tp) of all ranks of the TP group into (T, vocab)."""

@@ -1,7 +1,7 @@
 """Derive step targets from a plan: what the loader balances and orders the samples of a step for, as integers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -123,7 +123,8 @@ def typical_loads(graph: StageGraph, lengths: SampleLengths, seq_len: int) -> di
     llm = graph.mesh(LLM)
     tokens = max(int(TYPICAL_FILL_RATIO * seq_len), 1)
     num_groups = max(float(lengths.tokens.sum()) / tokens, 1e-9)  # in the whole dataset
-    loads = {LLM: _mean_load(lengths.tokens, num_groups)}
+    num_targets = round(float(lengths.targets.sum()) / num_groups)
+    loads = {LLM: replace(_mean_load(lengths.tokens, num_groups), targets=num_targets)}
     for unit, items in lengths.items.items():
         mesh = graph.mesh(unit)
         per_llm_microbatch = mesh.dp * mesh.num_microbatches / (llm.dp * llm.num_microbatches)

@@ -27,8 +27,9 @@ def marginal_cost(seconds: Callable[[TokenLoad], float], load: TokenLoad) -> Mar
         return MarginalCost()
 
     def scaled(tokens: float, pairs: float) -> float:
+        num_targets = None if load.targets is None else round(load.targets * tokens)
         tokens_and_pairs = round(load.tokens * tokens), round(load.sum_sq * pairs)
-        return seconds(TokenLoad(*tokens_and_pairs, load.max_len, load.num_sequences))
+        return seconds(TokenLoad(*tokens_and_pairs, load.max_len, load.num_sequences, num_targets))
 
     linear = (scaled(1.5, 1) - scaled(0.5, 1)) / load.tokens
     quadratic = max((scaled(1, 1.5) - scaled(1, 0.5)) / max(load.sum_sq, 1), 0.0)

@@ -8,9 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from mmtrain.costs import ComputeKind, PieceCost, TokenLoad
+from mmtrain.costs import ComputeKind, PieceCost
 from mmtrain.costs.block_pieces import scale_pieces
 from mmtrain.plan.colocated.bubbles import KernelSequence
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, BatchSplit, LayerCosts, batch_split_of
@@ -43,7 +41,7 @@ def segment_costs(layer_costs: LayerCosts, graph: StageGraph, stage: StageId, ki
     node, tp, split = graph.stage(stage), graph.mesh(stage.unit).tp, batch_split_of(graph)
     mean = layer_costs.unit_times(stage.unit, tp, split).mean
     layers, input_grad = layer_costs.shape.unit(stage.unit).layers, layer_costs.input_grad[stage.unit]
-    load = _mean_load(layer_costs, stage.unit, split) if node.pieces else None
+    load = layer_costs.microbatch_loads(stage.unit, split).mean() if node.pieces else None
     segments: list[PieceCost] = []
     for i in range(*node.layers):
         total_s = float(mean[i, FORWARD])
@@ -67,7 +65,7 @@ def segment_costs(layer_costs: LayerCosts, graph: StageGraph, stage: StageId, ki
 
 def compute_share(layer_costs: LayerCosts, unit: str, tp: int, split: BatchSplit) -> float:
     """Return the share of a unit's forwards and backwards that is not spent on collectives inside its layers."""
-    load = _mean_load(layer_costs, unit, split)
+    load = layer_costs.microbatch_loads(unit, split).mean()
     layers = zip(layer_costs.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True)
     counted_pieces = [
         (count, piece)
@@ -121,10 +119,3 @@ def _joined_segments(segments: Sequence[PieceCost], max_kernel_s: float) -> Iter
         if collective_s or i == len(segments) - 1:
             yield lo, i + 1, total_s, collective_s
             lo, total_s = i + 1, 0.0
-
-
-def _mean_load(layer_costs: LayerCosts, unit: str, split: BatchSplit) -> TokenLoad:
-    """Return a load with the mean of all microbatches in every respect."""
-    loads = layer_costs.microbatch_loads(unit, split)
-    columns = (loads.tokens, loads.sum_sq, loads.max_len, loads.num_sequences)
-    return TokenLoad(*(round(float(np.mean(column))) for column in columns))

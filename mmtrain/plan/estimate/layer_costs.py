@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -246,7 +246,10 @@ class LayerCosts:
             return _scaled(largest, surplus)
         longest = min(self.seq_len, self._longest_sample)
         packed = _scaled(largest, min(surplus, self.seq_len / max(1, largest.tokens)))
-        return max(packed, TokenLoad(longest, longest**2, longest, 1), key=lambda load: (load.tokens, load.sum_sq))
+        alone = TokenLoad(longest, longest**2, longest, 1)
+        most_targets = max(packed.num_targets, min(longest, int(self.batches.lengths.targets.max())))
+        largest = max(packed, alone, key=lambda load: (load.tokens, load.sum_sq))
+        return replace(largest, targets=min(most_targets, largest.tokens))
 
     @cached_property
     def _longest_sample(self) -> int:
@@ -281,6 +284,9 @@ class LayerCosts:
 
     def _layer_seconds(self, layer: LayerShape, input_grad: bool, tp: int, loads: LoadArrays) -> FloatArray:
         """Return (3, batches, dp, microbatches) seconds of one layer: forward, backward, recompute."""
+
+        if layer.kind == "head":
+            loads = loads.of_targets()
 
         def seconds(kind: ComputeKind) -> FloatArray:
             return seconds_of_loads(
@@ -369,4 +375,5 @@ def _relevant_split(unit: str, split: BatchSplit) -> BatchSplit:
 def _scaled(load: TokenLoad, factor: float) -> TokenLoad:
     """Return a load of as many sequences, each longer by a factor."""
     tokens, longest = round(load.tokens * factor), round(load.max_len * factor)
-    return TokenLoad(tokens, round(load.sum_sq * factor**2), longest, load.num_sequences)
+    num_targets = None if load.targets is None else min(tokens, round(load.targets * factor))
+    return TokenLoad(tokens, round(load.sum_sq * factor**2), longest, load.num_sequences, num_targets)

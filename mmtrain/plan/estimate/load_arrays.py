@@ -25,16 +25,34 @@ class LoadArrays:
     sum_sq: IntArray
     max_len: IntArray
     num_sequences: IntArray
+    targets: IntArray | None = None  # of the LLM
 
     def largest(self) -> TokenLoad:
-        """Return the load with most tokens."""
+        """Return the load with most tokens, and with as many targets as any has."""
         index = int(self.tokens.argmax())
-        return TokenLoad(*(int(column.flat[index]) for column in self._columns))
+        num_targets = None if self.targets is None else int(self.targets.max())
+        tokens, squares, longest, count = (int(column.flat[index]) for column in self._columns)
+        return TokenLoad(tokens, squares, longest, count, num_targets)
 
     def total(self, batch: int) -> TokenLoad:
         """Return the sum of all loads of a batch."""
         tokens, squares, longest, count = (column[batch] for column in self._columns)
-        return TokenLoad(int(tokens.sum()), int(squares.sum()), int(longest.max()), int(count.sum()))
+        num_targets = None if self.targets is None else int(self.targets[batch].sum())
+        return TokenLoad(int(tokens.sum()), int(squares.sum()), int(longest.max()), int(count.sum()), num_targets)
+
+    def of_targets(self) -> "LoadArrays":
+        """Return the head's part of the loads; see `TokenLoad.of_targets`."""
+        if self.targets is None:
+            return self
+        share = self.targets / np.maximum(self.tokens, 1)
+        squares, longest = ((column * share).round().astype(np.int64) for column in (self.sum_sq, self.max_len))
+        return LoadArrays(self.targets, squares, longest, self.num_sequences)
+
+    def mean(self) -> TokenLoad:
+        """Return a load with the mean of all microbatches in every respect."""
+        tokens, squares, longest, count = (round(float(column.mean())) for column in self._columns)
+        num_targets = None if self.targets is None else round(float(self.targets.mean()))
+        return TokenLoad(tokens, squares, longest, count, num_targets)
 
     @cached_property
     def distinct(self) -> tuple[list[TokenLoad], IntArray]:
@@ -50,7 +68,7 @@ class LoadArrays:
 
 def load_arrays(unit: str, metas: Sequence[BatchMeta], dp: int, num_microbatches: int) -> LoadArrays:
     """Sum up what each microbatch of a unit holds in every batch."""
-    columns = []
+    columns, targets = [], []
     for meta in metas:
         sizes = meta if unit == LLM else meta.items[unit]
         lengths = sizes.tokens
@@ -61,8 +79,12 @@ def load_arrays(unit: str, metas: Sequence[BatchMeta], dp: int, num_microbatches
         for total, values in zip(sums, (lengths, lengths * lengths, np.ones_like(lengths)), strict=True):
             np.add.at(total, microbatch, values)
         columns.append((sums[0], sums[1], longest, sums[2]))
+        if unit == LLM:
+            targets.append(np.bincount(microbatch, meta.targets, dp * num_microbatches).astype(np.int64))
     shape = (len(metas), dp, num_microbatches)
-    return LoadArrays(*(np.stack(rows).reshape(shape) for rows in zip(*columns, strict=True)))
+    num_targets = np.stack(targets).reshape(shape) if targets else None
+    arrays = [np.stack(rows).reshape(shape) for rows in zip(*columns, strict=True)]
+    return LoadArrays(arrays[0], arrays[1], arrays[2], arrays[3], num_targets)
 
 
 def seconds_of_loads(seconds: LoadSeconds, loads: LoadArrays, budget: LoadBudget) -> FloatArray:
@@ -79,6 +101,8 @@ def seconds_of_loads(seconds: LoadSeconds, loads: LoadArrays, budget: LoadBudget
 
 def _interpolated_seconds(seconds: LoadSeconds, loads: LoadArrays, num_nodes: int) -> FloatArray:
     tokens, squares, count = (column.astype(np.float64) for column in (loads.tokens, loads.sum_sq, loads.num_sequences))
+    if not tokens.any():
+        return np.zeros_like(tokens)
     smallest = max(tokens[tokens > 0].min(), 1)
     nodes = np.unique(np.linspace(smallest, tokens.max(), num_nodes).astype(np.int64))
     squares_per_token = squares.sum() / tokens.sum()

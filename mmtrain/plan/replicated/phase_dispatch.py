@@ -5,7 +5,7 @@ each phase all ranks exchange samples so that their costs in that unit are balan
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -113,7 +113,13 @@ class PhaseDispatcher:
         costs = self.unit_costs[unit].of_ranks(tokens, rank, self.num_ranks)
         if costs.sum() > 0:
             imbalances[unit].append(float(costs.max() / costs.mean()))
-        return TokenLoad.of(tokens[rank == costs.argmax()])
+        return self._with_targets(unit, TokenLoad.of(tokens[rank == costs.argmax()]))
+
+    def _with_targets(self, unit: str, load: TokenLoad) -> TokenLoad:
+        """Give a load of the LLM the share of targets that the data has on average."""
+        lengths = self.batches.lengths
+        share = float(lengths.targets.sum() / lengths.tokens.sum())
+        return replace(load, targets=round(load.tokens * share)) if unit == LLM else load
 
     def _balance(self, unit: str, tokens: IntArray, num_bins: int) -> IntArray:
         """Return the bin of each sequence after post-balancing: the most expensive bin costs as little as possible."""
@@ -128,7 +134,7 @@ class PhaseDispatcher:
             tokens = [self._tokens(unit.name, np.concatenate(groups)) for groups in self.batches.groups]
             total, num_mini_batches = TokenLoad.of(np.concatenate(tokens)), len(tokens) * self.num_ranks
             mean_tokens, mean_sum_sq = (max(value // num_mini_batches, 1) for value in (total.tokens, total.sum_sq))
-            mean = TokenLoad(mean_tokens, mean_sum_sq, total.max_len, 1)
+            mean = self._with_targets(unit.name, TokenLoad(mean_tokens, mean_sum_sq, total.max_len, 1))
             cost = average_cost(partial(self._forward_seconds, unit.layers), mean)
             unit_costs[unit.name] = BatchCost(linear=cost.linear, quadratic=cost.quadratic)
         return unit_costs

@@ -28,10 +28,10 @@ def choose_sequence_parallelism(
 def _added_seconds(problem: PlanningProblem, layer_costs: LayerCosts, unit: str, tp: int) -> float:
     """Return how much longer a microbatch of mean size takes in the unit's forward and backward."""
     unsplit: BatchSplit = tuple((u.name, 1, problem.batches.global_batch) for u in problem.shape.units)
-    tokens = round(float(layer_costs.microbatch_loads(unit, unsplit).tokens.mean()))
+    load = layer_costs.microbatch_loads(unit, unsplit).mean()
     layers = zip(problem.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True)
     costs, hardware, precision = problem.costs, problem.hardware, problem.precision
     return sum(
-        count * sequence_parallel_seconds(layer, tp, tokens, costs, hardware, precision, input_grad=input_grad)
+        count * sequence_parallel_seconds(layer, tp, load, costs, hardware, precision, input_grad=input_grad)
         for (layer, input_grad), count in Counter(layers).items()
     )

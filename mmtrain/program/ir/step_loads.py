@@ -54,7 +54,8 @@ def step_loads(graph: StageGraph, meta: BatchMeta) -> StepLoads:
     rows_out = {mb: 0 for mesh in graph.meshes for mb in _microbatches(mesh)}
     for mesh in graph.meshes:
         sizes = meta if mesh.unit == LLM else meta.items[mesh.unit]
-        loads.update(_loads(mesh, _slots(mesh, sizes.replica, sizes.index), sizes.tokens))
+        targets = meta.targets if mesh.unit == LLM else None
+        loads.update(_loads(mesh, _slots(mesh, sizes.replica, sizes.index), sizes.tokens, targets))
     for src, dst in pairs:
         mesh, items = graph.mesh(src), meta.items[dst if src == LLM else src]
         if src == LLM:
@@ -81,12 +82,14 @@ def _sums(mesh: UnitMesh, slot: IntArray, values: IntArray) -> IntArray:
     return sums
 
 
-def _loads(mesh: UnitMesh, slot: IntArray, lengths: IntArray) -> dict[Microbatch, TokenLoad]:
+def _loads(mesh: UnitMesh, slot: IntArray, lengths: IntArray, targets: IntArray | None) -> dict[Microbatch, TokenLoad]:
     longest = np.zeros(mesh.dp * mesh.num_microbatches, dtype=np.int64)
     np.maximum.at(longest, slot, lengths)
     columns = (_sums(mesh, slot, lengths), _sums(mesh, slot, lengths * lengths), longest)
-    counts = _sums(mesh, slot, np.ones_like(lengths))
-    rows = zip(*(column.tolist() for column in (*columns, counts)), strict=True)
+    counts = [_sums(mesh, slot, np.ones_like(lengths))]
+    if targets is not None:
+        counts.append(_sums(mesh, slot, targets))
+    rows = zip(*(column.tolist() for column in (*columns, *counts)), strict=True)
     return {mb: TokenLoad(*row) for mb, row in zip(_microbatches(mesh), rows, strict=True)}
 
 

@@ -3,12 +3,14 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import nn
 
 from mmtrain.costs import Precision
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import PayloadNeed
+from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
 from mmtrain.models import parameter_specs
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
@@ -183,15 +185,26 @@ def unit_inputs(data: StepData, device: torch.device, dtype: torch.dtype) -> dic
             inputs[Microbatch(unit, replica, index)] = EncoderInput(payload.rows, payload.cols, cells)
     for (replica, index), text in data.text.items():
         ids = None if text.ids is None else torch.from_numpy(text.ids).to(device)
-        labels = None if text.labels is None else torch.from_numpy(text.labels).to(device)
+        labels = targets = None
+        if text.labels is not None:
+            labels = torch.from_numpy(text.labels).to(device)
+            targets = torch.from_numpy(np.flatnonzero(text.labels != IGNORE_INDEX)).to(device)
         positions = {unit: torch.from_numpy(rows).to(device) for unit, rows in text.feature_positions.items()}
         position_ids = None if text.position_ids is None else torch.from_numpy(text.position_ids).to(device)
         mixes = {
             unit: RowMix(torch.from_numpy(mix.rows).to(device), torch.from_numpy(mix.weights).to(device))
             for unit, mix in text.feature_mixes.items()
         }
-        text_input = TextInput(text.lengths, ids, labels, positions, position_ids, mixes, image_spans=text.image_spans)
-        inputs[Microbatch(LLM, replica, index)] = text_input
+        inputs[Microbatch(LLM, replica, index)] = TextInput(
+            text.lengths,
+            ids,
+            labels,
+            positions,
+            position_ids,
+            mixes,
+            image_spans=text.image_spans,
+            target_positions=targets,
+        )
     return inputs
 
 

@@ -1,0 +1,130 @@
+"""Compare the loss over a large vocabulary with Megatron-core's: time and memory of projection, loss and gradients.
+
+    python scripts/bench_loss.py [--tokens 2048] [--hidden 1024] [--vocab 50000] [--targets 0.25]
+
+Both get the same hidden states and weights. Megatron-core's loss takes all tokens, and those without a target are
+multiplied by zero; ours takes only tokens with a target. Runs on one rank, on CUDA in bf16 where there is a device.
+"""
+
+import argparse
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from torch import Tensor
+
+from mmtrain.models.megatron import ParallelGroups, tp_group_scope
+from mmtrain.models.megatron.vocab_loss import vocab_parallel_loss
+
+ROUNDS = 8
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of both losses."""
+
+    hidden: Tensor  # (T, hidden)
+    weight: Tensor  # (vocab, hidden)
+    labels: Tensor  # (T,), -100 for none
+    groups: ParallelGroups
+
+    def megatron(self) -> Tensor:
+        """Compute the loss of all tokens."""
+        logits = self.hidden @ self.weight.T
+        with tp_group_scope(self.groups):
+            losses: Tensor = vocab_parallel_cross_entropy(logits, self.labels.clamp(min=0))
+        return (losses * (self.labels != -100)).sum()
+
+    def ours(self) -> Tensor:
+        """Compute the loss of tokens with a target."""
+        rows = torch.nonzero(self.labels != -100).squeeze(1)
+        targets = self.labels.index_select(0, rows)
+        return vocab_parallel_loss(
+            self.hidden.index_select(0, rows), self.weight, targets, len(self.weight), self.groups.tp
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=50_000)
+    parser.add_argument("--targets", type=float, nargs="*", default=[1.0, 0.25])
+    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()}, one core"
+    torch.set_num_threads(1)
+    if options.peak_of:
+        case = make_case(options, options.targets[0], device)
+        print(added_peak_mib(getattr(case, options.peak_of), device))
+        return
+    print(f"{name}, torch {torch.__version__}; {options.tokens} tokens x {options.hidden}, {options.vocab} ids")
+    for share in options.targets:
+        case = make_case(options, share, device)
+        peaks = {name: peak_mib(options, share, name) for name in ("megatron", "ours")}
+        seconds: dict[str, list[float]] = {"megatron": [], "ours": []}
+        losses: dict[str, float] = {}
+        for _ in range(ROUNDS):
+            for of_case in (case.megatron, case.ours):
+                start = time.perf_counter()
+                losses[of_case.__name__] = run(of_case)
+                seconds[of_case.__name__].append(time.perf_counter() - start)
+        assert abs(losses["ours"] / losses["megatron"] - 1) < 1e-3, losses
+        medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+        print(
+            f"{share:.0%} with a target: Megatron-core {medians['megatron'] * 1e3:.0f} ms, "
+            f"{peaks['megatron']:.0f} MiB; ours {medians['ours'] * 1e3:.0f} ms, {peaks['ours']:.0f} MiB "
+            f"({medians['ours'] / medians['megatron']:.2f} x the time, {peaks['ours'] / peaks['megatron']:.2f} x)"
+        )
+    dist.destroy_process_group()
+
+
+def make_case(options: argparse.Namespace, share: float, device: torch.device) -> Case:
+    """Draw hidden states, weights and labels."""
+    tokens, hidden, vocab = options.tokens, options.hidden, options.vocab
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[torch.rand(tokens, generator=generator) >= share] = -100
+    states, weight = (torch.randn(n, hidden, generator=generator) * hidden**-0.5 for n in (tokens, vocab))
+    groups = ParallelGroups.single()
+    return Case(*(x.to(device, dtype).requires_grad_() for x in (states, weight)), labels.to(device), groups)
+
+
+def run(compute: Callable[[], Tensor]) -> float:
+    """Compute a loss and its gradients; return the loss."""
+    loss = compute()
+    loss.backward()
+    return loss.item()
+
+
+def peak_mib(options: argparse.Namespace, share: float, name: str) -> float:
+    """Return the most memory that one pass adds, gradients of the inputs included, in a process of its own."""
+    sizes = ["--tokens", options.tokens, "--hidden", options.hidden, "--vocab", options.vocab]
+    command = [sys.executable, "-W", "ignore", __file__, *map(str, sizes), "--targets", str(share), "--peak-of", name]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def added_peak_mib(compute: Callable[[], Tensor], device: torch.device) -> float:
+    """Return the most memory that one pass adds to what this process has held."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        run(compute)
+        return (torch.cuda.max_memory_allocated() - before) / MIB
+    held_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run(compute)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held_kib) / 1024
+
+
+if __name__ == "__main__":
+    main()
