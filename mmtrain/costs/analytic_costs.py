@@ -47,10 +47,9 @@ TP_ALL_REDUCES = {
     "context_projector": (0, 1),  # the gradient of the context, to which all blocks add
 }
 
-# Bytes per parameter that the gradient norm, clipping and AdamW read and write, in fp32. The norm reads the gradient,
-# and writes and reads it once more as a double; clipping reads and writes it; AdamW reads gradient, weight and two
-# moments, and writes all but the gradient.
-OPTIMIZER_BYTES_PER_PARAMETER = 4 * (1 + 4 + 2 + 4 + 3)
+# Bytes per parameter that the gradient norm, clipping and AdamW read and write, in fp32. The norm reads the gradient.
+# AdamW reads gradient, weight and two moments and writes all four, the gradient since it clips it on the way.
+OPTIMIZER_BYTES_PER_PARAMETER = 4 * (1 + 4 + 4)
 
 
 @dataclass(frozen=True)

@@ -116,18 +116,17 @@ class ZeroAdamW:
                 self._optimizer.prepare_grads()  # the shard's gradients, in fp32, become `.grad` of the shards
             for param, shard in self._shards.items():
                 if self._is_counted_here(param) and shard.grad is not None:
-                    total += shard.grad.double().square().sum()
+                    total += torch.linalg.vector_norm(shard.grad, dtype=torch.float64).square()
         return total
 
     def step(self, lr: float, clip: float) -> None:
         """Scale the gradients by `clip` and update this rank's shard of the parameters."""
         if not self._trained:
             return
-        if clip != 1.0:
-            for shard in self._shards.values():
-                if shard.grad is not None:
-                    shard.grad.mul_(clip)
-        for group in self._optimizer.optimizer.param_groups:
+        # The fused kernel divides gradients by this while it reads them, as it does for a loss scaler.
+        adam = self._optimizer.optimizer
+        adam.grad_scale = None if clip == 1.0 else torch.tensor(1.0 / clip, device=self._device)
+        for group in adam.param_groups:
             group["lr"] = lr * self._lr_scale
         with optimizer_scope(self._device):
             self._optimizer.step_with_ready_grads()
