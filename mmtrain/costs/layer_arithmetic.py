@@ -90,6 +90,8 @@ def adapter_gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[tupl
 
 def adapter_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Return the FLOPs one of `tp` ranks spends on the adapters in forward; backward needs twice as many."""
+    if layer.lora is None:
+        return 0
     return sum(gemm.flops for pair in adapter_gemms(layer, load, tp) for gemm in pair)
 
 
@@ -105,8 +107,10 @@ def needed_gradients(layer: LayerShape, input_grad: bool) -> tuple[bool, bool]:
 
 def _trains_matrices(layer: LayerShape) -> bool:
     """Return whether more of the layer's own weights train than norms and biases, which cost next to nothing."""
+    if not layer.frozen or not layer.trains_weights:
+        return layer.trains_weights
     linears = adaptable_linears(layer)
-    return layer.trains_weights and (not linears or any(f"{linear}.weight" not in layer.frozen for linear in linears))
+    return not linears or any(f"{linear}.weight" not in layer.frozen for linear in linears)
 
 
 def feature_rows(layer: LayerShape, load: TokenLoad) -> int:
@@ -224,6 +228,8 @@ def num_trained_parameters(layer: LayerShape, tp: int = 1) -> int:
 
 
 def _num_adapter_parameters(layer: LayerShape, tp: int) -> int:
+    if layer.lora is None:  # the planner asks for the parameters of layers very often
+        return 0
     pairs = adapter_gemms(layer, TokenLoad(0, 0, 0, 0), tp)
     return sum(gemm.n * gemm.k for pair in pairs for gemm in pair)
 
