@@ -10,14 +10,15 @@ from tests.distributed import fork_ranks
 
 def run_forked(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `mmtrain` with these arguments in a forked process."""
-    [done] = fork_ranks(1, _main, folder, arguments, timeout=120)
+    [done] = fork_ranks(1, main_here, folder, arguments, timeout=120)
     assert isinstance(done, subprocess.CompletedProcess)
     return done
 
 
-def _main(
+def main_here(
     _rank: int, _size: int, scratch: Path, folder: Path, arguments: tuple[str, ...]
 ) -> subprocess.CompletedProcess[str]:
+    """Run `mmtrain` with these arguments in this process, which `fork_ranks` started."""
     from mmtrain.cli import main
 
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -19,6 +19,7 @@ from mmtrain.cli import (
     schema,
     simulate,
     train,
+    verify,
 )
 from mmtrain.errors import MmtrainError
 
@@ -34,6 +35,7 @@ app.command()(train.train)
 app.command()(profile.profile)
 app.command()(simulate.simulate)
 app.command()(rehearse.rehearse)
+app.command()(verify.verify)
 app.command()(report.report)
 app.command()(evaluate.evaluate)
 app.command()(export.export)

@@ -44,6 +44,9 @@ class UnitOptimizer(Protocol):
     def gather_params(self) -> None:
         """Gather the updated parameters on every replica."""
 
+    def gradients(self) -> Iterator[NamedShard]:
+        """Yield this rank's shards of the reduced gradients, named like the parameters."""
+
     def shards(self) -> Iterator[NamedShard]:
         """Yield everything of the unit that a checkpoint must hold; each element is on exactly one rank."""
 

@@ -1,0 +1,85 @@
+"""Train without a plan: one process, one sample at a time, plain autograd and torch's own AdamW."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mmtrain.data.loading.batch_builder import StepData
+from mmtrain.models.build_stage import StageOptions, build_stage
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.stage_inputs import TextInput
+from mmtrain.models.stage_module import StageSpec
+from mmtrain.program import LLM
+from mmtrain.recipe import Recipe
+from mmtrain.recipe.unit_settings import UnitSettings
+from mmtrain.runtime.execution.rank_context import unit_inputs
+
+LoadSample = Callable[[int], StepData]  # sample id -> the input of all units, with the sample as the only microbatch
+
+
+class OneProcess:
+    """The whole model on one device, each unit as one module."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        """Build the model with the same initial weights as under any plan, in fp32."""
+        self._device = device
+        shape, groups = build_model_shape(recipe), ParallelGroups.single()
+        options = StageOptions(torch.float32, device, recipe.train.seed, "sdpa")
+        self._units = nn.ModuleDict(
+            {
+                unit.name: build_stage(
+                    recipe.model, shape, StageSpec(unit.name, (0, len(unit.layers))), groups, options
+                )
+                for unit in shape.units
+            }
+        )
+        self._adam = _build_adam(recipe, self._units)
+
+    def step(self, samples: Sequence[int], num_targets: int, load: LoadSample) -> tuple[float, dict[str, Tensor]]:
+        """Train one step on the samples, some of which may occur several times; return the loss and all gradients.
+
+        Parameters that no sample reaches have a gradient of zero, as under a plan, and so their weights decay. The loss
+        is the mean over `num_targets` tokens.
+        """
+        for param in self._units.parameters():
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
+        loss = 0.0
+        for sample, count in Counter(samples).items():
+            part = self._loss(load(sample)) * (count / num_targets)
+            loss += float(part.detach())
+            if part.requires_grad:  # not for text alone through a frozen LLM
+                torch.autograd.backward(part)
+        gradients = {
+            name: param.grad.clone().cpu() for name, param in self._units.named_parameters() if param.grad is not None
+        }
+        self._adam.step()
+        return loss, gradients
+
+    def _loss(self, data: StepData) -> Tensor:
+        """Return the sum of the losses of a sample's targets."""
+        inputs = {mb.unit: unit_input for mb, unit_input in unit_inputs(data, self._device, torch.float32).items()}
+        text = inputs.pop(LLM)
+        assert isinstance(text, TextInput)
+        features = {unit: self._units[unit](None, unit_input) for unit, unit_input in inputs.items()}
+        loss: Tensor = self._units[LLM](None, text, features)
+        return loss
+
+
+def _build_adam(recipe: Recipe, units: nn.ModuleDict) -> torch.optim.AdamW:
+    """Build the optimizer: matrices decay, norms and biases do not; units may differ in rate and decay."""
+    settings = recipe.train.optimizer
+    groups = []
+    for unit, module in units.items():
+        of_unit = recipe.model.unit(unit)
+        assert isinstance(of_unit, UnitSettings), "a generator cannot be trained"
+        trained = [param for param in module.parameters() if param.requires_grad]
+        decay = settings.weight_decay if of_unit.weight_decay is None else of_unit.weight_decay
+        for params, weight_decay in (
+            ([param for param in trained if param.ndim > 1], decay),
+            ([param for param in trained if param.ndim <= 1], 0.0),
+        ):
+            groups.append({"params": params, "weight_decay": weight_decay, "lr": settings.lr * of_unit.lr_scale})
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)

@@ -1,0 +1,229 @@
+"""Run a plan for a few steps, and compare losses and gradients with one process that trains sample by sample."""
+
+import json
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from mmtrain.balance import BatchMeta, SampleLengths, assign
+from mmtrain.data import BatchBuilder, DataIndex
+from mmtrain.data.loading.batch_builder import StepData
+from mmtrain.data.loading.payload import PayloadNeed
+from mmtrain.errors import UserError
+from mmtrain.models.named_shards import NamedShard
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.program import LLM
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.resilience.launch import launch_local
+from mmtrain.runtime.verification.compare_gradients import Difference, compare_gradients
+from mmtrain.runtime.verification.one_process import OneProcess
+from mmtrain.runtime.verification.shrink_model import shrink_model
+from mmtrain.runtime.world import Address, join, leave
+
+NUM_DISTINCT_SAMPLES = 24  # one process computes each of them once a step, however often they occur
+MAX_LOSS_ERROR = 1e-5  # relative
+# Adam's steps are near the sign of a gradient, so that rounding errors of tiny ones would grow to whole steps. With a
+# large epsilon they are near the gradient itself.
+ADAM_EPS = 0.1
+LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """What to verify."""
+
+    recipe: Recipe
+    plan: Plan
+    index: DataIndex
+    num_steps: int = 2
+    whole_model: bool = False  # at its own width, not shrunk
+    max_processes: int = 64
+
+
+@dataclass(frozen=True)
+class VerifiedStep:
+    """One step under the plan and in one process."""
+
+    loss: float
+    expected_loss: float
+    differences: tuple[Difference, ...]
+    num_parameters: int  # that train
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether loss and all gradients are those of one process."""
+        error = abs(self.loss - self.expected_loss)
+        return not self.differences and error <= MAX_LOSS_ERROR * abs(self.expected_loss)
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """What all ranks know."""
+
+    recipe: Recipe  # as it is trained here
+    plan: Plan
+    index: DataIndex
+    num_steps: int
+    folder: Path
+
+    @property
+    def expected_file(self) -> Path:
+        """What one process computes: for every step the loss, and the gradients by name."""
+        return self.folder / "expected.pt"
+
+    @property
+    def result_file(self) -> Path:
+        """The comparison, by rank 0."""
+        return self.folder / "result.json"
+
+    def batch(self, step: int) -> BatchMeta:
+        """Return the samples of a step as the plan lays them out."""
+        counts = self.plan.schedule.num_microbatches
+        dp = {name: unit.dp for name, unit in self.plan.units.items()}
+        groups = draw_groups(self.index.lengths, dp[LLM] * counts[LLM], step)
+        return assign(step, 0, groups, self.index.lengths, dp, counts)
+
+
+def verify_plan(request: VerifyRequest) -> list[VerifiedStep]:
+    """Train `num_steps` under the plan and in one process, from the same random weights in fp32.
+
+    Stops after the first step that differs.
+
+    Raises:
+        UserError: the plan has more ranks than processes or GPUs may be used here.
+        RunError: the plan cannot be run.
+    """
+    _require_ranks(request)
+    with tempfile.TemporaryDirectory() as folder:
+        shared = _Verified(
+            _trained_here(request), _in_fp32(request.plan), request.index, request.num_steps, Path(folder)
+        )
+        launch_local(1, partial(_run_alone, shared))
+        launch_local(request.plan.world_size, partial(_run_rank, shared))
+        steps = json.loads(shared.result_file.read_text(encoding="utf-8"))
+    return [
+        VerifiedStep(**step | {"differences": tuple(Difference(**difference) for difference in step["differences"])})
+        for step in steps
+    ]
+
+
+def _require_ranks(request: VerifyRequest) -> None:
+    world_size = request.plan.world_size
+    advice = "verify the same layout with fewer replicas: --set cluster.ranks=N"
+    if torch.cuda.is_available() and world_size > torch.cuda.device_count():
+        raise UserError(
+            f"verify: this plan has {world_size} ranks and this machine {torch.cuda.device_count()} GPUs; run it with "
+            f"processes on the CPU (--cpu), or {advice}"
+        )
+    if world_size > request.max_processes:
+        raise UserError(
+            f"verify: this plan has {world_size} ranks, and --ranks-here allows {request.max_processes} processes; "
+            f"raise it where memory allows (about 300 MB for each), or {advice}"
+        )
+
+
+def _trained_here(request: VerifyRequest) -> Recipe:
+    """Return the recipe with a narrow model and an optimizer that does not enlarge rounding errors."""
+    recipe = request.recipe
+    model = recipe.model
+    if not request.whole_model:
+        model = shrink_model(model, {name: unit.tp for name, unit in request.plan.units.items()})
+    optimizer = recipe.train.optimizer.model_copy(update={"lr": LEARNING_RATE, "eps": ADAM_EPS, "clip_norm": None})
+    train = recipe.train.model_copy(update={"optimizer": optimizer, "precision": "fp32"})
+    return recipe.model_copy(update={"model": model, "train": train})
+
+
+def _in_fp32(plan: Plan) -> Plan:
+    return plan.model_copy(update={"precision": "fp32"})
+
+
+def draw_groups(lengths: SampleLengths, num_groups: int, step: int) -> list[np.ndarray]:
+    """Draw one or two samples for each group of a step, from a few short ones that differ in their items.
+
+    The shortest samples of every kind, that is with equal numbers of items of each encoder, are taken in turn. All of
+    them occur if the groups have room.
+    """
+    counts = np.stack(
+        [np.zeros_like(lengths.tokens), *(np.diff(items.first) for items in lengths.items.values())], axis=1
+    )
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for sample in np.argsort(lengths.tokens, kind="stable").tolist():
+        kind = tuple(np.minimum(counts[sample], 3).tolist())
+        if lengths.targets[sample] and len(kinds.setdefault(kind, [])) < NUM_DISTINCT_SAMPLES:
+            kinds[kind].append(sample)
+    in_turn = [samples[i] for i in range(NUM_DISTINCT_SAMPLES) for samples in kinds.values() if i < len(samples)]
+    pool = np.array(in_turn[:NUM_DISTINCT_SAMPLES], dtype=np.int64)
+    sizes = 1 + np.arange(num_groups) % 2
+    num_drawn = int(sizes.sum())
+    rng = np.random.default_rng(step)
+    drawn = np.concatenate([rng.permutation(pool) for _ in range(-(-num_drawn // len(pool)))])[:num_drawn]
+    return np.split(drawn, np.cumsum(sizes)[:-1])
+
+
+def _run_alone(shared: _Verified, address: Address) -> None:
+    """Train in one process; write what is expected of the plan."""
+    world = join(address)
+    recipe = shared.recipe
+    alone = OneProcess(recipe, world.device)
+    once = dict.fromkeys(shared.plan.units, 1)
+    has_positions = recipe.model.llm.rope_sections is not None
+    needs = [PayloadNeed(unit, 0, media=True) for unit in once if unit != LLM]
+    needs.append(PayloadNeed(LLM, 0, ids=True, labels=True, position_ids=has_positions))
+    builder = BatchBuilder(shared.index, recipe, tuple(needs), once)
+
+    def load(sample: int) -> StepData:
+        meta = assign(0, 0, [np.array([sample], dtype=np.int64)], shared.index.lengths, once, once)
+        return _with_small_ids(builder.build(meta), recipe)
+
+    batches = [shared.batch(step) for step in range(shared.num_steps)]
+    steps = [alone.step(batch.sample_id.tolist(), batch.total_targets, load) for batch in batches]
+    torch.save(steps, shared.expected_file)
+    leave()
+
+
+def _run_rank(shared: _Verified, address: Address) -> None:
+    """Train under the plan as one rank; rank 0 compares what all ranks hold with what is expected."""
+    world = join(address)
+    torch.set_num_threads(1)
+    context = build_rank_context(shared.recipe, shared.plan, world)
+    builder = BatchBuilder(shared.index, shared.recipe, context.needs, context.num_microbatches)
+    expected = torch.load(shared.expected_file, weights_only=True) if world.is_first else []
+    steps: list[VerifiedStep] = []
+    for step in range(shared.num_steps):
+        data = _with_small_ids(builder.build(shared.batch(step)), shared.recipe)
+        outcome = context.train(data, LEARNING_RATE)
+        loss = world.all_reduce(outcome.loss)
+        shards = [_copied(shard) for unit in context.optimizer.units.values() for shard in unit.gradients()]
+        by_rank = cast(list[list[NamedShard]], world.gather_to_first(shards))
+        if world.is_first:
+            expected_loss, gradients = expected[step]
+            differences = compare_gradients(by_rank, gradients)
+            steps.append(VerifiedStep(loss, expected_loss, differences, len(gradients)))
+        if not world.broadcast(not steps or steps[-1].is_equal):
+            break
+    if world.is_first:
+        shared.result_file.write_text(json.dumps([asdict(step) for step in steps]), encoding="utf-8")
+    leave()
+
+
+def _with_small_ids(data: StepData, recipe: Recipe) -> StepData:
+    """Fold the ids of all texts into the vocabulary of the model, after they have said where features go."""
+    vocab = recipe.model.llm.vocab
+    text = {}
+    for key, payload in data.text.items():
+        ids = None if payload.ids is None else payload.ids % vocab
+        labels = payload.labels
+        if labels is not None:
+            labels = np.where(labels >= 0, labels % vocab, labels)
+        text[key] = replace(payload, ids=ids, labels=labels)
+    return replace(data, text=text)
+
+
+def _copied(shard: NamedShard) -> NamedShard:
+    return replace(shard, tensor=shard.tensor.detach().cpu().clone())

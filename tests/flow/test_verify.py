@@ -1,0 +1,88 @@
+"""`mmtrain verify` trains a plan beside one process, and names what a broken runtime computes wrongly."""
+
+import json
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from mmtrain.families.registry import FAMILIES
+from mmtrain.models.megatron.zero_adamw import ZeroAdamW
+from mmtrain.weights.tiny_model import write_tiny_model
+from tests.distributed import fork_ranks
+from tests.flow.runs import RECIPE, SMALL
+from tests.forked_command import main_here, run_forked
+
+pytestmark = pytest.mark.slow
+
+EIGHT_GPUS = ("cluster.hardware=h100-80g", "cluster.ranks=8")
+
+
+def _arguments(data: Path, *changes: str) -> tuple[str, ...]:
+    paths = [f"data.sources.0.path={data}/train.json", f"data.validation.0.path={data}/heldout.json"]
+    settings = [*paths, f"data.tokenizer={data}/tokenizer.json", *SMALL, "train.global_batch=8", *changes]
+    return ("verify", str(RECIPE), *(part for setting in settings for part in ("--set", setting)))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ("parallel.placement=disaggregated", "parallel.llm.tp=2"),
+        ("parallel.placement=colocated", "parallel.llm.pp=2", "parallel.llm.tp=2"),
+    ],
+)
+def test_plans_for_gpus_that_are_not_here_compute_what_one_process_computes(
+    data: Path, tmp_path: Path, parallel: tuple[str, ...]
+) -> None:
+    done = run_forked(tmp_path, *_arguments(data, *EIGHT_GPUS, *parallel))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on 8 ranks" in done.stdout
+    assert "The plan computes what one process computes." in done.stdout
+
+
+def test_the_whole_model_of_a_folder_with_positions_of_its_own(tmp_path: Path) -> None:
+    write_tiny_model(FAMILIES["qwen2_5_vl"], tmp_path / "tiny", seed=0)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        """
+name: verify
+model: {hf: tiny}
+data:
+  sources: [{path: tiny/conversations/train.json}]
+  seq_len: 512
+  image: {max_pixels: 4096}
+train: {steps: 10, global_batch: 4, optimizer: {lr: 1.0e-3}}
+cluster: {hardware: cpu-core, ranks: 2}
+""",
+        encoding="utf-8",
+    )
+    done = run_forked(tmp_path, "verify", str(recipe), "--whole", "--steps", "1", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    [step] = json.loads(done.stdout)
+    assert step["differences"] == []
+    assert step["loss"] == pytest.approx(step["expected_loss"], rel=1e-5)
+
+
+def _without_tp_reduction(
+    rank: int, size: int, scratch: Path, folder: Path, arguments: tuple[str, ...]
+) -> CompletedProcess[str]:
+    """Run `mmtrain` where ranks keep the gradients of their own slices of the tokens; the loss falls all the same."""
+    ZeroAdamW._reduce_sequence_parallel_grads = lambda self: None  # type: ignore[method-assign]
+    return main_here(rank, size, scratch, folder, arguments)
+
+
+def test_a_lost_reduction_is_found_and_named(data: Path, tmp_path: Path) -> None:
+    parallel = ("parallel.llm.tp=2", "parallel.llm.sp=true", "parallel.placement=unified", "cluster.ranks=2")
+    arguments = _arguments(data, "cluster.hardware=h100-80g", *parallel)
+    [done] = fork_ranks(1, _without_tp_reduction, tmp_path, arguments, timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    first, *_ = [line.strip() for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert first.startswith("llm.layers.3.norm.weight: its gradient on rank")  # the last norm, next to the loss
+    assert "The plan does NOT compute what one process computes." in done.stdout
+
+
+def test_a_plan_with_more_ranks_than_allowed_says_what_to_do(data: Path, tmp_path: Path) -> None:
+    done = run_forked(tmp_path, *_arguments(data, *EIGHT_GPUS), "--ranks-here", "4")
+    assert done.returncode == 2
+    assert "this plan has 8 ranks, and --ranks-here allows 4 processes" in done.stderr
+    assert "--set cluster.ranks=N" in done.stderr
