@@ -36,12 +36,15 @@ def test_one_rank_and_one_round_runs_every_layer_once() -> None:
     single = predictor(1)
     prediction = single.predict(ReplicatedLayout(1, 1, 1, frozenset()))
     expected = 0.0
+    lengths = single.batches.lengths
+    target_share = lengths.targets.sum() / lengths.tokens.sum()
     for groups in single.batches.groups:
         samples = np.concatenate(groups)
-        items = single.batches.lengths.items["vision"]
+        tokens = lengths.tokens[samples]
+        items = lengths.items["vision"]
         rows = np.concatenate([np.arange(items.first[s], items.first[s + 1]) for s in samples]).astype(np.int64)
         loads = {
-            "llm": TokenLoad.of(single.batches.lengths.tokens[samples]),
+            "llm": replace(TokenLoad.of(tokens), targets=round(tokens.sum() * target_share)),
             "vision": TokenLoad.of(items.tokens[rows]),
         }
         for unit in single.shape.units:
