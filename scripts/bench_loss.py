@@ -8,13 +8,13 @@ multiplied by zero; ours takes only tokens with a target. Runs on one rank, on C
 
 import argparse
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -121,9 +121,15 @@ def added_peak_mib(compute: Callable[[], Tensor], device: torch.device) -> float
         before = torch.cuda.memory_allocated()
         run(compute)
         return (torch.cuda.max_memory_allocated() - before) / MIB
-    held_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is held now
+    held_kib = _status_kib("VmRSS")
     run(compute)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held_kib) / 1024
+    return (_status_kib("VmHWM") - held_kib) / 1024
+
+
+def _status_kib(name: str) -> int:
+    [line] = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:")]
+    return int(line.split()[1])
 
 
 if __name__ == "__main__":
