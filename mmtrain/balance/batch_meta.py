@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from mmtrain.balance.check_lengths import check_lengths
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
@@ -17,7 +19,8 @@ FloatArray = npt.NDArray[np.float64]
 class ItemLengths:
     """The items (images, clips) of all samples for one encoder; [first[s], first[s + 1]) belong to sample s.
 
-    A clip is a grid of one column: its rows are log-mel frames, two of which make a token.
+    A clip is a grid of one column: its rows are log-mel frames, two of which make a token. Raises ValueError for
+    lengths that are not whole numbers from 0 to 2^40.
     """
 
     first: IntArray  # (S + 1,)
@@ -25,6 +28,10 @@ class ItemLengths:
     cols: IntArray  # (I,) patch columns of the grid
     tokens: IntArray  # (I,) tokens the encoder's blocks see (rows * cols plus a class token; half a clip's frames)
     features: IntArray  # (I,) LLM tokens the item becomes after downsampling
+
+    def __post_init__(self) -> None:
+        for name in ("first", "rows", "cols", "tokens", "features"):
+            check_lengths(f"{name} of items", getattr(self, name))
 
 
 def item_rows(items: ItemLengths, samples: IntArray) -> tuple[IntArray, IntArray]:
@@ -40,11 +47,19 @@ def item_rows(items: ItemLengths, samples: IntArray) -> tuple[IntArray, IntArray
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """Lengths of every usable sample of a dataset."""
+    """Lengths of every usable sample of a dataset.
+
+    Raises ValueError for lengths that are not whole numbers from 0 to 2^40.
+    """
 
     tokens: IntArray  # (S,) LLM tokens, image tokens included
     targets: IntArray  # (S,) tokens that count in the loss
     items: dict[str, ItemLengths]  # encoder unit -> its items
+    uses: FloatArray | None = None  # (S,) how often training uses each sample, in proportion; None: all alike
+
+    def __post_init__(self) -> None:
+        check_lengths("tokens of samples", self.tokens)
+        check_lengths("targets of samples", self.targets)
 
     def __len__(self) -> int:
         return len(self.tokens)

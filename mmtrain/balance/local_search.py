@@ -82,8 +82,8 @@ def local_search(members: IntArray, objective: SearchObjective, rounds: int) -> 
 def _exchange_pairs(steps: _Steps, high: IntArray, low: IntArray, objective: SearchObjective, turn: int) -> bool:
     """In every step s make the best exchange between groups high[s] and low[s], if it helps; say if any was made."""
     rows, empty = np.arange(len(high)), len(objective.sizes) - 1
-    offer_high = _offers(steps.members[rows, high], empty, turn)  # (S, O, 2) samples
-    offer_low = _offers(steps.members[rows, low], empty, turn)
+    offer_high = offered_samples(steps.members[rows, high], empty, turn)  # (S, O, 2) samples
+    offer_low = offered_samples(steps.members[rows, low], empty, turn)
     size_high, size_low = (objective.sizes[offer].sum(axis=2) for offer in (offer_high, offer_low))  # (S, O, m)
     load_high, load_low = steps.loads[rows, high], steps.loads[rows, low]  # (S, q)
     others = steps.loads.copy()
@@ -116,7 +116,7 @@ def _penalty(load_high: FloatArray, load_low: FloatArray, largest_other: FloatAr
     return penalty
 
 
-def _offers(members: IntArray, empty: int, turn: int) -> IntArray:
+def offered_samples(members: IntArray, empty: int, turn: int) -> IntArray:
     """(S, O, 2) samples in each offer of a group. Large groups consider a part of their samples, which rotates."""
     count = (members != empty).sum(axis=1)[:, None]
     start = np.where(count > CANDIDATES_PER_GROUP, turn * CANDIDATES_PER_GROUP, 0)

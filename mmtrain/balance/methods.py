@@ -24,11 +24,13 @@ from mmtrain.balance.grouping import (
 from mmtrain.balance.local_search import num_search_rounds
 from mmtrain.balance.modality_free_steps import form_modality_free_steps
 from mmtrain.balance.slack_packing import pack_with_slack
+from mmtrain.balance.step_matching import draw_steps
 from mmtrain.balance.step_targets import LLM, BalancedLoad, SequenceCost, StepTargets
 from mmtrain.balance.steps import assemble_steps
 from mmtrain.balance.top_up_groups import top_up
 
 GroupingMethod = Literal["matched", "isf", "random", "length", "device"]
+Matching = Literal["step", "row"]
 GROUPING_METHODS: tuple[GroupingMethod, ...] = ("matched", "isf", "random", "length", "device")
 ISF_ROUNDS = 10  # OmniBal
 ISF_SLACK_DIVISOR = 32  # OmniBal's slack of 128 tokens is a 32nd of a budget of 4,096
@@ -42,6 +44,10 @@ class GroupingSettings(Protocol):
     @property
     def grouping(self) -> GroupingMethod:
         """The method."""
+
+    @property
+    def matching(self) -> Matching:
+        """Where `matched` looks for groups that are alike: inside a step drawn at random, or in the whole window."""
 
     @property
     def seq_len(self) -> int:
@@ -64,8 +70,9 @@ class GroupingSettings(Protocol):
 class Grouping:
     """How samples become groups and steps.
 
-    The `global_batch` groups of a step come in rows of `row_size` near-equal groups, so that replicas that run a row,
-    or equal parts of it, side by side do not wait for each other.
+    With `matching="row"` the `global_batch` groups of a step come in rows of `row_size` near-equal groups, so that
+    replicas that run a row, or equal parts of it, side by side do not wait for each other. With "step" they come in
+    random order, and are matched when the number of replicas is known.
     """
 
     seq_len: int  # most LLM tokens in a group
@@ -74,6 +81,7 @@ class Grouping:
     method: GroupingMethod = "matched"
     budgets: Mapping[str, int] = field(default_factory=dict)  # encoder unit -> most of its tokens in a group
     long_tokens: int | None = None  # samples with more LLM tokens than this are trained in steps of their own
+    matching: Matching = "row"
 
     @classmethod
     def of(cls, data: GroupingSettings, global_batch: int) -> "Grouping":
@@ -85,6 +93,7 @@ class Grouping:
             method=data.grouping,
             budgets=data.budgets,
             long_tokens=data.long_sample_tokens,
+            matching=data.matching,
         )
 
     @property
@@ -173,11 +182,17 @@ def arrange_window(
     rng: np.random.Generator,
     exchange_samples: bool = True,
 ) -> SampleGroups:
-    """Put the groups of one window in the order of training; `num_before` groups of a row came before them.
+    """Put the groups of one window in the order of training; `num_before` groups of a step came before them.
 
-    With `matched`, samples are exchanged between the groups of a row, so groups change, but no row does. A caller that
-    knows later what to balance, and does not need all of the window, exchanges step by step (`even_out_groups`).
+    With `matched` in rows, samples are exchanged between the groups of a row, so groups change, but no row does. A
+    caller that knows later what to balance, and does not need all of the window, exchanges step by step
+    (`even_out_groups`). With `matched` in steps every caller does so (`match_step`).
     """
+    if grouping.method == "matched" and grouping.matching == "step":
+        groups = top_up(groups, sizes.tokens)
+        coarsest = groups.loads(sizes.tokens) @ sizes.load_matrix[0]
+        order = draw_steps(coarsest.astype(np.int64), grouping.global_batch, num_before, rng)
+        return groups.reordered(order)
     if grouping.method == "matched":
         # Only the window's samples count, which are few among those of a large dataset.
         window_sizes = replace(sizes, tokens=sizes.tokens[groups.samples])

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
+from mmtrain.balance.check_lengths import check_lengths
 from mmtrain.balance.rearrangement import stable_order
 
 SENDER_EXPONENTS = 8, 4, 16, 2, 32, 1  # one greedy start each; more than the first where there is time
@@ -32,8 +33,10 @@ def rearrange_across_nodes(
     takes minutes at hundreds of replicas. Here batches are first placed greedily, by the bytes they keep on a node,
     where bytes of heavy senders count more; then at most `swaps` exchanges of two batches relieve the worst sender.
     Where a node can be filled in few ways (4 of 16 batches) an exact search starts from the result. The placement is
-    never worse than leaving batch j on replica j. Raises ValueError if nodes are not all full.
+    never worse than leaving batch j on replica j. Raises ValueError if nodes are not all full, and for bytes that are
+    not whole numbers from 0 to 2^40.
     """
+    check_lengths("bytes of pieces", num_bytes)
     if num_replicas % per_node:
         raise ValueError(f"{num_replicas} replicas do not fill nodes of {per_node}")
     volume = _Volume(source, batch, num_bytes, num_replicas, per_node)

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
+from mmtrain.balance.check_lengths import check_lengths
 from mmtrain.balance.rearrangement import Rearrangement, slots, stable_order
 
 LoadKeys = Callable[[FloatArray], FloatArray]  # loads (d, k) -> (d,), growing with the loads
@@ -65,8 +66,10 @@ def rebalance(lengths: IntArray, source_rank: IntArray, num_ranks: int, cost: Ba
     """Spread samples over ranks so that the most expensive rank is as cheap as the kind's algorithm finds.
 
     lengths: (n,) tokens. source_rank: (n,) where each sample lies now. The result never costs more than leaving every
-    sample where it is. On its new rank a sample keeps its order among the others.
+    sample where it is. On its new rank a sample keeps its order among the others. Raises ValueError for lengths that
+    are not whole numbers from 0 to 2^40.
     """
+    check_lengths("lengths of samples", lengths)
     by_kind = {"packed": _packed, "two_key": _two_key, "padded": _padded, "convolution": _convolution}
     candidates = [by_kind[cost.kind](lengths, num_ranks, cost), source_rank]
     rank = min(candidates, key=lambda rank: float(cost.of_ranks(lengths, rank, num_ranks).max(initial=0.0)))

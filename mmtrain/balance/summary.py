@@ -40,6 +40,17 @@ class LengthSummary:
 
 
 @dataclass(frozen=True)
+class SourceSummary:
+    """One source, and what training uses of it."""
+
+    name: str
+    samples: int  # usable ones
+    tokens: int  # of the LLM, in these samples
+    token_shares: dict[int, float]  # first step -> share of the tokens that steps use from there on
+    passes: float  # over the source, in all steps of the run
+
+
+@dataclass(frozen=True)
 class GroupingScore:
     """How good one method's grouping of an epoch is: a row of OmniBal's Table 3."""
 

@@ -1,7 +1,6 @@
 """The loader: yields the steps of a run in order, built ahead of the one that is being trained."""
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Self
@@ -65,13 +64,11 @@ class Loader:
         if recipe.data.prefetch or recipe.data.producers:
             self._thread = threading.Thread(target=self._build_ahead, name="mmtrain-loader", daemon=True)
             self._thread.start()
-        self.wait_s = 0.0  # how long all calls of `next` together kept their caller waiting
 
     def __iter__(self) -> Iterator[StepData]:
         return self
 
     def __next__(self) -> StepData:
-        start_s = time.perf_counter()
         try:
             if self._thread is not None:
                 built = self._window.take()
@@ -82,8 +79,6 @@ class Loader:
             raise
         except Exception as error:
             raise RunError(f"preparing step {self._step} failed: {type(error).__name__}: {error}") from error
-        finally:
-            self.wait_s += time.perf_counter() - start_s
         self._step += 1
         return data
 

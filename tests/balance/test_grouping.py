@@ -1,5 +1,7 @@
 """Packing by best fit against its definition and the best possible number of groups."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -117,3 +119,15 @@ def test_the_work_of_packing_grows_with_the_number_of_samples() -> None:
         return count_calls(lambda: pack_groups(tokens, np.array([4096]), rng.permutation(num), window=2048))
 
     assert calls(16_384) < 2.5 * calls(8_192) < 250_000
+
+
+@pytest.mark.parametrize("num_budgets", [1, 2])
+def test_memory_of_best_fit_does_not_grow_with_the_budget(num_budgets: int) -> None:
+    budget = 2**20
+    rng = np.random.default_rng(0)
+    tokens = np.clip(rng.lognormal(11, 1, (500, num_budgets)), 1, budget).astype(np.int64)
+    tracemalloc.start()
+    best_fit(tokens, np.full(num_budgets, budget), rng.permutation(500))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 2 * 2**20

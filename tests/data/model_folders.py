@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mmtrain.data.text import token_counter
-from mmtrain.data.text.sample_tokenizer import MediumFeatures
+from mmtrain.data.text.sample_tokenizer import MediumFeatures, TimedItems
 from mmtrain.families import FAMILIES as MODEL_FAMILIES
 from mmtrain.families.media_markup import Markups
 from mmtrain.recipe.modalities import MediaKind
@@ -242,6 +242,7 @@ class Family:
     markups: Markups = field(default_factory=dict)
     # Of a family that writes more for a medium than the template: its text by kind and features, in `transformers`.
     write: Callable[[MediaKind, MediumFeatures], str] | None = None
+    placeholders: dict[str, MediaKind] = field(default_factory=dict)  # which `write` replaces in a rendering
 
 
 TILE_FEATURES = 4  # of the InternVL here
@@ -262,6 +263,25 @@ def write_like_internvl(kind: MediaKind, features: MediumFeatures) -> str:
         return str(InternVLProcessor.replace_image_token(processor, {"num_patches": [num_tiles]}, 0))
     frames = np.zeros((len(features), 1))
     return str(InternVLProcessor.replace_video_token(processor, {"pixel_values_videos": [frames]}, 0))
+
+
+def write_like_qwen3_vl(kind: MediaKind, features: MediumFeatures) -> str:
+    """Return what Qwen3-VL's processor writes for a medium. It cannot be made without torchvision."""
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    sides = SimpleNamespace(merge_size=1, temporal_patch_size=2)
+    processor: Any = SimpleNamespace(
+        image_token="<|image_pad|>", video_token="<|video_pad|>", vision_start_token="<|vision_start|>",
+        vision_end_token="<|vision_end|>", image_processor=sides, video_processor=sides,
+    )  # fmt: skip
+    if isinstance(features, int):
+        return str(Qwen3VLProcessor.replace_image_token(processor, {"image_grid_thw": [np.array([1, 1, features])]}, 0))
+    assert isinstance(features, TimedItems)
+    processor._calculate_timestamps = lambda *_: [tenth / 10 for tenth in features.tenths]
+    grid = np.array([len(features.features), 1, features.features[0]])
+    metadata = SimpleNamespace(frames_indices=[], fps=24)
+    inputs = {"video_grid_thw": [grid], "video_metadata": [metadata]}
+    return str(Qwen3VLProcessor.replace_video_token(processor, inputs, 0))
 
 
 def byte_level(
@@ -333,6 +353,20 @@ FAMILIES: dict[str, Family] = {
         media=("image", "video"),
         answers_end_with="<|im_end|>",
     ),
+    "qwen3_vl": Family(
+        CHATML_WITH_MEDIA,
+        byte_level(token_counter._QWEN2_PATTERN, normalizers.NFC()),
+        (
+            *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+            *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+        ),
+        {"eos_token": "<|im_end|>", "image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        media=("image", "video"),
+        answers_end_with="<|im_end|>",
+        markups=MODEL_FAMILIES["qwen3_vl"].markups,
+        write=write_like_qwen3_vl,
+        placeholders={"<|image_pad|>": "image", "<|video_pad|>": "video"},
+    ),
     "internvl": Family(
         INTERNVL,
         byte_level(token_counter._QWEN2_PATTERN, normalizers.NFC()),
@@ -342,6 +376,7 @@ FAMILIES: dict[str, Family] = {
         answers_end_with="<|im_end|>",
         markups=MODEL_FAMILIES["internvl"].markups,
         write=write_like_internvl,
+        placeholders={"<IMG_CONTEXT>": "image", "<video>": "video"},
     ),
     "thinking": Family(
         THINKING,

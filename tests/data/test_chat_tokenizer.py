@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from mmtrain.data import ChatTokenizer, Sample, Turn
+from mmtrain.data.formats.conversation import build_sample
+from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.data.text.chat_tokenizer import IMAGE_TOKEN, SPECIAL_TOKENS
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
@@ -104,3 +106,16 @@ def test_an_unreadable_tokenizer_is_rejected(tmp_path: Path, content: str | None
         (tmp_path / "t.json").write_text(content)
     with pytest.raises(DataError, match=r"data\.tokenizer: .*t\.json"):
         ChatTokenizer.load(tmp_path / "t.json")
+
+
+def test_thoughts_are_learned_in_front_of_the_answer(tokenizer_path: Path) -> None:
+    tokenizer = ChatTokenizer.load(tokenizer_path)
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        answer = {"role": "assistant", "content": "3", key: " 1 + 2 = 3\n"}
+        entry = {"messages": [{"role": "user", "content": "1 + 2?"}, answer]}
+        sample = build_sample(entry, "x.json", 0, lambda kind, value: FileMedia(value))
+        encoded = tokenizer.encode(sample, {})
+        learned = tokenizer.decode(encoded.labels[encoded.labels >= 0])
+        assert learned == "<think>\n1 + 2 = 3\n</think>\n\n3"
+        counts = tokenizer.length_counter(1000)(sample, {})
+        assert counts == (len(encoded.ids), int((encoded.labels >= 0).sum()))

@@ -11,6 +11,7 @@ from PIL import Image
 
 from mmtrain.cli.data_check import check_text
 from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
+from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import SourceSettings
 from mmtrain.recipe.schema import Recipe
 from tests.data.archives import movie, png, wav
@@ -88,3 +89,13 @@ def test_the_exit_code_depends_on_the_rate_of_bad_samples(
     assert {"source", "index", "id", "kind", "reason"} == set(report["bad"][0])
     assert run() == 2
     assert "nothing to check" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl"])
+def test_an_empty_data_set_is_refused(tmp_path: Path, recipe: MakeRecipe, name: str) -> None:
+    (tmp_path / name).write_text("[]" if name == "x.json" else "\n")
+    sources = [SourceSettings(path=tmp_path / name)]
+    with pytest.raises(DataError, match=rf"{name}: no samples"):
+        check_sources(sources)
+    with pytest.raises(DataError, match=rf"{name}: no samples"):
+        check_sources_for_recipe(recipe([]), sources)

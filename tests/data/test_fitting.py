@@ -15,6 +15,7 @@ from mmtrain.errors import ModelFolderError
 from mmtrain.families.image_processors import read_image_settings
 from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
 from mmtrain.recipe.vision_settings import VisionSettings
+from tests.pixels import normalized
 
 transformers = pytest.importorskip("transformers")
 
@@ -67,7 +68,7 @@ def _our_items(path: Path, image: ImageSettings) -> np.ndarray:
     decoder = VisionItemDecoder(image, PATCH)
     items = []
     for part, (rows, cols) in enumerate(grids):
-        patches = decoder.patches("image", media, part, len(grids), (rows, cols))
+        patches = normalized(decoder.patches("image", media, part, len(grids), (rows, cols)), image)
         split = patches.reshape(rows, cols, 3, PATCH, PATCH).transpose(2, 0, 3, 1, 4)
         items.append(split.reshape(3, rows * PATCH, cols * PATCH))
     return np.stack(items)

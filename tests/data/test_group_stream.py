@@ -179,6 +179,28 @@ def test_matched_steps_are_even_across_windows_and_epochs() -> None:
     assert waits("device")[0] < waits("random")[0] / 2, "its rows start where steps start"
 
 
+def test_steps_matched_inside_are_as_random_as_chance_and_even() -> None:
+    lengths = make_lengths(0, 4000)
+    tokens = unit_tokens(lengths)[1]
+    dp, counts = {"llm": 8, "vision": 1}, {"llm": 4, "vision": 4}
+    variances, waits = {}, {}
+    for matching in ("step", "row"):
+        grouping = Grouping(400, 2000, 32, matching=matching)
+        stream = GroupStream(lengths, grouping, 0)
+        targets = token_targets(lengths, grouping)
+        loads = np.zeros((10, 8, 2), dtype=np.int64)
+        for step in range(10):
+            meta = stream.batch(step, 32, dp, counts, targets)
+            assert sorted(meta.sample_id) == sorted(np.concatenate(stream.groups(32 * step, 32)))
+            np.add.at(loads[step], meta.replica, tokens[meta.sample_id])
+        groups = SampleGroups.loads(stream.epoch(0), tokens)[:, 1]
+        variances[matching] = groups[: len(groups) // 32 * 32].reshape(-1, 32).sum(axis=1).var() / (32 * groups.var())
+        waits[matching] = dist_ratio(loads)
+    assert variances["step"] < 1.5
+    assert variances["row"] > 3
+    assert (waits["step"] < [0.01, 0.02]).all()
+
+
 @given(st.integers(0, 1000), st.sampled_from(METHODS), st.sampled_from([1, 2, 3, 6]))
 def test_the_samples_of_a_step_do_not_depend_on_the_plan(seed: int, method: GroupingMethod, replicas: int) -> None:
     lengths = make_lengths(seed, 120)

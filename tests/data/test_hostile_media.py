@@ -12,6 +12,7 @@ from PIL import Image
 
 from mmtrain.data.formats.quarantine_reasons import QUARANTINE_REASONS
 from mmtrain.data.media.audio import load_log_mels, read_num_frames
+from mmtrain.data.media.image_formats import supported_formats
 from mmtrain.data.media.images import load_rgb_images, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
 from mmtrain.data.media.video import load_video_frames, read_video_header
@@ -20,6 +21,7 @@ from tests.data.archives import movie, wav
 
 LIMIT = 1_000_000
 SETTINGS = ImageSettings(max_source_pixels=LIMIT)
+PICTURE_FORMS = ("png", "jpeg", "webp", "gif", "tiff", *(("avif",) if "AVIF" in supported_formats() else ()))
 
 
 def _picture(form: str) -> bytes:
@@ -44,7 +46,7 @@ def _watch(media: Media) -> None:
 
 
 CASES: dict[str, tuple[Callable[[], bytes], Callable[[Media], None]]] = {
-    **{form: (lambda form=form: _picture(form), _look_at_picture) for form in ("png", "jpeg", "webp", "gif", "tiff")},  # type: ignore[misc]
+    **{form: (lambda form=form: _picture(form), _look_at_picture) for form in PICTURE_FORMS},  # type: ignore[misc]
     **{form: (lambda form=form: wav(0.2, 16000, form), _listen) for form in ("WAV", "FLAC", "MP3")},  # type: ignore[misc]
     **{form: (lambda form=form: movie(["red", "blue"], form=form), _watch) for form in ("mp4", "matroska")},  # type: ignore[misc]
 }

@@ -1,3 +1,4 @@
+import base64
 import json
 import re
 import threading
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 
 from mmtrain.data import build_index
+from mmtrain.data.index import data_index
 from mmtrain.data.index import sample_lengths as measure
 from mmtrain.data.media import item_readers
+from mmtrain.data.media.images import load_rgb_images
 from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError, TooManyBadSamples
+from mmtrain.recipe.data_settings import ImageSettings
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import row
 
@@ -38,6 +42,18 @@ def test_lengths_follow_from_headers_and_text(picture: Picture, recipe: MakeReci
     assert index.lengths.tokens[0] == 4 + 7 + 1 + 1  # each turn's start and end, image tokens, `x`, `red`
     assert index.lengths.targets.tolist() == [2, 2]  # the answer's token and <|end|>
     assert index.quarantined == ()
+
+
+def test_images_inside_of_the_data_are_measured_and_found_again(picture: Picture, recipe: MakeRecipe) -> None:
+    written = base64.b64encode(picture("a.png", 16, 24).read_bytes()).decode()
+    rows = [row("<image>x", "red", "a.png"), row("<image>x", "red", f"data:image/png;base64,{written}")]
+    index = build_index(recipe(rows))
+    items = index.lengths.items["vision"]
+    assert (items.rows.tolist(), items.cols.tolist()) == ([3, 3], [2, 2])
+    assert index.lengths.tokens[0] == index.lengths.tokens[1]
+    decoded = [load_rgb_images(sample.images[0], [(16, 24)], ImageSettings())[0] for sample in index.samples]
+    assert decoded[0].tobytes() == decoded[1].tobytes()
+    assert written not in index.samples[1].images[0].name
 
 
 def test_class_tokens_and_merging_change_the_counts(picture: Picture, recipe: MakeRecipe) -> None:
@@ -244,3 +260,22 @@ def test_threads_read_headers_that_wait_for_the_disk(
     assert len(readers) == 6
     assert read_by_threads.fingerprint == read_by_main_thread.fingerprint
     assert read_by_threads.quarantined == read_by_main_thread.quarantined
+
+
+def test_an_epoch_of_too_many_repeated_uses_is_rejected(
+    tmp_path: Path, recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recipe([row("a", "b")] * 3)
+    sources = [{"path": tmp_path / "train.json", "weight": weight} for weight in (0.5, 4.0)]
+    monkeypatch.setattr(data_index, "MAX_REPEATED_USES", 9)
+    weighted = recipe([row("a", "b")] * 3, sources=sources)
+    assert build_index(weighted).weights.tolist() == [0.5] * 3 + [4.0] * 3
+    monkeypatch.setattr(data_index, "MAX_REPEATED_USES", 8)
+    with pytest.raises(DataError, match=r"train\.json has weight 4; .* would repeat samples 9 times, allowed: 8"):
+        build_index(weighted)
+    build_index(made)
+
+
+def test_a_weight_of_a_million_is_rejected_by_the_recipe(tmp_path: Path, recipe: MakeRecipe) -> None:
+    with pytest.raises(ValueError, match="less than or equal to 10000"):
+        recipe([row("a", "b")], sources=[{"path": tmp_path / "train.json", "weight": 1e6}])

@@ -1,6 +1,9 @@
+import base64
 import json
 import re
+import unicodedata
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -11,9 +14,12 @@ from mmtrain.data.formats import allowed_folder as folder
 from mmtrain.data.formats.conversation import BadSampleError
 from mmtrain.data.formats.read_source import list_shards, read_samples
 from mmtrain.data.formats.sample import find_unusable
-from mmtrain.data.media.media_bytes import FileMedia
+from mmtrain.data.media import nearest_name
+from mmtrain.data.media.images import read_image_size
+from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
+from tests.data.archives import png
 
 GOOD = {"id": 7, "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
 
@@ -62,7 +68,7 @@ def test_a_single_image_is_a_plain_text_and_image_root_moves_it(tmp_path: Path) 
 
 
 OUTSIDE = ("../secret.png", "a/../../secret.png", "/etc/passwd", "..", ".", "a\0b")
-URLS = ("https://example.org/1.png", "file:///etc/passwd", "FILE:/etc/passwd", "data:image/png;base64,AAAA", "s3://b/k")
+URLS = ("https://example.org/1.png", "file:///etc/passwd", "FILE:/etc/passwd", "DATA:,AAAA", "s3://b/k")
 
 
 @pytest.mark.parametrize(("key", "kind"), [("image", "image"), ("audios", "audio"), ("videos", "video")])
@@ -72,6 +78,13 @@ def test_media_outside_of_the_folder_are_rejected(tmp_path: Path, key: str, kind
         assert isinstance(bad, Quarantined), path
         assert (bad.kind, bad.id) == (f"{kind}_{why}", "7")
         assert repr(path) in bad.reason
+
+
+def test_the_folder_itself_is_no_file_in_it(tmp_path: Path) -> None:
+    for path in (".", str(tmp_path)):
+        bad = _one(tmp_path, GOOD | {"image": path})
+        assert isinstance(bad, Quarantined)
+        assert (bad.kind, bad.reason) == ("image_path", f"{path!r} is the image folder itself; name a file in it")
 
 
 def test_links_must_not_lead_out_unless_the_root_holds_link_and_target(tmp_path: Path) -> None:
@@ -91,6 +104,92 @@ def test_links_must_not_lead_out_unless_the_root_holds_link_and_target(tmp_path:
     assert _sample(inside, GOOD | {"image": "set/folder/a.png"}, tmp_path).images == _files(inside / "folder" / "a.png")
     (tmp_path / "link").symlink_to(inside)  # the folder itself may be a link
     assert isinstance(_one(tmp_path / "link", GOOD | {"image": "own.png"}), Sample)
+
+
+@pytest.mark.parametrize("name", ["pictures/K\N{LATIN SMALL LETTER O WITH DIAERESIS}ln 1.png", "a b/100%.png"])
+def test_a_file_is_found_under_other_spellings_of_its_name(tmp_path: Path, name: str) -> None:
+    existing = tmp_path / unicodedata.normalize("NFD", name)
+    existing.parent.mkdir()
+    existing.write_bytes(png())
+    for written in (name, unicodedata.normalize("NFD", name), quote(name), quote(name, safe="").replace("%2F", "/")):
+        sample = _sample(tmp_path, GOOD | {"image": written})
+        assert sample.images == _files(existing), written
+    (tmp_path / quote(name).rpartition("/")[2]).write_bytes(png())
+    assert _sample(tmp_path, GOOD | {"image": quote(name).rpartition("/")[2]}).images != _files(existing), "as written"
+
+
+def test_no_spelling_leads_outside(tmp_path: Path) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (tmp_path / "secret.png").write_bytes(png())
+    (inside / "link \N{LATIN SMALL LETTER O WITH DIAERESIS}.png").symlink_to(tmp_path / "secret.png")
+    for path in ("%2e%2e/secret.png", "..%2fsecret.png", "a%00b", "link%20%C3%B6.png"):
+        result = _one(inside, GOOD | {"image": path})
+        assert isinstance(result, Sample)
+        assert result.images == _files(inside / path), "nothing is found"
+
+
+@pytest.mark.parametrize(
+    ("path", "suggestion"),
+    [
+        ("pictures/Red.PNG", "; did you mean 'red.png'?"),
+        ("pictures/red.jpg", "; did you mean 'red.png'?"),
+        ("pictures/reed.png", "; did you mean 'red.png'?"),
+        ("pictures/12345.png", "no such file"),
+        ("picture/sub/red.png", "/picture"),
+    ],
+)
+def test_a_missing_file_is_reported_with_the_nearest_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, suggestion: str
+) -> None:
+    monkeypatch.setattr(nearest_name, "_num_suggestions", 0)
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "red.png").write_bytes(png())
+    (media,) = _sample(tmp_path, GOOD | {"image": path}).images
+    with pytest.raises(BadMediaError, match="no such file") as bad:
+        read_image_size(media, 1000)
+    assert bad.value.kind == "missing_image"
+    assert str(bad.value).endswith(suggestion)
+    monkeypatch.setattr(nearest_name, "_num_suggestions", 1000)
+    with pytest.raises(BadMediaError, match=r"no such file$"):
+        read_image_size(media, 1000)
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pictures.png").mkdir()
+    (media,) = _sample(tmp_path, GOOD | {"image": "pictures.png"}).images
+    with pytest.raises(BadMediaError, match=r"pictures\.png: a folder, not a file$") as bad:
+        read_image_size(media, 1000)
+    assert bad.value.kind == "not_an_image"
+    (tmp_path / "shards" / "x.json").mkdir(parents=True)
+    for source in ("shards", "shards/*.json"):
+        with pytest.raises(DataError, match=r"x\.json: a folder, where .* must name files"):
+            _read(tmp_path / source)
+    (tmp_path / "y.json").write_text("[]")
+    with pytest.raises(DataError, match=r"image_root is .*y\.json, a file; expected the folder"):
+        _read(tmp_path / "y.json", tmp_path / "y.json")
+
+
+def test_media_without_a_mark_are_rejected_or_put_in_front(tmp_path: Path) -> None:
+    turns = [{"from": role, "value": "x"} for role in ("system", "human", "gpt")]
+    entry = {"conversations": turns, "image": ["a.png", "b.png"], "video": "c.mp4"}
+    some = {"conversations": [{"from": "human", "value": "<image>"}, turns[2]], "image": ["a.png", "b.png"]}
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([entry, some, GOOD]))
+    rejected = _read(path)[0]
+    assert isinstance(rejected, Sample)
+    unusable = find_unusable(rejected, ("image", "video"))
+    assert unusable is not None
+    assert unusable.kind == "image_count"
+    assert "unmarked_media: front" in unusable.reason
+    source = SourceSettings(path=path, unmarked_media="front")
+    first, second, third = (s for s in read_samples(source, LimitSettings()) if isinstance(s, Sample))
+    assert [turn.text for turn in first.turns] == ["x", "<image><image><video>\nx", "x"]
+    assert find_unusable(first, ("image", "video")) is None
+    unusable = find_unusable(second, ("image", "video"))
+    assert unusable is not None
+    assert "unmarked_media" not in unusable.reason, "it has a mark, and the setting would not help"
+    assert third == _read(path)[2]
 
 
 def _talk(content: object, **media: object) -> dict[str, object]:
@@ -149,6 +248,67 @@ def test_messages_with_lists_of_media(tmp_path: Path) -> None:
     assert sample.media_of(("image", "video")) == (("image", first), ("video", video), ("image", second))
 
 
+def test_a_part_may_name_its_file_by_path_or_url(tmp_path: Path) -> None:
+    parts = [{"type": "image", "path": "a.png"}, {"type": "image", "url": "b.png"}, {"type": "image", "image": "c.png"}]
+    parts.append({"type": "image", "image": {"path": "d.png"}})
+    sample = _sample(tmp_path, _talk(parts))
+    assert sample.images == _files(*(tmp_path / f"{name}.png" for name in "abcd"))
+    assert sample.turns[0].text == 4 * "<image>"
+
+
+def test_roles_may_be_written_in_other_cases(tmp_path: Path) -> None:
+    turns = [{"from": role, "value": "x"} for role in ("System", "HUMAN", "GPT", " User ", "Assistant")]
+    sample = _sample(tmp_path, {"conversations": turns})
+    assert [turn.role for turn in sample.turns] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def _data_url(content: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _opened(media: Media) -> bytes:
+    with media.open() as file:
+        return file.read()
+
+
+@pytest.mark.parametrize("name", ["data.json", "data.jsonl"])
+@pytest.mark.parametrize("slash", ["/", "\\/", "\\u002f"])
+def test_data_urls_are_read_from_where_they_are(tmp_path: Path, name: str, slash: str) -> None:
+    contents = [bytes(range(n, n + 200)) for n in range(4)]
+    assert all(b"/" in base64.b64encode(content) for content in contents)
+    url = {"type": "image_url", "image_url": {"url": _data_url(contents[0])}}
+    entries = [
+        GOOD,
+        _talk(
+            [url, {"type": "text", "text": 'a "data:image/png;base64,AAAA" in a text \\'}, url], id="\N{GRINNING FACE}"
+        ),
+        _talk("<image><image><audio>", images=[_data_url(contents[1]), "a.png"], audio=_data_url(contents[2], "")),
+        _talk([{"type": "video", "video": _data_url(contents[3], "Video/MP4")}]),
+    ]
+    lines = [json.dumps(entry, ensure_ascii=False) for entry in entries]
+    lines = [line.replace("/", slash) for line in lines]
+    (tmp_path / name).write_text("\n".join(lines) if name == "data.jsonl" else f"[{', '.join(lines)}]")
+    _, first, second, third = _read(tmp_path / name)
+    assert isinstance(first, Sample)
+    assert isinstance(second, Sample)
+    assert isinstance(third, Sample)
+    assert [_opened(image) for image in first.images] == [contents[0]] * 2
+    assert _opened(second.images[0]) == contents[1]
+    assert second.images[1:] == _files(tmp_path / "a.png")
+    assert [_opened(clip) for clip in second.clips] == [contents[2]]
+    assert [_opened(video) for video in third.videos] == [contents[3]]
+    assert first.turns[0].text == '<image>a "data:image/png;base64,AAAA" in a text \\<image>'
+
+
+def test_base64_may_be_wrapped_and_lack_its_padding(tmp_path: Path) -> None:
+    for written in ("aGVs\nbG8h\r\nISE=", "aGVsbG8hISE", "aGVsbG8hISE%3D"):
+        sample = _sample(tmp_path, _talk("<image>", image=f"data:image/png;base64,{written}"))
+        assert _opened(sample.images[0]) == b"hello!!!"
+    damaged = _sample(tmp_path, _talk("<image>", image="data:image/png;base64,$$$$")).images[0]
+    with pytest.raises(OSError, match="a data URL whose base64 cannot be read"):
+        damaged.open()
+
+
 def test_messages_of_parts(tmp_path: Path) -> None:
     parts = [
         {"type": "image", "image": "a.png"},
@@ -168,7 +328,12 @@ def test_messages_of_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "kind", "reason"),
     [
-        (_talk([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]), "image_url", "is a URL"),
+        (_talk([{"type": "image_url", "image_url": {"url": "data:image/png,AA"}}]), "image_url", "without base64"),
+        (
+            _talk("<image>", image="data:audio/wav;base64,AA"),
+            "image_url",
+            "is a data URL of audio/wav, expected data:i",
+        ),
         (_talk([{"type": "input_audio", "input_audio": {"data": "AA"}}]), "audio_url", "write it to a file"),
         (_talk([{"type": "tool"}]), "malformed", "a part of type 'tool', expected one of text, image"),
         (_talk("x", image="a.png", images=["b.png"]), "malformed", "both `image` and `images`"),
@@ -231,8 +396,8 @@ def test_sources_may_be_folders_braces_and_wildcards(tmp_path: Path) -> None:
     }
     for pattern, expected in names.items():
         assert [file.name for file in list_shards(tmp_path / pattern)] == expected, pattern
-    for pattern in ("z*.json", "none"):
-        with pytest.raises(DataError, match=r"no file matches|no such file|cannot be guessed"):
+    for pattern, message in (("z*.json", "no file matches"), ("none", "none: no such file or folder")):
+        with pytest.raises(DataError, match=message):
             _read(tmp_path / pattern)
 
 

@@ -10,6 +10,7 @@ import pytest
 from mmtrain.data import Quarantined, Sample
 from mmtrain.data.formats import parquet as parquet_module
 from mmtrain.data.formats.read_source import read_samples
+from mmtrain.data.index.sample_table import content_json, sample_from_record, sample_record
 from mmtrain.data.media import parquet_cells as cells_module
 from mmtrain.data.media.media_bytes import FileMedia, ParquetCell
 from mmtrain.errors import DataError
@@ -179,3 +180,70 @@ def test_a_dictionary_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(cells_module, "MAX_PARQUET_COLUMN_BYTES", 10_000_000)
     with pytest.raises(OSError, match="is above 10000000 bytes"):
         ParquetCell(str(path), 0, 999, "image", None).open()
+
+
+def test_columns_called_like_suffixes_hold_media_if_they_hold_bytes(tmp_path: Path) -> None:
+    columns = {
+        "jpg": [b"a", b"b"],
+        "PNG": pa.array([{"bytes": b"c", "path": "x.png"}, None], HF_IMAGE),
+        "mp4": [1, 2],
+        "text": ["one", "two"],
+    }
+    first, second = _read(parquet(tmp_path / "x.parquet", columns))
+    assert (_bytes(first), _bytes(second)) == ([b"a", b"c"], [b"b"])
+    assert isinstance(first, Sample)
+    assert [t.text for t in first.turns] == ["<image><image>", "one"]
+    assert first.videos == ()
+
+
+def test_pairs_of_texts_have_their_images_in_front(tmp_path: Path) -> None:
+    pairs = [{"user": "What colour?", "assistant": "red"}, {"user": "And now?", "assistant": "blue"}]
+    marked = [{"user": "See <image><image>", "assistant": "yes"}]
+    images = [[{"bytes": b"a", "path": None}, {"bytes": b"b", "path": None}]] * 2 + [None]
+    columns = {"images": pa.array(images, pa.list_(HF_IMAGE)), "texts": [pairs, marked, pairs], "source": ["s"] * 3}
+    first, second, third = _read(parquet(tmp_path / "x.parquet", columns))
+    assert _bytes(first) == _bytes(second) == [b"a", b"b"]
+    assert isinstance(first, Sample)
+    assert isinstance(second, Sample)
+    assert isinstance(third, Sample)
+    expected = [("user", "<image><image>\nWhat colour?"), ("assistant", "red"), ("user", "And now?")]
+    assert [(t.role, t.text) for t in first.turns][:3] == expected
+    assert second.turns[0].text == marked[0]["user"]
+    assert third.turns[0].text == "What colour?"
+
+
+@pytest.mark.parametrize("texts", [[], [{"user": "x"}], "[1]"])
+def test_pairs_that_are_rejected(tmp_path: Path, texts: object) -> None:
+    column = pa.array([texts], pa.list_(pa.struct([("user", pa.string())]))) if texts == [] else [texts]
+    (bad,) = _read(parquet(tmp_path / "x.parquet", {"texts": column}))
+    assert isinstance(bad, Quarantined)
+    assert bad.kind == "malformed"
+    assert "`texts`" in bad.reason
+
+
+def test_cells_may_hold_data_urls(tmp_path: Path) -> None:
+    urls = ["data:image/png;base64,aGVsbG8=", "data:audio/wav;base64,aGVsbG8="]
+    struct = pa.array([{"bytes": None, "path": url} for url in urls], HF_IMAGE)
+    for number, column in enumerate((urls, [[url] for url in urls], struct)):
+        columns = {"caption": ["a", "b"], "image": column}
+        good, bad = _read(parquet(tmp_path / f"{number}.parquet", columns))
+        assert _bytes(good) == [b"hello"]
+        assert isinstance(bad, Quarantined)
+        assert (bad.kind, "audio/wav" in bad.reason) == ("image_url", True)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_conversation_may_hold_data_urls(tmp_path: Path, as_json: bool) -> None:
+    urls = ["data:image/png;base64,YQ==", "data:image/png;base64,YmI="]
+    parts = [{"type": "image", "url": url, "text": None} for url in urls]
+    parts.insert(1, {"type": "text", "url": None, "text": "and"})
+    answer = [{"type": "text", "url": None, "text": "yes"}]
+    talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+    other = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
+    conversations = [json.dumps(talks) for talks in (other, talk)] if as_json else [other, talk]
+    _, sample = _read(parquet(tmp_path / "x.parquet", {"messages": conversations}))
+    assert _bytes(sample) == [b"a", b"bb"]
+    assert isinstance(sample, Sample)
+    assert sample.turns[0].text == "<image>and<image>"
+    again = sample_from_record(sample_record(sample, content_json(sample)))
+    assert again == sample

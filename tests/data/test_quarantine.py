@@ -87,7 +87,7 @@ ROWS: dict[str, Row] = {
     "image_path": row("<image>", "a", "../good.png"),
     "audio_path": _with("<audio>", audio="/good.wav"),
     "video_path": _with("<video>", video="link.mp4"),
-    "image_url": row("<image>", "a", "data:image/png;base64,AAAA"),
+    "image_url": row("<image>", "a", "data:image/png,AAAA"),
     "audio_url": _with("<audio>", audio="https://example.org/a.wav"),
     "video_url": _with("<video>", video="file:///good.mp4"),
     "missing_image": row("<image>", "a", "gone.png"),

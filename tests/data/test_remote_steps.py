@@ -56,6 +56,7 @@ from tests.data.steps import DP, EVERYTHING, ONE, Dataset, same
 FACTS = {"train.seed": "0"}
 
 
+@pytest.mark.slow
 def test_steps_are_the_same_while_producers_come_and_go(made: Dataset, tmp_path: Path) -> None:
     recipe, index, stream = made(prefetch=2)
     alone = made(prefetch=0)[0]

@@ -85,6 +85,12 @@ def test_samples_that_are_too_long_are_quarantined_and_counted(file: Path) -> No
         build_index(recipe(file, text))
 
 
+def test_where_all_samples_are_too_long_the_limit_is_named_once(file: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.seq_len: all 7 samples are longer than this") as caught:
+        build_index(recipe(file, "count,text\n7,1001\n"))
+    assert str(caught.value).count("too_long") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

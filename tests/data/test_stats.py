@@ -25,7 +25,7 @@ def test_stats_with_and_without_a_recipe(tmp_path: Path, picture: Picture, recip
     assert plain.values.tolist() == [[18, 2, 16 * 24 + 64, 0, 0], [6, 0, 0, 0, 0]]
     assert plain.quarantined == {"missing_image": 1, "malformed": 1}
 
-    seen = compute_stats_for_recipe(made, sources)
+    seen, _ = compute_stats_for_recipe(made, sources)
     assert seen.names == ("LLM tokens", "vision tokens")
     assert seen.values[:, 1].tolist() == [7, 0]
     assert seen.quarantined == plain.quarantined
@@ -36,7 +36,7 @@ def test_methods_are_compared_as_training_would_group(recipe: MakeRecipe) -> Non
     index = build_index(made)
     grouping = Grouping.of(made.data, 4)
     clock = iter(range(100))
-    scores = compare_grouping_methods(index.lengths, index.weights, grouping, 3, 4, lambda: float(next(clock)))
+    scores = compare_grouping_methods(index, grouping, 3, 4, lambda: float(next(clock)))
     assert [s.method for s in scores] == ["matched", "isf", "random", "length", "device"]
     assert all(s.seconds == 1 for s in scores)
     assert scores[0].groups == GroupStream(index.lengths, grouping, 3, index.weights).groups_per_epoch

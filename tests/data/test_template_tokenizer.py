@@ -16,9 +16,8 @@ from transformers.utils import chat_template_utils
 from mmtrain.data import Sample, Turn
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.text.chat_template import TEMPLATE_DATE
-from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, MediumFeatures, total_features
+from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, MediumFeatures, TimedItems, total_features
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
-from mmtrain.recipe.modalities import MediaKind
 from tests.data.model_folders import (
     FAMILIES,
     MARK_ANSWERS,
@@ -106,6 +105,10 @@ def draw(case: Case, random: Random) -> Drawn:
 def _draw_features(family: Family, kind: str, random: Random) -> MediumFeatures:
     if family.write is None:
         return random.randint(1, 9)
+    markup = family.markups.get("video")
+    if kind == "video" and markup is not None and markup.writes_times:
+        num_items = random.randint(1, 5)
+        return TimedItems((random.randint(1, 9),) * num_items, tuple(sorted(random.sample(range(2000), num_items))))
     return (TILE_FEATURES,) * random.randint(1, 12) if kind == "video" else TILE_FEATURES * random.randint(1, 5)
 
 
@@ -119,8 +122,10 @@ def expected_ids(case: Case, messages: list[dict[str, Any]], drawn: Drawn, **opt
         return np.repeat(ids, repeats).tolist()
     write = case.family.write
     text = case.judge.apply_chat_template(messages, tokenize=False, **options)
-    kinds: dict[str, MediaKind] = {"<IMG_CONTEXT>": "image", "<video>": "video"}
-    text = re.sub("|".join(kinds), lambda placeholder: write(kinds[placeholder.group()], next(features)), text)
+    kinds = case.family.placeholders
+    text = re.sub(
+        "|".join(map(re.escape, kinds)), lambda placeholder: write(kinds[placeholder.group()], next(features)), text
+    )
     ids = case.judge(text, add_special_tokens=False)["input_ids"]
     assert isinstance(ids, list)
     return ids

@@ -13,36 +13,33 @@ import pytest
 import torch
 from PIL import Image
 
-from mmtrain.data.media.image_grids import frame_grid
+from mmtrain.data.media.frame_sampling import count_used_frames, find_item_tenths, frame_choice
+from mmtrain.data.media.image_grids import frame_grid, video_grid
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.video import VideoHeader
-from mmtrain.data.media.vision_items import (
-    VisionItemDecoder,
-    count_used_frames,
-    frame_settings,
-    read_vision_items,
-)
+from mmtrain.data.media.vision_items import VisionItemDecoder, frame_settings, read_vision_items
 from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
 from mmtrain.recipe.vision_settings import VisionSettings
 from tests.data.archives import movie
+from tests.pixels import normalized
 
 PATCH, MERGE, FRAMES = 14, 2, 2
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
 MAX_DIFFERENCE = 1 / 255 * (1 + 1e-4)  # of a pixel; the rest is rounding
 
 
-def _method_of_transformers(name: str) -> Callable[..., Any]:
-    """Return a method of `Qwen2VLVideoProcessor` from its source: importing the module needs torchvision."""
+def _method_of_transformers(name: str, family: str = "qwen2_vl") -> Callable[..., Any]:
+    """Return a method of a family's video processor from its source: importing the module may need torchvision."""
     import transformers
 
-    path = Path(transformers.__file__).parent / "models" / "qwen2_vl" / "video_processing_qwen2_vl.py"
+    path = Path(transformers.__file__).parent / "models" / family / f"video_processing_{family}.py"
     found = [
         node
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and node.name == name
     ]
     (function,) = found
-    names: dict[str, Any] = {"math": math, "torch": torch}
+    names: dict[str, Any] = {"math": math, "torch": torch, "np": np}
     future = "from __future__ import annotations\n"  # its annotations name classes of other modules
     exec(compile(future + ast.unparse(function), str(path), "exec"), names)
     method: Callable[..., Any] = names[name]
@@ -89,7 +86,8 @@ def test_frames_by_the_second_are_the_first_of_each_part_and_know_their_time(tmp
     assert items.grids == ((1, 1), (1, 1))
     assert items.times == (0, 6), "two frames last 1.5 s"
     decoder = VisionItemDecoder(image, 8, 2, video)
-    seen = [decoder.patches("video", media, part, 2, (1, 1)).reshape(3, 2, 64).mean(axis=2).T for part in range(2)]
+    patches = [normalized(decoder.patches("video", media, part, 2, (1, 1)), image) for part in range(2)]
+    seen = [part.reshape(3, 2, 64).mean(axis=2).T for part in patches]
     expected = [[(1, 0, 0), (0, 1, 0)], [(1, 1, 1), (0, 0, 0)]]  # red, lime; white, black
     assert np.abs(np.array(seen) - expected).max() < 0.1
     by_number = read_vision_items("video", media, image, VideoSettings(max_frames=3), vision)
@@ -100,30 +98,96 @@ def test_frames_by_the_second_are_the_first_of_each_part_and_know_their_time(tmp
     assert plain.times is None
 
 
+@pytest.mark.parametrize("fps", [None, 0.7, 2.0])
+def test_frames_in_the_middle_are_those_of_internvl(fps: float | None) -> None:
+    sample_frames = _method_of_transformers("sample_frames", "internvl")
+    rng = np.random.default_rng(7)
+    video = VideoSettings(fps=fps, max_frames=64, sampling="middles")
+    for _ in range(300):
+        num_frames, rate = int(rng.integers(1, 900)), float(rng.choice([12.5, 23.976, 25, 29.97, 30, 60]))
+        header = VideoHeader(64, 48, num_frames, rate)
+        choose = frame_choice(video, 0, 1)
+        assert choose is not None
+        ours = list(choose(header))
+        assert count_used_frames(header, video, 1) == len(ours)
+        processor = SimpleNamespace(num_frames=min(64, num_frames) if fps is None else None, initial_shift=True)
+        wanted = 64 if fps is None else int(num_frames / rate * fps)
+        if not 0 < wanted <= 64:  # it would take none, or more than `max_frames`
+            assert len(ours) == (64 if wanted else 1)
+            continue
+        metadata = SimpleNamespace(total_num_frames=num_frames, fps=rate)
+        assert ours == sample_frames(processor, metadata, fps=fps).tolist()
+
+
+def test_frames_from_end_to_end_are_those_of_the_processor_for_any_size_and_length() -> None:
+    """Numbers of frames, the grid that they share, and when each patch is shown."""
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+    sample_frames = _method_of_transformers("sample_frames", "qwen3_vl")
+    rng = np.random.default_rng(6)
+    limits: dict[str, int] = {"min_pixels": 96 * 28 * 28, "max_pixels": 3000 * 28 * 28}
+    video = VideoSettings(fps=2.0, min_frames=4, max_frames=96, sampling="ends", pixel_limits="video", **limits)
+    processor = SimpleNamespace(num_frames=None, fps=2.0, min_frames=4, max_frames=96)
+    counts = []
+    for _ in range(1000):
+        width, height = (int(side) for side in rng.integers(20, 2000, 2))
+        num_frames, rate = int(rng.integers(2, 3000)), float(rng.choice([12.5, 23.976, 25, 29.97, 30, 60]))
+        if rng.random() < 0.2:
+            num_frames = int(rng.integers(2, 8))
+        expected = sample_frames(processor, SimpleNamespace(total_num_frames=num_frames, fps=rate)).tolist()
+        counts.append(len(expected))
+        header = VideoHeader(width, height, num_frames, rate)
+        choose = frame_choice(video, 0, FRAMES)
+        assert choose is not None
+        assert count_used_frames(header, video, FRAMES) == len(expected)
+        sides = smart_resize(len(expected), height, width, FRAMES, PATCH * MERGE, **limits)
+        patches = PATCH, FRAMES, MERGE, 1 << 20
+        rows, cols = video_grid(width, height, len(expected), frame_settings(ImageSettings(), video), patches)
+        assert (rows * PATCH, cols * PATCH) == sides
+        times_s = Qwen3VLProcessor._calculate_timestamps(None, list(expected), rate, FRAMES)
+        tenths = find_item_tenths(header, video, FRAMES)
+        assert tenths is not None
+        assert [f"{tenth / 10:.1f}" for tenth in tenths] == [f"{time_s:.1f}" for time_s in times_s]
+        assert list(choose(header)) == expected + expected[-1:] * (len(expected) % FRAMES)
+    assert {2, 3, 4, 96} <= set(counts)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 @pytest.mark.parametrize(("width", "height"), [(160, 120), (90, 320), (48, 40)])
-def test_pixels_of_frames_equal_those_of_the_processor(tmp_path: Path, width: int, height: int) -> None:
+def test_pixels_of_frames_equal_those_of_the_processor(tmp_path: Path, width: int, height: int, family: str) -> None:
     """Resize as torchvision does on a processor, by `interpolate` on whole numbers; make frames smaller, and larger.
 
     Frames are neither black nor white: overshoot beyond these is clipped otherwise than by Pillow, by up to 5 / 255.
+    Qwen3-VL sees five frames, of which the last one fills two patches, within limits of all together.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_together
 
+    is_together = family == "qwen3_vl"
+    num_frames = 5 if is_together else 4
     rng = np.random.default_rng(width)
-    noise = [rng.integers(64, 192, (height // 4, width // 4, 3), dtype=np.uint8) for _ in range(4)]
+    noise = [rng.integers(64, 192, (height // 4, width // 4, 3), dtype=np.uint8) for _ in range(num_frames)]
     pictures = [Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC) for picture in noise]
     path = tmp_path / "a.mp4"
     path.write_bytes(movie(pictures, seconds_each=0.5, width=width, height=height, rate=2, key_every=1))
     with av.open(str(path)) as container:
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
     limits: dict[str, Any] = {"min_pixels": 84 * 84, "max_pixels": 112 * 112}
-    sides = smart_resize(height, width, factor=PATCH * MERGE, **limits)
+    if is_together:
+        limits = {name: num_frames * limit for name, limit in limits.items()}
+        sides = smart_resize_together(num_frames, height, width, FRAMES, PATCH * MERGE, **limits)
+    else:
+        sides = smart_resize(height, width, factor=PATCH * MERGE, **limits)
     pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
     resized = torch.nn.functional.interpolate(pixels, sides, mode="bicubic", antialias=True).float()
     mean, std = (255 * torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
-    patchify = _method_of_transformers("patchify")
+    patchify = _method_of_transformers("patchify", family)
     expected, *grid = patchify(None, ((resized - mean) / std)[None], PATCH, MERGE, FRAMES)
 
     image = ImageSettings(resample="bicubic", decode="full", mean=MEAN, std=STD)
+    if is_together:
+        limits |= {"sampling": "ends", "pixel_limits": "video"}
     video = VideoSettings(fps=2.0, **limits)
     vision = VisionSettings(
         layers=1, hidden=16, heads=2, ffn=16, patch=PATCH, temporal_patch=FRAMES, merge=MERGE,
@@ -133,7 +197,8 @@ def test_pixels_of_frames_equal_those_of_the_processor(tmp_path: Path, width: in
     grids = read_vision_items("video", media, image, video, vision).grids
     assert [(len(grids), *of_part) for of_part in grids] == [tuple(grid)] * len(grids)
     decoder = VisionItemDecoder(image, PATCH, FRAMES, video)
-    parts = [decoder.patches("video", media, part, len(grids), of_part) for part, of_part in enumerate(grids)]
+    patches = [decoder.patches("video", media, part, len(grids), of_part) for part, of_part in enumerate(grids)]
+    parts = [normalized(part, image) for part in patches]
     _, rows, cols = grid
     ours = np.stack(parts).reshape(-1, rows // MERGE, MERGE, cols // MERGE, MERGE, expected.shape[-1])
     in_squares = ours.swapaxes(2, 3).reshape(-1, expected.shape[-1])

@@ -19,6 +19,7 @@ from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.recipe.data_settings import ImageSettings, SourceSettings
 from mmtrain.recipe.schema import Recipe
 from tests.data.archives import movie, parquet, png, tar
+from tests.pixels import normalized
 
 MakeRecipe = Callable[..., Recipe]
 TILES = {"scheme": "tiles", "tile": 16, "max_tiles": 4}
@@ -40,7 +41,7 @@ def test_tiles_cover_the_canvas_and_the_last_is_the_thumbnail(tmp_path: Path) ->
     image = ImageSettings(**TILES, mean=(0, 0, 0), std=(1, 1, 1))
     decoder = VisionItemDecoder(image, 8)
     media = FileMedia(str(tmp_path / "a.png"))
-    left, right, thumbnail = (decoder.patches("image", media, part, 3, (2, 2)) for part in range(3))
+    left, right, thumbnail = (normalized(decoder.patches("image", media, part, 3, (2, 2)), image) for part in range(3))
     pixels = np.asarray(Image.open(tmp_path / "a.png"), dtype=np.float32) / 255
     for tile, part in ((left, pixels[:, :16]), (right, pixels[:, 16:])):
         assert np.allclose(tile.reshape(2, 2, 3, 8, 8).transpose(0, 3, 1, 4, 2).reshape(16, 16, 3), part)
@@ -98,7 +99,8 @@ def _payload(recipe: Recipe, index: DataIndex) -> np.ndarray:
     meta = assign(0, 0, groups, index.lengths, {"vision": 1, "llm": 1}, counts)
     data = BatchBuilder(index, recipe, (PayloadNeed("vision", 0, media=True),), counts).build(meta)
     assert data.quarantined == ()
-    return np.concatenate([data.encoders["vision"][0, i].cells for i in range(len(groups))])
+    cells = np.concatenate([data.encoders["vision"][0, i].cells for i in range(len(groups))])
+    return normalized(cells, recipe.data.image)
 
 
 @pytest.mark.parametrize("image", [{"min_pixels": 64, "max_pixels": 1024}, TILES, {"scheme": "fixed", "size": 16}])

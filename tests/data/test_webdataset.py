@@ -1,3 +1,4 @@
+import base64
 import json
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def test_members_of_one_name_are_one_sample(tmp_path: Path) -> None:
     assert isinstance(media, TarMember)
     with media.open() as file:
         assert file.read() == members["2.PNG"]
+
+
+def test_an_entry_may_hold_its_media_as_data_urls(tmp_path: Path) -> None:
+    url = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    members = {"1.json": _json("hi"), "2.json": _json([{"type": "image_url", "image_url": {"url": url}}])}
+    _, sample = _read(tar(tmp_path / "x.tar", members))
+    assert isinstance(sample, Sample)
+    with sample.images[0].open() as file:
+        assert file.read() == png()
 
 
 def test_an_entry_may_name_its_media(tmp_path: Path) -> None:

@@ -5,8 +5,12 @@ LLaVA, ShareGPT:   {"conversations": [{"from": "human", "value": "<image>\nWhat 
 messages (OpenAI): {"messages": [{"role": "user", "content": "<image>What colour?"}, {"role": "assistant", ...}],
                     "images": ["a.png"], "audios": [...], "videos": [...]}
 
+FineVision:        {"texts": [{"user": "What colour?", "assistant": "red"}, ...], "images": [...]}
+                   media without marks come in front of the first question
+
 Media may also be given inside a turn: `content` as a list of parts `{"type": "text", "text": ...}` and
-`{"type": "image", "image": "a.png"}` (or `image_url`, `audio`, `video`).
+`{"type": "image", "image": "a.png"}` (or `image_url`, `audio`, `video`; or the path under `path` or `url`). A path
+may be a data URL, which holds the medium itself.
 
 A `system` text beside the turns becomes the first turn. Output of tools (`tool`, `function`, `observation`) is context:
 nothing is learned from it. Tools are described in `tools` (or `functions`) and called in `tool_calls` (or
@@ -16,7 +20,7 @@ nothing is learned from it. Tools are described in `tools` (or `functions`) and 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample, Turn
+from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample, Turn, with_marks_in_front
 from mmtrain.data.formats.tool_calls import BadToolsError, read_fields, read_tools
 from mmtrain.data.media.media_bytes import Media
 
@@ -46,7 +50,10 @@ _MEDIA_KIND_BY_PART_TYPE = {
     "video": "video",
     "video_url": "video",
 }
-_CAPTION_KEYS = ("caption", "text")
+_PATH_KEYS = ("path", "url")  # of a part, or of the object in it, that names a file
+_CAPTION_KEYS = ("caption", "text", "txt")
+PAIRS_KEY = "texts"  # a list of questions and answers
+TEXT_KEYS = (*CONVERSATION_KEYS, PAIRS_KEY, *_CAPTION_KEYS)  # each of which makes an entry a sample
 
 
 class BadSampleError(Exception):
@@ -89,6 +96,9 @@ def build_sample(
     if not isinstance(entry, dict):
         expected = "` or `".join(keys)
         raise BadSampleError("malformed", f"found {json_type_name(entry)}, expected an object with `{expected}`")
+    is_pairs = keys == CONVERSATION_KEYS and PAIRS_KEY in entry and not any(key in entry for key in keys)
+    if is_pairs:
+        entry = {**entry, "messages": _pairs_to_messages(entry[PAIRS_KEY])}
     media: dict[str, list[Media]] = {}
     for kind, (singular, plural) in _MEDIA_KEYS.items():
         is_given = singular in entry or plural in entry
@@ -100,7 +110,7 @@ def build_sample(
     except BadToolsError as bad:
         raise BadSampleError("tools", f"it {bad}") from None
     template = entry.get("template")
-    return Sample(
+    sample = Sample(
         id=entry_id(entry, default_id or str(index)),
         source=source,
         index=index,
@@ -111,6 +121,7 @@ def build_sample(
         videos=tuple(media["video"]),
         tools=tools,
     )
+    return with_marks_in_front(sample) if is_pairs else sample
 
 
 def caption_to_conversation(entry: Any, media_kinds: Iterable[str]) -> Any:
@@ -118,13 +129,28 @@ def caption_to_conversation(entry: Any, media_kinds: Iterable[str]) -> Any:
 
     Any other entry is returned unchanged. The user's turn holds one mark for each of `media_kinds`, in order.
     """
-    if not isinstance(entry, dict) or any(key in entry for key in CONVERSATION_KEYS):
+    if not isinstance(entry, dict) or any(key in entry for key in (*CONVERSATION_KEYS, PAIRS_KEY)):
         return entry
     caption = next((entry[key] for key in _CAPTION_KEYS if isinstance(entry.get(key), str)), None)
     if caption is None:
         return entry
     marks = "".join(MARK_BY_MEDIA_KIND[kind] for kind in media_kinds)
     return entry | {"messages": [{"role": "user", "content": marks}, {"role": "assistant", "content": caption}]}
+
+
+def _pairs_to_messages(pairs: Any) -> list[dict[str, str]]:
+    """Return the messages of a list of questions and answers."""
+    if not isinstance(pairs, list) or not pairs:
+        what = "an empty list" if pairs == [] else json_type_name(pairs)
+        raise BadSampleError("malformed", f"`{PAIRS_KEY}` is {what}, expected a list of objects")
+    messages = []
+    for number, pair in enumerate(pairs, 1):
+        for role in ("user", "assistant"):
+            if not isinstance(pair, dict) or not isinstance(pair.get(role), str):
+                reason = f"`{PAIRS_KEY}`: pair {number} of {len(pairs)} has no text `{role}`"
+                raise BadSampleError("malformed", reason)
+            messages.append({"role": role, "content": pair[role]})
+    return messages
 
 
 def references_media(entry: dict[str, Any]) -> bool:
@@ -134,7 +160,8 @@ def references_media(entry: dict[str, Any]) -> bool:
     turns = [turn for key in CONVERSATION_KEYS if isinstance(entry.get(key), list) for turn in entry[key]]
     contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    return any(part.get("type") in _MEDIA_KIND_BY_PART_TYPE and part.get(part["type"]) for part in parts)
+    media_parts = [part for part in parts if part.get("type") in _MEDIA_KIND_BY_PART_TYPE]
+    return any(part.get(key) for part in media_parts for key in (part["type"], *_PATH_KEYS))
 
 
 def entry_id(entry: Any, default: str) -> str:
@@ -202,7 +229,7 @@ def _read_turn(turn: Any, media: dict[str, list[Media]], resolve_media: MediaRes
     text_key, role_key = ("content", "role") if "role" in turn else ("value", "from")
     text = turn.get(text_key)
     fields = ""
-    if len(turn) > 2:
+    if len(turn) > 2 or text is None:
         _check_weight(turn)
         try:
             fields = read_fields(turn)
@@ -215,8 +242,10 @@ def _read_turn(turn: Any, media: dict[str, list[Media]], resolve_media: MediaRes
     if not isinstance(text, str):
         raise _BadTurnError(f"has no text `{text_key}`")
     role = turn.get(role_key)
+    if isinstance(role, str) and role not in _ROLES:
+        role = role.strip().lower()  # `User`, `ASSISTANT`
     if not isinstance(role, str) or role not in _ROLES:
-        raise _BadTurnError(f"has `{role_key}` {role!r}, expected one of {', '.join(sorted(_ROLES))}")
+        raise _BadTurnError(f"has `{role_key}` {turn.get(role_key)!r}, expected one of {', '.join(sorted(_ROLES))}")
     fault = _unicode_fault(text)
     if fault is not None:
         raise _BadTurnError(f"has {fault}")
@@ -238,9 +267,9 @@ def _read_part(part: Any, media: dict[str, list[Media]], resolve_media: MediaRes
         allowed = ", ".join(("text", *_MEDIA_KIND_BY_PART_TYPE))
         raise _BadTurnError(f"has a part of type {part_type!r}, expected one of {allowed}")
     kind = _MEDIA_KIND_BY_PART_TYPE[part_type]
-    value = part.get(part_type)
-    if isinstance(value, dict) and isinstance(value.get("url"), str):
-        value = value["url"]
+    value = next((part[key] for key in (part_type, *_PATH_KEYS) if part.get(key) is not None), None)
+    if isinstance(value, dict):
+        value = next((value[key] for key in _PATH_KEYS if isinstance(value.get(key), str)), value)
     if isinstance(value, dict):
         raise _BadTurnError(f"holds its {kind} itself; write it to a file", f"{kind}_url")
     if value is not None:  # without a value the part only marks the position of a medium of the sample's list

@@ -1,12 +1,14 @@
-"""Read Parquet files: a row is an entry, and its media are bytes in a column, or paths.
+"""Read Parquet and Arrow files: a row is an entry, and its media are bytes in a column, or paths.
 
-Columns: `conversations` or `messages` as a list of structs or as JSON, or `caption` (`text`); media in `image`,
-`images`, `audio`, `audios`, `video`, `videos`, each cell holding bytes, a path, a struct `{bytes, path}` (as the
-`datasets` library writes it) or a list of these. Other columns are not read.
+Columns: `conversations` or `messages` as a list of structs or as JSON, `texts` (pairs of FineVision), or `caption`
+(`text`, `txt`); media in `image`, `images`, `audio`, `audios`, `video`, `videos`, each cell holding bytes, a path, a
+data URL, a struct `{bytes, path}` (as the `datasets` library writes it) or a list of these. Shards that were converted
+from WebDataset have bytes in columns called `jpg`, `png` and the like. Other columns are not read. In an Arrow file,
+record batches stand for row groups.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from mmtrain.data.formats.allowed_folder import AllowedFolder
 from mmtrain.data.formats.conversation import (
     CONVERSATION_KEYS,
     MARK_BY_MEDIA_KIND,
+    PAIRS_KEY,
+    TEXT_KEYS,
     BadSampleError,
     build_sample,
     caption_to_conversation,
@@ -25,13 +29,20 @@ from mmtrain.data.formats.conversation import (
 )
 from mmtrain.data.formats.json_files import parse_json
 from mmtrain.data.formats.sample import Quarantined, Sample
+from mmtrain.data.media.arrow_files import ARROW_SUFFIX, ArrowFile
+from mmtrain.data.media.data_urls import find_data_urls, is_data_url, read_url_head
 from mmtrain.data.media.media_bytes import Media, ParquetCell
 from mmtrain.data.media.parquet_cells import PARQUET_BATCH_ROWS, decode_dictionary
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import LimitSettings
 
 _MEDIA_KIND_BY_COLUMN = {column: kind for kind in MARK_BY_MEDIA_KIND for column in (kind, f"{kind}s")}
-_TEXT_COLUMNS = (*CONVERSATION_KEYS, "system", "tools", "functions", "caption", "text", "id", "template")
+_MEDIA_KIND_BY_EXTENSION_COLUMN = {
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp"), "image"),
+    **dict.fromkeys(("wav", "flac", "mp3"), "audio"),
+    "mp4": "video",
+}
+_TEXT_COLUMNS = (*TEXT_KEYS, "system", "tools", "functions", "id", "template")
 # Limits of Parquet's own metadata (names, row groups, statistics): a hostile file must not fill the memory.
 _MAX_METADATA_STRING_BYTES = 256 << 20
 _MAX_METADATA_ENTRIES = 10_000_000
@@ -42,9 +53,10 @@ _MAX_COLUMNS_IN_MESSAGE = 20
 class _ParquetSource:
     """What reading the rows of one file depends on."""
 
-    file: Any  # pyarrow.parquet.ParquetFile
+    file: Any  # pyarrow.parquet.ParquetFile, or ArrowFile
     path: Path
     columns: tuple[str, ...]  # those that are read, in the order of the file
+    media_kinds: Mapping[str, str]  # of those of them that hold media
     folder: AllowedFolder
     limits: LimitSettings
 
@@ -58,14 +70,17 @@ def read_parquet(path: Path, folder: AllowedFolder, limits: LimitSettings) -> It
     """Read every row of a file in order. Raises `DataError` if the file cannot be opened."""
     with _open(path) as file:
         names = file.schema_arrow.names
-        columns = tuple(name for name in names if name in _MEDIA_KIND_BY_COLUMN or name in _TEXT_COLUMNS)
-        if not set(columns) & {*CONVERSATION_KEYS, "caption", "text"}:
+        media_kinds = _media_columns(file.schema_arrow)
+        columns = tuple(name for name in names if name in media_kinds or name in _TEXT_COLUMNS)
+        if not set(columns) & set(TEXT_KEYS):
             shown = ", ".join(names[:_MAX_COLUMNS_IN_MESSAGE])
-            raise DataError(f"{path}: no column `conversations`, `messages`, `caption` or `text`; found {shown}")
-        source = _ParquetSource(file, path, columns, folder, limits)
+            known = ", ".join(f"`{key}`" for key in TEXT_KEYS)
+            raise DataError(f"{path}: no column {known}; found {shown}")
+        source = _ParquetSource(file, path, columns, media_kinds, folder, limits)
         first_row = 0
         for row_group in range(file.num_row_groups):
-            num_rows = file.metadata.row_group(row_group).num_rows
+            is_arrow = isinstance(file, ArrowFile)
+            num_rows = file.num_rows(row_group) if is_arrow else file.metadata.row_group(row_group).num_rows
             if first_row + num_rows > limits.max_members:
                 reason = f"{path}: more rows than data.limits.max_members = {limits.max_members}; the rest is not read"
                 yield Quarantined(str(path), first_row, str(path), "parquet_too_many", reason)
@@ -74,8 +89,31 @@ def read_parquet(path: Path, folder: AllowedFolder, limits: LimitSettings) -> It
             first_row += num_rows
 
 
+def _media_columns(schema: Any) -> dict[str, str]:
+    """Return the columns that hold media, each with the kind; those called like a suffix only if they hold bytes."""
+    kinds = {}
+    for name in schema.names:
+        if name in _MEDIA_KIND_BY_COLUMN:
+            kinds[name] = _MEDIA_KIND_BY_COLUMN[name]
+        elif name.lower() in _MEDIA_KIND_BY_EXTENSION_COLUMN and _holds_bytes(schema.field(name).type):
+            kinds[name] = _MEDIA_KIND_BY_EXTENSION_COLUMN[name.lower()]
+    return kinds
+
+
+def _holds_bytes(value_type: Any) -> bool:
+    """Return whether values of a type are bytes, or structs with bytes."""
+    if pa.types.is_dictionary(value_type):
+        value_type = value_type.value_type
+    if pa.types.is_struct(value_type):
+        return bool(value_type.get_field_index("bytes") >= 0)
+    return bool(pa.types.is_binary(value_type) or pa.types.is_large_binary(value_type))
+
+
 def _open(path: Path) -> Any:
+    kind = "an Arrow file" if path.suffix == ARROW_SUFFIX else "a Parquet file"
     try:
+        if path.suffix == ARROW_SUFFIX:
+            return ArrowFile(path)
         return pyarrow.parquet.ParquetFile(
             path,
             thrift_string_size_limit=_MAX_METADATA_STRING_BYTES,
@@ -84,19 +122,19 @@ def _open(path: Path) -> Any:
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except Exception as error:  # pyarrow's errors have no common base
-        raise DataError(f"{path}: not a Parquet file, or a damaged one: {error}") from None
+        raise DataError(f"{path}: not {kind}, or a damaged one: {error}") from None
 
 
 def _read_row_group(source: _ParquetSource, row_group: int, first_row: int) -> Iterator[Sample | Quarantined]:
     """Read the rows of one row group; its first row is row `first_row` of the file."""
     path = source.path
-    unread = _columns_full_of_bytes(source.file, row_group, source.limits.max_member_bytes)
+    unread = _columns_full_of_bytes(source, row_group)
     read = [name for name in source.columns if name not in unread]
-    media_columns = [name for name in source.columns if name in _MEDIA_KIND_BY_COLUMN]
+    media_columns = [name for name in source.columns if name in source.media_kinds]
     num_read = 0
     try:
         for batch in source.file.iter_batches(PARQUET_BATCH_ROWS, [row_group], read, use_threads=False):
-            texts = {name: batch[name].to_pylist() for name in read if name not in _MEDIA_KIND_BY_COLUMN}
+            texts = {name: batch[name].to_pylist() for name in read if name not in source.media_kinds}
             for row in range(batch.num_rows):
                 entry = {name: values[row] for name, values in texts.items() if values[row] is not None}
                 cell = partial(ParquetCell, str(path), row_group, num_read + row)
@@ -110,17 +148,21 @@ def _read_row_group(source: _ParquetSource, row_group: int, first_row: int) -> I
         yield Quarantined(str(path), first_row + num_read, str(path), "parquet_broken", reason)
 
 
-def _columns_full_of_bytes(file: Any, row_group: int, max_bytes: int) -> set[str]:
+def _columns_full_of_bytes(source: _ParquetSource, row_group: int) -> set[str]:
     """Return the media columns that surely hold bytes in every row of a row group, each cell small enough.
 
     They need not be read for indexing. Known from the statistics in the file's metadata.
     """
+    file = source.file
+    if file.metadata is None:  # of an Arrow file, where looking at a column reads nothing
+        return set()
+    max_bytes = source.limits.max_member_bytes
     metadata = file.metadata.row_group(row_group)
     names = set()
     for number in range(metadata.num_columns):
         leaf = metadata.column(number)
         name, _, field = leaf.path_in_schema.partition(".")
-        if name not in _MEDIA_KIND_BY_COLUMN or field not in ("", "bytes") or name not in file.schema_arrow.names:
+        if name not in source.media_kinds or field not in ("", "bytes") or name not in file.schema_arrow.names:
             continue
         value_type = file.schema_arrow.field(name).type
         if pa.types.is_struct(value_type):
@@ -148,21 +190,49 @@ def _read_row(
     try:
         media_kinds: list[str] = []
         for name, value in values.items():
-            kind = _MEDIA_KIND_BY_COLUMN[name]
+            kind = source.media_kinds[name]
             media: list[Media] = [cell(name, None)]
             if value is not None:
                 media = _media_in_value(source, value, kind, partial(cell, name))
             media_kinds += [kind] * len(media)
-            entry[name] = media or None
-        for key in CONVERSATION_KEYS:
+            key = name if name in _MEDIA_KIND_BY_COLUMN else f"{kind}s"
+            entry[key] = [*(entry.get(key) or ()), *media] or None
+        for key in (*CONVERSATION_KEYS, PAIRS_KEY):
             if isinstance(entry.get(key), str):
                 entry[key] = parse_json(entry[key].encode())
-        return build_sample(caption_to_conversation(entry, media_kinds), path, number, source.resolve)
+            elif isinstance(entry.get(key), dict):
+                entry[key] = _list_of_turns(entry[key])
+        resolve = partial(_resolve_in_row, source, entry, cell)
+        return build_sample(caption_to_conversation(entry, media_kinds), path, number, resolve)
     except BadSampleError as bad:
         return Quarantined(path, number, entry_id(entry, str(number)), bad.kind, bad.reason)
     except ValueError as error:
         reason = f"its conversation is not valid JSON: {error}"
         return Quarantined(path, number, entry_id(entry, str(number)), "malformed", reason)
+
+
+def _list_of_turns(lists: dict[str, Any]) -> Any:
+    """Return turns from a list for each of their fields, as `datasets` stores a `Sequence` of structs."""
+    columns = list(lists.values())
+    if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        return lists
+    return [dict(zip(lists, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _resolve_in_row(
+    source: _ParquetSource, entry: dict[str, Any], cell: Callable[[str, int | None], ParquetCell], kind: str, value: Any
+) -> Media:
+    """Return the medium of a row that its media columns or its conversation name, which may hold it as a data URL."""
+    if not isinstance(value, str) or not is_data_url(value):
+        return source.resolve(kind, value)
+    fault = read_url_head(kind, value)
+    if fault is not None:
+        raise BadSampleError(f"{kind}_url", fault)
+    for key in CONVERSATION_KEYS:
+        urls = find_data_urls(entry.get(key))
+        if value in urls:
+            return replace(cell(key, None), url=urls.index(value))
+    raise AssertionError("media columns hold no other texts than paths once they are read")
 
 
 def _media_in_value(
@@ -187,7 +257,12 @@ def _medium_in_value(source: _ParquetSource, value: Any, kind: str, cell: Parque
     if not isinstance(value, pa.BinaryScalar):
         raise BadSampleError("malformed", f"{cell} is {value.type}, expected bytes, a path or both")
     if isinstance(value, pa.StringScalar | pa.LargeStringScalar):
-        return source.folder.file(kind, value.as_py())
+        text = value.as_py()
+        if not is_data_url(text):
+            return source.folder.file(kind, text)
+        fault = read_url_head(kind, text)
+        if fault is not None:
+            raise BadSampleError(f"{kind}_url", fault)
     size = value.as_buffer().size
     max_bytes = source.limits.max_member_bytes
     if size > max_bytes:

@@ -1,14 +1,16 @@
 """Read a source of any format: `read_samples` yields its samples in order, quarantined ones included."""
 
-import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 from mmtrain.data.formats.allowed_folder import AllowedFolder
 from mmtrain.data.formats.conversation import CONVERSATION_KEYS, CONVERSATION_KEYS_BY_FORMAT
+from mmtrain.data.formats.datasets_folder import saved_dataset_files
+from mmtrain.data.formats.energon import read_energon_folder
 from mmtrain.data.formats.json_files import JSON_LINES_SUFFIXES, read_json
-from mmtrain.data.formats.sample import Quarantined, Sample
+from mmtrain.data.formats.sample import Quarantined, Sample, with_marks_in_front
+from mmtrain.data.formats.shard_patterns import expand_braces
 from mmtrain.data.formats.webdataset import read_shard
 from mmtrain.data.optional_packages import require_package
 from mmtrain.errors import DataError
@@ -20,10 +22,10 @@ _CONTAINER_BY_SUFFIX = {
     ".tar": "webdataset",
     ".parquet": "parquet",
     ".pq": "parquet",
+    ".arrow": "parquet",  # the same columns
 }
 _COMPRESSED_SUFFIXES = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 _PATTERN_CHARACTERS = frozenset("*?[{")
-_MAX_SHARDS_IN_RANGE = 1_000_000  # `{0..999999999999}` is a slip of the user's, and would fill the memory
 
 
 def read_samples(source: SourceSettings, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
@@ -31,11 +33,21 @@ def read_samples(source: SourceSettings, limits: LimitSettings) -> Iterator[Samp
 
     Raises `DataError` if there is no file, or if its format is not supported.
     """
+    samples = _read_shards(source, limits)
+    if source.unmarked_media == "reject":
+        return samples
+    return (with_marks_in_front(sample) if isinstance(sample, Sample) else sample for sample in samples)
+
+
+def _read_shards(source: SourceSettings, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
     if source.states_lengths:
         raise DataError(
             f"{source.path}: states lengths (format `lengths`), which serve for planning; there are no samples to read"
         )
-    files = list_shards(source.path)
+    files = list_shards(source.path, source.split)
+    folder = next((file for file in files if file.is_dir()), None)
+    if folder is not None:
+        raise DataError(f"{folder}: a folder, where {source.path} must name files; name the files in it: {folder}/*")
     container = _container(source, files)
     if source.path.is_dir():
         files = [file for file in files if _CONTAINER_BY_SUFFIX[file.suffix] == container]
@@ -45,7 +57,8 @@ def read_samples(source: SourceSettings, limits: LimitSettings) -> Iterator[Samp
                 f"{source.path}: image_root is {source.image_root}, but the media of a tar shard are inside the shard: "
                 "remove image_root"
             )
-        return chain.from_iterable(read_shard(file, limits) for file in files)
+        energon = read_energon_folder(source.path, source.split)
+        return chain.from_iterable(read_shard(file, limits, energon) for file in files)
     if container == "parquet":
         require_package("pyarrow.parquet", "parquet", f"{files[0]}: reading Parquet")
         from mmtrain.data.formats.parquet import read_parquet
@@ -55,11 +68,23 @@ def read_samples(source: SourceSettings, limits: LimitSettings) -> Iterator[Samp
     return chain.from_iterable(read_json(file, _media_folder(source, file).file, keys) for file in files)
 
 
-def list_shards(path: Path) -> list[Path]:
+def list_shards(path: Path, split: str | None = None) -> list[Path]:
     """Return the files that a path names: itself, those of a folder, or those that match a pattern.
 
-    Patterns hold `{000..123}`, `{a,b}`, `*` and `?`. Raises `DataError` if there are no files.
+    Patterns hold `{000..123}`, `{a,b}`, `*` and `?`. Of folders of Energon and of the `datasets` library, the files are
+    those that they name; `split` chooses among them. Raises `DataError` if there are no files.
     """
+    if path.is_dir():
+        energon = read_energon_folder(path, split)
+        if energon is not None:
+            return list(energon.shards)
+        saved = saved_dataset_files(path, split)
+        if saved is not None:
+            return saved
+    if split is not None:
+        raise DataError(
+            f"{path}: has split {split}, but is no folder of Energon (.nv-meta) or of the datasets library; remove it"
+        )
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _CONTAINER_BY_SUFFIX)
         if not files:
@@ -68,7 +93,7 @@ def list_shards(path: Path) -> list[Path]:
         return files
     if path.exists() or not _PATTERN_CHARACTERS & set(str(path)):
         return [path]
-    patterns = _expand_braces(str(path))
+    patterns = expand_braces(str(path))
     files = [file for pattern in patterns for file in _matching_files(Path(pattern))]
     if not files:
         raise DataError(f"{path}: no file matches")
@@ -76,6 +101,8 @@ def list_shards(path: Path) -> list[Path]:
 
 
 def _media_folder(source: SourceSettings, file: Path) -> AllowedFolder:
+    if source.image_root is not None and source.image_root.is_file():
+        raise DataError(f"{source.path}: image_root is {source.image_root}, a file; expected the folder of its media")
     return AllowedFolder(source.image_root or file.parent)
 
 
@@ -84,29 +111,6 @@ def _matching_files(pattern: Path) -> list[Path]:
         return [pattern]
     anchor = Path(pattern.anchor)
     return sorted(anchor.glob(str(pattern.relative_to(anchor))))
-
-
-def _expand_braces(text: str) -> list[str]:
-    """Return every text that `{a,b}` and `{000..123}` stand for, as in a shell.
-
-    >>> _expand_braces("x-{08..10}.{tar,txt}")[:3]
-    ['x-08.tar', 'x-08.txt', 'x-09.tar']
-    """
-    braces = re.search(r"\{([^{}]*)\}", text)
-    if braces is None:
-        return [text]
-    number_range = re.fullmatch(r"(\d+)\.\.(\d+)", braces[1])
-    if number_range is None:
-        choices = braces[1].split(",")
-    else:
-        low = int(number_range[1])
-        high = int(number_range[2])
-        if high - low >= _MAX_SHARDS_IN_RANGE:
-            raise DataError(f"{text}: names more than {_MAX_SHARDS_IN_RANGE} shards")
-        num_digits = len(number_range[1])
-        choices = [str(number).zfill(num_digits) for number in range(low, high + 1)]
-    tails = _expand_braces(text[braces.end() :])
-    return [f"{text[: braces.start()]}{choice}{tail}" for choice in choices for tail in tails]
 
 
 def _container(source: SourceSettings, files: list[Path]) -> str:
@@ -121,6 +125,8 @@ def _container(source: SourceSettings, files: list[Path]) -> str:
     compressed = next((file for file in files if file.suffix in _COMPRESSED_SUFFIXES), None)
     if compressed is not None:
         raise DataError(f"{compressed}: compressed data cannot be read at random positions; unpack it")
+    if not any(file.exists() for file in files):
+        raise DataError(f"{source.path}: no such file or folder")
     suffixes = ", ".join(sorted({file.suffix or "no suffix" for file in files}))
     known = ", ".join(sorted(_CONTAINER_BY_SUFFIX))
     raise DataError(

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Container, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -94,6 +94,24 @@ class Quarantined:
         return f"{self.source}, number {self.index}, id {self.id!r}: {self.kind}: {self.reason}"
 
 
+def with_marks_in_front(sample: Sample) -> Sample:
+    """Return a sample with marks at the start of its first user turn for media of kinds that have no mark at all.
+
+    A line break follows the marks, as in LLaVA's data; chat templates that write media themselves leave it out.
+    """
+    marks = ""
+    for kind, media in sample.media.items():
+        mark = f"<{kind}>"
+        if media and not any(mark in turn.text for turn in sample.turns if turn.role in MEDIA_ROLES):
+            marks += mark * len(media)
+    first = next((number for number, turn in enumerate(sample.turns) if turn.role == "user"), None)
+    if not marks or first is None:
+        return sample
+    turn = sample.turns[first]
+    marked = replace(turn, text=f"{marks}\n{turn.text}" if turn.text else marks)
+    return replace(sample, turns=(*sample.turns[:first], marked, *sample.turns[first + 1 :]))
+
+
 def find_unusable(sample: Sample, read_kinds: Container[MediaKind]) -> Quarantined | None:
     """Quarantine a sample whose marks do not match its media, or which has no answer to learn from.
 
@@ -113,6 +131,8 @@ def find_unusable(sample: Sample, read_kinds: Container[MediaKind]) -> Quarantin
 
 def _miscounted(sample: Sample, kind: MediaKind, num_media: int, num_marks: int) -> Quarantined:
     reason = f"{num_media} {PLURALS[kind]}, but {num_marks} <{kind}> marks in its user turns"
+    if num_media and not num_marks:
+        reason += "; unmarked_media: front of its source puts marks in front of the first user turn"
     return Quarantined.of(sample, f"{kind}_count", reason)
 
 

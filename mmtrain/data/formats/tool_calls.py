@@ -12,6 +12,12 @@ from typing import Any
 
 # Of a turn, beside its role and text: what templates read.
 _OTHER_FIELDS = ("name", "tool_call_id", "reasoning_content")
+_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # of DeepSeek and Qwen; OpenRouter; Ollama
+
+
+def read_thought(fields: str) -> str:
+    """Return what an assistant thought before it answered, from the `fields` of a turn; an empty text for nothing."""
+    return str(json.loads(fields).get("reasoning_content", "")) if '"reasoning_content"' in fields else ""
 
 
 class BadToolsError(Exception):
@@ -43,6 +49,9 @@ def read_fields(turn: Mapping[str, Any]) -> str:
     for key in _OTHER_FIELDS:
         if isinstance(turn.get(key), str):
             fields[key] = turn[key]
+    thought = next((turn[key] for key in _THOUGHT_KEYS if isinstance(turn.get(key), str) and turn[key]), None)
+    if thought is not None:
+        fields["reasoning_content"] = thought
     return _to_json(fields) if fields else ""
 
 

@@ -15,28 +15,41 @@ from typing import Any
 
 from mmtrain.data.formats.conversation import (
     BadSampleError,
+    MediaResolver,
     build_sample,
     caption_to_conversation,
     entry_id,
     references_media,
 )
-from mmtrain.data.formats.json_files import MAX_ENTRY_BYTES, parse_json
+from mmtrain.data.formats.energon import EnergonDataset
+from mmtrain.data.formats.inline_media import may_hold_data_urls, resolve_data_urls
+from mmtrain.data.formats.json_files import parse_json
+from mmtrain.data.formats.json_list import MAX_ENTRY_BYTES
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.formats.tar_members import BadTarMember, read_tar_members
-from mmtrain.data.media.media_bytes import TarMember
+from mmtrain.data.media.media_bytes import Media, TarMember
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import LimitSettings
 
 _MEDIA_KIND_BY_EXTENSION = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"), "image"),
+    **dict.fromkeys(("avif", "heic", "heif"), "image"),
     **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus"), "audio"),
     **dict.fromkeys(("mp4", "m4v", "mov", "avi", "mkv", "webm", "mpg", "mpeg", "ts", "flv"), "video"),
 }
 _KEY_AND_EXTENSION = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
 
 
-def read_shard(path: Path, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
-    """Read every sample of a shard in order. Raises `DataError` if it cannot be opened."""
+def read_shard(
+    path: Path, limits: LimitSettings, energon: EnergonDataset | None = None
+) -> Iterator[Sample | Quarantined]:
+    """Read every sample of a shard in order, or those that `energon` does not exclude, from the members that it names.
+
+    Raises `DataError` if the shard cannot be opened.
+    """
+    excluded: frozenset[str] = frozenset()
+    if energon is not None:
+        excluded = energon.excluded.get(path, excluded)
     try:
         for number, (key, members) in enumerate(groupby(read_tar_members(path, limits), _sample_key)):
             if key is None:  # members that belong to no sample
@@ -44,11 +57,12 @@ def read_shard(path: Path, limits: LimitSettings) -> Iterator[Sample | Quarantin
                     if isinstance(member, BadTarMember):
                         yield Quarantined(str(path), number, member.name, member.kind, member.reason)
                 continue
-            yield _read_sample(path, number, key, list(members))
+            if key not in excluded:
+                yield _read_sample(path, number, key, list(members), energon)
     except FileNotFoundError:
         raise DataError(f"{path}: no such shard") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _sample_key(member: TarMember | BadTarMember) -> str | None:
@@ -59,7 +73,9 @@ def _sample_key(member: TarMember | BadTarMember) -> str | None:
     return match[1] if match else None
 
 
-def _read_sample(path: Path, number: int, key: str, members: list[TarMember | BadTarMember]) -> Sample | Quarantined:
+def _read_sample(
+    path: Path, number: int, key: str, members: list[TarMember | BadTarMember], energon: EnergonDataset | None
+) -> Sample | Quarantined:
     entry: Any = None
     try:
         by_extension: dict[str, TarMember] = {}
@@ -70,23 +86,32 @@ def _read_sample(path: Path, number: int, key: str, members: list[TarMember | Ba
             if extension in by_extension:
                 raise BadSampleError("malformed", f"two members called {member.name!r}")
             by_extension[extension] = member
-        entry = _read_entry(key, by_extension)
-        return build_sample(
-            entry,
-            str(path),
-            number,
-            lambda kind, name: _find_member(kind, name, key, by_extension),
-            default_id=key,
-        )
+        text = b""
+        if energon is not None and energon.fields:
+            entry = energon.make_entry(by_extension, _read_text)
+        else:
+            text = _read_text(by_extension["json"]) if "json" in by_extension else b""
+            entry = _read_entry(key, by_extension, text)
+
+        def find_member(kind: str, name: Any) -> Media:
+            return _find_member(kind, name, key, by_extension)
+
+        resolve: MediaResolver = find_member
+        if may_hold_data_urls(text):
+            resolve = resolve_data_urls(str(path), by_extension["json"].offset, text, find_member)
+        return build_sample(entry, str(path), number, resolve, default_id=key)
     except BadSampleError as bad:
         return Quarantined(str(path), number, entry_id(entry, key), bad.kind, bad.reason)
 
 
-def _read_entry(key: str, by_extension: dict[str, TarMember]) -> Any:
-    """Return the entry of a sample; where it names no media, they are named by their extensions."""
+def _read_entry(key: str, by_extension: dict[str, TarMember], text: bytes) -> Any:
+    """Return the entry of a sample; where it names no media, they are named by their extensions.
+
+    text: what its `.json` member holds, if it has one.
+    """
     if "json" in by_extension:
         try:
-            entry = parse_json(_read_text(by_extension["json"]))
+            entry = parse_json(text)
         except ValueError as error:
             raise BadSampleError("malformed", f"{by_extension['json']} is not valid JSON: {error}") from None
     elif "txt" in by_extension:

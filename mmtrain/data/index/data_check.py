@@ -16,6 +16,7 @@ from mmtrain.data.media.image_grids import Grid
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import AudioDataSettings, DataSettings, LimitSettings, SourceSettings
 from mmtrain.recipe.encoder_settings import EncoderSettings
 from mmtrain.recipe.modalities import MODALITIES, VISION, MediaKind
@@ -73,7 +74,7 @@ def check_sources_for_recipe(
     """Check sources as a recipe would use them: with its limits, its preprocessing and its tokenizer.
 
     `notify` is called while headers are read, and after that `progress` while media are decoded. Raises `DataError` if
-    a source cannot be read at all.
+    a source cannot be read at all, or if there are no samples.
     """
     tokenizer = load_tokenizer(recipe.data.tokenizer_path)
     for warning in tokenizer.warnings:
@@ -85,6 +86,7 @@ def check_sources_for_recipe(
             samples.append((entry.sample, _itemized(entry, recipe)))
         else:
             bad.append(entry)
+    _check_not_empty(sources, len(samples) + len(bad))
     encoders = [recipe.model.all_encoders[unit] for unit in _first_encoders(recipe).values()]
     decoder = _Decoder(recipe.data, _encoders_by_kind(encoders))
     return _decode_and_report(samples, bad, decoder, recipe.data.max_bad_rate, progress)
@@ -98,7 +100,7 @@ def check_sources(
     """Check sources for no model in particular: with default limits, and samples of any length.
 
     `notify` is called while headers are read, and after that `progress` while media are decoded. Raises `DataError` if
-    a source cannot be read at all.
+    a source cannot be read at all, or if there are no samples.
     """
     samples: list[_SampleMedia] = []
     bad: list[Quarantined] = []
@@ -113,9 +115,16 @@ def check_sources(
             bad.append(media)
         else:
             samples.append((entry, media))
+    _check_not_empty(sources, len(samples) + len(bad))
     # Clips of any length are decoded, but their frames are not computed: those of a day would fill the memory.
     decoder = _Decoder(_ANY_DATA, {kind: encoders[kind] for kind in VISION.media})
     return _decode_and_report(samples, bad, decoder, _DEFAULT_BAD_RATE, progress)
+
+
+def _check_not_empty(sources: Sequence[SourceSettings], num_samples: int) -> None:
+    if num_samples == 0:
+        paths = ", ".join(str(source.path) for source in sources)
+        raise DataError(f"{paths}: no samples; expected at least one, good or bad")
 
 
 def _itemized(measured: MeasuredSample, recipe: Recipe) -> list[_ItemizedMedia]:

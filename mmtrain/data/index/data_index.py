@@ -17,25 +17,28 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from mmtrain.balance.batch_meta import IntArray, ItemLengths, SampleLengths
+from mmtrain.balance.batch_meta import FloatArray, IntArray, ItemLengths, SampleLengths
+from mmtrain.balance.mixture import Mixture
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.index.index_cache import IndexCache, StoredIndex
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
+from mmtrain.data.index.sample_sources import SampleSources, find_mixture, sample_uses
 from mmtrain.data.index.sample_table import SampleTable, content_json, sample_record
 from mmtrain.data.index.stated_lengths import read_stated_lengths
 from mmtrain.data.media.image_grids import MediumGrid, MediumItems
 from mmtrain.data.media.item_readers import tile_join
 from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin, join_media
 from mmtrain.data.text.load_tokenizer import load_tokenizer
-from mmtrain.data.text.sample_tokenizer import MediaFeatures, split_videos
+from mmtrain.data.text.sample_tokenizer import ItemTenths, MediaFeatures, split_videos
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.data_settings import SourceSettings
+from mmtrain.recipe.modalities import VISION
 from mmtrain.recipe.schema import Recipe
 
 MAX_SAMPLES_IN_MESSAGE = 5
+MAX_REPEATED_USES = 20_000_000  # of samples in an epoch, by weights above 1: an epoch's order is held in memory
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class DataIndex:
 
     samples: Sequence[Sample]
     lengths: SampleLengths
-    weights: npt.NDArray[np.float64]  # (S,) how often an epoch uses each sample
+    weights: FloatArray  # (S,) how often an epoch uses each sample
     quarantined: tuple[Quarantined, ...]
     # Encoder unit -> (I,) the part of its medium that an item is: the number of its tile or frame, from 0.
     item_parts: dict[str, IntArray] = field(default_factory=dict)
@@ -55,6 +58,10 @@ class DataIndex:
     warnings: tuple[str, ...] = ()  # of the tokenizer
     joins: dict[str, TileJoin] = field(default_factory=dict)  # for encoders whose tiles are joined
     image_sizes: dict[str, IntArray] = field(default_factory=dict)  # theirs: (I, 2) of an item's image; 0: a frame
+    # Of encoders whose videos are sampled from end to end: (I,) when an item is shown, in tenths of seconds.
+    item_tenths: dict[str, IntArray] = field(default_factory=dict)
+    sources: SampleSources | None = None  # which source each sample is of; None for samples that no recipe names
+    mixture: Mixture | None = None  # where sources have shares; `weights` are then 1
 
     def media_features(self, sample: int) -> MediaFeatures:
         """Return for each modality the LLM tokens of a sample's media, summed over its encoders, for a tokenizer."""
@@ -69,15 +76,17 @@ class DataIndex:
             return features
         readers = {modality: unit for unit, modality in self.modalities.items()}
         return split_videos(
-            features, self.samples[sample], lambda modality, number: self._num_items(sample, readers[modality], number)
+            features, self.samples[sample], lambda modality, number: self._items_of(sample, readers[modality], number)
         )
 
-    def _num_items(self, sample: int, unit: str, number: int) -> int:
-        """Return how many items one medium of a sample is for an encoder."""
-        items = self.lengths.items[unit]
-        parts = self.item_parts[unit][items.first[sample] : items.first[sample + 1]]
+    def _items_of(self, sample: int, unit: str, number: int) -> tuple[int, ItemTenths]:
+        """Return how many items one medium of a sample is for an encoder, and when they are shown if that is known."""
+        first, end = self.lengths.items[unit].first[sample : sample + 2]
+        parts = self.item_parts[unit][first:end]
         edges = [*np.flatnonzero(parts == 0).tolist(), len(parts)]
-        return int(edges[number + 1] - edges[number])
+        of_medium = slice(edges[number], edges[number + 1])
+        tenths = self.item_tenths[unit][first:end][of_medium].tolist() if unit in self.item_tenths else None
+        return of_medium.stop - of_medium.start, tenths
 
     def unit_features(self, sample: int, unit: str) -> list[int]:
         """Return the LLM tokens of each medium of a sample that one encoder reads, summed over its items."""
@@ -110,14 +119,20 @@ class DataIndex:
         counts = np.diff(np.append(starts, first[sample + 1] - first[sample])).tolist()
         return [(width, height) if width else None for width, height in sizes], counts
 
-    def media_grids(self, sample: int, unit: str, merge: int) -> list[MediumGrid]:
-        """Return the features of each medium of a sample that one encoder reads, which merges squares of patches."""
+    def media_grids(self, sample: int, unit: str, merge: int, items_apart: bool = False) -> list[MediumGrid]:
+        """Return the features of each medium of a sample that one encoder reads, which merges squares of patches.
+
+        items_apart: text stands between the items of a medium, so that each is a medium of its own.
+        """
         items = self.lengths.items[unit]
         of_sample = slice(items.first[sample], items.first[sample + 1])
         rows, cols = items.rows[of_sample] // merge, items.cols[of_sample] // merge
         starts = np.flatnonzero(self.item_parts[unit][of_sample] == 0).tolist()
         ends = [*starts[1:], len(rows)][: len(starts)]
         times = self.item_times[unit][of_sample].tolist()
+        if items_apart:
+            sides = zip(rows.tolist(), cols.tolist(), strict=True)
+            return [MediumGrid((0,), down, across) for down, across in sides]
         return [
             MediumGrid(times[start:end], int(rows[start]), int(cols[start]))
             for start, end in zip(starts, ends, strict=True)
@@ -156,6 +171,10 @@ class DataIndex:
             arrays += [items.first, items.rows, items.cols, items.tokens, items.features]
             arrays += [self.item_parts[unit], self.item_times[unit]]
             arrays += [self.image_sizes[unit]] if unit in self.joins else []
+            arrays += [self.item_tenths[unit]] if unit in self.item_tenths else []
+        if self.mixture is not None:
+            arrays.append(self.mixture.sources)
+            digest.update(repr((self.mixture.unit, self.mixture.phases)).encode())
         for values in arrays:
             digest.update(values.tobytes())
         return digest.hexdigest()
@@ -203,15 +222,51 @@ def _index_stated_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> 
     if not num_usable:
         raise DataError(f"data.sources: no usable rows in {', '.join(str(s.path) for s in sources)}")
     parts = {unit: np.zeros(len(items.tokens), dtype=np.int64) for unit, items in stated.lengths.items.items()}
-    weights = np.array([source.weight for source in sources], dtype=np.float64)[stated.source]
-    return DataIndex((), stated.lengths, weights, stated.quarantined, parts, parts, stated.sha256)
+    index = DataIndex((), stated.lengths, np.ones(num_usable), stated.quarantined, parts, parts, stated.sha256)
+    return _with_sources(index, recipe, sources, stated.source)
+
+
+def _with_sources(
+    index: DataIndex, recipe: Recipe, sources: Sequence[SourceSettings], source_numbers: IntArray
+) -> DataIndex:
+    """Add which source each sample is of, and how often training uses it."""
+    named = SampleSources.of(sources, source_numbers)
+    weights = _sample_weights(sources, source_numbers)
+    mixture = find_mixture(sources, named, recipe.data.share_unit)
+    uses = sample_uses(weights, mixture, index.lengths.tokens, recipe.train.steps)
+    lengths = replace(index.lengths, uses=uses)
+    return replace(index, lengths=lengths, weights=weights, sources=named, mixture=mixture)
+
+
+def _sample_weights(sources: Sequence[SourceSettings], source_numbers: IntArray) -> FloatArray:
+    """Return (S,) how often an epoch uses each sample. Raises `DataError` for an epoch of too many repeated uses."""
+    weights: FloatArray = np.array([source.weight for source in sources], dtype=np.float64)
+    repeated_uses = np.bincount(source_numbers, minlength=len(sources)) * np.maximum(weights - 1, 0)
+    if repeated_uses.sum() > MAX_REPEATED_USES:
+        largest = int(repeated_uses.argmax())
+        raise DataError(
+            f"data.sources: {sources[largest].path} has weight {weights[largest]:g}; with all weights above 1 an epoch "
+            f"would repeat samples {int(repeated_uses.sum()):,} times, allowed: {MAX_REPEATED_USES:,}; lower all "
+            "weights in proportion"
+        )
+    of_samples: FloatArray = weights[source_numbers]
+    return of_samples
 
 
 def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: float) -> None:
-    """Raise `TooManyBadSamples`, with counts by kind and the first few samples, above the rate `allowed`."""
+    """Raise `TooManyBadSamples`, with counts by kind and the first few samples, above the rate `allowed`.
+
+    Raises DataError instead where all samples are too long: then data.seq_len is wrong, and no sample is.
+    """
     if len(quarantined) <= allowed * total:
         return
-    first = "".join(f"\n  {q}" for q in quarantined[:MAX_SAMPLES_IN_MESSAGE])
+    if len(quarantined) == total and all(q.kind == "too_long" for q in quarantined):
+        raise DataError(
+            f"data.seq_len: all {total} samples are longer than this; raise it, or shorten the samples. "
+            f"The first one:\n  {quarantined[0]}"
+        )
+    different = list(dict.fromkeys(map(str, quarantined)))
+    first = "".join(f"\n  {text}" for text in different[:MAX_SAMPLES_IN_MESSAGE])
     raise TooManyBadSamples(
         f"{len(quarantined)} of {total} samples are unusable ({_count_kinds(quarantined)}); "
         f"data.max_bad_rate = {allowed:g} allows {int(allowed * total)}. Repair them or raise the rate. "
@@ -230,7 +285,7 @@ def _read_sources(
     tokenizer = load_tokenizer(recipe.data.tokenizer_path)
     with _garbage_collection_paused(), io.BytesIO() if cache is None else cache.new_records() as records:
         joined = {unit for unit, encoder in recipe.model.all_encoders.items() if tile_join(encoder, recipe.data)}
-        columns = _IndexColumns(records, list(recipe.model.all_encoders), joined)
+        columns = _IndexColumns(records, list(recipe.model.all_encoders), joined, _timed_units(recipe))
         quarantined: list[Quarantined] = []
         for entry in notify_progress(measure_samples(recipe, sources, tokenizer), notify):
             if isinstance(entry, MeasuredSample):
@@ -260,16 +315,20 @@ def _garbage_collection_paused() -> Iterator[None]:
 class _IndexColumns:
     """Collects measured samples: lengths as columns of numbers instead of objects, and the samples as records."""
 
-    def __init__(self, records: BinaryIO, units: Sequence[str], joined_units: Container[str]) -> None:
+    def __init__(
+        self, records: BinaryIO, units: Sequence[str], joined_units: Container[str], timed_units: Container[str]
+    ) -> None:
         self._records = records
         self._units = units
         self._joined_units = joined_units
+        self._timed_units = timed_units
         self._end = 0  # of the last record
         self._sample_columns = {name: array("q") for name in ("tokens", "targets", "source", "ends")}
         item_columns = [f"{unit}.{name}" for unit in units for name in ("count", "rows", "cols", "part", "time")]
         item_columns += [
             f"{unit}.image_{side}" for unit in units if unit in joined_units for side in ("width", "height")
         ]
+        item_columns += [f"{unit}.tenth" for unit in units if unit in timed_units]
         self._item_columns = {name: array("q") for name in item_columns}
         self.content = hashlib.sha256()
 
@@ -297,6 +356,8 @@ class _IndexColumns:
                 columns[f"{unit}.cols"].append(cols)
                 columns[f"{unit}.part"].append(part)
                 columns[f"{unit}.time"].append(times[part])
+                if unit in self._timed_units:
+                    columns[f"{unit}.tenth"].append(items.tenths[part] if items.tenths else 0)
                 if unit in self._joined_units:
                     width, height = items.image_size or (0, 0)
                     columns[f"{unit}.image_width"].append(width)
@@ -305,6 +366,13 @@ class _IndexColumns:
     def arrays(self) -> dict[str, IntArray]:
         columns = self._sample_columns | self._item_columns
         return {name: np.array(column, dtype=np.int64) for name, column in columns.items()}
+
+
+def _timed_units(recipe: Recipe) -> tuple[str, ...]:
+    """Return the encoders of whose video items is known when they are shown."""
+    if recipe.data.video.sampling != "ends":
+        return ()
+    return tuple(unit for unit, encoder in recipe.model.all_encoders.items() if encoder.modality == VISION.name)
 
 
 def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
@@ -325,16 +393,18 @@ def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSe
         if join is not None:
             joins[unit] = join
             image_sizes[unit] = np.stack([arrays[f"{unit}.image_width"], arrays[f"{unit}.image_height"]], axis=1)
-    return DataIndex(
+    index = DataIndex(
         samples=stored.samples,
         lengths=SampleLengths(arrays["tokens"], arrays["targets"], items),
-        weights=np.array([source.weight for source in sources], dtype=np.float64)[arrays["source"]],
+        weights=np.ones(len(arrays["tokens"])),
         quarantined=stored.quarantined,
         item_parts={unit: arrays[f"{unit}.part"] for unit in items},
         item_times={unit: arrays[f"{unit}.time"] for unit in items},
         joins=joins,
         image_sizes=image_sizes,
+        item_tenths={unit: arrays[f"{unit}.tenth"] for unit in _timed_units(recipe)},
         modalities={unit: encoder.modality for unit, encoder in recipe.model.all_encoders.items()},
         content_sha256=stored.content_sha256,
         warnings=stored.warnings,
     )
+    return _with_sources(index, recipe, sources, arrays["source"])

@@ -30,7 +30,9 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from mmtrain.balance.batch_meta import IntArray
+from mmtrain.balance.check_lengths import check_lengths
 from mmtrain.data.callbacks import NotifyCallback
+from mmtrain.data.formats.energon import description_files
 from mmtrain.data.formats.read_source import list_shards
 from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.index.sample_table import SampleTable
@@ -44,7 +46,15 @@ INDEX_FOLDER_NAME = ".mmtrain-index"
 MIN_SOURCE_BYTES = 1 << 20  # indexing a smaller source takes less than a second
 MAX_INDEXES_PER_FOLDER = 4  # the least recently used ones are removed
 _FORMAT_VERSION = 3
-_LIBRARIES = ("Pillow", "tokenizers", "jinja2", "soundfile", "av", "pyarrow")  # that read headers and split texts
+_LIBRARIES = (
+    "Pillow",
+    "tokenizers",
+    "jinja2",
+    "soundfile",
+    "av",
+    "pillow-heif",
+    "pyarrow",
+)  # that read headers and split texts
 _RECORDS_FILE = "samples.bin"
 _ARRAYS_FILE = "arrays.safetensors"
 _REST_FILE = "rest.json"
@@ -79,7 +89,9 @@ class IndexCache:
     def for_recipe(cls, recipe: Recipe, sources: Sequence[SourceSettings]) -> "IndexCache | None":
         """Return the place for a recipe's index; None for small sources, and where no index can be trusted."""
         try:
-            files = [(file, file.stat()) for source in sources for file in list_shards(source.path)]
+            shards = [file for source in sources for file in list_shards(source.path, source.split)]
+            described = [file for source in sources for file in description_files(source.path)]
+            files = [(file, file.stat()) for file in (*shards, *described)]
             tokenizer = tokenizer_sha256(recipe.data.tokenizer_path)
         except (OSError, DataError):  # reading the sources will report it
             return None
@@ -126,6 +138,8 @@ class IndexCache:
                 if _file_sha256(self._place / name) != rest["sums"][name]:
                     raise ValueError(f"{name} is not what was written")
             arrays = {name: array.astype(np.int64) for name, array in load_file(self._place / _ARRAYS_FILE).items()}
+            for name, array in arrays.items():
+                check_lengths(name, array)
             table = SampleTable(self._place / _RECORDS_FILE, arrays["ends"])
             quarantined = tuple(Quarantined(**entry) for entry in rest["quarantined"])
             os.utime(self._place)  # marks it as recently used

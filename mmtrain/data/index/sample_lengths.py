@@ -17,6 +17,7 @@ from mmtrain.data.media.joined_tiles import TileJoin
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
 from mmtrain.data.text.sample_tokenizer import (
     BadConversationError,
+    ItemTenths,
     LengthCounter,
     MediaFeatures,
     SampleTokenizer,
@@ -91,6 +92,11 @@ def check_data_settings(recipe: Recipe, tokenizer: SampleTokenizer) -> None:
         raise DataError(
             f"model.llm.vocab is {vocab}, but {recipe.data.tokenizer} (data.tokenizer) has {tokenizer.vocab_size} "
             f"tokens: set model.llm.vocab to at least {tokenizer.vocab_size}{growth}"
+        )
+    if tokenizer.writes_times and recipe.data.video.sampling != "ends":
+        raise DataError(
+            f"data.video.sampling is {recipe.data.video.sampling}, but {recipe.data.tokenizer} (data.tokenizer) writes "
+            "when each part of a video is shown, which is known of `ends`: leave it out or set it to ends"
         )
     for unit, settings in recipe.model.all_encoders.items():
         ITEM_READERS[settings.modality](settings, recipe.data).check_settings()
@@ -289,4 +295,9 @@ class _SampleMeasurer:
         if not sample.videos:
             return features
         readers = {encoder.modality: encoder.unit for encoder in self._encoders}
-        return split_videos(features, sample, lambda modality, number: len(items[readers[modality]][number].grids))
+
+        def items_of(modality: str, number: int) -> tuple[int, ItemTenths]:
+            medium = items[readers[modality]][number]
+            return len(medium.grids), medium.tenths
+
+        return split_videos(features, sample, items_of)

@@ -12,9 +12,13 @@ from typing import Any, overload
 
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.formats.sample import Sample, Turn
-from mmtrain.data.media.media_bytes import FileMedia, Media, ParquetCell, TarMember
+from mmtrain.data.media.media_bytes import FileMedia, InlineMedia, Media, ParquetCell, TarMember
 
-_ARCHIVE_MEDIA: dict[str, type[TarMember] | type[ParquetCell]] = {"tar": TarMember, "cell": ParquetCell}
+_ARCHIVE_MEDIA: dict[str, type[TarMember] | type[ParquetCell] | type[InlineMedia]] = {
+    "tar": TarMember,
+    "cell": ParquetCell,
+    "inline": InlineMedia,
+}
 
 
 class SampleTable(Sequence[Sample]):
@@ -92,7 +96,10 @@ def _media_json(media: Media) -> str:
         return _json_text(media.path)
     if isinstance(media, TarMember):
         return json.dumps(("tar", media.shard, media.name, media.offset, media.size))
-    return json.dumps(("cell", media.file, media.row_group, media.row, media.column, media.place))
+    if isinstance(media, InlineMedia):
+        return json.dumps(("inline", media.file, media.offset, media.size))
+    fields = media.file, media.row_group, media.row, media.column, media.place
+    return json.dumps(("cell", *fields) if media.url is None else ("cell", *fields, media.url))
 
 
 def _media_from_json(value: Any) -> Media:

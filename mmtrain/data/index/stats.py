@@ -12,7 +12,7 @@ from mmtrain.balance.methods import unit_tokens
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import Quarantined, Sample
-from mmtrain.data.index.data_index import build_index
+from mmtrain.data.index.data_index import DataIndex, build_index
 from mmtrain.data.index.sample_lengths import HEADER_THREADS, notify_progress
 from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, read_num_frames
 from mmtrain.data.media.images import read_image_size
@@ -34,8 +34,8 @@ class DataStats:
 
 def compute_stats_for_recipe(
     recipe: Recipe, sources: Sequence[SourceSettings], notify: NotifyCallback = lambda _: None
-) -> DataStats:
-    """Count the tokens of each unit of the recipe's model, as if the recipe had these sources.
+) -> tuple[DataStats, DataIndex]:
+    """Count the tokens of each unit of the recipe's model, as if the recipe had these sources; return the index too.
 
     `notify` is called while a large source is read, and if the index was cached. Raises `DataError` as `build_index`
     does.
@@ -46,7 +46,7 @@ def compute_stats_for_recipe(
         notify(index.remarks()[0])
     units, tokens = unit_tokens(index.lengths)
     names = tuple("LLM tokens" if unit == "llm" else f"{unit} tokens" for unit in units)
-    return DataStats(names, tokens.astype(np.float64), dict(Counter(q.kind for q in index.quarantined)))
+    return DataStats(names, tokens.astype(np.float64), dict(Counter(q.kind for q in index.quarantined))), index
 
 
 def compute_stats(sources: Sequence[SourceSettings], notify: NotifyCallback = lambda _: None) -> DataStats:

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt
 
-import numpy as np
-
 from mmtrain.balance.assign import NO_TARGETS
 from mmtrain.balance.batch_meta import BatchMeta, IntArray
 from mmtrain.balance.step_targets import StepTargets
@@ -20,7 +18,7 @@ from mmtrain.data.loading.payload import (
     build_encoder_payload,
     build_text_payload,
 )
-from mmtrain.data.media.images import Float32Array
+from mmtrain.data.media.images import CellArray
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError
 from mmtrain.data.stream.group_stream import GroupStream
@@ -147,12 +145,13 @@ class BatchBuilder:
     def _find_positions(self, sample_id: int, ids: IntArray) -> IntArray:
         """Return (3, T) the rotary positions of a sample's tokens, whose images one encoder reads."""
         unit, settings = next(entry for entry in self._encoders.items() if entry[1].modality == VISION.name)
-        media = self._index.media_grids(sample_id, unit, isqrt(settings.tokens_per_feature))
+        merge = isqrt(settings.tokens_per_feature)
+        media = self._index.media_grids(sample_id, unit, merge, self._tokenizer.writes_items_apart)
         behind_times = self._recipe.model.llm.rope_after_media == "all"
         return find_media_positions(ids, self._tokenizer.item_ids[VISION.name], media, behind_times)
 
-    def _load_cells(self, unit: str, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
-        """Return the cells of an item of a sample; zeros if it cannot be decoded."""
+    def _load_cells(self, unit: str, sample_id: int, position: int, rows: int, cols: int) -> CellArray | None:
+        """Return the cells of an item of a sample; None if it cannot be decoded."""
         settings = self._encoders[unit]
         sample = self._index.samples[sample_id]
         try:
@@ -162,7 +161,7 @@ class BatchBuilder:
             return self._readers[unit].load_cells(kind, medium, part, num_parts, (rows, cols))
         except BadMediaError as bad:  # its header was fine: too late to leave the sample out, all ranks count on it
             self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
-            return np.zeros((rows * cols, settings.cell_features), dtype=np.float32)
+            return None
 
     def _report_read(self, sample_id: int) -> None:
         """Report which sample is read next. Raises `BadMediaError` if it must not be read."""

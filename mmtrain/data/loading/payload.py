@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mmtrain.balance.batch_meta import BatchMeta, IntArray, ItemTable
-from mmtrain.data.media.images import Float32Array
+from mmtrain.data.media.images import CellArray
 from mmtrain.data.media.joined_tiles import FeatureMix
 from mmtrain.data.text.sample_tokenizer import EncodedSample
 
-LoadCells = Callable[[int, int, int, int], Float32Array]  # sample id, position, rows, cols -> (rows * cols, F)
+# Sample id, position, rows, cols -> (rows * cols, F); None for an item without anything to see or to hear.
+LoadCells = Callable[[int, int, int, int], CellArray | None]
 EncodeSample = Callable[[int], EncodedSample]  # sample id -> ids and labels
 JoinFeatures = Callable[[int, int], FeatureMix]  # sample id, number of its items -> see `DataIndex.joined_features`
 FindPositions = Callable[[int, IntArray], IntArray]  # sample id, its ids (T,) -> (3, T) time, row and column
@@ -41,7 +42,9 @@ class EncoderPayload:
 
     rows: tuple[int, ...]  # (I,)
     cols: tuple[int, ...]  # (I,)
-    cells: Float32Array | None  # (N, features of a cell), row-major for each item
+    cells: CellArray | None  # (N, features of a cell), row-major for each item
+    # [start, stop) of cells that are zeros behind normalization too: no byte says so.
+    blank_cells: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,22 +64,31 @@ class TextPayload:
 def build_encoder_payload(
     meta: BatchMeta, unit: str, replica: int, index: int, cell_features: int, load: LoadCells | None
 ) -> EncoderPayload:
-    """Build microbatch (unit, replica, index); `load` returns the cells of an item, `cell_features` values each."""
+    """Build microbatch (unit, replica, index); `load` returns the cells of an item, `cell_features` values each.
+
+    Items without cells become zeros.
+    """
     table = meta.items[unit]
     items = table.microbatch(replica, index)
     rows = table.rows[items].tolist()
     cols = table.cols[items].tolist()
     if load is None:
         return EncoderPayload(tuple(rows), tuple(cols), None)
-    num_cells = int((table.rows[items] * table.cols[items]).sum())
-    cells = np.empty((num_cells, cell_features), dtype=np.float32)
+    sample_ids = meta.sample_id[table.sample[items]].tolist()
+    positions = table.position[items].tolist()
+    cells_of_items = [load(*item) for item in zip(sample_ids, positions, rows, cols, strict=True)]
+    dtype = next((item.dtype for item in cells_of_items if item is not None), np.dtype(np.float32))
+    cells = np.zeros((int((table.rows[items] * table.cols[items]).sum()), cell_features), dtype=dtype)
+    blank_cells: list[tuple[int, int]] = []
     start = 0
-    for item, item_rows, item_cols in zip(items, rows, cols, strict=True):
-        sample_id = int(meta.sample_id[table.sample[item]])
-        end = start + item_rows * item_cols
-        cells[start:end] = load(sample_id, int(table.position[item]), item_rows, item_cols)
-        start = end
-    return EncoderPayload(tuple(rows), tuple(cols), cells)
+    for item_cells, item_rows, item_cols in zip(cells_of_items, rows, cols, strict=True):
+        stop = start + item_rows * item_cols
+        if item_cells is None:
+            blank_cells.append((start, stop))
+        else:
+            cells[start:stop] = item_cells
+        start = stop
+    return EncoderPayload(tuple(rows), tuple(cols), cells, tuple(blank_cells))
 
 
 def build_text_payload(

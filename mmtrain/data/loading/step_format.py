@@ -31,7 +31,12 @@ _MAGIC = b"MMTW"
 _HEAD = struct.Struct("<4sIQQ")
 _ALIGNMENT = 64  # so that arrays can be used in place
 _MAX_DIMENSIONS = 8
-_DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8"), "int64": np.dtype("<i8")}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "uint8": np.dtype("u1"),
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+    "int64": np.dtype("<i8"),
+}
 
 assert sys.byteorder == "little", "arrays are sent as they are in memory"
 
@@ -163,8 +168,8 @@ def _from_plain(kind: Any, plain: Any, arrays: list[AnyArray], where: str) -> An
         if type(plain) is not int or not 0 <= plain < len(arrays):
             raise WireError(f"{where}: {plain!r} is not the number of an array")
         array = arrays[plain]
-        if array.dtype != _dtype(args):
-            raise WireError(f"{where}: an array of {array.dtype}, expected {_dtype(args)}")
+        if array.dtype not in _dtypes(args):
+            raise WireError(f"{where}: an array of {array.dtype}, expected {_names(_dtypes(args))}")
         return array
     if origin in (dict, Mapping):
         pairs = _checked_list(plain, where)
@@ -212,9 +217,14 @@ def _hints(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def _dtype(args: tuple[Any, ...]) -> np.dtype[Any]:
-    """Return the element type of `NDArray[np.int64]`."""
-    return _DTYPES[typing.get_args(args[1])[0].__name__]
+def _dtypes(args: tuple[Any, ...]) -> tuple[np.dtype[Any], ...]:
+    """Return the element types that `NDArray[np.int64]` or `NDArray[np.uint8 | np.float32]` may have."""
+    [element] = typing.get_args(args[1])
+    return tuple(_DTYPES[kind.__name__] for kind in typing.get_args(element) or (element,))
+
+
+def _names(dtypes: tuple[np.dtype[Any], ...]) -> str:
+    return " or ".join(dtype.name for dtype in dtypes)
 
 
 def _describe(kind: Any, inside: tuple[type, ...]) -> str:
@@ -226,6 +236,6 @@ def _describe(kind: Any, inside: tuple[type, ...]) -> str:
         return f"{kind.__name__}({', '.join(described)})"
     args = typing.get_args(kind)
     if typing.get_origin(kind) is np.ndarray:
-        return f"array of {_dtype(args)}"
+        return f"array of {_names(_dtypes(args))}"
     name = getattr(typing.get_origin(kind) or kind, "__name__", str(kind))
     return f"{name}[{', '.join(_describe(arg, inside) for arg in args)}]" if args else name

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.data.media.images import Float32Array
-from mmtrain.data.media.media_bytes import BadMediaError, Media
+from mmtrain.data.media.media_bytes import BadMediaError, Media, NotAFileError, describe_missing
 from mmtrain.data.optional_packages import require_package
 from mmtrain.recipe.data_settings import AudioDataSettings
 
@@ -184,7 +184,9 @@ def _open_sound(media: Media, broken: str) -> Iterator[Any]:
         with media.open() as file, soundfile.SoundFile(file) as sound:
             yield sound
     except FileNotFoundError:
-        raise BadAudioError("missing_audio", f"{media}: no such file") from None
+        raise BadAudioError("missing_audio", describe_missing(media)) from None
+    except NotAFileError as error:
+        raise BadAudioError("not_audio", f"{media}: {error}") from None
     except BadAudioError:
         raise
     except Exception as error:

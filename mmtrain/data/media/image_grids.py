@@ -21,6 +21,7 @@ class MediumItems:
 
     grids: tuple[Grid, ...]
     times: tuple[int, ...] | None = None  # rotary position of each item in time, from 0; None: its number
+    tenths: tuple[int, ...] | None = None  # of a second, at which each item of a video is shown, where text may say it
     image_size: tuple[int, int] | None = None  # width and height in pixels, if it is an image
 
 
@@ -87,6 +88,31 @@ def native_grid(
             break
         rows, cols = _nearest_aspect(aspect, larger)
     return rows * merge, cols * merge
+
+
+def video_grid(
+    width: int, height: int, num_frames: int, settings: ImageSettings, patches: tuple[int, int, int, int]
+) -> Grid:
+    """Return the grid of each frame of a video whose frames share the limits of `settings`, as Qwen3-VL resizes it.
+
+    patches: side of a patch in pixels, frames in a patch, patches that are merged along each side, and most patches
+        along a side. This is `smart_resize` of `Qwen3VLVideoProcessor` in `transformers`.
+    """
+    patch, temporal_patch, merge, max_side = patches
+    unit = patch * merge
+    if min(width, height) < unit:
+        scale = max(unit / height, unit / width)
+        width, height = int(width * scale), int(height * scale)
+    rows, cols = round(height / unit), round(width / unit)
+    pixels = round(num_frames / temporal_patch) * temporal_patch * rows * cols * unit**2
+    if pixels > settings.max_pixels:
+        scale = math.sqrt(num_frames * height * width / settings.max_pixels)
+        rows, cols = math.floor(height / scale / unit), math.floor(width / scale / unit)
+    elif pixels < settings.min_pixels:
+        scale = math.sqrt(settings.min_pixels / (num_frames * height * width))
+        rows, cols = math.ceil(height * scale / unit), math.ceil(width * scale / unit)
+    longest = max_side // merge
+    return min(max(rows, 1), longest) * merge, min(max(cols, 1), longest) * merge
 
 
 def tile_canvas(width: int, height: int, tile: int, max_tiles: int) -> Grid:

@@ -14,7 +14,10 @@ _FIRST_READ_BYTES = 1 << 14  # most headers, and small images as a whole, are sh
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 _PNG_DEPTHS_BY_COLOR_TYPE = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
+# Chunks before the pixels that change neither size nor orientation.
 _PNG_HARMLESS_CHUNKS = frozenset((b"PLTE", b"tRNS", b"gAMA", b"cHRM", b"sRGB", b"pHYs", b"bKGD", b"sBIT", b"tIME"))
+_PNG_TEXTS = frozenset((b"tEXt", b"zTXt", b"iTXt"))
+_PNG_TAIL_BYTES = (1 << 16) + 64  # holds the last chunk of pixels of most writers: libpng 8 KiB, Pillow 64 KiB
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _JPEG_END = b"\xff\xd9"
 _JPEG_FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended and progressive, Huffman coded
@@ -57,7 +60,7 @@ def fast_image_size_in_stream(file: BinaryIO) -> tuple[int, int] | None:
 def _image_size(head: bytes, num_bytes: int, read_at: _ReadAt) -> tuple[int, int] | None:
     """Return width and height of a file of `num_bytes` bytes that starts with `head`."""
     if head.startswith(_PNG_MAGIC):
-        size = _png_size(head)
+        size = _png_size(head, num_bytes, read_at)
         expected_end = _PNG_END
     elif head.startswith(_JPEG_MAGIC):
         size = _jpeg_size(head)
@@ -73,8 +76,8 @@ def _image_size(head: bytes, num_bytes: int, read_at: _ReadAt) -> tuple[int, int
     return size if end == expected_end else None
 
 
-def _png_size(head: bytes) -> tuple[int, int] | None:
-    """Read the chunks before the pixels; each must be complete and harmless, with the right checksum."""
+def _png_size(head: bytes, num_bytes: int, read_at: _ReadAt) -> tuple[int, int] | None:
+    """Read the chunks around the pixels; all must be harmless, and those before the pixels intact."""
     if head[8:16] != b"\0\0\0\rIHDR" or len(head) < 33:
         return None
     width = int.from_bytes(head[16:20], "big")
@@ -92,9 +95,41 @@ def _png_size(head: bytes) -> tuple[int, int] | None:
         start = end + 4
         kind = head[start + 4 : start + 8]
         if kind == b"IDAT":
-            return width, height
+            return (width, height) if _is_harmless_behind_pixels(head, start, num_bytes, read_at) else None
         if kind not in _PNG_HARMLESS_CHUNKS:
             return None
+
+
+def _is_harmless_behind_pixels(head: bytes, start: int, num_bytes: int, read_at: _ReadAt) -> bool:
+    """Return whether the chunks behind the pixels, which start at byte `start`, are known and state no orientation.
+
+    Chunks of pixels follow each other, so that the last one is found from the end without a walk over all of them.
+    """
+    tail_start = max(start, num_bytes - _PNG_TAIL_BYTES)
+    tail = head[tail_start:] if num_bytes == len(head) else read_at(num_bytes - tail_start, tail_start)
+    first_end = start + 12 + int.from_bytes(head[start : start + 4], "big") - tail_start
+    if first_end >= 0 and _walks_to_end(tail, first_end):
+        return True
+    kind_start = tail.rfind(b"IDAT")
+    while kind_start >= 4:
+        pixels_end = kind_start + 8 + int.from_bytes(tail[kind_start - 4 : kind_start], "big")
+        if _walks_to_end(tail, pixels_end):
+            return True
+        kind_start = tail.rfind(b"IDAT", 0, kind_start)
+    return False
+
+
+def _walks_to_end(tail: bytes, start: int) -> bool:
+    """Return whether only harmless chunks lie between byte `start` and the closing chunk."""
+    while start + len(_PNG_END) < len(tail):
+        end = start + 8 + int.from_bytes(tail[start : start + 4], "big")
+        kind = tail[start + 4 : start + 8]
+        keyword = tail[start + 8 : end].partition(b"\0")[0].lower()
+        is_harmless_text = kind in _PNG_TEXTS and b"exif" not in keyword and b"xmp" not in keyword
+        if kind != b"tIME" and not is_harmless_text:
+            return False
+        start = end + 4
+    return tail[start:] == _PNG_END
 
 
 def _jpeg_size(head: bytes) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from mmtrain.data.media.audio import (
     require_soundfile,
 )
 from mmtrain.data.media.image_grids import Grid, MediumItems
-from mmtrain.data.media.images import Float32Array
+from mmtrain.data.media.images import CellArray, Float32Array, Uint8Array
 from mmtrain.data.media.joined_tiles import TileJoin
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.data.media.vision_items import VisionItemDecoder, check_image_settings, read_vision_items
@@ -36,7 +36,7 @@ class ItemReader(Protocol):
     def read_items(self, kind: MediaKind, media: Media) -> MediumItems:
         """Return the items that a medium becomes, from its header alone. Threads may share a reader."""
 
-    def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
+    def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> CellArray:
         """Return the cells (rows * cols, cell features) of item `part` of the `num_parts` items of a medium."""
 
 
@@ -57,7 +57,7 @@ class VisionItemReader:
         """Return the grid of patches of each tile or frame."""
         return read_vision_items(kind, media, self._data.image, self._data.video, self._settings)
 
-    def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
+    def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Uint8Array:
         """Return the patches of one tile or frame."""
         return self._decoder.patches(kind, media, part, num_parts, grid)
 

@@ -1,4 +1,4 @@
-"""Where the bytes of an image, clip or video are: a file, a member of a tar shard, or a cell of a Parquet file.
+"""Where the bytes of an image, clip or video are: a file, a member of a tar shard, a cell of Parquet, or inside a text.
 
 Nothing is opened before the medium is read.
 """
@@ -8,6 +8,13 @@ import os
 import stat
 from dataclasses import dataclass
 from typing import BinaryIO
+
+from mmtrain.data.media.data_urls import decode_base64
+from mmtrain.data.media.nearest_name import suggest_existing
+
+
+class NotAFileError(OSError):
+    """A folder, a pipe or a device where a file is meant."""
 
 
 class BadMediaError(Exception):
@@ -31,11 +38,12 @@ class FileMedia:
 
     def open(self) -> BinaryIO:
         """Open the file for reading. Raises OSError; a pipe or device is rejected, since reading it may block."""
-        file = os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            file.close()
-            raise OSError(f"{self.path} is not a regular file")
-        return file
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(descriptor)
+            raise NotAFileError("a folder, not a file" if stat.S_ISDIR(mode) else "a pipe or a device, not a file")
+        return os.fdopen(descriptor, "rb")
 
     def __str__(self) -> str:
         return self.path
@@ -60,23 +68,29 @@ class TarMember:
 
 @dataclass(frozen=True, slots=True)
 class ParquetCell:
-    """A medium in the bytes of a cell of a Parquet file, or of one element of the list in that cell."""
+    """A medium in a cell of a Parquet file: its bytes, or a data URL in the conversation that the cell holds."""
 
     file: str
     row_group: int
     row: int  # in the row group
     column: str
-    place: int | None  # in the list; None where the cell itself holds the bytes
+    place: int | None  # in the list that the cell holds; None where the cell itself holds the bytes
+    url: int | None = None  # the number of a data URL in the cell's conversation; None where the cell holds bytes
 
     @property
     def name(self) -> str:
         """Column, row and place."""
+        if self.url is not None:
+            return f"{self.column}[{self.row}], data URL {self.url}"
         return f"{self.column}[{self.row}]" if self.place is None else f"{self.column}[{self.row}][{self.place}]"
 
     def open(self) -> BinaryIO:
         """Read the cell into memory. Raises OSError."""
-        from mmtrain.data.media.parquet_cells import read_cell  # pyarrow is an optional package
+        # pyarrow is an optional package
+        from mmtrain.data.media.parquet_cells import read_cell, read_data_url
 
+        if self.url is not None:
+            return read_data_url(self.file, self.row_group, self.column, self.row, self.url)
         content = read_cell(self.file, self.row_group, self.column, self.row, self.place)
         if content is None:
             raise OSError(f"{self} is empty")
@@ -86,7 +100,35 @@ class ParquetCell:
         return f"{self.file}, row group {self.row_group}, {self.name}"
 
 
-Media = FileMedia | TarMember | ParquetCell
+@dataclass(frozen=True, slots=True)
+class InlineMedia:
+    """A medium in base64 in the bytes [offset, offset + size) of a file, inside of a JSON string."""
+
+    file: str
+    offset: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        """The place in the file."""
+        return f"data URL at byte {self.offset}"
+
+    def open(self) -> BinaryIO:
+        """Read and decode the text. Raises OSError."""
+        with open(self.file, "rb") as file:
+            file.seek(self.offset)
+            return io.BytesIO(decode_base64(file.read(self.size)))
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.name}"
+
+
+Media = FileMedia | TarMember | ParquetCell | InlineMedia
+
+
+def describe_missing(media: Media) -> str:
+    """Say that a medium's file does not exist, and which existing one may be meant."""
+    return f"{media}: no such file{suggest_existing(media.path) if isinstance(media, FileMedia) else ''}"
 
 
 class _FileSlice(io.RawIOBase):

@@ -6,6 +6,7 @@ make row groups small.
 """
 
 import io
+import json
 import os
 import threading
 from functools import lru_cache
@@ -13,6 +14,9 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet
+
+from mmtrain.data.media.arrow_files import ARROW_SUFFIX, map_column
+from mmtrain.data.media.data_urls import decode_base64, find_data_urls
 
 PARQUET_BATCH_ROWS = 1  # decoded at once: in a dictionary column a few bytes may stand for a large value in each row
 MAX_PARQUET_COLUMN_BYTES = 4 << 30  # of one column of a row group, decoded
@@ -33,10 +37,29 @@ def read_cell(file: str, row_group: int, column: str, row: int, place: int | Non
             value = value[place]
         value = decode_dictionary(value)
         if isinstance(value, pa.StructScalar):
-            value = value["bytes"]
-        return io.BytesIO(value.as_buffer()) if value.is_valid else None
+            value = value["bytes"] if value["bytes"].is_valid else value["path"]
+        if not value.is_valid:
+            return None
+        if isinstance(value, pa.StringScalar | pa.LargeStringScalar):  # a data URL: paths are opened elsewhere
+            return io.BytesIO(decode_base64(value.as_py().partition(",")[2].encode()))
+        return io.BytesIO(value.as_buffer())
     except (pa.ArrowException, LookupError, AttributeError) as error:
         raise OSError(f"{type(error).__name__}: {error}") from None
+
+
+def read_data_url(file: str, row_group: int, column: str, row: int, number: int) -> BinaryIO:
+    """Return what a data URL in the conversation of one cell holds; `number` counts those in it. Raises OSError."""
+    status = os.stat(file)
+    try:
+        with _decoding:
+            values = _decode_column(file, (status.st_mtime_ns, status.st_size), row_group, column)
+        conversation = values[row].as_py()
+        if isinstance(conversation, str):
+            conversation = json.loads(conversation)
+        url = find_data_urls(conversation)[number]
+    except (pa.ArrowException, LookupError, ValueError, RecursionError) as error:
+        raise OSError(f"{type(error).__name__}: {error}") from None
+    return io.BytesIO(decode_base64(url.partition(",")[2].encode()))
 
 
 def decode_dictionary(value: Any) -> Any:
@@ -47,6 +70,8 @@ def decode_dictionary(value: Any) -> Any:
 @lru_cache(maxsize=3)
 def _decode_column(file: str, version: tuple[int, int], row_group: int, column: str) -> Any:
     """Decode a column of a row group; `version` (time of change, size) keeps a changed file out of the cache."""
+    if file.endswith(ARROW_SUFFIX):
+        return map_column(file, version, row_group, column)
     batches = []
     num_bytes = 0
     with pyarrow.parquet.ParquetFile(file) as parquet:

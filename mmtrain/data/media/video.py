@@ -7,7 +7,7 @@ follow playlists and lists of parts to any file of this machine, and into the ne
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -16,7 +16,7 @@ from typing import Any
 from PIL import Image
 
 from mmtrain.data.media.fitting import Size, fit_picture
-from mmtrain.data.media.media_bytes import BadMediaError, Media
+from mmtrain.data.media.media_bytes import BadMediaError, Media, NotAFileError, describe_missing
 from mmtrain.data.media.mp4_rotation import read_quarter_turns
 from mmtrain.data.optional_packages import require_package
 from mmtrain.recipe.data_settings import ImageSettings
@@ -45,6 +45,10 @@ class VideoHeader:
     frames_per_second: float
 
 
+# Returns the numbers of the frames to show, ascending; the last one may be there several times.
+FrameChoice = Callable[[VideoHeader], Sequence[int]]
+
+
 def read_video_header(media: Media, max_source_pixels: int) -> VideoHeader:
     """Read the header of a video. Raises `BadVideoError` for what no decoder could use."""
     with _open_video(media, "not_a_video", max_source_pixels) as (_, stream):
@@ -68,20 +72,21 @@ def _rate_and_frames(stream: Any, seconds: float) -> tuple[float, int]:
 
 
 def load_video_frames(
-    media: Media, count: int, size: Size, settings: ImageSettings, first_of_part: bool = False
+    media: Media, count: int, size: Size, settings: ImageSettings, choose: FrameChoice | None = None
 ) -> list[Image.Image]:
     """Decode `count` frames and fit them into `size` (width, height).
 
-    The video is divided into `count` equal parts. Of each the frame in the middle is returned or, with
-    `first_of_part`, the first one. Raises `BadVideoError`.
+    They are those that `choose` returns. Without it the video is divided into `count` equal parts, and of each the
+    frame in the middle is returned. Raises `BadVideoError`.
     """
     with _open_video(media, "undecodable", settings.max_source_pixels) as (container, stream):
         start_s, duration_s = read_start_and_duration(media, stream)
         last_frame_s = max(_LAST_FRAME_S, _LAST_FRAME_SHARE * duration_s)
         times_s = [start_s + (i + 0.5) / count * duration_s for i in range(count)]
-        if first_of_part:
+        if choose is not None:
             rate, num_frames = _rate_and_frames(stream, duration_s)
-            times_s = [start_s + (i * num_frames // count + 0.5) / rate for i in range(count)]
+            header = VideoHeader(stream.codec_context.width, stream.codec_context.height, num_frames, rate)
+            times_s = [start_s + (frame + 0.5) / rate for frame in choose(header)]
         rotation = _CLOCKWISE.get(_quarter_turns(media))
         images = []
         for run in _split_into_runs(stream, times_s):
@@ -189,7 +194,9 @@ def _open_video(media: Media, broken: str, max_source_pixels: int) -> Iterator[t
             stream.codec_context.thread_count = 1  # loaders decode several files at a time
             yield container, stream
     except FileNotFoundError:
-        raise BadVideoError("missing_video", f"{media}: no such file") from None
+        raise BadVideoError("missing_video", describe_missing(media)) from None
+    except NotAFileError as error:
+        raise BadVideoError("not_a_video", f"{media}: {error}") from None
     except BadVideoError:
         raise
     except Exception as error:

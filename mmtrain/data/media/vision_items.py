@@ -4,11 +4,10 @@ An image is one item or, with tiles, several; a video is one item for each of it
 patch of the encoder joins. An item is addressed by its medium and by its part: its number in that medium.
 """
 
-import math
-
 import numpy as np
 from PIL import Image
 
+from mmtrain.data.media.frame_sampling import count_used_frames, find_item_tenths, frame_choice
 from mmtrain.data.media.image_grids import (
     Grid,
     MediumItems,
@@ -18,10 +17,11 @@ from mmtrain.data.media.image_grids import (
     num_tiles,
     size_on_canvas,
     tile_canvas,
+    video_grid,
 )
-from mmtrain.data.media.images import Float32Array, load_rgb_images, patchify, read_image_size
+from mmtrain.data.media.images import Uint8Array, load_rgb_images, patchify, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, Media
-from mmtrain.data.media.video import VideoHeader, load_video_frames, read_video_header
+from mmtrain.data.media.video import load_video_frames, read_video_header
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
 from mmtrain.recipe.modalities import MediaKind
@@ -60,9 +60,15 @@ def read_vision_items(
     header = read_video_header(media, image.max_source_pixels)
     num_frames = count_used_frames(header, video, vision.temporal_patch)
     num_items = -(-num_frames // vision.temporal_patch)
-    grid = frame_grid(header.width, header.height, frame_settings(image, video), *patch_settings)
+    of_frames = frame_settings(image, video)
+    if video.pixel_limits == "video" and image.scheme == "native":
+        patches = vision.patch, vision.temporal_patch, vision.merge, vision.max_side
+        grid = video_grid(header.width, header.height, max(num_frames, vision.temporal_patch), of_frames, patches)
+    else:
+        grid = frame_grid(header.width, header.height, of_frames, *patch_settings)
     frames_per_second = num_frames / header.num_frames * header.frames_per_second
-    return MediumItems((grid,) * num_items, _item_times(num_items, frames_per_second, video, vision))
+    times = _item_times(num_items, frames_per_second, video, vision)
+    return MediumItems((grid,) * num_items, times, find_item_tenths(header, video, vision.temporal_patch))
 
 
 def _item_times(
@@ -85,19 +91,6 @@ def _item_times(
     return tuple(positions.astype(np.int64).tolist())
 
 
-def count_used_frames(header: VideoHeader, video: VideoSettings, temporal_patch: int) -> int:
-    """Return how many frames of a video are used.
-
-    With `fps` they fill patches of `temporal_patch` frames, as `Qwen2VLVideoProcessor` of `transformers` samples them.
-    """
-    if video.fps is None:
-        return max(1, min(video.max_frames, header.num_frames))
-    most = min(video.max_frames, header.num_frames) // temporal_patch * temporal_patch
-    wanted = header.num_frames / header.frames_per_second * video.fps
-    num_frames = math.floor(min(max(wanted, video.min_frames), most) / temporal_patch) * temporal_patch
-    return max(num_frames, temporal_patch)  # a video of fewer frames shows its last one again
-
-
 def frame_settings(image: ImageSettings, video: VideoSettings) -> ImageSettings:
     """Return how frames are resized: as images, within limits of their own where a recipe sets them."""
     limits = {"min_pixels": video.min_pixels, "max_pixels": video.max_pixels}
@@ -115,14 +108,14 @@ class VisionItemDecoder:
         video: how frames are chosen; by default as without settings.
         """
         self._settings = settings
-        self._by_second = video is not None and video.fps is not None
+        self._video = video
         self._patch = patch
         self._temporal_patch = temporal_patch
         self._cached_key: object = None
         self._cached: list[Image.Image] | BadMediaError = []  # the parts of the last medium, or why it is bad
 
-    def patches(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
-        """Return the patches (rows * cols, features of a patch) of one part of an image or video.
+    def patches(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Uint8Array:
+        """Return the patches (rows * cols, features of a patch) of one part of an image or video, as bytes.
 
         All `num_parts` parts of the medium have the same grid. Raises `BadMediaError`.
         """
@@ -137,8 +130,8 @@ class VisionItemDecoder:
             raise self._cached
         if kind == "video":
             frames = self._cached[part * self._temporal_patch : (part + 1) * self._temporal_patch]
-            return patchify(frames, self._settings, self._patch)
-        return patchify([self._cached[part]], self._settings, self._patch, repeats=self._temporal_patch)
+            return patchify(frames, self._patch)
+        return patchify([self._cached[part]], self._patch, repeats=self._temporal_patch)
 
     def _decode(self, kind: MediaKind, media: Media, num_parts: int, grid: Grid) -> list[Image.Image]:
         image = self._settings
@@ -147,7 +140,8 @@ class VisionItemDecoder:
         size = (grid[1] * self._patch, grid[0] * self._patch) if image.scheme == "native" else (side, side)
         if kind == "video":
             num_frames = num_parts * self._temporal_patch
-            return load_video_frames(media, num_frames, size, self._settings, first_of_part=self._by_second)
+            choose = frame_choice(self._video, num_frames, self._temporal_patch)
+            return load_video_frames(media, num_frames, size, self._settings, choose)
         if self._settings.scheme in ("tiles", "pinpoints"):
             return _load_tiles(media, num_parts, self._settings)
         return load_rgb_images(media, [size], self._settings)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleGroups, SampleLengths, StepTargets, assign, pack_groups
 from mmtrain.balance.assign import NO_TARGETS
-from mmtrain.balance.even_groups import even_out_groups
+from mmtrain.balance.even_groups import even_out_groups, match_step
 from mmtrain.balance.grouping import GroupingSizes
 from mmtrain.balance.methods import (
     arrange_window,
@@ -18,8 +18,10 @@ from mmtrain.balance.methods import (
     num_spare_groups,
     split_to_count,
 )
+from mmtrain.balance.mixture import Mixture
 from mmtrain.balance.step_targets import LLM, SampleWork
 from mmtrain.data.index.data_index import DataIndex
+from mmtrain.data.stream.mixture_stream import MixtureStream
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
 
@@ -46,16 +48,29 @@ class GroupStream:
     use, drawn in every epoch. Groups never mix epochs. If long samples have steps of their own
     (`data.long_sample_tokens`), they also have epochs of their own, which end a few steps before or after those of the
     others.
+
+    With a mixture, `MixtureStream` draws the samples by shares, and an epoch is as many groups as hold the tokens of
+    all samples.
     """
 
     def __init__(
-        self, lengths: SampleLengths, grouping: Grouping, seed: int, weights: npt.NDArray[np.float64] | None = None
+        self,
+        lengths: SampleLengths,
+        grouping: Grouping,
+        seed: int,
+        weights: npt.NDArray[np.float64] | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
-        """Group samples of these lengths by the method and settings of `grouping`."""
+        """Group samples of these lengths by the method and settings of `grouping`; a mixture replaces `weights`."""
         self._lengths = lengths
         self._grouping = grouping
         self._seed = seed
         self._sizes = grouping_sizes(lengths, grouping)
+        self._cached_cycle: tuple[int, IntArray] | None = None  # its number and its step table
+        self._substreams: tuple[_SubStream | MixtureStream, ...]
+        if mixture is not None:
+            self._substreams = (MixtureStream(lengths, self._sizes, grouping, seed, mixture),)
+            return
         if weights is None:
             weights = np.ones(len(lengths))
         is_long = np.zeros(len(lengths), dtype=bool)
@@ -67,13 +82,12 @@ class GroupStream:
             for number, samples in enumerate((np.flatnonzero(~is_long), np.flatnonzero(is_long)))
             if len(samples)
         )
-        self._cached_cycle: tuple[int, IntArray] | None = None  # its number and its step table
 
     @classmethod
     def of(cls, recipe: Recipe, index: DataIndex) -> "GroupStream":
         """Return the order in which a recipe trains on its samples."""
         grouping = Grouping.of(recipe.data, recipe.train.global_batch)
-        return cls(index.lengths, grouping, recipe.train.seed, index.weights)
+        return cls(index.lengths, grouping, recipe.train.seed, index.weights, index.mixture)
 
     @property
     def groups_per_epoch(self) -> int:
@@ -106,8 +120,11 @@ class GroupStream:
         total = self.groups_per_epoch
         groups = self.groups(epoch * total, total)
         num_rows = total // num_replicas
-        for first_row in range(0, num_rows, _MAX_ROWS_EVENED):
-            rows = slice(first_row * num_replicas, min(first_row + _MAX_ROWS_EVENED, num_rows) * num_replicas)
+        rows_at_a_time = _MAX_ROWS_EVENED
+        if self._grouping.matching == "step":
+            rows_at_a_time = max(self._grouping.global_batch // num_replicas, 1)
+        for first_row in range(0, num_rows, rows_at_a_time):
+            rows = slice(first_row * num_replicas, min(first_row + rows_at_a_time, num_rows) * num_replicas)
             groups[rows] = self._even_out(groups[rows], num_replicas, targets)
         ends = np.cumsum(np.array([0, *map(len, groups)], dtype=np.int64))
         return SampleGroups(ends, np.concatenate(groups))
@@ -119,11 +136,20 @@ class GroupStream:
         samples = np.concatenate(groups)
         loads = SampleWork(self._lengths, samples).loads(targets)
         weights = [load.weight for load in targets.loads]
-        return even_out_groups(groups, self._sizes.tokens[samples], self._sizes.budgets, loads, weights, num_replicas)
+        tokens, budgets = self._sizes.tokens[samples], self._sizes.budgets
+        if self._grouping.matching == "step":
+            return match_step(groups, tokens, budgets, loads, weights, num_replicas)
+        return even_out_groups(groups, tokens, budgets, loads, weights, num_replicas)
 
     def epochs_done(self, num_groups: int) -> float:
         """Return the passes over the data that the first `num_groups` groups of the stream make."""
         return num_groups / self.groups_per_epoch
+
+    def source_passes(self, num_steps: int) -> list[float]:
+        """Return how often the first `num_steps` steps pass through each source of a mixture."""
+        (mixture_stream,) = self._substreams
+        assert isinstance(mixture_stream, MixtureStream), "without a mixture all samples share epochs"
+        return mixture_stream.passes(num_steps)
 
     def _group(self, position: int) -> IntArray:
         if len(self._substreams) == 1:
@@ -186,7 +212,7 @@ class _SubStream:
         start = int(starts[turn])
         groups = self._cached_groups.get((epoch, window))
         if groups is None:
-            groups = self._group_window(epoch, window, (position - place + start) % self._grouping.row_size)
+            groups = self._group_window(epoch, window, (position - place + start) % self._grouping.global_batch)
             while len(self._cached_groups) >= _MAX_CACHED_WINDOWS:
                 oldest = next(iter(self._cached_groups))
                 self._cached_groups.pop(oldest, None)
@@ -221,7 +247,7 @@ class _SubStream:
         return self._cached_order[1], self._cached_order[2]
 
     def _group_window(self, epoch: int, w: int, offset: int) -> SampleGroups:
-        """Group the samples of a window in an epoch; `offset` is the place of its first group in a row.
+        """Group the samples of a window in an epoch; `offset` is the place of its first group in a step.
 
         If a shuffle needs more groups than the window has, or draws fewer samples than that, the epoch uses the trial
         groups by which the window's groups were counted.

@@ -30,7 +30,8 @@ GENERATION_START = "\U0010fff0"
 GENERATION_END = "\U0010fff1"
 PROBE = "\U0010fff2"  # stands for a text whose place in a rendering is wanted
 ESCAPE = "\U0010fff3"  # stands for the first character of a special token that a text spells
-RESERVED_CHARACTERS = GENERATION_START + GENERATION_END + PROBE + ESCAPE
+TIME = "\U0010fff4"  # stands for the seconds at which the first item of a video is shown
+RESERVED_CHARACTERS = GENERATION_START + GENERATION_END + PROBE + ESCAPE + TIME
 
 # The date that `strftime_now` formats. The clock would make token ids and lengths depend on the day of reading: a
 # cached index would not fit the steps, and a resumed run would train on other prompts. Llama's templates write this

@@ -3,6 +3,14 @@
 The chat format (the spaces and line breaks here are for reading only; there are none between the parts):
 
     <|system|>text<|end|> <|user|>text<|image|><|image|>text<|end|> <|assistant|>answer<|end|>
+
+What an assistant thought (`reasoning_content`) comes in front of its answer, as the templates of Qwen write it:
+
+    <|assistant|><think>
+    thought
+    </think>
+
+    answer<|end|>
 """
 
 import re
@@ -14,6 +22,7 @@ from tokenizers import Tokenizer
 
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.formats.sample import MEDIA_ROLES, Role, Sample, Turn
+from mmtrain.data.formats.tool_calls import read_thought
 from mmtrain.data.text.sample_tokenizer import (
     IGNORE_INDEX,
     BadConversationError,
@@ -45,6 +54,8 @@ class ChatTokenizer:
     """A byte-level BPE tokenizer that knows the chat format."""
 
     warnings: tuple[str, ...] = ()
+    writes_items_apart = False
+    writes_times = False
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         """Wrap a tokenizer; messages call it `name`. Raises `DataError` if it lacks one of `SPECIAL_TOKENS`."""
@@ -90,7 +101,7 @@ class ChatTokenizer:
                 return min_tokens, 0
             first_mark, *other_marks = marks
             for turn in sample.turns:
-                parts = [turn.text]
+                parts = [_text_of(turn)]
                 if turn.role in MEDIA_ROLES and other_marks:
                     parts = re.split("|".join((first_mark, *other_marks)), turn.text)
                 elif turn.role in MEDIA_ROLES:
@@ -134,7 +145,7 @@ class ChatTokenizer:
             if turn.role in MEDIA_ROLES:
                 body = self._encode_with_items(turn.text, marks, remaining)
             else:
-                body = self._encode_text(turn.text)
+                body = self._encode_text(_text_of(turn))
             ids += [self._roles[turn.role], *body, self._end_id]
             is_answer = turn.role == "assistant"
             is_target += [False, *[is_answer] * (len(body) + 1)]
@@ -161,6 +172,12 @@ class ChatTokenizer:
         token_id = self._tokenizer.token_to_id(token)
         assert token_id is not None, token
         return int(token_id)
+
+
+def _text_of(turn: Turn) -> str:
+    """Return the text of a turn without media, with what an assistant thought in front of it."""
+    thought = read_thought(turn.fields) if turn.fields and turn.role == "assistant" else ""
+    return f"<think>\n{thought.strip()}\n</think>\n\n{turn.text}" if thought else turn.text
 
 
 def _check_no_tools(sample: Sample) -> None:

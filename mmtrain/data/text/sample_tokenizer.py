@@ -10,8 +10,17 @@ from mmtrain.recipe.modalities import MODALITIES
 
 IGNORE_INDEX = -100  # label of positions that do not count in the loss, as in torch's cross_entropy
 
+
+@dataclass(frozen=True)
+class TimedItems:
+    """The items of a video whose text says when each is shown."""
+
+    features: tuple[int, ...]  # LLM tokens of each
+    tenths: tuple[int, ...]  # of a second from the start of the video, of each
+
+
 # LLM tokens of a medium, of all encoders together; of a video those of each item, since families write text in between.
-MediumFeatures = int | tuple[int, ...]
+MediumFeatures = int | tuple[int, ...] | TimedItems
 MediaFeatures = Mapping[str, Sequence[MediumFeatures]]  # by modality, of each medium in the order of the media's marks
 LengthCounter = Callable[[Sample, MediaFeatures], tuple[int, int]]  # -> (number of ids, number of targets)
 
@@ -40,6 +49,8 @@ class SampleTokenizer(Protocol):
     end_ids: frozenset[int]  # tokens that end an answer
     vocab_size: int  # one more than the largest id
     warnings: tuple[str, ...]  # what the user should know before training with it
+    writes_items_apart: bool  # whether text stands between the items of a video
+    writes_times: bool  # whether this text says when they are shown, so that it needs `TimedItems`
 
     def encode(self, sample: Sample, features: MediaFeatures) -> EncodedSample:
         """Encode all turns; medium i of a modality becomes `features[modality][i]` of the modality's tokens.
@@ -66,15 +77,21 @@ class SampleTokenizer(Protocol):
 
 def total_features(features: MediumFeatures) -> int:
     """Return the LLM tokens of a medium."""
+    if isinstance(features, TimedItems):
+        return sum(features.features)
     return features if isinstance(features, int) else sum(features)
 
 
+ItemTenths = Sequence[int] | None  # when each item of a video is shown, in tenths of seconds; None: not known
+
+
 def split_videos(
-    features: dict[str, list[int]], sample: Sample, num_items: Callable[[str, int], int]
+    features: dict[str, list[int]], sample: Sample, items_of: Callable[[str, int], tuple[int, ItemTenths]]
 ) -> dict[str, list[MediumFeatures]]:
     """Divide the LLM tokens of a sample's videos over their items, which are equal; the last has a newline's too.
 
-    num_items: returns how many items a medium has, by its modality and its number among the media of that.
+    items_of: returns how many items a medium has, and when they are shown, by its modality and its number among the
+        media of that.
     """
     divided: dict[str, list[MediumFeatures]] = {}
     for modality, counts in features.items():
@@ -82,9 +99,10 @@ def split_videos(
         kinds = [kind for kind, _ in sample.media_of(MODALITIES[modality].media)] if sample.videos else []
         for number, (kind, count) in enumerate(zip(kinds, counts, strict=False)):
             if kind == "video":
-                items = num_items(modality, number)
-                of_each = count // items
-                divided[modality][number] = (of_each,) * (items - 1) + (count - of_each * (items - 1),)
+                num_items, tenths = items_of(modality, number)
+                of_each = count // num_items
+                of_items = (of_each,) * (num_items - 1) + (count - of_each * (num_items - 1),)
+                divided[modality][number] = of_items if tenths is None else TimedItems(of_items, tuple(tenths))
     return divided
 
 

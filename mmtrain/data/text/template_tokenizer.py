@@ -20,7 +20,7 @@ from mmtrain.data.formats.sample import PLURALS, Sample, Turn
 from mmtrain.data.text.answer_spans import AnswerFinder
 from mmtrain.data.text.chat_messages import Conversation, ConversationBuilder, TokenEscape
 from mmtrain.data.text.chat_template import ChatTemplate, Message, RenderError, Rendering, Span, Tools
-from mmtrain.data.text.items_apart import ItemsApart
+from mmtrain.data.text.items_apart import ItemsApart, first_features, time_slots, write_first_times
 from mmtrain.data.text.rendering_counter import RenderingCounter
 from mmtrain.data.text.rendering_skeletons import SkeletonRenderer
 from mmtrain.data.text.sample_tokenizer import (
@@ -72,11 +72,13 @@ class TemplateTokenizer:
         self._facts = probe_template(self._template, folder, added_tokens, family_markups or {})
         markups = self._facts.markups
         self._expansions = {
-            markup.placeholder: markup.expansion
+            markup.placeholder: time_slots(markup.expansion)
             for markup in markups.values()
             if markup.placeholder != markup.expansion
         }
         self._items_apart = ItemsApart.of(markups.get("video"), self._tokenizer)
+        self.writes_items_apart = self._items_apart is not None
+        self.writes_times = any(markup.writes_times for markup in markups.values())
         self._kind_of_text = {markup.feature_token: kind for kind, markup in markups.items()}
         self._kind_of_token = {self._token_id(token): kind for token, kind in self._kind_of_text.items()}
         # Two kinds may have one feature token: in a rendering, both look like the latter.
@@ -129,7 +131,7 @@ class TemplateTokenizer:
                 return min_tokens, 0
             answers = self._answers.find(conversation, rendering)
             if not conversation.is_escaped and answers.follow_header:
-                counts = counter.count(rendering.text, answers.spans)
+                counts = counter.count(*write_first_times(rendering.text, answers.spans, features))
                 if counts is not None:
                     written = [
                         self._kind_of_text[token] for token in counts.added_tokens if token in self._kind_of_text
@@ -148,7 +150,8 @@ class TemplateTokenizer:
         turns = sample.turns[: answers[-1]] if answers else sample.turns
         conversation = self._conversation(sample, turns)
         rendering = self._render_sample(conversation, add_generation_prompt=True)
-        tokens = self._tokenize(rendering.text, conversation.is_escaped)
+        text, _ = write_first_times(rendering.text, (), features)
+        tokens = self._tokenize(text, conversation.is_escaped)
         is_target = np.zeros(len(tokens.ids), dtype=bool)
         return self._expand_media(tokens.ids, is_target, conversation.media, features)[0]
 
@@ -208,9 +211,11 @@ class TemplateTokenizer:
         self, conversation: Conversation, rendering: Rendering, features: MediaFeatures
     ) -> tuple[IntArray, BoolArray]:
         """Return the ids of a rendered conversation, and which of them are targets."""
-        tokens = self._tokenize(rendering.text, conversation.is_escaped)
+        answers = self._answers.find(conversation, rendering).spans
+        text, spans = write_first_times(rendering.text, answers, features)
+        tokens = self._tokenize(text, conversation.is_escaped)
         is_target = np.zeros(len(tokens.ids), dtype=bool)
-        for span in self._answers.find(conversation, rendering).spans:
+        for span in spans:
             is_target[tokens.inside(span)] = True
         return self._expand_media(tokens.ids, is_target, conversation.media, features)
 
@@ -277,12 +282,12 @@ class TemplateTokenizer:
         for position in positions:
             modality = next(name for name, item_ids in self.item_ids.items() if ids[position] in item_ids)
             medium = next(remaining[modality])
-            if isinstance(medium, tuple) and self._items_apart is not None:
-                repeats[position], *of_later = medium
+            repeats[position] = total_features(medium)
+            if not isinstance(medium, int) and self._items_apart is not None:
+                of_later = self._items_apart.later_ids(medium)
+                repeats[position] = first_features(medium)
                 end = int(position) + 1 + self._items_apart.num_suffix_tokens
-                later_items += [(end, self._items_apart.ids(i, num)) for i, num in enumerate(of_later, start=2)]
-            else:
-                repeats[position] = total_features(medium)
+                later_items += [(end, item_ids) for item_ids in of_later]
         if not later_items:
             return np.repeat(ids, repeats), np.repeat(is_target, repeats)
         places = np.cumsum(repeats)[[end - 1 for end, _ in later_items]]
@@ -299,8 +304,8 @@ class TemplateTokenizer:
         for media in features.values():
             for medium in media:
                 total += total_features(medium)
-                if isinstance(medium, tuple) and self._items_apart is not None:
-                    total += sum([self._items_apart.num_text_tokens(i) for i in range(2, len(medium) + 1)])
+                if self._items_apart is not None:
+                    total += self._items_apart.num_text_tokens(medium)
         return total
 
     def _check_media(self, written: Sequence[MediaKind], media: Sequence[MediaKind]) -> None:

@@ -1,0 +1,36 @@
+"""Summarize what a recipe's training makes of each of its sources."""
+
+import numpy as np
+
+from mmtrain.balance.summary import SourceSummary
+from mmtrain.data.index.data_index import DataIndex
+from mmtrain.data.stream.group_stream import GroupStream
+from mmtrain.recipe.schema import Recipe
+
+
+def summarize_sources(recipe: Recipe, index: DataIndex) -> list[SourceSummary]:
+    """Return a summary of each source that the recipe trains on, in its order."""
+    assert index.sources is not None, "an index of a recipe's sources"
+    numbers, names = index.sources.numbers, index.sources.names
+    num_samples = np.bincount(numbers, minlength=len(names)).tolist()
+    tokens = np.bincount(numbers, weights=index.lengths.tokens, minlength=len(names))
+    stream, num_steps = GroupStream.of(recipe, index), recipe.train.steps
+    if index.mixture is not None:
+        first_steps = (phase.first_step for phase in index.mixture.phases)
+        shares = dict(zip(first_steps, index.mixture.token_shares(index.lengths.tokens), strict=True))
+        passes = stream.source_passes(num_steps)
+    else:
+        used = np.bincount(numbers, weights=index.weights * index.lengths.tokens, minlength=len(names))
+        shares = {0: used / used.sum()}
+        epochs = stream.epochs_done(num_steps * recipe.train.global_batch)
+        passes = [epochs * source.weight for source in recipe.data.sources]
+    return [
+        SourceSummary(
+            name=name,
+            samples=num_samples[i],
+            tokens=int(tokens[i]),
+            token_shares={step: float(of_sources[i]) for step, of_sources in shares.items()},
+            passes=passes[i],
+        )
+        for i, name in enumerate(names)
+    ]
