@@ -6,12 +6,13 @@ Start with `cost_model.CostModel`. `AnalyticCosts` models it, `MeasuredCosts` in
 
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.choose import costs_for, machine_for, precision_for
-from mmtrain.costs.cost_model import CollectiveKind, ComputeKind, CostModel, PieceCost, TokenLoad
+from mmtrain.costs.collectives import CollectiveKind, GroupLayout
+from mmtrain.costs.cost_model import ComputeKind, CostModel, PieceCost, TokenLoad
 from mmtrain.costs.cost_table import CostTable
 from mmtrain.costs.hardware import PRESETS, Hardware, Precision, preset, preset_for_device
 from mmtrain.costs.layer_arithmetic import input_grad_needed, model_flops, num_parameters, num_trained_parameters
 from mmtrain.costs.measured_costs import MeasuredCosts
-from mmtrain.costs.rank_memory import HeldLayers, RankMemory, rank_memory
+from mmtrain.costs.rank_memory import HeldLayers, RankMemory, StateBytes, rank_memory, state_bytes
 
 __all__ = [
     "PRESETS",
@@ -20,12 +21,14 @@ __all__ = [
     "ComputeKind",
     "CostModel",
     "CostTable",
+    "GroupLayout",
     "Hardware",
     "HeldLayers",
     "MeasuredCosts",
     "PieceCost",
     "Precision",
     "RankMemory",
+    "StateBytes",
     "TokenLoad",
     "costs_for",
     "input_grad_needed",
@@ -37,4 +40,5 @@ __all__ = [
     "preset",
     "preset_for_device",
     "rank_memory",
+    "state_bytes",
 ]

@@ -5,18 +5,21 @@ from functools import lru_cache
 
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.block_pieces import BlockSeconds, PassDirection, block_pieces
-from mmtrain.costs.cost_model import CollectiveKind, ComputeKind, PieceCost, TokenLoad
+from mmtrain.costs.collectives import CollectiveKind, GroupLayout, collective_seconds
+from mmtrain.costs.cost_model import ComputeKind, PieceCost, TokenLoad
+from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.layer_arithmetic import Gemm
 from mmtrain.models.model_shape import LayerShape, adaptable_linears, num_pieces
 
-_ROTATION_KERNELS, _GATE_KERNELS, _JOINT_NORM_KERNELS, _SCALE_KERNELS = 6, 2, 14, 2  # what they add to a block
-# Kernels of one forward: GEMMs, norms, rotary, attention, activation, residual adds, bias and layout changes.
+_ROTATION_KERNELS, _GATE_KERNELS, _JOINT_NORM_KERNELS, _SCALE_KERNELS = 6, 1, 14, 2  # what they add to a block
+# Kernels of one forward: GEMMs with their biases, norms, rotary, attention, activation, residual adds and layout
+# changes. Those of blocks are held by tests/models/test_kernel_budget.py.
 FORWARD_KERNELS = {
     "patch_embed": 6,
     "audio_embed": 18,
-    "vit_block": 22,
-    "decoder_block": 30,
+    "vit_block": 12,
+    "decoder_block": 20,
     "projector": 10,
     "embedding": 3,
     "head": 10,
@@ -47,9 +50,21 @@ TP_ALL_REDUCES = {
     "context_projector": (0, 1),  # the gradient of the context, to which all blocks add
 }
 
-# Bytes per parameter that the gradient norm, clipping and AdamW read and write, in fp32. The norm reads the gradient.
-# AdamW reads gradient, weight and two moments and writes all four, the gradient since it clips it on the way.
-OPTIMIZER_BYTES_PER_PARAMETER = 4 * (1 + 4 + 4)
+# Backward of fused attention computes the scores again: five products where forward has two (arXiv 2307.08691).
+ATTENTION_BACKWARD_RATIO = 2.5
+# Linears of a block, by position among its GEMMs, whose backward sums the gradient of its input over the ranks of a TP
+# group while it computes that of the weight (`models.megatron.tp_linear`).
+REDUCED_BESIDE_WEIGHT_GRADIENT = {"vit_block": (0, 2), "decoder_block": (0, 2)}
+
+
+def gemm_seconds(hardware: Hardware, precision: Precision, gemm: Gemm) -> float:
+    """Return the seconds of a GEMM: of its arithmetic, or of its operands' way through memory."""
+    m, n, k = gemm.m, gemm.n, gemm.k
+    if m == 0:
+        return 0.0
+    rate = hardware.peak_flops(precision) * hardware.efficiency_at(m, n, k)
+    operands = (m * k + k * n + m * n) * ELEMENT_BYTES[precision]
+    return max(gemm.flops * hardware.slowest_rank_ratio / rate, operands / hardware.moved_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -58,11 +73,16 @@ class AnalyticCosts:
 
     hardware: Hardware
     precision: Precision
+    execution: Execution = OWN_RUNTIME
+
+    def __hash__(self) -> int:
+        """Hash little: every cached call hashes its costs, and a process has hardly more than one of them."""
+        return hash((self.hardware.name, self.precision))
 
     @property
     def source(self) -> str:
-        """Name of the preset, marked as modelled: nothing was measured on the machine that will run."""
-        return f"modelled: {self.hardware.name}"
+        """Name of the preset, marked as modelled, and its band: nothing was measured on the machine that will run."""
+        return f"modelled: {self.hardware.name}, {self.hardware.band}"
 
     @property
     def element_bytes(self) -> int:
@@ -80,7 +100,7 @@ class AnalyticCosts:
             return 0.0
         if kind == "backward":
             return self._backward(layer, tp, load, input_grad)
-        return self._forward(layer, tp, load)
+        return self._forward(layer, tp, load) + self._early_gradients(layer, tp, load, input_grad)
 
     def pieces(
         self,
@@ -92,7 +112,11 @@ class AnalyticCosts:
         input_grad: bool = True,
         sp: bool = False,
     ) -> tuple[PieceCost, ...]:
-        """Divide `seconds` among the layer's pieces; see `block_pieces`. A single piece includes its collectives."""
+        """Divide `seconds` among the layer's pieces; see `block_pieces`. A single piece includes its collectives.
+
+        A layer that runs piece by piece starts its collectives between pieces, so that gradients of its own weights
+        hide none of them: all of each collective is left for other work.
+        """
         total = self.seconds(layer, tp, load, kind, input_grad=input_grad)
         if num_pieces(layer.kind) == 1:
             return (PieceCost(total, 0.0),)
@@ -102,18 +126,19 @@ class AnalyticCosts:
         if direction == "backward":
             weight_grad, input_grad = analytic.needed_gradients(layer, input_grad)
             passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
-            cost_factor, num_reduces = 2, TP_ALL_REDUCES[layer.kind][1]
         else:
             passes = tuple((gemm, 1) for gemm in analytic.gemms(layer, load, tp))
-            cost_factor, num_reduces = 1, TP_ALL_REDUCES[layer.kind][0]
         adapters = self._adapters(layer, tp, load, direction)
         seconds = BlockSeconds(
-            gemms=[times * self._gemm(gemm) + extra for (gemm, times), extra in zip(passes, adapters, strict=True)],
-            attention=cost_factor * self._attention(layer, tp, load),
-            elementwise=cost_factor * self._elementwise(layer, tp, load),
+            gemms=[
+                self._passes(gemm, times, direction) + extra
+                for (gemm, times), extra in zip(passes, adapters, strict=True)
+            ],
+            attention=self._attention(layer, tp, load, direction),
+            elementwise=self._elementwise(layer, tp, load, direction),
             launches=self._launches(layer),
             kv_gather=self._kv_gather(layer, tp, load),
-            all_reduces=num_reduces * self._tp_reduce(layer, tp, load),
+            all_reduces=TP_ALL_REDUCES[layer.kind][direction == "backward"] * self._tp_reduce(layer, tp, load),
         )
         return block_pieces(layer, tp, direction, seconds, sp=sp)
 
@@ -136,26 +161,26 @@ class AnalyticCosts:
         """Return how many seconds each end of a message keeps its rank from computing."""
         return self.hardware.post_s
 
-    def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
-        """Return the seconds of a ring collective over `size` ranks on the whole (gathered or reduced) tensor."""
-        if size == 1:
-            return 0.0
-        link = self.hardware.link(same_node)
-        if kind == "broadcast":
-            return link.seconds(nbytes)
-        rounds = (size - 1) * (2 if kind == "all_reduce" else 1)
-        return rounds * link.seconds(nbytes / size)
+    def collective(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
+        """Return the seconds of a collective over `group`; `nbytes` is the whole (gathered or reduced) tensor."""
+        return collective_seconds(self.hardware, kind, nbytes, group)
 
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step over `parameters` of one rank."""
-        return parameters * OPTIMIZER_BYTES_PER_PARAMETER / self.hardware.memory_bytes_per_s
+        return parameters * self.execution.optimizer_bytes / self.hardware.moved_bytes_per_s
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019 - a cost model is small and lives as long as the planning
     def _forward(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         gemms = sum(self._gemm(gemm) for gemm in analytic.gemms(layer, load, tp))
         reduces = TP_ALL_REDUCES.get(layer.kind, (0, 0))[0] * self._tp_reduce(layer, tp, load)
-        elementwise = self._elementwise(layer, tp, load) + self._launches(layer)
-        layer_s = gemms + self._attention(layer, tp, load) + elementwise + reduces + self._kv_gather(layer, tp, load)
+        elementwise = self._elementwise(layer, tp, load, "forward") + self._launches(layer)
+        layer_s = (
+            gemms
+            + self._attention(layer, tp, load, "forward")
+            + elementwise
+            + reduces
+            + self._kv_gather(layer, tp, load)
+        )
         return layer_s + self.adapter_seconds(layer, tp, load, "forward")
 
     def adapter_seconds(self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection) -> float:
@@ -180,9 +205,9 @@ class AnalyticCosts:
                 is_row_parallel = linear.endswith(_ROW_PARALLEL)
                 adapter_s = sum(map(self._gemm, pair)) * (2 if is_backward else 1)
                 adapter_s += ADAPTER_KERNELS * self.hardware.kernel_launch_s
-                adapter_s += 3 * out.m * out.n * self.element_bytes / self.hardware.memory_bytes_per_s
+                adapter_s += 3 * out.m * out.n * self.element_bytes / self.hardware.moved_bytes_per_s
                 if is_row_parallel != is_backward:
-                    adapter_s += self.collective("all_reduce", low.m * low.n * self.element_bytes, tp, same_node=True)
+                    adapter_s += self.collective("all_reduce", low.m * low.n * self.element_bytes, GroupLayout(tp))
             seconds.append(adapter_s)
         return seconds
 
@@ -192,30 +217,83 @@ class AnalyticCosts:
             return 0.0
         weight_grad, input_grad = analytic.needed_gradients(layer, input_grad)
         passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
-        gemms = sum(times * self._gemm(gemm) for gemm, times in passes)
-        reduces = TP_ALL_REDUCES.get(layer.kind, (0, 0))[1] * self._tp_reduce(layer, tp, load)
+        gemms = sum(self._passes(gemm, times, "backward") for gemm, times in passes)
+        reduces = self._backward_reduces(layer, tp, load, weight_grad)
         # Backward has about twice the kernels, but starts them without Python in between.
-        elementwise = 2 * self._elementwise(layer, tp, load) + self._launches(layer)
+        elementwise = self._elementwise(layer, tp, load, "backward") + self._launches(layer)
         gather = self._kv_gather(layer, tp, load)
-        layer_s = gemms + 2 * self._attention(layer, tp, load) + elementwise + reduces + gather
+        layer_s = gemms + self._attention(layer, tp, load, "backward") + elementwise + reduces + gather
+        layer_s -= self._early_gradients(layer, tp, load, input_grad)
         return layer_s + self.adapter_seconds(layer, tp, load, "backward")
 
-    def _gemm(self, gemm: Gemm) -> float:
-        m, n, k = gemm.m, gemm.n, gemm.k
-        if m == 0:
+    def _early_gradients(self, layer: LayerShape, tp: int, load: TokenLoad, input_grad: bool) -> float:
+        """Return the seconds of a head's backward that its forward takes where it computes by chunks of tokens."""
+        if layer.kind != "head" or not (layer.trainable or input_grad):
             return 0.0
+        if not analytic.loss_sizes(layer, load, self.element_bytes, tp).uses_chunks:
+            return 0.0
+        weight_grad, input_grad = analytic.needed_gradients(layer, input_grad)
+        passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
+        gemms = sum(self._passes(gemm, times, "backward") for gemm, times in passes)
+        softmax_bytes = 2 * analytic.softmax_elements(layer, load, tp) * self.element_bytes
+        return gemms + softmax_bytes / self.hardware.moved_bytes_per_s
+
+    def _passes(self, gemm: Gemm, times: int, direction: PassDirection) -> float:
+        """Return the seconds of a GEMM that a direction computes so many times, and of what it computes again."""
+        again = self.execution.recomputed_gemms if direction == "backward" and times else 0.0
+        return (times + again) * self._gemm(gemm)
+
+    def _gemm(self, gemm: Gemm) -> float:
+        return gemm_seconds(self.hardware, self.precision, gemm)
+
+    def _attention(self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection) -> float:
+        flops = analytic.num_attention_passes(layer) * analytic.attention_flops(layer, load, tp)
+        if not flops:
+            return 0.0
+        is_backward = direction == "backward"
         hardware = self.hardware
-        compute = gemm.flops / (hardware.peak_flops(self.precision) * hardware.efficiency_at(m, n, k))
-        operands = (m * k + k * n + m * n) * self.element_bytes
-        return max(compute, operands / hardware.memory_bytes_per_s)
+        slowdown = hardware.slowest_rank_ratio * self.execution.attention_slowdown
+        peak = hardware.peak_flops(self.precision) / slowdown
+        if not self.execution.fused_attention:
+            again = is_backward and self.execution.recomputes_attention
+            return (1 + is_backward + again) * self._unfused_attention(layer, tp, load, peak)
+        forward_s = flops / (peak * hardware.attention_efficiency)
+        if not is_backward:
+            return forward_s
+        if not hardware.attention_backward_efficiency:
+            return 2 * forward_s
+        backward_s = ATTENTION_BACKWARD_RATIO * flops / (peak * hardware.attention_backward_efficiency)
+        return backward_s + forward_s * self.execution.recomputes_attention
 
-    def _attention(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
-        rate = self.hardware.peak_flops(self.precision) * self.hardware.attention_efficiency
-        return analytic.num_attention_passes(layer) * analytic.attention_flops(layer, load, tp) / rate
+    def _unfused_attention(self, layer: LayerShape, tp: int, load: TokenLoad, peak: float) -> float:
+        """Return the seconds of one forward that computes whole squares of scores and keeps them in memory."""
+        num_scores = layer.heads * load.sum_sq // tp
+        length = load.max_len
+        share_of_peak = self.hardware.efficiency_at(length * layer.heads // tp, length, layer.head_dim)
+        products_s = 4 * num_scores * layer.head_dim / (peak * share_of_peak)
+        moved = self.execution.score_moves() * num_scores * self.element_bytes
+        return products_s + moved / self.hardware.moved_bytes_per_s
 
-    def _elementwise(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
-        nbytes = analytic.elementwise_elements(layer, load, tp) * self.element_bytes
-        return nbytes / self.hardware.memory_bytes_per_s
+    def _elementwise(self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection) -> float:
+        execution = self.execution
+        elements = analytic.elementwise_elements(layer, load, tp) + execution.extra_elements(layer, load.tokens, tp)
+        nbytes = elements * self.element_bytes
+        if direction == "backward":
+            nbytes *= 2 + execution.recomputes_elementwise
+            nbytes += execution.gradient_bytes * analytic.num_trained_parameters(layer, tp)
+        return nbytes / self.hardware.moved_bytes_per_s
+
+    def _backward_reduces(self, layer: LayerShape, tp: int, load: TokenLoad, weight_grad: bool) -> float:
+        """Return by how much the all-reduces of input gradients lengthen a backward."""
+        num_reduces = TP_ALL_REDUCES.get(layer.kind, (0, 0))[1]
+        if tp == 1 or not num_reduces:
+            return 0.0
+        reduce_s = self._tp_reduce(layer, tp, load)
+        beside = REDUCED_BESIDE_WEIGHT_GRADIENT.get(layer.kind)
+        if beside is None or not weight_grad:
+            return num_reduces * reduce_s
+        gemms = analytic.gemms(layer, load, tp)
+        return sum(self.hardware.overlapped(reduce_s, self._gemm(gemms[i])) for i in beside)
 
     def _launches(self, layer: LayerShape) -> float:
         num_kernels = FORWARD_KERNELS[layer.kind] + 2 * int(layer.qk_norm) + 2 * int(layer.post_norms)
@@ -232,7 +310,7 @@ class AnalyticCosts:
         if layer.kv_heads >= tp or not layer.kv_heads:
             return 0.0
         width = (layer.heads + 2 * layer.kv_heads) * layer.head_dim
-        return self.collective("all_gather", load.tokens * width * self.element_bytes, tp, same_node=True)
+        return self.collective("all_gather", load.tokens * width * self.element_bytes, GroupLayout(tp))
 
     def _tp_reduce(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         rows = analytic.feature_rows(layer, load) if layer.kind == "projector" else load.tokens
@@ -243,4 +321,4 @@ class AnalyticCosts:
         width = layer.out
         if layer.kind == "head":
             rows, width = load.num_targets, layer.hidden
-        return self.collective("all_reduce", rows * width * self.element_bytes, tp, same_node=True)
+        return self.collective("all_reduce", rows * width * self.element_bytes, GroupLayout(tp))

@@ -23,7 +23,7 @@ _REDUCED: dict[PassDirection, tuple[int, ...]] = {"forward": (PROJECTION, DOWN),
 _GATHERED: dict[PassDirection, tuple[int, ...]] = {"forward": (NORM, NORM_MLP), "backward": (ADD, NORM_MLP)}
 _WIDTHS = {NORM: 2, NORM_MLP: 5, ADD: 3}  # of the residual stream that norms and additions read and write
 # By piece, the kernels that `analytic_costs.FORWARD_KERNELS` counts for the block.
-_KERNELS = {"vit_block": (2, 4, 5, 2, 3, 3, 2, 1), "decoder_block": (2, 3, 11, 2, 3, 5, 2, 2)}
+_KERNELS = {"vit_block": (1, 2, 2, 1, 2, 2, 1, 1), "decoder_block": (1, 3, 8, 1, 2, 3, 1, 1)}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from importlib.resources import files
 from pathlib import Path
 
 from mmtrain.costs.analytic_costs import AnalyticCosts
-from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.cost_table import CostTable
 from mmtrain.costs.hardware import GIB, Hardware, Precision, preset
 from mmtrain.costs.measured_costs import MeasuredCosts
@@ -32,7 +31,7 @@ def precision_for(recipe: Recipe, machine: Hardware) -> Precision:
     return "fp32" if machine.name == "cpu-core" else "bf16"
 
 
-def costs_for(machine: Hardware, precision: Precision, table: Path | None) -> CostModel:
+def costs_for(machine: Hardware, precision: Precision, table: Path | None) -> AnalyticCosts | MeasuredCosts:
     """Return the costs of a table, modelled where it has no entry; without a table all are modelled.
 
     Args:

@@ -5,10 +5,10 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from mmtrain.costs.collectives import CollectiveKind, GroupLayout
 from mmtrain.models.model_shape import LayerShape
 
 ComputeKind = Literal["forward", "backward", "recompute"]
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class CostModel(Protocol):
         """Return how many seconds each end of a message keeps its rank from computing."""
         ...
 
-    def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
-        """Return the seconds of a collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
+    def collective(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
+        """Return the seconds of a collective over `group`; `nbytes` is the whole (gathered or reduced) tensor."""
         ...
 
     def optimizer(self, parameters: int) -> float:

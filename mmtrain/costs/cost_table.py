@@ -67,16 +67,19 @@ class LayerEntry(_Frozen):
 
 
 class MessageEntry(_Frozen):
-    """Seconds by bytes of a message between two ranks of a node, or of a collective over `size` of them."""
+    """Seconds by bytes of a message between two ranks, or of a collective over `size` of them."""
 
     kind: Literal["p2p", "all_gather", "reduce_scatter", "all_reduce", "broadcast"]
     size: Annotated[int, Field(gt=1)]
+    nodes: Annotated[int, Field(ge=1)] = 1  # over which the ranks are spread evenly
     source: Source = "measured"
     nbytes: Annotated[tuple[int, ...], Field(min_length=1)]  # ascending; the whole (gathered or reduced) tensor
     seconds: tuple[Seconds, ...]
 
     @model_validator(mode="after")
-    def _require_one_time_per_size(self) -> Self:
+    def _require_even_groups_and_one_time_per_size(self) -> Self:
+        if self.size % self.nodes:
+            raise ValueError(f"{self.kind}: {self.size} ranks cannot be spread evenly over {self.nodes} nodes")
         if len(self.seconds) != len(self.nbytes) or list(self.nbytes) != sorted(set(self.nbytes)):
             raise ValueError(f"{self.kind} needs ascending nbytes, and one time for each; found {self.nbytes}")
         return self
@@ -101,8 +104,8 @@ class LayerScale(_Frozen):
 class CostTable(_Frozen):
     """What `mmtrain profile` measured. Tables that come with the package hold modelled entries where nothing was.
 
-    The scales are what a run recorded (`recorded_costs`). They multiply everything that this table gives, also what is
-    modelled because the table has no entry for it.
+    The scales are what a run recorded (`recorded_costs`), or what a calibration found. They multiply everything
+    that this table gives, also what is modelled because the table has no entry for it.
     """
 
     version: Literal[1] = 1
@@ -114,7 +117,9 @@ class CostTable(_Frozen):
     layers: tuple[LayerEntry, ...] = ()
     messages: tuple[MessageEntry, ...] = ()
     optimizer: tuple[OptimizerEntry, ...] = ()
+    held_out_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # median, relative, of its layers
     layer_scales: tuple[LayerScale, ...] = ()
+    calibrated: bool = False  # the scales come from `plan --calibrate` and from no run
     message_scale: Scale = 1.0  # of messages between two ranks
     reduction_scale: Scale = 1.0  # of collectives and the optimizer step
 
@@ -161,10 +166,12 @@ class CostTable(_Frozen):
                     "table would mislead. Write to another file with --out, or delete the old one"
                 )
         layers = {(layer_key(e.layer), e.tp): e for e in (*self.layers, *newer.layers)}
-        messages = {(e.kind, e.size): e for e in (*self.messages, *newer.messages)}
+        messages = {(e.kind, e.size, e.nodes): e for e in (*self.messages, *newer.messages)}
         optimizer = {e.parameters: e for e in (*self.optimizer, *newer.optimizer)}
+        newest_error = self.held_out_error if newer.held_out_error is None else newer.held_out_error
         return newer.model_copy(
             update={
+                "held_out_error": newest_error,
                 "layers": tuple(layers.values()),
                 "messages": tuple(messages.values()),
                 "optimizer": tuple(optimizer[parameters] for parameters in sorted(optimizer)),
@@ -183,9 +190,9 @@ class CostTable(_Frozen):
         return {(layer_key(e.layer), e.tp): e for e in self.layers}
 
     @cached_property
-    def by_message(self) -> dict[tuple[str, int], MessageEntry]:
-        """Entries by kind and number of ranks."""
-        return {(e.kind, e.size): e for e in self.messages}
+    def by_message(self) -> dict[tuple[str, int, int], MessageEntry]:
+        """Entries by kind, number of ranks and number of nodes."""
+        return {(e.kind, e.size, e.nodes): e for e in self.messages}
 
     @cached_property
     def scale_by_layer(self) -> dict[str, LayerScale]:
@@ -199,8 +206,13 @@ class CostTable(_Frozen):
 
     @property
     def is_recorded(self) -> bool:
-        """Whether a run has corrected the table."""
+        """Whether a run or a calibration has corrected the table."""
         return bool(self.layer_scales)
+
+    @property
+    def correction(self) -> str:
+        """What has corrected the table, as text."""
+        return "corrected by a calibration" if self.calibrated else "corrected by what a run recorded"
 
 
 def layer_fields(layer: LayerShape) -> dict[str, Any]:

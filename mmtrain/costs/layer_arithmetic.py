@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs.cost_model import TokenLoad
-from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape, adaptable_linears
+from mmtrain.models.model_shape import LayerShape, LossSizes, ModelShape, UnitShape, adaptable_linears
 
 _INDEX_BYTES = 8
 _FP32_BYTES = 4
@@ -199,7 +199,7 @@ def backward_passes(
         return ()
     num_without = diffusion.num_gemms_without_input_grad(layer)  # the first GEMMs, whose input needs no gradient
     if not input_grad and layer.kind in READS_INPUT_RAW:
-        num_without = max(num_without, 1 + layer.carried_in)
+        num_without = max(num_without, 1)  # projectors for DeepStack have norms, which train with them
     if not weight_grad and num_without:
         return ()
     forward = gemms(layer, load, tp)
@@ -271,55 +271,66 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
 def _layer_activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
     """Return the bytes one of `tp` ranks keeps from forward to backward of `layer` when nothing is recomputed.
 
-    This counts what autograd saves: inputs of norms and GEMMs, the output of RMSNorm before its weight, queries, keys
-    and values before and after rotation, attention's output of each head and joined, inputs and outputs of
-    activations. Attention keeps no scores. The head keeps the logits of tokens with a target.
+    This counts what autograd saves: inputs of norms and GEMMs, queries, keys and values before and after rotation,
+    attention's output of each head and joined, inputs and outputs of activations. Attention keeps no scores. The head
+    keeps the logits of tokens with a target, or gradients: see `loss_sizes`.
     """
     t, h = load.tokens, layer.hidden
-    normalized = h if layer.rms_norm else 0
     match layer.kind:
         case "patch_embed":
-            norms = sum(layer.norm_widths) * (2 if layer.rms_norm else 1)
-            return t * (element_bytes * (layer.patch_features + norms) + 4 * _INDEX_BYTES)
+            return t * (element_bytes * (layer.patch_features + sum(layer.norm_widths)) + 4 * _INDEX_BYTES)
         case "audio_embed":
             # Inputs of both convolutions, three frames side by side, and inputs of their activations.
             return t * (element_bytes * (2 * 3 * layer.mel_bins + 2 * h + 3 * h + h) + _INDEX_BYTES)
         case "vit_block" | "decoder_block":
             inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
             rotated = inner + kv // 2 if layer.rotates else 0
-            # Inputs, and outputs before the weight; or with a norm over all heads its inputs in fp32 and both outputs.
-            head_norms = 2 * (inner + kv // 2) if layer.qk_norm or layer.joint_qk_norm else 0
+            # Queries apart from keys and values, if these are fewer; with a norm over all heads both outputs.
+            head_norms = inner if layer.qk_norm and layer.kv_heads < layer.heads else 0
+            head_norm_inputs = (inner + kv // 2) * int(layer.qk_norm)
+            head_norms += 2 * (inner + kv // 2) * int(layer.joint_qk_norm)
             outputs = 2 * h if layer.post_norms else 0  # that norms read
             in_fp32 = 4 * (inner + kv // 2) // tp if layer.joint_qk_norm else 0
             scaled = 2 * h if layer.layer_scale else 0
             tables = layer.head_dim if layer.rotates else 0
             num_softmaxes = num_attention_passes(layer) * layer.heads // tp
             statistics = 4 * (4 + num_softmaxes)  # of two norms and of each head's softmax, in fp32
-            # Gated: gate and up together, then the gate, its SiLU and their product; else input and output of GELU.
-            mlp = layer.ffn * (5 if layer.gated else 2)
+            # Gated: gate and up together, and what they make; else input and output of the activation.
+            mlp = layer.ffn * (3 if layer.gated else 2)
             gathered = (tp - 1) * (inner + kv) if layer.kv_heads < tp else 0  # keys and values of all ranks
             image_rows = 2 * inner if layer.image_spans else 0  # queries and outputs of the second pass
             split = (inner + kv) + gathered + head_norms + rotated + 2 * inner + image_rows + mlp
-            whole = 4 * h + num_norms(layer) * normalized + outputs + tables + scaled
-            in_fp32 += _fp32_norm_bytes(layer, element_bytes, num_norms(layer) * h + head_norms // 2 // tp)
+            whole = 4 * h + outputs + tables + scaled
+            in_fp32 += _fp32_norm_bytes(layer, element_bytes, num_norms(layer) * h + head_norm_inputs // tp)
             # Only torch's plainest kernel takes both a mask and grouped queries. It keeps the softmax of those rows.
             softmax = layer.heads * layer.window // tp if layer.image_spans else 0
             return t * (element_bytes * (whole + softmax + split // tp) + statistics + in_fp32)
         case "projector":
             rows, joined = feature_rows(layer, load), merged_width(layer)
-            inputs = t * h + rows * joined * max(1, len(layer.norm_widths)) + t * normalized * len(layer.norm_widths)
+            inputs = t * h + rows * joined * max(1, len(layer.norm_widths))
             # Of each projector for an earlier block: the input of its norm, and that of its first linear.
-            inputs += layer.carried_in * rows * joined * (3 if layer.rms_norm else 2)
+            inputs += layer.carried_in * rows * joined * 2
             inner = rows * 2 * layer.ffn // tp * (1 + layer.carried_in)
-            return element_bytes * (inputs + inner) + 2 * _INDEX_BYTES * t * (1 + layer.carried_in)
+            statistics = 2 * _FP32_BYTES * t  # of its norms
+            return element_bytes * (inputs + inner) + statistics + 2 * _INDEX_BYTES * t * (1 + layer.carried_in)
         case "embedding":
             return _INDEX_BYTES * t
         case "head":
-            of_norm = element_bytes * (2 * h + normalized) + _fp32_norm_bytes(layer, element_bytes, h)
-            of_loss = element_bytes * layer.vocab // tp + 2 * _FP32_BYTES + 2 * _INDEX_BYTES
-            return load.num_targets * (of_norm + of_loss)
+            sizes = loss_sizes(layer, load, element_bytes, tp)
+            rows = load.num_targets * (2 * _INDEX_BYTES + _fp32_norm_bytes(layer, element_bytes, h))
+            if sizes.uses_chunks:  # the norm keeps its input, and the loss no output of the norm
+                return rows + load.num_targets * element_bytes * h + sizes.kept_bytes
+            return rows + load.num_targets * (element_bytes * 2 * h + 3 * _FP32_BYTES) + sizes.logits_bytes
         case _:
             return element_bytes * diffusion.saved_elements(layer, load, tp)
+
+
+def loss_sizes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> LossSizes:
+    """Return the sizes of a head's loss on one of `tp` ranks, which say whether it is computed by chunks of tokens.
+
+    By chunks, forward computes the gradients too, and keeps them instead of logits.
+    """
+    return LossSizes(load.num_targets, layer.vocab // tp, layer.hidden, element_bytes, _trains_matrices(layer))
 
 
 def num_norms(layer: LayerShape) -> int:
@@ -330,11 +341,11 @@ def num_norms(layer: LayerShape) -> int:
 def _fp32_norm_bytes(layer: LayerShape, element_bytes: int, normalized: int) -> int:
     """Return how many bytes more than others zero-centered norms over so many numbers keep: they compute in fp32.
 
-    They keep a copy of their input in fp32, and their output before the weight in fp32 too.
+    They keep a copy of their input in fp32.
     """
     if not layer.zero_centered_norms or element_bytes >= _FP32_BYTES:
         return 0
-    return normalized * (2 * _FP32_BYTES - element_bytes)
+    return normalized * _FP32_BYTES
 
 
 def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
@@ -350,23 +361,22 @@ def adapter_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: in
 def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
     """Return the part of `activation_bytes` that only gradients of weights need, so that a frozen layer drops it.
 
-    It consists of the inputs of GEMMs and the output of RMSNorm, unless something else reads them too, such as the
-    adapter of the GEMM's weight.
+    It consists of the inputs of GEMMs, unless something else reads them too, such as the adapter of the GEMM's weight.
     """
     h, rows = layer.hidden, load.tokens
-    normalized = layer.hidden if layer.rms_norm else 0
     match layer.kind:
         case "vit_block" | "decoder_block":
-            has_head_norms = layer.qk_norm or layer.joint_qk_norm
-            normalized_heads = (layer.heads + layer.kv_heads) * layer.head_dim if has_head_norms else 0
+            normalized_heads = (layer.heads + layer.kv_heads) * layer.head_dim if layer.joint_qk_norm else 0
             scaled = 2 * h if layer.layer_scale else 0
-            read_by = {"self_attention.linear_qkv": h + normalized, "mlp.linear_fc1": h + normalized}
+            read_by = {"self_attention.linear_qkv": h, "mlp.linear_fc1": h}
             read_by["mlp.linear_fc2"] = layer.ffn // tp
             adapted = () if layer.lora is None else layer.lora.linears
             width = sum(inputs for linear, inputs in read_by.items() if linear not in adapted)
-            width += (num_norms(layer) - 2) * normalized + scaled + normalized_heads // tp
+            width += scaled + normalized_heads // tp
         case "head":
-            width, rows = h + normalized, load.num_targets
+            width, rows = h, load.num_targets
+            if loss_sizes(layer, load, element_bytes, tp).uses_chunks:
+                width = 0  # forward has used it
         case _:
             width = 0
     return rows * width * element_bytes
@@ -380,13 +390,13 @@ def sequence_parallel_savings(
     With it each rank keeps a slice of the tokens of norms' inputs and outputs (Korthikanti et al., arXiv 2205.05198).
     """
     h = layer.hidden
-    normalized = layer.hidden if layer.rms_norm else 0
-    of_block = 4 * h + num_norms(layer) * normalized + (2 * h if layer.layer_scale or layer.post_norms else 0)
-    widths = {"vit_block": of_block, "decoder_block": of_block, "head": 2 * h + normalized}
+    of_block = 4 * h + (2 * h if layer.layer_scale or layer.post_norms else 0)
+    widths = {"vit_block": of_block, "decoder_block": of_block, "head": h}
     width = widths.get(layer.kind, 0)
     whole = load.tokens * (min(h, width) if recompute else width) * element_bytes
     if layer.kind == "head" and not recompute:
-        # Ranks normalize their slices of all tokens, and only then select those with a target.
+        # Ranks normalize their slices of all tokens, and only then select those with a target, for which all compute
+        # the loss.
         return load.num_targets * width * element_bytes - whole // tp
     return whole - whole // tp
 
@@ -414,9 +424,14 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
         case "embedding":
             return 2 * t * layer.out_width
         case "head":
-            return load.num_targets * (2 * h + 8 * layer.vocab // tp)
+            return load.num_targets * 2 * h + softmax_elements(layer, load, tp)
         case _:
             return diffusion.elementwise_elements(layer, load, tp)
+
+
+def softmax_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
+    """Return how many numbers the softmax of a head's logits moves in forward."""
+    return load.num_targets * (8 * layer.vocab // tp)
 
 
 def head_elements(layer: LayerShape) -> int:
@@ -436,6 +451,21 @@ def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
             return load.tokens * _INDEX_BYTES
         case _:
             return diffusion.input_rows(layer, load) * layer.hidden * element_bytes
+
+
+def payload_bytes(layer: LayerShape, load: TokenLoad) -> int:
+    """Return the bytes of a microbatch's data that the layer reads: pixels as bytes, frames in fp32, ids, or labels."""
+    match layer.kind:
+        case "patch_embed":
+            return load.tokens * layer.patch_features
+        case "audio_embed":
+            return 2 * load.tokens * layer.mel_bins * _FP32_BYTES
+        case "embedding":
+            return load.tokens * _INDEX_BYTES
+        case "head":  # with the places and the sources of targets
+            return (load.tokens + 2 * load.num_targets) * _INDEX_BYTES
+        case _:
+            return 0
 
 
 def context_parallel_load(load: TokenLoad, cp: int) -> TokenLoad:

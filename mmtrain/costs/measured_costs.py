@@ -11,7 +11,8 @@ import numpy.typing as npt
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.block_pieces import scale_pieces
-from mmtrain.costs.cost_model import CollectiveKind, ComputeKind, PieceCost, TokenLoad
+from mmtrain.costs.collectives import CollectiveKind, GroupLayout
+from mmtrain.costs.cost_model import ComputeKind, PieceCost, TokenLoad
 from mmtrain.costs.cost_table import CostTable, LayerEntry, LayerSample, TimedPass, layer_fields, layer_key
 from mmtrain.models.model_shape import LayerShape
 
@@ -96,12 +97,15 @@ class MeasuredCosts:
     def source(self) -> str:
         """Where the table's entries come from, and which layers were modelled or extrapolated."""
         if self.table.is_recorded and not self.table.has_entries:
-            return f"modelled: {self.table.hardware}, corrected by what a run recorded on {self.table.date}"
+            return f"modelled: {self.table.hardware}, {self.table.correction} on {self.table.date}"
         parts = [f"{self.table.provenance}: {self.table.device}, {self.table.date}"]
+        if self.table.held_out_error is not None:
+            parts.append(f"error of layers on loads held out {self.table.held_out_error:.1%} in the median")
         if self.table.is_recorded:
-            parts.append("corrected by what a run recorded")
+            parts.append(self.table.correction)
         if self.missing:
-            parts.append(f"modelled ({self.model.hardware.name}): {', '.join(sorted(self.missing))}")
+            modelled = f"modelled ({self.model.hardware.name}, {self.model.hardware.band})"
+            parts.append(f"{modelled}: {', '.join(sorted(self.missing))}")
         if self.extrapolated:
             parts.append(f"extrapolated: {', '.join(sorted(self.extrapolated))}")
         if self.missing or self.extrapolated:
@@ -173,7 +177,7 @@ class MeasuredCosts:
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
         """Return the seconds of one message of `nbytes` between two ranks."""
-        measured = self._message("p2p", 2, nbytes) if same_node else None
+        measured = self._message("p2p", GroupLayout(2, 1 if same_node else 2), nbytes)
         seconds = self.model.transfer(nbytes, same_node) if measured is None else measured
         return seconds * self.table.message_scale
 
@@ -181,10 +185,10 @@ class MeasuredCosts:
         """Return how many seconds each end of a message keeps its rank from computing; it is always modelled."""
         return self.model.posting()
 
-    def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
-        """Return the seconds of a collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
-        measured = self._message(kind, size, nbytes) if same_node and size > 1 else None
-        seconds = self.model.collective(kind, nbytes, size, same_node) if measured is None else measured
+    def collective(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
+        """Return the seconds of a collective over `group`; `nbytes` is the whole (gathered or reduced) tensor."""
+        measured = self._message(kind, group, nbytes) if group.size > 1 else None
+        seconds = self.model.collective(kind, nbytes, group) if measured is None else measured
         return seconds * self.table.reduction_scale
 
     def optimizer(self, parameters: int) -> float:
@@ -206,8 +210,9 @@ class MeasuredCosts:
                 return start, slope
         return 0.0, float(np.mean(seconds / counts))
 
-    def _message(self, kind: str, size: int, nbytes: int) -> float | None:
-        entry = self.table.by_message.get((kind, size))
+    def _message(self, kind: str, group: GroupLayout, nbytes: int) -> float | None:
+        is_even = group.fewest_per_node * group.nodes == group.size  # only such groups are measured
+        entry = self.table.by_message.get((kind, group.size, group.nodes)) if is_even else None
         if entry is None:
             return None
         largest, seconds = entry.nbytes[-1], entry.seconds

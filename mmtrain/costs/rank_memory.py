@@ -1,4 +1,4 @@
-"""The peak memory of one rank, by kind: parameters, gradients, optimizer state, activations, buffers, margin."""
+"""The peak memory of one rank, by kind: state, activations, working buffers, a margin, communicators, and inputs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,6 +15,12 @@ MEMORY_MARGIN = 0.12
 # one half, predictions came out below the measured runs.
 LIVE_GRADIENT_SHARE = 0.75
 
+# The input of the step that computes and that of the next, each in an arena with room to grow; see
+# `runtime.execution.input_arena`, which a test compares.
+NUM_INPUT_ARENAS = 2
+INPUT_ARENA_GROWTH = 1.25
+INDEX_BYTES_PER_TOKEN = 24  # that come with a step for each stage: positions in time, row and column, as int64
+
 
 @dataclass(frozen=True)
 class StateBytes:
@@ -25,7 +31,10 @@ class StateBytes:
     optimizer: int  # only if it trains: Adam's two moments, and the fp32 master weight of a bf16 parameter
 
 
-STATE_BYTES: dict[Precision, StateBytes] = {"fp32": StateBytes(4, 4, 8), "bf16": StateBytes(2, 4, 12)}
+def state_bytes(precision: Precision, moments: Precision = "fp32") -> StateBytes:
+    """Return the bytes per parameter for parameters in `precision` and `train.optimizer.moments`."""
+    master_bytes = 4 if precision == "bf16" else 0
+    return StateBytes(ELEMENT_BYTES[precision], 4, master_bytes + 2 * ELEMENT_BYTES[moments])
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class HeldLayers:
     in_flight: int  # the most microbatches at once between forward and backward
     load: TokenLoad  # of the largest microbatch
     sp: bool = False
+    num_microbatches: int = 1  # of a step
 
     def rank_layers(self) -> Iterator[RankLayer]:
         """Yield the layers one by one."""
@@ -68,6 +78,8 @@ class RankMemory:
     activations: float
     buffers: float
     margin: float
+    communicators: float = 0.0
+    inputs: float = 0.0
 
     @property
     def total(self) -> float:
@@ -85,40 +97,56 @@ class RankMemory:
         return {f.name: float(getattr(self, f.name)) for f in fields(self)}
 
 
-def rank_memory(held: Sequence[HeldLayers], costs: CostModel, precision: Precision, tied: bool) -> RankMemory:
+def rank_memory(
+    held: Sequence[HeldLayers],
+    costs: CostModel,
+    precision: Precision,
+    size: StateBytes,
+    tied: bool,
+    communicator_bytes: float = 0.0,
+) -> RankMemory:
     """Add up what the stages of one rank hold.
 
     Args:
+        size: bytes of weights, gradients and optimizer state per parameter.
         tied: embedding and head are one matrix, held once where both are on this rank.
+        communicator_bytes: of its communicators. The allocator does not manage them, so no margin is added; nor to
+            inputs, of which all microbatches count like the largest.
     """
     parameters = gradients = optimizer = 0.0
     for stage in held:
         for layer in stage.layers:
-            state = layer_state(layer, stage.tp, stage.dp, precision)
+            state = layer_state(layer, stage.tp, stage.dp, size)
             parameters, gradients, optimizer = parameters + state[0], gradients + state[1], optimizer + state[2]
     if tied:
         for head, tp, dp in _tied_heads(held):
-            state = matrix_state(head, tp, dp, precision)
+            state = matrix_state(head, tp, dp, size)
             parameters, gradients, optimizer = parameters - state[0], gradients - state[1], optimizer - state[2]
     activations = float(sum(stage.in_flight * microbatch_activation_bytes(stage, costs, precision) for stage in held))
     buffers = max((stage_working_bytes(stage, costs, precision) for stage in held), default=0)
     margin = MEMORY_MARGIN * (parameters + gradients + optimizer + activations + buffers)
-    return RankMemory(parameters, gradients, optimizer, activations, buffers, margin)
+    inputs = NUM_INPUT_ARENAS * INPUT_ARENA_GROWTH * sum(step_input_bytes(stage) for stage in held)
+    return RankMemory(parameters, gradients, optimizer, activations, buffers, margin, communicator_bytes, inputs)
 
 
-def layer_state(layer: LayerShape, tp: int, dp: int, precision: Precision) -> tuple[float, float, float]:
+def step_input_bytes(stage: HeldLayers) -> int:
+    """Return the bytes of data and index tables that come to a stage for one step; on a GPU the host pins as many."""
+    payload = sum(analytic.payload_bytes(layer, stage.load) for layer in stage.layers)
+    return stage.num_microbatches * (payload + INDEX_BYTES_PER_TOKEN * stage.load.tokens)
+
+
+def layer_state(layer: LayerShape, tp: int, dp: int, size: StateBytes) -> tuple[float, float, float]:
     """Return the bytes of parameters, gradients and optimizer state of one layer on one rank."""
-    return _state(analytic.num_parameters(layer, tp), analytic.num_trained_parameters(layer, tp), dp, precision)
+    return _state(analytic.num_parameters(layer, tp), analytic.num_trained_parameters(layer, tp), dp, size)
 
 
-def matrix_state(layer: LayerShape, tp: int, dp: int, precision: Precision) -> tuple[float, float, float]:
+def matrix_state(layer: LayerShape, tp: int, dp: int, size: StateBytes) -> tuple[float, float, float]:
     """Return the bytes of parameters, gradients and optimizer state of the vocabulary matrix alone."""
     count = layer.vocab * layer.hidden // tp
-    return _state(count, count if layer.trainable else 0, dp, precision)
+    return _state(count, count if layer.trainable else 0, dp, size)
 
 
-def _state(count: int, num_trained: int, dp: int, precision: Precision) -> tuple[float, float, float]:
-    size = STATE_BYTES[precision]
+def _state(count: int, num_trained: int, dp: int, size: StateBytes) -> tuple[float, float, float]:
     return (float(count * size.parameter), float(num_trained * size.gradient), num_trained * size.optimizer / dp)
 
 
@@ -159,8 +187,9 @@ def stage_working_bytes(stage: HeldLayers, costs: CostModel, precision: Precisio
 def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, precision: Precision) -> int:
     """Return the bytes that a layer needs while it is computed.
 
-    In a backward these are gradients, as large as what forward keeps but freed as backward goes on, and what is
-    recomputed. A layer without backward needs what its forward computes, and its input, which nothing else counts.
+    In a backward these are gradients, as large as what forward keeps but freed as backward goes on, what is recomputed,
+    and the gradient of a vocabulary matrix before it is added up, which is most of it where few tokens have a target. A
+    layer without backward needs what its forward computes, and its input, which nothing else counts.
     What travels beside the hidden states is alive meanwhile.
     """
     carried = carried_bytes(held, load, precision)
@@ -170,7 +199,30 @@ def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, prec
         activations = layer_activation_bytes(computed, load, costs, precision)
         return activations + hidden_state_bytes(held.layer, load, precision)
     activations = layer_activation_bytes(computed, load, costs, precision)
-    return round(activations * (LIVE_GRADIENT_SHARE + held.recompute)) + carried
+    matrix_gradient = _matrix_gradient_bytes(held, precision)
+    live_gradients = LIVE_GRADIENT_SHARE * activations
+    if held.layer.kind == "head":
+        live_gradients = _head_gradient_bytes(held, load, precision)
+    return round(live_gradients + activations * held.recompute) + carried + matrix_gradient
+
+
+def _head_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision) -> float:
+    """Return the bytes that a head makes besides what it keeps: gradients of logits are written over these.
+
+    The softmax of some logits is computed in fp32. If the loss is computed by chunks, a chunk's logits come to it.
+    Gradients of hidden states, in and behind the norm, are as large as the states.
+    """
+    sizes = analytic.loss_sizes(held.layer, load, ELEMENT_BYTES[precision], held.tp)
+    states = (load.tokens + 2 * load.num_targets) * held.layer.hidden * ELEMENT_BYTES[precision]
+    return states + (sizes.chunk_bytes if sizes.uses_chunks else sizes.softmax_bytes)
+
+
+def _matrix_gradient_bytes(held: RankLayer, precision: Precision) -> int:
+    """Return the bytes of the gradient of the vocabulary matrix that one microbatch gives."""
+    layer = held.layer
+    if layer.kind not in ("embedding", "head") or not layer.trains_weights:
+        return 0
+    return layer.vocab * layer.hidden // held.tp * ELEMENT_BYTES[precision]
 
 
 def hidden_state_bytes(layer: LayerShape, load: TokenLoad, precision: Precision) -> int:

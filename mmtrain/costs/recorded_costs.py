@@ -18,7 +18,7 @@ class RecordedRatios:
 
     forward: Mapping[str, float]  # by unit
     backward: Mapping[str, float]
-    reductions: float | None = None  # of gradients, with the optimizer step and the gathering of parameters
+    reductions: float | None = None  # of shared weights' gradients, with the optimizer step
     messages: float | None = None  # between two ranks
 
 

@@ -1,8 +1,10 @@
 """How sequence parallelism changes a layer's time: less element-wise work, and more gathers of tokens."""
 
-from mmtrain.costs.analytic_costs import TP_ALL_REDUCES
+from mmtrain.costs.analytic_costs import REDUCED_BESIDE_WEIGHT_GRADIENT, TP_ALL_REDUCES, gemm_seconds
+from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
+from mmtrain.costs.layer_arithmetic import gemms as layer_gemms
 from mmtrain.costs.layer_arithmetic import needed_gradients
 from mmtrain.models.model_shape import LayerShape
 
@@ -10,8 +12,6 @@ from mmtrain.models.model_shape import LayerShape
 # `layer_arithmetic.elementwise_elements`). Sequence parallelism divides this work among the ranks.
 _DIVIDED_WIDTHS = {"vit_block": 10, "decoder_block": 10, "head": 2}
 _POST_NORM_WIDTHS = 4  # of a block whose outputs of attention and MLP are normalized
-# By kind: GEMMs of whose input each rank holds a slice; forward gathers it, and the weight's gradient once more.
-_NUM_GATHERED = {"vit_block": 2, "decoder_block": 2, "head": 1}
 
 
 def sequence_parallel_seconds(
@@ -26,9 +26,12 @@ def sequence_parallel_seconds(
 ) -> float:
     """Return by how many seconds sequence parallelism lengthens forward and backward of `layer`; may be negative.
 
-    Each all-reduce around GEMMs becomes a reduce-scatter and an all-gather (Korthikanti et al., arXiv 2205.05198),
-    which do not overlap with compute. Between blocks and layers that need all tokens there is one gather: in forward
-    before a projector, in backward after an embedding.
+    Each all-reduce around GEMMs becomes a reduce-scatter and an all-gather (Korthikanti et al., arXiv 2205.05198).
+    What overlaps is what the runtime overlaps (`models.megatron.tp_linear`): in backward of a block's QKV and first
+    MLP linear the reduction runs beside the GEMM of the weight's gradient, with and without sequence parallelism,
+    and the input is gathered once more beside the GEMM of its gradient. All other gathers and reductions wait.
+    Between blocks and layers that need all tokens there is one gather: in forward before a projector, in backward
+    after an embedding.
     """
     width = layer.hidden
     if layer.kind not in _DIVIDED_WIDTHS:  # at both ends, what travels beside the hidden states is gathered too
@@ -37,19 +40,26 @@ def sequence_parallel_seconds(
     nbytes = load.tokens * row_bytes
     # Without sequence parallelism the head computes only tokens with a target; its shards are of all tokens.
     whole_bytes = load.num_targets * row_bytes if layer.kind == "head" else nbytes
-    gather = costs.collective("all_gather", nbytes, tp, True)
-    scatter = costs.collective("reduce_scatter", nbytes, tp, True)
-    reduce = costs.collective("all_reduce", whole_bytes, tp, True)
+    gather = costs.collective("all_gather", nbytes, GroupLayout(tp))
+    scatter = costs.collective("reduce_scatter", nbytes, GroupLayout(tp))
+    reduce = costs.collective("all_reduce", whole_bytes, GroupLayout(tp))
     has_backward = layer.trainable or input_grad
     if layer.kind not in _DIVIDED_WIDTHS:
         return gather if layer.kind == "projector" or has_backward else 0.0
-    forward_reduces, backward_reduces = TP_ALL_REDUCES[layer.kind]
     passes = 1 + 2 * has_backward  # a backward moves twice as much as a forward
     widths = _DIVIDED_WIDTHS[layer.kind] + (_POST_NORM_WIDTHS if layer.post_norms else 0)
     moved = widths * passes * (whole_bytes - nbytes / tp)  # less than without
-    gathers = _NUM_GATHERED[layer.kind] * (1 + has_backward * needed_gradients(layer, input_grad)[0])
+    saved_s = moved / machine.moved_bytes_per_s
+    weight_grad = needed_gradients(layer, input_grad)[0]
     if layer.kind == "head":  # its forward has no all-reduce
-        return gathers * gather + has_backward * (scatter - reduce) - moved / machine.memory_bytes_per_s
-    reduces = forward_reduces + backward_reduces * has_backward
-    again = gathers - _NUM_GATHERED[layer.kind]
-    return reduces * (scatter + gather - reduce) + again * gather - moved / machine.memory_bytes_per_s
+        gathers = 1 + has_backward * weight_grad
+        return gathers * gather + has_backward * (scatter - reduce) - saved_s
+    added_s = TP_ALL_REDUCES[layer.kind][0] * (scatter + gather - reduce)
+    if has_backward:
+        gemms = layer_gemms(layer, load, tp)
+        for i in REDUCED_BESIDE_WEIGHT_GRADIENT[layer.kind]:
+            gemm_s = gemm_seconds(machine, precision, gemms[i]) if weight_grad else 0.0
+            added_s += machine.overlapped(scatter, gemm_s) + gather - machine.overlapped(reduce, gemm_s)
+            # The weight's gradient needs the tokens of all ranks, which arrive beside the GEMM of the input's gradient.
+            added_s += machine.overlapped(gather, gemm_s) * weight_grad
+    return added_s - saved_s

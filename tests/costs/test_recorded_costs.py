@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.costs import AnalyticCosts, TokenLoad, costs_for, preset
+from mmtrain.costs import AnalyticCosts, GroupLayout, TokenLoad, costs_for, preset
 from mmtrain.costs.cost_table import CostTable
 from mmtrain.costs.recorded_costs import RecordedRatios, costs_of_table, recorded_table
 from mmtrain.models.model_shape import build_model_shape
@@ -29,8 +29,8 @@ def test_each_kind_of_work_is_scaled_by_what_was_recorded(tmp_path: Path) -> Non
                 expected = backward * base.seconds(layer, tp, LOAD, "backward")
                 assert costs.seconds(layer, tp, LOAD, "backward") == pytest.approx(expected)
     assert costs.transfer(1 << 20, True) == pytest.approx(5.0 * base.transfer(1 << 20, True))
-    reduction_s = base.collective("reduce_scatter", 1 << 20, 2, True)
-    assert costs.collective("reduce_scatter", 1 << 20, 2, True) == pytest.approx(4.0 * reduction_s)
+    reduction_s = base.collective("reduce_scatter", 1 << 20, GroupLayout(2))
+    assert costs.collective("reduce_scatter", 1 << 20, GroupLayout(2)) == pytest.approx(4.0 * reduction_s)
     assert costs.optimizer(1000) == pytest.approx(4.0 * base.optimizer(1000))
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.costs import AnalyticCosts, TokenLoad, preset
+from mmtrain.costs import AnalyticCosts, GroupLayout, TokenLoad, preset
 from mmtrain.costs.hardware import Hardware, Link
 from mmtrain.costs.sequence_parallel_costs import sequence_parallel_seconds
 from mmtrain.models.model_shape import LayerShape
@@ -23,14 +23,16 @@ NBYTES = 100 * 64 * 2
 class FixedCollectives(AnalyticCosts):
     """Each kind of collective takes a fixed time, whatever it moves."""
 
-    def collective(self, kind: str, nbytes: int, size: int, same_node: bool) -> float:
-        assert (nbytes, same_node) == (NBYTES, True)
+    def collective(self, kind: str, nbytes: int, group: GroupLayout) -> float:
+        assert (nbytes, group.nodes) == (NBYTES, 1)
         return {"all_gather": 1.0, "reduce_scatter": 10.0, "all_reduce": 100.0}[kind]
 
 
 def machine(memory_bytes_per_s: float = 1e30, link: Link | None = None) -> Hardware:
-    hardware = replace(preset("h100-80g"), memory_bytes_per_s=memory_bytes_per_s)
-    return replace(hardware, intra_node=link) if link else hardware
+    """Return an H100 that hides no collective, and whose element-wise kernels reach the memory's full rate."""
+    hardware = replace(preset("h100-80g"), memory_bytes_per_s=memory_bytes_per_s, memory_efficiency=1.0)
+    hardware = replace(hardware, overlap_slowdown=1.0)
+    return replace(hardware, intra_node=link, collective_start_s=0.0) if link else hardware
 
 
 def added(layer: LayerShape, on: Hardware, tp: int = 2, input_grad: bool = True, fixed: bool = True) -> float:
@@ -58,9 +60,17 @@ def test_a_block_without_backward_exchanges_only_in_forward() -> None:
     assert added(replace(EMBEDDING, trainable=False), machine(), input_grad=False) == 0
 
 
+def test_in_backward_only_what_runs_beside_gemms_of_gradients_is_hidden() -> None:
+    """As in `tp_linear`: two reductions beside the weights' gradients, two gathers beside those of the inputs."""
+    hiding = replace(machine(), overlap_slowdown=0.0, bf16_flops=1e-3)  # GEMMs that hide any collective
+    assert added(BLOCK, hiding) == pytest.approx(2 * (10 + 1 - 100) + 2 * 1)
+    frozen = replace(BLOCK, trainable=False)  # without gradients of weights nothing runs beside
+    assert added(frozen, hiding) == pytest.approx(4 * (10 + 1 - 100))
+
+
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_norms_and_residuals_move_a_share_of_the_tokens(tp: int) -> None:
-    free = Link(1e30, 0.0)
+    free = Link(1e30, 0.0, 0.0)
     whole = 3 * 10 * NBYTES  # forward, and twice as much in backward
     slow = machine(memory_bytes_per_s=1000.0, link=free)
     assert added(BLOCK, slow, tp, fixed=False) == pytest.approx(-whole / 1000 * (1 - 1 / tp))
@@ -68,9 +78,9 @@ def test_norms_and_residuals_move_a_share_of_the_tokens(tp: int) -> None:
 
 @given(st.sampled_from([BLOCK, HEAD, EMBEDDING, PROJECTOR]), st.sampled_from([2, 4, 8]), st.booleans())
 def test_rings_move_as_much_either_way(layer: LayerShape, tp: int, input_grad: bool) -> None:
-    """With the costs of a ring, and without those of moving memory, only additional gathers cost time."""
-    on = machine()
-    gather = AnalyticCosts(on, "bf16").collective("all_gather", NBYTES, tp, True)
+    """With the costs of a ring, and without those of moving memory or of starting, additional gathers cost time."""
+    on = machine(link=preset("h100-80g").intra_node)
+    gather = AnalyticCosts(on, "bf16").collective("all_gather", NBYTES, GroupLayout(tp))
     times = added(layer, on, tp, input_grad, fixed=False) / gather
     assert times == pytest.approx({"decoder_block": 2, "head": 1, "embedding": 1, "projector": 1}[layer.kind])
 
@@ -80,7 +90,7 @@ def test_only_the_whole_head_leaves_out_tokens_without_target() -> None:
     few = replace(LOAD, targets=10)
     on = machine()
     costs = AnalyticCosts(on, "bf16")
-    gather, scatter = (costs.collective(kind, NBYTES, 2, True) for kind in ("all_gather", "reduce_scatter"))
-    reduce = costs.collective("all_reduce", NBYTES // 10, 2, True)
+    gather, scatter = (costs.collective(kind, NBYTES, GroupLayout(2)) for kind in ("all_gather", "reduce_scatter"))
+    reduce = costs.collective("all_reduce", NBYTES // 10, GroupLayout(2))
     seconds = sequence_parallel_seconds(HEAD, 2, few, costs, on, "bf16")
     assert seconds == pytest.approx(2 * gather + scatter - reduce)

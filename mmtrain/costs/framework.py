@@ -1,0 +1,53 @@
+"""How a training framework computes what a layer's shape asks for: what it fuses, and what it computes again.
+
+The arithmetic of a layer is the same in every framework; the memory traffic around it is not. `AnalyticCosts` prices
+mmtrain's own runtime by default. Other frameworks' settings are needed to compare the model with their published
+step times (scripts/bench_known.py), so that constants of the hardware are not bent to explain another's software.
+"""
+
+from dataclasses import dataclass
+
+from mmtrain.models.model_shape import LayerShape
+
+_BLOCKS = ("vit_block", "decoder_block")
+_FUSED_NORM_MOVES, _FUSED_ROTATION_MOVES = 2, 2  # counted in `layer_arithmetic.elementwise_elements`
+_MASK_MOVES = 0.5  # a dropout's mask has one byte for each bf16 number
+# Softmax reads and writes the scores once; dropout does so too, and writes its mask. Around them, the two products
+# write the scores and read them.
+_SOFTMAX_MOVES, _DROPOUT_MOVES, _PRODUCT_MOVES = 2, 2 + _MASK_MOVES, 2
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What one framework does around the GEMMs of a model. "Moves" are numbers read or written for each number."""
+
+    fused_attention: bool = True  # FlashAttention; else each head's scores pass through memory
+    attention_slowdown: float = 1.0  # seconds of its attention kernel over those of the preset's
+    dropout: bool = False  # on attention scores and on both outputs of a block
+    norm_moves: int = _FUSED_NORM_MOVES
+    rotation_moves: int = _FUSED_ROTATION_MOVES
+    activation_extra_moves: int = 0  # of an MLP's inner numbers, beyond one kernel for the activation
+    recomputed_gemms: float = 0.0  # share of a layer's GEMMs that backward computes again beside full recomputation
+    recomputes_elementwise: bool = False  # the same of norms, activations and residuals
+    recomputes_attention: bool = False
+    # Bytes per parameter of gradient norm, clipping and AdamW, in fp32. The norm reads the gradient. AdamW reads
+    # gradient, weight and two moments and writes all four, the gradient since it clips it on the way.
+    optimizer_bytes: int = 4 * (1 + 4 + 4)
+    overlaps_shards: bool = True  # FSDP gathers and reduces a layer while it computes the next
+    gradient_bytes: int = 0  # per parameter and microbatch, where a kernel of its own adds gradients up
+
+    def extra_elements(self, layer: LayerShape, tokens: int, tp: int) -> float:
+        """Return how many numbers a forward of `layer` moves more than with everything fused, on one of `tp` ranks."""
+        if layer.kind not in _BLOCKS:
+            return 0.0
+        whole = 2 * (self.norm_moves - _FUSED_NORM_MOVES) + 2 * _MASK_MOVES * self.dropout
+        rotated = (layer.heads + layer.kv_heads) * layer.head_dim * int(layer.rotates)
+        split = rotated * (self.rotation_moves - _FUSED_ROTATION_MOVES) + layer.ffn * self.activation_extra_moves
+        return tokens * (whole * layer.hidden + split / tp)
+
+    def score_moves(self) -> float:
+        """Return how often attention without fusion moves its scores in forward."""
+        return _PRODUCT_MOVES + _SOFTMAX_MOVES + _DROPOUT_MOVES * self.dropout
+
+
+OWN_RUNTIME = Execution()

@@ -1,0 +1,115 @@
+"""Compare predicted step times with published ones: language models of Megatron-LM, torchtitan and llm-foundry.
+
+    python -m scripts.bench_known [--only NAME] [--hardware NAME]
+
+Each run of `scripts/known_runs.py` is planned as it was published: the same mesh, batch and sequence length, and the
+kernels of the framework that was measured. No run has a factor of its own, and those marked
+"held out" took no part in choosing constants.
+"""
+
+import argparse
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from mmtrain.costs import AnalyticCosts
+from mmtrain.data import build_index
+from mmtrain.plan.formulate import formulate_problem
+from mmtrain.plan.planner import plan
+from mmtrain.plan.problem import PlanningProblem
+from mmtrain.plan.replicated.replicated_step import ReplicatedLayout, ReplicatedPredictor
+from mmtrain.recipe import load_recipe, recipe_fingerprint
+from scripts.known_runs import KNOWN_RUNS, KnownRun
+
+GOOD_RATIO = 1.15  # the largest ratio of published to predicted seconds, or of predicted to published, that is good
+
+
+def main() -> None:
+    """Print a row for each run, and the errors of those used and those held out."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", help="the name of one run")
+    parser.add_argument("--hardware", help="runs on this preset alone")
+    asked = parser.parse_args()
+    ratios: dict[bool, list[float]] = {False: [], True: []}
+    print("run                   ranks          mesh                 published predicted  ratio  source")
+    for known in KNOWN_RUNS:
+        if asked.only not in (None, known.name) or asked.hardware not in (None, known.hardware.name):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = predicted_seconds(known, Path(folder))
+        mesh = " ".join(f"{key}{size}" for key, size in known.mesh.items() if key != "sp") or f"shard {known.ranks}"
+        ratio = seconds / known.seconds
+        ratios[known.held_out].append(ratio)
+        note = ", held out" if known.held_out else ""
+        note += "" if max(ratio, 1 / ratio) <= GOOD_RATIO else "  more than 15% off"
+        both = f"{known.seconds:>7.2f} s {seconds:>7.2f} s  {ratio:>5.2f}"
+        print(
+            f"{known.name:<21} {known.ranks:>3} {known.hardware.name:<9} {mesh:<20} {both}  {known.source}{note}",
+            flush=True,
+        )
+    for held_out, found in ratios.items():
+        if found:
+            errors = [abs(ratio - 1) for ratio in found]
+            num_good = sum(max(ratio, 1 / ratio) <= GOOD_RATIO for ratio in found)
+            print(
+                f"{'held out' if held_out else 'used'}: {num_good} of {len(found)} within 15%, "
+                f"error {statistics.median(errors):.0%} in the median, {max(errors):.0%} at worst"
+            )
+
+
+def predicted_seconds(known: KnownRun, folder: Path) -> float:
+    """Return the predicted seconds of a step.
+
+    In a pipeline the planner's division of layers gives each chunk equally many blocks, as Megatron-LM does, where they
+    can be divided so.
+    """
+    problem = planning_problem(known, folder)
+    if not known.mesh:
+        recompute = frozenset(["llm"] if known.recompute == "all" else [])
+        num_rounds = known.num_microbatches // known.ranks
+        layout = ReplicatedLayout(known.ranks, known.ranks, num_rounds, recompute)
+        predictor = ReplicatedPredictor.of(problem)
+        if not known.execution.overlaps_shards:
+            predictor.overlap_slowdown = 1.0
+        return predictor.predict(layout).step_time_s
+    return plan(problem).predicted.step_time_s
+
+
+def planning_problem(known: KnownRun, folder: Path) -> PlanningProblem:
+    """Return what the planner depends on, with the hardware and the framework of the published run."""
+    recipe = load_recipe(_write_recipe(known, folder)).recipe
+    problem = formulate_problem(
+        recipe,
+        build_index(recipe).lengths,
+        world_size=known.ranks,
+        hardware=known.hardware.name,
+        recipe_sha256=recipe_fingerprint(recipe),
+    )
+    hardware = replace(known.hardware, memory_bytes=problem.hardware.memory_bytes)
+    costs = AnalyticCosts(hardware, problem.precision, known.execution)
+    return replace(problem, costs=costs, cluster=replace(problem.cluster, hardware=hardware))
+
+
+def _write_recipe(known: KnownRun, folder: Path) -> Path:
+    """Write a recipe whose samples all have the length of the published run."""
+    (folder / "lengths.csv").write_text(f"count,text\n4096,{known.sequence}\n", encoding="utf-8")
+    # Packing fills a microbatch to a little less than its limit, so the limit lies a little above what was published.
+    seq_len = known.sequence * known.per_microbatch + known.sequence // 4
+    parallel = {"placement": "unified", "llm": {"sp": True, **known.mesh, "recompute": known.recompute}}
+    recipe = {
+        "name": known.name.replace(" ", "-").replace(",", ""),
+        "model": {"llm": dict(known.llm)},
+        "data": {"sources": [{"path": str(folder / "lengths.csv")}], "seq_len": seq_len},
+        "cluster": {"hardware": known.hardware.name, "ranks": known.ranks, "memory_gib": 400},  # time is compared alone
+        "train": {"steps": 1, "global_batch": known.num_microbatches, "optimizer": {"lr": 1e-4}},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe | ({"parallel": parallel} if known.mesh else {})), encoding="utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    main()
