@@ -94,6 +94,9 @@ class ColocatedBudget:
     max_simulated_layouts: int = 8
     recompute_shares: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a stage's layers
     max_layouts_in_pieces: int = 2  # of those simulated, the fastest
+    # The coarse order is simulated unless another is faster than this share of its bound, which sampled batches and
+    # reductions that overlap make inexact.
+    coarse_bound_share: float = 0.95
     # Encoder pieces with no communication between them are joined to kernels of at most this share of the LLM's longest
     # communication gap, so that a kernel fits into the gap.
     max_kernel_share_of_gap: float = 0.5
@@ -135,3 +138,8 @@ class SearchBudget:
 
 
 DEFAULT_BUDGET = SearchBudget()
+# For a plan that is compared and not shown: about the anchor partition of each mesh, and few colocated layouts.
+QUICK_BUDGET = SearchBudget(
+    partitions=PartitionBudget(max_jitters_per_assignment=8, max_jitter_rounds=1, num_runner_ups=0),
+    colocated=ColocatedBudget(max_simulated_layouts=1, max_layouts_in_pieces=0),
+)

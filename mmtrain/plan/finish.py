@@ -28,7 +28,7 @@ def finish_plan(chosen: Candidate, evaluator: Evaluator, alternatives: Sequence[
         placement=chosen.placement,
         units=dict(chosen.layout.units),
         schedule=chosen.schedule,
-        data=summarize_data(problem.batches.lengths),
+        data=summarize_data(problem.batches.lengths, evaluator.layer_costs.graph_memory(chosen.graph).largest_load),
         predicted=predict(chosen, evaluator),
         alternatives=tuple(alternatives),
     )
@@ -56,6 +56,7 @@ def predict(chosen: Candidate, evaluator: Evaluator) -> Prediction:
         bubbles=dict(chosen.bubbles),
         cost_source=layer_costs.costs.source,
         scheduling_efficiency=efficiency,
+        memory_gib=round(machine.memory_bytes / GIB, 4),
     )
 
 

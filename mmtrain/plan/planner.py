@@ -72,12 +72,14 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
         return finish_plan(baseline, evaluator, [reject_for_baseline(results.candidates[0], baseline).alternative])
     baselines: Baselines = {}
     if request.measure is None:
+        request.say("comparing with rules of thumb")
         baselines = baseline_planner.plan_all(max_step_s=slowest_shown_s(results, request))
     faster = [baseline for baseline in baselines.values() if baseline.step_time_s < results.fastest_s]
     results = results.merged(SearchResults(tuple(faster)))
     if request.measure is not None:
         results = rank_by_measurement(results, evaluator, request.measure)
     chosen = results.candidates[0]
+    request.say("proving the chosen plan")
     verify_program(chosen, evaluator)  # a failure here is an error of the search
     losers = rank_losers(results, baselines)
     num_shown = len(losers) if request.explain else request.num_alternatives
@@ -200,6 +202,7 @@ def explain_misfit_of_all(evaluator: Evaluator, results: SearchResults) -> str:
     for heading, losers in sections.items():
         if losers:
             lines += [f"{heading}:", *(f"  {loser.summary}: {loser.reason}" for loser in losers)]
+    problem.request.say("nothing fits; trying what would make room")
     changes = [*suggest_changes(evaluator, results), "perhaps a lower data.seq_len"]
     lines.append(
         f"Any one of these makes room: {'; '.join(changes)}. "

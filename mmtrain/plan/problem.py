@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from mmtrain.costs import CostModel, Hardware, Precision
+from mmtrain.costs import CostModel, Hardware, Precision, StateBytes, state_bytes
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.plan.artifact.plan import Placement, Plan
 from mmtrain.plan.estimate.sample_batches import SampledBatches
@@ -23,6 +23,12 @@ class PlanRequest:
     baseline: str | None = None  # return the plan that this rule of thumb makes (`explain.baselines.BASELINES`)
     measure: MeasureStep | None = None  # runs the plans predicted fastest; the fastest as run is chosen
     progress: Progress | None = None
+    announce: Callable[[str], None] | None = None  # called with what is done when candidates are settled
+
+    def say(self, text: str) -> None:
+        """Announce what is done next, if somebody wants to know."""
+        if self.announce is not None:
+            self.announce(text)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,11 @@ class PlanningProblem:
     def hardware(self) -> Hardware:
         """What the ranks are."""
         return self.cluster.hardware
+
+    @property
+    def state_bytes(self) -> StateBytes:
+        """Bytes of weights, gradients and optimizer state per parameter."""
+        return state_bytes(self.precision, self.recipe.train.optimizer.moments)
 
     @property
     def choices(self) -> Mapping[str, UnitChoices]:

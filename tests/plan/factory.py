@@ -17,6 +17,7 @@ from mmtrain.plan.estimate.layout_simulation import schedule_memory, scheduled_g
 from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.search.constraints import UnitChoices
+from mmtrain.plan.search.layer_partition import anchored_partition, partitioned_layout
 from mmtrain.recipe.schema import Recipe
 
 VISION: dict[str, Any] = {
@@ -98,3 +99,11 @@ def layer_costs_for(settings: Recipe, hardware: str = "cpu-core") -> tuple[Layer
     """Return the layer costs and the mesh choices of that problem."""
     problem = problem_for(settings, hardware)
     return LayerCosts(problem), problem.choices
+
+
+def anchor_layout(
+    assignment: MeshAssignment, layer_costs: LayerCosts, choices: Mapping[str, UnitChoices]
+) -> Layout | None:
+    """Divide every layer chain at its anchor."""
+    partition = anchored_partition(assignment, layer_costs, choices)
+    return None if partition is None else partitioned_layout(assignment, layer_costs, partition)

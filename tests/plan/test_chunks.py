@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from mmtrain.errors import PlanError
 from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments, mesh_assignments
@@ -18,6 +19,11 @@ OWN: dict[str, Any] = {"tp": 1, "pp": 2, "dp": 1}
 def planned(vision: dict[str, Any], world_size: int = 3) -> Plan:
     parallel = {"placement": "disaggregated", "vision": vision, "llm": {"tp": 1, "dp": 1, "vpp": 1}}
     settings = recipe(vision=DEEP, global_batch=4, parallel=parallel)
+    return plan_recipe(settings, lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64)
+
+
+def planned_here(parallel: dict[str, Any], world_size: int) -> Plan:
+    settings = recipe(parallel=parallel)
     return plan_recipe(settings, lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64)
 
 
@@ -63,6 +69,25 @@ def test_the_search_finds_the_best_number_of_chunks() -> None:
     assert {assignment.meshes["vision"].vpp for assignment in apart} == {1, 2}
     best = min(candidate.step_time_s for candidate in everything(instance))
     assert math.isclose(fastest_found(instance), best, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("vision_pp", [None, 1])
+def test_an_interleaved_llm_of_fixed_pp_lies_on_all_ranks_in_every_round_behind_its_encoder(
+    vision_pp: int | None,
+) -> None:
+    """As in Megatron-LM, where pp and vpp divide the LLM and an encoder lies in the first chunk."""
+    llm = {"tp": 1, "pp": 2, "vpp": 2, "dp": 2}
+    chosen = planned_here({"placement": "unified", "llm": llm, "vision": {"pp": vision_pp}}, 4)
+    unit = chosen.units["llm"]
+    assert (unit.tp, unit.pp, unit.vpp, unit.dp) == (1, 2, 2, 2)
+    assert len(unit.stages) == 4
+    assert len(chosen.units["vision"].stages) == 1
+
+
+def test_an_encoder_cannot_lie_on_all_ranks_in_every_round_too() -> None:
+    parallel = {"placement": "unified", "llm": {"tp": 1, "pp": 2, "vpp": 2, "dp": 2}, "vision": {"pp": 2}}
+    with pytest.raises(PlanError, match="contradict each other"):
+        planned_here(parallel, 4)
 
 
 @pytest.mark.parametrize(

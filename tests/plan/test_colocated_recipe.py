@@ -9,6 +9,7 @@ import pytest
 from mmtrain.costs import machine_for
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
+from mmtrain.plan.artifact.graph_memory import peak_in_flight
 from mmtrain.plan.artifact.layout import Layout
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import split_into_pieces, stage_graph
@@ -18,7 +19,7 @@ from mmtrain.plan.colocated.colocated_search import search_colocated
 from mmtrain.plan.colocated.encoder_order import plan_encoder_order, scheduling_efficiency
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
-from mmtrain.plan.estimate.layout_simulation import SampledBatchTiming, model_timing, peak_in_flight
+from mmtrain.plan.estimate.layout_simulation import SampledBatchTiming, model_timing
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.program import Fill, ScheduleKind, build_program

@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.plan.budget import DEFAULT_BUDGET
 from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
-from mmtrain.plan.search.layer_partition import anchor_layout, layout_graph
+from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.plan.search.mesh_enumeration import mesh_assignments
 from tests.plan import factory
 
@@ -53,7 +53,7 @@ def test_partitions_are_compared_by_the_working_memory_that_ranks_are_counted_wi
     evaluator = factory.evaluator_for(factory.recipe(vision=vision, parallel=parallel))
     layer_costs, choices = evaluator.layer_costs, evaluator.problem.choices
     for assignment in (a for a in mesh_assignments(choices, 4) if a.placement == "disaggregated"):
-        layout = anchor_layout(assignment, layer_costs, choices)
+        layout = factory.anchor_layout(assignment, layer_costs, choices)
         assert layout is not None
         graph = layout_graph(layout, layer_costs)
         memory = layer_costs.memory(graph)

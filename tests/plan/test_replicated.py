@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.costs import TokenLoad, input_grad_needed, machine_for
+from mmtrain.costs import TokenLoad, input_grad_needed, machine_for, num_trained_parameters, preset
+from mmtrain.costs.hardware import GIB
 from mmtrain.models.model_shape import UnitShape
 from mmtrain.plan.planner import plan_recipe
-from mmtrain.plan.replicated.replicated_step import ReplicatedLayout, ReplicatedPredictor, overlapped_seconds
+from mmtrain.plan.replicated.replicated_step import (
+    NUM_REPLICATED_COMMUNICATORS,
+    ReplicatedLayout,
+    ReplicatedPredictor,
+    overlapped_seconds,
+)
 from tests.plan import factory
 
 
@@ -24,7 +30,13 @@ def predictor(
     if frozen:
         model = replace(model, units=tuple(_frozen(u) if u.name == "vision" else u for u in model.units))
     return ReplicatedPredictor(
-        model, layer_costs.costs, layer_costs.precision, layer_costs.batches, machine_for(settings, hardware), num_ranks
+        model,
+        layer_costs.costs,
+        layer_costs.precision,
+        layer_costs.state_bytes,
+        layer_costs.batches,
+        machine_for(settings, hardware),
+        num_ranks,
     )
 
 
@@ -51,14 +63,26 @@ def test_one_rank_and_one_round_runs_every_layer_once() -> None:
             for layer, needed in zip(unit.layers, input_grad_needed(single.shape)[unit.name], strict=True):
                 expected += single.costs.seconds(layer, 1, loads[unit.name], "forward")
                 expected += single.costs.seconds(layer, 1, loads[unit.name], "backward", input_grad=needed)
-    assert prediction.step_time_s == pytest.approx(expected / len(single.batches.groups))
+    num_trained = sum(num_trained_parameters(layer) for unit in single.shape.units for layer in unit.layers)
+    expected_s = expected / len(single.batches.groups) + single.costs.optimizer(num_trained)
+    assert prediction.step_time_s == pytest.approx(expected_s)
     assert prediction.exposed_s == pytest.approx(0.0, abs=1e-12)
     assert prediction.dispatch_s == 0.0
     assert prediction.max_over_mean == {"vision": 1.0, "llm": 1.0}
 
 
-@given(st.lists(st.tuples(*[st.floats(0, 9)] * 3), min_size=1, max_size=6))
-def test_overlapped_layers_follow_their_dependencies(layers: list[tuple[float, float, float]]) -> None:
+def test_the_optimizer_updates_a_shard_after_all_ranks_have_summed_the_norm() -> None:
+    replicated = predictor(16)
+    whole, shared = (replicated.predict(ReplicatedLayout(16, shard, 1, frozenset())) for shard in (1, 16))
+    num_trained = sum(num_trained_parameters(layer) for unit in replicated.shape.units for layer in unit.layers)
+    update_s = replicated.costs.optimizer(num_trained)
+    computed = [p.step_time_s - sum(p.phase_s.values()) - p.dispatch_s for p in (whole, shared)]
+    assert computed[0] - computed[1] == pytest.approx(update_s * 15 / 16)
+    assert computed[1] > update_s / 16, "the norm takes a collective of all ranks"
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 9)] * 3), min_size=1, max_size=6), st.floats(0, 1))
+def test_overlapped_layers_follow_their_dependencies(layers: list[tuple[float, float, float]], slowdown: float) -> None:
     compute, gathers, reductions = (list(column) for column in zip(*layers, strict=True))
     # Event by event: one compute stream, one communication stream, and a barrier where layers change.
     clock = gathers[0]
@@ -68,8 +92,8 @@ def test_overlapped_layers_follow_their_dependencies(layers: list[tuple[float, f
             comm += gathers[i + 1]
         if i > 0:
             comm += reductions[i - 1]
-        clock = max(clock + seconds, comm)
-    elapsed = overlapped_seconds(np.array(compute), np.array(gathers), np.array(reductions))
+        clock = max(clock + seconds + slowdown * min(seconds, comm - clock), comm)
+    elapsed = overlapped_seconds(np.array(compute), np.array(gathers), np.array(reductions), slowdown)
     assert elapsed == pytest.approx(clock + reductions[-1])
 
 
@@ -106,14 +130,15 @@ def test_larger_shard_groups_hold_less_state_and_dispatch_the_same() -> None:
 
 
 def test_predicted_layouts_fit_and_the_fastest_comes_first() -> None:
-    limited = predictor(8, cluster={"memory_gib": 0.012})
+    communicators_gib = NUM_REPLICATED_COMMUNICATORS * preset("h100-80g").communicator_bytes / GIB
+    limited = predictor(8, cluster={"memory_gib": 0.012 + communicators_gib})
     fitting, smallest = limited.predict_all()
     assert smallest is None
     assert all(p.memory.total <= limited.machine.memory_bytes for p in fitting)
     times = [p.step_time_s for p in fitting]
     assert times == sorted(times)
     assert len(fitting) < len(list(limited.layouts())), "some exceed the limit"
-    tight = predictor(8, cluster={"memory_gib": 0.001})
+    tight = predictor(8, cluster={"memory_gib": 0.001 + communicators_gib})
     fitting, smallest = tight.predict_all()
     assert fitting == []
     assert smallest is not None

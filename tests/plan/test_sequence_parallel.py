@@ -1,7 +1,6 @@
 """Sequence parallelism is chosen where it costs no time, and where nothing fits without it."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -11,16 +10,14 @@ from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import batch_split_of
 from mmtrain.plan.estimate.layout_simulation import model_timing
 from mmtrain.plan.planner import plan_recipe
-from mmtrain.plan.search.layer_partition import anchor_layout, layout_graph, partitioned_layout
+from mmtrain.plan.search.layer_partition import layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import mesh_assignments
 from mmtrain.plan.search.sequence_parallel import choose_sequence_parallelism
 from mmtrain.program.ir.actions import Send
 from mmtrain.program.ir.graph import Microbatch
 from tests.plan.exhaustive import least_step, random_instance, squeezed
-from tests.plan.factory import evaluator_for, lengths, problem_for, recipe, simulated
+from tests.plan.factory import anchor_layout, evaluator_for, lengths, problem_for, recipe, simulated
 from tests.plan.test_search import holds
-
-WIDE: dict[str, Any] = {"hidden": 4096, "heads": 32, "ffn": 16384}
 
 
 def planned(sp: object, hardware: str = "cpu-core", memory_gib: float | None = None) -> Plan:
@@ -51,7 +48,9 @@ def test_sequence_parallelism_is_on_where_memory_demands_it() -> None:
 
 
 def test_sequence_parallelism_is_on_where_it_costs_no_time_and_never_takes_more_memory() -> None:
-    problem = problem_for(recipe(llm=WIDE, seq_len=4096, global_batch=2), "h100-80g")
+    """Norms of 8192 tokens are slow enough to pay for starting twice as many collectives."""
+    wider = {"hidden": 8192, "heads": 64, "ffn": 16384}
+    problem = problem_for(recipe(llm=wider, seq_len=8192, global_batch=2), "h100-80g")
     without = Evaluator(problem).layer_costs
     chosen = without.with_settings(sp=choose_sequence_parallelism(problem, without))
     assert chosen.has_sp("llm", 2)

@@ -11,8 +11,10 @@ from mmtrain.plan.planner import plan_recipe
 from tests.plan.factory import lengths, recipe
 
 
-def planned(world_size: int, memory_gib: float | None = None, **parallel: Any) -> Plan:
+def planned(world_size: int, memory_gib: float | None = None, moments: str = "fp32", **parallel: Any) -> Plan:
     settings = recipe(parallel=parallel, cluster={"memory_gib": memory_gib})
+    optimizer = settings.train.optimizer.model_copy(update={"moments": moments})
+    settings = settings.model_copy(update={"train": settings.train.model_copy(update={"optimizer": optimizer})})
     return plan_recipe(settings, lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64)
 
 
@@ -38,6 +40,19 @@ def test_the_suggested_memory_assumes_recompute_where_the_recipe_leaves_it_open(
     free: dict[str, Any] = {"placement": "unified", "llm": {"dp": 1}, "vision": {"dp": 1}}
     named = float(re.search(r"ranks with ([0-9.]+) GiB", suggested(1, min_gib / 2, **free))[1])  # type: ignore[index]
     assert named == pytest.approx(min_gib, rel=0.01)
+
+
+def test_moments_in_bf16_are_suggested_where_they_make_room() -> None:
+    again = {unit: {"dp": 1, "recompute": "all"} for unit in ("llm", "vision")}
+    fp32, bf16 = (planned(1, moments=moments, placement="unified", **again) for moments in ("fp32", "bf16"))
+    [most], [least] = (plan.predicted.peak_memory_gib.values() for plan in (fp32, bf16))
+    [fp32_kinds], [bf16_kinds] = (plan.predicted.memory_kinds_gib.values() for plan in (fp32, bf16))
+    assert bf16_kinds["optimizer"] == pytest.approx(fp32_kinds["optimizer"] / 2, rel=0.01)  # fp32 weights: no masters
+    free: dict[str, Any] = {"placement": "unified", "llm": {"dp": 1}, "vision": {"dp": 1}}
+    between = (most + least) / 2
+    assert "train.optimizer.moments: bf16" in suggested(1, between, **free)
+    assert planned(1, between, moments="bf16", **free).world_size == 1
+    assert "train.optimizer.moments" not in suggested(1, least * 0.9, **free)
 
 
 def test_the_suggested_number_of_ranks_is_enough() -> None:

@@ -30,3 +30,28 @@ def test_each_published_model_fits_its_cluster(name: str) -> None:
     )
     assert 0.05 < chosen.predicted.mfu < 0.7
     assert chosen.world_size == ranks
+
+
+@pytest.mark.slow
+def test_a_light_model_on_two_nodes_needs_no_pipeline(tmp_path: Path) -> None:
+    """Reductions over both nodes go through all ports, so replicas of 0.3B + 1.1B cost less than bubbles."""
+    vision = "{layers: 24, hidden: 1024, heads: 16, ffn: 4096, patch: 14, max_side: 64}"
+    llm = "{layers: 16, hidden: 2048, heads: 32, kv_heads: 8, ffn: 8192, vocab: 128256}"
+    path = tmp_path / "light.yaml"
+    path.write_text(
+        f"name: light\nmodel: {{vision: {vision}, llm: {llm}}}\n"
+        f"data: {{sources: [{{path: {FOLDER}/lengths/captions.csv}}], seq_len: 8192}}\n"
+        "cluster: {hardware: h100-80g, ranks: 16}\n"
+        "train: {steps: 1, global_batch: 64, optimizer: {lr: 1.0e-4}}\n",
+        encoding="utf-8",
+    )
+    recipe = load_recipe(path).recipe
+    chosen = plan_recipe(
+        recipe,
+        build_index(recipe).lengths,
+        world_size=16,
+        hardware="h100-80g",
+        recipe_sha256=recipe_fingerprint(recipe),
+        request=PlanRequest(num_alternatives=1),
+    )
+    assert {(unit.tp, unit.pp, unit.dp) for unit in chosen.units.values()} == {(1, 1, 16)}

@@ -2,8 +2,10 @@
 
 It moves labels instead of tensors: every rank runs until it must wait, round after round, until no rank moves. Sends
 never wait. A receive takes the next message of its channel (edge, payload, sender, receiver), whatever that holds.
-Compute and collectives wait for all ranks of their group. Parts in a gap run between the two halves of their host; a
-forward or backward in parts is done when its last layer is. The interpreter uses none of the code under test.
+Compute and collectives wait for all ranks of their group, but for reductions of gradients and the gathering of
+parameters: a rank starts them and goes on, and they run one after another. Only `Step` waits for reductions, and only
+compute of their own stages for gathered parameters. Parts in a gap run between the two halves of their host;
+a forward or backward in parts is done when its last layer is. The interpreter uses none of the code under test.
 """
 
 from collections import defaultdict
@@ -49,6 +51,10 @@ class _Rank:
     posted: dict[tuple, tuple] = field(default_factory=dict)  # piece -> channel, place in it, time
     shared: set[tuple] = field(default_factory=set)
     layers: dict[Forward | Backward, list[int]] = field(default_factory=dict)  # done of what runs in parts
+    begun: list[tuple] = field(default_factory=list)  # asynchronous and not done: (group, place in its order)
+    num_begun: dict[tuple, int] = field(default_factory=lambda: defaultdict(int))  # by group
+    stream_free: float = 0.0  # end of the last asynchronous collective
+    ended: dict[Action, float] = field(default_factory=dict)  # asynchronous collectives
 
 
 class Interpreter:
@@ -64,6 +70,7 @@ class Interpreter:
         self.sent: dict[tuple, list[tuple]] = defaultdict(list)  # channel -> (label, time, seconds)
         self.received: dict[tuple, int] = defaultdict(int)
         self.problems: list[str] = []
+        self.begun: dict[tuple, dict[int, tuple[Action, float]]] = defaultdict(dict)  # by place and rank
 
     def run(self) -> Result:
         while sum(self._advance(rank) for rank in self.ranks):
@@ -108,6 +115,8 @@ class Interpreter:
                 state.posted[piece] = (channel, self.received[channel], state.clock)
                 self.received[channel] += 1
                 state.position += 1
+            elif isinstance(action, ReduceGrads | GatherParams):
+                self._start_async(rank, state, action)
             elif not self._together(rank, action):
                 return moved
             moved = True
@@ -123,6 +132,34 @@ class Interpreter:
             self.problems.append(f"rank {rank} sends what it has not computed: {action}")
         label = (action.src, action.dst)
         self.sent[action.edge, action.payload, rank, action.peer].append((label, state.clock, self.seconds(action)))
+
+    def _start_async(self, rank: int, state: _Rank, action: ReduceGrads | GatherParams) -> None:
+        self._rules(rank, state, action)
+        group = tuple(sorted(r for r in self._group(rank, action) if r in self.ranks))
+        place = (group, state.num_begun[group])
+        state.num_begun[group] += 1
+        state.begun.append(place)
+        self.begun[place][rank] = (action, state.clock)
+        self._run_async()
+        state.done.append(action)
+        state.did.add(action)
+        state.position += 1
+
+    def _run_async(self) -> None:
+        """Run every asynchronous collective that is the next one of all ranks of its group, until there is none."""
+        for state in self.ranks.values():
+            while state.begun:
+                place = state.begun[0]
+                members = [self.ranks[r] for r in place[0]]
+                if not all(member.begun[:1] == [place] for member in members):
+                    break
+                started = self.begun[place].values()
+                if len({action for action, _ in started}) > 1:
+                    self.problems.append(f"{place[0]} reduce or gather different chunks together")
+                ready = max([when for _, when in started] + [member.stream_free for member in members])
+                for member, (action, _) in zip(members, started, strict=True):
+                    member.stream_free = member.ended[action] = ready + self.seconds(action)
+                    del member.begun[0]
 
     def _together(self, rank: int, action: Action) -> bool:
         """Run a compute action or a collective if all ranks of its group have reached it with their data."""
@@ -154,7 +191,7 @@ class Interpreter:
                 return tp_group(stage, mb)
             case Share(edge, mb, payload):
                 return tp_group(edge.dst if payload == "activation" else edge.src, mb)
-            case ReduceGrads(unit) | GatherParams(unit):
+            case ReduceGrads(unit, _) | GatherParams(unit, _):
                 mine = [s for s in self.graph.stages if s.id.unit == unit and any(rank in x for x in s.tp_groups)]
                 same = (
                     x[k] for s in mine for y in s.tp_groups if rank in y for k in [y.index(rank)] for x in s.tp_groups
@@ -169,7 +206,26 @@ class Interpreter:
         return list(self.ranks)
 
     def _data_time(self, rank: int, action: Action) -> float | None:
-        """Return when everything the action reads is on the rank; None if some of it has not been sent yet."""
+        """Return when everything the action reads is on the rank; None if some of it is not on its way yet."""
+        times = [self._pieces_time(rank, action), *self._awaited_times(rank, action)]
+        return None if None in times else max(t for t in times if t is not None)
+
+    def _awaited_times(self, rank: int, action: Action) -> list[float | None]:
+        """Return the ends of the asynchronous collectives that the action waits for; None of those that have none."""
+        state = self.ranks[rank]
+        begun = [a for a in state.done if isinstance(a, ReduceGrads | GatherParams)]
+        if isinstance(action, Step):
+            return [state.ended.get(a) for a in begun if isinstance(a, ReduceGrads)]
+        if not isinstance(action, Forward | Backward | Partial):
+            return []
+        return [
+            state.ended.get(a)
+            for a in begun
+            if isinstance(a, GatherParams) and action.stage in self._chunks(rank, a.unit).get(a.chunk, [])
+        ]
+
+    def _pieces_time(self, rank: int, action: Action) -> float | None:
+        """Return when every piece that the action reads is on the rank; None if some have not been sent yet."""
         if isinstance(action, Partial):
             if self._layers_of(action)[0] != (0 if action.kind == "F" else self._num_layers(action.stage) - 1):
                 return 0.0
@@ -242,22 +298,37 @@ class Interpreter:
         """Report an action that runs before something it must follow, though data flow alone would allow it."""
         later = state.actions[state.position + 1 :]
         wrong = False
+        if isinstance(action, Forward | Backward | Partial):
+            wrong = any(
+                isinstance(a, GatherParams) and action.stage in self._chunks(rank, a.unit)[a.chunk] for a in later
+            )
         if isinstance(action, Partial):
-            wrong = self._part(state, action)
+            wrong |= self._part(state, action)
         match action:
             case Backward(stage, mb):
-                wrong = Forward(stage, mb) not in state.did
-            case ReduceGrads(unit):
-                wrong = any(_is_backward(a) and a.stage.unit == unit for a in later)
-                wrong |= unit == "llm" and any(isinstance(a, ReduceShared) for a in later)
+                wrong |= Forward(stage, mb) not in state.did
+            case ReduceGrads(unit, chunk):
+                stages = self._chunks(rank, unit).get(chunk, [])
+                wrong = any(_is_backward(a) and a.stage in stages for a in later)
+                wrong |= any(s in self._tied() for s in stages) and any(isinstance(a, ReduceShared) for a in later)
             case ReduceShared():
-                wrong = any(_is_backward(a) and a.stage.unit == "llm" for a in later)
+                wrong = any(_is_backward(a) and a.stage in self._tied() for a in later)
             case Step():
                 wrong = any(isinstance(a, Forward | Backward | Partial | ReduceGrads | ReduceShared) for a in later)
-            case GatherParams():
-                wrong = Step() not in state.did
         if wrong:
             self.problems.append(f"rank {rank} runs {action} too early")
+
+    def _tied(self) -> list[StageId]:
+        llm = [s.id for s in self.graph.stages if s.id.unit == "llm"]
+        return [llm[0], llm[-1]] if self.graph.tied_embeddings else []
+
+    def _chunks(self, rank: int, unit: str) -> dict[int, list[StageId]]:
+        """Return the stages whose gradients the rank reduces together: one after another, or all if two are tied."""
+        held = [s for s in self.graph.stages if s.id.unit == unit and any(rank in x for x in s.tp_groups)]
+        ids = [s.id for s in held]
+        if unit == "llm" and len(ids) > 1 and self._tied() and set(self._tied()) <= set(ids):
+            return {0: ids}
+        return {k: [s.id] for k, s in enumerate(held) if s.trainable}
 
     def _layers_of(self, part: Partial) -> list[int]:
         layers = list(range(part.lo, part.hi))
@@ -292,7 +363,8 @@ class Interpreter:
                         expected.append(Backward(stage.id, mb))
                 if stage.trainable:
                     trained.add(stage.id.unit)
-        expected += [kind(unit) for unit in trained for kind in (ReduceGrads, GatherParams)] + [Step()]
+        chunks = [(unit, chunk) for unit in trained for chunk in self._chunks(rank, unit)]
+        expected += [Step(), *(kind(*chunk) for chunk in chunks for kind in (ReduceGrads, GatherParams))]
         llm = [s for s in self.graph.stages if s.id.unit == "llm"]
         two_copies = llm[0].tp_groups != llm[-1].tp_groups if llm else False
         if self.graph.tied_embeddings and two_copies and llm[0].trainable and llm[-1].trainable:

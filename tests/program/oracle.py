@@ -14,14 +14,18 @@ from itertools import pairwise
 from mmtrain.program import Program
 from mmtrain.program.ir.actions import (
     Action,
+    AsyncCollective,
     Backward,
     Compute,
     Fill,
     Forward,
+    GatherParams,
     Partial,
     Recv,
+    ReduceGrads,
     Send,
     Share,
+    Step,
 )
 from mmtrain.program.trace.timeline import Timeline
 from tests.program.interpreter import Interpreter
@@ -69,6 +73,7 @@ def precedences(program: Program, timing: object) -> Precedences:
         last: Node | None = None
         stopped: dict[tuple[object, ...], set[Node]] = {}
         waiting: list[tuple[Recv, Node]] = []
+        asynchronous: dict[ReduceGrads | GatherParams, Node] = {}
         for action in interpreter.ranks[rank].actions:
             if isinstance(action, Send | Recv):
                 node = _message(rank, action)
@@ -88,6 +93,16 @@ def precedences(program: Program, timing: object) -> Precedences:
             result.before[node] |= ({last} if last else set()) | {message for _, message in reads}
             waiting = [pair for pair in waiting if pair not in reads]
             result.on_rank[rank].append(node)
+            if isinstance(action, ReduceGrads | GatherParams):
+                asynchronous[action] = node
+                continue
+            for begun, awaited in asynchronous.items():
+                if isinstance(begun, ReduceGrads):
+                    is_awaited = isinstance(action, Step)
+                else:
+                    stages = interpreter._chunks(rank, begun.unit)[begun.chunk]
+                    is_awaited = isinstance(action, Compute) and action.stage in stages
+                result.before[node] |= {awaited} if is_awaited else set()
             last = node
             if isinstance(action, Partial) and graph.stage(action.stage).pieces:
                 result.before[node] |= stopped.pop((action.stage, action.mb, action.kind), set())
@@ -103,13 +118,15 @@ def precedences(program: Program, timing: object) -> Precedences:
 def nodes_of(timeline: Timeline, precedences: Precedences) -> tuple[dict[Node, float], list[list[Node]]]:
     """Return the starts of nodes in a timeline, and the order of each communication stream."""
     starts: dict[Node, float] = {}
-    streams: defaultdict[int, list[tuple[float, float, Node]]] = defaultdict(list)
+    streams: defaultdict[tuple[int, bool], list[tuple[float, float, Node]]] = defaultdict(list)
     works = {(rank, node[1]): node for rank, nodes in precedences.on_rank.items() for node in nodes}
     for span in timeline.spans:
         node = _message(span.rank, span.action) if isinstance(span.action, Send) else works[span.rank, span.action]
         assert starts.setdefault(node, span.start_s) == span.start_s, "all ranks of a collective start it together"
         if not isinstance(span.action, Compute):
-            streams[span.rank].append((span.start_s, span.start_s + span.duration_s, node))
+            streams[span.rank, isinstance(span.action, AsyncCollective)].append(
+                (span.start_s, span.start_s + span.duration_s, node)
+            )
     return starts, [[node for _, _, node in sorted(s, key=lambda entry: entry[:2])] for s in streams.values()]
 
 

@@ -92,6 +92,7 @@ def test_a_deadlock_is_reported_action_by_action():
     graph = chain(Unit("llm", pp=2), n=2)
     text = """
 rank 0
+GP llm 0
 F llm.0 llm:0.0
 SA llm.0>llm.1 llm:0.0 llm:0.0 @1
 RG llm.0>llm.1 llm:0.0 llm:0.0 @1
@@ -100,10 +101,10 @@ F llm.0 llm:0.1
 SA llm.0>llm.1 llm:0.1 llm:0.1 @1
 RG llm.0>llm.1 llm:0.1 llm:0.1 @1
 B llm.0 llm:0.1
-RS llm
+RS llm 0
 STEP
-GP llm
 rank 1
+GP llm 0
 RA llm.0>llm.1 llm:0.0 llm:0.0 @0
 RA llm.0>llm.1 llm:0.1 llm:0.1 @0
 F llm.1 llm:0.0
@@ -112,9 +113,8 @@ B llm.1 llm:0.0
 SG llm.0>llm.1 llm:0.0 llm:0.0 @0
 B llm.1 llm:0.1
 SG llm.0>llm.1 llm:0.1 llm:0.1 @0
-RS llm
+RS llm 0
 STEP
-GP llm
 """
     message = rejection(program_from_text(text, graph))
     assert "deadlock" in message
@@ -140,10 +140,10 @@ def test_collectives_of_a_group_in_another_order_are_rejected():
     encoders = [Unit(name, dp=2, ranks=(0, 1)) for name in ("vision", "audio")]
     program = build_program(chain(*encoders, Unit("llm", ranks=(2,)), n=1))
     actions = list(program.actions[1])
-    actions[-2:] = reversed(actions[-2:])
+    actions[:2] = reversed(actions[:2])
     message = rejection(replace(program, actions={**program.actions, 1: tuple(actions)}))
     assert "ranks 0 and 1 share the group [0, 1]" in message
-    assert "collective 2 is `GP audio` on one and `GP vision` on the other" in message
+    assert "collective 0 is `GP vision 0` on one and `GP audio 0` on the other" in message
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,11 @@ def test_collectives_of_a_group_in_another_order_are_rejected():
         ("F llm.1 llm:0.1\n", "F llm.1 llm:0.1\nF llm.1 llm:0.1\n", "rank 1: `F llm.1 llm:0.1` comes 2 times"),
         ("F llm.1 llm:0.1\n", "F llm.0 llm:0.1\n", "rank 1: `F llm.0 llm:0.1` does not belong on this rank"),
         ("F llm.1 llm:0.1\n", "F llm.1 llm:3.7\n", "rank 1: `F llm.1 llm:3.7` does not belong on this rank"),
-        ("RS llm\nSTEP\nGP llm\nrank 1", "STEP\nRS llm\nGP llm\nrank 1", "rank 0: `STEP` (action 8) comes before `RS"),
+        (
+            "RS llm 0\nSTEP\nrank 1",
+            "STEP\nRS llm 0\nrank 1",
+            "rank 0: `STEP` (action 9) comes before `RS",
+        ),
     ],
 )
 def test_the_message_names_what_is_wrong(old, new, message):
@@ -161,6 +165,15 @@ def test_the_message_names_what_is_wrong(old, new, message):
     text = program_to_text(program)
     assert text.count(old) == 1
     assert message in rejection(program_from_text(text.replace(old, new), program.graph))
+
+
+def test_parameters_must_be_gathered_before_they_are_used():
+    program = build_program(chain(Unit("llm", pp=2), n=2))
+    gather, *actions = program.actions[1]
+    first = next(position for position, action in enumerate(actions) if isinstance(action, Forward))
+    late = (*actions[: first + 1], gather, *actions[first + 1 :])
+    message = rejection(replace(program, actions={**program.actions, 1: late}))
+    assert f"rank 1: `F llm.1 llm:0.0` (action {first}) comes before `GP llm 0`" in message
 
 
 def test_the_message_names_ranks_without_actions():

@@ -205,9 +205,10 @@ def test_two_encoder_replicas_feed_three_llm_replicas() -> None:
 def test_a_reduction_overlaps_with_the_work_of_other_ranks() -> None:
     """Encoder on rank 0, LLM on rank 1, one microbatch: F 1 s, B 2 s each; reductions and gathers take 3 s, the step 1.
 
-    LLM: F 1-2, B -4, reduces its gradients 4-7 while the encoder runs its backward 4-6 and reduces 6-9: the step does
-    not see the LLM's reduction. Then the optimizer 9-10 and both gathers until 13. With both units on one rank all of
-    it follows: forwards 2, backwards 4, reductions 3 + 3, optimizer 1, gathers 3 + 3.
+    Both gather until 3. LLM: F 4-5, B -7, reduces its gradients 7-10 while the encoder runs its backward 7-9 and
+    reduces 9-12: the step does not see the LLM's reduction. Then the optimizer 12-13. With both units on one rank the
+    encoder's forward, 3-4, overlaps with the LLM's gathering, 3-6, the LLM's reduction, 9-12, with the encoder's
+    backward, 9-11, and the encoder's follows it, 12-15. The critical path goes through all four.
     """
     apart = chain(Unit("vision"), Unit("llm"), n=1)
     slow = {ReduceGrads: 3.0, GatherParams: 3.0, Step: 1.0}
@@ -216,8 +217,8 @@ def test_a_reduction_overlaps_with_the_work_of_other_ranks() -> None:
     reduced = {
         s.rank: (s.start_s, s.start_s + s.duration_s) for s in timeline.spans if isinstance(s.action, ReduceGrads)
     }
-    assert reduced == {0: (6.0, 9.0), 1: (4.0, 7.0)}
-    assert timeline.step_time_s == 6 + 3 + 1 + 3
+    assert reduced == {0: (9.0, 12.0), 1: (7.0, 10.0)}
+    assert timeline.step_time_s == 3 + 6 + 3 + 1
     assert timeline.bubbles[1] == {
         "pp_warmup": 1.0,
         "dp_reduce": 3.0 + 1.0,
@@ -229,8 +230,52 @@ def test_a_reduction_overlaps_with_the_work_of_other_ranks() -> None:
     }
     together = chain(Unit("vision", ranks=(0,)), Unit("llm", ranks=(0,)), n=1)
     timeline = simulate(build_program(together), Table(together, seconds, collectives=slow))
-    assert timeline.step_time_s == 2 + 4 + 3 + 3 + 1 + 3 + 3
-    assert timeline.bubbles[0]["dp_reduce"] == 7.0
+    assert timeline.step_time_s == 3 + 3 + 3 + 3 + 3 + 1
+    assert timeline.bubbles[0]["dp_reduce"] == 4 + 1
+    assert timeline.bubbles[0]["dp_gather"] == 3 + 2
+    assert [span.action for span in timeline.critical_path] == [
+        GatherParams("vision"),
+        GatherParams("llm"),
+        Forward(StageId("llm", 0), Microbatch("llm", 0, 0)),
+        Backward(StageId("llm", 0), Microbatch("llm", 0, 0)),
+        ReduceGrads("llm"),
+        ReduceGrads("vision"),
+        Step(),
+    ]
+
+
+def test_gathers_run_in_the_order_in_which_ranks_start_them() -> None:
+    """Both ranks gather the encoder together until 3, then each its own stage of the LLM until 6.
+
+    The encoder runs 3-4 on both; the LLM's first stage starts at 6 and its second at 7.
+    """
+    graph = chain(Unit("vision", dp=2, ranks=(0, 1)), Unit("llm", 2, ranks=(0, 1)), n=1)
+    table = Table(graph, {"vision": LLM["llm"], "llm": LLM["llm"]}, collectives={GatherParams: 3.0})
+    timeline = simulate(build_program(graph, kind="coarse"), table)
+    gathered = {(s.rank, s.action): s.start_s for s in timeline.spans if isinstance(s.action, GatherParams)}
+    assert gathered == {
+        (rank, GatherParams(unit)): start for rank in (0, 1) for unit, start in (("vision", 0.0), ("llm", 3.0))
+    }
+    assert [start for _, start, _ in computed(timeline, 1)][:2] == [3.0, 7.0]
+
+
+def test_collectives_of_a_chunk_overlap_with_the_work_of_others() -> None:
+    """Two chunks on one rank, one microbatch: F 1 s, B 2 s each; a reduction takes 3 s, the step 1, a gather 3.
+
+    Gathers until 3 and 6, forwards 3-4 and 6-7, the backward of chunk 1 until 9 and of chunk 0 until 11; reductions
+    9-12 and 12-15. If the chunks hold one matrix, both are gathered together, until 3, and reduced together, 9-12.
+    """
+    slow = {ReduceGrads: 3.0, GatherParams: 3.0, Step: 1.0}
+    graph = chain(Unit("llm", num_stages=2), n=1)
+    timeline = simulate(build_program(graph), Table(graph, LLM, collectives=slow))
+    reduced = [(s.action, s.start_s) for s in timeline.spans if isinstance(s.action, ReduceGrads)]
+    assert reduced == [(ReduceGrads("llm", 1), 9.0), (ReduceGrads("llm", 0), 12.0)]
+    assert [s.start_s for s in timeline.spans if isinstance(s.action, Forward)] == [3.0, 6.0]
+    assert timeline.step_time_s == 16.0
+    tied = replace(graph, tied_embeddings=True)
+    timeline = simulate(build_program(tied), Table(tied, LLM, collectives=slow))
+    assert [s.start_s for s in timeline.spans if s.action == ReduceGrads("llm", 0)] == [9.0]
+    assert timeline.step_time_s == 13.0
 
 
 def test_work_in_a_gap_ends_before_its_host() -> None:

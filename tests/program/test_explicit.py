@@ -65,7 +65,7 @@ def test_an_order_that_cannot_run_is_rejected(order, message):
         build_program(encoder_on_every_rank(2, n=3), kind="explicit", order=in_full(order))
 
 
-@pytest.mark.parametrize("line", ["F llm.0", "RS llm", "forward llm.0 llm:0.0"])
+@pytest.mark.parametrize("line", ["F llm.0", "RS llm 0", "forward llm.0 llm:0.0"])
 def test_the_message_names_a_line_that_is_no_compute_action(line):
     with pytest.raises(ProgramError, match=f"order of rank 0, line 1: '{line}'.*write forwards and backwards"):
         build_program(chain(Unit("llm"), n=1), kind="explicit", order={0: ["F llm.0 llm:0.0", line]})
@@ -82,4 +82,8 @@ def test_encoders_may_end_in_another_order_on_another_rank():
     program = build_program(graph, kind="explicit", order=order)
     for rank in (0, 1):
         lines = [action_to_text(a) for a in program.actions[rank]]
-        assert [line for line in lines if line.startswith(("RS", "B"))][-3:] == ["RS llm", "RS audio", "RS vision"]
+        assert [line for line in lines if line.startswith(("RS", "B"))][-3:] == [
+            "RS llm 0",
+            "RS audio 0",
+            "RS vision 0",
+        ]

@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.errors import ProgramError
 from mmtrain.program import build_1f1b, build_program, peak_in_flight_by_stage, simulate
-from mmtrain.program.ir.actions import Backward, Forward, Recv, ReduceShared, Send
+from mmtrain.program.ir.actions import Backward, Forward, Recv, ReduceGrads, ReduceShared, Send
 from mmtrain.program.ir.graph import StageGraph
 from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.program.graphs import Unit, chain, unified
@@ -128,6 +128,24 @@ def test_the_edge_back_to_the_first_rank_is_a_channel_of_its_own():
 def test_tied_embeddings_are_reduced_only_between_ranks(pp, num_shared):
     graph = chain(Unit("llm", pp, num_stages=2 * pp), tied=True)
     assert sum(isinstance(a, ReduceShared) for a in build_program(graph).actions[0]) == num_shared
+
+
+def test_the_chunk_that_holds_shared_weights_is_reduced_after_them():
+    """On the last rank that is its last chunk, whose backwards end first; the other chunk does not wait for them."""
+    graph = chain(Unit("llm", 2, num_stages=4), tied=True)
+    first, last = (build_program(graph).actions[rank] for rank in (0, 1))
+    kinds = (ReduceShared, ReduceGrads)
+    assert [a for a in first if isinstance(a, kinds)] == [
+        ReduceGrads("llm", 1),
+        ReduceShared("embeddings"),
+        ReduceGrads("llm", 0),
+    ]
+    after_last_backward = last[max(k for k, a in enumerate(last) if isinstance(a, Backward)) :]
+    assert [a for a in after_last_backward if isinstance(a, kinds)] == [
+        ReduceShared("embeddings"),
+        ReduceGrads("llm", 1),
+        ReduceGrads("llm", 0),
+    ]
 
 
 def test_interleaving_needs_stages_for_every_rank():

@@ -1,5 +1,6 @@
 """Measured timelines: the records of a simulated step give the simulated timeline back."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 from zlib import crc32
 
@@ -12,8 +13,11 @@ from mmtrain.program import (
     Compute,
     Edge,
     Forward,
+    GatherParams,
     Microbatch,
+    Program,
     Recv,
+    ReduceGrads,
     Send,
     Span,
     StageGraph,
@@ -28,6 +32,7 @@ from mmtrain.program import (
 from mmtrain.program.ir.data_dependencies import participants
 from mmtrain.program.trace.measured_timeline import MeasuredStep, measured_timeline, run_trace, without_overlaps
 from mmtrain.program.trace.step_record import ActionRecord, EdgeTraffic, MessageRecord, StepRecord
+from mmtrain.program.trace.timeline import BubbleKind
 from tests.program.graphs import Unit, chain, graphs
 from tests.program.trace_format import require_trace
 
@@ -45,7 +50,7 @@ class DistinctSeconds:
         return TransferCost(0.25 * (1 + crc32(f"{self.seed} {sender} {action}".encode()) % 3), 8)
 
     def collective(self, rank: int, action: object, group: tuple[int, ...]) -> TransferCost:
-        return TransferCost(0.5, 16)
+        return TransferCost(0.0 if isinstance(action, GatherParams) else 0.5, 16)
 
     def link_class(self, ranks: tuple[int, ...]) -> object:
         return ranks
@@ -54,19 +59,30 @@ class DistinctSeconds:
         return 1
 
 
-def recorded(graph: StageGraph, timeline: Timeline) -> dict[int, StepRecord]:
+def recorded(program: Program, timeline: Timeline) -> dict[int, StepRecord]:
     """Return what the ranks would have recorded: actions follow each other without a gap, with waits inside them."""
+    graph = program.graph
     arrivals = {(s.rank, s.action): s for s in timeline.spans if isinstance(s.action, Send)}
     records = {}
     for rank in timeline.bubbles:
         actions: list[ActionRecord] = []
         messages: list[MessageRecord] = []
         clock = 0.0
-        spans = [s for s in timeline.spans if s.rank == rank and not isinstance(s.action, Send | Recv)]
-        for span in sorted(spans, key=lambda s: (s.start_s, s.start_s + s.duration_s)):
+        spans = {s.action: s for s in timeline.spans if s.rank == rank and not isinstance(s.action, Send | Recv)}
+        reduced_s = 0.0
+        for action in program.for_rank(rank):
+            if isinstance(action, Send | Recv | GatherParams):  # parameters are gathered in no time here
+                continue
+            span = spans[action]
+            if isinstance(action, ReduceGrads):  # starts at once, and `Step` waits for its end
+                actions.append(ActionRecord(action, clock, clock, 0.0))
+                reduced_s = max(reduced_s, span.start_s + span.duration_s)
+                continue
             # Only the first rank of a collective records its wait; the others wait inside the collective.
             first = participants(graph, rank, span.action)[0]
             waited = span.start_s - clock if rank == first or isinstance(span.action, Compute) else 0.0
+            if isinstance(action, Step):
+                waited = max(reduced_s - clock, 0.0)
             end = span.start_s + span.duration_s
             actions.append(ActionRecord(span.action, clock, end, waited))
             clock = end
@@ -85,24 +101,32 @@ def recorded(graph: StageGraph, timeline: Timeline) -> dict[int, StepRecord]:
 def test_records_of_a_simulated_step_give_its_timeline_back(graph: StageGraph, seed: int) -> None:
     program = build_program(graph)
     timeline = simulate(program, DistinctSeconds(seed), graph.num_groups)
-    records = recorded(graph, timeline)
+    records = recorded(program, timeline)
     measured = measured_timeline(graph, records, lambda rank, action: 16)
     assert measured.step_time_s == pytest.approx(timeline.step_time_s)
     for rank, bubbles in timeline.bubbles.items():
         busy = sum(s.duration_s for s in timeline.spans if s.rank == rank and isinstance(s.action, Compute))
         assert sum(measured.bubbles[rank].values()) == pytest.approx(timeline.step_time_s - busy)
-        assert measured.bubbles[rank] == pytest.approx(bubbles)
-    expected = {(s.rank, s.action): s for s in timeline.spans}
+        assert _reductions_joined(measured.bubbles[rank]) == pytest.approx(_reductions_joined(bubbles))
+    expected = {(s.rank, s.action): s for s in timeline.spans if not isinstance(s.action, GatherParams)}
     spans = {(s.rank, s.action): s for s in measured.spans}
     assert spans.keys() == expected.keys()
     for key, span in spans.items():
         assert span.nbytes == expected[key].nbytes
         if isinstance(span.action, Compute):
             assert (span.start_s, span.duration_s) == pytest.approx(expected[key][1:3])
+        elif isinstance(span.action, ReduceGrads):
+            assert span.start_s <= expected[key].start_s + 1e-9
         else:
             assert span.start_s + span.duration_s == pytest.approx(expected[key].start_s + expected[key].duration_s)
     require_trace(chrome_trace(timeline, "abc"))
     require_trace(chrome_trace(measured, "abc"))
+
+
+def _reductions_joined(bubbles: Mapping[BubbleKind, float]) -> dict[str, float]:
+    """Join reductions with waits for other replicas: records tell only when the last reduction has ended."""
+    kinds = {kind: seconds for kind, seconds in bubbles.items() if kind not in ("dp_reduce", "imbalance")}
+    return {**kinds, "reductions": bubbles["dp_reduce"] + bubbles["imbalance"]}
 
 
 VISION, LLM = StageId("vision", 0), StageId("llm", 0)
@@ -149,8 +173,62 @@ def test_messages_are_on_their_sender_and_collectives_start_together() -> None:
     ]
     assert timeline.step_time_s == 10.0
     assert timeline.bubbles[0] == pytest.approx(
-        dict.fromkeys(BUBBLE_KINDS, 0.0) | {"pp_cooldown": 4, "dp_reduce": 2, "dp_gather": 1}
+        dict.fromkeys(BUBBLE_KINDS, 0.0) | {"pp_cooldown": 4, "dp_reduce": 2, "imbalance": 1}
     )
+
+
+def test_a_forward_waits_for_its_parameters_and_then_for_messages() -> None:
+    """Rank 1 starts the gathering at 1, knows at 4 that it is done, and has the message at 6."""
+    gather = GatherParams("llm")
+    records = {
+        0: StepRecord(
+            0.0,
+            10.0,
+            (ActionRecord(Forward(VISION, IMAGE), 0.0, 5.0, 0.0), ActionRecord(SEND, 5.0, 5.0, 0.0)),
+            (MessageRecord(SEND, 5.0, 6.0, 0.0, 64),),
+        ),
+        1: StepRecord(
+            0.0,
+            10.0,
+            (
+                ActionRecord(gather, 1.0, 1.0, 0.0),
+                ActionRecord(RECV, 1.0, 1.0, 0.0),
+                ActionRecord(Forward(LLM, TEXT), 1.0, 10.0, 5.0),
+            ),
+            (MessageRecord(RECV, 1.0, 6.0, 2.0, 64),),
+        ),
+    }
+    timeline = measured_timeline(
+        chain(Unit("vision", trainable=(False,)), Unit("llm"), n=1), records, lambda rank, action: 4
+    )
+    [shown] = [s for s in timeline.spans if s.action == gather]
+    assert (shown.rank, shown.start_s, shown.duration_s) == (1, 1.0, 3.0)
+    bubbles = dict.fromkeys(BUBBLE_KINDS, 0.0) | {"imbalance": 1.0, "dp_gather": 3.0, "pp_warmup": 2.0}
+    assert timeline.bubbles[1] == pytest.approx(bubbles)
+    assert records[1].seconds_by_kind() == {"compute": 4.0, "communication": 0.0, "wait": 5.0}
+
+
+def test_a_step_that_waits_for_its_reduction_waits_for_other_replicas_before() -> None:
+    """Rank 0 reduces at 4 and waits in its step from 5 to 9; rank 1 reaches the reduction at 7 and its step at 8."""
+    first, second = Microbatch("llm", 0, 0), Microbatch("llm", 1, 0)
+    reduction = ReduceGrads("llm")
+
+    def record(mb: Microbatch, computed_s: float, reduced_s: float, step_s: float) -> StepRecord:
+        actions = (
+            ActionRecord(Forward(LLM, mb), 0.0, computed_s, 0.0),
+            ActionRecord(reduction, computed_s, reduced_s, 0.0),
+            ActionRecord(Step(), step_s, 10.0, 9.0 - step_s),
+        )
+        return StepRecord(0.0, 10.0, actions, ())
+
+    records = {0: record(first, 4.0, 4.5, 5.0), 1: record(second, 7.0, 7.5, 8.0)}
+    timeline = measured_timeline(chain(Unit("llm", dp=2), n=1), records, lambda rank, action: 4)
+    shown = {(s.rank, s.start_s, s.duration_s) for s in timeline.spans if s.action == reduction}
+    assert shown == {(0, 7.0, 2.0), (1, 7.0, 2.0)}
+    bubbles = timeline.bubbles[0]
+    assert bubbles["imbalance"] == 2.5  # from 4.5, when rank 0 had started the reduction, to 7
+    assert bubbles["dp_reduce"] == 0.5 + 2 + 1  # to start it, to wait for it, and the norm
+    assert timeline.bubbles[1]["imbalance"] == 0.0
 
 
 times = st.integers(0, 20).map(float)

@@ -171,7 +171,7 @@ def test_a_part_in_a_gap_may_not_need_its_own_host():
     order = {
         0: ["F vision.0 vision:0.0", "F llm.0 llm:0.0", "B llm.0 llm:0.0 |1| PB vision.0 vision:0.0 0:2"],
     }
-    message = r"`PB vision\.0 vision:0\.0 0:2` \(action 2\) comes before `B llm\.0 llm:0\.0`"
+    message = r"`PB vision\.0 vision:0\.0 0:2` \(action 4\) comes before `B llm\.0 llm:0\.0`"
     with pytest.raises(ProgramError, match=message):
         build_program(graph, kind="explicit", order=order)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mmtrain.errors import ProgramError
 from mmtrain.program import Backward, Forward, Program, StageGraph, build_program, check_program
 from mmtrain.program.verify.deadlock import find_deadlock
-from mmtrain.program.verify.matching import MatchedActions, Post
+from mmtrain.program.verify.matching import Launch, MatchedActions, Post
 from mmtrain.program.verify.send_window import send_window
 from tests.program.graphs import Unit, chain, graphs
 
@@ -38,7 +38,11 @@ def walks_to_its_end(matched: MatchedActions, window: int) -> bool:
                         sent.add(step.message)
                     else:
                         break
-                elif all(m in sent for m in step.reads):
+                elif isinstance(step, Launch):
+                    arrived_at[step.joint_action].add(rank)
+                elif all(m in sent for m in step.reads) and all(
+                    arrived_at[number] == set(matched.joint_actions[number].ranks) for number in step.awaits
+                ):
                     arrived_at[step.joint_action].add(rank)
                     if arrived_at[step.joint_action] == set(matched.joint_actions[step.joint_action].ranks):
                         done.add(step.joint_action)

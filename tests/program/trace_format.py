@@ -68,7 +68,7 @@ def require_args(tid: int, args: dict[str, Any]) -> None:
         assert args["kind"] in ("F", "B", "partial")
         assert all(is_number(args[key]) for key in args.keys() - {"kind", "unit"})
         return
-    assert tid == 1
+    assert tid == (2 if args["kind"] in ("reduce_scatter", "all_gather") else 1)
     assert args["kind"] in COMMUNICATION
     assert args.keys() - {"edge"} == {"kind", "bytes"}
     assert ("edge" in args) == (args["kind"] in ("p2p", "broadcast"))

@@ -10,6 +10,7 @@ from mmtrain.costs.hardware import Precision
 from mmtrain.program.schedules.builder import ScheduleKind
 
 PLAN_VERSION = 1
+AS_FAST_RATIO = 1.01  # predicted step times that differ by less are called equal: no prediction is that exact
 Placement = Literal["unified", "disaggregated", "colocated", "replicated"]
 
 
@@ -93,13 +94,34 @@ class Prediction(_Frozen):
     bubbles: dict[str, float]  # kind -> share of rank-seconds
     scheduling_efficiency: float | None = None  # colocated: share of the encoders' work inside the LLM's own step
     cost_source: str
+    memory_gib: float | None = None  # that a rank has; None in files of versions that did not write it
+    # Of the same LLM on the same ranks, with as many tokens of text alone; None where that was not planned.
+    text_only_tokens_per_s_per_gpu: float | None = None
+
+    @property
+    def text_only_share(self) -> float | None:
+        """Share of text-only efficiency that is kept: LLM tokens/s with media over those without."""
+        text_only = self.text_only_tokens_per_s_per_gpu
+        return None if text_only is None else self.tokens_per_s_per_gpu / text_only
+
+
+class LargestMicrobatch(_Frozen):
+    """The largest microbatch of a unit that the plan has memory for, see `costs.TokenLoad`."""
+
+    tokens: int
+    sum_sq: int
+    max_len: int
+    num_sequences: int
+    targets: int | None = None
 
 
 class PlannedData(_Frozen):
-    """A summary of the data that a plan was made for, to detect drift (`data_drift`)."""
+    """A summary of the data that a plan was made for: to detect drift (`data_drift`), and to prove that it fits."""
 
     samples: int
     tokens: dict[str, float]  # unit -> mean tokens of a sample that it processes
+    # By unit; None in files of versions that did not write it.
+    largest_microbatch: dict[str, LargestMicrobatch] | None = None
 
 
 class Alternative(_Frozen):
@@ -131,8 +153,14 @@ class Plan(_Frozen):
     @property
     def sha256(self) -> str:
         """Fingerprint of the whole plan, by which traces and reports refer to it."""
-        # Without `precision` where the file has none, so that traces of older runs still name their plan.
-        unstated = {"precision"} if self.precision is None else None
+        # Without what the files of older versions do not have, so that traces of older runs still name their plan.
+        unstated: dict[str, bool | dict[str, bool]] = {}
+        if self.precision is None:
+            unstated["precision"] = True
+        if self.data is not None and self.data.largest_microbatch is None:
+            unstated["data"] = {"largest_microbatch": True}
+        added_later = ("memory_gib", "text_only_tokens_per_s_per_gpu")
+        unstated["predicted"] = {name: True for name in added_later if getattr(self.predicted, name) is None}
         return hashlib.sha256(self.model_dump_json(exclude=unstated).encode("utf-8")).hexdigest()
 
     @model_validator(mode="after")

@@ -60,12 +60,14 @@ def split_into_pieces(graph: StageGraph, shape: ModelShape, with_sp: Collection[
 
 def _stages(mesh: UnitMesh, unit: UnitPlan, shape: ModelShape) -> Iterator[Stage]:
     layers = shape.unit(mesh.unit).layers
+    # By pipeline rank: of thousands of ranks, listing these is most of the work.
+    tp_groups = [tuple(mesh.tp_group(i, replica) for replica in range(mesh.dp)) for i in range(mesh.pp)]
     for stage in unit.stages:
         lo, hi = stage.layers
         yield Stage(
             id=StageId(mesh.unit, stage.stage),
             layers=stage.layers,
-            tp_groups=tuple(mesh.tp_group(stage.stage, replica) for replica in range(mesh.dp)),
+            tp_groups=tp_groups[stage.stage % mesh.pp],
             trainable=any(layer.trainable for layer in layers[lo:hi]),
             recompute=frozenset(stage.recompute),
             sp=unit.sp and unit.tp > 1,

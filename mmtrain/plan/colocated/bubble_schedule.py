@@ -13,10 +13,10 @@ after it the step ends (`tail`).
 
 Recipes and fixed kernel tables (`scripts/kernel_tables`) both schedule with `schedule_encoder`. In a recipe every
 encoder pipeline has an equal share of the microbatches; for a table the shares are searched. Only tables have several
-encoder TP groups on an LLM pipeline rank, cuttable kernels, transfer times, and an exposed all-gather and
-reduce-scatter; a recipe's timeline has 0 for the last three.
+encoder TP groups on an LLM pipeline rank, cuttable kernels and transfer times.
 
-Time 0 is the start of the LLM's first forward.
+Time 0 is the start of the LLM's first forward; in a recipe it is the start of the LLM's step, which gathers parameters
+first, so that the exposed all-gather is free time of the timeline and `gather` is 0.
 """
 
 from collections.abc import Mapping, Sequence

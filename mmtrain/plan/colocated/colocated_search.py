@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -28,7 +28,7 @@ from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.plan.search_progress import Progress, progress_of_part
-from mmtrain.program.ir.graph import LLM
+from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 
 RecomputeShares = Mapping[str, float]  # by unit: share of each stage's layers that is recomputed
 
@@ -259,7 +259,30 @@ def _schedule_and_simulate(
         outcomes = [evaluator.fit_schedule(candidate, layout, schedule) for schedule in schedules]
         fitted = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
         if fitted:
-            return min((evaluator.simulate(fit) for fit in fitted), key=lambda simulated: simulated.step_time_s)
+            coarse_bound_s = llm_alone.step_time_s + _encoder_seconds_of_first_rank(graph, layer_costs)
+            return _fastest_simulated(fitted, evaluator, coarse_bound_s * evaluator.budget.colocated.coarse_bound_share)
     misfit = outcomes[-1]
     assert isinstance(misfit, Rejected)
     return misfit
+
+
+def _fastest_simulated(fitted: Sequence[Candidate], evaluator: Evaluator, coarse_bound_s: float) -> Candidate:
+    """Simulate the orders of one layout and return the fastest; the coarse one only where it may be that."""
+    fastest = evaluator.simulate(fitted[0])
+    for candidate in fitted[1:]:
+        if candidate.schedule.kind == "coarse" and fastest.step_time_s <= coarse_bound_s:
+            continue
+        fastest = min(fastest, evaluator.simulate(candidate), key=lambda simulated: simulated.step_time_s)
+    return fastest
+
+
+def _encoder_seconds_of_first_rank(graph: StageGraph, layer_costs: LayerCosts) -> float:
+    """Return what the LLM's first rank computes for encoders in a step, mean over replicas and batches.
+
+    In the coarse order the LLM starts there after all forwards of encoders, and their backwards follow its last one.
+    """
+    first_rank = graph.stage(StageId(LLM, 0)).tp_groups[0][0]
+    seconds = layer_costs.stage_seconds(graph)
+    encoder_stages = [sid for sid, _ in graph.held_by(first_rank) if sid.unit != LLM]
+    passes = [seconds[sid].forward + seconds[sid].backward for sid in encoder_stages]
+    return sum(float(of_stage.sum(axis=2).mean()) for of_stage in passes)

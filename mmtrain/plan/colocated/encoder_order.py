@@ -75,7 +75,7 @@ def plan_encoder_order(
     longest_gap_s = max((gap.end - gap.start for in_pass in gaps.values() for gap in in_pass), default=0.0)
     max_kernel_s = longest_gap_s * layer_costs.budget.colocated.max_kernel_share_of_gap
     spans = with_delayed_forwards(graph, llm_alone)
-    llm = find_bubbles(graph, spans, costs)
+    llm = find_bubbles(graph, llm_alone, spans, costs)
     passes = _RankPasses()
     _add_llm_passes(passes, graph, spans)
     for mesh in (m for m in graph.meshes if m.unit != LLM):
@@ -108,20 +108,21 @@ def scheduling_efficiency(
 ) -> float | None:
     """Return the share of the encoders' compute that lies inside the LLM's own step; None if they compute nothing.
 
-    That step starts with the LLM's first forward and takes as long as the LLM alone (Optimus' measure). It is taken of
-    the first sampled batch.
+    That step takes as long as the LLM alone (Optimus' measure), and its first forward, before which parameters are
+    gathered, starts when the LLM's does. It is taken of the first sampled batch.
     """
-    llm_step_s = simulate_llm_alone(graph, layer_costs, machine).step_time_s
+    alone = simulate_llm_alone(graph, layer_costs, machine)
+    gather_s = min(span.start_s for span in alone.spans if isinstance(span.action, Compute))
     computes = [
         (span.action.stage.unit, span.start_s, span.duration_s)
         for span in simulate_first_batch(graph, schedule, layer_costs, machine).spans
         if isinstance(span.action, Compute)
     ]
-    llm_start = min(start for unit, start, _ in computes if unit == LLM)
+    llm_start = min(start for unit, start, _ in computes if unit == LLM) - gather_s
     inside = total = 0.0
     for unit, start, seconds in computes:
         if unit != LLM:
-            overlap = min(start + seconds, llm_start + llm_step_s) - max(start, llm_start)
+            overlap = min(start + seconds, llm_start + alone.step_time_s) - max(start, llm_start)
             inside += max(0.0, overlap)
             total += seconds
     return inside / total if total else None

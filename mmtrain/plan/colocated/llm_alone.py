@@ -62,18 +62,22 @@ def with_delayed_forwards(graph: StageGraph, alone: Timeline) -> list[Span]:
     """Return what the first LLM replica does on one rank of each pipeline rank, its forwards as late as they can be."""
     mesh = graph.mesh(LLM)
     ranks = {mesh.tp_group(pipeline_rank, 0)[0] for pipeline_rank in range(mesh.pp)}
-    spans = [s for s in alone.spans if s.rank in ranks and isinstance(s.action, Pass | ReduceGrads | ReduceShared)]
+    spans = [s for s in alone.spans if s.rank in ranks and isinstance(s.action, Pass | ReduceShared)]
     start = delay_forwards(_without_encoders(graph), spans)
     return [s._replace(start_s=start[s.action]) if isinstance(s.action, Pass) else s for s in spans]
 
 
 def find_bubbles(
-    graph: StageGraph, spans: Sequence[Span], costs: Mapping[StagePass, Sequence[PieceCost]]
+    graph: StageGraph, alone: Timeline, spans: Sequence[Span], costs: Mapping[StagePass, Sequence[PieceCost]]
 ) -> LlmTimeline:
     """Return the LLM's free times, and when it starts and ends each microbatch at the first stage an encoder enters.
 
+    Ranks are free while the LLM's parameters are gathered, before its first forward, and while its gradients are
+    reduced, behind its last backward.
+
     Args:
         graph: the layout's stage graph.
+        alone: what `simulate_llm_alone` returns.
         spans: what `with_delayed_forwards` returns.
         costs: of every stage's segments; they say when a rank of the LLM communicates inside its layers.
     """
@@ -94,12 +98,13 @@ def find_bubbles(
     busy_arrays = [np.array(sorted(intervals)).reshape(-1, 2) for intervals in busy]
     link_arrays = [np.array(sorted(intervals)).reshape(-1, 2) for intervals in link_busy]
     end = max((float(intervals[-1, 1]) for intervals in busy_arrays if len(intervals)), default=0.0)
+    reduced = max((s.start_s + s.duration_s for s in alone.spans if isinstance(s.action, ReduceGrads)), default=end)
     first_forwards, last_backwards = _entry_times(graph, spans)
     return LlmTimeline(
         free_times=tuple(itertools.starmap(FreeTime.around, zip(busy_arrays, link_arrays, strict=True))),
         end=end,
-        gather=0.0,
-        scatter=0.0,
+        gather=0.0,  # a part of the timeline, which starts with it
+        scatter=max(0.0, reduced - end),
         first_forwards=first_forwards,
         last_backwards=np.where(last_backwards < 0, end, last_backwards),
         transfer=0.0,

@@ -4,20 +4,19 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
+from mmtrain.balance import BatchMeta
 from mmtrain.costs import (
     ComputeKind,
-    HeldLayers,
     RankMemory,
+    StateBytes,
     TokenLoad,
     input_grad_needed,
     model_flops,
     num_trained_parameters,
-    rank_memory,
 )
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.costs.rank_memory import (
@@ -28,13 +27,15 @@ from mmtrain.costs.rank_memory import (
     layer_working_bytes,
 )
 from mmtrain.models.model_shape import LayerShape
+from mmtrain.plan.artifact.communicators import communicator_bytes
+from mmtrain.plan.artifact.graph_memory import GraphMemory
 from mmtrain.plan.artifact.layout import MeshSize, disaggregated_units
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.plan.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.plan.estimate.load_arrays import LoadArrays, load_arrays, seconds_of_loads
 from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.search.constraints import RecomputeMode
-from mmtrain.program.ir.graph import LLM, Stage, StageGraph, StageId
+from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 from mmtrain.program.ir.step_loads import StepLoads, step_loads
 from mmtrain.program.schedules.builder import in_flight_microbatches
 
@@ -112,6 +113,7 @@ class LayerCosts:
         self.shape = problem.shape
         self.costs = problem.costs
         self.precision = problem.precision
+        self.state_bytes = problem.state_bytes
         self.batches = problem.batches
         self.seq_len = problem.seq_len
         self.encoder_microbatches = problem.constraints.encoder_microbatches
@@ -119,20 +121,29 @@ class LayerCosts:
         self.sp: SpSizes = sp or {}
         self.budget = budget
         self._step_loads: dict[BatchSplit, list[StepLoads]] = {}
+        self._laid_out: dict[BatchSplit, list[BatchMeta]] = {}
         self._loads: dict[tuple[str, BatchSplit], LoadArrays] = {}
         self._unit_times: dict[tuple[str, int, BatchSplit], UnitLayerTimes] = {}
         self._unit_costs: dict[tuple[str, int, BatchSplit], UnitLayerCosts] = {}
+        self._machine = problem.hardware
+        self._communicators: dict[tuple[object, ...], Mapping[int, float]] = {}
+        self._largest_loads: dict[tuple[str, BatchSplit], TokenLoad] = {}
 
     def with_settings(
-        self, *, recompute: Mapping[str, RecomputeMode] | None = None, sp: SpSizes | None = None
+        self,
+        *,
+        recompute: Mapping[str, RecomputeMode] | None = None,
+        sp: SpSizes | None = None,
+        state: StateBytes | None = None,
     ) -> "LayerCosts":
-        """Return the same costs under other recompute modes or other sequence parallelism.
+        """Return the same costs under other recompute modes, sequence parallelism, or bytes of a parameter's state.
 
-        Loads and seconds depend on neither and stay shared; bytes are computed anew.
+        Loads and seconds depend on none of them and stay shared; bytes are computed anew.
         """
         changed = copy(self)
         changed.recompute = self.recompute if recompute is None else recompute
         changed.sp = self.sp if sp is None else sp
+        changed.state_bytes = self.state_bytes if state is None else state
         changed._unit_costs = {}
         return changed
 
@@ -158,15 +169,20 @@ class LayerCosts:
             one_stage = {unit.name: (0, len(unit.layers)) for unit in self.shape.units}
             num_microbatches = num_microbatches_of(split)
             graph = build_stage_graph(disaggregated_units(meshes, one_stage), num_microbatches, self.shape)
-            batches = self.batches.lay_out(_dp_of(split), num_microbatches)
+            batches = self._lay_out(split)
             self._step_loads[split] = [step_loads(graph, batch) for batch in batches]
         return self._step_loads[split]
+
+    def _lay_out(self, split: BatchSplit) -> list[BatchMeta]:
+        if split not in self._laid_out:
+            self._laid_out[split] = self.batches.lay_out(_dp_of(split), num_microbatches_of(split))
+        return self._laid_out[split]
 
     def microbatch_loads(self, unit: str, split: BatchSplit) -> LoadArrays:
         """Return the loads of a unit's microbatches: arrays of (batches, dp, microbatches)."""
         key = (unit, _relevant_split(unit, split))
         if key not in self._loads:
-            batches = self.batches.lay_out(_dp_of(split), num_microbatches_of(split))
+            batches = self._lay_out(split)
             for name, dp, num_microbatches in split:
                 loads = load_arrays(name, batches, dp, num_microbatches)
                 self._loads.setdefault((name, _relevant_split(name, split)), loads)
@@ -202,44 +218,38 @@ class LayerCosts:
 
         num_in_flight: microbatches of each stage between forward and backward, where known; by default those of 1F1B.
         """
-        if num_in_flight is None:
-            num_in_flight = in_flight_microbatches(graph)
-        held = [self.held_layers(graph, stage, num_in_flight[stage.id]) for stage in graph.stages]
-        held_by_rank: dict[int, list[int]] = {}  # positions in `held`
-        for position, stage in enumerate(graph.stages):
-            replicas_per_group = graph.mesh(stage.id.unit).dp // graph.num_groups
-            for rank in chain.from_iterable(stage.tp_groups[:replicas_per_group]):
-                held_by_rank.setdefault(rank, []).append(position)
-        memory_of: dict[tuple[int, ...], RankMemory] = {}  # by what a rank holds: many ranks hold the same stages
-        memory = {}
-        for rank, positions in held_by_rank.items():
-            key = tuple(positions)
-            if key not in memory_of:
-                layers = [held[position] for position in positions]
-                memory_of[key] = rank_memory(layers, self.costs, self.precision, graph.tied_embeddings)
-            memory[rank] = memory_of[key]
-        return memory
+        in_flight = in_flight_microbatches(graph) if num_in_flight is None else num_in_flight
+        return self.graph_memory(graph).by_rank(graph, in_flight, self._communicator_bytes(graph))
 
-    def held_layers(self, graph: StageGraph, stage: Stage, num_in_flight: int) -> HeldLayers:
-        """Return what one rank of a stage holds."""
-        unit, mesh = stage.id.unit, graph.mesh(stage.id.unit)
-        lo, hi = stage.layers
-        return HeldLayers(
-            layers=self.shape.unit(unit).layers[lo:hi],
-            input_grad=self.input_grad[unit][lo:hi],
-            recompute=tuple(layer in stage.recompute for layer in range(lo, hi)),
-            tp=mesh.tp,
-            dp=mesh.dp,
-            in_flight=num_in_flight,
-            load=self.largest_load(unit, batch_split_of(graph)),
-            sp=self.has_sp(unit, mesh.tp),
+    def graph_memory(self, graph: StageGraph) -> GraphMemory:
+        """Return what counts the bytes of the graph's ranks, for the largest microbatches of its split."""
+        split = batch_split_of(graph)
+        return GraphMemory(
+            self.shape,
+            self.costs,
+            self.precision,
+            self.state_bytes,
+            {mesh.unit: self.largest_load(mesh.unit, split) for mesh in graph.meshes},
+            frozenset(mesh.unit for mesh in graph.meshes if self.has_sp(mesh.unit, mesh.tp)),
         )
+
+    def _communicator_bytes(self, graph: StageGraph) -> Mapping[int, float]:
+        key = (graph.meshes, graph.edges, tuple(stage.trainable for stage in graph.stages))
+        if key not in self._communicators:  # layers do not matter, and many layouts differ in nothing else
+            self._communicators[key] = communicator_bytes(graph, self._machine)
+        return self._communicators[key]
 
     def largest_load(self, unit: str, split: BatchSplit) -> TokenLoad:
         """Return the largest microbatch that memory is planned for: a little more than the largest sampled one.
 
         The LLM's microbatches never exceed `seq_len`, and one of them may hold the data's longest sample alone.
         """
+        key = (unit, _relevant_split(unit, split))
+        if key not in self._largest_loads:
+            self._largest_loads[key] = self._find_largest_load(unit, split)
+        return self._largest_loads[key]
+
+    def _find_largest_load(self, unit: str, split: BatchSplit) -> TokenLoad:
         largest = self.microbatch_loads(unit, split).largest()
         surplus = self.budget.sampling.unsampled_load_ratio
         if unit != LLM:
@@ -340,7 +350,7 @@ class LayerCosts:
 
         full, recomputed = kept_bytes(False), kept_bytes(True)
         return (
-            sum(layer_state(layer, tp, dp, self.precision)),
+            sum(layer_state(layer, tp, dp, self.state_bytes)),
             recomputed if mode == "all" else full,
             max(full - recomputed, 0) if mode == "auto" else 0,
             working(mode == "all"),

@@ -7,8 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.costs import Hardware, RankMemory, num_trained_parameters
+from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.errors import ProgramError
+from mmtrain.plan.artifact.graph_memory import peak_in_flight
 from mmtrain.plan.artifact.layout import Layout
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import split_into_pieces
@@ -26,7 +28,6 @@ from mmtrain.program.simulation.rank_equivalence import representative_ranks
 from mmtrain.program.simulation.simulate import simulate
 from mmtrain.program.simulation.timing import ModelTiming, TransferCost
 from mmtrain.program.trace.timeline import Timeline
-from mmtrain.program.verify.live_activations import peak_in_flight_by_stage
 
 IntArray = npt.NDArray[np.int64]
 
@@ -88,15 +89,6 @@ def schedule_memory(graph: StageGraph, schedule: SchedulePlan, layer_costs: Laye
     return layer_costs.memory(graph, peak_in_flight(compute))
 
 
-def peak_in_flight(program: Program) -> dict[StageId, int]:
-    """Count from a program the microbatches of each stage between forward and backward, at most."""
-    peak: dict[StageId, int] = {}
-    for actions in program.actions.values():
-        for stage, count in peak_in_flight_by_stage(program.graph, actions).items():
-            peak[stage] = max(peak.get(stage, 0), count)
-    return peak
-
-
 @dataclass(frozen=True)
 class _CandidateProgram:
     """The compute of the ranks that stand for all, and what it takes in every sampled batch."""
@@ -138,7 +130,7 @@ class _CandidateProgram:
         program = lower(self.compute)
         try:
             return [simulate(program, timing, self.num_groups) for timing in timings]
-        except ProgramError:  # ranks wait for each other's gradient reductions
+        except ProgramError:  # ranks wait for each other's reductions of shared weights
             if self.schedule.kind != "explicit":
                 raise
             program = lower(self.compute, reduce_last=True)
@@ -191,7 +183,7 @@ class PrecomputedTiming:
         """Ask the model, see `ModelTiming`."""
         return self.model.collective(rank, action, group)
 
-    def link_class(self, ranks: tuple[int, ...]) -> bool:
+    def link_class(self, ranks: tuple[int, ...]) -> GroupLayout:
         """Ask the model, see `ModelTiming`."""
         return self.model.link_class(ranks)
 

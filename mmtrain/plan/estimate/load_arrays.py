@@ -68,23 +68,22 @@ class LoadArrays:
 
 def load_arrays(unit: str, metas: Sequence[BatchMeta], dp: int, num_microbatches: int) -> LoadArrays:
     """Sum up what each microbatch of a unit holds in every batch."""
-    columns, targets = [], []
+    columns = []
     for meta in metas:
         sizes = meta if unit == LLM else meta.items[unit]
         lengths = sizes.tokens
         microbatch = sizes.replica * num_microbatches + sizes.index
         longest = np.zeros(dp * num_microbatches, dtype=np.int64)
         np.maximum.at(longest, microbatch, lengths)
-        sums = [np.zeros_like(longest) for _ in range(3)]
-        for total, values in zip(sums, (lengths, lengths * lengths, np.ones_like(lengths)), strict=True):
-            np.add.at(total, microbatch, values)
-        columns.append((sums[0], sums[1], longest, sums[2]))
+        counted = [lengths, lengths * lengths, np.ones_like(lengths)]
         if unit == LLM:
-            targets.append(np.bincount(microbatch, meta.targets, dp * num_microbatches).astype(np.int64))
+            counted.append(meta.targets)
+        sums = [np.zeros_like(longest) for _ in counted]
+        for total, values in zip(sums, counted, strict=True):
+            np.add.at(total, microbatch, values)
+        columns.append((*sums[:2], longest, *sums[2:]))
     shape = (len(metas), dp, num_microbatches)
-    num_targets = np.stack(targets).reshape(shape) if targets else None
-    arrays = [np.stack(rows).reshape(shape) for rows in zip(*columns, strict=True)]
-    return LoadArrays(arrays[0], arrays[1], arrays[2], arrays[3], num_targets)
+    return LoadArrays(*(np.stack(rows).reshape(shape) for rows in zip(*columns, strict=True)))
 
 
 def seconds_of_loads(seconds: LoadSeconds, loads: LoadArrays, budget: LoadBudget) -> FloatArray:

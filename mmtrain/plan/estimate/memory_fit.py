@@ -64,14 +64,14 @@ def fit_memory(
 def explain_misfit(layer_costs: LayerCosts, memory: Mapping[int, RankMemory], memory_bytes: float) -> MemoryMisfit:
     """Return what a layout that is too large needs, and for what."""
     rank = max(memory, key=lambda r: memory[r].total)
-    need_gib = memory[rank].total / GIB
+    need_gib, margin_gib = memory[rank].total / GIB, memory[rank].margin / GIB
     kind = memory[rank].binding
     kind_gib = memory[rank].by_kind()[kind] / GIB
     condition = " with all layers recomputed that may be" if "auto" in layer_costs.recompute.values() else ""
     return MemoryMisfit(
         need_gib,
-        f"does not fit{condition}: rank {rank} needs {need_gib:.3g} of {memory_bytes / GIB:.3g} GiB, most of it {kind} "
-        f"({kind_gib:.3g} GiB)",
+        f"does not fit{condition}: rank {rank} needs {need_gib - margin_gib:.3g} counted + {margin_gib:.3g} margin of "
+        f"{memory_bytes / GIB:.3g} GiB, most of it {kind} ({kind_gib:.3g} GiB)",
     )
 
 

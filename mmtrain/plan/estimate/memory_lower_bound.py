@@ -72,7 +72,7 @@ def unit_memory_bound(layer_costs: LayerCosts) -> UnitMemoryBound:
         in_flight = np.minimum(np.arange(mesh.pp, 0, -1) + in_flight_behind, max(num_microbatches, 1))
         mean = _weighted_mean(known_kinds[key], in_flight)
         if unit == LLM and layer_costs.shape.tied_embeddings:  # held once where both ends of the LLM share a rank
-            mean -= (1 + MEMORY_MARGIN) * sum(matrix_state(head, mesh.tp, mesh.dp, layer_costs.precision))
+            mean -= (1 + MEMORY_MARGIN) * sum(matrix_state(head, mesh.tp, mesh.dp, layer_costs.state_bytes))
         return max(mean, float(known_kinds[key].layer_peak.max()))
 
     def bound(unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
@@ -116,7 +116,7 @@ def _kind_bytes(layer_costs: LayerCosts, unit: str, mesh: MeshSize, load: TokenL
     kinds = Counter(zip(layer_costs.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True))
     rows = []
     for (layer, input_grad), count in kinds.items():
-        state = sum(layer_state(layer, tp, mesh.dp, precision))
+        state = sum(layer_state(layer, tp, mesh.dp, layer_costs.state_bytes))
         kept = min(
             layer_activation_bytes(RankLayer(layer, tp, input_grad, recompute, sp), load, costs, precision)
             for recompute in (False, mode != "none")

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, assign
+from mmtrain.balance.even_groups import match_step
+from mmtrain.balance.grouping import GroupingSizes
 from mmtrain.balance.methods import arrange_window, group_window, grouping_sizes, unit_tokens
 from mmtrain.errors import PlanError
 from mmtrain.plan.budget import DEFAULT_BUDGET, SamplingBudget
@@ -33,9 +35,10 @@ def sample_batches(
 ) -> SampledBatches:
     """Draw samples at random, group them as training does, and take steps that stand for all.
 
-    Grouping makes the groups of one step alike, so steps differ. Ordered by their work, the steps in the middle of
-    `num_batches` equal parts are taken. A dataset too small for so many groups is repeated, as further epochs would.
-    Long samples that train in steps of their own are drawn among the others, so the mean cost of a step is right.
+    Steps differ, most of all where grouping makes the groups of one step alike. Ordered by their work, the steps in
+    the middle of `num_batches` equal parts are taken. A dataset too small for so many groups is repeated, as further
+    epochs would. Long samples that train in steps of their own are drawn among the others, so the mean cost of a step
+    is right.
 
     Raises:
         PlanError: there are no samples.
@@ -43,12 +46,12 @@ def sample_batches(
     if len(lengths) == 0:
         raise PlanError("data.sources: no usable sample, so there is nothing to plan for")
     num_batches, global_batch = budget.num_batches, grouping.global_batch
-    samples_per_group = grouping.seq_len / max(float(lengths.tokens.mean()), 1.0)
+    samples_per_group = grouping.seq_len / max(float(np.average(lengths.tokens, weights=lengths.uses)), 1.0)
     num_needed = int(np.ceil(budget.sample_surplus_ratio * num_batches * global_batch * samples_per_group))
     num_samples = max(num_needed, min(budget.min_samples_to_group, grouping.window))
     rng = np.random.default_rng(seed)
     sizes = grouping_sizes(lengths, grouping)
-    order = rng.permutation(len(lengths))[:num_samples].astype(np.int64)
+    order = _draw_samples(lengths, num_samples, rng)
     groups = arrange_window(sizes, group_window(sizes, order, grouping, rng), grouping, 0, rng)
     num_steps = max(num_batches, len(groups) // global_batch)
     steps = [
@@ -58,4 +61,22 @@ def sample_batches(
     work = unit_tokens(lengths)[1].sum(axis=1)
     steps.sort(key=lambda step: int(work[np.concatenate(step)].sum()))
     middles = [(2 * part + 1) * num_steps // (2 * num_batches) for part in range(num_batches)]
-    return SampledBatches(lengths, tuple(steps[middle] for middle in middles))
+    chosen = [steps[middle] for middle in middles]
+    if grouping.method == "matched" and grouping.matching == "step":
+        chosen = [_match(step, sizes, grouping) for step in chosen]
+    return SampledBatches(lengths, tuple(chosen))
+
+
+def _match(groups: list[IntArray], sizes: GroupingSizes, grouping: Grouping) -> list[IntArray]:
+    """Match the groups of a step for some number of replicas, as training does for that of the plan."""
+    tokens = sizes.tokens[np.concatenate(groups)]
+    loads = (tokens @ sizes.load_matrix.T).astype(np.int64)
+    return match_step(groups, tokens, sizes.budgets, loads, sizes.weights, grouping.row_size)
+
+
+def _draw_samples(lengths: SampleLengths, num_samples: int, rng: np.random.Generator) -> IntArray:
+    """Draw at most `num_samples` samples as often as training uses them: each once, or by the shares of sources."""
+    if lengths.uses is None:
+        return rng.permutation(len(lengths))[:num_samples].astype(np.int64)
+    draws = rng.choice(len(lengths), num_samples, p=lengths.uses / lengths.uses.sum())
+    return draws.astype(np.int64)

@@ -7,11 +7,13 @@ under the order of compute that partitions share (`partition_orders`), and the c
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mmtrain.costs import Hardware
+from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.candidate import LayerPartition, MeshAssignment
@@ -104,10 +106,14 @@ class _EstimateRun:
         delays = self._message_delays(partitions)
         is_same = bool((delays == delays[:, :1]).all())
         delays = delays[:, 0] if is_same else delays.repeat(self.groups.size, axis=1)
-        ends = partitions.order.rank_ends(self._stage_seconds(partitions), delays)
         num_batches, num_groups = self.groups.shape
+        held = self._held(partitions)
+        starts = dict(
+            zip(partitions.order.first_row, held.first_gather_s.repeat(self.groups.size, axis=1), strict=True)
+        )
+        ends = partitions.order.rank_ends(self._stage_seconds(partitions), delays, starts)
         slowest = [end.reshape(len(partitions), num_batches, num_groups).max(axis=2) for end in ends.values()]
-        return np.asarray(self._with_closing_collectives(partitions, list(ends), slowest).mean(axis=1))
+        return np.asarray(self._with_closing_collectives(held, slowest).mean(axis=1))
 
     def _stage_seconds(self, partitions: OrderedPartitions) -> dict[StageId, tuple[FloatArray, FloatArray]]:
         """Forward and backward of every stage, (n x batches x groups, replicas x microbatches)."""
@@ -164,40 +170,47 @@ class _EstimateRun:
             delays[[edge_into[spans.stages[k]] for k in columns]] += np.where(is_inside_unit, seconds, 0.0).T
         return delays
 
-    def _with_closing_collectives(
-        self, partitions: OrderedPartitions, ranks: Sequence[int], ends: Sequence[FloatArray]
-    ) -> FloatArray:
-        """(n, batches) with the last reduction of gradients, the optimizer's step for which all wait, and gathering.
+    def _held(self, partitions: OrderedPartitions) -> "_HeldParameters":
+        """Return how long the collectives of data parallelism take that a step starts and ends with.
 
-        ends: of every rank, (n, batches) when it ends its last action.
+        The first unit of a rank feeds the others there. So its first chunk needs its parameters first, and has its
+        gradients ready last.
         """
+        ranks = list(partitions.order.last_row)
         shape = len(ranks), len(partitions)
         num_updated = np.zeros(shape, dtype=np.int64)
-        gather_s, last_reduction_s = np.zeros(shape), np.zeros(shape)
+        gather_s, reduction_s = np.zeros(shape), np.zeros(shape)
         holds_nothing = np.ones(shape, dtype=np.bool_)
         for spans in partitions.spans:
             mesh = self.assignment.meshes[spans.unit]
-            num_layers, num_parameters = self._held_of_unit(partitions, ranks, spans)
-            reduction_s, unit_gather_s = self._reduction_and_gather(num_parameters, mesh)
+            num_layers, num_parameters, num_in_first_chunk = self._held_of_unit(partitions, ranks, spans)
             num_updated += num_parameters // mesh.dp
-            gather_s += unit_gather_s
-            # The first unit of a rank feeds the others there, so its gradients are ready last.
-            last_reduction_s = np.where((num_layers > 0) & holds_nothing, reduction_s, last_reduction_s)
+            is_first = (num_layers > 0) & holds_nothing
+            of_unit = self._reduction_and_gather(num_in_first_chunk, mesh)
+            reduction_s, gather_s = np.where(is_first, of_unit, (reduction_s, gather_s))
             holds_nothing &= num_layers == 0
-        reduced = np.max([end + seconds[:, None] for end, seconds in zip(ends, last_reduction_s, strict=True)], axis=0)
+        return _HeldParameters(gather_s, reduction_s, num_updated)
+
+    def _with_closing_collectives(self, held: "_HeldParameters", ends: Sequence[FloatArray]) -> FloatArray:
+        """(n, batches) with the last reduction of gradients, and the optimizer's step for which all wait.
+
+        ends: of every rank, (n, batches) when it ends its last action.
+        """
+        reduced = np.max(
+            [end + seconds[:, None] for end, seconds in zip(ends, held.last_reduction_s, strict=True)], axis=0
+        )
         optimizer_s = np.array(
-            [self.layer_costs.costs.optimizer(int(max_updated)) for max_updated in num_updated.max(axis=0)]
+            [self.layer_costs.costs.optimizer(int(max_updated)) for max_updated in held.num_updated.max(axis=0)]
         )
         num_ranks = self.assignment.ranks
-        norm_s = self.layer_costs.costs.collective(
-            "all_reduce", NORM_BYTES, num_ranks, num_ranks <= self.machine.ranks_per_node
-        )
-        return np.asarray(reduced + norm_s + (optimizer_s + gather_s.max(axis=0))[:, None])
+        everyone = GroupLayout.strided(num_ranks, 1, self.machine.ranks_per_node)
+        norm_s = self.layer_costs.costs.collective("all_reduce", NORM_BYTES, everyone)
+        return np.asarray(reduced + norm_s + optimizer_s[:, None])
 
     def _held_of_unit(
         self, partitions: OrderedPartitions, ranks: Sequence[int], spans: LayerSpans
-    ) -> tuple[IntArray, IntArray]:
-        """(ranks, n) layers of a unit, and trained parameters of them, on each rank."""
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """(ranks, n) layers of a unit, and trained parameters of them and of the first chunk with any, on each rank."""
         mesh = self.assignment.meshes[spans.unit]
         trained = self.layer_costs.unit_costs(spans.unit, mesh.tp, self.assignment.batch_split).parameters
         parameters_before = np.concatenate([[0], np.cumsum(trained.astype(np.int64))])
@@ -214,20 +227,35 @@ class _EstimateRun:
         num_parameters = np.zeros_like(num_layers)
         np.add.at(num_layers, rows, last - first)
         np.add.at(num_parameters, rows, parameters_before[last] - parameters_before[first])
-        return num_layers, num_parameters
+        num_in_first_chunk = np.zeros_like(num_layers)
+        for row, stage_column in sorted(held, key=lambda row_and_column: -row_and_column[1]):
+            first_of_stage, last_of_stage = spans.first[:, stage_column], spans.last[:, stage_column]
+            of_stage = parameters_before[last_of_stage] - parameters_before[first_of_stage]
+            num_in_first_chunk[row] = np.where(last_of_stage > first_of_stage, of_stage, num_in_first_chunk[row])
+        return num_layers, num_parameters, num_in_first_chunk
 
     def _reduction_and_gather(self, num_parameters: IntArray, mesh: MeshSize) -> tuple[FloatArray, FloatArray]:
         """(ranks, n) seconds in which replicas reduce the gradients of so many parameters, and gather the weights."""
         costs, weight_bytes = self.layer_costs.costs, ELEMENT_BYTES[self.layer_costs.precision]
-        in_one_node = self.machine.ranks_per_node % (mesh.tp * mesh.dp) == 0
+        stage_ranks, ranks_per_node = mesh.tp * mesh.dp, self.machine.ranks_per_node
+        layouts = {GroupLayout.strided(mesh.dp, mesh.tp, ranks_per_node, p * stage_ranks) for p in range(mesh.pp)}
         different, inverse = np.unique(num_parameters, return_inverse=True)
         seconds = np.zeros((2, len(different)))
         for k, count in enumerate(different.tolist()):
             if count:
-                seconds[0, k] = costs.collective("reduce_scatter", count * BYTES_PER_GRADIENT, mesh.dp, in_one_node)
-                seconds[1, k] = costs.collective("all_gather", count * weight_bytes, mesh.dp, in_one_node)
+                reductions = (costs.collective("reduce_scatter", count * BYTES_PER_GRADIENT, g) for g in layouts)
+                gathers = (costs.collective("all_gather", count * weight_bytes, g) for g in layouts)
+                seconds[:, k] = max(reductions), min(gathers)
         reduction_s, gather_s = seconds[:, inverse.reshape(num_parameters.shape)]
         return reduction_s, gather_s
+
+
+class _HeldParameters(NamedTuple):
+    """What data parallelism does with the trained parameters of each rank, under each layer partition: (ranks, n)."""
+
+    first_gather_s: FloatArray  # of the parameters that the rank's first forward reads
+    last_reduction_s: FloatArray  # of the gradients that its last backward computes
+    num_updated: IntArray  # parameters that its optimizer updates
 
 
 def _runs_by_microbatch(seconds: FloatArray) -> FloatArray:

@@ -26,6 +26,7 @@ class ComputeOrder:
 
     recurrence: PipelineRecurrence
     rows: Mapping[StageId, tuple[IntArray, IntArray]]  # forwards, backwards: by replica, then microbatch
+    first_row: Mapping[int, int]  # rank -> row of what comes before its first action
     last_row: Mapping[int, int]  # rank -> row of its last action
     stages: Mapping[int, tuple[StageId, ...]]  # rank -> its stages, sources first
     edges: tuple[Edge, ...]
@@ -37,12 +38,16 @@ class ComputeOrder:
         return self.recurrence.num_actions
 
     def rank_ends(
-        self, seconds: Mapping[StageId, tuple[FloatArray, FloatArray]], delays: FloatArray
+        self,
+        seconds: Mapping[StageId, tuple[FloatArray, FloatArray]],
+        delays: FloatArray,
+        starts: Mapping[int, FloatArray] | None = None,
     ) -> dict[int, FloatArray]:
         """Return the seconds at which each rank ends its last action, (columns,) by rank.
 
         seconds: forward and backward of each stage, (columns, replicas x microbatches). delays: what a message over
-        each of `edges` takes at least, (edges,) or (edges, columns). The ends are a lower bound of the simulator's, and
+        each of `edges` takes at least, (edges,) or (edges, columns). starts: when each rank can start its first action,
+        (columns,) by rank; None: at 0. The ends are a lower bound of the simulator's, and
         equal to them where messages neither wait for each other nor for their receivers and collectives come last.
         """
         num_columns = next(iter(seconds.values()))[0].shape[0]
@@ -51,6 +56,8 @@ class ComputeOrder:
             table[forward] = seconds[stage][0].T
             if len(backward):
                 table[backward] = seconds[stage][1].T
+        for rank, start in (starts or {}).items():
+            table[self.first_row[rank]] = start
         self.recurrence.replace_durations_by_ends(table, delays)
         return {rank: table[row] for rank, row in self.last_row.items()}
 
@@ -63,11 +70,15 @@ def compute_order(graph: StageGraph) -> ComputeOrder:
     for stage in graph.stages:
         for replica, tp_group in enumerate(stage.tp_groups):
             stages_of_rank.setdefault(tp_group[0], {})[stage.id] = replica
-    sequences = _rank_sequences(stages_of_rank, positions, actions)
+    sequences = {
+        rank: np.concatenate([[actions.add(1)], sequence])
+        for rank, sequence in _rank_sequences(stages_of_rank, positions, actions).items()
+    }
     recurrence = PipelineRecurrence(actions.num_actions, actions.dependencies(sequences.values()))
     return ComputeOrder(
         recurrence=recurrence,
         rows={stage.id: actions.rows(stage.id, recurrence.row) for stage in graph.stages},
+        first_row={rank: int(recurrence.row[sequence[0]]) for rank, sequence in sequences.items()},
         last_row={rank: int(recurrence.row[sequence[-1]]) for rank, sequence in sequences.items()},
         stages={rank: tuple(replica_of_stage) for rank, replica_of_stage in stages_of_rank.items()},
         edges=graph.edges,
@@ -89,7 +100,7 @@ class _GraphActions:
             for stage in self.graph.stages:
                 if is_forward or self.graph.needs_backward(stage.id):
                     mesh = self.graph.mesh(stage.id.unit)
-                    self._first[stage.id, is_forward] = self._add(mesh.dp * mesh.num_microbatches)
+                    self._first[stage.id, is_forward] = self.add(mesh.dp * mesh.num_microbatches)
         for number, edge in enumerate(self.graph.edges):
             source, destination = self.graph.stage(edge.src), self.graph.stage(edge.dst)
             is_sent = not edge.crosses_units and source.tp_groups != destination.tp_groups
@@ -121,7 +132,7 @@ class _GraphActions:
         sizes = [len(part) for part in consumers]
         return Dependencies(np.concatenate(consumers), np.concatenate(producers), np.repeat(messages, sizes))
 
-    def _add(self, count: int) -> int:
+    def add(self, count: int) -> int:
         """Number `count` more actions; return the first number."""
         self.num_actions += count
         return self.num_actions - count
@@ -137,7 +148,7 @@ class _GraphActions:
             self._between_ranks.append((consuming.ravel(), produced.ravel(), message))
             return
         num_produced, num_consuming = microbatches_per_block(produced.shape[1], consuming.shape[1])
-        first_join = self._add(produced.shape[1] // num_produced)
+        first_join = self.add(produced.shape[1] // num_produced)
         join_of_produced = first_join + np.broadcast_to(np.arange(produced.shape[1]) // num_produced, produced.shape)
         join_of_consuming = first_join + np.broadcast_to(
             np.arange(consuming.shape[1]) // num_consuming, consuming.shape

@@ -18,6 +18,7 @@ from mmtrain.plan.candidate import Candidate, MeshAssignment, Rejected
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import FORWARD
 from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
+from mmtrain.plan.explain.why_slower import slower_text
 from mmtrain.plan.search.layer_partition import LayerChain, is_partition_allowed
 from mmtrain.plan.search.mesh_enumeration import assignments_near_shares
 from mmtrain.plan.search.min_max_partition import FloatArray, min_max_partition
@@ -226,7 +227,7 @@ def reject_baseline(name: str, baseline: Candidate, chosen_step_s: float) -> Rej
         description = "ranks divided among units in proportion to FLOPs"
     else:
         description = PARTITION_RULES[name].description
-    reason = f"{baseline.step_time_s / chosen_step_s:.2f}x slower: {description}"
+    reason = f"{slower_text(baseline.step_time_s / chosen_step_s)}: {description}"
     return Rejected(baseline, reason, label=f"{name} baseline")
 
 

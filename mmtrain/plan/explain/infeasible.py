@@ -124,7 +124,10 @@ def _explain_placement(parallel: ParallelSettings, choices: Choices, ranks: int,
     if placement == "disaggregated":
         units = " and ".join(choices)
         if len(choices) > ranks:
-            return f"{units} on separate ranks need at least {len(choices)} ranks"
+            return (
+                f"{units} on separate ranks need at least {len(choices)} ranks; parallel.placement: unified lets them "
+                "share ranks"
+            )
         return f"no meshes of {units} add up to exactly {ranks} ranks ({allowed})"
     for key in ("tp", "dp"):
         if not set.intersection(*(set(getattr(unit, key)) for unit in choices.values())):

@@ -3,17 +3,20 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-from mmtrain.plan.candidate import MeshAssignment, SearchResults
+from mmtrain.costs import StateBytes, state_bytes
+from mmtrain.plan.candidate import FittedLayout, MeshAssignment, SearchResults
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import SpSizes
+from mmtrain.plan.estimate.memory_fit import fit_memory
 from mmtrain.plan.search.constraints import RecomputeMode
-from mmtrain.plan.search.layer_partition import anchor_layout, layout_graph
+from mmtrain.plan.search.layer_partition import anchored_partition, layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
+from mmtrain.program.schedules.builder import in_flight_microbatches
 from mmtrain.recipe.modalities import dotted_unit
 
 
 def suggest_changes(evaluator: Evaluator, results: SearchResults) -> list[str]:
-    """Return changes of recompute, sequence parallelism, ranks and memory, in words; each alone lets a plan fit.
+    """Return changes of settings, ranks and memory, in words; each alone lets a plan fit.
 
     results: of a search in which nothing fits.
     """
@@ -21,6 +24,7 @@ def suggest_changes(evaluator: Evaluator, results: SearchResults) -> list[str]:
     return [
         *_suggest_recompute(evaluator, assignments),
         *_suggest_sequence_parallelism(evaluator, assignments),
+        *_suggest_bf16_moments(evaluator, assignments),
         *_suggest_ranks(evaluator, assignments),
         *_suggest_memory(results),
     ]
@@ -46,6 +50,14 @@ def _suggest_sequence_parallelism(evaluator: Evaluator, assignments: Sequence[Me
     split = [assignment for assignment in assignments if max(mesh.tp for mesh in assignment.meshes.values()) > 1]
     if without and _fits(_with_settings(evaluator, sp=changed), split):
         yield " and ".join(f"parallel.{dotted_unit(unit)}.sp: true" for unit in without)
+
+
+def _suggest_bf16_moments(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:
+    """Suggest moments in bf16 where they are fp32."""
+    smaller = state_bytes(evaluator.problem.precision, "bf16")
+    is_new = evaluator.layer_costs.state_bytes != smaller
+    if is_new and _fits(_with_settings(evaluator, state=smaller), assignments):
+        yield "train.optimizer.moments: bf16"
 
 
 def _suggest_ranks(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:
@@ -74,11 +86,13 @@ def _fits(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> bool:
     memory_bytes, budget = evaluator.memory_bytes, evaluator.budget.explanations
     may_fit = [assignment for assignment in assignments if _min_bytes(evaluator, assignment) <= memory_bytes]
     for assignment in islice(sorted(may_fit, key=_most_divided_first), budget.max_meshes_per_suggestion):
-        layout = anchor_layout(assignment, layer_costs, choices, memory_bytes)
-        if layout is None:
+        partition = anchored_partition(assignment, layer_costs, choices, memory_bytes)
+        if partition is None:
             continue
-        memory = layer_costs.memory(layout_graph(layout, layer_costs))
-        if all(rank.total <= memory_bytes for rank in memory.values()):
+        layout = partitioned_layout(assignment, layer_costs, partition)
+        in_flight = in_flight_microbatches(layout_graph(layout, layer_costs))
+        fitted = fit_memory(assignment, partition, layer_costs, memory_bytes, in_flight, evaluator.budget.evaluation)
+        if isinstance(fitted, FittedLayout):
             return True
     return False
 
@@ -95,8 +109,11 @@ def _most_divided_first(assignment: MeshAssignment) -> tuple[int, ...]:
 
 
 def _with_settings(
-    evaluator: Evaluator, recompute: Mapping[str, RecomputeMode] | None = None, sp: SpSizes | None = None
+    evaluator: Evaluator,
+    recompute: Mapping[str, RecomputeMode] | None = None,
+    sp: SpSizes | None = None,
+    state: StateBytes | None = None,
 ) -> Evaluator:
     """Return an evaluator of the same problem under other settings."""
-    layer_costs = evaluator.layer_costs.with_settings(recompute=recompute, sp=sp)
+    layer_costs = evaluator.layer_costs.with_settings(recompute=recompute, sp=sp, state=state)
     return Evaluator(evaluator.problem, evaluator.budget, layer_costs)

@@ -2,10 +2,16 @@
 
 import math
 
+from mmtrain.plan.artifact.plan import AS_FAST_RATIO
 from mmtrain.plan.candidate import Candidate
 from mmtrain.program.ir.graph import StageId
 
 MAX_NAMED_STAGES = 2  # with more stages on the busiest ranks only their units are named
+
+
+def slower_text(ratio: float) -> str:
+    """Say how much slower a step is that takes `ratio` times as long as the chosen one."""
+    return f"{ratio:.2f}x slower" if ratio >= AS_FAST_RATIO else "as fast within 1%"
 
 
 def explain_slower(slower: Candidate, chosen: Candidate) -> str:
@@ -14,7 +20,7 @@ def explain_slower(slower: Candidate, chosen: Candidate) -> str:
     A step is the time that ranks compute, on average, and the time that they idle. The line names the part that has
     grown more. Of idle time it names the imbalance between ranks, or else the kind of bubble that has grown most.
     """
-    ratio = f"{slower.step_time_s / chosen.step_time_s:.2f}x slower"
+    ratio = slower_text(slower.step_time_s / chosen.step_time_s)
     compute_s, chosen_compute_s = _mean_compute_s(slower), _mean_compute_s(chosen)
     if compute_s - chosen_compute_s >= (slower.step_time_s - chosen.step_time_s) / 2:
         compute_ratio = compute_s / chosen_compute_s

@@ -23,11 +23,13 @@ from mmtrain.costs import (
     HeldLayers,
     Precision,
     RankMemory,
+    StateBytes,
     TokenLoad,
     input_grad_needed,
     num_parameters,
     num_trained_parameters,
 )
+from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.rank_memory import MEMORY_MARGIN, layer_state, microbatch_activation_bytes, stage_working_bytes
 from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape
@@ -40,8 +42,9 @@ from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.replicated.phase_dispatch import DispatchedRounds, PhaseDispatcher
 from mmtrain.plan.search_progress import Progress
-from mmtrain.program.simulation.timing import BYTES_PER_GRADIENT
+from mmtrain.program.simulation.timing import BYTES_PER_GRADIENT, NORM_BYTES
 
+NUM_REPLICATED_COMMUNICATORS = 2  # of all ranks, and of the ranks that share the state
 NUM_GATHERED_LAYERS = 2  # layers with unsharded weights on a rank: the one computed and the one being gathered
 
 
@@ -79,10 +82,26 @@ class ReplicatedPredictor:
     shape: ModelShape
     costs: CostModel
     precision: Precision
+    state_bytes: StateBytes
     batches: SampledBatches
     machine: Hardware
     num_ranks: int
+    overlap_slowdown: float = 0.0  # share of a hidden collective's time that compute beside it loses
     _layer_seconds: dict[tuple[str, int], "_LayerSeconds"] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, problem: PlanningProblem) -> "ReplicatedPredictor":
+        """Return the predictor of a problem's model on all ranks of its cluster."""
+        return cls(
+            problem.shape,
+            problem.costs,
+            problem.precision,
+            problem.state_bytes,
+            problem.batches,
+            problem.hardware,
+            problem.cluster.num_ranks,
+            problem.hardware.overlap_slowdown,
+        )
 
     def predict_all(self) -> tuple[list[ReplicatedPrediction], ReplicatedPrediction | None]:
         """Return all layouts that fit, the fastest first, and the one with least memory where none fits.
@@ -150,13 +169,19 @@ class ReplicatedPredictor:
         phase_s = {unit: compute_s + exposed_s for unit, (compute_s, exposed_s) in phases.items()}
         return ReplicatedPrediction(
             layout=layout,
-            step_time_s=sum(phase_s.values()) + rounds.dispatch_s,
+            step_time_s=sum(phase_s.values()) + rounds.dispatch_s + self._optimizer_seconds(layout),
             phase_s=phase_s,
             exposed_s=sum(exposed_s for _, exposed_s in phases.values()),
             dispatch_s=rounds.dispatch_s,
             max_over_mean=rounds.max_over_mean,
             memory=self._predict_memory(layout, rounds),
         )
+
+    def _optimizer_seconds(self, layout: ReplicatedLayout) -> float:
+        """Return the seconds in which a rank updates its shard, once all ranks have summed the gradient norm."""
+        num_trained = sum(num_trained_parameters(layer) for unit in self.shape.units for layer in unit.layers)
+        norm_s = self.costs.collective("all_reduce", NORM_BYTES, self._shard_group(self.num_ranks))
+        return norm_s + self.costs.optimizer(num_trained // layout.shard)
 
     def _predict_phase(self, unit: UnitShape, layout: ReplicatedLayout) -> tuple[float, float]:
         """Return the seconds that a unit's forwards and backwards compute, and wait, in a step; mean of the batches.
@@ -176,8 +201,9 @@ class ReplicatedPredictor:
             is_last = i == layout.num_rounds - 1
             per_run = [self._reduce(run.layer, layout.shard, is_last) if run.layer.trainable else 0.0 for run in runs]
             reductions[:, :, i] = np.repeat(per_run, count)[has_backward][::-1, None]
-        elapsed = overlapped_seconds(forward, gathers, np.zeros_like(forward))
-        elapsed = elapsed + overlapped_seconds(backward, gathers[has_backward][::-1], reductions)
+        slowdown = self.overlap_slowdown
+        elapsed = overlapped_seconds(forward, gathers, np.zeros_like(forward), slowdown)
+        elapsed = elapsed + overlapped_seconds(backward, gathers[has_backward][::-1], reductions, slowdown)
         compute = forward.sum(axis=0) + backward.sum(axis=0)  # (batches, rounds)
         num_batches = compute.shape[0]
         return float(compute.sum() / num_batches), float((elapsed - compute).sum() / num_batches)
@@ -223,17 +249,20 @@ class ReplicatedPredictor:
     def _all_gather(self, layer: LayerShape, shard: int) -> float:
         """Return the seconds in which a shard group gathers a layer's weights."""
         nbytes = num_parameters(layer) * ELEMENT_BYTES[self.precision]
-        return self.costs.collective("all_gather", nbytes, shard, shard <= self.machine.ranks_per_node)
+        return self.costs.collective("all_gather", nbytes, self._shard_group(shard))
 
     def _reduce(self, layer: LayerShape, shard: int, is_last_round: bool) -> float:
         """Return the seconds in which a layer's gradients are reduced, in the last round between shard groups, too."""
         nbytes = num_trained_parameters(layer) * BYTES_PER_GRADIENT
-        shard_in_node = shard <= self.machine.ranks_per_node
-        seconds = self.costs.collective("reduce_scatter", nbytes, shard, shard_in_node)
+        seconds = self.costs.collective("reduce_scatter", nbytes, self._shard_group(shard))
         if is_last_round:
-            all_in_node = self.num_ranks <= self.machine.ranks_per_node
-            seconds += self.costs.collective("all_reduce", nbytes // shard, self.num_ranks // shard, all_in_node)
+            owners = GroupLayout.strided(self.num_ranks // shard, shard, self.machine.ranks_per_node)
+            seconds += self.costs.collective("all_reduce", nbytes // shard, owners)
         return seconds
+
+    def _shard_group(self, shard: int) -> GroupLayout:
+        """Return the layout of the ranks that share one copy of the parameters."""
+        return GroupLayout.strided(shard, 1, self.machine.ranks_per_node)
 
     def _predict_memory(self, layout: ReplicatedLayout, rounds: DispatchedRounds) -> RankMemory:
         """Return the memory of the fullest rank.
@@ -244,7 +273,7 @@ class ReplicatedPredictor:
         activations = buffers = 0.0
         input_grad = input_grad_needed(self.shape)
         for unit in self.shape.units:
-            state += sum(np.array(layer_state(layer, 1, 1, self.precision)) for layer in unit.layers)
+            state += sum(np.array(layer_state(layer, 1, 1, self.state_bytes)) for layer in unit.layers)
             recompute = (unit.name in layout.recompute,) * len(unit.layers)
             held = HeldLayers(unit.layers, input_grad[unit.name], recompute, 1, 1, 1, rounds.largest[unit.name])
             activations += microbatch_activation_bytes(held, self.costs, self.precision)
@@ -256,7 +285,8 @@ class ReplicatedPredictor:
         sharded = state / layout.shard
         total = float(sharded.sum()) + activations + buffers
         parameters, gradients, optimizer = map(float, sharded)
-        return RankMemory(parameters, gradients, optimizer, activations, buffers, MEMORY_MARGIN * total)
+        communicators = NUM_REPLICATED_COMMUNICATORS * self.machine.communicator_bytes
+        return RankMemory(parameters, gradients, optimizer, activations, buffers, MEMORY_MARGIN * total, communicators)
 
 
 @dataclass(frozen=True)
@@ -277,7 +307,9 @@ class _LayerSeconds:
     recompute: FloatArray
 
 
-def overlapped_seconds(compute: FloatArray, gathers: FloatArray, reductions: FloatArray) -> FloatArray:
+def overlapped_seconds(
+    compute: FloatArray, gathers: FloatArray, reductions: FloatArray, slowdown: float = 0.0
+) -> FloatArray:
     """Return the seconds of layers whose weights are gathered before them and whose gradients are reduced after them.
 
     While layer i is computed, the weights of layer i + 1 arrive and the gradients of layer i - 1 leave. Layer i + 1
@@ -287,6 +319,7 @@ def overlapped_seconds(compute: FloatArray, gathers: FloatArray, reductions: Flo
         compute: (L, ...) of each layer.
         gathers: (L,) of each layer's weights.
         reductions: (L, ...) of each layer's gradients.
+        slowdown: share of the communication beside a layer by which the layer takes longer.
 
     Returns:
         (...) seconds of all layers.
@@ -296,7 +329,8 @@ def overlapped_seconds(compute: FloatArray, gathers: FloatArray, reductions: Flo
     communication = np.zeros_like(compute)  # while each layer is computed
     communication[:-1] += gathers[1:].reshape(-1, *(1,) * (compute.ndim - 1))
     communication[1:] += reductions[:-1]
-    return np.asarray(gathers[0] + np.maximum(compute, communication).sum(axis=0) + reductions[-1])
+    slowed = compute + slowdown * np.minimum(compute, communication)
+    return np.asarray(gathers[0] + np.maximum(slowed, communication).sum(axis=0) + reductions[-1])
 
 
 def _shard_sizes(num_ranks: int, ranks_per_node: int) -> Sequence[int]:
@@ -326,12 +360,4 @@ class ReplicatedStrategy:
         """Return what predicts the best layout once the plan is chosen; nothing where no plan can be chosen."""
         if incumbent is None:
             return SearchResults()
-        predictor = ReplicatedPredictor(
-            problem.shape,
-            problem.costs,
-            problem.precision,
-            problem.batches,
-            problem.hardware,
-            problem.cluster.num_ranks,
-        )
-        return SearchResults(predicted_only=(predictor,))
+        return SearchResults(predicted_only=(ReplicatedPredictor.of(problem),))

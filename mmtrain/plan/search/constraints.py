@@ -34,6 +34,16 @@ class UnitChoices:
     fixed_vpp: int | None = None  # likewise
     is_whole: bool = False  # all layers are one stage, whatever the recipe says
 
+    def spanned_chunks(self, mesh: MeshSize) -> int | None:
+        """Return how many consecutive model chunks of a pipeline of all units hold the unit; None where that is open.
+
+        A unit whose `pp` is the pipeline's has layers in every chunk, as Megatron-LM divides an LLM behind an encoder
+        in its first chunk. A unit of fewer pipeline ranks spans them in one round.
+        """
+        if len(self.pp) > 1:
+            return None
+        return mesh.pp * mesh.vpp if self.pp[0] == mesh.pp and not self.is_whole else self.pp[0]
+
     def meshes(self, num_ranks: int) -> Iterator[MeshSize]:
         """List every mesh of exactly `num_ranks` ranks, with one model chunk per rank."""
         for tp in self.tp:

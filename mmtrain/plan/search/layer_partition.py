@@ -93,10 +93,12 @@ def _unified_chain(
     for edge in layer_costs.shape.edges:
         start_s[edge.dst] = max(start_s[edge.dst], start_s[edge.src] + float(round_trips[edge.src][-1]))
     bounds = np.cumsum([0, *(len(costs[unit].seconds) for unit in units)]).tolist()
-    if mesh.vpp == 1:
-        masks = _fixed_pp_masks(bounds, mesh.pp, [choices[unit].pp for unit in units])
+    spans = [choices[unit].spanned_chunks(mesh) for unit in units]
+    is_whole = [choices[unit].is_whole for unit in units]
+    if mesh.vpp > 1 and all(span is None or whole for span, whole in zip(spans, is_whole, strict=True)):
+        masks = _whole_unit_masks(bounds, mesh.pp * mesh.vpp, is_whole)
     else:
-        masks = _whole_unit_masks(bounds, mesh.pp * mesh.vpp, [choices[unit].is_whole for unit in units])
+        masks = _fixed_span_masks(bounds, mesh.pp * mesh.vpp, spans)
     return LayerChain(
         units=tuple(units),
         bounds=tuple(bounds),
@@ -219,20 +221,20 @@ def partitioned_layout(
     return Layout(assignment.placement, units | with_sp, dict(assignment.num_microbatches))
 
 
-def anchor_layout(
+def anchored_partition(
     assignment: MeshAssignment,
     layer_costs: LayerCosts,
     choices: Mapping[str, UnitChoices],
     memory_bytes: float | None = None,
-) -> Layout | None:
+) -> LayerPartition | None:
     """Divide every chain at its anchor, with `memory_bytes` into chunks that fit; None if that is impossible."""
     chains = layer_chains(assignment, layer_costs, choices)
     anchors = [chain.anchor for chain in chains if chain.anchor is not None]
     if len(anchors) < len(chains):
         return None
-    layout = partitioned_layout(assignment, layer_costs, tuple(anchors))
     if memory_bytes is None:
-        return layout
+        return tuple(anchors)
+    layout = partitioned_layout(assignment, layer_costs, tuple(anchors))
     num_in_flight = in_flight_microbatches(layout_graph(layout, layer_costs))
     fitting = []
     for chain in chains:
@@ -241,7 +243,7 @@ def anchor_layout(
         if partition is None:
             return None
         fitting.append(partition)
-    return partitioned_layout(assignment, layer_costs, tuple(fitting))
+    return tuple(fitting)
 
 
 def layout_graph(layout: Layout, layer_costs: LayerCosts) -> StageGraph:
@@ -385,24 +387,22 @@ def _whole_unit_masks(bounds: Sequence[int], num_chunks: int, is_whole: Sequence
     return () if mask.all() else (np.broadcast_to(mask, (num_chunks, *mask.shape)),)
 
 
-def _fixed_pp_masks(
-    bounds: Sequence[int], num_chunks: int, allowed_pp: Sequence[Sequence[int]]
-) -> tuple[BoolArray, ...]:
-    """Return (chunks, L + 1, L + 1) masks: may chunk p hold layers [lo, hi) when units span the ranks they are given?
+def _fixed_span_masks(bounds: Sequence[int], num_chunks: int, spans: Sequence[int | None]) -> tuple[BoolArray, ...]:
+    """Return (chunks, L + 1, L + 1) masks: may chunk p hold layers [lo, hi) when units span the chunks they are given?
 
-    Only a `pp` fixed in the recipe binds; no mask means that all partitions are allowed. The first unit starts on the
-    first rank, the last one ends on the last. A unit in the middle may start anywhere, and each start is a mask.
+    Only a `pp` fixed in the recipe binds; no mask means that all partitions are allowed. The first unit starts in the
+    first chunk, the last one ends in the last. A unit in the middle may start anywhere, and each start is a mask.
     """
-    if all(len(sizes) > 1 for sizes in allowed_pp):
+    if all(span is None for span in spans):
         return ()
     num_layers, last_unit = bounds[-1], len(bounds) - 2
     lo, hi = np.meshgrid(np.arange(num_layers + 1), np.arange(num_layers + 1), indexing="ij")
     chunk = np.arange(num_chunks)[:, None, None]
     masks = [np.ones((num_chunks, num_layers + 1, num_layers + 1), dtype=np.bool_)]
     for unit, (start, end) in enumerate(pairwise(bounds)):
-        if len(allowed_pp[unit]) > 1:
+        span = spans[unit]
+        if span is None:
             continue
-        span = allowed_pp[unit][0]
         first_chunks: Sequence[int] = range(num_chunks - span + 1)
         if unit == 0:
             first_chunks = [0]

@@ -158,19 +158,26 @@ def _unified_assignments(choices: Choices, num_ranks: int) -> Iterator[MeshAssig
         num_llm = llm.global_batch // dp
         num_microbatches = {name: unit.fixed_microbatches or num_llm for name, unit in choices.items()}
         for vpp in _vpp_sizes(llm, pp, num_layers, num_llm):
-            if _can_interleave_together(choices, vpp):
-                meshes = dict.fromkeys(choices, MeshSize(tp, pp, dp, vpp))
+            mesh = MeshSize(tp, pp, dp, vpp)
+            if _can_interleave_together(choices, mesh):
+                meshes = dict.fromkeys(choices, mesh)
                 yield MeshAssignment("unified", meshes, num_microbatches | {LLM: num_llm})
 
 
-def _can_interleave_together(choices: Choices, vpp: int) -> bool:
-    """Return whether one pipeline of all units may have `vpp` model chunks per rank."""
-    if any(unit.fixed_vpp not in (None, vpp) for unit in choices.values()):
+def _can_interleave_together(choices: Choices, mesh: MeshSize) -> bool:
+    """Return whether one pipeline of all units may have the mesh's model chunks on each rank."""
+    if any(unit.fixed_vpp not in (None, mesh.vpp) for unit in choices.values()):
         return False  # all units share the rounds over the ranks
-    if vpp == 1 or len(choices) == 1:
+    if mesh.vpp == 1 or len(choices) == 1:
         return True
-    # A unit with a fixed `pp` would span its ranks in one round only.
-    return not any(len(unit.pp) == 1 and not unit.is_whole for unit in choices.values())
+    fixed_pp = {name: unit.pp[0] for name, unit in choices.items() if len(unit.pp) == 1 and not unit.is_whole}
+    if not fixed_pp:
+        return True
+    if mesh.pp == 1 or fixed_pp.get(LLM) != mesh.pp:
+        return False  # the LLM would span its ranks in one round only
+    spans = [unit.spanned_chunks(mesh) for unit in choices.values()]
+    least = sum(1 if span is None else span for span in spans)
+    return least - (len(spans) - 1) <= mesh.pp * mesh.vpp  # a unit may begin in the chunk where another ends
 
 
 def _vpp_sizes(unit: UnitChoices, pp: int, layers: int, num_microbatches: int) -> Iterator[int]:

@@ -10,7 +10,7 @@ a hash function of their own, since programs are made with dictionaries of them.
     XA vision.0>llm.0 llm:1.2                share received activations inside the TP group (XG: gradients)
     PF vision.0 vision:0.2 0:3               segments 0 to 2 of that stage's forward (PB: of its backward, 2 first)
     F llm.0 llm:0.3 |2| PF ..., PB ...       forward with partials in its gap 2, between its segments 1 and 2
-    RS llm   GP llm   RT embeddings   STEP   reduce gradients, gather parameters, reduce shared weights, optimizer
+    RS llm 0   GP llm   RT embeddings   STEP reduce gradients, gather parameters, reduce shared weights, optimizer
 """
 
 from dataclasses import dataclass
@@ -144,9 +144,13 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class ReduceGrads:
-    """Reduce the unit's gradients over its data-parallel group (a collective)."""
+    """Start to reduce gradients over the unit's data-parallel group (a collective); `Step` waits for the result.
+
+    They are those of one model chunk of the unit, or of several: see `gradient_buckets`.
+    """
 
     unit: str
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +167,23 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class GatherParams:
-    """Gather the unit's updated parameters over its data-parallel group (a collective)."""
+    """Start to gather parameters that the step before has updated, over the unit's data-parallel group (a collective).
+
+    They are those of one model chunk of the unit, or of several: see `parameter_gathers`. The first forward of the
+    chunk waits for the result.
+    """
 
     unit: str
+    chunk: int = 0
 
 
 Pass = Forward | Backward  # all of a stage's work on a microbatch in one direction
 Compute = Forward | Backward | Partial
 ComputeTask = Forward | Backward | Partial | Fill  # what builders order
 # A `Fill` is expanded before it runs; all other actions are atomic (see `segments.expand`).
+AsyncCollective = (
+    ReduceGrads | GatherParams
+)  # ranks start it and go on; what reads the result waits for it (see `awaits_result`)
 Collective = Share | ReduceGrads | ReduceShared | Step | GatherParams
 AtomicAction = Forward | Backward | Partial | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams
 Action = Forward | Backward | Partial | Fill | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams

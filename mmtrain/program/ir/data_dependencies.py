@@ -9,11 +9,14 @@
   same order need no sharing either.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmtrain.program.ir.actions import (
     Action,
+    AsyncCollective,
     Backward,
+    Compute,
     ComputeTask,
     Fill,
     Forward,
@@ -159,10 +162,65 @@ def reader_of(graph: StageGraph, recv: Recv) -> Share | Pass:
     return flow.reader
 
 
+def awaits_result(action: Action, collective: AsyncCollective, stages: Sequence[StageId]) -> bool:
+    """Return whether an action of a rank waits for the end of a collective that the rank has started before.
+
+    stages: those whose gradients or parameters the collective covers, see `covered_stages`.
+    """
+    match collective:
+        case ReduceGrads():
+            return isinstance(action, Step)
+        case GatherParams():
+            return isinstance(action, Compute) and action.stage in stages
+
+
 def trained_units(graph: StageGraph, rank: int) -> list[str]:
     """Return the units of which `rank` holds a stage with a trainable parameter, destinations before sources."""
     units = [sid.unit for sid, _ in graph.held_by(rank) if graph.stage(sid).trainable]
     return list(dict.fromkeys(reversed(units)))
+
+
+def gradient_buckets(graph: StageGraph, rank: int) -> dict[ReduceGrads, tuple[StageId, ...]]:
+    """Return the reductions of gradients that `rank` takes part in, each with the stages whose gradients it covers.
+
+    Each model chunk has its own, so that it overlaps with the backwards of other chunks. Only if the LLM's first and
+    last stage on this rank hold one copy of a matrix, all stages of the LLM are reduced together. Last chunks come
+    first, as their backwards end first, and destinations before sources.
+    """
+    buckets: dict[ReduceGrads, tuple[StageId, ...]] = {}
+    for unit in trained_units(graph, rank):
+        held = [sid for sid, _ in graph.held_by(rank) if sid.unit == unit]
+        if unit == LLM and _holds_one_matrix(graph, held):
+            buckets[ReduceGrads(unit)] = tuple(held)
+            continue
+        for chunk, sid in reversed(list(enumerate(held))):
+            if graph.stage(sid).trainable:
+                buckets[ReduceGrads(unit, chunk)] = (sid,)
+    return buckets
+
+
+def parameter_gathers(graph: StageGraph, rank: int) -> dict[GatherParams, tuple[StageId, ...]]:
+    """Return the gathers of parameters that `rank` takes part in, each with the stages whose parameters it covers.
+
+    They cover the same model chunks as the reductions of gradients, in the opposite order: sources before destinations
+    and first chunks first, as forwards need them. This is one order on all ranks.
+    """
+    buckets = gradient_buckets(graph, rank)
+    return {GatherParams(bucket.unit, bucket.chunk): stages for bucket, stages in reversed(buckets.items())}
+
+
+def covered_stages(graph: StageGraph, rank: int) -> dict[AsyncCollective, tuple[StageId, ...]]:
+    """Return all asynchronous collectives that `rank` takes part in, each with the stages that it covers."""
+    covered: dict[AsyncCollective, tuple[StageId, ...]] = {}
+    for bucket, stages in gradient_buckets(graph, rank).items():
+        covered[bucket] = covered[GatherParams(bucket.unit, bucket.chunk)] = stages
+    return covered
+
+
+def _holds_one_matrix(graph: StageGraph, held: Sequence[StageId]) -> bool:
+    """Return whether these stages of a rank have the LLM's first and last among them, tied in one matrix."""
+    llm = [sid for sid in graph.order if sid.unit == LLM]
+    return graph.tied_embeddings and len(held) > 1 and llm[0] in held and llm[-1] in held
 
 
 def shared_embedding_stages(graph: StageGraph) -> tuple[StageId, ...]:
@@ -183,6 +241,11 @@ def holds_shared_embeddings(graph: StageGraph, rank: int) -> bool:
     return any(rank in tp_group for sid in shared_embedding_stages(graph) for tp_group in graph.stage(sid).tp_groups)
 
 
+def covers_shared_embeddings(graph: StageGraph, rank: int, stages: Sequence[StageId]) -> bool:
+    """Return whether `rank` reduces the tied embedding matrix with another rank, and one of these stages holds it."""
+    return holds_shared_embeddings(graph, rank) and any(sid in stages for sid in shared_embedding_stages(graph))
+
+
 def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...]:
     """Return the global ranks, ascending and of all replica groups, that run `rank`'s action together.
 
@@ -195,12 +258,12 @@ def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...
             return participants(graph, rank, host)
         case Share(edge, mb, payload):
             ranks = set(receiving_tp_group(graph, edge, mb, payload))
-        case ReduceGrads(unit) | GatherParams(unit):
+        case ReduceGrads(unit, _) | GatherParams(unit, _):
             ranks = _data_parallel_group(graph, rank, unit)
         case ReduceShared():
             ranks = _embedding_group(graph, rank)
         case Step():
-            ranks = {r for s in graph.stages for tp_group in s.tp_groups for r in tp_group}
+            return graph.all_ranks
         case Send() | Recv():
             ranks = {rank}
     return tuple(sorted(ranks))

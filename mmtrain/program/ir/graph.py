@@ -156,6 +156,11 @@ class StageGraph:
         return math.gcd(*(m.dp for m in self.meshes))
 
     @cached_property
+    def all_ranks(self) -> tuple[int, ...]:
+        """Ranks that hold a stage, ascending."""
+        return tuple(sorted({rank for stage in self.stages for tp_group in stage.tp_groups for rank in tp_group}))
+
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks that hold a stage."""
         return len({r for m in self.meshes for r in m.ranks})

@@ -33,7 +33,7 @@ _PAYLOAD: dict[str, Payload] = {letter: payload for payload, letter in _LETTER.i
 _PART: dict[str, Direction] = {"PF": "F", "PB": "B"}
 _FORMS = (
     "F STAGE MB, B STAGE MB, PF|PB STAGE MB LO:HI, any of these followed by |GAP| PF ..., PB ..., "
-    "SA|SG|RA|RG EDGE MB MB @RANK, XA|XG EDGE MB, RS UNIT, GP UNIT, RT NAME, STEP, "
+    "SA|SG|RA|RG EDGE MB MB @RANK, XA|XG EDGE MB, RS UNIT CHUNK, GP UNIT CHUNK, RT NAME, STEP, "
     "with STAGE like llm.0, MB like llm:0.3, EDGE like vision.0>llm.0"
 )
 
@@ -55,12 +55,12 @@ def action_to_text(action: Action) -> str:
             return f"R{_LETTER[payload]} {edge} {src} {dst} @{peer}"
         case Share(edge, mb, payload):
             return f"X{_LETTER[payload]} {edge} {mb}"
-        case ReduceGrads(unit):
-            return f"RS {unit}"
+        case ReduceGrads(unit, chunk):
+            return f"RS {unit} {chunk}"
         case ReduceShared(name):
             return f"RT {name}"
-        case GatherParams(unit):
-            return f"GP {unit}"
+        case GatherParams(unit, chunk):
+            return f"GP {unit} {chunk}"
         case Step():
             return "STEP"
 
@@ -86,12 +86,12 @@ def action_from_text(line: str) -> Action:
             return Recv(_edge(edge), _microbatch(src), _microbatch(dst), _rank(peer), _PAYLOAD[verb[1]])
         case ["XA" | "XG" as verb, edge, mb]:
             return Share(_edge(edge), _microbatch(mb), _PAYLOAD[verb[1]])
-        case ["RS", unit]:
-            return ReduceGrads(unit)
+        case ["RS", unit, chunk]:
+            return ReduceGrads(unit, int(chunk))
         case ["RT", name]:
             return ReduceShared(name)
-        case ["GP", unit]:
-            return GatherParams(unit)
+        case ["GP", unit, chunk]:
+            return GatherParams(unit, int(chunk))
         case ["STEP"]:
             return Step()
     raise ValueError("no such action")

@@ -36,7 +36,7 @@ def build_program(
     except ProgramError:
         if kind != "explicit":
             raise
-        # Ranks that finish two encoders in different orders would wait for each other's reductions.
+        # Ranks would wait for each other's reductions of shared weights, which hold them.
         lowered = lower(program, reduce_last=True)
         check_program(lowered, memory)
     return lowered

@@ -1,7 +1,7 @@
 """The simulator's event loop: when every task of a `SimGraph` starts and ends, given how long each takes.
 
 An event is (time, order, task, is_assembled). Either the task ends, or it is a collective whose members have all come
-and which may still wait for their communication streams. A task is given its start as soon as the last thing it waits
+and which may still wait for their streams. A task is given its start as soon as the last thing it waits
 for has a time, so a forward or backward is one event however many ranks run it.
 """
 
@@ -22,7 +22,7 @@ class EventTimes:
     ended: list[float]
     departed: list[float]  # by message
     arrived: list[float]
-    stream_order: list[list[int]]  # by sim rank: nodes (see `SimGraph`) that occupied its communication stream
+    stream_order: list[list[int]]  # by stream (see `SimGraph`): nodes that occupied it
     under_way: Mapping[int, float]  # by task: seconds of the collective that it left under way
 
 
@@ -37,13 +37,13 @@ def run_events(
         under_way: for how long each task of `graph.resumed_by` keeps the task that resumes it waiting after its end.
     """
     participations, participations_of, is_compute = graph.participations, graph.participations_of, graph.is_compute
-    sender, reader, resumed_by = graph.sender, graph.reader, graph.resumed_by
+    sender, reader, resumed_by, awaited_by = graph.sender, graph.reader, graph.resumed_by, graph.awaited_by
     num_missing, first_message_node = list(graph.num_dependencies), graph.first_message_node
     times = _before_start(graph, under_way)
     started, ended, departed, arrived = times.started, times.ended, times.departed, times.arrived
     ready = [0.0] * len(graph.tasks)  # the latest time of what each task waits for, as far as it is known
     is_posted = [False] * len(sender)  # by message: whether one of its ends is posted
-    stream_free = [0.0] * len(graph.ranks)  # by sim rank: when its communication stream has nothing left to do
+    stream_free = [0.0] * (2 * len(graph.ranks))  # by stream: when it has nothing left to do
     events, num_events = [(0.0, 0, graph.start, False)], 0
     while events:
         now, _, task, is_assembled = heappop(events)
@@ -52,7 +52,7 @@ def run_events(
             num_events += 1
             heappush(events, (ended[task], num_events, task, False))
             continue
-        releases: list[tuple[int | None, float]] = []  # tasks that miss one thing less, and when it came
+        releases: list[tuple[int | None, float]] = [(waiting, now) for waiting in awaited_by.get(task, ())]
         if task in resumed_by:
             releases.append((resumed_by[task], now + under_way[task]))
         for number in participations_of[task]:
@@ -67,11 +67,11 @@ def run_events(
                     start = departed[message] = max(now, stream_free[stream])
                     stream_free[stream] = arrived[message] = start + duration
                     times.stream_order[stream].append(first_message_node + message)
-                waiting = reader[message]
-                if waiting is not None:
-                    releases.append((participations[waiting].task, arrived[message]))
+                if (reading := reader[message]) is not None:
+                    releases.append((participations[reading].task, arrived[message]))
             releases.append((participations[number + 1].task, now))
-        for released, when in releases:
+        releases += [(launched, now) for launched in graph.launched_after.get(task, ())]
+        for released, when in releases:  # tasks that miss one thing less, and when it came
             if released is None:
                 continue
             if when > ready[released]:
@@ -96,7 +96,7 @@ def _before_start(graph: SimGraph, under_way: Mapping[int, float]) -> EventTimes
         ended=[*[NEVER] * num_tasks, 0.0],
         departed=[NEVER] * num_messages,
         arrived=[NEVER] * num_messages,
-        stream_order=[[] for _ in graph.ranks],
+        stream_order=[[] for _ in range(2 * len(graph.ranks))],
         under_way=under_way,
     )
 
@@ -104,11 +104,11 @@ def _before_start(graph: SimGraph, under_way: Mapping[int, float]) -> EventTimes
 def _run_collective(
     graph: SimGraph, task: int, now: float, seconds: float, stream_free: list[float], times: EventTimes
 ) -> None:
-    """Start a collective when the communication streams of all its members are free, and occupy them."""
-    members = [graph.participations[number].sim_rank for number in graph.participations_of[task]]
-    start = max([now, *[stream_free[member] for member in members]])
+    """Start a collective when all the streams that it occupies are free."""
+    streams = graph.streams_of[task]
+    start = max([now, *[stream_free[stream] for stream in streams]])
     end = start + seconds
     times.started[task], times.ended[task] = start, end
-    for member in members:
-        stream_free[member] = end
-        times.stream_order[member].append(task)
+    for stream in streams:
+        stream_free[stream] = end
+        times.stream_order[stream].append(task)

@@ -6,6 +6,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import NamedTuple
 
 from mmtrain.program.ir.actions import Collective, Compute, Send
@@ -13,7 +14,10 @@ from mmtrain.program.verify.live_activations import ActivationEvent
 
 
 class SimTask(NamedTuple):
-    """What occupies its sim ranks until it ends: a forward or backward, a part of one, or a collective."""
+    """What sim ranks do together: a forward or backward, a part of one, or a collective.
+
+    It occupies them until it ends, unless it is an `AsyncCollective`.
+    """
 
     action: Compute | Collective
     rank: int  # one of the ranks that run it
@@ -29,7 +33,7 @@ class SimMessage(NamedTuple):
 
 
 class Participation(NamedTuple):
-    """A sim rank's part in a task. Those of a sim rank are numbered one after another, in its order.
+    """A sim rank's part in a task that occupies it. Those of a sim rank are numbered one after another, in its order.
 
     The first is its part in the start of the step (`SimGraph.start`). The last has no task: it marks the end.
     """
@@ -38,20 +42,25 @@ class Participation(NamedTuple):
     sim_rank: int
     reads: tuple[int, ...]  # messages that must have arrived before the task starts
     posts: tuple[int, ...]  # messages whose end at this sim rank is posted when the task ends
+    launches: tuple[int, ...]  # asynchronous collectives that this sim rank starts when the task ends
 
 
 @dataclass(frozen=True)
 class SimGraph:
     """The sim ranks of the simulated replica groups, and the tasks and messages in which they meet.
 
-    A *node* is what a communication stream can carry: task t has node t, message m has node `first_message_node + m`.
+    A *node* is what a stream can carry: task t has node t, message m has node `first_message_node + m`. Sim rank r has
+    two streams besides its compute stream: stream r carries messages and collectives that occupy sim ranks, stream
+    `len(ranks) + r` carries asynchronous collectives.
     """
 
     ranks: tuple[tuple[int, ...], ...]  # by sim rank: the equivalent ranks that it stands for
     tasks: tuple[SimTask | None, ...]  # None where group 0 runs the task for all groups
     messages: tuple[SimMessage, ...]
     participations: tuple[Participation, ...]
-    participations_of: tuple[tuple[int, ...], ...]  # by task
+    participations_of: tuple[tuple[int, ...], ...]  # by task; none of an asynchronous collective
+    streams_of: tuple[tuple[int, ...], ...]  # by task: the streams that it occupies
+    awaited_by: Mapping[int, tuple[int, ...]]  # asynchronous collective -> the tasks that wait for its end
     sender: tuple[int, ...]  # by message: the sim rank whose communication stream it occupies
     reader: tuple[int | None, ...]  # by message: the participation that waits for it
     activation_events: tuple[tuple[ActivationEvent, ...], ...]  # by sim rank
@@ -69,25 +78,54 @@ class SimGraph:
 
     @cached_property
     def num_dependencies(self) -> tuple[int, ...]:
-        """By task: participations that must reach it, messages that must arrive first, and a part that it resumes."""
+        """By task: participations that must reach or launch it, and what must arrive or end before it starts."""
         counts = [
             len(numbers) + sum([len(self.participations[number].reads) for number in numbers])
             for numbers in self.participations_of
         ]
         for task in self.resumed_by.values():
             counts[task] += 1
+        for participation in self.participations:
+            for task in participation.launches:
+                counts[task] += 1
+        for waiting in self.awaited_by.values():
+            for task in waiting:
+                counts[task] += 1
         return tuple(counts)
 
     @cached_property
+    def launched_after(self) -> Mapping[int, tuple[int, ...]]:
+        """By task: asynchronous collectives launched when it ends, each once for every sim rank that launches it.
+
+        What sim ranks launch first comes first, so that a collective of few ranks does not overtake one of more.
+        """
+        launched: dict[int, tuple[int, ...]] = {}
+        for task, numbers in enumerate(self.participations_of):
+            launches = [self.participations[number].launches for number in numbers]
+            if any(launches):
+                launched[task] = tuple([c for nth in zip_longest(*launches) for c in nth if c is not None])
+        return launched
+
+    @cached_property
     def is_compute(self) -> tuple[bool, ...]:
-        """By task: whether it runs on compute streams; collectives occupy communication streams."""
+        """By task: whether it runs on compute streams; collectives occupy the others."""
         return tuple([task is not None and isinstance(task.action, Compute) for task in self.tasks])
 
     def tasks_of(self, sim_rank: int) -> Iterator[tuple[int, SimTask]]:
-        """Return the numbered tasks of a sim rank, in order."""
+        """Return the numbered tasks that occupy a sim rank, in order."""
         participation = self.participations_of[self.start][sim_rank] + 1
         while (number := self.participations[participation].task) is not None:
             task = self.tasks[number]
             assert task is not None, "no sim rank takes part in a task that another group runs for it"
             yield number, task
+            participation += 1
+
+    def launched_by(self, sim_rank: int) -> Iterator[tuple[int, SimTask]]:
+        """Return the numbered asynchronous collectives of a sim rank, in the order in which it starts them."""
+        participation = self.participations_of[self.start][sim_rank]
+        while self.participations[participation].task is not None:
+            for number in self.participations[participation].launches:
+                task = self.tasks[number]
+                assert task is not None, "no sim rank starts a task that another group runs for it"
+                yield number, task
             participation += 1

@@ -1,15 +1,15 @@
 """Make the simulator's graph of a program: one sim rank for all equivalent ranks, and numbers instead of names."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from mmtrain.program.ir.actions import GatherParams, Partial, Pass, ReduceGrads, Step
+from mmtrain.program.ir.actions import Compute, GatherParams, Partial, Pass, ReduceGrads, Step
 from mmtrain.program.ir.graph import StageGraph
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import finished_pass, pass_of
 from mmtrain.program.simulation.rank_equivalence import LinkClass, equivalent_ranks
 from mmtrain.program.simulation.sim_graph import Participation, SimGraph, SimMessage, SimTask
 from mmtrain.program.verify.live_activations import activation_events
-from mmtrain.program.verify.matching import Join, MatchedActions, Post, match_actions
+from mmtrain.program.verify.matching import Join, Launch, MatchedActions, Post, match_actions
 
 _OF_ALL_GROUPS = ReduceGrads | GatherParams | Step
 
@@ -56,6 +56,8 @@ def _numbered(program: Program, num_groups: int, equivalents: Mapping[int, tuple
         messages=tuple(message for g in groups for message in _messages(program, matched, g, equivalents)),
         participations=tuple(participations),
         participations_of=tuple(map(tuple, participations_of)),
+        streams_of=_streams_of(matched, participations, len(participations_of), num_groups * num_sim_ranks),
+        awaited_by=_awaited_by(matched, num_groups),
         sender=tuple(g * num_sim_ranks + sender for g in groups for sender in senders),
         reader=tuple(reader),
         activation_events=tuple(
@@ -98,18 +100,57 @@ def _participations(matched: MatchedActions, num_groups: int) -> Iterator[Partic
             task = start
             reads: tuple[int, ...] = ()
             posts: list[int] = []
+            launches: list[int] = []
             for step in sequence:
                 if isinstance(step, Post):
                     posts.append(first_message + step.message)
                     continue
-                yield Participation(task, sim_rank, reads, tuple(posts))
                 number = step.joint_action
-                task = number if of_all_groups[number] else first_task + number
+                joint = number if of_all_groups[number] else first_task + number
+                if isinstance(step, Launch):
+                    launches.append(joint)
+                    continue
+                yield Participation(task, sim_rank, reads, tuple(posts), tuple(launches))
+                task = joint
                 reads = tuple([first_message + message for message in step.reads])
                 posts = []
-            yield Participation(task, sim_rank, reads, tuple(posts))
-            yield Participation(None, sim_rank, (), ())
+                launches = []
+            yield Participation(task, sim_rank, reads, tuple(posts), tuple(launches))
+            yield Participation(None, sim_rank, (), (), ())
             sim_rank += 1
+
+
+def _streams_of(
+    matched: MatchedActions, participations: Sequence[Participation], num_tasks: int, num_sim_ranks: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the streams that each task, and the start of the step, occupies (see `SimGraph`)."""
+    streams_of: list[list[int]] = [[] for _ in range(num_tasks)]
+    is_compute = [isinstance(joint.action, Compute) for joint in matched.joint_actions]
+    for participation in participations:
+        task = participation.task
+        if task is not None and task != num_tasks - 1 and not is_compute[task % len(is_compute)]:
+            streams_of[task].append(participation.sim_rank)
+        for launched in participation.launches:
+            streams_of[launched].append(num_sim_ranks + participation.sim_rank)
+    return tuple(map(tuple, streams_of))
+
+
+def _awaited_by(matched: MatchedActions, num_groups: int) -> dict[int, tuple[int, ...]]:
+    """Map each asynchronous collective to the tasks that wait for its end."""
+    awaited_by: dict[int, dict[int, None]] = {}
+    num_tasks = len(matched.joint_actions)
+    of_all_groups = [isinstance(joint.action, _OF_ALL_GROUPS) for joint in matched.joint_actions]
+    for group in range(num_groups):
+        for sequence in matched.sequences.values():
+            for step in sequence:
+                if not isinstance(step, Join):
+                    continue
+                number = step.joint_action
+                task = number if of_all_groups[number] else group * num_tasks + number
+                for awaited in step.awaits:
+                    collective = awaited if of_all_groups[awaited] else group * num_tasks + awaited
+                    awaited_by.setdefault(collective, {})[task] = None
+    return {collective: tuple(tasks) for collective, tasks in awaited_by.items()}
 
 
 def _tasks(program: Program, matched: MatchedActions, group: int) -> Iterator[SimTask | None]:

@@ -1,17 +1,21 @@
 """The simulator: run a checked program event by event, given what its actions take.
 
-Each rank has a compute stream and a communication stream. The rank walks through its actions. It posts sends and
-receives without delay. A forward or backward, a part of one, or a collective starts when the rank has reached it, the
-messages it reads have arrived and all ranks that take part have reached it; it holds the rank until it ends.
+Each rank has a compute stream, a communication stream and a data-parallel stream. The rank walks through its actions.
+It posts sends and receives without delay, and starts a reduction of gradients or the gathering of parameters without
+waiting for it. Everything else, a forward or backward, a part of one, or a collective, starts when the rank has reached
+it, what it reads has arrived and all ranks that take part have reached it; it holds the rank until it ends.
 
 A message is ready once both its ends are posted. Messages and collectives occupy communication streams, one after
 another in the order in which they become ready: a message that of its sender, a collective those of all its members.
-The receiver's stream stays free. Collectives inside compute occupy no stream either: one that a part leaves under way
-ends after its own time, whatever the rank does meanwhile.
+The receiver's stream stays free. Reductions and gathers occupy the data-parallel streams of all their members in the
+same way, and start when all of these have reached them: NCCL gives every group a stream, and messages do not queue
+behind gradients. Collectives inside compute occupy no stream either: one that a part leaves under way ends after its
+own time, whatever the rank does meanwhile.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 from mmtrain.errors import ProgramError
@@ -22,7 +26,7 @@ from mmtrain.program.simulation.event_loop import NEVER, EventTimes, run_events
 from mmtrain.program.simulation.sim_graph import SimGraph, SimTask
 from mmtrain.program.simulation.sim_graph_builder import build_sim_graph
 from mmtrain.program.simulation.timing import NO_TRANSFER, Timing, TransferCost
-from mmtrain.program.trace.bubble_accounting import BubbleAccount
+from mmtrain.program.trace.bubble_accounting import BubbleAccount, Interval
 from mmtrain.program.trace.critical_path import critical_path
 from mmtrain.program.trace.timeline import BubbleKind, LazySpans, Span, Timeline
 from mmtrain.program.verify.live_activations import peak_of_events
@@ -102,8 +106,13 @@ def _by_rank(graph: SimGraph, values: Sequence[T]) -> dict[int, T]:
 def _bubbles(graph: SimGraph, sim_rank: int, times: EventTimes, step_time_s: float) -> dict[BubbleKind, float]:
     tasks = list(graph.tasks_of(sim_rank))
     account = BubbleAccount.for_actions(task.action for _, task in tasks)
+    awaited: dict[int, list[Interval]] = {}
+    for collective, _ in graph.launched_by(sim_rank):
+        for waiting in graph.awaited_by.get(collective, ()):
+            awaited.setdefault(waiting, []).append((times.started[collective], times.ended[collective]))
     for number, task in tasks:
-        account.add(task.action, times.started[number], times.ended[number] - times.started[number])
+        start_s = times.started[number]
+        account.add(task.action, start_s, times.ended[number] - start_s, awaited.get(number, ()))
     account.close(step_time_s)
     return account.bubbles
 
@@ -114,7 +123,7 @@ def _spans(
     """Return everything the ranks do as spans, in the order of their start."""
     spans = []
     for sim_rank, ranks in enumerate(graph.ranks):
-        for number, task in graph.tasks_of(sim_rank):
+        for number, task in chain(graph.tasks_of(sim_rank), graph.launched_by(sim_rank)):
             start, (seconds, nbytes, _) = times.started[number], task_costs[number]
             spans += [Span(rank, start, seconds, task.action, nbytes) for rank in ranks]
     for message, departed, cost in zip(graph.messages, times.departed, message_costs, strict=True):

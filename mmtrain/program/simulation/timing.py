@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.cost_model import ComputeKind, CostModel, PieceCost, TokenLoad
 from mmtrain.models.model_shape import LayerShape, ModelShape
 from mmtrain.program.ir.actions import (
@@ -22,7 +23,7 @@ from mmtrain.program.ir.actions import (
     Share,
     Step,
 )
-from mmtrain.program.ir.data_dependencies import Flow, input_flows
+from mmtrain.program.ir.data_dependencies import Flow, gradient_buckets, input_flows
 from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId
 from mmtrain.program.ir.segments import direction, finished_pass
 from mmtrain.program.ir.step_loads import StepLoads
@@ -141,30 +142,31 @@ class ModelTiming:
 
     def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
         """Return the cost of a collective; gradients are reduce-scattered and parameters all-gathered (ZeRO-1)."""
-        same_node, size = self._same_node(group), len(group)
+        layout = self.link_class(group)
         match action:
             case Share(edge, mb, payload):
                 reader = Forward(edge.dst, mb) if payload == "activation" else Backward(edge.src, mb)
                 nbytes = sum(self._flow_bytes(f) for f in input_flows(self.graph, reader) if f.edge == edge)
-                seconds = self.costs.collective("broadcast", nbytes, size, same_node) if nbytes else 0.0
-            case ReduceGrads(unit):
-                nbytes = self._trained_parameters(rank, unit) * BYTES_PER_GRADIENT
-                seconds = self.costs.collective("reduce_scatter", nbytes, size, same_node)
-            case GatherParams(unit):
-                nbytes = self._trained_parameters(rank, unit) * self.element_bytes
-                seconds = self.costs.collective("all_gather", nbytes, size, same_node)
+                seconds = self.costs.collective("broadcast", nbytes, layout) if nbytes else 0.0
+            case ReduceGrads():
+                nbytes = self._reduced_bytes(rank, action)
+                seconds = self.costs.collective("reduce_scatter", nbytes, layout)
+            case GatherParams(unit, chunk):
+                reduced_bytes = self._reduced_bytes(rank, ReduceGrads(unit, chunk))  # of the same parameters
+                nbytes = reduced_bytes // BYTES_PER_GRADIENT * self.element_bytes
+                seconds = self.costs.collective("all_gather", nbytes, layout)
             case ReduceShared():
                 table = self.shape.unit(LLM).layers[0]
                 nbytes = table.vocab * table.hidden // self.graph.mesh(LLM).tp * BYTES_PER_GRADIENT
-                seconds = self.costs.collective("all_reduce", nbytes, size, same_node)
+                seconds = self.costs.collective("all_reduce", nbytes, layout)
             case Step():
                 nbytes = NORM_BYTES
-                seconds = self.costs.collective("all_reduce", nbytes, size, same_node) + self._optimizer_s
+                seconds = self.costs.collective("all_reduce", nbytes, layout) + self._optimizer_s
         return TransferCost(seconds, nbytes)
 
-    def link_class(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether the ranks share a node."""
-        return self._same_node(ranks)
+    def link_class(self, ranks: tuple[int, ...]) -> GroupLayout:
+        """Return how the ranks lie on nodes."""
+        return GroupLayout.of_ranks(ranks, self.ranks_per_node)
 
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
         """Return the bytes that the stage's layers keep; recomputed layers keep their input.
@@ -285,12 +287,21 @@ class ModelTiming:
         return {e: self.shape.unit(e.dst.unit).layers[self.graph.stage(e.dst).layers[0]] for e in inside}
 
     def _trained_parameters(self, rank: int, unit: str) -> int:
-        tp = self.graph.mesh(unit).tp
-        held = [sid for sid, _ in self.graph.held_by(rank) if sid.unit == unit]
-        return sum(
-            self.trained_parameters(of_stage.layer, tp) for sid in held for of_stage in self._contents[sid].layers
-        )
+        return sum(self._trained_in_stage(sid) for sid, _ in self.graph.held_by(rank) if sid.unit == unit)
 
-    def _same_node(self, ranks: tuple[int, ...]) -> bool:
-        node = ranks[0] // self.ranks_per_node
-        return all(rank // self.ranks_per_node == node for rank in ranks)
+    def _reduced_bytes(self, rank: int, reduction: ReduceGrads) -> int:
+        key = rank, reduction
+        if key not in self._bytes_of_reduction:
+            for of_rank, stages in gradient_buckets(self.graph, rank).items():
+                num_trained = sum(map(self._trained_in_stage, stages))
+                self._bytes_of_reduction[rank, of_rank] = num_trained * BYTES_PER_GRADIENT
+        return self._bytes_of_reduction[key]
+
+    @cached_property
+    def _bytes_of_reduction(self) -> dict[tuple[int, ReduceGrads], int]:
+        """Cache of `_reduced_bytes`."""
+        return {}
+
+    def _trained_in_stage(self, stage: StageId) -> int:
+        tp = self.graph.mesh(stage.unit).tp
+        return sum(self.trained_parameters(held.layer, tp) for held in self._contents[stage].layers)

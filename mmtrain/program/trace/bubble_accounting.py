@@ -3,9 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mmtrain.program.ir.actions import Collective, Compute, GatherParams, Partial, Pass, ReduceGrads, Share
+from mmtrain.program.ir.actions import Collective, Compute, GatherParams, Partial, Pass, Share, Step
 from mmtrain.program.ir.segments import direction, pass_of
 from mmtrain.program.trace.timeline import BUBBLE_KINDS, BubbleKind
+
+Interval = tuple[float, float]  # start and end in seconds since the start of the step
 
 
 @dataclass(slots=True)
@@ -14,9 +16,11 @@ class BubbleAccount:
 
     A wait for data is `pp_warmup` before the rank's first compute, `pp_cooldown` after its last forward, and
     `pp_other` between them. A wait for other stages before shared weights are reduced and before the step is
-    `pp_cooldown` too, a wait for other replicas before a reduction `imbalance`. Collectives themselves are bubbles:
-    `tp` (sharing in a TP group), `dp_gather`, or `dp_reduce` (gradients, shared weights, the norm). Tensor parallelism
-    inside compute counts as compute, but a wait before a later part of a forward or backward, for the collective that
+    `pp_cooldown` too. Collectives that hold the rank are bubbles: `tp` (sharing in a TP group), `dp_gather`, or
+    `dp_reduce` (shared weights, the norm). Reductions of gradients hold it in `Step` only: that wait is `dp_reduce`
+    while a reduction runs, and `imbalance` while one waits for other replicas. The gathering of a chunk's parameters
+    holds it in the chunk's first forward: that wait is `dp_gather` until they are there. Tensor parallelism inside
+    compute counts as compute, but a wait before a later part of a forward or backward, for the collective that
     the part before left under way, is `tp`.
     """
 
@@ -31,8 +35,17 @@ class BubbleAccount:
         """Return an empty account for a rank that runs these actions in a step."""
         return cls(sum(_is_forward(action) for action in actions))
 
-    def add(self, action: Compute | Collective, start_s: float, duration_s: float) -> None:
-        """Add the rank's next action, and the wait before it."""
+    def add(
+        self, action: Compute | Collective, start_s: float, duration_s: float, awaited: Iterable[Interval] = ()
+    ) -> None:
+        """Add the rank's next action, and the wait before it.
+
+        awaited: when the asynchronous collectives ran whose end the action waits for.
+        """
+        if isinstance(action, Step):
+            self._add_wait_for_reductions(awaited, start_s)
+        else:
+            self._add_wait_for_gathers(awaited, start_s)
         self.bubbles[self._waiting_kind(action)] += start_s - self.clock
         if isinstance(action, Compute):
             self.has_computed = True
@@ -44,8 +57,25 @@ class BubbleAccount:
         self.clock = start_s + duration_s
 
     def close(self, step_time_s: float) -> None:
-        """End the step: since its last action the rank has waited for the last parameters to be gathered."""
-        self.bubbles["dp_gather"] += step_time_s - self.clock
+        """End the step: since its last action the rank has waited for other ranks to end theirs."""
+        self.bubbles["imbalance"] += step_time_s - self.clock
+
+    def _add_wait_for_gathers(self, gathers: Iterable[Interval], until_s: float) -> None:
+        """Advance the clock to the end of the last gathering of parameters."""
+        for _, gather_end in gathers:
+            end = min(gather_end, until_s)
+            if end > self.clock:
+                self.bubbles["dp_gather"] += end - self.clock
+                self.clock = end
+
+    def _add_wait_for_reductions(self, reductions: Iterable[Interval], until_s: float) -> None:
+        """Advance the clock to the end of the last reduction."""
+        for reduction_start, reduction_end in sorted(reductions):
+            start, end = (min(max(time_s, self.clock), until_s) for time_s in (reduction_start, reduction_end))
+            if end > self.clock:
+                self.bubbles["imbalance"] += start - self.clock
+                self.bubbles["dp_reduce"] += end - start
+                self.clock = end
 
     def _waiting_kind(self, action: Compute | Collective) -> BubbleKind:
         """Return the kind of bubble of a wait before `action`."""
@@ -55,7 +85,7 @@ class BubbleAccount:
             if not self.has_computed:
                 return "pp_warmup"
             return "pp_other" if self.forwards_left else "pp_cooldown"
-        return "imbalance" if isinstance(action, ReduceGrads | GatherParams) else "pp_cooldown"
+        return "imbalance" if isinstance(action, GatherParams) else "pp_cooldown"
 
 
 def _is_forward(action: Compute | Collective) -> bool:

@@ -44,9 +44,16 @@ class _Walk:
         self.task_costs = task_costs
         self.message_costs = message_costs
         self.posters: dict[int, list[int]] = {}  # message -> participations that post an end of it
+        self.launchers: dict[int, list[int]] = {}  # asynchronous collective -> participations that start it
         for number, participation in enumerate(graph.participations):
             for message in participation.posts:
                 self.posters.setdefault(message, []).append(number)
+            for collective in participation.launches:
+                self.launchers.setdefault(collective, []).append(number)
+        self.awaited: dict[int, list[int]] = {}  # task -> asynchronous collectives that it waits for
+        for collective, tasks in graph.awaited_by.items():
+            for task in tasks:
+                self.awaited.setdefault(task, []).append(collective)
         self.resumes = {task: part for part, task in graph.resumed_by.items()}
         self.stream_place = [{node: place for place, node in enumerate(nodes)} for nodes in times.stream_order]
 
@@ -71,11 +78,15 @@ class _Walk:
                 node = self._before_message(message)
 
     def _before_task(self, task: int) -> _Cause:
-        """Return what ended when the task started: the rank's own order first, then parts, messages and streams."""
+        """Return what ended when the task started: the rank's own order first, then what it waits for, then streams."""
         participations, start = self.graph.participations, self.times.started[task]
         numbers = self.graph.participations_of[task]
         for number in numbers:
             before = self._task_of(number - 1)
+            if self.times.ended[before] == start:
+                return _Cause(before, participations[number].sim_rank)
+        for number in self.launchers.get(task, ()):
+            before = self._task_of(number)
             if self.times.ended[before] == start:
                 return _Cause(before, participations[number].sim_rank)
         if task in self.resumes:
@@ -87,10 +98,12 @@ class _Walk:
             for message in participations[number].reads:
                 if self.times.arrived[message] == start:
                     return _Cause(self.graph.first_message_node + message, participations[number].sim_rank)
-        for number in numbers:
-            sim_rank = participations[number].sim_rank
-            if (on_stream := self._before_on_stream(sim_rank, task, start)) is not None:
-                return _Cause(on_stream, sim_rank)
+        for collective in self.awaited.get(task, ()):
+            if self.times.ended[collective] == start:
+                return _Cause(collective, participations[numbers[0]].sim_rank)
+        for stream in self.graph.streams_of[task]:
+            if (on_stream := self._before_on_stream(stream, task, start)) is not None:
+                return _Cause(on_stream, stream % len(self.graph.ranks))
         raise AssertionError("a task starts when what it waits for ends")
 
     def _before_message(self, message: int) -> int:
@@ -110,12 +123,12 @@ class _Walk:
         assert task is not None, "only the end of a sim rank's order has no task"
         return task
 
-    def _before_on_stream(self, sim_rank: int, node: int, start: float) -> int | None:
-        """Return the node that the communication stream carried right before, if it ended at `start`."""
-        place = self.stream_place[sim_rank].get(node, 0)
+    def _before_on_stream(self, stream: int, node: int, start: float) -> int | None:
+        """Return the node that the stream carried right before, if it ended at `start`."""
+        place = self.stream_place[stream].get(node, 0)
         if place == 0:
             return None
-        before = self.times.stream_order[sim_rank][place - 1]
+        before = self.times.stream_order[stream][place - 1]
         first_message = self.graph.first_message_node
         ended = self.times.ended[before] if before < first_message else self.times.arrived[before - first_message]
         return before if ended == start else None

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from mmtrain.program.ir.actions import Collective, Compute, Recv, Send
-from mmtrain.program.ir.data_dependencies import participants
+from mmtrain.program.ir.actions import Action, AsyncCollective, Collective, Compute, Recv, Send
+from mmtrain.program.ir.data_dependencies import awaits_result, covered_stages, participants
 from mmtrain.program.ir.graph import StageGraph
-from mmtrain.program.trace.bubble_accounting import BubbleAccount
+from mmtrain.program.trace.bubble_accounting import BubbleAccount, Interval
 from mmtrain.program.trace.step_record import StepRecord
 from mmtrain.program.trace.timeline import BubbleKind, Span, Timeline, chrome_trace
 
@@ -23,9 +23,12 @@ def measured_timeline(graph: StageGraph, records: Mapping[int, StepRecord], byte
     """Return the timeline of one step of the given ranks, whose records share a clock; it starts with the first rank.
 
     Compute starts when its messages have come. A collective starts on all its ranks when the last of them has reached
-    it; the wait of the others is a bubble. A message is shown on its sender from when both its ends were posted to when
-    the receiver knew of it, which is an upper bound: the receiver knows of it when it waits for it. Its span ends early
-    if the next message or collective of its sender starts, since records do not say which of them moved when.
+    it; the wait of the others is a bubble. An asynchronous one, a reduction of gradients or the gathering of
+    parameters, is shown from then until its rank has waited for it, which is an upper bound: it does not hold the rank.
+    A message is shown on its sender from when both
+    its ends were posted to when the receiver knew of it, which is an upper bound: the receiver knows of it when it
+    waits for it. Spans of either end early if the next one of their stream starts, since records do not say which of
+    them moved when.
 
     Memory is not in the records: `peak_memory_bytes` stays empty.
     """
@@ -39,18 +42,25 @@ def measured_timeline(graph: StageGraph, records: Mapping[int, StepRecord], byte
     for rank, record in records.items():
         timed = list(_timed_actions(graph, rank, record, complete_s))
         account = BubbleAccount.for_actions(entry.action for entry in timed)
+        asynchronous = list(_asynchronous(graph, rank, record, complete_s))
+        awaited: defaultdict[Action, list[Interval]] = defaultdict(list)
+        for entry in asynchronous:
+            awaited[entry.reader].append((entry.start_s, entry.end_s))
         collectives: list[Span] = []
         for action, start_s, end_s in timed:
             start = max(start_s, account.clock)  # the clocks of two ranks agree to some microseconds only
             end = max(end_s, start)
-            account.add(action, start, end - start)
+            account.add(action, start, end - start, awaited[action])
             if isinstance(action, Compute):
                 spans.append(Span(rank, start, end - start, action))
-            else:
+            elif not isinstance(action, AsyncCollective):
                 collectives.append(Span(rank, start, end - start, action, bytes_moved(rank, action)))
         account.close(step_time)
         bubbles[rank] = account.bubbles
         spans += without_overlaps(collectives, messages.get(rank, []))
+        spans += without_overlaps(
+            [Span(rank, start, end - start, done, bytes_moved(rank, done)) for done, start, end, _ in asynchronous], []
+        )
     return Timeline(
         spans=tuple(sorted(spans, key=lambda s: (s.start_s, s.rank))),
         step_time_s=step_time,
@@ -67,15 +77,45 @@ class _TimedAction(NamedTuple):
     end_s: float
 
 
+class _TimedAsync(NamedTuple):
+    action: AsyncCollective
+    start_s: float
+    end_s: float
+    reader: Action  # which has waited for its end
+
+
 def _timed_actions(
     graph: StageGraph, rank: int, record: StepRecord, complete_s: Mapping[_GroupCollective, float]
 ) -> Iterator[_TimedAction]:
-    """Yield the compute actions and collectives of a rank; a collective starts when its group is complete."""
+    """Yield the compute actions and collectives of a rank; a collective starts when its group is complete.
+
+    Of an asynchronous collective this is what its rank did to start it.
+    """
     for action, start, end, waited in record.actions:
-        if isinstance(action, Compute):
+        if isinstance(action, Compute | AsyncCollective):
             yield _TimedAction(action, start + waited, end)
         elif isinstance(action, Collective):
             yield _TimedAction(action, min(complete_s[action, participants(graph, rank, action)], end), end)
+
+
+def _asynchronous(
+    graph: StageGraph, rank: int, record: StepRecord, complete_s: Mapping[_GroupCollective, float]
+) -> Iterator[_TimedAsync]:
+    """Yield a rank's asynchronous collectives, each from when its group was complete to when the rank knew of its end.
+
+    A forward waits for the gathering of its parameters first, and then for messages.
+    """
+    started: list[AsyncCollective] = []
+    covered = covered_stages(graph, rank)
+    for action, start, end, waited in record.actions:
+        if isinstance(action, AsyncCollective):
+            started.append(action)
+            continue
+        for collective in [c for c in started if awaits_result(action, c, covered[c])]:
+            started.remove(collective)
+            for_messages = sum(m.wait_s for m in record.messages if start < m.done_s < end)
+            start_s = complete_s[collective, participants(graph, rank, collective)]
+            yield _TimedAsync(collective, start_s, max(start + waited - for_messages, start_s), action)
 
 
 def _complete_times(graph: StageGraph, records: Mapping[int, StepRecord]) -> dict[_GroupCollective, float]:

@@ -5,14 +5,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmtrain.program.ir.actions import Action, GatherParams, Recv, ReduceGrads, ReduceShared, Send, Share, Step
+from mmtrain.program.ir.actions import Action, GatherParams, Recv, ReduceGrads, ReduceShared, Send, Share
 from mmtrain.program.ir.graph import Edge
 
 
 class ActionRecord(NamedTuple):
     """An action that ran from `start_s` to `end_s`; for the first `wait_s` of that time it waited.
 
-    A forward or backward waits for messages, the optimizer step for the reductions that were started before it.
+    A forward or backward waits for messages, the first forward of a chunk also for the gathering of its parameters, and
+    the optimizer step for the reductions that were started before it.
     """
 
     action: Action
@@ -62,12 +63,13 @@ class StepRecord:
     def seconds_by_kind(self) -> dict[str, float]:
         """Return how long the rank spent in `compute` (with the optimizer), `communication` and `wait`.
 
-        It waits for messages, and for reductions that its own compute did not hide.
+        It waits for messages, and for reductions and gathers that its own compute did not hide.
         """
-        split = {"compute": 0.0, "communication": 0.0, "wait": sum(m.wait_s for m in self.messages)}
+        last_end_s = self.actions[-1].end_s if self.actions else self.start_s
+        drained_s = sum(m.wait_s for m in self.messages if m.done_s > last_end_s)  # behind the last action
+        split = {"compute": 0.0, "communication": 0.0, "wait": drained_s}
         for record in self.actions:
-            if isinstance(record.action, Step):
-                split["wait"] += record.wait_s
+            split["wait"] += record.wait_s
             moves_data = isinstance(record.action, Send | Recv | Share | ReduceGrads | ReduceShared | GatherParams)
             split["communication" if moves_data else "compute"] += record.busy_s
         return split

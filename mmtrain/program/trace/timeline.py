@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 from mmtrain.program.ir.actions import (
     Action,
+    AsyncCollective,
     Backward,
     Compute,
     Fill,
@@ -34,11 +35,15 @@ BUBBLE_KINDS: tuple[BubbleKind, ...] = (
 )
 
 
+STREAMS = ("compute", "communication", "data parallel")  # of a rank
+
+
 class Span(NamedTuple):
     """One action on one rank: from `start_s`, for `duration_s` seconds.
 
-    Forwards, backwards and parts of them run on the rank's compute stream, everything else on its communication
-    stream. A message is shown on its sender. `nbytes` is what the communication moves.
+    Forwards, backwards and parts of them run on the rank's compute stream, reductions of gradients and the gathering of
+    parameters on its data-parallel stream, everything else on its communication stream. A message is shown on its
+    sender. `nbytes` is what the communication moves.
     """
 
     rank: int
@@ -98,11 +103,11 @@ class Timeline:
 
 
 def chrome_trace(timeline: Timeline, plan_sha256: str) -> dict[str, Any]:
-    """Return the timeline as a Chrome trace: `pid` is the global rank, `tid` 0 is compute and 1 communication."""
+    """Return the timeline as a Chrome trace: `pid` is the global rank, `tid` the number of its stream in `STREAMS`."""
     events: list[dict[str, Any]] = []
     for rank in timeline.bubbles:
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for tid, name in enumerate(("compute", "communication")):
+        for tid, name in enumerate(STREAMS):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}})
     events += [_event(span, timeline.pipeline_ranks) for span in timeline.spans]
     other = {
@@ -115,16 +120,21 @@ def chrome_trace(timeline: Timeline, plan_sha256: str) -> dict[str, Any]:
 
 def _event(span: Span, pipeline_ranks: Mapping[str, int]) -> dict[str, Any]:
     name, args = _describe(span, pipeline_ranks)
-    is_compute = isinstance(span.action, Compute)
     return {
         "ph": "X",
         "name": name,
         "pid": span.rank,
-        "tid": 0 if is_compute else 1,
+        "tid": STREAMS.index(_stream(span.action)),
         "ts": span.start_s * 1e6,
         "dur": span.duration_s * 1e6,
         "args": args,
     }
+
+
+def _stream(action: Action) -> str:
+    if isinstance(action, Compute):
+        return "compute"
+    return "data parallel" if isinstance(action, AsyncCollective) else "communication"
 
 
 def _describe(span: Span, pipeline_ranks: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
@@ -149,10 +159,10 @@ def _describe(span: Span, pipeline_ranks: Mapping[str, int]) -> tuple[str, dict[
             return f"{payload} {src} to {dst}", {"kind": "p2p", "edge": str(edge), "bytes": span.nbytes}
         case Share(edge, mb, payload):
             return f"share {payload} {mb}", {"kind": "broadcast", "edge": str(edge), "bytes": span.nbytes}
-        case ReduceGrads(unit):
-            return f"reduce {unit}", {"kind": "reduce_scatter", "bytes": span.nbytes}
-        case GatherParams(unit):
-            return f"gather {unit}", {"kind": "all_gather", "bytes": span.nbytes}
+        case ReduceGrads(unit, chunk):
+            return f"reduce {unit} chunk {chunk}", {"kind": "reduce_scatter", "bytes": span.nbytes}
+        case GatherParams(unit, chunk):
+            return f"gather {unit} chunk {chunk}", {"kind": "all_gather", "bytes": span.nbytes}
         case ReduceShared(name):
             return f"reduce {name}", {"kind": "all_reduce", "bytes": span.nbytes}
         case Step():

@@ -14,15 +14,18 @@ Channel = tuple[Edge, Payload, int, int]  # ..., sender, receiver
 MicrobatchPair = tuple[Microbatch, Microbatch]  # source, destination
 
 
-def graph_channels(graph: StageGraph) -> list[Channel]:
-    """Return every channel that a program of the graph uses, of all replica groups: the same list on every rank."""
+def graph_channels(graph: StageGraph, num_parts: int = 1) -> list[Channel]:
+    """Return every channel that a program of the graph uses, of all replica groups: the same list on every rank.
+
+    num_parts: with `graph.num_groups`, only those of the first replica group.
+    """
     channels: dict[Channel, None] = {}
     payloads: tuple[Payload, ...] = ("activation", "gradient")
     for edge in graph.edges:
         for payload in payloads:
             if payload == "gradient" and not graph.carries_gradient(edge):
                 continue
-            for replica in range(graph.mesh(edge.src.unit).dp):
+            for replica in range(graph.mesh(edge.src.unit).dp // num_parts):
                 # Microbatch 0 of a replica exchanges data with every replica that another one of it does.
                 src = Microbatch(edge.src.unit, replica, 0)
                 for dst in graph.destinations(edge, src):

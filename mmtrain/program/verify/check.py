@@ -6,7 +6,7 @@ Each test below looks at one promise and may rely on those before it; problems o
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -17,7 +17,6 @@ from mmtrain.program.ir.actions import (
     Backward,
     Compute,
     Forward,
-    GatherParams,
     Partial,
     Pass,
     Recv,
@@ -30,18 +29,21 @@ from mmtrain.program.ir.actions import (
 from mmtrain.program.ir.data_dependencies import (
     EMBEDDINGS,
     Flow,
+    covers_shared_embeddings,
+    gradient_buckets,
     holds_shared_embeddings,
     input_flows,
     needs_share,
+    parameter_gathers,
     participants,
     rank_pairs,
     receiving_tp_group,
     recvs_before,
     sends_after,
+    shared_embedding_stages,
     shares_before,
-    trained_units,
 )
-from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph
+from mmtrain.program.ir.graph import Microbatch, StageGraph, StageId
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import (
     direction,
@@ -79,8 +81,8 @@ def check_program(program: Program, memory: MemoryLimit | None = None) -> None:
     * every rank runs exactly the actions that the stage graph asks of it, each once: forwards, backwards where
       something trainable lies in the stage or upstream, sends, receives, shares, reductions, the step; a forward or
       backward that runs in parts has all its segments, each once and in order;
-    * whatever an action reads was computed, received or shared on its rank before it; what runs in the gap of another
-      action does so between the two parts of that action;
+    * whatever an action reads was computed, received or shared on its rank before it, and the gathering of its stage's
+      parameters was started; what runs in the gap of another action does so between the two parts of that action;
     * the messages of every channel (edge, payload, sender, receiver) are sent and received in the same order;
     * ranks that share a group run its collectives in the same order;
     * no actions and messages wait for each other in a cycle, by NCCL's rules (see `deadlock`): a message starts when
@@ -123,8 +125,8 @@ def expected_actions(graph: StageGraph, rank: int) -> Counter[Action]:
                 expected.update(recvs_before(graph, rank, action))
                 expected.update(shares_before(graph, action))
                 expected.update(sends_after(graph, rank, action))
-    for unit in trained_units(graph, rank):
-        expected.update([ReduceGrads(unit), GatherParams(unit)])
+    expected.update(list(gradient_buckets(graph, rank)))
+    expected.update(list(parameter_gathers(graph, rank)))
     if holds_shared_embeddings(graph, rank):
         expected[ReduceShared(EMBEDDINGS)] += 1
     expected[Step()] += 1
@@ -182,10 +184,15 @@ def _count_with_parts_joined(
 def _out_of_order(graph: StageGraph, rank: int, actions: NumberedActions) -> list[str]:
     done: set[Action] = set()
     problems = []
+    gather_of = {stage: gather for gather, stages in parameter_gathers(graph, rank).items() for stage in stages}
     for nth, (index, action) in enumerate(actions):
         late = [before for before in _before(graph, rank, action) if before not in done]
+        gather = gather_of.get(action.stage) if isinstance(action, Compute) else None
+        if gather is not None and gather not in done:
+            late.append(gather)
         if isinstance(action, ReduceGrads | ReduceShared | Step):
-            late += [other for _, other in actions[nth + 1 :] if _must_follow(action, other)]
+            must_follow = _must_follow(graph, rank, action)
+            late += [other for _, other in actions[nth + 1 :] if must_follow(other)]
         if late:
             others = ", ".join(f"`{action_to_text(other)}`" for other in late[:3])
             problems.append(f"rank {rank}: `{action_to_text(action)}` (action {index}) comes before {others}")
@@ -214,8 +221,6 @@ def _before(graph: StageGraph, rank: int, action: Action) -> list[Action]:
             return [_source(graph, rank, flow) for flow in input_flows(graph, reader) if flow.edge == edge]
         case Send(edge, src, dst, _, payload):
             return [Flow(edge, src, dst, payload).producer]
-        case GatherParams():
-            return [Step()]
     return []
 
 
@@ -227,21 +232,26 @@ def _source(graph: StageGraph, rank: int, flow: Flow) -> Action:
     return flow.producer
 
 
-def _must_follow(action: ReduceGrads | ReduceShared | Step, other: Action) -> bool:
-    """Return whether `action` must come after every `other` of its rank."""
+def _must_follow(
+    graph: StageGraph, rank: int, action: ReduceGrads | ReduceShared | Step
+) -> Callable[[AtomicAction], bool]:
+    """Return what tells whether `action` must come after another one of its rank."""
     match action:
-        case ReduceGrads(unit):
+        case ReduceGrads():
+            stages = gradient_buckets(graph, rank)[action]
             # After it a replica holds only its shard of the gradient: too late to add what another stage holds.
-            return _adds_to(unit, other) or (isinstance(other, ReduceShared) and unit == LLM)
+            covers_shared = covers_shared_embeddings(graph, rank, stages)
+            return lambda other: _adds_to(stages, other) or (covers_shared and isinstance(other, ReduceShared))
         case ReduceShared():
-            return _adds_to(LLM, other)
+            shared = shared_embedding_stages(graph)
+            return lambda other: _adds_to(shared, other)
         case Step():
-            return isinstance(other, Compute | ReduceGrads | ReduceShared)
+            return lambda other: isinstance(other, Compute | ReduceGrads | ReduceShared)
 
 
-def _adds_to(unit: str, action: Action) -> bool:
-    """Return whether the action adds to gradients of the unit."""
-    return isinstance(action, Compute) and direction(action) == "B" and action.stage.unit == unit
+def _adds_to(stages: Sequence[StageId], action: Action) -> bool:
+    """Return whether the action adds to gradients of one of the stages."""
+    return isinstance(action, Compute) and direction(action) == "B" and action.stage in stages
 
 
 def _channels_disagree(program: Program) -> list[str]:

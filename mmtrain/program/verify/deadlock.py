@@ -2,13 +2,16 @@
 
 The rules are NCCL's, which are stricter than gloo's, so that one proof holds for both. A message is a kernel at both of
 its ends. It starts when the device has done what the rank launched before it, and the messages of one communicator run
-one after another. The runtime gives every channel (edge, payload, sender, receiver) a communicator of its own.
+one after another. The runtime gives every channel (edge, payload, sender, receiver) a communicator of its own. The same
+holds for an asynchronous collective at all of its ranks: `Step` waits for reductions of gradients, and a chunk's first
+forward for the gathering of its parameters. These have a communicator for each group, and yet a rank's are taken to run
+one after another: NCCL may block where two GPUs start collectives of two communicators in different orders.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
-from mmtrain.program.verify.matching import Join, JointAction, MatchedActions, MatchedMessage
+from mmtrain.program.verify.matching import Join, JointAction, Launch, MatchedActions, MatchedMessage
 
 
 def find_deadlock(matched: MatchedActions, window: int | None = None) -> list[JointAction | MatchedMessage]:
@@ -31,12 +34,20 @@ def _waits(matched: MatchedActions, window: int | None) -> Iterator[tuple[Sequen
     for rank, sequence in matched.sequences.items():
         launched: list[int] = []  # what the device must have done before it starts what is launched next
         on_channel: defaultdict[int, list[int]] = defaultdict(list)  # nodes of the messages posted so far
+        asynchronous: list[int] = []  # collectives launched so far
         for step in sequence:
             if isinstance(step, Join):
                 if step.reads:
                     launched += [first_message_node + message for message in step.reads]
+                launched += step.awaits
                 yield launched, step.joint_action
                 launched = [step.joint_action]
+                continue
+            if isinstance(step, Launch):
+                yield launched, step.joint_action
+                if asynchronous:
+                    yield asynchronous[-1:], step.joint_action
+                asynchronous.append(step.joint_action)
                 continue
             node = first_message_node + step.message
             message = matched.messages[step.message]

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmtrain.program.ir.actions import Action, Collective, Compute, Recv, Send
-from mmtrain.program.ir.data_dependencies import participants, reader_of
+from mmtrain.program.ir.actions import Action, AsyncCollective, Collective, Compute, Recv, Send
+from mmtrain.program.ir.data_dependencies import awaits_result, covered_stages, participants, reader_of
 from mmtrain.program.ir.graph import StageGraph
 from mmtrain.program.ir.segments import expand_all, started_pass
 from mmtrain.program.verify.channels import Channel
@@ -23,7 +23,10 @@ class MatchedMessage(NamedTuple):
 
 
 class JointAction(NamedTuple):
-    """What holds its ranks until it ends: a forward or backward, a part of one, or a collective."""
+    """What ranks do together: a forward or backward, a part of one, or a collective.
+
+    It holds its ranks until it ends, unless it is an `AsyncCollective`.
+    """
 
     action: Compute | Collective
     ranks: tuple[int, ...]  # of this replica group
@@ -36,11 +39,18 @@ class Post(NamedTuple):
     message: int  # index into `MatchedActions.messages`
 
 
+class Launch(NamedTuple):
+    """A rank starts its part in an asynchronous collective, and goes on."""
+
+    joint_action: int  # index into `MatchedActions.joint_actions`
+
+
 class Join(NamedTuple):
-    """A rank takes part in a joint action, once these messages have arrived."""
+    """A rank takes part in a joint action, once these messages have arrived and these collectives have ended."""
 
     joint_action: int  # index into `MatchedActions.joint_actions`
     reads: tuple[int, ...]  # indices into `MatchedActions.messages`
+    awaits: tuple[int, ...] = ()  # indices into `MatchedActions.joint_actions`, of what the rank has launched
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class MatchedActions:
 
     messages: tuple[MatchedMessage, ...]
     joint_actions: tuple[JointAction, ...]
-    sequences: Mapping[int, tuple[Post | Join, ...]]  # rank -> one entry for each of its atomic actions, in order
+    sequences: Mapping[int, tuple[Post | Launch | Join, ...]]  # rank -> its atomic actions in order, one entry each
 
 
 def match_actions(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> MatchedActions:
@@ -57,12 +67,14 @@ def match_actions(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) ->
     messages: dict[tuple[Send, int], int] = {}  # (send, sender) -> number of the message
     joint_numbers: dict[tuple[int, int], int] = {}  # (group, how many before it in the group) -> number of the action
     joint_actions: list[JointAction] = []
-    sequences: dict[int, tuple[Post | Join, ...]] = {}
+    sequences: dict[int, tuple[Post | Launch | Join, ...]] = {}
     groups = _Groups(graph, actions)
     for rank, actions_of_rank in actions.items():
         reads: dict[Action, tuple[int, ...]] = {}  # reader -> messages it reads
         num_done: dict[int, int] = {}  # by group
-        sequence: list[Post | Join] = []
+        launched: dict[int, AsyncCollective] = {}  # joint actions that nothing has waited for yet
+        covered = covered_stages(graph, rank)
+        sequence: list[Post | Launch | Join] = []
         for action in expand_all(graph, actions_of_rank):
             if isinstance(action, Send):
                 sequence.append(Post(messages.setdefault((action, rank), len(messages))))
@@ -78,8 +90,21 @@ def match_actions(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) ->
                 joint_action = joint_numbers.setdefault((group, nth), len(joint_numbers))
                 if joint_action == len(joint_actions):
                     joint_actions.append(JointAction(action, groups.with_actions[group], groups.all_ranks[group]))
+                if isinstance(action, AsyncCollective):
+                    launched[joint_action] = action
+                    sequence.append(Launch(joint_action))
+                    continue
                 reader = started_pass(graph, action) if isinstance(action, Compute) else action
-                sequence.append(Join(joint_action, reads.pop(reader, ()) if reader else ()))
+                awaits = tuple(
+                    [
+                        number
+                        for number, collective in launched.items()
+                        if awaits_result(action, collective, covered.get(collective, ()))
+                    ]
+                )
+                for number in awaits:
+                    del launched[number]
+                sequence.append(Join(joint_action, reads.pop(reader, ()) if reader else (), awaits))
         sequences[rank] = tuple(sequence)
     return MatchedActions(_number_channels(messages), tuple(joint_actions), sequences)
 
@@ -94,12 +119,15 @@ def _number_channels(messages: Iterable[tuple[Send, int]]) -> tuple[MatchedMessa
 
 
 class _Groups:
-    """Ranks that act together, numbered. `all_ranks` are of all replica groups, `with_actions` those with actions."""
+    """Ranks that act together, numbered. `all_ranks` are of all replica groups, `with_actions` those with actions.
+
+    Ranks that also reduce gradients together have another number there: asynchronous collectives do not hold them.
+    """
 
     def __init__(self, graph: StageGraph, ranks: Collection[int]) -> None:
         self._graph = graph
         self._ranks = ranks
-        self._numbers: dict[tuple[int, ...], int] = {}
+        self._numbers: dict[tuple[tuple[int, ...], bool], int] = {}
         self._tp_groups: dict[tuple[str, int, int], int] = {}  # most actions compute: cached by stage and replica
         self.all_ranks: list[tuple[int, ...]] = []
         self.with_actions: list[tuple[int, ...]] = []
@@ -107,15 +135,15 @@ class _Groups:
     def number(self, rank: int, action: Compute | Collective) -> int:
         """Return the number of the group in which `rank` runs the action."""
         if not isinstance(action, Compute):
-            return self._number_of(participants(self._graph, rank, action))
+            return self._number_of(participants(self._graph, rank, action), isinstance(action, AsyncCollective))
         tp_group = (action.stage.unit, action.stage.index, action.mb.replica)
         number = self._tp_groups.get(tp_group)
         if number is None:
-            number = self._tp_groups[tp_group] = self._number_of(participants(self._graph, rank, action))
+            number = self._tp_groups[tp_group] = self._number_of(participants(self._graph, rank, action), False)
         return number
 
-    def _number_of(self, ranks: tuple[int, ...]) -> int:
-        number = self._numbers.setdefault(ranks, len(self._numbers))
+    def _number_of(self, ranks: tuple[int, ...], is_async: bool) -> int:
+        number = self._numbers.setdefault((ranks, is_async), len(self._numbers))
         if number == len(self.all_ranks):
             self.all_ranks.append(ranks)
             self.with_actions.append(tuple(rank for rank in ranks if rank in self._ranks))

@@ -1,0 +1,73 @@
+"""Hint at another global batch, or at fewer ranks, where the present number divides badly."""
+
+import math
+from collections.abc import Iterator
+
+from mmtrain.balance import SampleLengths
+from mmtrain.errors import UserError
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.budget import QUICK_BUDGET
+from mmtrain.plan.formulate import formulate_problem
+from mmtrain.plan.planner import search_placements
+from mmtrain.plan.problem import PlanRequest
+from mmtrain.recipe.schema import Recipe
+
+MIN_GAIN = 1.1  # in tokens/s, below which there is no hint
+MAX_BATCH_CHANGE = 0.1  # share of the global batch by which another one may differ
+MAX_RANKS_LEFT_OUT = 0.25  # share of the ranks
+MIN_DIVISOR_RATIO = 2  # by how much the common divisor of batch and ranks must grow before a plan is tried
+
+
+def describe_faster_nearby(recipe: Recipe, lengths: SampleLengths, plan: Plan) -> list[str]:
+    """Return a sentence for another batch, and one for fewer ranks, that is over 10% faster.
+
+    At most one of each is planned, roughly, and only where data-parallel degrees divide it much better: what is said is
+    what a plan reaches at least.
+    """
+    sentences = []
+    tokens_per_s = plan.predicted.tokens_per_s_per_gpu * plan.world_size
+    batch, num_ranks = recipe.train.global_batch, plan.world_size
+    for other in _better_divided(batch, num_ranks, _nearest(batch, MAX_BATCH_CHANGE, both_ways=True)):
+        train = recipe.train.model_copy(update={"global_batch": other})
+        gain = _tokens_per_s(recipe.model_copy(update={"train": train}), lengths, plan, num_ranks) / tokens_per_s
+        if gain >= MIN_GAIN:
+            sentences.append(f"train.global_batch {other} instead of {batch}: at least {gain - 1:.0%} more tokens/s.")
+    for other in _better_divided(num_ranks, batch, _nearest(num_ranks, MAX_RANKS_LEFT_OUT, both_ways=False)):
+        gain = _tokens_per_s(recipe, lengths, plan, other) / tokens_per_s
+        if gain >= MIN_GAIN:
+            sentences.append(f"{other} ranks instead of {num_ranks}: at least {gain - 1:.0%} more tokens/s.")
+    return sentences
+
+
+def _nearest(number: int, share: float, both_ways: bool) -> list[int]:
+    """Return other numbers within a share of this one, the nearest first."""
+    most = int(number * share)
+    others = [number + sign * distance for distance in range(1, most + 1) for sign in ((1, -1) if both_ways else (-1,))]
+    return [other for other in others if other > 0]
+
+
+def _better_divided(number: int, partner: int, others: list[int]) -> Iterator[int]:
+    """Yield the one of the other numbers that has most in common with `partner`, if that is much more than now."""
+    best = max(others, key=lambda other: math.gcd(other, partner), default=number)
+    if math.gcd(best, partner) >= MIN_DIVISOR_RATIO * math.gcd(number, partner):
+        yield best
+
+
+def _tokens_per_s(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int) -> float:
+    """Return the throughput of a plan that is sought with little effort; 0 if there is none."""
+    try:
+        problem = formulate_problem(
+            recipe,
+            lengths,
+            world_size=num_ranks,
+            hardware=plan.hardware,
+            recipe_sha256=plan.recipe_sha256,
+            request=PlanRequest(num_alternatives=0),
+            budget=QUICK_BUDGET,
+        )
+        if not problem.cluster.rank_counts:
+            return 0.0
+        evaluator, results = search_placements(problem, QUICK_BUDGET)
+    except UserError:
+        return 0.0
+    return evaluator.layer_costs.tokens() / results.fastest_s
