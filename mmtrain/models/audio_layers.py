@@ -8,17 +8,21 @@ up to the projector.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmtrain.errors import DataError
+from mmtrain.models.attention import SequenceLayout
+from mmtrain.models.index_tables import HostTables, brought_or_computed
+from mmtrain.models.kernels.activations import activate
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.stage_inputs import EncoderInput
@@ -43,50 +47,69 @@ class AudioContext:
     partial_cells: int = 0  # frames that may be missing in the last token of a clip
 
     @cached_property
-    def packing(self) -> PackedSequences:
-        """Each clip is a sequence of its own, with one token for two frames."""
-        return PackedSequences(tuple((frames + self.partial_cells) // 2 for frames in self.inputs.rows))
+    def item_lengths(self) -> tuple[int, ...]:
+        """See `EncoderContext`: one token for two frames of a clip."""
+        return tuple((frames + self.partial_cells) // 2 for frames in self.inputs.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """See `EncoderContext`."""
+        return self._item_layout.num_tokens
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
         """Each clip is a sequence, or each chunk of a clip is one."""
-        return self._chunk_packing if layer.chunk else self.packing
+        return PackedSequences(self.block_layout(layer))
+
+    def block_layout(self, layer: LayerShape) -> SequenceLayout:
+        """See `EncoderContext`."""
+        return self._chunk_layout if layer.chunk else self._item_layout
 
     @cached_property
-    def _chunk_packing(self) -> PackedSequences:
-        return PackedSequences(tuple(_cut(self.packing.lengths, self.chunk)))
+    def _item_layout(self) -> SequenceLayout:
+        return SequenceLayout(self.item_lengths, (), "items", self.inputs.tables)
 
     @cached_property
-    def positions(self) -> Tensor:
-        """(T,) position of each token in its clip, or in its chunk."""
-        packing = self._chunk_packing if self.chunk else self.packing
-        lengths = np.asarray(packing.lengths, dtype=np.int64)
-        return torch.from_numpy(_ranges(np.zeros_like(lengths), lengths)).to(self.device)
+    def _chunk_layout(self) -> SequenceLayout:
+        return SequenceLayout(self._chunk_lengths, (), "chunks", self.inputs.tables)
 
-    @cached_property
-    def token_frames(self) -> Tensor:
-        """(T,) index of the frame in the middle of each token's window: every second frame of a clip."""
+    @property
+    def _chunk_lengths(self) -> tuple[int, ...]:
+        return tuple(_cut(self.item_lengths, self.chunk))
+
+    def positions(self) -> IntArray:
+        """Return the position of each token in its clip, or in its chunk: (T,)."""
+        lengths = np.asarray(self._chunk_lengths if self.chunk else self.item_lengths, dtype=np.int64)
+        return _ranges(np.zeros_like(lengths), lengths)
+
+    def token_frames(self) -> IntArray:
+        """Return the frame in the middle of each token's window, every second frame of a clip: (T,)."""
         frames = np.asarray(self.inputs.rows, dtype=np.int64)
         starts = np.cumsum(frames) - frames
-        num_tokens = np.asarray(self.packing.lengths, dtype=np.int64)
-        return torch.from_numpy(_ranges(starts, num_tokens, step=2)).to(self.device)
+        return _ranges(starts, np.asarray(self.item_lengths, dtype=np.int64), step=2)
 
-    @cached_property
-    def frame_bounds(self) -> tuple[Tensor, Tensor]:
-        """Indices of the first and of the last frame of all that convolutions see at once: of clips, or of chunks."""
+    def frame_bounds(self) -> tuple[IntArray, IntArray]:
+        """Return the first and the last frame of all that convolutions see at once: of clips, or of chunks."""
         pieces = _cut(self.inputs.rows, 2 * self.chunk) if self.chunk else self.inputs.rows
         lengths = np.asarray([frames for frames in pieces if frames], dtype=np.int64)
         ends = np.cumsum(lengths)
-        return torch.from_numpy(ends - lengths).to(self.device), torch.from_numpy(ends - 1).to(self.device)
+        return ends - lengths, ends - 1
 
-    def order_tokens(self, hidden: Tensor, tokens_per_feature: int) -> Tensor:
-        """Leave out the tokens at the end of a clip that fill no feature; see `EncoderContext.order_tokens`."""
-        lengths = np.asarray(self.packing.lengths, dtype=np.int64)
+    def token_order(self, tokens_per_feature: int) -> IntArray | None:
+        """Leave out the tokens at the end of a clip that fill no feature; see `EncoderContext.token_order`."""
+        lengths = np.asarray(self.item_lengths, dtype=np.int64)
         if not (lengths % tokens_per_feature).any():
-            return hidden
+            return None
         num_used = lengths - lengths % tokens_per_feature
         starts = np.cumsum(lengths) - lengths
-        used = _ranges(starts, num_used)
-        return hidden.index_select(0, torch.from_numpy(used).to(self.device))
+        return _ranges(starts, num_used)
+
+    def tables(self, compute: Callable[[], HostTables]) -> Mapping[str, Tensor]:
+        """See `EncoderContext.tables`."""
+        return brought_or_computed(self.inputs.tables, compute, self.device)
+
+    def index_tables(self) -> HostTables:
+        """See `EncoderContext`: blocks need none."""
+        return {}
 
 
 class AudioEmbed(nn.Module):
@@ -101,7 +124,7 @@ class AudioEmbed(nn.Module):
         """Build the layer that `shape` describes; its weights are uninitialized."""
         super().__init__()
         self.longest_clip_frames = settings.longest_clip_frames
-        self.activation = factory.activation_function(settings.activation)
+        self.activation = settings.activation
         conv1_width, conv2_width = _KERNEL_SIZE * shape.mel_bins, _KERNEL_SIZE * shape.hidden
         self.conv1 = nn.Linear(conv1_width, shape.hidden, bias=shape.linear_bias, dtype=factory.dtype)
         self.conv2 = nn.Linear(conv2_width, shape.hidden, bias=shape.linear_bias, dtype=factory.dtype)
@@ -111,16 +134,28 @@ class AudioEmbed(nn.Module):
 
     def forward(self, hidden: None, context: AudioContext) -> Tensor:
         """Embed log-mel frames (N, mel_bins) to tokens (N / 2, hidden)."""
-        mels = context.inputs.cells
+        mels = context.inputs.numbers(self.conv1.weight.dtype)
         assert mels is not None, "the first audio stage needs log-mel frames"
         self._check_lengths(context.inputs.rows)
-        frames = self.activation(self.conv1(_convolution_input(mels.to(self.conv1.weight.dtype), context)))
-        tokens: Tensor = self.activation(self.conv2(_convolution_input(frames, context, context.token_frames)))
+        tables = context.tables(partial(self.index_tables, context))
+        frames = activate(self.conv1(_convolution_input(mels, tables)), self.activation)
+        tokens = activate(self.conv2(_convolution_input(frames, tables, tables["token_frames"])), self.activation)
         if self.positions is not None:
-            return tokens + self.positions[context.positions]
-        num_positions = context.chunk or max(context.packing.lengths, default=0)
+            return tokens + F.embedding(tables["token_positions"], self.positions)
+        num_positions = context.chunk or max(context.item_lengths, default=0)
         table = sinusoids(num_positions, tokens.shape[1], context.device)
-        return tokens + table.to(tokens.dtype)[context.positions]
+        return tokens + table.to(tokens.dtype).index_select(0, tables["token_positions"])
+
+    def index_tables(self, context: AudioContext) -> HostTables:
+        """See `TableUser`: which frames the convolutions see, and where tokens find their positions."""
+        self._check_lengths(context.inputs.rows)
+        first_frames, last_frames = context.frame_bounds()
+        return {
+            "first_frames": first_frames,
+            "last_frames": last_frames,
+            "token_frames": context.token_frames(),
+            "token_positions": context.positions(),
+        }
 
     def _check_lengths(self, frames: tuple[int, ...]) -> None:
         longest, allowed = max(frames, default=0), self.longest_clip_frames
@@ -139,16 +174,15 @@ def sinusoids(length: int, width: int, device: torch.device) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
-def _convolution_input(frames: Tensor, context: AudioContext, centers: Tensor | None = None) -> Tensor:
+def _convolution_input(frames: Tensor, tables: Mapping[str, Tensor], centers: Tensor | None = None) -> Tensor:
     """Join each frame (of `centers`, if given) with those before and after it in its clip: (N, C) -> (M, C * 3).
 
     Beyond the ends of a clip, or of a chunk, are zeros. Features are ordered (channel, tap) like a flattened Conv1d
     weight.
     """
     zeros = frames.new_zeros(1, frames.shape[1])
-    first, last = context.frame_bounds
-    previous = torch.cat((zeros, frames))[:-1].index_fill(0, first, 0)
-    following = torch.cat((frames, zeros))[1:].index_fill(0, last, 0)
+    previous = torch.cat((zeros, frames))[:-1].index_fill(0, tables["first_frames"], 0)
+    following = torch.cat((frames, zeros))[1:].index_fill(0, tables["last_frames"], 0)
     taps = [previous, frames, following]
     if centers is not None:
         taps = [tap.index_select(0, centers) for tap in taps]

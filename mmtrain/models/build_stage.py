@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from mmtrain.models.attention import AttentionBackend, choose_backend
+from mmtrain.models.attention import AttentionBackend, choose_backend, prepare_attention
+from mmtrain.models.kernels.choice import uses_fused_kernels
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.models.parameter_specs import WeightSource, initialize_parameters, stage_param_specs
 from mmtrain.models.stage_module import BLOCK_KINDS, StageModule, StageSpec
 from mmtrain.models.unit_shape import UnitShape
+from mmtrain.recipe.encoder_settings import Activation
 from mmtrain.recipe.model_settings import ModelSettings
+from mmtrain.recipe.train_settings import KernelSetting
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory, ParallelGroups
 
-_LLM_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_tanh", "gelu": "gelu"}  # by kind of MLP
+_LLM_ACTIVATIONS: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu_tanh", "gelu": "gelu"}  # by kind of MLP
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class StageOptions:
     seed: int
     attention: Literal["auto"] | AttentionBackend = "auto"
     pretrained: WeightSource | None = None  # what it has weights for starts with those
+    kernels: KernelSetting = "auto"
 
 
 def build_stage(
@@ -39,11 +43,12 @@ def build_stage(
     """Build this rank's part of one stage, with initial weights, and with gradients off for frozen parameters.
 
     Raises:
-        UserError: the attention backend does not work here.
+        UserError: the attention backend, or fused kernels, do not work here.
     """
     from mmtrain.models.megatron import prepare_megatron
 
     prepare_megatron(options.device)
+    prepare_attention(options.device)
     factory = _layer_factory(settings, shape.unit(spec.unit), spec, groups, options)
     stage = StageModule(settings, shape, spec, factory)
     param_specs = stage_param_specs(stage, spec.unit, groups.tp_size)
@@ -73,8 +78,9 @@ def _layer_factory(
         norm_eps=norm_eps,
         groups=groups,
         dtype=options.dtype,
-        attention=choose_backend(options.attention, options.device, options.dtype),
+        attention=choose_backend(options.attention, options.device, options.dtype, block.head_dim),
         sequence_parallel=spec.sequence_parallel and groups.tp_size > 1,
+        fused_kernels=uses_fused_kernels(options.kernels, options.device),
         query_scale=query_scale,
     )
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmtrain.models.attention import AttentionOptions, attend
+from mmtrain.models.attention import AttentionOptions, SequenceLayout, attend
 
 
 @dataclass(eq=False)
@@ -26,24 +26,26 @@ class KVCache:
     _new_tokens: "_NewTokens | None" = None  # of the current pass, the same for all blocks
 
     def attend(
-        self, block: object, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: AttentionOptions
+        self, block: object, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, options: AttentionOptions
     ) -> Tensor:
         """Cache the new tokens and let them attend to themselves and to earlier tokens of their sequence.
 
-        q (T, heads, d), k and v (T, kv_heads, d) -> (T, heads, d). `lengths` holds the number of new tokens of each of
+        q (T, heads, d), k and v (T, kv_heads, d) -> (T, heads, d). `layout` holds the number of new tokens of each of
         the S sequences: the whole prompt in the first pass, one token in every later pass, which is text. Further
-        entries of `lengths` are padding, whose result is zero.
+        sequences of it are padding, whose result is zero.
         """
         num_sequences = len(self.cached_lengths)
-        num_padding = sum(lengths[num_sequences:])
-        lengths = lengths[:num_sequences]
+        num_padding = sum(layout.lengths[num_sequences:])
         num_tokens = len(q) - num_padding
         q, k, v = (x[:num_tokens] for x in (q, k, v))
         if self._new_tokens is None:
-            self._new_tokens = _NewTokens.of(self.cached_lengths, lengths, q.device)
+            unpadded = SequenceLayout(layout.lengths[:num_sequences], layout.spans)
+            self._new_tokens = _NewTokens.of(self.cached_lengths, unpadded, q.device)
         keys, values = self._store(block, k, v)
-        is_first_pass = not any(self.cached_lengths)
-        out = attend(q, k, v, lengths, options) if is_first_pass else self._attend_to_cache(q, keys, values, options)
+        if any(self.cached_lengths):
+            out = self._attend_to_cache(q, keys, values, options)
+        else:
+            out = attend(q, k, v, self._new_tokens.layout, options)
         return F.pad(out, (0, 0, 0, 0, 0, num_padding))
 
     def advance(self, lengths: tuple[int, ...]) -> None:
@@ -72,24 +74,27 @@ class KVCache:
         return keys, values
 
     def _attend_to_cache(self, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
-        """Let one new token of each sequence, (S, heads, d), attend to its sequence; mask unused capacity."""
+        """Let one new token of each sequence, (S, heads, d), attend to its sequence; mask unused capacity.
+
+        The heads that share keys become queries of one head, which all see the same tokens: the kernels of GPUs that
+        take a mask do not take fewer heads of keys than of queries.
+        """
         assert len(q) == len(self.cached_lengths), "after the first pass a sequence grows by one token at a time"
         assert self._new_tokens is not None
         is_visible = self._new_tokens.is_visible(options.window)
         num_positions = is_visible.shape[-1]
         k = keys[:, :num_positions].transpose(1, 2)
         v = values[:, :num_positions].transpose(1, 2)
-        is_grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(
-            q[:, :, None], k, v, attn_mask=is_visible, scale=options.scale, enable_gqa=is_grouped
-        )
-        return out[:, :, 0]
+        queries = q.view(len(q), k.shape[1], -1, q.shape[2])
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=is_visible, scale=options.scale)
+        return out.flatten(1, 2)
 
 
 @dataclass(frozen=True)
 class _NewTokens:
     """Where the new tokens of a pass belong. Built once for all blocks: each copy to the device may have to wait."""
 
+    layout: SequenceLayout  # the new tokens of each sequence
     sequence: Tensor  # (T,) index of the token's sequence
     position: Tensor  # (T,) position of the token in its sequence
     ends: Tensor  # (S, 1) number of tokens of each sequence after the pass
@@ -107,14 +112,14 @@ class _NewTokens:
         return self._masks[window]
 
     @classmethod
-    def of(cls, cached_lengths: tuple[int, ...], new_lengths: tuple[int, ...], device: torch.device) -> "_NewTokens":
+    def of(cls, cached_lengths: tuple[int, ...], layout: SequenceLayout, device: torch.device) -> "_NewTokens":
         sequence: list[int] = []
         position: list[int] = []
-        for i, (cached, new) in enumerate(zip(cached_lengths, new_lengths, strict=True)):
+        for i, (cached, new) in enumerate(zip(cached_lengths, layout.lengths, strict=True)):
             sequence += [i] * new
             position += range(cached, cached + new)
-        ends = [cached + new for cached, new in zip(cached_lengths, new_lengths, strict=True)]
+        ends = [cached + new for cached, new in zip(cached_lengths, layout.lengths, strict=True)]
         sequences, positions, stops = (
             torch.tensor(column, dtype=torch.int64).to(device) for column in (sequence, position, ends)
         )
-        return cls(sequences, positions, stops[:, None], max(position, default=-1) + 1)
+        return cls(layout, sequences, positions, stops[:, None], max(position, default=-1) + 1)

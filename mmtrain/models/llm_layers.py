@@ -5,14 +5,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmtrain.models.attention import RotaryTables, axis_rotary_tables, rotary_frequencies, rotary_tables
+from mmtrain.models.attention import SequenceLayout
+from mmtrain.models.index_tables import HostTables, brought_or_computed
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
-from mmtrain.models.rotary_scaling import rotary_amplitude
+from mmtrain.models.rotary_positions import RotaryTables, Rotation, look_up_rotations, rotate_by_axes
 from mmtrain.models.stage_inputs import RowMix, TextInput
 from mmtrain.recipe.llm_settings import LlmSettings
 
@@ -36,18 +38,47 @@ class TextContext:
     @cached_property
     def packing(self) -> PackedSequences:
         """Sequences with rotary positions: those of the input, or from 0, or from where the cached tokens end."""
-        lengths, kv_cache = self.inputs.lengths, self.inputs.kv_cache
-        starts = None if kv_cache is None else kv_cache.cached_lengths
-        base, scaling = self.settings.rope_base, self.settings.rope_scaling
+        rotation = Rotation(self.head_dim, self.settings.rope_base, self.settings.rope_scaling)
         sections, position_ids = self.settings.rope_sections, self.inputs.position_ids
         if sections is None or position_ids is None:  # in text alone the three positions are one
-            rope = rotary_tables(lengths, self.head_dim, base, self.dtype, self.device, starts, scaling)
+            rope = self._rotate(rotation)
         else:
-            frequencies = rotary_frequencies(self.head_dim, base, scaling)
-            axes = rotary_axes(sections, self.settings.rope_interleaved)
-            amplitude = rotary_amplitude(scaling)
-            rope = axis_rotary_tables(position_ids.to(self.device), axes, frequencies, self.dtype, amplitude)
-        return PackedSequences(lengths, rope, kv_cache, spans=self.inputs.image_spans)
+            axes = tuple(rotary_axes(sections, self.settings.rope_interleaved))
+            rope = rotate_by_axes(position_ids, axes, rotation, self.dtype)
+        return PackedSequences(self._layout, rope, self.inputs.kv_cache)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences; a stage without blocks has no tables for their `packing`."""
+        return self._layout.num_tokens
+
+    @cached_property
+    def _layout(self) -> SequenceLayout:
+        return SequenceLayout(self.inputs.lengths, self.inputs.image_spans, "sequences", self.inputs.tables)
+
+    def block_layout(self, layer: LayerShape) -> SequenceLayout:
+        """Return the sequences inside which the tokens attend in a block: the same in all."""
+        return self._layout
+
+    def index_tables(self) -> HostTables:
+        """Compute the position of each token in its sequence, (T,), which rotates it unless the input has others."""
+        if self.settings.rope_sections is not None and self.inputs.position_ids is not None:
+            return {}
+        lengths = np.asarray(self.inputs.lengths, dtype=np.int32)
+        firsts = np.cumsum(lengths, dtype=np.int32) - lengths - np.asarray(self._starts, dtype=np.int32)
+        return {"rotary_positions": np.arange(lengths.sum(), dtype=np.int32) - np.repeat(firsts, lengths)}
+
+    @property
+    def _starts(self) -> tuple[int, ...]:
+        """The position of the first token of each sequence, behind the cached ones."""
+        kv_cache = self.inputs.kv_cache
+        return (0,) * len(self.inputs.lengths) if kv_cache is None else kv_cache.cached_lengths
+
+    def _rotate(self, rotation: Rotation) -> RotaryTables:
+        """Return the rotations of all tokens by their places in their sequences."""
+        stops = (start + length for start, length in zip(self._starts, self.inputs.lengths, strict=True))
+        tables = brought_or_computed(self.inputs.tables, self.index_tables, self.device)
+        return look_up_rotations(tables["rotary_positions"], max(stops, default=0), rotation, self.dtype)
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
         """Each sequence is one, in every block; some blocks attend inside a sliding window."""
@@ -60,10 +91,9 @@ class TextContext:
     @cached_property
     def _window_rope(self) -> RotaryTables:
         """Rotary positions of blocks with a window, where they have a base of their own."""
-        base, kv_cache = self.settings.window_rope_base, self.inputs.kv_cache
+        base = self.settings.window_rope_base
         assert base is not None, "`block_packing` asks for it only then"
-        starts = None if kv_cache is None else kv_cache.cached_lengths
-        return rotary_tables(self.inputs.lengths, self.head_dim, base, self.dtype, self.device, starts)
+        return self._rotate(Rotation(self.head_dim, base))
 
 
 def rotary_axes(sections: tuple[int, ...], interleaved: bool) -> list[int]:
@@ -127,6 +157,15 @@ def _mix(rows: Tensor, mix: RowMix) -> Tensor:
     return mixed
 
 
+def _sum_by_source(losses: Tensor, inputs: TextInput) -> Tensor:
+    """Sum the losses (N,) of all targets, or those of each source: a scalar or (sources,)."""
+    if inputs.target_sources is None:
+        return losses.sum()
+    sources = torch.arange(inputs.num_sources, device=losses.device)
+    # Not `index_add`, which adds in any order on a GPU. A loss that is not finite stays with its source.
+    return torch.where(inputs.target_sources == sources[:, None], losses, 0.0).sum(dim=1)
+
+
 class Head(nn.Module):
     """Last norm, projection to the vocabulary, and the loss."""
 
@@ -144,7 +183,7 @@ class Head(nn.Module):
         self._tied = (tied,)
 
     def forward(self, hidden: Tensor, context: TextContext) -> Tensor:
-        """Sum the losses of the tokens (T, hidden) whose label is not -100: a scalar in fp32.
+        """Sum the losses of the tokens (T, hidden) whose label is not -100: a scalar in fp32, or one for each source.
 
         Under sequence parallelism `hidden` is this rank's shard of the tokens; each rank returns the total sum.
         """
@@ -155,7 +194,8 @@ class Head(nn.Module):
         normed = self._rows_with_targets(hidden, rows)
         (tied,) = self._tied
         weight: Tensor = self.output.weight if tied is None else tied.table.weight  # type: ignore[assignment]
-        return self.factory.loss_of_targets(normed, weight, labels.index_select(0, rows), self.vocab_size)
+        losses = self.factory.losses_of_targets(normed, weight, labels.index_select(0, rows), self.vocab_size)
+        return _sum_by_source(losses, context.inputs)
 
     def _rows_with_targets(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Select rows of hidden (T, hidden), or of the shards of all ranks, and normalize them: (N, hidden)."""

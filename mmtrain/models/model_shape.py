@@ -10,6 +10,7 @@ from mmtrain.models.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.freezing import mark_frozen
 from mmtrain.models.generator_shapes import generator_layers
 from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape, adaptable_linears, num_pieces
+from mmtrain.models.loss_chunks import LossSizes
 from mmtrain.models.unit_shape import UnitShape
 from mmtrain.recipe.llm_settings import LlmSettings
 from mmtrain.recipe.schema import Recipe
@@ -17,6 +18,7 @@ from mmtrain.recipe.schema import Recipe
 __all__ = [
     "BLOCK_PIECES",
     "LayerShape",
+    "LossSizes",
     "ModelEdge",
     "ModelShape",
     "UnitShape",

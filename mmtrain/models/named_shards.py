@@ -6,6 +6,8 @@ from torch import Tensor
 
 from mmtrain.models.parameter_specs import ParamSpec
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam; a shard of one is named like its parameter, with `#` and this
+
 
 @dataclass(frozen=True)
 class NamedShard:

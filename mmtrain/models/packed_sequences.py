@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import torch.nn.functional as F
 
-from mmtrain.models.attention import RotaryTables, Spans
+from mmtrain.models.attention import SequenceLayout
 from mmtrain.models.kv_cache import KVCache
+from mmtrain.models.rotary_positions import RotaryTables
 
 
 @dataclass(frozen=True)
@@ -16,17 +17,21 @@ class PackedSequences:
     Blocks pass it to Megatron-core as `packed_seq_params`.
     """
 
-    lengths: tuple[int, ...]  # tokens of each sequence
+    layout: SequenceLayout
     rope: RotaryTables | None = None  # rotary positions; None for models without them
     kv_cache: KVCache | None = None  # earlier tokens of the same sequences, while the model generates
     window: int = 0  # tokens that a token of a causal block attends to, itself and earlier ones; 0: all
-    spans: Spans = ()  # of tokens that see each other in both directions in causal blocks
     qkv_format: ClassVar[str] = "thd"  # Megatron-core's name for packed tokens; it reads this attribute
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the tokens of each sequence."""
+        return self.layout.lengths
 
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens of all sequences together."""
-        return sum(self.lengths)
+        return self.layout.num_tokens
 
     def padded(self, num_rows: int) -> "PackedSequences":
         """Append a sequence of `num_rows` padding tokens, which the other sequences do not attend to."""
@@ -37,4 +42,4 @@ class PackedSequences:
         if rope is not None:
             cos, sin = rope
             rope = F.pad(cos, (0, 0, 0, 0, 0, num_rows)), F.pad(sin, (0, 0, 0, 0, 0, num_rows))
-        return replace(self, lengths=(*self.lengths, num_rows), rope=rope)
+        return replace(self, layout=self.layout.padded(num_rows), rope=rope)

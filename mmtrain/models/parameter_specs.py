@@ -8,6 +8,7 @@ each rank, so its full view is (2, ffn, hidden), split along dimension 1.
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,8 @@ from mmtrain.models.stage_module import StageModule
 _OUTPUT_PROJECTIONS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
 _LAYER_SCALES = ("self_attn_bda", "mlp_bda")
 _CONVOLUTIONS = ("conv1", "conv2")
+MAX_ELEMENTS_DRAWN_AT_ONCE = 2**20  # larger parameters are drawn in blocks: 9 ms of a core for a million numbers
+MAX_DRAWS = 64  # blocks of a parameter; the largest power of two up to this that divides its split dimension
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,12 @@ def initialize_parameters(
 ) -> None:
     """Set every parameter to its initial values, which are the same for any mesh and any split into stages.
 
-    Parameters that `pretrained` has no weights for are drawn. Each shard is cut from a full tensor drawn under the seed
-    and the parameter's name. Weights are normal with standard deviation 1 / sqrt(fan-in) (LeCun; for embedding tables
-    1 / sqrt(width)), divided by sqrt(2 * blocks) for projections into the residual stream (GPT-2). Norms and layer
-    scales are 1; biases and the weights of zero-centered norms are 0, and so is an adapter's second matrix, so that a
-    new adapter changes nothing. At a width of 2,500 this gives GPT-2's 0.02; a fixed 0.02 would make the outputs of
-    narrow models vanish.
+    Parameters that `pretrained` has no weights for are drawn under the seed and the parameter's name, large ones block
+    by block, so that a rank draws its own shard and not the whole tensor. Weights are normal with standard deviation
+    1 / sqrt(fan-in) (LeCun; for embedding tables 1 / sqrt(width)), divided by sqrt(2 * blocks) for projections into the
+    residual stream (GPT-2). Norms and layer scales are 1; biases and the weights of zero-centered norms are 0, and so
+    is an adapter's second matrix, so that a new adapter changes nothing. At a width of 2,500 this gives GPT-2's 0.02; a
+    fixed 0.02 would make the outputs of narrow models vanish.
     """
     num_blocks = sum(layer.heads > 0 for layer in stage.shape.layers)
     with torch.no_grad():
@@ -100,20 +103,59 @@ def initialize_parameters(
             spec = specs[name]
             if pretrained is not None and pretrained.fill(param, spec, tp_rank, tp):
                 continue
-            is_zero_centered = getattr(param, "zero_centered", False)
-            full = torch.zeros(spec.full_shape) if is_zero_centered else _initial_values(spec, seed, num_blocks)
-            param.copy_(tp_shard(full, spec, tp_rank, tp).reshape(param.shape))
+            if getattr(param, "zero_centered", False):
+                param.zero_()
+            else:
+                param.copy_(_initial_shard(spec, seed, num_blocks, tp_rank, tp).reshape(param.shape))
 
 
-def _initial_values(spec: ParamSpec, seed: int, num_blocks: int) -> Tensor:
+def _initial_shard(spec: ParamSpec, seed: int, num_blocks: int, tp_rank: int, tp: int) -> Tensor:
     *_, module, kind = spec.name.split(".")
     if kind == "bias" or (module, kind) == ("lora", "b"):
-        return torch.zeros(spec.full_shape)
+        return torch.zeros(spec.local_shape(tp))
     if "norm" in module or module in _LAYER_SCALES:
-        return torch.ones(spec.full_shape)
+        return torch.ones(spec.local_shape(tp))
     fan_in_dim = 1 if module in _CONVOLUTIONS else -1
     std = spec.full_shape[fan_in_dim] ** -0.5
     if spec.name.endswith(_OUTPUT_PROJECTIONS):
         std /= math.sqrt(2 * num_blocks)
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{spec.name}".encode()))
-    return torch.empty(spec.full_shape).normal_(std=std, generator=generator)
+    return _draw_shard(spec, std, seed, tp_rank, tp)
+
+
+def _draw_shard(spec: ParamSpec, std: float, seed: int, tp_rank: int, tp: int) -> Tensor:
+    """Draw rank `tp_rank`'s shard of the full view, in fp32; on several threads, where torch has them."""
+    dim = spec.dim or 0
+    length = spec.full_shape[dim]
+    lo, hi = (0, length) if spec.dim is None else (tp_rank * length // tp, (tp_rank + 1) * length // tp)
+    num_draws = _num_draws(spec)
+    step = length // num_draws
+    shard = torch.empty(spec.local_shape(tp))
+
+    def draw(number: int) -> None:
+        shape = tuple(step if i == dim else size for i, size in enumerate(spec.full_shape))
+        name = spec.name if num_draws == 1 else f"{spec.name}:{number}"
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        values = torch.empty(shape).normal_(std=std, generator=generator)
+        first, end = max(lo, number * step), min(hi, (number + 1) * step)
+        shard.narrow(dim, first - lo, end - first).copy_(values.narrow(dim, first - number * step, end - first))
+
+    numbers = range(lo // step, -(-hi // step))
+    if len(numbers) == 1 or torch.get_num_threads() == 1:
+        for number in numbers:
+            draw(number)
+        return shard
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        for _ in threads.map(draw, numbers):  # raises what a thread raised
+            pass
+    return shard
+
+
+def _num_draws(spec: ParamSpec) -> int:
+    """Return in how many equal blocks, along the dimension that is split, a parameter is drawn: a power of two.
+
+    It depends on the whole tensor only, so every layout draws the same numbers. One block is drawn as the whole tensor
+    was before there were blocks: small models keep their weights.
+    """
+    if math.prod(spec.full_shape) <= MAX_ELEMENTS_DRAWN_AT_ONCE:
+        return 1
+    return math.gcd(spec.full_shape[spec.dim or 0], MAX_DRAWS)

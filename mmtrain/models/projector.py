@@ -1,11 +1,18 @@
 """The projector: the last layer of every encoder, which maps its tokens to features of the LLM's width."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmtrain.models.attention import SequenceLayout
+from mmtrain.models.index_tables import HostTables
+from mmtrain.models.kernels.activations import activate
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.recipe.encoder_settings import EncoderSettings
@@ -14,24 +21,40 @@ if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory
 
 
+IntArray = npt.NDArray[np.int64]
+
+
 class EncoderContext(Protocol):
     """What the layers of an encoder need to know about one microbatch of items (images, clips)."""
 
     @property
-    def packing(self) -> PackedSequences:
-        """Each item is a sequence of its own."""
+    def item_lengths(self) -> tuple[int, ...]:
+        """Tokens of each item."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all items; a stage without blocks has no tables for their `block_packing`."""
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
-        """Return the sequences inside which the tokens attend in a block: items, or parts of them."""
+        """Return how tokens are packed in a block: inside items, or inside parts of them, they attend to each other."""
 
-    def order_tokens(self, hidden: Tensor, tokens_per_feature: int) -> Tensor:
-        """Drop extra tokens (class tokens) and order the others so that tokens of one feature are neighbors.
+    def block_layout(self, layer: LayerShape) -> SequenceLayout:
+        """Return the sequences of `block_packing`, without what depends on the device."""
 
-        hidden (T, width) -> (F * tokens_per_feature, width).
+    def token_order(self, tokens_per_feature: int) -> IntArray | None:
+        """Return the places of tokens so ordered that those of one feature are neighbors; None if they are already.
+
+        Extra tokens (class tokens) are left out: (F * tokens_per_feature,) places in [0, T).
 
         Raises:
             DataError: `tokens_per_feature` does not divide the tokens of an item.
         """
+
+    def tables(self, compute: Callable[[], HostTables]) -> Mapping[str, Tensor]:
+        """Return index tables on the device: those that came with the microbatch, else those that `compute` returns."""
+
+    def index_tables(self) -> HostTables:
+        """Compute on the host the index tables that blocks need."""
 
 
 class DeepStackProjector(nn.Module):
@@ -41,14 +64,14 @@ class DeepStackProjector(nn.Module):
         """Build the part of the projector that `shape` describes; its weights are uninitialized."""
         super().__init__()
         merged_width = shape.hidden * shape.joins
-        self.activation = factory.activation_function(settings.projector.activation)
+        self.activation = settings.projector.activation
         self.norm = factory.projector_norm(shape, merged_width, eps=None)
         self.linear_1 = factory.column_linear(merged_width, shape.ffn, bias=shape.linear_bias)
         self.linear_2 = factory.row_linear(shape.ffn, shape.out, bias=shape.linear_bias)
 
     def forward(self, merged: Tensor) -> Tensor:
         """Map merged tokens (F, merged width) to features (F, llm_hidden)."""
-        inner: Tensor = self.activation(self.linear_1(self.norm(merged))[0])
+        inner = activate(self.linear_1(self.norm(merged))[0], self.activation)
         out: Tensor = self.linear_2(inner)[0]
         return out
 
@@ -71,7 +94,7 @@ class Projector(nn.Module):
         self.keeps_all_tokens = settings.kept_extra_tokens > 0  # then none are merged either
         self.pools = shape.pools
         self.pools_before_norm = settings.pools_before_norm
-        self.activation = factory.activation_function(settings.projector.activation)
+        self.activation = settings.projector.activation
         merged_width = shape.hidden if shape.pools else shape.hidden * shape.joins
         self.post_norm = factory.norm(shape.hidden) if settings.has_post_norm else None
         self.norm: nn.Module | None = None
@@ -108,20 +131,32 @@ class Projector(nn.Module):
         if self.is_linear:
             only: Tensor = self.linear(features)[0]
             return only
-        inner: Tensor = self.activation(self.linear_1(features)[0])
+        inner = activate(self.linear_1(features)[0], self.activation)
         out: Tensor = self.linear_2(inner)[0]
         return out
 
     def _with_newlines(self, features: Tensor, context: EncoderContext) -> Tensor:
         """Put the newline behind the features of each item: (F, width) -> (F + items, width)."""
         assert self.newline is not None
-        lengths = torch.tensor(context.packing.lengths, dtype=torch.int64)
-        ends = ((lengths - self.dropped_tokens) // self.tokens_per_feature).cumsum(0) + torch.arange(len(lengths))
-        is_feature = torch.ones(len(features) + len(lengths), dtype=torch.bool)
-        is_feature[ends] = False
-        places = is_feature.nonzero().flatten().to(features.device)
         newline = F.pad(self.newline, (0, features.shape[1] - len(self.newline)))
-        return newline.expand(len(is_feature), -1).index_copy(0, places, features)
+        num_rows = len(features) + len(context.item_lengths)
+        return newline.expand(num_rows, -1).index_copy(0, self._tables(context)["feature_places"], features)
+
+    def index_tables(self, context: EncoderContext) -> HostTables:
+        """See `TableUser`: how tokens are ordered, and where features stand among newlines."""
+        tables: HostTables = {}
+        order = None if self.keeps_all_tokens else context.token_order(self.tokens_per_feature)
+        if order is not None:
+            tables["token_order"] = order
+        if self.newline is not None:
+            lengths = np.asarray(context.item_lengths, dtype=np.int64)
+            num_features = (lengths - self.dropped_tokens) // self.tokens_per_feature
+            item = np.repeat(np.arange(len(lengths)), num_features)
+            tables["feature_places"] = np.arange(len(item)) + item  # one newline behind each item before
+        return tables
+
+    def _tables(self, context: EncoderContext) -> Mapping[str, Tensor]:
+        return context.tables(partial(self.index_tables, context))
 
     def _merge_last(self, hidden: Tensor, context: EncoderContext) -> Tensor:
         """Merge the last block's tokens (T, hidden) to (F, merged width), behind the last norm."""
@@ -134,8 +169,9 @@ class Projector(nn.Module):
 
     def _merge(self, hidden: Tensor, context: EncoderContext) -> Tensor:
         """Average the tokens of each feature, or put them side by side: (T, hidden) -> (F, merged width)."""
-        if not self.keeps_all_tokens:
-            hidden = context.order_tokens(hidden, self.tokens_per_feature)
+        order = self._tables(context).get("token_order")
+        if order is not None:
+            hidden = hidden.index_select(0, order)
         if not self.pools:
             return hidden.reshape(-1, hidden.shape[1] * self.tokens_per_feature)
         num_features = len(hidden) // self.tokens_per_feature

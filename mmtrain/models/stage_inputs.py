@@ -3,13 +3,16 @@
 Every rank of the unit knows the lengths; it has the payload (cells, ids, labels) only where its stage needs it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from mmtrain.models.attention import Spans
 from mmtrain.models.kv_cache import KVCache
+from mmtrain.models.pixel_scale import PixelScale
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,16 @@ class EncoderInput:
     rows: tuple[int, ...]  # (I,)
     cols: tuple[int, ...]  # (I,)
     cells: Tensor | None = None  # (N, `EncoderSettings.cell_features`), row by row; first stage only
+    scale: PixelScale | None = None  # of cells that are bytes
+    blank_cells: tuple[tuple[int, int], ...] = ()  # [start, stop) of cells that are zeros whatever their bytes
+    tables: Mapping[str, Tensor] | None = None  # `StageModule.host_tables`; None: computed in the forward, and copied
+
+    def numbers(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the cells as numbers, normalized if they came as bytes."""
+        if self.cells is None or self.cells.dtype != torch.uint8:
+            return None if self.cells is None else self.cells.to(dtype)
+        assert self.scale is not None, "bytes say nothing without their scale"
+        return self.scale.normalize(self.cells, self.blank_cells).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,10 @@ class TextInput:
     image_spans: Spans = ()  # of tokens of one image each, for models in which these see each other
     # (N,) int64 places of the labels that are not -100, so that the host need not ask the device; None: found there.
     target_positions: Tensor | None = None
+    # (N,) int64 the source of each of these labels, so that losses are summed by source; None: all are summed.
+    target_sources: Tensor | None = None
+    num_sources: int = 1
+    tables: Mapping[str, Tensor] | None = None  # `StageModule.host_tables`; None: computed in the forward, and copied
 
 
 UnitInput: TypeAlias = EncoderInput | TextInput

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmtrain.models.deepstack import carry_on, join_rows, split_rows
 from mmtrain.models.encoder_modules import ENCODER_MODULES
+from mmtrain.models.index_tables import HostTables, TableUser
 from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape
 from mmtrain.models.llm_layers import Embedding, Head, TextContext
 from mmtrain.models.model_shape import ModelShape
@@ -97,8 +98,8 @@ class StageModule(nn.Module):
 
         Returns:
             Hidden states (T, hidden); an encoder's last stage returns features (F, llm_hidden), the LLM's last stage
-            the sum of the token losses, a scalar in fp32. Under sequence parallelism hidden states are this rank's
-            ceil(T / tp) rows, at both ends.
+            the sum of the token losses, a scalar in fp32, or one for each source. Under sequence parallelism hidden
+            states are this rank's ceil(T / tp) rows, at both ends.
         """
         return self.run(self.context(inputs, features or {}), hidden, self.indices)
 
@@ -108,7 +109,7 @@ class StageModule(nn.Module):
         is_unit_output = layers.stop == len(self.shape.layers)
         if not self.factory.sequence_parallel or is_unit_output:
             return out
-        num_tokens = context.packing.num_tokens
+        num_tokens = context.num_tokens
         if not num_tokens:
             return out[:0]
         return self._redistribute(out, is_sharded, shard=True, num_tokens=num_tokens)
@@ -144,7 +145,7 @@ class StageModule(nn.Module):
         out, is_sharded = self._run_layers(self.indices[:-1], hidden, context)
         if not self.factory.sequence_parallel:
             return self._head().logits(out)
-        num_tokens = context.packing.num_tokens
+        num_tokens = context.num_tokens
         shard = self._redistribute(out, is_sharded, shard=True, num_tokens=num_tokens)
         return self._head().logits(shard)[:num_tokens]
 
@@ -159,7 +160,7 @@ class StageModule(nn.Module):
         out, is_sharded = self._run_layers(self.indices[:-1], hidden, context)
         # Project the last token of each sequence only: the vocabulary's GEMM is the widest of the model.
         last_tokens = torch.tensor([*itertools.accumulate(inputs.lengths)], dtype=torch.int64, device=out.device) - 1
-        all_rows = self._redistribute(out, is_sharded, shard=False, num_tokens=context.packing.num_tokens)
+        all_rows = self._redistribute(out, is_sharded, shard=False, num_tokens=context.num_tokens)
         rows = all_rows.index_select(0, last_tokens)
         rows = self._redistribute(rows, False, shard=self.factory.sequence_parallel, num_tokens=len(rows))
         return self._head().greedy_tokens(rows, vocab_size)[: len(last_tokens)]
@@ -173,6 +174,25 @@ class StageModule(nn.Module):
         modality = self._settings.all_encoders[self.unit].modality
         return ENCODER_MODULES[modality].context(inputs, self.shape, self.factory.dtype, device)
 
+    def host_tables(self, inputs: UnitInput) -> HostTables:
+        """Compute, on the host, the index tables that the stage's layers need of a microbatch with these lengths.
+
+        They belong into the `tables` of its input, on the device. Any thread may call this.
+        """
+        context = self.context(replace(inputs, tables=None), {})
+        shapes = [self.shape.layers[index] for index in self.indices]
+        layouts = {layout.name: layout for layout in map(context.block_layout, filter(_is_block, shapes))}
+        tables = context.index_tables() if layouts else {}
+        for layout in layouts.values():
+            num_tokens = layout.num_tokens
+            num_padding_rows = self.factory.num_padding_rows(num_tokens) if self.factory.sequence_parallel else 0
+            run_layout = layout.padded(num_padding_rows) if num_padding_rows else layout
+            tables |= run_layout.host_tables(self.factory.attention)
+        for layer in self.layers.values():
+            if isinstance(layer, TableUser):
+                tables |= layer.index_tables(context)
+        return tables
+
     def _head(self) -> Head:
         last = self.indices[-1]
         head = self.layers[str(last)]
@@ -181,7 +201,7 @@ class StageModule(nn.Module):
 
     def _run_layers(self, indices: Iterable[int], hidden: Tensor | None, context: StageContext) -> tuple[Tensor, bool]:
         """Run layers; return the output of the last one, and whether it is this rank's shard of the tokens."""
-        num_tokens = context.packing.num_tokens
+        num_tokens = context.num_tokens
         sequence_parallel = self.factory.sequence_parallel
         num_padding_rows = self.factory.num_padding_rows(num_tokens) if sequence_parallel else 0
         packings: dict[tuple[int, ...], PackedSequences] = {}  # by what blocks may differ in: their windows
@@ -244,3 +264,7 @@ class StageModule(nn.Module):
                 return Head(layer, self.factory, self._settings.llm.vocab, tied_embedding)
             case _:
                 raise AssertionError(f"{layer.kind} can only be planned; `require_runnable` rejects such recipes")
+
+
+def _is_block(shape: LayerShape) -> bool:
+    return shape.kind in BLOCK_KINDS

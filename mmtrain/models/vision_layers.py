@@ -5,20 +5,24 @@ the model has one. With window attention the patches of an image are ordered win
 packed sequences too.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import isqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmtrain.errors import DataError
-from mmtrain.models.attention import RotaryTables, axis_rotary_tables, rotary_frequencies
+from mmtrain.models.attention import SequenceLayout
+from mmtrain.models.index_tables import HostTables, brought_or_computed
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
+from mmtrain.models.rotary_positions import RotaryTables, Rotation, look_up_rotations
 from mmtrain.models.stage_inputs import EncoderInput
 from mmtrain.recipe.vision_settings import VisionSettings
 
@@ -41,15 +45,28 @@ class VisionContext:
     window_side: int = 0  # in patches, if some blocks attend inside windows; else 0
     dtype: torch.dtype = torch.float32  # of the rotation
 
-    @cached_property
-    def packing(self) -> PackedSequences:
-        """Each image is a sequence of its own."""
+    @property
+    def item_lengths(self) -> tuple[int, ...]:
+        """See `EncoderContext`."""
         areas = (rows * cols for rows, cols in zip(self.inputs.rows, self.inputs.cols, strict=True))
-        return PackedSequences(tuple(area + self.extra_tokens for area in areas), self._rotation)
+        return tuple(area + self.extra_tokens for area in areas)
+
+    @property
+    def num_tokens(self) -> int:
+        """See `EncoderContext`."""
+        return self._item_layout.num_tokens
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
         """Each image is a sequence, or each window of an image is one."""
-        return self._window_packing if layer.window_side else self.packing
+        return PackedSequences(self.block_layout(layer), self._rotation)
+
+    def block_layout(self, layer: LayerShape) -> SequenceLayout:
+        """See `EncoderContext`."""
+        return self._window_layout if layer.window_side else self._item_layout
+
+    @cached_property
+    def _item_layout(self) -> SequenceLayout:
+        return SequenceLayout(self.item_lengths, (), "items", self.inputs.tables)
 
     @cached_property
     def patches(self) -> "PatchGrid":
@@ -62,38 +79,45 @@ class VisionContext:
         return self.patches.order_by_squares(self.window_side) if self.window_side else None
 
     @cached_property
-    def _window_packing(self) -> PackedSequences:
-        assert self.window_order is not None
-        grid, side = self.patches, self.window_side
-        windows = np.stack((grid.image, grid.row // side, grid.col // side))[:, self.window_order]
-        starts = np.flatnonzero(np.any(np.diff(windows, axis=1, prepend=-1), axis=0))
-        lengths = np.diff(np.append(starts, windows.shape[1]))
-        return PackedSequences(tuple(lengths.tolist()), self._rotation)
+    def _window_layout(self) -> SequenceLayout:
+        lengths: list[int] = []
+        for rows, cols in zip(self.inputs.rows, self.inputs.cols, strict=True):
+            heights, widths = (_cut_side(side, self.window_side) for side in (rows, cols))
+            lengths += np.outer(heights, widths).ravel().tolist()
+        return SequenceLayout(tuple(lengths), (), "windows", self.inputs.tables)
 
     @cached_property
     def _rotation(self) -> RotaryTables | None:
         """Rotations of the packed patches: the first half of the angles by the row, the second by the column."""
         if not self.rotary_width:
             return None
-        positions = np.stack((self.patches.row, self.patches.col))
-        if self.window_order is not None:
-            positions = positions[:, self.window_order]
-        frequencies = rotary_frequencies(self.rotary_width // 2, _ROTARY_BASE)
-        num_pairs = len(frequencies)
-        axes = (0,) * num_pairs + (1,) * num_pairs
-        tables = axis_rotary_tables(torch.from_numpy(positions), axes, frequencies.repeat(2), self.dtype)
-        return tables[0].to(self.device), tables[1].to(self.device)
+        rotation = Rotation(self.rotary_width // 2, _ROTARY_BASE)
+        num_positions = max((*self.inputs.rows, *self.inputs.cols), default=0)
+        by_row, by_col = (
+            look_up_rotations(positions, num_positions, rotation, self.dtype)
+            for positions in self.tables(self.index_tables)["rotary_positions"]
+        )
+        cos, sin = (torch.cat(halves, dim=-1) for halves in zip(by_row, by_col, strict=True))
+        return cos, sin
 
-    def to_device(self, index: IntArray) -> Tensor:
-        """Copy an index array to the device."""
-        return torch.from_numpy(index).to(self.device, non_blocking=True)
+    def tables(self, compute: Callable[[], HostTables]) -> Mapping[str, Tensor]:
+        """See `EncoderContext.tables`."""
+        return brought_or_computed(self.inputs.tables, compute, self.device)
 
-    def order_tokens(self, hidden: Tensor, tokens_per_feature: int) -> Tensor:
-        """Drop class tokens and bring the patches of each square together; see `EncoderContext.order_tokens`."""
+    def index_tables(self) -> HostTables:
+        """Compute the tables of blocks: row and column of every token, (2, N), if they are rotated."""
+        if not self.rotary_width:
+            return {}
+        positions = np.stack((self.patches.row, self.patches.col)).astype(np.int32)
+        order = self.window_order
+        return {"rotary_positions": positions if order is None else np.ascontiguousarray(positions[:, order])}
+
+    def token_order(self, tokens_per_feature: int) -> IntArray | None:
+        """Return the places of the patches, those of each square together; see `EncoderContext.token_order`."""
         merge = isqrt(tokens_per_feature)
         if not self.extra_tokens and not self.window_side and merge == 1:
-            return hidden
-        return hidden.index_select(0, self.to_device(self.merge_order(merge)))
+            return None
+        return self.merge_order(merge)
 
     def merge_order(self, merge: int) -> IntArray:
         """Return the places of the packed tokens, ordered by image, then by `merge` x `merge` square.
@@ -154,6 +178,11 @@ class PatchGrid:
         return np.arange(len(self.image)) + (self.image + 1) * extra_tokens
 
 
+def _cut_side(length: int, window_side: int) -> list[int]:
+    """Return the sides of the windows along a side of an image; the last may be smaller."""
+    return [min(window_side, length - start) for start in range(0, length, window_side)]
+
+
 def _neighbors(index: IntArray, length: IntArray, side: int) -> tuple[IntArray, Float32Array]:
     """Return the two neighbors among `side` places of point `index` of `length` between both ends, and their weights.
 
@@ -192,49 +221,55 @@ class PatchEmbed(nn.Module):
 
     def forward(self, hidden: None, context: VisionContext) -> Tensor:
         """Embed patches (N, features of a patch) to tokens (N + class tokens, hidden)."""
-        patches = context.inputs.cells
+        patches = context.inputs.numbers(self.proj.weight.dtype)
         assert patches is not None, "the first vision stage needs patches"
         self._check_sides(context.inputs)
-        tokens: Tensor = self._add_positions(self.proj(patches.to(self.proj.weight.dtype)), context)
+        tables = context.tables(partial(self.index_tables, context))
+        tokens: Tensor = self._add_positions(self.proj(patches), tables)
         if self.class_token is not None:
-            tokens = self._insert_class_tokens(tokens, context)
-        if context.window_order is not None:
-            tokens = tokens.index_select(0, context.to_device(context.window_order))
+            tokens = self._insert_class_tokens(tokens, len(context.inputs.rows), tables)
+        if context.window_side:
+            tokens = tokens.index_select(0, tables["window_order"])
         return tokens if self.pre_norm is None else self.pre_norm(tokens)
 
-    def _add_positions(self, tokens: Tensor, context: VisionContext) -> Tensor:
+    def index_tables(self, context: VisionContext) -> HostTables:
+        """See `TableUser`: where patches find their positions, and where they stand among class tokens and windows."""
+        self._check_sides(context.inputs)
+        grid, inputs = context.patches, context.inputs
+        tables: HostTables = {}
+        if self.row_positions is not None:
+            tables |= {"patch_rows": grid.row, "patch_cols": grid.col}
+        elif self.position_grid:
+            places, weights = grid.bilinear_corners(inputs.rows, inputs.cols, self.position_grid)
+            tables |= {"corner_places": places, "corner_weights": weights[:, :, None]}
+        elif self.grid_positions is not None:
+            tables["grid_places"] = context.extra_tokens + grid.row * self.max_side + grid.col
+        if self.class_token is not None:
+            tables["patch_places"] = grid.token_positions(1)
+        if context.window_order is not None:
+            tables["window_order"] = context.window_order
+        return tables
+
+    def _add_positions(self, tokens: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """Add the learned positions, if there are any, to the tokens of patches."""
-        grid = context.patches
+        # `F.embedding` sums the gradients of a position's patches by sorting; an index's backward takes their turns.
         if self.row_positions is not None:
             assert self.col_positions is not None
-            tokens = tokens + self.row_positions[context.to_device(grid.row)]
-            return tokens + self.col_positions[context.to_device(grid.col)]
+            tokens = tokens + F.embedding(tables["patch_rows"], self.row_positions)
+            return tokens + F.embedding(tables["patch_cols"], self.col_positions)
         if self.position_grid:
-            return tokens + self._stretched_positions(context).to(tokens.dtype)
+            assert self.grid_positions is not None
+            return tokens + _interpolate(self.grid_positions, tables).to(tokens.dtype)
         if self.grid_positions is not None:
-            position = context.extra_tokens + grid.row * self.max_side + grid.col
-            return tokens + self.grid_positions[context.to_device(position)]
+            return tokens + F.embedding(tables["grid_places"], self.grid_positions)
         return tokens
 
-    def _stretched_positions(self, context: VisionContext) -> Tensor:
-        """Interpolate the table at every patch, in fp32: (N, hidden)."""
-        assert self.grid_positions is not None
-        inputs = context.inputs
-        places, weights = context.patches.bilinear_corners(inputs.rows, inputs.cols, self.position_grid)
-        device = context.device
-        corners = [
-            self.grid_positions[context.to_device(place)] * torch.from_numpy(weight).to(device).unsqueeze(1)
-            for place, weight in zip(places, weights, strict=True)
-        ]
-        return corners[0] + corners[1] + corners[2] + corners[3]
-
-    def _insert_class_tokens(self, tokens: Tensor, context: VisionContext) -> Tensor:
+    def _insert_class_tokens(self, tokens: Tensor, num_images: int, tables: Mapping[str, Tensor]) -> Tensor:
         """Put the class token (plus its own grid position) before the patches of each image."""
         assert self.class_token is not None
         token = self.class_token if self.grid_positions is None else self.class_token + self.grid_positions[0]
-        num_images = len(context.inputs.rows)
         class_tokens = token.expand(len(tokens) + num_images, -1)
-        return class_tokens.index_copy(0, context.to_device(context.patches.token_positions(1)), tokens)
+        return class_tokens.index_copy(0, tables["patch_places"], tokens)
 
     def _check_sides(self, inputs: EncoderInput) -> None:
         longest = max((*inputs.rows, *inputs.cols), default=0)
@@ -243,6 +278,14 @@ class PatchEmbed(nn.Module):
                 f"an image is {longest} patches long, but the encoder's `max_side` is {self.max_side}: "
                 "raise max_side, or lower data.image.max_pixels (`native`) or data.image.size (`fixed`)"
             )
+
+
+def _interpolate(grid_positions: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+    """Interpolate learned positions at every patch, in fp32: (N, hidden)."""
+    places, weights = tables["corner_places"], tables["corner_weights"]
+    corners = [F.embedding(place, grid_positions) * weight for place, weight in zip(places, weights, strict=True)]
+    interpolated: Tensor = corners[0] + corners[1] + corners[2] + corners[3]
+    return interpolated
 
 
 def _table(factory: "LayerFactory", *size: int) -> nn.Parameter:

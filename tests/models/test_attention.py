@@ -10,11 +10,15 @@ from mmtrain.errors import UserError
 from mmtrain.models.attention import (
     AttentionBackend,
     AttentionOptions,
-    apply_rotary,
+    SequenceLayout,
+    Spans,
     attend,
     choose_backend,
-    rotary_tables,
+    sequence_layout,
 )
+from mmtrain.models.kernels.rotation import apply_rotary
+from mmtrain.models.rotary_positions import Rotation, look_up_rotations
+from tests.models.factory import settings, stage, text
 
 CPU = torch.device("cpu")
 
@@ -25,8 +29,10 @@ def _qkv(tokens: int, heads: int, kv_heads: int, dim: int = 8) -> list[Tensor]:
     return [torch.randn(tokens, n, dim, generator=generator).requires_grad_() for n in sizes]
 
 
-def _forward_and_gradients(qkv: list[Tensor], lengths: tuple[int, ...], options: AttentionOptions) -> list[Tensor]:
-    out = attend(qkv[0], qkv[1], qkv[2], lengths, options)
+def _forward_and_gradients(
+    qkv: list[Tensor], lengths: tuple[int, ...], options: AttentionOptions, spans: Spans = ()
+) -> list[Tensor]:
+    out = attend(qkv[0], qkv[1], qkv[2], SequenceLayout(lengths, spans), options)
     weights = torch.linspace(-1, 1, out.numel()).view_as(out)
     return [out, *torch.autograd.grad((out * weights).sum(), qkv)]
 
@@ -46,7 +52,7 @@ def test_sdpa_equals_the_reference(lengths: tuple[int, ...], mask: tuple[bool, i
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_a_token_sees_the_tokens_of_its_window_only(backend: AttentionBackend) -> None:
     q, k, v = _qkv(11, 2, 2)
-    out = attend(q, k, v, (11,), AttentionOptions(backend, True, window=4))
+    out = attend(q, k, v, SequenceLayout((11,)), AttentionOptions(backend, True, window=4))
     for token in range(11):
         (gradient,) = torch.autograd.grad(out[token].sum(), v, retain_graph=True)
         seen = gradient.abs().sum(dim=(1, 2)).nonzero().flatten().tolist()
@@ -72,9 +78,10 @@ def test_sdpa_equals_the_reference_with_spans(
 ) -> None:
     lengths, spans = packed
     qkv = _qkv(sum(lengths), *heads)
-    options = AttentionOptions("reference", True, window, spans=spans)
-    expected = _forward_and_gradients(qkv, lengths, options)
-    for got, want in zip(_forward_and_gradients(qkv, lengths, replace(options, backend="sdpa")), expected, strict=True):
+    options = AttentionOptions("reference", True, window)
+    expected = _forward_and_gradients(qkv, lengths, options, spans)
+    actual = _forward_and_gradients(qkv, lengths, replace(options, backend="sdpa"), spans)
+    for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -84,7 +91,7 @@ def test_tokens_of_a_span_see_each_other(backend: AttentionBackend, window: int)
     """The rule of Gemma 3: earlier tokens and those of the same image, of which a window hides what is far back."""
     first, last = 3, 7  # of the span
     q, k, v = _qkv(10, 2, 2)
-    out = attend(q, k, v, (10,), AttentionOptions(backend, True, window, spans=((first, last + 1),)))
+    out = attend(q, k, v, SequenceLayout((10,), ((first, last + 1),)), AttentionOptions(backend, True, window))
     for token in range(10):
         (gradient,) = torch.autograd.grad(out[token].sum(), v, retain_graph=True)
         seen = gradient.abs().sum(dim=(1, 2)).nonzero().flatten().tolist()
@@ -98,9 +105,9 @@ def test_packed_sequences_do_not_see_each_other(backend: AttentionBackend, causa
     lengths = (3, 5, 3, 1)
     options = AttentionOptions(backend, causal, window=2 if causal else 0)
     q, k, v = _qkv(12, 4, 2)
-    packed = attend(q, k, v, lengths, options)
+    packed = attend(q, k, v, SequenceLayout(lengths), options)
     alone = [
-        attend(*parts, (len(parts[0]),), options)
+        attend(*parts, SequenceLayout((len(parts[0]),)), options)
         for parts in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
     ]
     torch.testing.assert_close(packed, torch.cat(alone))
@@ -109,7 +116,7 @@ def test_packed_sequences_do_not_see_each_other(backend: AttentionBackend, causa
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_a_causal_token_attends_only_to_itself_and_earlier_tokens(backend: AttentionBackend) -> None:
     q, k, v = _qkv(4, 2, 2)
-    out = attend(q, k, v, (4,), AttentionOptions(backend, True))
+    out = attend(q, k, v, SequenceLayout((4,)), AttentionOptions(backend, True))
     torch.testing.assert_close(out[0], v[0])  # the first token sees itself alone
     (gradient,) = torch.autograd.grad(out[1].sum(), v)
     assert gradient[:2].abs().sum() > 0
@@ -126,7 +133,8 @@ def test_empty_sequences_still_have_gradients(backend: AttentionBackend, lengths
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:
-    rope = rotary_tables((6, 3), 8, 100.0, torch.float32, CPU)
+    positions = torch.tensor([*range(6), *range(3)])
+    rope = look_up_rotations(positions, 6, Rotation(8, 100.0), torch.float32)
     assert rope[0].shape == (9, 1, 4)
     x, y = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
     rotated_x, rotated_y = (apply_rotary(z.expand(9, 1, 8), rope)[:, 0] for z in (x, y))
@@ -137,11 +145,27 @@ def test_rotary_scores_depend_on_distance_alone() -> None:
 
 
 def test_auto_is_sdpa_on_a_cpu() -> None:
-    assert choose_backend("auto", CPU, torch.float32) == "sdpa"
-    assert choose_backend("reference", CPU, torch.bfloat16) == "reference"
+    assert choose_backend("auto", CPU, torch.float32, 64) == "sdpa"
+    assert choose_backend("reference", CPU, torch.bfloat16, 64) == "reference"
 
 
-@pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
+@pytest.mark.parametrize("backend", ["flash_attn_3", "flash_attn_4", "flash_attn", "varlen"])
 def test_a_backend_that_cannot_run_here_is_rejected(backend: AttentionBackend) -> None:
     with pytest.raises(UserError, match=rf"train.attention: {backend} .*CUDA.* Usable .* auto, sdpa, reference"):
-        choose_backend(backend, CPU, torch.float32)
+        choose_backend(backend, CPU, torch.float32, 64)
+
+
+@pytest.mark.parametrize("llm", [{}, {"window": 4, "full_attention_blocks": (1,), "image_attention": "bidirectional"}])
+def test_all_blocks_of_a_microbatch_share_the_layout(llm: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Index tensors are copied to the device once a microbatch, recomputed blocks included, and are not kept."""
+    calls = []
+    for name in ("_sort_by_length", "_find_span_keys"):
+        function = getattr(sequence_layout, name)
+        monkeypatch.setattr(sequence_layout, name, lambda *a, f=function, n=name: (calls.append(n), f(*a))[1])
+    model = stage(settings(llm=llm), "llm", recompute=frozenset({2}))
+    inputs = replace(text(9, 12), image_spans=((1, 4),) if llm else ())
+    for _ in range(2):
+        calls.clear()
+        model(None, inputs).backward()
+        assert calls.count("_sort_by_length") == 1
+        assert calls.count("_find_span_keys") == (2 if llm else 0), "with a window and without"

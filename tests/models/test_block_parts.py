@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mmtrain.models.attention import SequenceLayout
 from mmtrain.models.layer_shape import BLOCK_PIECES
 from mmtrain.models.megatron.block_segments import BlockState, run_pieces
 from mmtrain.models.packed_sequences import PackedSequences
@@ -15,7 +16,7 @@ LENGTHS = (20, 10)
 def test_a_block_in_pieces_equals_the_block(vision: dict[str, object]) -> None:
     model = stage(settings(vision=vision), "vision")
     randomize(model)
-    block, packing = model.layers["1"], PackedSequences(LENGTHS)
+    block, packing = model.layers["1"], PackedSequences(SequenceLayout(LENGTHS))
     hidden = torch.randn(sum(LENGTHS), 32, generator=torch.Generator().manual_seed(5))
     state: BlockState = (hidden,)
     for piece in range(len(BLOCK_PIECES)):

@@ -102,7 +102,7 @@ def test_what_travels_beside_the_hidden_states_passes_pieces(unit: str, layers: 
     context = module.context(inputs, {})
     for layer in layers:
         shape = shape_of(model).unit(unit).layers[layer]
-        rows = torch.randn(context.packing.num_tokens, shape.in_width, generator=torch.Generator().manual_seed(2))
+        rows = torch.randn(context.num_tokens, shape.in_width, generator=torch.Generator().manual_seed(2))
         whole = module.run(context, rows, range(layer, layer + 1))
         assert whole.shape[1] == shape.out_width
         for cut in range(1, len(BLOCK_PIECES)):

@@ -1,8 +1,7 @@
-import pytest
 import torch
 import torch.distributed as dist
 
-from mmtrain.models.megatron import ParallelGroups, optimizer_scope, prepare_megatron, tp_group_scope
+from mmtrain.models.megatron import ParallelGroups, optimizer_scope, prepare_megatron
 from tests.models.factory import CPU
 
 
@@ -26,21 +25,6 @@ def test_optimizer_scope_translates_cuda_names_on_a_cpu() -> None:
         assert tensor.long().type() == "torch.LongTensor"
         assert tensor.type(torch.float64).dtype == torch.float64
     assert tensor.type() == "torch.FloatTensor"
-
-
-def test_tp_group_scope_sets_and_restores_the_global() -> None:
-    from megatron.core import parallel_state
-
-    groups = ParallelGroups.single()
-    with tp_group_scope(groups):
-        assert parallel_state.get_tensor_model_parallel_group() is groups.tp
-        inner = ParallelGroups.single()
-        with tp_group_scope(inner):
-            assert parallel_state.get_tensor_model_parallel_group() is inner.tp
-        with pytest.raises(KeyError), tp_group_scope(inner):
-            raise KeyError
-        assert parallel_state.get_tensor_model_parallel_group() is groups.tp
-    assert not parallel_state.is_initialized()
 
 
 def test_the_collection_leaves_nothing_for_megatron_to_create() -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain.costs import AnalyticCosts, TokenLoad, num_parameters, num_trained_parameters, preset
+from mmtrain.costs import AnalyticCosts, TokenLoad, num_parameters, num_trained_parameters, preset, state_bytes
 from mmtrain.costs.layer_arithmetic import unit_flops
 from mmtrain.costs.rank_memory import layer_state
 from mmtrain.errors import RecipeError
@@ -85,7 +85,7 @@ def test_costs_know_that_only_adapters_train() -> None:
             params = list(module.layers[str(index)].parameters())
             assert num_parameters(layer) == sum(p.numel() for p in params)
             assert num_trained_parameters(layer) == sum(p.numel() for p in params if p.requires_grad)
-            weights, gradients, optimizer = layer_state(layer, 2, 1, "bf16")
+            weights, gradients, optimizer = layer_state(layer, 2, 1, state_bytes("bf16"))
             trained = num_trained_parameters(layer, 2)
             assert (weights, gradients, optimizer) == (2 * num_parameters(layer, 2), 4 * trained, 12 * trained)
             if layer.lora is not None:

@@ -1,8 +1,11 @@
 import itertools
+import zlib
+from typing import Any
 
 import pytest
 import torch
 
+from mmtrain.models import parameter_specs
 from mmtrain.models.parameter_specs import ParamSpec, initialize_parameters, join_tp_shards, stage_param_specs, tp_shard
 from tests.models.factory import settings, stage
 
@@ -107,3 +110,41 @@ def test_a_shard_is_initialized_as_its_part_of_the_full_tensor() -> None:
         full = join_tp_shards([first[name], param.detach()], described[name])
         assert tuple(full.shape) == described[name].full_shape
         assert torch.equal(first[name], param) == (described[name].dim is None), name
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ParamSpec("llm.layers.1.mlp.linear_fc1.weight", (2, 24, 5), 1),
+        ParamSpec("llm.layers.1.mlp.linear_fc2.weight", (7, 48), 1),
+        ParamSpec("llm.layers.0.table.weight", (96, 3), 0),
+        ParamSpec("vision.layers.0.proj.weight", (12, 20), None),
+    ],
+)
+def test_a_rank_draws_its_own_shard_of_a_large_parameter(spec: ParamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_specs, "MAX_ELEMENTS_DRAWN_AT_ONCE", 100)
+    sizes: list[int] = []
+    normal = torch.Tensor.normal_
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return normal(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "normal_", counted)
+    whole = parameter_specs._initial_shard(spec, 7, 2, 0, 1)
+    num_elements = whole.numel()
+    assert sum(sizes) == num_elements
+    assert 0.7 < float(whole.std()) / spec.full_shape[-1] ** -0.5 / (0.5 if "fc2" in spec.name else 1) < 1.3
+    for tp in (2, 3, 4):
+        sizes.clear()
+        shards = [parameter_specs._initial_shard(spec, 7, 2, rank, tp) for rank in range(tp)]
+        assert all(torch.equal(shards[rank], tp_shard(whole, spec, rank, tp)) for rank in range(tp))
+        if spec.dim is not None:
+            assert sum(sizes) <= num_elements * 1.5  # of a block that two ranks share, each draws all
+
+
+def test_a_small_parameter_is_drawn_as_it_was_before_there_were_blocks() -> None:
+    spec = ParamSpec("llm.layers.1.self_attention.linear_qkv.weight", (6, 4), 0)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"3:{spec.name}".encode()))
+    expected = torch.empty(6, 4).normal_(std=0.5, generator=generator)
+    assert torch.equal(parameter_specs._initial_shard(spec, 3, 2, 0, 1), expected)

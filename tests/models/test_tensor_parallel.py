@@ -114,6 +114,7 @@ def _with_slices(recompute: tuple[int, ...]) -> dict[str, Outcome]:
     return {name: Outcome(model, groups, recompute, sp=True) for name, model in VARIANTS.items()}
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_changes_no_result() -> None:
     """Use 30 tokens of text and 42 of images, which 4 ranks do not divide."""
     on_ranks = run_ranks(4, _with_slices, (1, 3))

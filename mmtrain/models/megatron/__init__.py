@@ -8,7 +8,7 @@ from mmtrain.models.megatron import compat as compat
 from mmtrain.models.megatron.block_segments import run_pieces, start_tp_communication
 from mmtrain.models.megatron.compat import optimizer_scope, prepare_megatron
 from mmtrain.models.megatron.layer_factory import LayerFactory
-from mmtrain.models.megatron.parallel_groups import ParallelGroups, tp_group_scope
+from mmtrain.models.megatron.parallel_groups import ParallelGroups
 
 __all__ = [
     "LayerFactory",
@@ -17,5 +17,4 @@ __all__ = [
     "prepare_megatron",
     "run_pieces",
     "start_tp_communication",
-    "tp_group_scope",
 ]

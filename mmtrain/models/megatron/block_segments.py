@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mmtrain.models.kernels.activations import activate, activate_gated
+from mmtrain.models.kernels.liger import add_and_rms_norm
 from mmtrain.models.layer_shape import BLOCK_PIECES
 from mmtrain.models.megatron.block_parts import add_to_residual
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
@@ -23,6 +25,14 @@ BlockState = tuple[Tensor, ...]
 NORM, QKV, ATTENTION, PROJECTION, NORM_MLP, UP, DOWN, ADD = range(len(BLOCK_PIECES))
 _AFTER_GATHER = (QKV, UP)  # before these, forward gathers the normalized tokens, and backward reduces their gradients
 _AFTER_REDUCE = (NORM_MLP, ADD)  # before these, forward reduces the partial sums of a row-parallel linear
+
+
+def run_block(block: Any, hidden: Tensor, packing: PackedSequences) -> Tensor:
+    """Run all pieces of a `PackedTransformerBlock`: (T, hidden) to (T, hidden), at least one token."""
+    state: BlockState = (hidden,)
+    for run_piece in _PIECES:
+        state = run_piece(block, packing, *state)
+    return state[0]
 
 
 def run_pieces(block: Any, state: BlockState, packing: PackedSequences, pieces: range) -> BlockState:
@@ -111,19 +121,18 @@ def _projection(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor)
 
 
 def _norm_mlp(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
-    hidden = add_to_residual(block.self_attn_bda, (x, block.self_attention.linear_proj.bias), hidden)
-    return hidden, block.pre_mlp_layernorm(hidden)
+    add, norm, bias = block.self_attn_bda, block.pre_mlp_layernorm, block.self_attention.linear_proj.late_bias
+    if block.fused_kernels and bias is None and norm.is_plain_rms and not isinstance(add, nn.Module):
+        return add_and_rms_norm(x, hidden, norm.weight, norm.eps)
+    hidden = add_to_residual(add, (x, bias), hidden)
+    return hidden, norm(hidden)
 
 
 def _up(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
-    mlp = block.mlp
-    inner, bias = mlp.linear_fc1(x)
-    if bias is not None:
-        inner = inner + bias
-    if not mlp.config.gated_linear_unit:
-        return hidden, mlp.activation_func(inner)
-    gate, values = inner.chunk(2, dim=-1)
-    return hidden, mlp.activation_func(gate) * values
+    inner = block.mlp.linear_fc1(x)[0]
+    if block.is_gated:
+        return hidden, activate_gated(inner, block.activation, fused=block.fused_kernels)
+    return hidden, activate(inner, block.activation)
 
 
 def _down(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
@@ -131,7 +140,7 @@ def _down(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> Bl
 
 
 def _add(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
-    return (add_to_residual(block.mlp_bda, (x, block.mlp.linear_fc2.bias), hidden).squeeze(1),)
+    return (add_to_residual(block.mlp_bda, (x, block.mlp.linear_fc2.late_bias), hidden).squeeze(1),)
 
 
 _PIECES: tuple[Callable[..., BlockState], ...] = (_norm, _qkv, _attention, _projection, _norm_mlp, _up, _down, _add)

@@ -5,7 +5,6 @@ Every weight that tensor parallelism splits carries Megatron-core's own marks: `
 followed by the up-projection's shard).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -31,26 +30,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from mmtrain.models.attention import AttentionBackend, AttentionOptions, apply_rotary, attend
+from mmtrain.models.attention import AttentionBackend, AttentionOptions, SequenceLayout, attend
+from mmtrain.models.kernels.norms import rms_norm
+from mmtrain.models.kernels.rotation import rotate_heads
+from mmtrain.models.kernels.vocab_loss import vocab_parallel_losses
 from mmtrain.models.layer_shape import LayerShape, LoraShape
 from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, ScaledAdd
+from mmtrain.models.megatron.block_segments import run_block
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear, add_adapter
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
-from mmtrain.models.megatron.vocab_loss import vocab_parallel_loss
 from mmtrain.models.packed_sequences import PackedSequences
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    """Compute `x * sigmoid(1.702 x)`, the approximation of GELU in OpenAI's CLIP."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": quick_gelu,
-    "silu": F.silu,
-}
+from mmtrain.recipe.encoder_settings import Activation
 
 
 class Norm(nn.Module):
@@ -71,13 +61,18 @@ class Norm(nn.Module):
         for param in self.parameters():
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    @property
+    def is_plain_rms(self) -> bool:
+        """Return whether this is an RMSNorm that multiplies by its weight itself."""
+        return self.bias is None and not self.zero_centered
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
         if self.zero_centered:
             # In bf16, 1 + weight would lose most of a small weight.
-            return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+            return rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
         if self.bias is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
@@ -97,9 +92,10 @@ class HeadNorm(Norm):
 class PackedAttention(nn.Module):
     """Core attention over packed sequences. It replaces Megatron-core's, which rejects them without CUDA."""
 
-    def __init__(self, options: AttentionOptions) -> None:
-        """Attend with these options; window and spans of a block come with the packing of its tokens."""
+    def __init__(self, options: AttentionOptions, fused_kernels: bool) -> None:
+        """Attend with these options; the window of a block comes with the packing of its tokens."""
         super().__init__()
+        self.fused_kernels = fused_kernels
         self.options = options
 
     def forward(
@@ -108,12 +104,11 @@ class PackedAttention(nn.Module):
         """Attend inside each sequence: q (T, heads, d), k and v (T, kv_heads, d) -> (T, heads, d)."""
         packing = packed_seq_params
         if packing.rope is not None:
-            q = apply_rotary(q, packing.rope)
-            k = apply_rotary(k, packing.rope)
-        options = replace(self.options, window=packing.window, spans=packing.spans)
+            q, k = rotate_heads(q, k, packing.rope, fused=self.fused_kernels)
+        options = replace(self.options, window=packing.window)
         if packing.kv_cache is not None:
-            return packing.kv_cache.attend(self, q, k, v, packing.lengths, options)
-        return attend(q, k, v, packing.lengths, options)
+            return packing.kv_cache.attend(self, q, k, v, packing.layout, options)
+        return attend(q, k, v, packing.layout, options)
 
 
 class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core has no types
@@ -142,17 +137,22 @@ class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core ha
 
 
 class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no types
-    """One pre-norm transformer block on packed tokens."""
+    """One pre-norm transformer block on packed tokens, of Megatron-core's modules."""
+
+    def __init__(self, *args: Any, activation: Activation, is_gated: bool, fused_kernels: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fused_kernels = fused_kernels
+        self.activation = activation
+        self.is_gated = is_gated
+        self.mlp.linear_fc1.skip_bias_add = False  # its GEMM adds the bias
 
     def forward(self, hidden: Tensor, packing: PackedSequences) -> Tensor:
         """Map (T, hidden) to (T, hidden)."""
         if hidden.shape[0] == 0:
             # Megatron-core cannot reshape an empty tensor. A row that is dropped again gives weights a zero gradient.
-            padded: Tensor = self(F.pad(hidden, (0, 0, 0, 1)), PackedSequences((1,)))
+            padded: Tensor = self(F.pad(hidden, (0, 0, 0, 1)), PackedSequences(SequenceLayout((1,))))
             return padded[:0]
-        # Megatron-core expects (sequence, batch, hidden): one sequence that holds all the packed ones.
-        out: Tensor = super().forward(hidden.unsqueeze(1), packed_seq_params=packing)[0]
-        return out.squeeze(1)
+        return run_block(self, hidden, packing)
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,13 @@ class LayerFactory:
     """
 
     block: LayerShape
-    activation: str
+    activation: Activation
     norm_eps: float
     groups: ParallelGroups
     dtype: torch.dtype
     attention: AttentionBackend
     sequence_parallel: bool
+    fused_kernels: bool = False  # where an operation has a fused form: see `models.kernels.choice`
     query_scale: float | None = None  # scores are divided by its square root; by default that of a head's width
 
     @cached_property
@@ -185,7 +186,6 @@ class LayerFactory:
             kv_channels=shape.head_dim,
             ffn_hidden_size=shape.ffn,
             gated_linear_unit=shape.gated,
-            activation_func=ACTIVATIONS[self.activation],
             normalization="RMSNorm" if shape.rms_norm else "LayerNorm",
             layernorm_epsilon=self.norm_eps,
             layernorm_zero_centered_gamma=shape.zero_centered_norms,
@@ -210,10 +210,6 @@ class LayerFactory:
     def sequence_parallel_config(self) -> TransformerConfig:
         """Describe the unit for layers that work on this rank's shard of the tokens, if the unit shards them."""
         return replace(self.config, sequence_parallel=self.sequence_parallel)
-
-    def activation_function(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Return the activation of that name in `ACTIVATIONS`."""
-        return ACTIVATIONS[name]
 
     def scatter_tokens(self, hidden: Tensor) -> Tensor:
         """Return this rank's shard of tokens (T, width); zeros are added so that all ranks have equally many rows."""
@@ -252,7 +248,8 @@ class LayerFactory:
             return cast(nn.Module, linear)
 
         def build_core_attention(**_: object) -> nn.Module:
-            return PackedAttention(AttentionOptions(self.attention, self.block.causal, scale=self._score_scale))
+            options = AttentionOptions(self.attention, self.block.causal, scale=self._score_scale)
+            return PackedAttention(options, self.fused_kernels)
 
         add_output: Any = get_bias_dropout_add
         if self.block.post_norms:
@@ -282,7 +279,14 @@ class LayerFactory:
             ),
             mlp_bda=add_output,
         )
-        layer = PackedTransformerBlock(self.sequence_parallel_config, spec, pg_collection=self.collection)
+        layer = PackedTransformerBlock(
+            self.sequence_parallel_config,
+            spec,
+            pg_collection=self.collection,
+            activation=self.activation,
+            is_gated=self.block.gated,
+            fused_kernels=self.fused_kernels,
+        )
         _mark(layer.self_attention.linear_qkv, dim=0)
         _mark(layer.self_attention.linear_proj, dim=1)
         _mark(layer.mlp.linear_fc1, dim=0, stride=2 if self.block.gated else 1)
@@ -385,9 +389,9 @@ class LayerFactory:
         rows: Tensor = gather_from_sequence_parallel_region(shard, group=self.groups.tp)
         return rows
 
-    def loss_of_targets(self, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-        """Sum the cross-entropy of rows (N, hidden) against their targets (N,); see `vocab_parallel_loss`."""
-        return vocab_parallel_loss(hidden, weight, targets, vocab_size, self.groups.tp)
+    def losses_of_targets(self, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        """Return the cross-entropy (N,) of rows (N, hidden) against their targets; see `vocab_parallel_losses`."""
+        return vocab_parallel_losses(hidden, weight, targets, vocab_size, self.groups.tp)
 
     def gather_vocab(self, logits: Tensor) -> Tensor:
         """Gather the logits (T, vocab / tp) of all ranks of the TP group into (T, vocab)."""

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from mmtrain.models.layer_shape import LoraShape
+from mmtrain.models.megatron.tp_linear import tp_linear
 
 
 class LoraAdapter(nn.Module):
@@ -71,30 +72,54 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron-core
             )
         return F.linear(low * lora.scale, lora.b)
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, bias: Tensor | None, **kwargs: Any) -> Tensor:
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        **_: object,
+    ) -> Tensor:
         if bias is not None and self.bias_mask is not None:
             bias = bias * self.bias_mask
-        out: Tensor
-        if bias is None or weight.requires_grad:
-            out = super()._forward_impl(input, weight, *args, bias=bias, **kwargs)
-            return out
-        # With a frozen weight, Megatron-core's GEMM gives the bias no gradient.
-        out = super()._forward_impl(input, weight, *args, bias=None, **kwargs)
-        return out + bias
+        group = self.tp_group
+        return tp_linear(input, weight, bias, group, sums_input_grad=allreduce_dgrad, gathers_tokens=sequence_parallel)
 
 
 class RowLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron-core has no types
-    """Row-parallel linear that may have an adapter."""
+    """Row-parallel linear that may have an adapter.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Build the linear as Megatron-core does, without an adapter: see `add_adapter`."""
-        super().__init__(*args, **kwargs)
+    Where no rank has a summand but this one, its GEMM adds the bias; else the bias is `late_bias`.
+    """
+
+    def __init__(self, *args: Any, skip_bias_add: bool, **kwargs: Any) -> None:
+        """Build the linear as Megatron-core does, without an adapter: see `add_adapter`.
+
+        skip_bias_add: the caller adds the bias that `forward` returns.
+        """
+        super().__init__(*args, skip_bias_add=True, **kwargs)
+        self.returns_bias = skip_bias_add
         self.lora: LoraAdapter | None = None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute (..., outputs) of (..., inputs / tp); the bias is returned where it is to be added later."""
-        out, bias = super().forward(input_)
-        return (out if self.lora is None else out + self._adapted(self.lora, input_)), bias
+        """Compute (..., outputs) of (..., inputs / tp), and return the bias that is left to the caller."""
+        out, _ = super().forward(input_)
+        if self.lora is not None:
+            out = out + self._adapted(self.lora, input_)
+        bias = self.late_bias
+        if bias is None or self.returns_bias:
+            return out, bias
+        return out + bias, None
+
+    @property
+    def late_bias(self) -> Tensor | None:
+        """Return the bias that is to be added once the ranks' summands are; None if there is none, or it was added."""
+        bias: Tensor | None = self.bias if self.tp_group.size() > 1 else None
+        return bias
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **_: object) -> Tensor:
+        return tp_linear(input, weight, None if self.tp_group.size() > 1 else self.bias, self.tp_group)
 
     def _adapted(self, lora: LoraAdapter, x: Tensor) -> Tensor:
         """Return the adapter's output, which is this rank's summand if the caller sums over the ranks."""

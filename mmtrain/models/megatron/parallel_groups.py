@@ -1,12 +1,9 @@
 """The process groups of one unit on this rank, in the form that Megatron-core expects."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import HashStore
 
@@ -87,22 +84,6 @@ class ParallelGroups:
             intra_expt_dp=self.dp,
             intra_dist_opt=self.dp,
         )
-
-
-@contextmanager
-def tp_group_scope(groups: ParallelGroups) -> Iterator[None]:
-    """Make `groups.tp` the tensor-parallel group in Megatron-core's globals while a unit computes.
-
-    Megatron-core's vocabulary-parallel cross-entropy and a few other functions read the global instead of taking a
-    group, and one process may hold several units. The other globals stay unset on purpose: with them Megatron-core
-    would believe that all of its parallel state is initialized.
-    """
-    previous = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
-    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp
-    try:
-        yield
-    finally:
-        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = previous
 
 
 def _new_single_member_group() -> dist.ProcessGroup:

@@ -6,7 +6,8 @@ starts a reduction, a step does not gather parameters, and nothing is averaged (
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,15 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from mmtrain.models.bf16_moments import Bf16MomentsAdamW
 from mmtrain.models.megatron.compat import optimizer_scope
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
-from mmtrain.models.named_shards import NamedShard
+from mmtrain.models.named_shards import MOMENTS, NamedShard
 from mmtrain.models.parameter_specs import ParamSpec, WeightSource
 from mmtrain.recipe.train_settings import OptimizerSettings
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+# Elements whose squares are summed at once: torch makes a copy of them in float64, 128 MiB.
+NORM_CHUNK_ELEMENTS = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +40,10 @@ class LocalParam:
 class ZeroAdamW:
     """AdamW for the stages of one unit; each data-parallel replica updates its shard of the flat buffers.
 
+    Every model chunk has buffers of its own, so that the gradients of each can be reduced as soon as they are complete.
+
     Args:
-        stages: the unit's stage modules on this rank.
+        chunks: the unit's stage modules on this rank, those together whose gradients are reduced together.
         params: every parameter of the stages, with its plan-independent name and how tensor parallelism splits it.
         groups: the unit's process groups.
         device: where the parameters are.
@@ -49,7 +54,7 @@ class ZeroAdamW:
 
     def __init__(
         self,
-        stages: nn.ModuleList,
+        chunks: Sequence[nn.ModuleList],
         params: Mapping[nn.Parameter, LocalParam],
         groups: ParallelGroups,
         device: torch.device,
@@ -65,17 +70,24 @@ class ZeroAdamW:
         self._trained = [p for p in params if p.requires_grad]
         if self._trained:
             with optimizer_scope(device):
-                self._ddp = _buffers(stages, groups)
+                self._buffers = {
+                    number: _buffers(chunk, groups)
+                    for number, chunk in enumerate(chunks)
+                    if any(p.requires_grad for p in chunk.parameters())
+                }
                 # With autograd the fp32 shards would be views with a history, and reading their `.grad` would warn.
                 with torch.no_grad():
-                    self._optimizer = _optimizer(self._ddp, self._trained, groups, settings, weight_decay)
+                    self._optimizer = _optimizer(
+                        list(self._buffers.values()), self._trained, groups, settings, weight_decay
+                    )
             self._shards = {p: self._shard_of(p) for p in self._trained if p in self._optimizer.model_param_gbuf_map}
-            self._start_moments()
+            self._start_moments(torch.bfloat16 if settings.moments == "bf16" else torch.float32)
 
     def zero_grad(self) -> None:
         """Clear the gradients of the last step."""
         if self._trained:
-            self._ddp.zero_grad_buffer()
+            for buffers in self._buffers.values():
+                buffers.zero_grad_buffer()
             self._optimizer.zero_grad()
 
     def tied_gradient(self) -> Tensor | None:
@@ -83,18 +95,19 @@ class ZeroAdamW:
         tied = [p for p in self._trained if self._params[p].tied]
         return tied[0].main_grad if tied else None  # type: ignore[attr-defined]
 
-    def reduce_grads(self) -> None:
-        """Start to sum the gradients over the replicas; `finish_reduction` waits for the result.
+    def reduce_grads(self, chunk: int) -> None:
+        """Start to sum the gradients of a chunk over the replicas; `finish_reduction` waits for the result.
 
-        The reduction overlaps with what other units of this rank still compute. Before it starts, the TP group sums the
+        The reduction overlaps with what this rank still computes. Before it starts, the TP group sums the
         gradients of weights that saw only a shard of the tokens on each rank; this blocks.
         """
-        self._reduce_sequence_parallel_grads()
-        if self._trained and self._groups.dp_size > 1:
-            self._ddp.start_grad_sync()
+        self._reduce_sequence_parallel_grads(chunk)
+        if self._groups.dp_size > 1:
+            self._buffers[chunk].start_grad_sync()
 
-    def _reduce_sequence_parallel_grads(self) -> None:
-        partial = [p.main_grad for p in self._trained if getattr(p, "sequence_parallel", False)]  # type: ignore[attr-defined]
+    def _reduce_sequence_parallel_grads(self, chunk: int) -> None:
+        trained = [p for p in self._buffers[chunk].parameters() if p.requires_grad]
+        partial = [p.main_grad for p in trained if getattr(p, "sequence_parallel", False)]
         if not partial:
             return
         total = torch.cat([gradient.flatten() for gradient in partial])
@@ -106,7 +119,8 @@ class ZeroAdamW:
     def finish_reduction(self) -> None:
         """Wait until the gradients are summed."""
         if self._trained and self._groups.dp_size > 1:
-            self._ddp.finish_grad_sync()
+            for buffers in self._buffers.values():
+                buffers.finish_grad_sync()
 
     def grad_sq_sum(self) -> Tensor:
         """Return the sum of squares (float64) of the gradient elements that are counted on this rank."""
@@ -116,7 +130,8 @@ class ZeroAdamW:
                 self._optimizer.prepare_grads()  # the shard's gradients, in fp32, become `.grad` of the shards
             for param, shard in self._shards.items():
                 if self._is_counted_here(param) and shard.grad is not None:
-                    total += torch.linalg.vector_norm(shard.grad, dtype=torch.float64).square()
+                    for gradients in torch.split(shard.grad, NORM_CHUNK_ELEMENTS):
+                        total += torch.linalg.vector_norm(gradients, dtype=torch.float64).square()
         return total
 
     def step(self, lr: float, clip: float) -> None:
@@ -131,14 +146,31 @@ class ZeroAdamW:
         with optimizer_scope(self._device):
             self._optimizer.step_with_ready_grads()
 
+    def start_gather(self, chunk: int) -> None:
+        """Start to gather a chunk's parameters from the shards of all replicas; `finish_gather` waits for them."""
+        if self._groups.dp_size > 1:
+            for bucket in _buckets(self._buffers[chunk]):
+                bucket.start_param_sync()
+
+    def finish_gather(self, chunk: int) -> None:
+        """Wait until a chunk's parameters are gathered."""
+        if self._groups.dp_size > 1:
+            for bucket in _buckets(self._buffers[chunk]):
+                bucket.finish_param_sync(skip_next_bucket_dispatch=True)
+
     def gather_params(self) -> None:
-        """Gather the updated parameters from the shards of all replicas."""
+        """Gather the updated parameters of all chunks from the shards of all replicas."""
         if self._trained and self._groups.dp_size > 1:
-            self._ddp.start_param_sync(force_sync=True)
+            for buffers in self._buffers.values():
+                buffers.start_param_sync(force_sync=True)
 
     def set_num_updates(self, value: int) -> None:
         """Continue after `value` updates; Adam's bias correction depends on this count."""
-        for shard in self._shards.values() if self._trained else ():
+        if not self._trained:
+            return
+        if isinstance(self._optimizer.optimizer, Bf16MomentsAdamW):
+            self._optimizer.optimizer.num_updates = value
+        for shard in self._shards.values():
             # One tensor for each shard: a shared tensor would count every parameter's update.
             self._optimizer.optimizer.state[shard]["step"] = torch.tensor(float(value), device=shard.device)
 
@@ -209,16 +241,16 @@ class ZeroAdamW:
         flat_range = self._optimizer._get_model_param_range_map(param)["param"]
         return flat_range.start, flat_range.end
 
-    def _start_moments(self) -> None:
+    def _start_moments(self, dtype: torch.dtype) -> None:
         """Create Adam's state now rather than in the first step, so that every checkpoint holds all of it."""
         for shard in self._shards.values():
             state = self._optimizer.optimizer.state[shard]
             state["step"] = torch.tensor(0.0, device=shard.device)
             for moment in MOMENTS:
-                state[moment] = torch.zeros_like(shard)
+                state[moment] = torch.zeros_like(shard, dtype=dtype)
 
 
-def _buffers(stages: nn.ModuleList, groups: ParallelGroups) -> DistributedDataParallel:
+def _buffers(chunk: nn.ModuleList, groups: ParallelGroups) -> DistributedDataParallel:
     # Megatron reads only `calculate_per_token_loss` of this config: it turns off averaging over replicas.
     config = TransformerConfig(
         num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True, cuda_graph_scope=[]
@@ -226,15 +258,19 @@ def _buffers(stages: nn.ModuleList, groups: ParallelGroups) -> DistributedDataPa
     buffers = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
     )
-    ddp = DistributedDataParallel(config, buffers, stages, pg_collection=groups.collection())
-    for bucket in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
-        # Set here, not in `buffers`: reductions must overlap with compute, but no hook may start them.
-        bucket.ddp_config = dataclasses.replace(buffers, overlap_grad_reduce=True)
+    ddp = DistributedDataParallel(config, buffers, chunk, pg_collection=groups.collection())
+    for bucket in _buckets(ddp):
+        # Set here, not in `buffers`: collectives must overlap with compute, but no hook may start or await them.
+        bucket.ddp_config = dataclasses.replace(buffers, overlap_grad_reduce=True, overlap_param_gather=True)
     return ddp
 
 
+def _buckets(ddp: DistributedDataParallel) -> tuple[Any, ...]:
+    return (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
+
+
 def _optimizer(
-    ddp: DistributedDataParallel,
+    chunks: list[DistributedDataParallel],
     params: list[nn.Parameter],
     groups: ParallelGroups,
     settings: OptimizerSettings,
@@ -242,7 +278,8 @@ def _optimizer(
 ) -> DistributedOptimizer:
     matrices = [p for p in params if p.ndim > 1]
     vectors = [p for p in params if p.ndim <= 1]  # norms and biases do not decay
-    adam = torch.optim.AdamW(
+    adam_class = Bf16MomentsAdamW if settings.moments == "bf16" else torch.optim.AdamW
+    adam = adam_class(
         [
             {"params": matrices, "weight_decay": weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -259,8 +296,8 @@ def _optimizer(
         config,
         grad_scaler=None,
         init_state_fn=None,
-        model_chunks=[ddp],
-        per_model_buffers={0: ddp.buffers},
+        model_chunks=chunks,
+        per_model_buffers={number: chunk.buffers for number, chunk in enumerate(chunks)},
         data_parallel_group=groups.dp,
         data_parallel_group_gloo=None,
         data_parallel_group_idx=0,

@@ -1,0 +1,97 @@
+"""Activations of MLPs, plain and gated."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mmtrain.models.kernels import liger
+from mmtrain.recipe.encoder_settings import Activation
+
+_QUICK_GELU_SCALE = 1.702
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Apply an activation to each element; `quick_gelu` is CLIP's approximation of GELU, `x * sigmoid(1.702 x)`."""
+    if activation == "quick_gelu":
+        return cast(Tensor, _QuickGelu.apply(x))  # type: ignore[no-untyped-call]
+    return _PLAIN[activation](x)
+
+
+def activate_gated(inner: Tensor, activation: Activation, *, fused: bool) -> Tensor:
+    """Multiply the values of a gated MLP by their activated gates: (..., 2 * ffn), gates first, to (..., ffn)."""
+    if fused and activation == "silu":
+        return liger.multiply_by_silu(inner)
+    return cast(Tensor, _Gated.apply(inner, activation))  # type: ignore[no-untyped-call]
+
+
+class _QuickGelu(torch.autograd.Function):
+    """SiLU of the scaled input, scaled back. Autograd would keep the sigmoid and two products beside the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _quick_gelu(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return _gradient(grad, x, "quick_gelu")
+
+
+class _Gated(torch.autograd.Function):
+    """A gated activation that keeps its input only and activates the gates again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inner: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(inner)
+        ctx.activation = activation
+        gates, values = inner.chunk(2, dim=-1)
+        return _plain(gates, activation).mul_(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (inner,) = ctx.saved_tensors
+        gates, values = inner.chunk(2, dim=-1)
+        inner_grad = torch.empty_like(inner)
+        gates_grad, values_grad = inner_grad.chunk(2, dim=-1)
+        torch.mul(grad, _plain(gates, ctx.activation), out=values_grad)
+        _gradient(grad * values, gates, ctx.activation, out=gates_grad)
+        return inner_grad, None
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return F.silu(x * _QUICK_GELU_SCALE, inplace=True).mul_(1 / _QUICK_GELU_SCALE)
+
+
+_PLAIN: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+    "silu": F.silu,
+}
+
+
+def _plain(x: Tensor, activation: Activation) -> Tensor:
+    """Return a new tensor with the activation of each element, without a backward of its own."""
+    return _PLAIN[activation](x)
+
+
+def _gradient(grad: Tensor, x: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
+    """Return the gradient at x of a loss whose gradient at the activation of x is `grad`; into `out` if it is given."""
+    out = torch.empty_like(x) if out is None else out
+    match activation:
+        case "silu":
+            torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=out)
+        case "quick_gelu":  # the scales before and behind the SiLU cancel in the chain rule
+            torch.ops.aten.silu_backward.grad_input(grad, x * _QUICK_GELU_SCALE, grad_input=out)
+        case _:
+            approximate = "tanh" if activation == "gelu_tanh" else "none"
+            torch.ops.aten.gelu_backward.grad_input(grad, x, approximate=approximate, grad_input=out)
+    return out

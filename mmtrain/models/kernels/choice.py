@@ -1,0 +1,75 @@
+"""Which form of each operation a run uses."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from mmtrain.errors import UserError
+from mmtrain.models.kernels.liger import fused_problem
+from mmtrain.models.kernels.weight_gradient import weight_gradient_problem
+from mmtrain.recipe.train_settings import KernelSetting
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The form of one operation."""
+
+    operation: str
+    form: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.operation}: {self.form} ({self.reason})"
+
+
+def uses_fused_kernels(setting: KernelSetting, device: torch.device) -> bool:
+    """Return whether operations take their fused forms for the setting `train.kernels`.
+
+    Raises:
+        UserError: the setting demands them, and they cannot run on this device.
+    """
+    problem = None if setting == "torch" else fused_problem(device)
+    if setting == "fused" and problem is not None:
+        raise UserError(
+            f"train.kernels: `fused` cannot be used here: {problem}. Usable on this machine: `auto` and `torch`."
+        )
+    return setting != "torch" and problem is None
+
+
+def kernel_choices(setting: KernelSetting, device: torch.device, dtype: torch.dtype) -> tuple[KernelChoice, ...]:
+    """Return the form of each operation on this device, with weights in `dtype`, and why.
+
+    Raises:
+        UserError: see `uses_fused_kernels`.
+    """
+    form, reason = "torch", "chosen by train.kernels"
+    if uses_fused_kernels(setting, device):
+        form, reason = "liger-kernel", "one kernel each way"
+    elif setting == "auto":
+        reason = fused_problem(device) or ""
+    names = ("rotation of queries and keys", "SwiGLU", "residual sum and RMSNorm")
+    fused = tuple(KernelChoice(name, form, reason) for name in names)
+    problem = weight_gradient_problem(device, dtype)
+    return (
+        *fused,
+        KernelChoice("other activations, LayerNorm", "torch", "one kernel each way, or nothing to fuse with"),
+        KernelChoice(
+            "gradients of weights",
+            "autograd" if problem else "their GEMM",
+            problem or "adds them to the optimizer's buffer",
+        ),
+        KernelChoice(
+            "loss over the vocabulary", "torch", "for tokens with a target only, by chunks where all logits take more"
+        ),
+        KernelChoice("AdamW", "torch's fused kernel", "it clips while it reads gradients"),
+    )
+
+
+def describe_kernels(choices: Iterable[KernelChoice]) -> str:
+    """Name the form of each operation in one line, and say each reason once."""
+    by_form: dict[tuple[str, str], list[str]] = {}
+    for choice in choices:
+        by_form.setdefault((choice.form, choice.reason), []).append(choice.operation)
+    uses = (f"{', '.join(operations)} by {form} ({reason})" for (form, reason), operations in by_form.items())
+    return f"kernels: {'; '.join(uses)}"

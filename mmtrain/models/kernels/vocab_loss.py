@@ -1,0 +1,218 @@
+"""Cross-entropy over a vocabulary that tensor parallelism splits, with few copies of the logits, or of a part of them.
+
+The softmax is computed in fp32, for some rows at a time. Between forward and backward one number is kept for each
+logit, in the type of the hidden states: its exponential, which then becomes its gradient. Where `LossSizes.uses_chunks`
+says that this takes more memory than gradients do, forward computes these, chunk by chunk, and backward scales them:
+the same GEMMs in another order. Megatron-core's loss keeps the softmax of all rows in fp32, and calls collectives even
+where nothing is split.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mmtrain.models.kernels.weight_gradient import weight_gradient_problem
+from mmtrain.models.loss_chunks import CHUNK_LOGITS, CHUNK_TOKENS, LossSizes
+
+
+def vocab_parallel_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
+) -> Tensor:
+    """Return the cross-entropy of each row of `hidden @ weight.T` against its target: (N,) fp32, equal on all ranks.
+
+    The sum of all losses, or of parts of them, may be differentiated: all of them must have one gradient.
+
+    Args:
+        hidden: (N, hidden) normalized hidden states of the tokens that have a target. Its gradient is this rank's part
+            of a sum over the group.
+        weight: (vocab / tp, hidden) this rank's rows of the padded vocabulary. Where it has a `main_grad`, a loss by
+            chunks adds its gradient there and leaves none for autograd.
+        targets: (N,) int64 ids below `vocab_size`.
+        vocab_size: rows of the whole vocabulary from here on are padding: they take no part in the softmax, and their
+            gradient is zero.
+        tp_group: the ranks that share the vocabulary, in the order of their rows.
+    """
+    num_ids, width = weight.shape
+    sizes = LossSizes(len(hidden), num_ids, width, hidden.element_size(), weight.requires_grad)
+    compute = losses_by_chunks if sizes.uses_chunks else losses_at_once
+    return compute(hidden, weight, targets, vocab_size, tp_group)
+
+
+def losses_at_once(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
+) -> Tensor:
+    """Compute what `vocab_parallel_losses` does, with all logits."""
+    losses: Tensor = _VocabParallelLoss.apply(hidden, weight, targets, vocab_size, tp_group)  # type: ignore[no-untyped-call]
+    return losses
+
+
+def losses_by_chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
+) -> Tensor:
+    """Compute what `vocab_parallel_losses` does, with the logits of `CHUNK_TOKENS` tokens at a time."""
+    is_training = torch.is_grad_enabled()  # inside of a function of autograd it is always off
+    losses: Tensor = _ChunkedLoss.apply(hidden, weight, targets, vocab_size, tp_group, is_training)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _VocabParallelLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
+    ) -> Tensor:
+        first_id = tp_group.rank() * len(weight)
+        exponentials, sums = _exponentials(hidden, weight, targets - first_id, vocab_size - first_id, tp_group)
+        denominators, target_logits = sums
+        ctx.save_for_backward(hidden, weight, targets, exponentials, denominators)
+        ctx.first_id = first_id
+        losses: Tensor = denominators.log() - target_logits
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, loss_grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, exponentials, denominators = ctx.saved_tensors
+        logits_grad = _logits_gradient(exponentials, denominators, targets - ctx.first_id, loss_grads)
+        hidden_grad = logits_grad @ weight if ctx.needs_input_grad[0] else None
+        weight_grad = logits_grad.T @ hidden if ctx.needs_input_grad[1] else None
+        return hidden_grad, weight_grad, None, None, None
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Computes gradients in forward, as liger-kernel does (arXiv 2410.10989): logits need not be kept or made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        tp_group: dist.ProcessGroup,
+        is_training: bool,
+    ) -> Tensor:
+        first_id = tp_group.rank() * len(weight)
+        needs_hidden, needs_weight = (is_training and needed for needed in ctx.needs_input_grad[:2])
+        hidden_grad = torch.empty_like(hidden) if needs_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        losses = torch.empty(len(hidden), device=hidden.device)
+        for first in range(0, len(hidden), CHUNK_TOKENS):
+            rows = slice(first, first + CHUNK_TOKENS)
+            ids = targets[rows] - first_id
+            logits, (denominators, target_logits) = _exponentials(
+                hidden[rows], weight, ids, vocab_size - first_id, tp_group
+            )
+            losses[rows] = denominators.log() - target_logits
+            if needs_hidden or needs_weight:
+                logits_grad = _logits_gradient(logits, denominators, ids, torch.ones_like(denominators))
+                if hidden_grad is not None:
+                    torch.mm(logits_grad, weight, out=hidden_grad[rows])
+                if weight_grad is not None:
+                    _add_product(weight_grad, logits_grad, hidden[rows])
+                del logits_grad
+            del logits  # before the next chunk makes its own
+        ctx.save_for_backward(hidden_grad, weight_grad, weight if needs_weight else None)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, loss_grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, weight_grad, weight = ctx.saved_tensors
+        scale = loss_grads[0]
+        # The sum over tokens is made; none of them can be scaled apart. On a GPU the host does not wait for this.
+        torch._assert_async((loss_grads == scale).all(), "losses that are computed by chunks must have one gradient")
+        if hidden_grad is not None:
+            hidden_grad.mul_(scale)
+        if weight_grad is not None:
+            weight_grad = _scaled_or_added(weight, weight_grad, scale)
+        return hidden_grad, weight_grad, None, None, None, None
+
+
+def _exponentials(
+    hidden: Tensor, weight: Tensor, ids: Tensor, num_real: int, tp_group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return the exponential of each logit less its row's largest, and two sums of each row over the whole vocabulary.
+
+    Args:
+        ids: (N,) rows of `weight` that are the targets; others are another rank's.
+        num_real: rows of `weight` from here on are padding.
+
+    Returns (N, vocab / tp) in the type of `hidden`, and (2, N) in fp32: sums of exponentials, and the targets' logits.
+    """
+    # GEMMs run over the padding too: it makes them fast.
+    logits = hidden @ weight.T
+    logits[:, max(0, num_real) :] = float("-inf")
+    largest = logits.amax(dim=1).float()
+    _reduce(largest, dist.ReduceOp.MAX, tp_group)
+    sums = torch.zeros(2, len(hidden), device=hidden.device)
+    for rows in _rows_in_fp32(logits):  # the logits become their exponentials
+        values = logits[rows].float().sub_(largest[rows, None])
+        sums[1, rows] = _pick(values, ids[rows])
+        sums[0, rows] = values.exp_().sum(dim=1)
+        _write_back(values, logits[rows])
+    _reduce(sums, dist.ReduceOp.SUM, tp_group)
+    return logits, sums
+
+
+def _logits_gradient(exponentials: Tensor, denominators: Tensor, ids: Tensor, loss_grads: Tensor) -> Tensor:
+    """Return the gradients of logits, written over their exponentials."""
+    for rows in _rows_in_fp32(exponentials):
+        values = exponentials[rows].float().mul_((loss_grads[rows] / denominators[rows])[:, None])
+        _add_to_picked(values, ids[rows], -loss_grads[rows])
+        _write_back(values, exponentials[rows])
+    return exponentials
+
+
+def _add_product(total: Tensor, logits_grad: Tensor, hidden: Tensor) -> None:
+    """Add `logits_grad.T @ hidden` to a matrix in fp32."""
+    if weight_gradient_problem(hidden.device, hidden.dtype) is not None:
+        total.add_(logits_grad.T @ hidden)
+    elif hidden.dtype == torch.float32:
+        total.addmm_(logits_grad.T, hidden)
+    else:
+        torch.addmm(total, logits_grad.T, hidden, out_dtype=torch.float32, out=total)
+
+
+def _scaled_or_added(weight: nn.Parameter, weight_grad: Tensor, scale: Tensor) -> Tensor | None:
+    """Add a gradient times `scale` to `weight.main_grad`; where there is none, return it for autograd."""
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return weight_grad.mul_(scale)
+    main_grad.addcmul_(weight_grad, scale)
+    return None
+
+
+def _rows_in_fp32(logits: Tensor) -> Iterator[slice]:
+    """Yield slices of the rows with at most `CHUNK_LOGITS` logits each, or with one row."""
+    num_rows, num_ids = logits.shape
+    size = max(1, CHUNK_LOGITS // num_ids)
+    return (slice(first, first + size) for first in range(0, num_rows, size))
+
+
+def _write_back(values: Tensor, stored: Tensor) -> None:
+    """Store values that were computed in fp32, unless they are those that are stored."""
+    if values.dtype != stored.dtype:
+        stored.copy_(values)
+
+
+def _pick(values: Tensor, ids: Tensor) -> Tensor:
+    """Return from each row of values (n, ids) that of its id, or 0 where another rank holds the id: (n,)."""
+    num_ids = values.shape[1]
+    picked = values.gather(1, ids.clamp(0, num_ids - 1)[:, None])[:, 0]
+    return torch.where((ids >= 0) & (ids < num_ids), picked, 0.0)
+
+
+def _add_to_picked(values: Tensor, ids: Tensor, summands: Tensor) -> None:
+    """Add to what `_pick` picks."""
+    num_ids = values.shape[1]
+    is_here = (ids >= 0) & (ids < num_ids)
+    values.scatter_add_(1, ids.clamp(0, num_ids - 1)[:, None], (is_here * summands)[:, None])
+
+
+def _reduce(values: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    if group.size() > 1:
+        dist.all_reduce(values, operation, group=group)

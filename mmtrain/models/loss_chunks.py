@@ -1,0 +1,55 @@
+"""When the loss over the vocabulary is computed for some tokens at a time, so that all logits never exist together.
+
+The choice depends on sizes only, so that plans know it: `costs` predict what `kernels.vocab_loss` then does.
+"""
+
+from dataclasses import dataclass
+
+FP32_BYTES = 4
+# Tokens whose logits exist at once. With fewer, adding up the gradient of the matrix costs more than a tenth of its
+# GEMM on a CPU (`scripts/bench_loss.py`); its traffic is the same for each chunk.
+CHUNK_TOKENS = 1024
+CHUNK_LOGITS = 1 << 24  # that are held in fp32 at once where activations are not in fp32: 64 MiB
+
+
+@dataclass(frozen=True)
+class LossSizes:
+    """The sizes of one loss over the vocabulary on one rank."""
+
+    tokens: int  # that have a target
+    ids: int  # of the vocabulary on this rank, padding included
+    hidden: int
+    element_bytes: int  # of hidden states, weights and logits
+    trains_matrix: bool
+
+    @property
+    def logits_bytes(self) -> int:
+        """The bytes of all logits."""
+        return self.tokens * self.ids * self.element_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes that a loss by chunks keeps for backward: gradients of hidden states, and of the matrix in fp32."""
+        matrix_bytes = FP32_BYTES * self.ids * self.hidden if self.trains_matrix else 0
+        return self.tokens * self.hidden * self.element_bytes + matrix_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The bytes of the logits of one chunk, and of the softmax of some of them."""
+        return min(self.tokens, CHUNK_TOKENS) * self.ids * self.element_bytes + self.softmax_bytes
+
+    @property
+    def softmax_bytes(self) -> int:
+        """The bytes of logits that are copied to fp32, where the softmax is computed, at once."""
+        if self.element_bytes == FP32_BYTES:
+            return 0
+        return FP32_BYTES * min(self.tokens * self.ids, max(CHUNK_LOGITS, self.ids))
+
+    @property
+    def uses_chunks(self) -> bool:
+        """Whether the loss is computed by chunks: where this needs less memory at its peak than all logits.
+
+        Without chunks the peak is in backward, which makes the gradient of the matrix beside the logits.
+        """
+        matrix_bytes = self.element_bytes * self.ids * self.hidden if self.trains_matrix else 0
+        return self.tokens > CHUNK_TOKENS and self.kept_bytes + self.chunk_bytes < self.logits_bytes + matrix_bytes

@@ -1,0 +1,86 @@
+"""The GEMM of a tensor-parallel linear, with the communication of its backward.
+
+It takes the place of Megatron-core's function, which needs Apex to sum gradients of weights in fp32, adds a bias in a
+pass of its own, gives biases of frozen weights no gradient, and always computes the gradient of the input.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mmtrain.models.kernels.weight_gradient import add_weight_gradient
+
+
+def tp_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tp_group: dist.ProcessGroup,
+    *,
+    sums_input_grad: bool = False,
+    gathers_tokens: bool = False,
+) -> Tensor:
+    """Compute (T, ..., outputs) of (T, ..., inputs).
+
+    sums_input_grad: backward sums the gradient of the input over the group, while it computes that of the weight.
+    gathers_tokens: `x` is this rank's shard of the tokens; backward reduces its gradient to that of the shard.
+    """
+    arguments = (x, weight, bias, tp_group, sums_input_grad, gathers_tokens)
+    return cast(Tensor, _TensorParallelLinear.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+class _TensorParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tp_group: dist.ProcessGroup,
+        sums_input_grad: bool,
+        gathers_tokens: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.tp_group = tp_group
+        ctx.sums_input_grad = sums_input_grad
+        ctx.gathers_tokens = gathers_tokens
+        return F.linear(_gather(x, tp_group)[0] if gathers_tokens else x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gathering: dist.Work | None = None
+        if ctx.gathers_tokens and needs_weight:
+            x, gathering = _gather(x, ctx.tp_group, async_op=True)
+        x_grad, reduction = _input_grad(ctx, out_grad, weight) if needs_x else (None, None)
+        rows = out_grad.flatten(0, -2)
+        bias_grad = rows.sum(0) if needs_bias else None
+        if gathering is not None:
+            gathering.wait()
+        weight_grad = add_weight_gradient(weight, rows, x.flatten(0, -2)) if needs_weight else None
+        if reduction is not None:
+            reduction.wait()
+        return x_grad, weight_grad, bias_grad, None, None, None
+
+
+def _input_grad(ctx: Any, out_grad: Tensor, weight: Tensor) -> tuple[Tensor, dist.Work | None]:
+    """Return where the input's gradient will be, and the work to wait for before anyone reads it."""
+    x_grad = out_grad @ weight
+    if ctx.sums_input_grad:
+        return x_grad, dist.all_reduce(x_grad, group=ctx.tp_group, async_op=True)
+    if not ctx.gathers_tokens:
+        return x_grad, None
+    shard_grad = x_grad.new_empty(len(x_grad) // ctx.tp_group.size(), *x_grad.shape[1:])
+    return shard_grad, dist.reduce_scatter_tensor(shard_grad, x_grad, group=ctx.tp_group, async_op=True)
+
+
+def _gather(shard: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
+    """Gather the tokens of all ranks; return where they will be, and the work to wait for if it is asynchronous."""
+    rows = shard.new_empty(len(shard) * group.size(), *shard.shape[1:])
+    return rows, dist.all_gather_into_tensor(rows, shard.contiguous(), group=group, async_op=async_op)

@@ -1,0 +1,117 @@
+"""In a step no stage copies between host and device, and none reads a number of the device: each would stop the GPU."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmtrain.models.build_stage import StageOptions, build_stage
+from mmtrain.models.megatron import ParallelGroups, prepare_megatron
+from mmtrain.models.stage_inputs import TextInput, UnitInput
+from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.recipe.model_settings import ModelSettings
+from tests.models.device_copies import META, DeviceCopies, on_device
+from tests.models.factory import (
+    AUDIO,
+    CPU,
+    DEEPSTACK,
+    POOLED,
+    SCALED,
+    WINDOWED,
+    clips,
+    images,
+    settings,
+    shape_of,
+    text,
+)
+
+NUM_FEATURES = 4
+MODELS: dict[str, tuple[str, ModelSettings]] = {
+    "llm": ("llm", settings(llm={"qkv_bias": True, "head_dim": 16})),
+    "llm, time, row and column": ("llm", settings(llm={"head_dim": 16, "rope_sections": (2, 3, 3)})),
+    "llm, windows": (
+        "llm",
+        settings(llm={"head_dim": 16, "window": 8, "window_rope_base": 1e4, "full_attention_blocks": (1,)}),
+    ),
+    "llm, images": ("llm", settings(llm={"head_dim": 16, "window": 8, "image_attention": "bidirectional"})),
+    "vision, class token and grid": ("vision", settings(vision=SCALED)),
+    "vision, rows and columns": ("vision", settings(vision={"positions": "factorized"})),
+    "vision, windows": ("vision", settings(vision=WINDOWED)),
+    "vision, stretched positions": ("vision", settings(vision=DEEPSTACK)),
+    "vision, pooled": ("vision", settings(vision=POOLED)),
+    "audio": ("audio", settings(audio={})),
+    "audio, chunks": ("audio", settings(audio={**AUDIO, "chunk": 8, "max_frames": 80})),
+}
+
+
+@pytest.fixture(autouse=True)
+def megatron_on_the_host_again() -> Iterator[None]:
+    yield
+    prepare_megatron(CPU)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_step_neither_copies_nor_reads(case: str) -> None:
+    unit, model = MODELS[case]
+    module = stage_on_meta(model, unit)
+    first, second = (brought_inputs(module, inputs_of(case, seed)) for seed in (0, 1))
+    run_step(module, first)  # fills tables that last for the run
+    with DeviceCopies() as copies:
+        run_step(module, second)
+    assert copies.found == set()
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_stage_of_one_layer_gets_what_it_needs(case: str) -> None:
+    """Stages without blocks rotate nothing, and those without the first layer have no positions to look up."""
+    unit, model = MODELS[case]
+    inputs = inputs_of(case, seed=0)
+    hidden = None
+    for layer in range(len(shape_of(model).unit(unit).layers)):
+        module = stage_on_meta(model, unit, (layer, layer + 1))
+        with torch.no_grad():
+            hidden = module(hidden, brought_inputs(module, inputs))
+    assert hidden is not None
+
+
+def stage_on_meta(model: ModelSettings, unit: str, layers: tuple[int, int] | None = None) -> StageModule:
+    whole = shape_of(model)
+    spec = StageSpec(unit, layers or (0, len(whole.unit(unit).layers)), recompute=frozenset({2}))
+    options = StageOptions(torch.bfloat16, META, seed=1, attention="sdpa")
+    return build_stage(model, whole, spec, ParallelGroups.single(), options)
+
+
+def brought_inputs(module: StageModule, inputs: UnitInput) -> UnitInput:
+    """Bring a microbatch to the device, with the index tables that the stage asks for."""
+    tables = {name: torch.from_numpy(table) for name, table in module.host_tables(inputs).items()}
+    return on_device(replace(inputs, tables=tables), META)
+
+
+def inputs_of(case: str, seed: int) -> UnitInput:
+    """Return a ragged microbatch; another seed has other lengths."""
+    if case.startswith("vision"):
+        return images((8, 8), (4, 6 - 2 * seed), (4, 4), (4, 4))
+    if case.startswith("audio"):
+        return clips(16, 8 + 4 * seed, 16)
+    made = text(33, 20 + seed, 33, places=range(NUM_FEATURES))
+    assert made.labels is not None
+    targets = (made.labels != -100).nonzero().flatten()
+    position_ids = None
+    if "column" in case:
+        position_ids = torch.arange(sum(made.lengths)).expand(3, -1).contiguous()
+    spans = ((2, 12), (40, 44)) if "images" in case else ()
+    given: dict[str, Any] = {"target_positions": targets, "position_ids": position_ids, "image_spans": spans}
+    return TextInput(made.lengths, made.ids, made.labels, made.feature_positions, **given)
+
+
+def run_step(module: StageModule, inputs: UnitInput) -> None:
+    """Run forward and backward."""
+    features: dict[str, Tensor] = {}
+    if isinstance(inputs, TextInput):
+        rows = torch.randn(NUM_FEATURES, 48, device=META, dtype=torch.bfloat16, requires_grad=True)
+        features = {"vision": rows}
+    out = module.run(module.context(inputs, features), None, module.indices)
+    torch.autograd.backward(out.float().sum())
