@@ -72,7 +72,8 @@ def _draft(family: Family, model: NewModel) -> tuple[NewFolder, list[str]]:
         differences += _differences(f"model.{unit}.", model.units[unit], stated)
     if IMAGE_PROCESSOR_FILE in files:
         stated = dict(image_processor_settings(files[IMAGE_PROCESSOR_FILE], IMAGE_PROCESSOR_FILE))
-        stated |= {key: settings.data["image"][key] for key in ("scheme", "size")}  # that the encoder needs
+        of_encoder = settings.data["image"]
+        stated |= {key: of_encoder[key] for key in ("scheme", "size", "tile") if key in of_encoder}  # that it needs
         of_pixels = {key: value for key, value in stated.items() if key not in _NOT_OF_PROCESSORS}
         differences += _differences("data.image.", model.image, of_pixels)
     return NewFolder(family, settings, files), differences

@@ -139,4 +139,5 @@ GEMMA3 = Family(
     markups={"image": MediaMarkup(_START, _FEATURE, f"\n\n{_START}", f"{_END}\n\n"), "video": None},
     spellings=LLAVA_SPELLINGS,
     ignored=llava_buffers,
+    image_processor={"do_pan_and_scan": False},  # unless a call asks for it
 )

@@ -136,6 +136,7 @@ def _pinpoints(section: ConfigSection) -> Settings:
         "scheme": "pinpoints",
         "tile": _square(section)["size"],
         "pinpoints": read_canvases(section, LLAVA_NEXT_PINPOINTS),
+        "tile_several": True,
         "partial_patches": "drop",
     }
     return {**canvases, **_normalization(section, MEAN, STD)}

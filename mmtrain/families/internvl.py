@@ -102,7 +102,8 @@ def _settings(config: ConfigSection) -> FolderSettings:
         "mean": _IMAGENET_MEAN,
         "std": _IMAGENET_STD,
     }
-    return FolderSettings({"vision": vision, "llm": llm}, {"image": image}, tuple(_unused_weights(vision, tower)))
+    data: dict[str, Settings] = {"image": image, "video": {"sampling": "middles"}}
+    return FolderSettings({"vision": vision, "llm": llm}, data, tuple(_unused_weights(vision, tower)))
 
 
 def _merge(config: ConfigSection) -> int:

@@ -19,6 +19,7 @@ from mmtrain.families.llava import (
     llava_settings,
     llava_weights,
 )
+from mmtrain.families.llava_files import LLAVA_NEXT_WRITER
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
 _TINY_PINPOINTS = [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]
@@ -82,4 +83,5 @@ LLAVA_NEXT = Family(
     },
     spellings=LLAVA_SPELLINGS,
     ignored=llava_buffers,
+    writer=LLAVA_NEXT_WRITER,
 )

@@ -10,6 +10,7 @@ from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Family, FolderSettings
 from mmtrain.families.image_processors import LLAVA_ONEVISION_PINPOINTS
 from mmtrain.families.llava import LLAVA_SPELLINGS, TINY_LLAVA, llava_buffers
+from mmtrain.families.llava_files import LLAVA_ONEVISION_WRITER
 from mmtrain.families.llava_next import llava_next_settings, llava_next_weights
 from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
 
@@ -92,4 +93,5 @@ LLAVA_ONEVISION = Family(
     },
     spellings=LLAVA_SPELLINGS,
     ignored=llava_buffers,
+    writer=LLAVA_ONEVISION_WRITER,
 )

@@ -13,7 +13,8 @@ class NewModel:
 
     units: Mapping[str, Mapping[str, Any]]  # settings by name of the unit, as in a recipe with none left out
     image: Mapping[str, Any]  # settings of `data.image`
-    feature_tokens: Mapping[str, int]  # by modality: the token whose place a feature takes
+    feature_tokens: Mapping[str, int]  # by modality: the token whose place a feature takes, of an image or a clip
+    video_token: int | None  # likewise of a video; that of images where the tokenizer has no other
     end_ids: tuple[int, ...]  # tokens at which generation ends
     max_tokens: int  # of a sequence
 

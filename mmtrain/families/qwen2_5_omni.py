@@ -12,7 +12,7 @@ from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.qwen2_5_vl import windowed_tower_settings, windowed_tower_weights
 from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER
-from mmtrain.families.tiny import MEDIA_TOKENS, TINY_TOKENS, tiny_decoder, tiny_token_id
+from mmtrain.families.tiny import MEDIA_TOKENS, TINY_EXTRACTOR, TINY_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 from mmtrain.families.whisper import whisper_settings, whisper_weights
 from mmtrain.families.windows import reject_sliding_windows
@@ -100,18 +100,7 @@ _TINY: dict[str, Any] = {
     },
     "dtype": "float32",
 }
-_TINY_PROCESSORS = {
-    **TINY_IMAGES,
-    "processor_class": "Qwen2_5OmniProcessor",
-    "feature_extractor_type": "WhisperFeatureExtractor",
-    "feature_size": 40,
-    "sampling_rate": 16000,
-    "hop_length": 160,
-    "n_fft": 400,
-    "chunk_length": 4,
-    "padding_value": 0.0,
-    "return_attention_mask": True,
-}
+_TINY_PROCESSORS = {**TINY_IMAGES, **TINY_EXTRACTOR, "processor_class": "Qwen2_5OmniProcessor"}
 
 
 def _settings(config: ConfigSection) -> FolderSettings:

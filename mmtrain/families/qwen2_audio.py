@@ -10,7 +10,7 @@ from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_weights
 from mmtrain.families.family import Family, FolderSettings
 from mmtrain.families.qwen2 import qwen2_settings
-from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
+from mmtrain.families.tiny import MEDIA_TOKENS, TINY_EXTRACTOR, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 from mmtrain.families.whisper import whisper_settings, whisper_weights
 
@@ -39,17 +39,7 @@ _TINY = {
     },
     "dtype": "float32",
 }
-_TINY_CLIPS = {
-    "feature_extractor_type": "WhisperFeatureExtractor",
-    "processor_class": "Qwen2AudioProcessor",
-    "feature_size": 40,
-    "sampling_rate": 16000,
-    "hop_length": 160,
-    "n_fft": 400,
-    "chunk_length": 4,
-    "padding_value": 0.0,
-    "return_attention_mask": True,
-}
+_TINY_CLIPS = {**TINY_EXTRACTOR, "processor_class": "Qwen2AudioProcessor"}
 
 
 def _settings(config: ConfigSection) -> FolderSettings:

@@ -7,9 +7,10 @@ from typing import Any
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.media_markup import SECONDS, MediaMarkup
 from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER, block_weights, tower_settings
 from mmtrain.families.rotary import rotary_settings
-from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
+from mmtrain.families.tiny import MEDIA_TOKENS, TINY_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
 _DEFAULTS = {"intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936}
@@ -27,11 +28,24 @@ _IMAGES: Settings = {
     "mean": _HALF,
     "std": _HALF,
 }
+# Frames are evenly spaced, and share the limits: of 128 and 768 merged patches, in pixels times frames.
+_VIDEOS: Settings = {
+    "fps": 2.0,
+    "min_frames": 4,
+    "max_frames": 768,
+    "min_pixels": 128 * 32 * 32,
+    "max_pixels": 768 * 32 * 32,
+    "sampling": "ends",
+    "pixel_limits": "video",
+}
+_START, _END, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"
 _TINY: dict[str, Any] = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
     "model_type": "qwen3_vl",
     "image_token_id": tiny_token_id(MEDIA_TOKENS["image"]),
-    "video_token_id": tiny_token_id(MEDIA_TOKENS["video"]),
+    "video_token_id": len(TINY_TOKENS),
+    "vision_start_token_id": len(TINY_TOKENS) + 1,
+    "vision_end_token_id": len(TINY_TOKENS) + 2,
     "text_config": tiny_decoder(
         model_type="qwen3_vl_text",
         head_dim=32,
@@ -81,7 +95,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
         "deepstack": _deepstack(tower, common["layers"], llm["layers"]),
     }
     tower.finish()
-    return FolderSettings({"vision": vision, "llm": llm}, {"image": _IMAGES})
+    return FolderSettings({"vision": vision, "llm": llm}, {"image": _IMAGES, "video": _VIDEOS})
 
 
 def _text_settings(config: ConfigSection) -> Settings:
@@ -166,8 +180,28 @@ QWEN3_VL = Family(
             "image_mean": list(_HALF),
             "image_std": list(_HALF),
         },
+        "video_preprocessor_config.json": {
+            "video_processor_type": "Qwen3VLVideoProcessor",
+            "size": {"shortest_edge": 4 * 32 * 32, "longest_edge": 16 * 64 * 64},
+            "patch_size": 8,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "max_frames": 16,
+            "image_mean": list(_HALF),
+            "image_std": list(_HALF),
+        },
+        "tokenizer_config.json": {
+            "extra_special_tokens": {
+                "video_token": _VIDEO,
+                "vision_start_token": _START,
+                "vision_end_token": _END,
+            }
+        },
     },
-    # Its processor writes the second before each part of a video: not built yet.
-    markups={"video": None},
+    markups={
+        "video": MediaMarkup(
+            _VIDEO, _VIDEO, f"<{SECONDS} seconds>{_START}", _END, later_prefix=f"<{SECONDS} seconds>{_START}"
+        )
+    },
     ignored=decoder_buffers,
 )

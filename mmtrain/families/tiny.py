@@ -7,6 +7,17 @@ MEDIA_TOKENS = {"image": "<image>", "video": "<video>", "audio": "<audio>"}
 TINY_TOKENS = (PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN, *MEDIA_TOKENS.values())  # their ids are their places
 TINY_VOCAB_SIZE = 512  # of a model; its tokenizer has at most as many tokens
 
+TINY_EXTRACTOR = {  # of clips of at most four seconds, in preprocessor_config.json
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "feature_size": 40,
+    "sampling_rate": 16000,
+    "hop_length": 160,
+    "n_fft": 400,
+    "chunk_length": 4,
+    "padding_value": 0.0,
+    "return_attention_mask": True,
+}
+
 
 def tiny_token_id(token: str) -> int:
     """Return the id of a special token of all tiny models."""

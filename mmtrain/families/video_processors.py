@@ -41,6 +41,8 @@ def _video_settings(config: dict[str, Any], path: Path) -> Settings:
     section = ConfigSection(config)
     size = section.section("size")
     section.require("num_frames", None, default=None)
+    section.require("initial_shift", None, True, default=None)  # InternVL: frames in the middle of equal parts
+    section.require("cap_pixels_per_frame", None, False, default=None)
     stated = {
         "fps": section.number("fps") if section.value("fps") is not None else None,
         "min_frames": section.optional_integer("min_frames"),

@@ -13,6 +13,7 @@ from mmtrain.families.folder_files import CONFIG_FILE, CONVERSATION_FILES, GENER
 from mmtrain.families.new_model import NewModel
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.llm_settings import LlmSettings
+from mmtrain.recipe.modalities import VISION
 
 
 def describe_new_folder(recipe: Recipe) -> NewFolder:
@@ -26,6 +27,7 @@ def describe_new_folder(recipe: Recipe) -> NewFolder:
             units=_units(recipe),
             image=recipe.data.image.model_dump(),
             feature_tokens={modality: token_ids[0] for modality, token_ids in tokenizer.item_ids.items()},
+            video_token=tokenizer.item_ids.get(VISION.name, (None,))[-1],
             end_ids=tuple(sorted(tokenizer.end_ids)),
             max_tokens=recipe.data.seq_len,
         )

@@ -1,13 +1,11 @@
 """An exported folder is the source folder with the weights of the run, bit for bit where nothing was trained."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from mmtrain.checkpoint import LocalStorage, open_newest_good
 from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
@@ -18,25 +16,12 @@ from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.weights import export_folder
 from tests.cli.conftest import RunMmtrain, run_mmtrain
 from tests.runtime.models import run_folder
+from tests.weights.comparison import content, unit_stage
 from tests.weights.pretrained import llama, qwen2, recipe_from, save
-from tests.weights.test_import_weights import unit_stage
 
 __all__ = ["run_mmtrain"]
 
 MODELS = {"qwen2": qwen2, "llama": lambda: llama(num_hidden_layers=2)}
-
-
-def content(folder: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    """Return dtype, shape and hash of the bytes of every tensor of a folder."""
-    tensors = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            assert file.metadata() == {"format": "pt"}
-            for name in file.keys():  # noqa: SIM118
-                tensor = file.get_tensor(name)
-                digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-                tensors[name] = (str(tensor.dtype), tuple(tensor.shape), digest)
-    return tensors
 
 
 def run_from(folder: Path, stage: StageModule | None = None) -> Path:

@@ -10,20 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.balance import assign
-from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import BatchBuilder, PayloadNeed, build_index
 from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.weights import export_folder
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.families.configs import write_config
-from tests.runtime.models import run_folder
+from tests.weights.comparison import (
+    assert_equal_gradients,
+    assert_equal_logits_and_loss,
+    content,
+    export_again,
+    full_gradients,
+    labels_of,
+    patches_of,
+    unit_stage,
+)
 from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, PATCH, VOCAB, gemma3, recipe_from, save, siglip
-from tests.weights.test_export_weights import content
-from tests.weights.test_import_weights import assert_equal_gradients, full_gradients, unit_stage
-from tests.weights.test_llava import patches_of
 from tests.weights.test_tiny_model import messages_of, tiny_recipe
 
 # As on the hub; sections hold what differs from the defaults.
@@ -74,26 +77,16 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
 
     ids = [torch.cat([words(3), image, words(2), image, words(6)]), words(9), torch.cat([image, words(4)])]
     pixels = torch.randn(3, 3, IMAGE_SIDE * PATCH, IMAGE_SIDE * PATCH, generator=generator)
-    labels = [torch.where(sample == IMAGE_TOKEN, -100, sample)[1:] for sample in ids]
-    labels = [torch.cat([of_sample, torch.tensor([-100])]) for of_sample in labels]
+    labels = labels_of(ids, IMAGE_TOKEN)
     images = [[pixels[0], pixels[1]], [], [pixels[2]]]
     expected = torch.cat([_logits(theirs, *sample) for sample in zip(ids, images, strict=True)])
     packed = torch.cat(ids)
     places = (packed == IMAGE_TOKEN).nonzero().flatten()
     spans = tuple((first, first + num_features) for first in places[::num_features].tolist())
-    inputs = TextInput(tuple(map(len, ids)), packed, torch.cat(labels), {"vision": places}, image_spans=spans)
+    inputs = TextInput(tuple(map(len, ids)), packed, labels, {"vision": places}, image_spans=spans)
     sides = (IMAGE_SIDE,) * 3
     features = vision(None, EncoderInput(sides, sides, torch.cat([patches_of(picture) for picture in pixels])))
-    with torch.no_grad():
-        logits = llm.logits(None, inputs, {"vision": features})[:, :VOCAB]
-    assert (logits - expected).abs().max() < 1e-4
-    assert expected.std() > 0.1  # else the comparison would prove nothing
-
-    loss = llm(None, inputs, {"vision": features})
-    their_loss = torch.nn.functional.cross_entropy(expected, torch.cat(labels), reduction="sum")
-    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
-    loss.backward()
-    their_loss.backward()
+    assert_equal_logits_and_loss(llm, inputs, {"vision": features}, expected)
     assert_equal_gradients(folder, theirs, full_gradients(vision) | full_gradients(llm))
 
 
@@ -127,9 +120,7 @@ def test_import_and_export_give_the_same_bits(has_head: bool, tmp_path: Path) ->
     tower = siglip(image_size=IMAGE_SIDE * PATCH, vision_use_head=has_head)
     folder = save(gemma3(tower=tower), tmp_path / "model", torch.bfloat16)
     recipe = recipe_from(folder)
-    run = run_folder(tmp_path / "run", recipe, {unit: unit_stage(recipe, unit) for unit in ("vision", "llm")})
-    export_folder(recipe, open_newest_good(run / CHECKPOINTS_FOLDER, print), tmp_path / "out")
-    assert content(tmp_path / "out") == content(folder)
+    assert content(export_again(folder, recipe)) == content(folder)
 
 
 def test_the_config_of_the_hub_is_read(tmp_path: Path) -> None:
@@ -160,10 +151,19 @@ def test_what_is_not_supported_is_an_error(
         recipe_from(write_config(tmp_path / "model", config))
 
 
-def test_pan_and_scan_is_refused(tmp_path: Path) -> None:
+def test_a_folder_does_not_turn_on_pan_and_scan(tmp_path: Path) -> None:
+    import transformers
+
     folder = tmp_path / "model"
     write_tiny_model(FAMILIES["gemma3"], folder, 3)
     path = folder / "preprocessor_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "do_pan_and_scan": True}))
-    with pytest.raises(RecipeError, match=r"do_pan_and_scan: true is not supported yet; .* Set it to false"):
-        tiny_recipe(folder)
+    whole = tiny_recipe(folder).data.image
+    pan_and_scan = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **pan_and_scan}))
+    assert tiny_recipe(folder).data.image == whole
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    wide = np.zeros((64, 512, 3), dtype=np.uint8)
+    pixels = processor(text=processor.boi_token, images=[wide])["pixel_values"]
+    assert np.shape(pixels) == (1, 3, whole.size, whole.size)
+    asked = processor(text=processor.boi_token, images=[wide], images_kwargs=pan_and_scan)["pixel_values"]
+    assert len(asked) > 1, "only a call turns it on"

@@ -17,9 +17,9 @@ from mmtrain.recipe.schema import Recipe
 from mmtrain.weights import FolderTensors
 from tests.distributed import fork_ranks
 from tests.flow.runs import poll
+from tests.weights.comparison import pretrained_of, unit_stage
 from tests.weights.hub_server import COMMIT, StandInHub, serve_model
 from tests.weights.pretrained import qwen2, save
-from tests.weights.test_import_weights import pretrained_of, unit_stage
 
 REPO = "some-org/tiny-model.1"
 NOT_FETCHED = {"README.md", "pytorch_model.bin", "modeling.py", "original/params.json", "original/model.safetensors"}

@@ -1,6 +1,7 @@
 """A model that starts from a folder computes what `transformers` computes with it."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,16 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.errors import RecipeError
-from mmtrain.families import FAMILIES, read_model_folder
+from mmtrain.families import FAMILIES
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.parameter_specs import join_tp_shards
 from mmtrain.models.stage_inputs import TextInput
-from mmtrain.models.stage_module import StageModule, StageSpec
-from mmtrain.recipe import Recipe
-from mmtrain.weights import FolderTensors, PretrainedWeights, open_pretrained
-from tests.models.factory import gradients
+from mmtrain.models.stage_module import StageSpec
+from mmtrain.weights import FolderTensors
+from tests.weights.comparison import assert_equal_gradients, full_gradients, pretrained_of, unit_stage
 from tests.weights.pretrained import VOCAB, gemma3_text, llama, mistral, qwen2, qwen3, recipe_from, save, specs_of
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -41,49 +41,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3 windows": lambda: qwen3(use_sliding_window=True, sliding_window=16, layer_types=WINDOWED),
     "qwen3 tied": lambda: qwen3(tie_word_embeddings=True, num_key_value_heads=4),
 }
-CPU = torch.device("cpu")
-
-
-def pretrained_of(recipe: Recipe) -> PretrainedWeights:
-    weights = open_pretrained(recipe)
-    assert weights is not None
-    return weights
-
-
-def unit_stage(recipe: Recipe, unit: str = "llm") -> StageModule:
-    """Build a unit of a recipe, as one stage with the weights of its folder."""
-    model = build_model_shape(recipe)
-    options = StageOptions(torch.float32, CPU, 1, "reference", pretrained_of(recipe))
-    spec = StageSpec(unit, (0, len(model.unit(unit).layers)))
-    return build_stage(recipe.model, model, spec, ParallelGroups.single(), options)
-
-
-def full_gradients(stage: StageModule) -> dict[str, Tensor]:
-    """Return the gradients of an unsharded stage by plan-independent name, in the full view."""
-    by_name = gradients(stage)
-    return {name: by_name[name].view(spec.full_shape) for name, spec in specs_of(stage).items()}
-
-
-def assert_equal_gradients(
-    folder: Path, theirs: nn.Module, ours: Mapping[str, Tensor], frozen: Collection[str] = ()
-) -> None:
-    """Compare the gradients of all tensors of a folder with ours, which are by name, in the full view.
-
-    frozen: names of ours that never train.
-    """
-    read = read_model_folder(folder)
-    sources = {source.name: source for source in read.family.weights(read.settings) if source.name not in frozen}
-    assert sources.keys() == ours.keys()
-    expected = {name: param.grad for name, param in theirs.named_parameters()}
-    largest = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
-    for name, source in sources.items():
-        for block in source.blocks:
-            gradient = expected[block.tensor]
-            assert gradient is not None
-            part = ours[name][tuple(slice(lo, hi) for lo, hi in block.view_box)]
-            wanted = gradient[tuple(slice(lo, hi) for lo, hi in block.tensor_box)]
-            wanted = (wanted.T if block.is_transposed else wanted).reshape(part.shape)
-            assert (part - wanted).norm() <= 1e-3 * max(float(wanted.norm()), 1e-3 * largest), block.tensor
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -156,8 +113,9 @@ def test_units_that_the_folder_lacks_start_as_without_it(tmp_path: Path) -> None
     weights = pretrained_of(recipe)
     assert weights.units == ("llm",)
     spec = StageSpec("vision", (0, 3))
+    options = StageOptions(torch.float32, torch.device("cpu"), 1, "sdpa")
     stages = [
-        build_stage(recipe.model, model, spec, groups, StageOptions(torch.float32, CPU, 1, "sdpa", source))
+        build_stage(recipe.model, model, spec, groups, replace(options, pretrained=source))
         for source in (None, weights)
     ]
     for ours, expected in zip(*(stage.parameters() for stage in stages), strict=True):

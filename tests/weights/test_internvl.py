@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import build_index
 from mmtrain.data.media.image_grids import item_grids
 from mmtrain.data.media.item_readers import VisionItemReader
@@ -21,17 +20,22 @@ from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.weights import export_folder
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.data.archives import movie
 from tests.data.model_folders import write_like_internvl
 from tests.families.configs import write_config
-from tests.runtime.models import run_folder
+from tests.pixels import normalized
+from tests.weights.comparison import (
+    assert_equal_gradients,
+    assert_equal_logits_and_loss,
+    content,
+    export_again,
+    full_gradients,
+    labels_of,
+    patches_of,
+    unit_stage,
+)
 from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, PATCH, VOCAB, internvl, recipe_from, save
-from tests.weights.test_export_weights import content
-from tests.weights.test_import_weights import assert_equal_gradients, full_gradients, unit_stage
-from tests.weights.test_llava import patches_of
 from tests.weights.test_tiny_model import messages_of, tiny_recipe
 
 # As on the hub; sections hold what differs from the defaults.
@@ -78,8 +82,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
 
     ids = [torch.cat([words(3), tile, tile, tile, words(2), tile, words(6)]), words(9), torch.cat([tile, words(4)])]
     tiles = torch.randn(5, 3, IMAGE_SIDE * PATCH, IMAGE_SIDE * PATCH, generator=generator)
-    labels = [torch.where(sample == IMAGE_TOKEN, -100, sample)[1:] for sample in ids]
-    labels = [torch.cat([of_sample, torch.tensor([-100])]) for of_sample in labels]
+    labels = labels_of(ids, IMAGE_TOKEN)
     expected = torch.cat(
         [
             theirs(input_ids=ids[0][None], pixel_values=tiles[:4]).logits[0],
@@ -89,19 +92,10 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     )
     packed = torch.cat(ids)
     places = (packed == IMAGE_TOKEN).nonzero().flatten()
-    inputs = TextInput(tuple(map(len, ids)), packed, torch.cat(labels), {"vision": places})
+    inputs = TextInput(tuple(map(len, ids)), packed, labels, {"vision": places})
     sides = (IMAGE_SIDE,) * 5
     features = vision(None, EncoderInput(sides, sides, torch.cat([patches_of(image) for image in tiles])))
-    with torch.no_grad():
-        logits = llm.logits(None, inputs, {"vision": features})[:, :VOCAB]
-    assert (logits - expected).abs().max() < 1e-4
-    assert expected.std() > 0.1  # else the comparison would prove nothing
-
-    loss = llm(None, inputs, {"vision": features})
-    their_loss = torch.nn.functional.cross_entropy(expected, torch.cat(labels), reduction="sum")
-    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
-    loss.backward()
-    their_loss.backward()
+    assert_equal_logits_and_loss(llm, inputs, {"vision": features}, expected)
     assert_equal_gradients(folder, theirs, full_gradients(vision) | full_gradients(llm))
 
 
@@ -109,9 +103,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
 def test_import_and_export_give_the_same_bits(tower: dict[str, Any], tmp_path: Path) -> None:
     folder = save(internvl(**tower), tmp_path / "model", torch.bfloat16)
     recipe = recipe_from(folder)
-    run = run_folder(tmp_path / "run", recipe, {unit: unit_stage(recipe, unit) for unit in ("vision", "llm")})
-    export_folder(recipe, open_newest_good(run / CHECKPOINTS_FOLDER, print), tmp_path / "out")
-    assert content(tmp_path / "out") == content(folder)
+    assert content(export_again(folder, recipe)) == content(folder)
 
 
 def test_conversations_are_what_the_processor_makes_of_them(tmp_path: Path) -> None:
@@ -141,7 +133,7 @@ def test_conversations_are_what_the_processor_makes_of_them(tmp_path: Path) -> N
             num_tiles.append(len(pixels))
             text = text.replace("<IMG_CONTEXT>", f"<img>{'<mark>' * 4 * len(pixels)}</img>", 1)
             for part, expected in enumerate(pixels):
-                patches = decoder.patches("image", media, part, len(pixels), (4, 4))
+                patches = normalized(decoder.patches("image", media, part, len(pixels), (4, 4)), recipe.data.image)
                 np.testing.assert_allclose(patches, patches_of(torch.from_numpy(expected), 8), atol=1e-4)
         text = text.replace("<mark>", "<IMG_CONTEXT>")
         expected_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -230,7 +222,8 @@ def test_a_video_is_written_frame_by_frame(tmp_path: Path) -> None:
     reader = VisionItemReader(recipe.model.vision, recipe.data)
     image = recipe.data.image
     for part, frame in enumerate(wanted):
-        patches = reader.load_cells("video", FileMedia(str(conversations / "long.mp4")), part, 12, (4, 4))
+        cells = reader.load_cells("video", FileMedia(str(conversations / "long.mp4")), part, 12, (4, 4))
+        patches = normalized(cells, image)
         shade = np.asarray(shades[frame // 20], dtype=np.float32)[0, 0] / 255
         pixels = patches.reshape(16, 3, -1).mean(axis=(0, 2))
         np.testing.assert_allclose(pixels, (shade - np.array(image.mean)) / np.array(image.std), atol=0.1)

@@ -10,17 +10,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mmtrain.checkpoint import open_newest_good
 from mmtrain.errors import ModelFolderError, RecipeError
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
-from mmtrain.recipe import Recipe
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.weights import export_folder
 from tests.families.configs import write_config
-from tests.runtime.models import run_folder
-from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, PATCH, VOCAB, llava, recipe_from, save, siglip
-from tests.weights.test_export_weights import content
-from tests.weights.test_import_weights import assert_equal_gradients, full_gradients, pretrained_of, unit_stage
+from tests.weights.comparison import (
+    assert_equal_gradients,
+    assert_equal_logits_and_loss,
+    content,
+    export_again,
+    full_gradients,
+    labels_of,
+    patches_of,
+    pretrained_of,
+    rename_tensors,
+    unit_stage,
+)
+from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, VOCAB, llava, recipe_from, save, siglip
 
 HUB_CONFIG = {
     "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "ignore_index": -100,
@@ -40,10 +45,6 @@ HUB_CONFIG = {
 }  # fmt: skip
 
 
-def _recipe(folder: Path, *overrides: str) -> Recipe:
-    return recipe_from(folder, *overrides)
-
-
 def _samples(side: int, num_features: int) -> tuple[list[Tensor], list[Tensor]]:
     """Make token ids of three samples, with two images, none and one, and the images, (3, side, side) each."""
     generator = torch.Generator().manual_seed(7)
@@ -55,12 +56,6 @@ def _samples(side: int, num_features: int) -> tuple[list[Tensor], list[Tensor]]:
     ids = [torch.cat([words(3), image, words(2), image, words(6)]), words(9), torch.cat([image, words(4)])]
     pixels = [torch.randn(3, side, side, generator=generator) for _ in range(3)]
     return ids, pixels
-
-
-def patches_of(image: Tensor, patch: int = PATCH) -> Tensor:
-    """Cut (3, height, width) into (patches, 3 * patch * patch), features ordered (channel, y, x)."""
-    cut = image.unfold(1, patch, patch).unfold(2, patch, patch)  # (3, rows, cols, y, x)
-    return cut.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +73,11 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
 ) -> None:
     theirs = llava(text, feature_layer, tower=tower and tower(), strategy=strategy)
     folder = save(theirs, tmp_path / "model")
-    recipe = _recipe(folder)
+    recipe = recipe_from(folder)
     vision, llm = unit_stage(recipe, "vision"), unit_stage(recipe, "llm")
     has_class_feature = tower is None and strategy == "full"
     ids, pixels = _samples(recipe.data.image.size, IMAGE_SIDE**2 + has_class_feature)
-    labels = [torch.where(sample == IMAGE_TOKEN, -100, sample)[1:] for sample in ids]
-    labels = [torch.cat([of_sample, torch.tensor([-100])]) for of_sample in labels]
+    labels = labels_of(ids, IMAGE_TOKEN)
     expected = [
         theirs(input_ids=ids[0][None], pixel_values=torch.stack(pixels[:2])).logits[0],
         theirs(input_ids=ids[1][None]).logits[0],
@@ -91,19 +85,10 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     ]
     packed = torch.cat(ids)
     places = (packed == IMAGE_TOKEN).nonzero().flatten()
-    inputs = TextInput(tuple(map(len, ids)), packed, torch.cat(labels), {"vision": places})
+    inputs = TextInput(tuple(map(len, ids)), packed, labels, {"vision": places})
     sides = (IMAGE_SIDE,) * 3
     features = vision(None, EncoderInput(sides, sides, torch.cat([patches_of(image) for image in pixels])))
-    with torch.no_grad():
-        logits = llm.logits(None, inputs, {"vision": features})[:, :VOCAB]
-    assert (logits - torch.cat(expected)).abs().max() < 1e-4
-    assert torch.cat(expected).std() > 0.1  # else the comparison would prove nothing
-
-    loss = llm(None, inputs, {"vision": features})
-    their_loss = torch.nn.functional.cross_entropy(torch.cat(expected), torch.cat(labels), reduction="sum")
-    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
-    loss.backward()
-    their_loss.backward()
+    assert_equal_logits_and_loss(llm, inputs, {"vision": features}, torch.cat(expected))
     assert_equal_gradients(folder, theirs, full_gradients(vision) | full_gradients(llm))
 
 
@@ -127,21 +112,14 @@ def test_import_and_export_give_the_same_bits_in_every_spelling(
     """Blocks behind the layer of the features, the last norm and the pooling head come back too."""
     model = llava(tower=tower and tower(), strategy="full" if tower else "default")
     folder = save(model, tmp_path / "model", torch.bfloat16)
+    rename_tensors(folder, spelling)
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    for prefix, replacement in spelling.items():
-        tensors = {
-            replacement + name.removeprefix(prefix) if name.startswith(prefix) else name: value
-            for name, value in tensors.items()
-        }
     tensors["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(17)
     save_file(tensors, path, {"format": "pt"})
-    recipe = _recipe(folder)
-    run = run_folder(tmp_path / "run", recipe, {unit: unit_stage(recipe, unit) for unit in ("vision", "llm")})
-    checkpoint = open_newest_good(run / CHECKPOINTS_FOLDER, print)
-    export_folder(recipe, checkpoint, tmp_path / "out")
+    recipe = recipe_from(folder)
     expected = {name: of_tensor for name, of_tensor in content(folder).items() if "position_ids" not in name}
-    assert content(tmp_path / "out") == expected
+    assert content(export_again(folder, recipe)) == expected
 
 
 def test_a_folder_without_a_projector_starts_with_a_fresh_one(tmp_path: Path) -> None:
@@ -151,14 +129,12 @@ def test_a_folder_without_a_projector_starts_with_a_fresh_one(tmp_path: Path) ->
     complete = content(folder)
     projector = {name for name in tensors if name.startswith("multi_modal_projector.")}
     save_file({name: value for name, value in tensors.items() if name not in projector}, path, {"format": "pt"})
-    recipe = _recipe(folder)
+    recipe = recipe_from(folder)
     weights = pretrained_of(recipe)
     assert weights.fresh_modules == ("vision.layers.3.linear_1", "vision.layers.3.linear_2")
     stages = {unit: unit_stage(recipe, unit) for unit in ("vision", "llm")}
     assert stages["vision"].layers["3"].linear_1.weight.std() > 0.05  # type: ignore[union-attr, operator]
-    run = run_folder(tmp_path / "run", recipe, stages)
-    export_folder(recipe, open_newest_good(run / CHECKPOINTS_FOLDER, print), tmp_path / "out")
-    exported = content(tmp_path / "out")
+    exported = content(export_again(folder, recipe, stages))
     assert {name: of_tensor[:2] for name, of_tensor in exported.items()} == {
         name: of_tensor[:2] for name, of_tensor in complete.items()
     }
@@ -172,7 +148,7 @@ def test_a_folder_without_a_projector_starts_with_a_fresh_one(tmp_path: Path) ->
 
 def test_the_config_of_the_hub_is_that_of_the_paper(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "llava-1.5-7b-hf", HUB_CONFIG)
-    recipe = _recipe(folder, "data.seq_len=2048")
+    recipe = recipe_from(folder, "data.seq_len=2048")
     vision, llm = recipe.model.vision, recipe.model.llm
     assert vision is not None
     assert (vision.layers, vision.hidden, vision.max_side, vision.activation) == (23, 1024, 24, "quick_gelu")
@@ -184,13 +160,15 @@ def test_the_config_of_the_hub_is_that_of_the_paper(tmp_path: Path) -> None:
 
 def test_a_recipe_may_choose_its_own_images_but_not_another_encoder(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "model", HUB_CONFIG)
-    image = _recipe(folder, "data.seq_len=2048", "data.image={scheme: fixed, size: 224}").data.image
+    image = recipe_from(folder, "data.seq_len=2048", "data.image={scheme: fixed, size: 224}").data.image
     assert (image.size, image.fit, image.mean) == (224, "stretch", (0.5, 0.5, 0.5))
-    frozen = _recipe(folder, "data.seq_len=2048", "model.vision={freeze: true, projector: {freeze: true}}").model.vision
+    frozen = recipe_from(
+        folder, "data.seq_len=2048", "model.vision={freeze: true, projector: {freeze: true}}"
+    ).model.vision
     assert frozen is not None
     assert (frozen.layers, frozen.freeze, frozen.projector.freeze) == (23, True, True)
     with pytest.raises(RecipeError, match=r"model\.vision\.projector\.activation: is 'silu' here, but 'gelu' in"):
-        _recipe(folder, "data.seq_len=2048", "model.vision.projector.activation=silu")
+        recipe_from(folder, "data.seq_len=2048", "model.vision.projector.activation=silu")
 
 
 @pytest.mark.parametrize(
@@ -212,5 +190,5 @@ def test_a_recipe_may_choose_its_own_images_but_not_another_encoder(tmp_path: Pa
 def test_other_llavas_are_rejected_by_the_key(changes: dict[str, object], text: str, tmp_path: Path) -> None:
     folder = write_config(tmp_path / "model", HUB_CONFIG, **changes)
     with pytest.raises(RecipeError) as caught:
-        _recipe(folder)
+        recipe_from(folder)
     assert text in str(caught.value)

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import build_index
 from mmtrain.data.media.image_grids import item_grids
 from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin, join_media
@@ -20,15 +18,21 @@ from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
 from mmtrain.models.stage_inputs import EncoderInput, RowMix, TextInput
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.weights import export_folder
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.families.configs import write_config
-from tests.runtime.models import run_folder
+from tests.pixels import normalized
+from tests.weights.comparison import (
+    assert_equal_gradients,
+    assert_equal_logits_and_loss,
+    content,
+    export_again,
+    full_gradients,
+    labels_of,
+    patches_of,
+    rename_tensors,
+    unit_stage,
+)
 from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, VOCAB, llava_next, recipe_from, save, siglip
-from tests.weights.test_export_weights import content
-from tests.weights.test_import_weights import assert_equal_gradients, full_gradients, unit_stage
-from tests.weights.test_llava import patches_of
 from tests.weights.test_tiny_model import messages_of, tiny_recipe
 
 # llava-v1.6-mistral-7b-hf
@@ -90,8 +94,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     side = recipe.data.image.tile
     tiles = [torch.randn(n, 3, side, side, generator=generator) for n in num_tiles]
     ids = [torch.cat([words(3), images[0], words(2), images[1], words(6)]), words(9), torch.cat([images[2], words(4)])]
-    labels = [torch.where(sample == IMAGE_TOKEN, -100, sample)[1:] for sample in ids]
-    labels = [torch.cat([of_sample, torch.tensor([-100])]) for of_sample in labels]
+    labels = labels_of(ids, IMAGE_TOKEN)
     batch = torch.zeros(2, 5, 3, side, side)  # padded as by the processor
     batch[0], batch[1, :4] = tiles[0], tiles[1]
     heights_and_widths = torch.tensor([size[::-1] for size in sizes])
@@ -105,21 +108,12 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     packed = torch.cat(ids)
     places = (packed == IMAGE_TOKEN).nonzero().flatten()
     mixes = {"vision": row_mix(join_media(join, sizes, num_tiles))}
-    inputs = TextInput(tuple(map(len, ids)), packed, torch.cat(labels), {"vision": places}, feature_mixes=mixes)
+    inputs = TextInput(tuple(map(len, ids)), packed, labels, {"vision": places}, feature_mixes=mixes)
     sides = (IMAGE_SIDE,) * sum(num_tiles)
     cells = torch.cat([patches_of(tile) for tile in torch.cat(tiles)])
     features = vision(None, EncoderInput(sides, sides, cells))
     assert len(features) == sum(num_tiles) * join.rows_per_item
-    with torch.no_grad():
-        logits = llm.logits(None, inputs, {"vision": features})[:, :VOCAB]
-    assert (logits - expected).abs().max() < 1e-4
-    assert expected.std() > 0.1  # else the comparison would prove nothing
-
-    loss = llm(None, inputs, {"vision": features})
-    their_loss = torch.nn.functional.cross_entropy(expected, torch.cat(labels), reduction="sum")
-    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
-    loss.backward()
-    their_loss.backward()
+    assert_equal_logits_and_loss(llm, inputs, {"vision": features}, expected)
     gradients = full_gradients(vision) | full_gradients(llm)
     assert gradients[f"vision.layers.{recipe.model.vision.layers + 1}.newline"].abs().max() > 0
     assert_equal_gradients(folder, theirs, gradients)
@@ -141,19 +135,9 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
 )
 def test_import_and_export_give_the_same_bits_in_every_spelling(spelling: dict[str, str], tmp_path: Path) -> None:
     folder = save(llava_next(), tmp_path / "model", torch.bfloat16)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    for prefix, replacement in spelling.items():
-        assert any(name.startswith(prefix) for name in tensors)
-        tensors = {
-            replacement + name.removeprefix(prefix) if name.startswith(prefix) else name: value
-            for name, value in tensors.items()
-        }
-    save_file(tensors, path, {"format": "pt"})
+    rename_tensors(folder, spelling)
     recipe = recipe_from(folder, "data.seq_len=512")
-    run = run_folder(tmp_path / "run", recipe, {unit: unit_stage(recipe, unit) for unit in ("vision", "llm")})
-    export_folder(recipe, open_newest_good(run / CHECKPOINTS_FOLDER, print), tmp_path / "out")
-    assert content(tmp_path / "out") == content(folder)
+    assert content(export_again(folder, recipe)) == content(folder)
 
 
 def test_conversations_and_pixels_are_what_the_processor_makes_of_them(tmp_path: Path) -> None:
@@ -179,7 +163,7 @@ def test_conversations_and_pixels_are_what_the_processor_makes_of_them(tmp_path:
             grids = read_vision_items("image", media, recipe.data.image, recipe.data.video, recipe.model.vision).grids
             num_tiles = len(grids)
             for part, theirs in enumerate(tiles[:num_tiles]):
-                patches = decoder.patches("image", media, part, num_tiles, (4, 4))
+                patches = normalized(decoder.patches("image", media, part, num_tiles, (4, 4)), recipe.data.image)
                 np.testing.assert_allclose(patches, patches_of(torch.from_numpy(theirs), 8), atol=1e-4)
     assert num_pictures > 10
 

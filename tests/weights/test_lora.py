@@ -14,8 +14,8 @@ from mmtrain.recipe.train_settings import LoraSettings
 from tests.cli.conftest import RunMmtrain, run_mmtrain
 from tests.models.factory import randomize, text
 from tests.runtime.models import run_folder
+from tests.weights.comparison import unit_stage
 from tests.weights.pretrained import VOCAB, llama, llava, qwen2, recipe_from, save
-from tests.weights.test_import_weights import unit_stage
 
 __all__ = ["run_mmtrain"]
 

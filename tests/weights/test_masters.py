@@ -15,8 +15,8 @@ from mmtrain.weights import FolderTensors, PretrainedWeights, open_pretrained
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan
 from tests.flow.gather import copy, whole
+from tests.weights.comparison import unit_stage
 from tests.weights.pretrained import VOCAB, qwen2, recipe_from, save, specs_of
-from tests.weights.test_import_weights import unit_stage
 
 CPU = torch.device("cpu")
 

@@ -24,6 +24,7 @@ from mmtrain.runtime.world import World
 from mmtrain.weights import export_folder
 from mmtrain.weights.inspect_folder import inspect_folder
 from tests.runtime.models import CPU, randomize, recipe, run_folder, whole
+from tests.weights.onevision_processor import ComposedProcessor
 
 MAX_NEW_TOKENS = 12
 CLIP = {
@@ -122,6 +123,61 @@ def test_a_folder_gives_the_same_answers_in_transformers(
     processor = AutoProcessor.from_pretrained(folder)
     ours = our_answers(settings, tmp_path / "run", MAX_NEW_TOKENS)
     samples = build_index(settings, "validation").samples
+    theirs = {sample.id: answer_of_transformers(model, processor, sample, MAX_NEW_TOKENS) for sample in samples}
+    assert ours == theirs
+    assert len(set(ours.values())) > 5, "equal answers to most questions prove little"
+
+
+PINPOINTS = {
+    "scheme": "pinpoints", "tile": 32, "pinpoints": ((32, 64), (64, 32), (64, 64)), "partial_patches": "drop",
+    "mean": FIXED["mean"], "std": FIXED["std"],
+}  # fmt: skip
+
+
+class _ComposedForAnswers:
+    """Has what `answer_of_transformers` needs of a processor, for LLaVA-OneVision."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.decode = self.tokenizer.decode
+        self._composed = ComposedProcessor(folder)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> dict[str, torch.Tensor]:
+        return self._composed(messages, add_generation_prompt=options["add_generation_prompt"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "vision", "image", "llm"),
+    [
+        ("llava_next", CLIP, {}, {}),
+        ("llava_next", SIGLIP, {}, {"qkv_bias": True}),
+        (
+            "llava_onevision",
+            SIGLIP | {"max_joined_tiles": 3, "pool_frames": True},
+            {"tile_several": False},
+            {"qkv_bias": True},
+        ),
+    ],
+)
+def test_a_folder_of_a_model_that_joins_tiles_gives_the_same_answers_in_transformers(
+    family: str, vision: dict[str, Any], image: dict[str, Any], llm: dict[str, Any], data: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    settings = _recipe(data, None, vision | {"join_tiles": True}, **llm).model_dump()
+    settings["data"]["image"] = PINPOINTS | image
+    settings["data"]["seq_len"] = 512
+    recipe_of_tiles = Recipe.model_validate(settings)
+    folder = _exported(recipe_of_tiles, tmp_path)
+    assert inspect_folder(folder).family == family
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    is_composed = family == "llava_onevision"
+    processor = _ComposedForAnswers(folder) if is_composed else AutoProcessor.from_pretrained(folder)
+    ours = our_answers(recipe_of_tiles, tmp_path / "run", MAX_NEW_TOKENS)
+    samples = build_index(recipe_of_tiles, "validation").samples
     theirs = {sample.id: answer_of_transformers(model, processor, sample, MAX_NEW_TOKENS) for sample in samples}
     assert ours == theirs
     assert len(set(ours.values())) > 5, "equal answers to most questions prove little"

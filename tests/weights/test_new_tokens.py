@@ -26,13 +26,12 @@ from mmtrain.recipe import Recipe
 from mmtrain.recipe.train_settings import LoraSettings
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.training.start_weights import introduce_start_weights
-from mmtrain.weights import RunWeights, export_adapter, export_folder
+from mmtrain.weights import RunWeights, export_adapter
 from tests.flow.cases import recipe as case_recipe
 from tests.models.factory import randomize, text
 from tests.runtime.models import run_folder
+from tests.weights.comparison import content, export_again, pretrained_of, unit_stage
 from tests.weights.pretrained import VOCAB, llama, llava, qwen2, qwen2_audio, qwen2_vl, recipe_from, save, specs_of
-from tests.weights.test_export_weights import content
-from tests.weights.test_import_weights import pretrained_of, unit_stage
 from tests.weights.test_run_weights import logits, stage_of
 
 NEW_VOCAB = 133  # padded to 192, so that it grows over the border of two tensor-parallel ranks
@@ -100,10 +99,7 @@ def test_transformers_opens_the_exported_folder_with_all_tokens(make: Callable[[
     small_images = ("data.image.min_pixels=16", "data.image.max_pixels=256") if make is qwen2_vl else ()
     recipe = recipe_from(folder, GROWN, f"data.tokenizer={tokenizer}", *small_images)
     units = {unit.name: unit_stage(recipe, unit.name) for unit in build_model_shape(recipe).units}
-    run = run_folder(tmp_path / "run", recipe, units)
-    out = tmp_path / "out"
-    export_folder(recipe, open_newest_good(run / CHECKPOINTS_FOLDER, print), out)
-
+    out = export_again(folder, recipe, units)
     before, after = content(folder), content(out)
     assert before.keys() == after.keys()
     grown = {name for name in before if before[name] != after[name]}

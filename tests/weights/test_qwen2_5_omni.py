@@ -29,7 +29,15 @@ from mmtrain.weights import export_folder
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.data.archives import movie
 from tests.families.configs import write_config
-from tests.runtime.models import run_folder
+from tests.weights.comparison import (
+    assert_equal_gradients,
+    assert_equal_logits_and_loss,
+    content,
+    export_again,
+    full_gradients,
+    labels_of,
+    unit_stage,
+)
 from tests.weights.pretrained import (
     IMAGE_TOKEN,
     MERGE,
@@ -44,8 +52,6 @@ from tests.weights.pretrained import (
     recipe_from,
     save,
 )
-from tests.weights.test_export_weights import content
-from tests.weights.test_import_weights import assert_equal_gradients, full_gradients, unit_stage
 from tests.weights.test_tiny_model import tiny_recipe
 
 RATE = 16000
@@ -218,8 +224,6 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(model: tuple[nn.M
     shown = [medium for sample in SAMPLES for medium in sample if medium[0] != "audio"]
     pixels = {medium: torch.randn(int(np.prod(medium[1])), width, generator=generator) for medium in shown}
     ids = [_ids(number) for number in range(len(SAMPLES))]
-    labels = [torch.where(sample < FIRST_WORD, -100, sample)[1:] for sample in ids]
-    packed_labels = torch.cat([torch.cat([of_sample, torch.tensor([-100])]) for of_sample in labels])
     expected = torch.cat(
         [theirs(**_their_inputs(number, sample, pixels)).logits[0] for number, sample in enumerate(ids)]
     )
@@ -231,20 +235,11 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(model: tuple[nn.M
     is_seen = (packed == IMAGE_TOKEN) | (packed == VIDEO_TOKEN)
     places = {"vision": is_seen.nonzero().flatten(), "audio": (packed == OMNI_AUDIO_TOKEN).nonzero().flatten()}
     positions = torch.cat([_positions(number, sample) for number, sample in enumerate(ids)], dim=1)
-    text = TextInput(tuple(map(len, ids)), packed, packed_labels, places, positions)
+    text = TextInput(tuple(map(len, ids)), packed, labels_of(ids, FIRST_WORD - 1), places, positions)
     clips = _clip_inputs(recipe, tmp_path)
     assert [frames % 2 for frames in clips.rows] == [1, 0, 0, 0]
     features = {"vision": vision(None, images), "audio": audio(None, clips)}
-    with torch.no_grad():
-        logits = llm.logits(None, text, features)[:, :VOCAB]
-    assert (logits - expected).abs().max() < 1e-4
-    assert expected.std() > 0.1  # else the comparison would prove nothing
-
-    loss = llm(None, text, features)
-    their_loss = nn.functional.cross_entropy(expected, packed_labels, reduction="sum")
-    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
-    loss.backward()
-    their_loss.backward()
+    assert_equal_logits_and_loss(llm, text, features, expected)
     assert_equal_gradients(folder, theirs, full_gradients(vision) | full_gradients(audio) | full_gradients(llm))
     theirs.zero_grad()
 
@@ -331,11 +326,9 @@ def test_import_and_export_give_the_same_bits_and_leave_other_models_alone(prefi
         (folder / "config.json").write_text(json.dumps({**whole, "thinker_config": thinker}))
         (folder / "spk_dict.pt").write_bytes(b"voices")
     recipe = _recipe(folder)
-    run = run_folder(tmp_path / "run", recipe, {unit: unit_stage(recipe, unit) for unit in UNITS})
-    checkpoint = open_newest_good(run / CHECKPOINTS_FOLDER, print)
-    export_folder(recipe, checkpoint, tmp_path / "out")
-    assert content(tmp_path / "out") == content(folder)
+    assert content(export_again(folder, recipe)) == content(folder)
     if prefix:
+        checkpoint = open_newest_good(tmp_path / "run" / CHECKPOINTS_FOLDER, print)
         export_folder(recipe, checkpoint, tmp_path / "half", "fp16")
         types = {name: value.dtype for name, value in load_file(tmp_path / "half" / "model.safetensors").items()}
         assert types["thinker.lm_head.weight"] == torch.float16

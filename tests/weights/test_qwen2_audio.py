@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import build_index
 from mmtrain.data.media.item_readers import AudioItemReader
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia
@@ -20,14 +18,18 @@ from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.weights import export_folder
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.families.configs import write_config
-from tests.runtime.models import run_folder
+from tests.weights.comparison import (
+    assert_equal_gradients,
+    assert_equal_logits_and_loss,
+    content,
+    export_again,
+    labels_of,
+    rename_tensors,
+    unit_stage,
+)
 from tests.weights.pretrained import AUDIO_TOKEN, VOCAB, clip_extractor, qwen2_audio, recipe_from, save, specs_of
-from tests.weights.test_export_weights import content
-from tests.weights.test_import_weights import assert_equal_gradients, unit_stage
 
 RATE = 16000
 # Samples of clips: an odd number of tokens, an even one after an odd number of frames, whole features, all positions.
@@ -111,24 +113,14 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
         torch.cat([marks[2], words(4)]),
         torch.cat([words(2), marks[3], words(3)]),
     ]
-    labels = [torch.where(sample == AUDIO_TOKEN, -100, sample)[1:] for sample in ids]
-    labels = [torch.cat([of_sample, torch.tensor([-100])]) for of_sample in labels]
+    labels = labels_of(ids, AUDIO_TOKEN)
     of_samples = (clips[:2], [], clips[2:3], clips[3:])
     expected = [_logits_of_transformers(theirs, *sample) for sample in zip(ids, of_samples, strict=True)]
     packed = torch.cat(ids)
     places = (packed == AUDIO_TOKEN).nonzero().flatten()
-    inputs = TextInput(tuple(map(len, ids)), packed, torch.cat(labels), {"audio": places})
+    inputs = TextInput(tuple(map(len, ids)), packed, labels, {"audio": places})
     hidden = audio(None, EncoderInput(frames, (1,) * len(frames), torch.cat(cells)))
-    with torch.no_grad():
-        logits = llm.logits(None, inputs, {"audio": hidden})[:, :VOCAB]
-    assert (logits - torch.cat(expected)).abs().max() < 1e-4
-    assert torch.cat(expected).std() > 0.1  # else the comparison would prove nothing
-
-    loss = llm(None, inputs, {"audio": hidden})
-    their_loss = nn.functional.cross_entropy(torch.cat(expected), torch.cat(labels), reduction="sum")
-    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
-    loss.backward()
-    their_loss.backward()
+    assert_equal_logits_and_loss(llm, inputs, {"audio": hidden}, torch.cat(expected))
     frozen = {"audio.layers.0.positions"}
     ours: dict[str, Tensor] = {}
     for stage in (audio, llm):
@@ -184,25 +176,22 @@ def test_frames_equal_those_of_the_feature_extractor(model: tuple[nn.Module, Pat
         assert np.abs(cells.numpy() - expected[:frames]).max() < 1e-4
 
 
-def test_import_and_export_give_the_same_bits_in_every_spelling(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {},  # as transformers 5 writes
+        {
+            "language_model.model.": "model.language_model.",
+            "language_model.lm_head.": "lm_head.",
+            "audio_tower.": "model.audio_tower.",
+            "multi_modal_projector.": "model.multi_modal_projector.",
+        },
+    ],
+)
+def test_import_and_export_give_the_same_bits_in_every_spelling(spelling: dict[str, str], tmp_path: Path) -> None:
     folder = save(qwen2_audio(), tmp_path / "model", torch.bfloat16)
-    path = folder / "model.safetensors"
-    for spelling in ({}, {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}):
-        if spelling:
-            inside = {"audio_tower.": "model.audio_tower.", "multi_modal_projector.": "model.multi_modal_projector."}
-            tensors = load_file(path)
-            for prefix, replacement in (spelling | inside).items():
-                tensors = {
-                    replacement + name.removeprefix(prefix) if name.startswith(prefix) else name: value
-                    for name, value in tensors.items()
-                }
-            save_file(tensors, path, {"format": "pt"})
-        recipe = recipe_from(folder)
-        stages = {unit: unit_stage(recipe, unit) for unit in ("audio", "llm")}
-        run = run_folder(tmp_path / f"run{len(spelling)}", recipe, stages)
-        out = tmp_path / f"out{len(spelling)}"
-        export_folder(recipe, open_newest_good(run / CHECKPOINTS_FOLDER, print), out)
-        assert content(out) == content(folder)
+    rename_tensors(folder, spelling)
+    assert content(export_again(folder, recipe_from(folder))) == content(folder)
 
 
 def test_the_config_of_the_hub_is_that_of_the_paper(tmp_path: Path) -> None:

@@ -1,32 +1,43 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL compute what `transformers` computes, with images and videos."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-from mmtrain.checkpoint import open_newest_good
 from mmtrain.costs import num_parameters
-from mmtrain.data import build_index
+from mmtrain.data import DataIndex, build_index
 from mmtrain.data.loading.media_positions import find_media_positions
 from mmtrain.data.media.image_grids import MediumGrid
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.text.load_tokenizer import load_tokenizer
-from mmtrain.errors import RecipeError
+from mmtrain.errors import DataError, RecipeError
 from mmtrain.families import FAMILIES
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.weights import export_folder
 from mmtrain.weights.tiny_model import write_tiny_model
+from tests.data.archives import movie
 from tests.families.configs import write_config
-from tests.runtime.models import run_folder
+from tests.pixels import normalized
+from tests.weights.comparison import (
+    assert_equal_gradients,
+    assert_equal_logits_and_loss,
+    content,
+    export_again,
+    full_gradients,
+    labels_of,
+    unit_stage,
+)
 from tests.weights.pretrained import (
     IMAGE_TOKEN,
     MERGE,
@@ -40,8 +51,6 @@ from tests.weights.pretrained import (
     recipe_from,
     save,
 )
-from tests.weights.test_export_weights import content
-from tests.weights.test_import_weights import assert_equal_gradients, full_gradients, unit_stage
 from tests.weights.test_tiny_model import messages_of, tiny_recipe
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -100,6 +109,7 @@ QWEN3_VL_8B = {
     "vision_end_token_id": 151653, "vision_start_token_id": 151652,
 }  # fmt: skip
 # Frames (in patches), rows and columns of what the samples show, and whether it is a video.
+ROLES = "user", "assistant"
 SHOWN = [[((1, 4, 6), False), ((1, 2, 2), False)], [], [((3, 4, 4), True)], [((1, 6, 10), False), ((2, 2, 6), True)]]
 
 
@@ -171,7 +181,7 @@ def _our_inputs(
     packed = torch.cat(ids)
     places = (packed <= IMAGE_TOKEN).nonzero().flatten()
     position_ids = torch.from_numpy(np.concatenate(positions, axis=1))
-    return images, TextInput(tuple(map(len, ids)), packed, torch.cat(labels), {"vision": places}, position_ids)
+    return images, TextInput(tuple(map(len, ids)), packed, labels, {"vision": places}, position_ids)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -187,8 +197,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name: str, tmp_pa
         [torch.randn(int(np.prod(grid)), width, generator=generator) for grid, _ in of_sample] for of_sample in SHOWN
     ]
     ids = [_ids(name, number) for number in range(len(SHOWN))]
-    labels = [torch.where(sample <= IMAGE_TOKEN, -100, sample)[1:] for sample in ids]
-    labels = [torch.cat([of_sample, torch.tensor([-100])]) for of_sample in labels]
+    labels = labels_of(ids, IMAGE_TOKEN)
     expected = torch.cat(
         [
             theirs(input_ids=sample[None], **_their_media(name, number, cells[number])).logits[0]
@@ -197,16 +206,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name: str, tmp_pa
     )
     images, text = _our_inputs(name, cells, ids, labels)
     features = vision(None, images)
-    with torch.no_grad():
-        logits = llm.logits(None, text, {"vision": features})[:, :VOCAB]
-    assert (logits - expected).abs().max() < 1e-4
-    assert expected.std() > 0.1  # else the comparison would prove nothing
-
-    loss = llm(None, text, {"vision": features})
-    their_loss = nn.functional.cross_entropy(expected, torch.cat(labels), reduction="sum")
-    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
-    loss.backward()
-    their_loss.backward()
+    assert_equal_logits_and_loss(llm, text, {"vision": features}, expected)
     assert_equal_gradients(folder, theirs, full_gradients(vision) | full_gradients(llm))
 
 
@@ -214,9 +214,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name: str, tmp_pa
 def test_import_and_export_give_the_same_bits(name: str, tmp_path: Path) -> None:
     folder = save(MODELS[name](), tmp_path / "model", torch.bfloat16)
     recipe = _recipe(folder)
-    run = run_folder(tmp_path / "run", recipe, {unit: unit_stage(recipe, unit) for unit in ("vision", "llm")})
-    export_folder(recipe, open_newest_good(run / CHECKPOINTS_FOLDER, print), tmp_path / "out")
-    assert content(tmp_path / "out") == content(folder)
+    assert content(export_again(folder, recipe)) == content(folder)
 
 
 def test_the_config_of_the_hub_is_that_of_the_paper(tmp_path: Path) -> None:
@@ -324,8 +322,114 @@ def test_conversations_of_the_tiny_model_are_what_its_processor_makes_of_them(na
         sample = index.samples[number]
         assert ours.encode(sample, index.media_features(number)).ids.tolist() == expected
         for media, (_, height, width) in zip(sample.media["image"], grids, strict=True):
-            patches_of_image = torch.from_numpy(decoder.patches("image", media, 0, 1, (height, width)))
+            cells = decoder.patches("image", media, 0, 1, (height, width))
+            patches_of_image = torch.from_numpy(normalized(cells, recipe.data.image))
             theirs, pixels = pixels.split([height * width, len(pixels) - height * width])
             torch.testing.assert_close(in_squares(patches_of_image, height, width), theirs, atol=1e-4, rtol=0)
             sizes.add((height, width))
     assert len(sizes) > 2
+
+
+def test_videos_of_qwen3_vl_are_what_its_processor_makes_of_them(tmp_path: Path) -> None:
+    """Compose the processor: as a whole it needs torchvision. Lengths are read from headers."""
+    import transformers
+    from transformers import Qwen3VLModel
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    folder = tmp_path / "model"
+    write_tiny_model(FAMILIES["qwen3_vl"], folder, seed=3)
+    conversations = folder / "conversations"
+    sides = [(64, 48), (96, 40), (33, 90)]
+    frames = [1, 31, 100]  # at 20 a second
+    for number, (size, count) in enumerate(zip(sides, frames, strict=True)):
+        shown = movie([Image.new("RGB", size, "red")] * count, seconds_each=0.05, width=size[0], height=size[1])
+        (conversations / f"{number}.mp4").write_bytes(shown)
+    picture = next(row["image"][0] for row in _heldout(folder) if row.get("image"))
+    rows = [
+        {"id": 1, "video": "1.mp4", "image": picture, "conversations": _asked("Look:<video> and <image>?")},
+        {"id": 2, "video": ["2.mp4", "1.mp4"], "conversations": _asked("<video> then <video>.")},
+    ]
+    (conversations / "heldout.json").write_text(json.dumps(rows))
+    recipe = tiny_recipe(folder, "data.seq_len=4096")
+    vision = recipe.model.vision
+    assert vision is not None
+    video = recipe.data.video
+    assert (video.fps, video.max_frames, video.sampling, video.pixel_limits) == (2.0, 16, "ends", "video")
+    index, ours = build_index(recipe), load_tokenizer(recipe.data.tokenizer_path)
+    assert not index.quarantined
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    sampler = SimpleNamespace(num_frames=None, fps=2, min_frames=4, max_frames=16)
+    processor: Any = SimpleNamespace(
+        video_token=tokenizer.video_token, vision_start_token=tokenizer.vision_start_token,
+        vision_end_token=tokenizer.vision_end_token,
+        video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),
+    )  # fmt: skip
+    processor._calculate_timestamps = lambda *args: Qwen3VLProcessor._calculate_timestamps(processor, *args)
+    model = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
+    model.get_vision_position_ids = Qwen3VLModel.get_vision_position_ids.__get__(model)
+    for number, (row, shown) in enumerate(zip(rows, ([1], [2, 1]), strict=True)):
+        sample = index.samples[number]
+        messages = [
+            {"role": role, "content": _parts(turn["value"])}
+            for role, turn in zip(ROLES, row["conversations"], strict=True)
+        ]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        grids = []
+        for which in shown:
+            metadata = SimpleNamespace(total_num_frames=frames[which], fps=20.0)
+            metadata.frames_indices = Qwen3VLVideoProcessor.sample_frames(sampler, metadata)
+            resized = smart_resize(
+                len(metadata.frames_indices), sides[which][1], sides[which][0], 2, 16, 4 * 32 * 32, 16 * 64 * 64
+            )
+            grids.append([-(-len(metadata.frames_indices) // 2), resized[0] // 8, resized[1] // 8])
+            inputs = {"video_grid_thw": torch.tensor(grids[-1:]), "video_metadata": [metadata]}
+            written = Qwen3VLProcessor.replace_video_token(processor, inputs, 0)
+            text = text.replace(processor.video_token, written.replace(processor.video_token, "<mark>"), 1)
+        text = text.replace("<mark>", processor.video_token)
+        features = index.media_features(number)
+        image_grids = []
+        if number == 0:
+            [pictured] = [medium for medium in features["vision"] if isinstance(medium, int)]
+            text = text.replace("<image>", "<image>" * pictured)
+            image_grids = [[1, *next(
+                grid for grid in zip(*_rows_and_cols(index, number), strict=True) if grid[0] * grid[1] == 4 * pictured
+            )]]  # fmt: skip
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = ours.encode(sample, features).ids
+        assert ids.tolist() == expected
+        assert index.lengths.tokens[number] == len(expected)
+        image_token, video_token = (
+            tokenizer.convert_tokens_to_ids(token) for token in ("<image>", processor.video_token)
+        )
+        types = (torch.tensor(expected) == image_token).int() + 2 * (torch.tensor(expected) == video_token).int()
+        their_positions, _ = Qwen3VLModel.get_rope_index(
+            model, torch.tensor([expected]), types[None], torch.tensor(image_grids) if image_grids else None,
+            torch.tensor(grids),
+        )  # fmt: skip
+        assert ours.writes_items_apart
+        media = index.media_grids(number, "vision", 2, items_apart=True)
+        positions = find_media_positions(ids, ours.item_ids["vision"], media)
+        np.testing.assert_array_equal(positions, their_positions[:, 0].numpy())
+    with pytest.raises(DataError, match=r"data.video.sampling is parts, but .* set it to ends"):
+        build_index(tiny_recipe(folder, "data.video.sampling=parts"))
+
+
+def _heldout(folder: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((folder / "conversations" / "heldout.json").read_text())
+    return rows
+
+
+def _asked(question: str) -> list[dict[str, str]]:
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": "Nothing."}]
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    pieces = [piece for piece in re.split("(<image>|<video>)", text) if piece]
+    return [{"type": piece[1:-1]} if piece[0] == "<" else {"type": "text", "text": piece} for piece in pieces]
+
+
+def _rows_and_cols(index: DataIndex, number: int) -> tuple[list[int], list[int]]:
+    items = index.lengths.items["vision"]
+    of_sample = slice(items.first[number], items.first[number + 1])
+    return items.rows[of_sample].tolist(), items.cols[of_sample].tolist()

@@ -18,6 +18,7 @@ from mmtrain.errors import DataError
 from mmtrain.families import FAMILIES, Family
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.weights.tiny_model import find_family_by_name, write_tiny_model
+from tests.pixels import normalized
 
 SEED = 3
 NUM_COMPARED = 40
@@ -105,7 +106,7 @@ def test_its_conversations_are_what_the_processor_makes_of_them(tmp_path: Path, 
         )
         assert tokenizer.encode(sample, index.media_features(number)).ids.tolist() == expected["input_ids"][0].tolist()
         for i, media in enumerate(sample.media["image"]):
-            patches = decoder.patches("image", media, 0, 1, (side, side))
+            patches = normalized(decoder.patches("image", media, 0, 1, (side, side)), recipe.data.image)
             theirs = expected["pixel_values"][i].reshape(3, side, 8, side, 8).transpose(1, 3, 0, 2, 4)
             np.testing.assert_allclose(patches, theirs.reshape(patches.shape), atol=1e-4)
             num_pictures += 1

@@ -9,20 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmtrain.checkpoint import open_newest_good
 from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
 from mmtrain.errors import ModelFolderError, RecipeError
 from mmtrain.families import FAMILIES
 from mmtrain.models.stage_inputs import EncoderInput
 from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe import Recipe, load_recipe
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.weights import export_folder
 from tests.models.factory import randomize
-from tests.runtime.models import run_folder
+from tests.weights.comparison import export_again, patches_of, pretrained_of, unit_stage
 from tests.weights.pretrained import IMAGE_SIDE, PATCH, clip, llava, qwen2, save, siglip
-from tests.weights.test_import_weights import pretrained_of, unit_stage
-from tests.weights.test_llava import patches_of
 
 TINY_VOCAB = 512  # of `write_tiny_tokenizer`
 
@@ -157,9 +152,8 @@ def test_a_tower_and_an_llm_are_exported_as_one_llava(
     folder = save(make(), tmp_path / "tower")
     recipe = _recipe(tmp_path, f"{{hf: {llm_folder}, vision: {{hf: {folder}}}}}")
     stages = {unit: unit_stage(recipe, unit) for unit in ("vision", "llm")}
-    run = run_folder(tmp_path / "run", recipe, stages)
-    export_folder(recipe, open_newest_good(run / CHECKPOINTS_FOLDER, print), tmp_path / "out")
-    model, loading = LlavaForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+    out = export_again(folder, recipe, stages)
+    model, loading = LlavaForConditionalGeneration.from_pretrained(out, output_loading_info=True)
     assert not any(loading.values()), loading
     side = recipe.data.image.size
     pixels = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(1))
