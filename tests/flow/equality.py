@@ -27,19 +27,24 @@ def assert_equals_one_process(
     texts_between: bool = False,
     timeout: float = 30,
     train: Callable[..., Any] | None = None,
+    later_tolerance: float | None = None,
 ) -> None:
     """Train some steps by the plan and in one process; compare losses and norms, and all gradients of the first step.
 
     `texts_between`: every second step has samples of text alone. Weights after a step are not compared one by one:
     Adam turns the rounding error of a tiny gradient into a step of full size. `train` stands for `train_steps`.
+    `later_tolerance`: relative, of losses and norms after an update, where the plan's optimizer rounds otherwise.
     """
     ranks = run_ranks(plan.world_size, train or train_steps, settings, plan, texts_between, timeout=timeout)
     expected = _reference(settings, texts_between)
     for step, (loss, norm, _) in enumerate(expected):
         sum_of_ranks = sum(steps[step][0] for steps, _ in ranks)
-        assert sum_of_ranks == pytest.approx(loss, rel=1e-5), f"loss of step {step}"
+        loss_tolerance, norm_tolerance = 1e-5, 1e-4
+        if step > 0 and later_tolerance is not None:
+            loss_tolerance = norm_tolerance = later_tolerance
+        assert sum_of_ranks == pytest.approx(loss, rel=loss_tolerance), f"loss of step {step}"
         for steps, _ in ranks:
-            assert steps[step][1] == pytest.approx(norm, rel=1e-4), f"gradient norm of step {step}"
+            assert steps[step][1] == pytest.approx(norm, rel=norm_tolerance), f"gradient norm of step {step}"
     limit = settings.train.optimizer.clip_norm
     scale = 1.0 if limit is None else max(1.0, expected[0][1] / limit)
     assert_close(whole([g for _, gradients in ranks for g in gradients]), expected[0][2], scale)

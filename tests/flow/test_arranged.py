@@ -46,7 +46,7 @@ def _rearranged(request: TrainRequest, plan: Plan) -> bool:
 
 @pytest.mark.parametrize(
     ("changes", "ranks"),
-    [(TOGETHER, 2), (APART, 2), pytest.param(CHUNKS, 3, marks=pytest.mark.slow)],
+    [pytest.param(TOGETHER, 2, marks=pytest.mark.slow), (APART, 2), pytest.param(CHUNKS, 3, marks=pytest.mark.slow)],
     ids=["units together, two replicas", "a pipeline of two", "an interleaved pipeline"],
 )
 def test_losses_are_those_of_steps_as_they_come(

@@ -54,6 +54,7 @@ def test_plan_train_alone_and_evaluate(folder: Path) -> None:
     trained = _run(folder, *command)
     assert trained.returncode == 0, trained.stderr
     assert "step 3/3" in trained.stdout.replace("  ", " ")
+    assert "attention: sdpa\n" in trained.stdout
     scored = run_forked(folder, "evaluate", "runs/demo", "--json", "--ranks", "2")
     assert scored.returncode == 0, scored.stderr
     assert "evaluating on 2 ranks by the plan of its training: disaggregated" in scored.stderr
@@ -89,8 +90,13 @@ def test_a_run_is_compared_with_its_prediction(folder: Path) -> None:
     assert compared.returncode == 0, compared.stderr
     comparison = json.loads(compared.stdout)
     assert comparison["steps"] == [2, 3]
-    assert {row["what"].split()[0] for row in comparison["seconds"]} == {"llm.0", "vision.0", "step"}
-    assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in comparison["seconds"])
+    rows = {row["what"]: row for row in comparison["seconds"]}
+    stages = {what.split()[0] for what in rows if "." in what}
+    assert stages == {"llm.0", "vision.0"}
+    on_both_sides = [
+        row for what, row in rows.items() if what.startswith(("llm", "vision", "all", "optimizer", "step"))
+    ]
+    assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in on_both_sides)
     assert len(json.loads((folder / "both.json").read_text())["traceEvents"]) > 100
     page = run_forked(folder, "report", "runs/traced", "-o", "page.html")
     assert page.returncode == 0, page.stderr

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from mmtrain.checkpoint import open_newest_good
-from mmtrain.data import build_index
+from mmtrain.data import Sample, build_index
+from mmtrain.data.media.item_readers import VisionItemReader
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.families import FAMILIES
 from mmtrain.models.megatron import ParallelGroups
@@ -29,7 +30,9 @@ from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
 from mmtrain.weights import export_folder
 from mmtrain.weights.tiny_model import write_tiny_model
+from tests.data.archives import movie
 from tests.flow.runs import refuse, run_all
+from tests.pixels import normalized
 from tests.weights.onevision_processor import ComposedProcessor
 from tests.weights.test_tiny_model import messages_of
 
@@ -52,7 +55,7 @@ train:
 """
 
 
-def _request(folder: Path, parallel: str, num_ranks: int) -> tuple[TrainRequest, list[dict[str, Any]]]:
+def request_to_train(folder: Path, parallel: str, num_ranks: int) -> tuple[TrainRequest, list[dict[str, Any]]]:
     """Return a request to train three steps of the tiny model in the folder, and its held-out conversations."""
     conversations = folder / "conversations"
     rows = json.loads((conversations / "train.json").read_text(encoding="utf-8"))
@@ -82,7 +85,10 @@ def _loss_of_transformers(recipe: Recipe, folder: Path, rows: list[dict[str, Any
     index, tokenizer = build_index(recipe, "validation"), load_tokenizer(recipe.data.tokenizer_path)
     total, num_targets = 0.0, 0
     for number, row in enumerate(rows):
-        inputs = process(messages_of(row, Path(recipe.data.validation[0].path).parent))
+        if "video" in row:
+            inputs = _video_inputs(recipe, folder, index.samples[number], row)
+        else:
+            inputs = process(messages_of(row, Path(recipe.data.validation[0].path).parent))
         encoded = tokenizer.encode(index.samples[number], index.media_features(number))
         assert encoded.ids.tolist() == inputs["input_ids"][0].tolist()
         with torch.no_grad():
@@ -91,6 +97,25 @@ def _loss_of_transformers(recipe: Recipe, folder: Path, rows: list[dict[str, Any
         total += float(F.cross_entropy(logits, labels, reduction="sum"))
         num_targets += int((labels >= 0).sum())
     return total / num_targets
+
+
+def _video_inputs(recipe: Recipe, folder: Path, sample: Sample, row: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the arguments of the model for a conversation that starts with a video, from frames prepared here."""
+    assert recipe.model.vision is not None
+    reader = VisionItemReader(recipe.model.vision, recipe.data)
+    grids = reader.read_items("video", sample.videos[0]).grids
+    frames = []
+    for part, (rows, cols) in enumerate(grids):
+        cells = normalized(
+            reader.load_cells("video", sample.videos[0], part, len(grids), (rows, cols)), recipe.data.image
+        )
+        patch = recipe.model.vision.patch
+        pixels = cells.reshape(rows, cols, 3, patch, patch).transpose(2, 0, 3, 1, 4)
+        frames.append(torch.from_numpy(pixels.reshape(3, rows * patch, cols * patch)))
+    question, answer = (turn["value"] for turn in row["conversations"])
+    content = [{"type": "video"}, {"type": "text", "text": question.removeprefix("<video>")}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    return ComposedProcessor(folder).of_video(messages, torch.stack(frames))
 
 
 def _answers_of_transformers(
@@ -129,6 +154,46 @@ def _our_answers(request: TrainRequest) -> list[list[int]]:
     return [answers[question] for question in questions]
 
 
+def show_videos(folder: Path) -> None:
+    """Let every second conversation be about a video, of between one and twelve frames."""
+    conversations = folder / "conversations"
+    rows = json.loads((conversations / "train.json").read_text(encoding="utf-8"))[:60]
+    colours = ("red", "lime", "blue", "yellow")
+    for number in range(0, len(rows), 2):
+        first, last = colours[number // 2 % 4], colours[number // 8 % 4]
+        name = f"{first}-{last}.mp4"
+        shown = [first] * (1 + number // 2 % 4 * 2) + [last] * (number // 8 % 4 + 1)
+        (conversations / name).write_bytes(movie(shown, seconds_each=0.05))
+        turns = [{"from": "human", "value": "<video>Which colour is last?"}, {"from": "gpt", "value": last}]
+        rows[number] = {"id": number, "video": name, "conversations": turns}
+    (conversations / "train.json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks"),
+    [
+        ("{placement: disaggregated, vision: {tp: 1, pp: 1, dp: 2}, llm: {tp: 1, pp: 2, dp: 1}}", 4),
+        ("{placement: colocated, vision: {tp: 1, pp: 1, dp: 2}, llm: {tp: 1, pp: 2}}", 2),
+    ],
+)
+def test_a_model_trained_on_videos_has_the_same_loss_in_transformers(
+    parallel: str, num_ranks: int, tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "model", tmp_path / "out"
+    write_tiny_model(FAMILIES["llava_onevision"], folder, seed=0)
+    show_videos(folder)
+    request, heldout = request_to_train(folder, parallel, num_ranks)
+    assert {"video" in row for row in heldout} == {True, False}
+    untrained_loss = _loss_of_transformers(request.recipe, folder, heldout)
+    assert run_all(*[request] * num_ranks) == [""] * num_ranks
+    checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, refuse)
+    export_folder(load_run_recipe(request.run_dir), checkpoint, out)
+    our_loss = read_metrics(request.run_dir)[-1]["val_loss"]
+    assert our_loss == pytest.approx(_loss_of_transformers(request.recipe, out, heldout), rel=1e-4)
+    assert abs(our_loss - untrained_loss) > 1e-2, "three steps changed nothing"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "num_ranks"),
@@ -146,7 +211,7 @@ def test_a_trained_model_has_the_same_loss_and_answers_in_transformers(
     """Tiles of one image are on several ranks of the encoder where it has a higher dp than the LLM."""
     folder, out = tmp_path / "model", tmp_path / "out"
     write_tiny_model(FAMILIES[family], folder, seed=0)
-    request, heldout = _request(folder, parallel, num_ranks)
+    request, heldout = request_to_train(folder, parallel, num_ranks)
     untrained_loss = _loss_of_transformers(request.recipe, folder, heldout)
     assert run_all(*[request] * num_ranks) == [""] * num_ranks
     checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, refuse)

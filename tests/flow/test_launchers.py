@@ -43,6 +43,7 @@ def _restarted_rank(rank: int, size: int, folder: Path, request: TrainRequest, p
     return slurm_task(rank, size, folder, request, port)
 
 
+@pytest.mark.slow
 def test_what_torchrun_restarts_goes_on_unless_it_was_stopped(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path)
     with pytest.raises(RanksFailed):

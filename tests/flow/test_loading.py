@@ -27,6 +27,7 @@ def test_a_run_with_workers_is_the_run_without(data: Path, unbroken: Path, tmp_p
     assert [s["loss"] for s in read_metrics(tmp_path)] == [s["loss"] for s in read_metrics(unbroken)]
 
 
+@pytest.mark.slow
 def test_what_several_ranks_and_epochs_find_broken_is_quarantined_once(data: Path, tmp_path: Path) -> None:
     spoiled = tmp_path / "data"
     shutil.copytree(data, spoiled)

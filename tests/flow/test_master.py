@@ -3,11 +3,17 @@
 from typing import Any
 
 import pytest
+import torch
 
 from mmtrain.models.model_shape import build_model_shape
+from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, ScheduleKind, Send, build_program
-from tests.flow.cases import AUDIO, DEEPSTACK, FINE, Mesh, Order, plan, recipe
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.world import World
+from tests.distributed import run_ranks
+from tests.flow.cases import AUDIO, DEEPSTACK, FINE, Mesh, Order, plan, recipe, step_data
 from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import PIPELINE, TOGETHER
@@ -365,6 +371,20 @@ def test_gemma_computes_under_any_plan_what_one_process_does(case: str) -> None:
     settings, order = recipe(**changes), PIPELINE if "in parts" in case else None
     kind = "explicit" if order else "coarse" if "colocated" in case else "1f1b"
     assert_equals_one_process(settings, plan(settings, kind, order, **meshes), texts_between=True, timeout=120)
+
+
+def _validate_after_a_step(settings: Recipe, chosen: Plan) -> tuple[float, float]:
+    """Return this rank's part of a batch's loss in validation, and in the step after it, which gathers by itself."""
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    job = build_rank_context(settings, chosen, world)
+    job.train(step_data(job, 0), 0.1)
+    return job.validate(step_data(job, 1)).loss, job.train(step_data(job, 1), 0.1).loss
+
+
+def test_validation_reads_what_the_step_before_has_updated() -> None:
+    settings, meshes = recipe(), {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), dp=2)}
+    for validated, trained in run_ranks(2, _validate_after_a_step, settings, plan(settings, **meshes)):
+        assert validated == trained
 
 
 def test_nothing_runs_backward_below_the_first_layer_that_trains() -> None:

@@ -72,6 +72,7 @@ def _losses(media: Path, source: str, world_size: int, *changes: str) -> list[fl
     return [step["loss"] for step in read_metrics(run_dir)]
 
 
+@pytest.mark.slow
 def test_formats_and_ranks_change_nothing(media: Path) -> None:
     alone = _losses(media, "all.json", 1)
     assert alone[-1] < alone[0]

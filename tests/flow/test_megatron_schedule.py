@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmtrain.models.megatron import tp_group_scope
 from mmtrain.models.megatron.compat import optimizer_scope
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.stage_inputs import UnitInput
@@ -24,8 +23,9 @@ from mmtrain.plan import Plan
 from mmtrain.program import Microbatch
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.process_groups import build_groups
-from mmtrain.runtime.execution.rank_context import build_rank_context, build_units, unit_inputs
+from mmtrain.runtime.execution.rank_context import build_rank_context, build_units
 from mmtrain.runtime.execution.unit import UnitRunner
+from mmtrain.runtime.execution.unit_inputs import unit_inputs
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe, step_data
@@ -59,7 +59,7 @@ def _ours_and_theirs(settings: Recipe, wanted: Plan) -> tuple[float, list[NamedS
     transport = replace(job.transport, groups=build_groups(job.graph, world))
     runner = build_units(settings, job.graph, transport)["llm"]
     data = step_data(job, 1, texts_between=True)
-    inputs = unit_inputs(data, world.device, job.dtype)
+    inputs = unit_inputs(data, {name: unit.stages.values() for name, unit in job.units.items()}, settings.data.image)
     found = _theirs(runner, inputs, data.meta.total_targets, wanted.units["llm"].vpp)
     loss = job.train(data, 0.0).loss
     return loss, [copy(g) for g in job.optimizer.units["llm"].gradients()], found
@@ -104,7 +104,7 @@ def _theirs(runner: UnitRunner, inputs: dict[Microbatch, UnitInput], total_targe
         if vpp > 1
         else schedules.forward_backward_pipelining_without_interleaving
     )
-    with tp_group_scope(groups), optimizer_scope(torch.device("cpu")):
+    with optimizer_scope(torch.device("cpu")):
         losses = schedule(
             forward_step_func=forward_step,
             data_iterator=[iter(microbatches) for _ in chunks],

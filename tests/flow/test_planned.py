@@ -52,7 +52,8 @@ IN_CHUNKS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case) for case in IN_CHUNKS])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", IN_CHUNKS)
 def test_interleaved_units_train_as_one_process_does(case: str) -> None:
     world_size, changes = IN_CHUNKS[case]
     settings = recipe(**changes)

@@ -1,18 +1,12 @@
-"""bf16 with fp32 master weights; and the CUDA smoke script, with this machine's CPU in place of a GPU."""
+"""bf16 with fp32 master weights."""
 
-import importlib.util
-import sys
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from mmtrain.errors import LaunchError
-from mmtrain.models.attention import attend
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.training.lr_schedule import learning_rate
@@ -21,7 +15,6 @@ from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe, step_data
 from tests.flow.gather import copy, whole
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "smoke_cuda.py"
 APART = {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2, 3, 4), dp=3)}  # all that travels goes through brokers
 NUM_STEPS = 5
 
@@ -86,50 +79,3 @@ def test_a_plan_for_bf16_is_refused_on_a_gpu_without_bf16(monkeypatch: pytest.Mo
     assert compute_dtype("fp32", gpu) == torch.float32
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     assert compute_dtype("bf16", gpu) == torch.bfloat16
-
-
-def _script() -> ModuleType:
-    if "smoke_cuda" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("smoke_cuda", SCRIPT)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules["smoke_cuda"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["smoke_cuda"])
-    return sys.modules["smoke_cuda"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
-def test_the_smoke_script_says_that_it_needs_cuda(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _script().main() == 2
-    assert "sees no CUDA device here" in capsys.readouterr().err
-
-
-def test_the_smoke_script_tells_backends_that_agree_from_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    smoke, right = _script(), attend
-
-    def verdicts() -> dict[str, str]:
-        return {row.check: row.verdict for row in smoke.attention_rows(torch.device("cpu"))}
-
-    found = verdicts()
-    assert found["attention sdpa, torch.float32"] == found["attention sdpa, torch.bfloat16"] == "ok"
-    assert found["attention flash_attn, torch.float32"] == "left out"
-    monkeypatch.setattr(smoke, "attend", lambda *a: right(*a) * (1.001 if a[-1].backend == "sdpa" else 1))
-    assert verdicts()["attention sdpa, torch.float32"] == "WRONG"
-
-
-def _train(settings: Recipe, meshes: dict[str, Mesh]) -> list[tuple[float, ...]]:
-    curve: list[tuple[float, ...]] = _script().train(settings, meshes, torch.device("cpu"))
-    return curve
-
-
-@pytest.mark.slow
-def test_the_smoke_script_trains_as_it_would_on_gpus() -> None:
-    smoke = _script()
-
-    def run(settings: Recipe, meshes: dict[str, Mesh]) -> list[tuple[float, ...]]:
-        curve: list[tuple[float, ...]] = run_ranks(smoke.num_ranks(meshes) or 1, _train, settings, meshes)[0]
-        return curve
-
-    found = [*smoke.training_rows(torch.device("cpu"), run), *smoke.mesh_rows(1, run)]
-    assert [str(row) for row in found if row.verdict != "ok"] == []
-    assert len(found) == 5

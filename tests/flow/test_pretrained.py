@@ -30,7 +30,7 @@ from tests.distributed import run_ranks
 from tests.flow.gather import copy, whole
 from tests.flow.runs import refuse, run_all
 from tests.flow.tiny_families import TINY_FAMILIES, TinyFamily, load_tiny_recipe
-from tests.weights.test_import_weights import assert_equal_gradients
+from tests.weights.comparison import assert_equal_gradients
 
 PLANNED = [(name, placement) for name, tiny in TINY_FAMILIES.items() for placement in tiny.parallel]
 # The way to the checkpoint is the same for all families: the encoders of four try every placement.

@@ -35,6 +35,7 @@ from mmtrain.weights import export_folder
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.data.archives import movie
 from tests.flow.runs import refuse, run_all
+from tests.pixels import normalized
 
 NUM_ROWS, NUM_ANSWER_TOKENS = 10, 8
 RECIPE = """
@@ -84,7 +85,8 @@ def _patches_of_video(recipe: Recipe, index: DataIndex, number: int) -> tuple[Te
     assert vision is not None
     reader, [media] = VisionItemReader(vision, recipe.data), index.samples[number].videos
     grids = reader.read_items("video", media).grids
-    cells = [reader.load_cells("video", media, part, len(grids), grid) for part, grid in enumerate(grids)]
+    pixels = [reader.load_cells("video", media, part, len(grids), grid) for part, grid in enumerate(grids)]
+    cells = [normalized(part, recipe.data.image) for part in pixels]
     (rows, cols), merge = grids[0], vision.merge
     split = torch.from_numpy(np.concatenate(cells)).view(
         -1, rows // merge, merge, cols // merge, merge, cells[0].shape[1]

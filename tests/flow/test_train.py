@@ -7,15 +7,18 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from mmtrain.checkpoint import find
 from mmtrain.data import build_index
 from mmtrain.errors import LaunchError, PlanError, UserError
+from mmtrain.models.kernels.choice import kernel_choices
 from mmtrain.plan import load_plan
 from mmtrain.program import Backward, Forward
 from mmtrain.recipe import load_recipe
 from mmtrain.report import StepMetrics, read_metrics
+from mmtrain.runtime.execution.attention_choice import AttentionChoice
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, QUARANTINE_FILE, RECIPE_FILE
 from mmtrain.runtime.training.choose_plan import ChosenPlan
 from mmtrain.runtime.training.start_run import introduce_run
@@ -28,7 +31,7 @@ def test_a_run_writes_its_metrics_plan_recipe_and_checkpoints(unbroken: Path) ->
     steps = read_metrics(unbroken)
     assert [s["step"] for s in steps] == list(range(1, NUM_STEPS + 1))
     assert steps[-1]["loss"] < steps[0]["loss"]
-    optional = {"val_loss", "val_exact", "bound_sample", "new_plan", "resume_s", "peak_reserved_bytes"}
+    optional = {"val_loss", "val_exact", "bound_sample", "new_plan", "resume_s", "peak_reserved_bytes", "sources"}
     assert set(StepMetrics.__dataclass_fields__) - optional <= set(steps[0])
     assert all(0 < s["mfu"] < 1 for s in steps)
     plan = load_plan(unbroken / PLAN_FILE)
@@ -90,6 +93,20 @@ def test_a_plan_for_another_recipe_or_number_of_ranks_is_rejected(data: Path, un
     assert "the number of ranks: plan 2, now 1" in message
 
 
+@pytest.mark.slow
+def test_a_plan_file_that_does_not_fit_the_device_is_refused_before_anything_is_built(
+    data: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    plan = json.loads((unbroken / PLAN_FILE).read_text())
+    plan["data"]["largest_microbatch"]["llm"]["tokens"] = 10**8
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    request = request_for(data, tmp_path / "run", plan_path=tmp_path / "plan.json")
+    messages = run_all(request, request)
+    refused = [message for message in messages if message.startswith("PlanError: the plan does not fit this device")]
+    assert refused == messages
+    assert "most of it activations, and cpu-core (see cluster.memory_gib) has 4 GiB" in messages[0]
+
+
 @pytest.mark.parametrize("longer", [1.0, 1.5])
 def test_a_plan_for_other_data_is_reported(data: Path, unbroken: Path, tmp_path: Path, longer: float) -> None:
     request = request_for(data, tmp_path)
@@ -99,7 +116,10 @@ def test_a_plan_for_other_data_is_reported(data: Path, unbroken: Path, tmp_path:
     shorter = plan.data.model_copy(update={"tokens": {unit: n / longer for unit, n in plan.data.tokens.items()}})
     index = build_index(request.loaded.recipe)
     chosen = ChosenPlan(plan.model_copy(update={"data": shorter}))
-    introduce_run(Console(file=screen), request, chosen, index, first_step=0)
+    attention = AttentionChoice("attention: sdpa", ())
+    kernels = kernel_choices("auto", torch.device("cpu"), torch.float32)
+    introduce_run(Console(file=screen), request, chosen, index, 0, attention, kernels)
+    assert "kernels: rotation of queries and keys, SwiGLU, residual sum and RMSNorm by torch" in screen.getvalue()
     assert ("the plan was made for other data" in screen.getvalue()) == (longer > 1)
 
 
@@ -157,3 +177,18 @@ def test_a_run_that_broke_before_its_first_checkpoint_starts_again(data: Path, t
     shutil.rmtree(tmp_path / "run" / CHECKPOINTS_FOLDER)
     again = replace(request, resume=True)
     assert run_all(again, again) == ["", ""], "a job that is requeued with --resume needs no checkpoint"
+
+
+@pytest.mark.slow
+def test_a_run_whose_chunks_are_reduced_apart_is_resumed_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    """The LLM has two replicas of a pipeline of two ranks with two model chunks each."""
+    meshes = [f"parallel.llm.{size}=2" for size in ("pp", "dp", "vpp")]
+    settings = ("parallel.placement=disaggregated", "cluster.ranks=5", "parallel.vision.tp=1", *meshes)
+    unbroken, killed = (request_for(data, tmp_path / name, *settings) for name in ("unbroken", "killed"))
+    assert run_all(*[unbroken] * 5) == [""] * 5
+    assert load_plan(unbroken.run_dir / PLAN_FILE).units["llm"].vpp == 2
+    with pytest.raises(RanksFailed, match="died without a word"):
+        run_all(*[killed] * 5, faults=FailAt(3, 3, "kill", action=Backward))
+    resumed = replace(killed, resume=True)
+    assert run_all(*[resumed] * 5) == [""] * 5
+    assert_same_end(killed.run_dir, unbroken.run_dir)

@@ -20,7 +20,7 @@ from mmtrain.program import LLM, Microbatch
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.report import EvaluationResult
 from mmtrain.runtime.evaluation.score_run import EvaluateRequest, run
-from mmtrain.runtime.execution.rank_context import unit_inputs
+from mmtrain.runtime.execution.unit_inputs import unit_inputs
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
 
 CPU = torch.device("cpu")
@@ -108,7 +108,8 @@ def teach(settings: Recipe) -> dict[str, StageModule]:
     samples = np.arange(len(index.samples))
     single_replica = dict.fromkeys(units, 1)
     meta = assign(0, 0, [samples], index.lengths, single_replica, single_replica)
-    inputs = unit_inputs(BatchBuilder(index, settings, needs, single_replica).build(meta), CPU, torch.float32)
+    data = BatchBuilder(index, settings, needs, single_replica).build(meta)
+    inputs = unit_inputs(data, {name: [unit] for name, unit in units.items()}, settings.data.image)
     adam = torch.optim.AdamW(nn.ModuleDict(units).parameters(), lr=5e-3)
     for _ in range(300):
         features = {name: unit(None, inputs[Microbatch(name, 0, 0)]) for name, unit in units.items() if name != LLM}

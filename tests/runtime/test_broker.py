@@ -193,7 +193,9 @@ def run_case(name: str, world: World) -> tuple[list[str], list[dict[str, int]]]:
             stages = Stages(graph, world.rank, token_shards, dtype, step)
             transport = Transport(world.rank, groups, widths, token_shards, CPU, dtype)
             broker = Broker(graph, actions, transport, LIMIT, activity)
-            broker.start_step(step.loads)
+            # On a GPU rows that were not brought would be a copy that the device waits for.
+            rows = broker.host_rows(step.loads) if dtype == torch.bfloat16 else None
+            broker.start_step(step.loads, rows)
             activity.recorder.start_step()
             for action in actions:
                 activity.start(action)
@@ -210,6 +212,7 @@ def run_case(name: str, world: World) -> tuple[list[str], list[dict[str, int]]]:
                         broker.share(action)
             broker.drain()
             record = activity.recorder.stop_step()
+            assert rows is None or broker._rows.keys() == rows.keys(), "rows were not listed ahead"
             wrong += [f"{name}, draw {seed}, {dtype}, rank {world.rank}: {text}" for text in stages.wrong]
             sent.append({str(edge): traffic.nbytes for edge, traffic in record.traffic_by_edge().items()})
     return wrong, sent

@@ -39,7 +39,7 @@ def record(rank: int, ratios: Ratios, slow_rank: int | None = None) -> StepRecor
         ActionRecord(Backward(stage, mb), 0.0, factor * ratios.get(f"{stage.unit} backward", 1.0), 0.0),
         *(
             ActionRecord(action, 0.0, waited + REDUCTION_S * ratios.get("reductions", 1.0), 0.0)
-            for action in (ReduceGrads(stage.unit), Step(), GatherParams(stage.unit))
+            for action in (GatherParams(stage.unit), ReduceGrads(stage.unit), Step())
         ),
     ]
     return StepRecord(0.0, 9.0, tuple(actions), ())

@@ -14,6 +14,7 @@ from mmtrain.runtime.profiling import diagnostics
 from mmtrain.runtime.profiling.diagnostics import (
     OPTIONAL_PACKAGES,
     accelerator_diagnostics,
+    attention_diagnostics,
     host_diagnostics,
     num_usable_cores,
     package_diagnostics,
@@ -71,7 +72,8 @@ def test_gpus_that_differ_or_are_old_or_in_use_are_reported(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
     texts = [f.what for f in accelerator_diagnostics(True, False, {"flash_attn": "not installed", "varlen": "too old"})]
     assert [words for words in texts if "NCCL" in words]
-    assert "attention has no fused kernel for packed sequences: not installed" in texts
+    reasons = "flash_attn: not installed; varlen: too old"
+    assert f"attention has no fused kernel for packed sequences ({reasons})" in texts
     assert "GPUs differ (H100, V100): every step waits for the slowest" in texts
     assert "GPU 1, V100, has no bf16 units" in texts
     assert "4 of 16 GiB of GPU 1 are used by other processes" in texts
@@ -113,3 +115,24 @@ def test_a_system_with_enough_of_everything_has_no_findings(tmp_path: Path, monk
     (tmp_path / "memory.max").write_text("max\n")
     assert list(host_diagnostics(tmp_path, 64 * GIB, tmp_path)) == []
     assert list(host_diagnostics(tmp_path, 64 * GIB, tmp_path / "none")) == []
+
+
+def test_attention_at_another_rate_than_the_preset_assumes_is_reported() -> None:
+    assert list(attention_diagnostics(preset("h200-141g"), "varlen")) == []
+    assert list(attention_diagnostics(CPU, "sdpa")) == []
+    [other] = attention_diagnostics(preset("h200-141g"), "flash_attn_4")
+    assert (
+        "the preset h200-141g assumes attention by flash_attn or varlen, and `auto` selects flash_attn_4" in other.what
+    )
+
+
+@pytest.mark.parametrize(("capability", "is_reported"), [((9, 0), True), ((10, 0), True), ((8, 0), False)])
+def test_a_gpu_without_the_attention_kernels_made_for_it_is_reported(
+    capability: tuple[int, int], is_reported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    older: dict[str, str | None] = {"flash_attn_3": "absent", "flash_attn_4": "absent", "flash_attn": "absent"}
+    found = list(accelerator_diagnostics(True, True, older | {"varlen": None}))
+    assert [f.remedy for f in found] == (["pip install 'mmtrain[cuda]'"] if is_reported else [])
+    assert list(accelerator_diagnostics(True, True, older | {"varlen": None, "flash_attn_4": None})) == []

@@ -176,7 +176,7 @@ def test_a_report_names_what_the_device_is_at_while_the_host_is_ahead() -> None:
     assert describe_failure(5, activity, "hang").missing is None
     device.num_passed = 5
     failure = describe_failure(5, activity, "hang")
-    assert (failure.doing, failure.is_collective) == ("RS llm", True)
+    assert (failure.doing, failure.is_collective) == ("RS llm 0", True)
     device.num_passed = 6  # it has caught up: what hangs is the host
     assert describe_failure(5, activity, "hang").doing == "STEP"
 

@@ -83,7 +83,7 @@ class _Journal(StepHook):
 
 
 class _Steps:
-    """A loader, a rank and a reducer whose ranks are asked to stop in step `stop_in` (from 1)."""
+    """A prefetcher, a rank and a reducer whose ranks are asked to stop in step `stop_in` (from 1)."""
 
     def __init__(self, lines: list[str], num_steps: int, stop_in: int | None) -> None:
         self.lines, self.stop_in, self.wait_s = lines, stop_in, 0.0
@@ -92,9 +92,9 @@ class _Steps:
 
     def __next__(self) -> SimpleNamespace:
         self.lines.append(f"{self.activity.step} load")
-        return SimpleNamespace(quarantined=(), meta=None)
+        return SimpleNamespace(data=SimpleNamespace(quarantined=(), meta=None), input=None)
 
-    def train(self, data: object, lr: float) -> StepOutcome:
+    def train_on(self, step: object, lr: float) -> StepOutcome:
         self.lines.append(f"{self.activity.step} train with lr {lr}")
         return StepOutcome()
 
@@ -111,7 +111,7 @@ def _loop(lines: list[str], num_steps: int, stop_in: int | None = None) -> Loop:
     hooks = (_Journal("a", lines), _Journal("b", lines))
     return Loop(
         rank_context=parts,
-        loader=parts,
+        steps=parts,
         reducer=parts,
         flags=lambda: RankFlags(False, False),
         memory_report=parts,

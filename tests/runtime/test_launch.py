@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import threading
@@ -7,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mmtrain.errors import MmtrainError, PlanError, StoppedAndSaved
-from mmtrain.runtime.resilience.launch import _first_failure, _RankExit, launch_local
+from mmtrain.runtime.resilience.launch import _first_failure, _RankExit, free_port, launch_local
 from mmtrain.runtime.world import Address, join, leave
 from tests.distributed import fork_ranks
 
@@ -66,6 +67,27 @@ def _outcome(num_ranks: int, target: Callable[[Address], None], saves_on_stop: b
 
 def test_ranks_meet() -> None:
     assert _outcome(3, _sum_of_ranks) == ""
+
+
+def _leave_a_group_to_the_collector(rank: int, size: int, folder: Path) -> str:
+    join(Address(0, 1, 0, "127.0.0.1", free_port(), "before"))
+    left_over: list[object] = [dist.new_group([0])]
+    left_over.append(left_over)  # a cycle: only the collector frees it
+    leave()
+    gc.disable()
+    del left_over
+    try:
+        return _launch(rank, size, folder, 2, _collects, True)
+    finally:
+        gc.enable()
+
+
+def _collects(address: Address) -> None:
+    gc.collect()
+
+
+def test_ranks_do_not_collect_a_process_group_of_the_launcher() -> None:
+    assert fork_ranks(1, _leave_a_group_to_the_collector, timeout=20) == [""]
 
 
 def test_the_first_failure_is_raised_and_the_others_are_ended() -> None:

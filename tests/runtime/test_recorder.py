@@ -71,7 +71,7 @@ def test_waiting_for_reductions_is_no_compute_of_the_optimizer() -> None:
     recorder.start_step()
     activity.start(ReduceGrads("llm"))  # 0
     activity.start(Step())  # 1
-    activity.wait_for_reductions()  # 2
+    activity.wait_for_collectives()  # 2
     activity.arrived()  # 3
     record = recorder.stop_step()  # 4
     assert record.actions[-1] == ActionRecord(Step(), 1.0, 4.0, 1.0)

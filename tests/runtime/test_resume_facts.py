@@ -33,6 +33,13 @@ def test_the_facts_equal_those_that_earlier_versions_saved(tmp_path: Path) -> No
     assert digest == "1ba1e4fb7094b0d8e1878aee3fbd7b92ec73d3540aa79d32cff1b0491905c748"
 
 
+def test_another_matching_is_named(tmp_path: Path) -> None:
+    step, row = facts(tmp_path, matching="step"), facts(tmp_path)
+    assert describe_changed_facts(before=row, now=step) == ["data.matching: None then, step now"]
+    assert describe_changed_facts(before=step, now=row) == ["data.matching: step then, None now"]
+    assert facts(tmp_path, grouping="isf", matching="step") == facts(tmp_path, grouping="isf")
+
+
 def test_a_removed_budget_changes_the_facts(tmp_path: Path) -> None:
     before, after = facts(tmp_path), facts(tmp_path, budgets={})
     assert {key for key in after if before.get(key) != after[key]} == {"data.budgets"}

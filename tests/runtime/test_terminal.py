@@ -95,15 +95,17 @@ class Sums:
     """The smallest optimizer of a unit: it sums gradients over replicas and changes no parameter."""
 
     def __init__(self, stages: nn.ModuleList, groups: ParallelGroups) -> None:
-        self.params, self.groups = [p for p in stages.parameters() if p.requires_grad], groups
+        self.stages, self.groups = stages, groups
+        self.params = [p for p in stages.parameters() if p.requires_grad]
 
     def zero_grad(self) -> None:
         for param in self.params:
             param.grad = torch.zeros_like(param)
 
-    def reduce_grads(self) -> None:
-        for param in self.params:
-            dist.all_reduce(param.grad, group=self.groups.dp)
+    def reduce_grads(self, chunk: int) -> None:
+        for param in self.stages[chunk].parameters():
+            if param.requires_grad:
+                dist.all_reduce(param.grad, group=self.groups.dp)
 
     def finish_reduction(self) -> None:
         """Wait for nothing: `reduce_grads` has."""
@@ -114,6 +116,12 @@ class Sums:
 
     def step(self, lr: float, clip: float) -> None:
         """Change no parameter."""
+
+    def start_gather(self, chunk: int) -> None:
+        """Gather nothing, as no parameter has changed."""
+
+    def finish_gather(self, chunk: int) -> None:
+        """Wait for nothing."""
 
     def gather_params(self) -> None:
         """Gather nothing, as no parameter has changed."""

@@ -7,7 +7,7 @@ the token; a broadcast brings it to all pipeline ranks of the replica. A replica
 ranks, so that all of these have work while a token is on its way; replicas do not wait for each other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -20,7 +20,6 @@ from mmtrain.costs import TokenLoad
 from mmtrain.data import PayloadNeed, SampleTokenizer, StepData
 from mmtrain.models import parameter_specs
 from mmtrain.models.kv_cache import KVCache
-from mmtrain.models.megatron import tp_group_scope
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.stage_inputs import TextInput
@@ -29,6 +28,7 @@ from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.program import LLM, Microbatch, Program, StageGraph, StageId, Step, StepLoads, build_program, step_loads
 from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe import Recipe
+from mmtrain.recipe.data_settings import ImageSettings
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.channel_probe import probe_channels
@@ -42,9 +42,9 @@ from mmtrain.runtime.execution.rank_context import (
     edge_widths,
     forward_only,
     payload_needs,
-    unit_inputs,
 )
 from mmtrain.runtime.execution.unit import MicrobatchState, UnitRunner
+from mmtrain.runtime.execution.unit_inputs import unit_inputs
 from mmtrain.runtime.world import World
 
 NO_LOSS = {LLM: 0.0}
@@ -59,9 +59,17 @@ class GreedyGenerator:
         units: Mapping[str, UnitRunner],
         transport: Transport,
         tokenizer: SampleTokenizer,
+        image: ImageSettings,
         activity: Activity | None = None,
+        gather_params: Callable[[], None] | None = None,
     ) -> None:
-        """Prepare to answer with `units`, this rank's part of `graph`; never generate ids that `tokenizer` lacks."""
+        """Prepare to answer with `units`, this rank's part of `graph`; never generate ids that `tokenizer` lacks.
+
+        image: how pixels are normalized. gather_params: brings the weights of `units` up to date, if training updates
+        them; all ranks answer together.
+        """
+        self._gather_params = gather_params
+        self._image = image
         self._transport, self._tokenizer, self.activity = transport, tokenizer, activity or Activity()
         self.prefill_program = build_program(forward_only(_with_microbatches(graph, graph.mesh(LLM).pp)), kind="coarse")
         self._graph = self.prefill_program.graph
@@ -79,7 +87,10 @@ class GreedyGenerator:
     @classmethod
     def of(cls, rank_context: RankContext, tokenizer: SampleTokenizer) -> "GreedyGenerator":
         """Answer with the units of a run in training, with the weights that they have when `generate` is called."""
-        return cls(rank_context.graph, rank_context.units, rank_context.transport, tokenizer, rank_context.activity)
+        image = rank_context.recipe.data.image
+        units, transport = rank_context.units, rank_context.transport
+        gather_params = rank_context.optimizer.gather_params
+        return cls(rank_context.graph, units, transport, tokenizer, image, rank_context.activity, gather_params)
 
     @torch.no_grad()
     def generate(self, data: StepData, max_new_tokens: int) -> dict[int, list[int]]:
@@ -88,7 +99,10 @@ class GreedyGenerator:
         An answer ends before a token that ends answers, or after `max_new_tokens` (at least 1). Return the answers of
         the LLM replica that this rank is part of, by sample id; none on a rank that holds no part of the LLM.
         """
-        inputs = unit_inputs(data, self._transport.device, self._transport.dtype)
+        if self._gather_params is not None:
+            self._gather_params()
+        stages = {name: unit.stages.values() for name, unit in self.units.items()}
+        inputs = unit_inputs(data, stages, self._image)
         drafts: dict[Microbatch, _Draft] = {}
         if LLM in self.units:
             drafts = {mb: _Draft.of(data, mb, max_new_tokens) for mb in self._microbatches()}
@@ -200,8 +214,7 @@ class _TokenPickingLlm(UnitRunner):
         received = microbatch.received
         hidden = next((tensor for edge, tensor in received.items() if not edge.crosses_units), None)
         features = {edge.src.unit: tensor for edge, tensor in received.items() if edge.crosses_units}
-        with tp_group_scope(self.groups):
-            tokens = self.stages[self._last_stage].next_tokens(hidden, inputs, features, self._vocab_size)
+        tokens = self.stages[self._last_stage].next_tokens(hidden, inputs, features, self._vocab_size)
         self.picked[inputs.kv_cache] = tokens
         microbatch.part_outputs.append((torch.zeros(()),))  # where the executor looks for a loss
 
@@ -213,8 +226,8 @@ def load_generator(
 
     Raises CheckpointError, naming the parameter, when one is missing or has another shape.
     """
-    # The recipe's choice of attention may need the machine that it was trained on.
-    train = recipe.train.model_copy(update={"attention": "auto"})
+    # The recipe's choice of attention and kernels may need the machine that it was trained on.
+    train = recipe.train.model_copy(update={"attention": "auto", "kernels": "auto"})
     recipe = recipe.model_copy(update={"train": train})
     model = build_model_shape(recipe)
     graph = build_stage_graph(plans, dict.fromkeys(plans, 1), model)
@@ -226,7 +239,7 @@ def load_generator(
     units = build_units(recipe, graph, transport)
     for unit in units.values():
         load_weights(unit, checkpoint)
-    return GreedyGenerator(graph, units, transport, tokenizer)
+    return GreedyGenerator(graph, units, transport, tokenizer, recipe.data.image)
 
 
 def load_weights(unit: UnitRunner, checkpoint: Checkpoint) -> None:

@@ -20,7 +20,7 @@ from mmtrain.data import (
     load_tokenizer,
 )
 from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, MEDIA_ROLES, VIDEO_MARK
-from mmtrain.data.media.images import Float32Array
+from mmtrain.data.media.images import CellArray
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationError, total_features
 from mmtrain.errors import DataError
@@ -193,9 +193,9 @@ class _PromptBuilder(BatchBuilder):
         ids = _prompt_ids(self._index, self._tokenizer, sample_id)
         return EncodedSample(ids, np.full_like(ids, IGNORE_INDEX))
 
-    def _load_cells(self, unit: str, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
+    def _load_cells(self, unit: str, sample_id: int, position: int, rows: int, cols: int) -> CellArray | None:
         if self._blank:
-            return np.zeros((rows * cols, self._encoders[unit].cell_features), dtype=np.float32)
+            return None
         return super()._load_cells(unit, sample_id, position, rows, cols)
 
 

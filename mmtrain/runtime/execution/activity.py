@@ -75,13 +75,13 @@ class Activity:
         self._since = self._clock()
         self.recorder.wait(message)
 
-    def wait_for_reductions(self) -> None:
-        """Wait, as part of the action in progress, for the reductions that earlier actions have started."""
+    def wait_for_collectives(self) -> None:
+        """Wait, as part of the action in progress, for the collectives that earlier actions have started."""
         self._since = self._clock()
         self.recorder.wait(None)
 
     def arrived(self, nbytes: int = 0) -> None:
-        """End the wait for a message of `nbytes`, or for reductions."""
+        """End the wait for a message of `nbytes`, or for collectives."""
         self.waiting = None
         self._since = self._clock()
         self.recorder.arrived(nbytes)

@@ -7,7 +7,7 @@ a send when too many others have been posted after it on its channel, or when th
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,15 @@ from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.process_groups import Pending, Transport
 
 Key = tuple[Edge, Microbatch, Payload]
+RoutePair = tuple[Microbatch, Microbatch]  # source and destination, of two units
 Channel = tuple[Edge, Payload, int]  # and the rank at its other end
+
+
+class RouteRows(NamedTuple):
+    """The rows that flow between two microbatches, in the order in which they travel: (R,) int64 each."""
+
+    src: Tensor  # among the source's rows
+    dst: Tensor  # among those that the destination receives
 
 
 class _Posted(NamedTuple):
@@ -55,12 +63,28 @@ class Broker:
     ) -> None:
         self._graph, self._transport, self._send_limit = graph, transport, send_limit
         self._activity = activity or Activity()
+        actions = list(actions)
         self._num_uses = _count_uses(graph, actions, transport.rank)
+        self._pairs = _route_pairs(graph, actions)
         self._clear()
 
-    def start_step(self, loads: StepLoads) -> None:
-        """Start a step with these loads and routes."""
+    @property
+    def rank(self) -> int:
+        """The rank whose data this is."""
+        return self._transport.rank
+
+    def host_rows(self, loads: StepLoads) -> dict[RoutePair, RouteRows]:
+        """List, on the host, the rows of all pairs of this rank between which more than one span of rows flows."""
+        spans_of_pairs = {pair: self._route_spans(*pair, loads) for pair in self._pairs}
+        return {pair: _rows_of(spans) for pair, spans in spans_of_pairs.items() if len(spans) > 1}
+
+    def start_step(self, loads: StepLoads, rows: Mapping[RoutePair, RouteRows] | None = None) -> None:
+        """Start a step with these loads and routes; `rows` is what `host_rows` lists, on the device.
+
+        Without it rows are listed where they are needed, and the device waits for a copy.
+        """
         self._loads = loads
+        self._rows = {} if rows is None else dict(rows)
         self._clear()
 
     def put(self, edge: Edge, mb: Microbatch, payload: Payload, tensor: Tensor) -> None:
@@ -76,7 +100,7 @@ class Broker:
         producer = action.src if forward else action.dst
         tensor = self._use((action.edge, producer, action.payload))
         spans = self._spans(action.edge, action.src, action.dst)
-        rows = tensor if spans is None else _pick(tensor, spans[:, 0 if forward else 1], spans)
+        rows = tensor if spans is None else self._pick(tensor, action.src, action.dst, spans, forward)
         if len(rows):
             rows = rows.contiguous()
             channel = self._sending[action.edge, action.payload, action.peer]
@@ -141,7 +165,8 @@ class Broker:
             return self._part(edge, mb, mb, payload).detach()
         forward = payload == "activation"
         others = self._graph.sources(edge, mb) if forward else self._graph.destinations(edge, mb)
-        assembled = self._zeros(self._total_rows(edge, mb, payload), edge)
+        num_rows = self._total_rows(edge, mb, payload)
+        assembled: Tensor | None = None
         for other in others:
             src, dst = (other, mb) if forward else (mb, other)
             spans = self._spans(edge, src, dst)
@@ -149,9 +174,14 @@ class Broker:
             is_local = (edge, other, payload) in self._held
             if is_local or (spans is not None and len(spans)):
                 part = self._part(edge, src, dst, payload)
-                if spans is not None:
-                    _place(assembled, part, spans, forward)
-        return assembled
+                if spans is None or not len(spans):
+                    continue
+                if len(spans) == 1 and len(part) == num_rows:
+                    assembled = part.detach()  # all rows, in their order
+                    continue
+                assembled = self._zeros(num_rows, edge) if assembled is None else assembled
+                self._place(assembled, part, src, dst, spans, forward)
+        return self._zeros(num_rows, edge) if assembled is None else assembled
 
     def _part(self, edge: Edge, src: Microbatch, dst: Microbatch, payload: Payload) -> Tensor:
         """Return the rows that flow between `src` and `dst`: produced here, or received."""
@@ -160,7 +190,7 @@ class Broker:
         if local in self._held:
             tensor = self._use(local)
             spans = self._spans(edge, src, dst)
-            return tensor if spans is None else _pick(tensor, spans[:, 0 if forward else 1], spans)
+            return tensor if spans is None else self._pick(tensor, src, dst, spans, forward)
         posted = self._receiving.pop((edge, src, dst, payload))
         self._wait(posted)
         return posted.rows
@@ -172,10 +202,36 @@ class Broker:
 
     def _spans(self, edge: Edge, src: Microbatch, dst: Microbatch) -> IntArray | None:
         """Return (src_offset, dst_offset, length) of spans between units; None inside a unit, where all rows travel."""
-        if not edge.crosses_units:
-            return None
-        route = self._loads.routes[edge.src.unit, edge.dst.unit]
-        return route.spans.get((src, dst), _NO_SPANS)
+        return self._route_spans(src, dst, self._loads) if edge.crosses_units else None
+
+    def _route_spans(self, src: Microbatch, dst: Microbatch, loads: StepLoads) -> IntArray:
+        return loads.routes[src.unit, dst.unit].spans.get((src, dst), _NO_SPANS)
+
+    def _route_rows(self, src: Microbatch, dst: Microbatch, spans: IntArray) -> RouteRows:
+        """Return on the device the rows of several spans."""
+        if (src, dst) not in self._rows:
+            rows = _rows_of(spans)
+            self._rows[src, dst] = RouteRows(*(indices.to(self._transport.device) for indices in rows))
+        return self._rows[src, dst]
+
+    def _pick(self, tensor: Tensor, src: Microbatch, dst: Microbatch, spans: IntArray, forward: bool) -> Tensor:
+        """Return the rows of the spans, one after another, of what the source computed (in backward: destination)."""
+        if not len(spans):
+            return tensor[:0]
+        if len(spans) == 1:
+            return tensor.narrow(0, int(spans[0, 0 if forward else 1]), int(spans[0, 2]))
+        rows = self._route_rows(src, dst, spans)
+        return tensor.index_select(0, rows.src if forward else rows.dst)
+
+    def _place(
+        self, assembled: Tensor, part: Tensor, src: Microbatch, dst: Microbatch, spans: IntArray, forward: bool
+    ) -> None:
+        """Copy the concatenated rows of `part` to their places in the destination (in backward: the source)."""
+        if len(spans) == 1:
+            assembled.narrow(0, int(spans[0, 1 if forward else 0]), len(part)).copy_(part)
+            return
+        rows = self._route_rows(src, dst, spans)
+        assembled.index_copy_(0, rows.dst if forward else rows.src, part)
 
     def _num_rows(self, edge: Edge, src: Microbatch, dst: Microbatch) -> int:
         spans = self._spans(edge, src, dst)
@@ -210,21 +266,23 @@ def _count_uses(graph: StageGraph, actions: Iterable[Action], rank: int) -> Coun
     return uses
 
 
-def _pick(tensor: Tensor, offsets: IntArray, spans: IntArray) -> Tensor:
-    """Concatenate the rows of the spans, which start at `offsets` in `tensor`."""
-    if len(spans) == 1:
-        return tensor.narrow(0, int(offsets[0]), int(spans[0, 2]))
-    parts = [tensor.narrow(0, int(offset), int(length)) for offset, length in zip(offsets, spans[:, 2], strict=True)]
-    return torch.cat(parts) if parts else tensor[:0]
+def _route_pairs(graph: StageGraph, actions: Iterable[Action]) -> set[RoutePair]:
+    """Return the pairs of microbatches of two units whose rows this rank sends, receives or uses."""
+    pairs: set[RoutePair] = set()
+    for action in actions:
+        if isinstance(action, Send | Recv) and action.edge.crosses_units:
+            pairs.add((action.src, action.dst))
+        elif isinstance(action, ComputeTask):
+            pairs |= {(flow.src, flow.dst) for flow in input_flows(graph, action) if flow.edge.crosses_units}
+    return pairs
 
 
-def _place(assembled: Tensor, part: Tensor, spans: IntArray, forward: bool) -> None:
-    """Copy the concatenated rows of `part` to their places in the destination (in backward: the source)."""
-    start = 0
-    for src_offset, dst_offset, length in spans.tolist():
-        offset = dst_offset if forward else src_offset
-        assembled.narrow(0, offset, length).copy_(part.narrow(0, start, length))
-        start += length
+def _rows_of(spans: IntArray) -> RouteRows:
+    """List the rows of spans (k, 3) of source offset, destination offset and length."""
+    lengths = spans[:, 2]
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    src, dst = (torch.from_numpy(np.repeat(spans[:, end], lengths) + within) for end in (0, 1))
+    return RouteRows(src, dst)
 
 
 _NO_SPANS: IntArray = np.zeros((0, 3), dtype=np.int64)

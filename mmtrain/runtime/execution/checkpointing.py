@@ -3,12 +3,11 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from mmtrain.checkpoint import (
     Checkpoint,
@@ -25,6 +24,7 @@ from mmtrain.models.named_shards import NamedShard
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.file_progress import FileProgress
 from mmtrain.runtime.execution.rank_context import RankContext
+from mmtrain.runtime.execution.snapshot_copy import SnapshotCopy
 from mmtrain.runtime.world import World
 
 
@@ -38,6 +38,7 @@ class SavedRank:
     shards: Callable[[], Iterable[NamedShard]]  # the live tensors that this rank saves
     num_updates: Callable[[], int]  # of the optimizer so far
     storage: Callable[[int], Storage]  # where the checkpoint after so many steps is written to
+    hold_update: Callable[[Callable[[], None]], None] = lambda wait: wait()  # calls `wait` before weights change
 
     @classmethod
     def of(cls, rank_context: RankContext) -> Self:
@@ -50,6 +51,7 @@ class SavedRank:
             lambda: (piece for unit in optimizer.units.values() for piece in unit.shards()),
             lambda: optimizer.num_updates,
             rank_context.faults.checkpoint_storage,
+            optimizer.hold_update,
         )
 
 
@@ -69,12 +71,14 @@ def checkpoint_ranks(world: World, files: FileProgress | None = None) -> Ranks:
     return Ranks(world.rank, world.size, gather, broadcast)
 
 
-def take_snapshot(rank: SavedRank, next_step: int, state: Mapping[str, object], copy: bool) -> Snapshot:
+def take_snapshot(rank: SavedRank, next_step: int, state: Mapping[str, object]) -> Snapshot:
     """Collect everything that steps from `next_step` on depend on; `state` is what the loop and its hooks add.
 
-    Without `copy` the shards are the live tensors: they must be written before training goes on.
+    The shards are the live tensors.
     """
-    shards = [Shard(piece.name, shard_spec(piece), _stored(piece, copy)) for piece in rank.shards()]
+    shards = [
+        Shard(piece.name, shard_spec(piece), piece.tensor.view(shard_spec(piece).shape)) for piece in rank.shards()
+    ]
     own_state = {"next_step": next_step, "num_updates": rank.num_updates()}
     # Nothing draws from this generator in a run without dropout; a resumed run restores its state all the same.
     rank_state = {"torch_rng": bytes(torch.get_rng_state().tolist()).hex()}
@@ -120,10 +124,17 @@ class BackgroundSaver:
         """Start to write; without `copy`, which takes host memory, no weight may change before `finish`."""
         assert not self.pending, "two saves at once would remove each other's drafts"
         self.step = next_step
-        snapshot = take_snapshot(self._rank, next_step, self._state(), copy=copy)
+        snapshot = take_snapshot(self._rank, next_step, self._state())
+        copying = None
+        if copy:
+            copying = SnapshotCopy([shard.tensor for shard in snapshot.shards])
+            copies = zip(snapshot.shards, copying.copies, strict=True)
+            snapshot = replace(snapshot, shards=[replace(shard, tensor=tensor) for shard, tensor in copies])
         # A daemon: after a failure elsewhere, a save whose peers are gone must not keep the process.
-        self._thread = threading.Thread(target=self._save, args=(snapshot,), name="mmtrain-saver", daemon=True)
+        self._thread = threading.Thread(target=self._save, args=(snapshot, copying), name="mmtrain-saver", daemon=True)
         self._thread.start()
+        if copying is not None:
+            self._rank.hold_update(copying.wait)
 
     def finish(self) -> Path:
         """Wait for the pending save; return the checkpoint. Raises CheckpointError, the same on all ranks."""
@@ -137,11 +148,13 @@ class BackgroundSaver:
         assert self._folder is not None
         return self._folder
 
-    def _save(self, snapshot: Snapshot) -> None:
+    def _save(self, snapshot: Snapshot, copying: SnapshotCopy | None) -> None:
         files = self._rank.activity.files
         files.start()
         start_s = time.perf_counter()
         try:
+            if copying is not None:
+                copying.run()
             self._folder = save(
                 self._root,
                 snapshot,
@@ -194,8 +207,3 @@ def shard_spec(piece: NamedShard) -> ShardSpec:
         return ShardSpec(piece.spec.full_shape, flat=piece.flat)
     rows = piece.spec.full_shape[dim] // piece.tp
     return ShardSpec(piece.spec.full_shape, dim, piece.tp_rank * rows, (piece.tp_rank + 1) * rows, piece.flat)
-
-
-def _stored(piece: NamedShard, copy: bool) -> Tensor:
-    tensor = piece.tensor.view(shard_spec(piece).shape)
-    return tensor.detach().to("cpu", copy=True) if copy else tensor

@@ -34,10 +34,11 @@ from mmtrain.program import (
     StepLoads,
 )
 from mmtrain.program.ir.actions import AtomicAction
+from mmtrain.program.ir.data_dependencies import parameter_gathers
 from mmtrain.program.ir.segments import direction, expand_all, finished_pass, num_segments, segment_layers, started_pass
 from mmtrain.program.trace.step_record import EMPTY_STEP_RECORD, StepRecord
 from mmtrain.runtime.execution.activity import DRAINING, Activity
-from mmtrain.runtime.execution.broker import Broker
+from mmtrain.runtime.execution.broker import Broker, RoutePair, RouteRows
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.execution.unit import MicrobatchState
 
@@ -51,6 +52,7 @@ class StepInput:
     loss_scale: Mapping[str, float]  # unit with a loss -> 1 / number of target tokens in the global batch
     lr: float = 0.0
     step: int = 0  # from 0
+    route_rows: Mapping[RoutePair, RouteRows] | None = None  # `Broker.host_rows`, on the device
 
 
 @dataclass
@@ -58,6 +60,7 @@ class StepOutcome:
     """What one rank computed in a step."""
 
     loss: float = 0.0  # this rank's part of the global batch's mean loss, summed over units with a loss
+    source_losses: tuple[float, ...] = ()  # its parts by source, where the input names sources and this rank has a loss
     grad_norm: float | None = None
     stepped: bool = False  # false in validation, and where a gradient was not finite
     record: StepRecord = EMPTY_STEP_RECORD
@@ -85,8 +88,8 @@ class StepOptimizer(Protocol):
     def reduce_shared(self) -> None:
         """Sum the gradient of the matrix that two stages share."""
 
-    def reduce_grads(self, unit: str) -> None:
-        """Start to sum the unit's gradients over its replicas."""
+    def reduce_grads(self, unit: str, chunk: int) -> None:
+        """Start to sum the gradients of a model chunk of the unit over its replicas."""
 
     def finish_reductions(self) -> None:
         """Wait until the gradients of all units are summed."""
@@ -94,8 +97,11 @@ class StepOptimizer(Protocol):
     def step(self, lr: float) -> tuple[float, bool]:
         """Update the weights; return (gradient norm, whether the update was made)."""
 
-    def gather_params(self, unit: str) -> None:
-        """Gather the unit's updated parameters on every replica."""
+    def start_gather(self, unit: str, chunk: int) -> None:
+        """Start to gather the parameters of a model chunk, which the step before has updated, on every replica."""
+
+    def finish_gather(self, unit: str, chunk: int) -> None:
+        """Wait until the parameters of a model chunk are gathered."""
 
 
 class Executor:
@@ -114,16 +120,22 @@ class Executor:
         self._graph, self._units, self._broker, self._optimizer = graph, units, broker, optimizer
         self._actions = expand_all(graph, actions)
         self._part_bounds = _part_bounds(graph, self._actions)
+        self._gathered_stages = parameter_gathers(graph, broker.rank)
         self._activity = activity or Activity()
         self._faults = faults or FaultPoints()
+
+    def host_rows(self, loads: StepLoads) -> Mapping[RoutePair, RouteRows]:
+        """Return `StepInput.route_rows` for a step with these loads, with tensors on the host."""
+        return self._broker.host_rows(loads)
 
     def run(self, step: StepInput) -> StepOutcome:
         """Run one step; without an optimizer, only what the program computes (validation)."""
         self._step = step
         self._outcome = StepOutcome(loads=step.loads)
         self._microbatches: dict[tuple[StageId, Microbatch], MicrobatchState] = {}
+        self._gathering: dict[StageId, GatherParams] = {}  # stages whose parameters nothing has waited for yet
         self._loss = torch.zeros((), dtype=torch.float64)
-        self._broker.start_step(step.loads)
+        self._broker.start_step(step.loads, step.route_rows)
         if self._optimizer:
             self._optimizer.zero_grad()
         self._activity.recorder.start_step()
@@ -134,7 +146,9 @@ class Executor:
         self._activity.start(DRAINING)
         self._broker.drain()
         self._outcome.record = self._activity.recorder.stop_step()
-        self._outcome.loss = float(self._loss)
+        losses = self._loss.reshape(-1).tolist()  # the only time that the host asks the device for losses
+        self._outcome.loss = sum(losses)
+        self._outcome.source_losses = tuple(losses) if self._loss.dim() else ()
         return self._outcome
 
     def _run(self, action: Action) -> None:
@@ -158,19 +172,22 @@ class Executor:
         match action:
             case ReduceShared():
                 optimizer.reduce_shared()
-            case ReduceGrads(unit):
-                optimizer.reduce_grads(unit)
+            case ReduceGrads(unit, chunk):
+                optimizer.reduce_grads(unit, chunk)
             case Step():
-                self._activity.wait_for_reductions()
+                self._activity.wait_for_collectives()
                 optimizer.finish_reductions()
                 self._activity.arrived()
                 self._outcome.grad_norm, self._outcome.stepped = optimizer.step(self._step.lr)
-            case GatherParams(unit):
-                optimizer.gather_params(unit)
+            case GatherParams(unit, chunk):
+                optimizer.start_gather(unit, chunk)
+                self._gathering.update(dict.fromkeys(self._gathered_stages[action], action))
 
     def _forward(self, action: Compute) -> None:
         stage, mb = action.stage, action.mb
         needs_backward = self._graph.needs_backward(stage)
+        if (gather := self._gathering.pop(stage, None)) is not None:
+            self._finish_gather(gather)
         if started_pass(self._graph, action):
             self._start_forward(stage, mb)
         microbatch = self._microbatches[stage, mb]
@@ -180,6 +197,13 @@ class Executor:
                 self._finish_forward(microbatch, mb)
         if not needs_backward and finished_pass(self._graph, action):
             del self._microbatches[stage, mb]
+
+    def _finish_gather(self, gather: GatherParams) -> None:
+        """Wait for the parameters of a stage before its first forward."""
+        assert self._optimizer is not None, "a program without optimizer gathers nothing"
+        self._activity.wait_for_collectives()
+        self._optimizer.finish_gather(gather.unit, gather.chunk)
+        self._activity.arrived()
 
     def _start_forward(self, stage: StageId, mb: Microbatch) -> None:
         """Take what the stage receives for a microbatch."""

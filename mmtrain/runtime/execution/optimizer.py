@@ -26,8 +26,8 @@ class UnitOptimizer(Protocol):
     def tied_gradient(self) -> Tensor | None:
         """Return the gradient of the weight that another stage holds too, if this rank has one."""
 
-    def reduce_grads(self) -> None:
-        """Start to sum the gradients over the unit's replicas (with sequence parallelism also over the TP group)."""
+    def reduce_grads(self, chunk: int) -> None:
+        """Start to sum a chunk's gradients over replicas (with sequence parallelism also over the TP group)."""
 
     def finish_reduction(self) -> None:
         """Wait until the gradients are summed."""
@@ -41,8 +41,14 @@ class UnitOptimizer(Protocol):
     def step(self, lr: float, clip: float) -> None:
         """Scale the gradients by `clip` and update this rank's shard of the parameters."""
 
+    def start_gather(self, chunk: int) -> None:
+        """Start to gather the updated parameters of a chunk on every replica."""
+
+    def finish_gather(self, chunk: int) -> None:
+        """Wait until the parameters of a chunk are gathered."""
+
     def gather_params(self) -> None:
-        """Gather the updated parameters on every replica."""
+        """Gather the updated parameters of all chunks on every replica."""
 
     def gradients(self) -> Iterator[NamedShard]:
         """Yield this rank's shards of the reduced gradients, named like the parameters."""
@@ -72,6 +78,8 @@ class Optimizer:
     ) -> None:
         self.units, self._settings, self._world, self._tied_group = units, settings, world, tied_group
         self._num_updates = 0
+        self._has_updated_shards = False  # since parameters were gathered
+        self._wait_for_reader: Callable[[], None] = _nothing_to_wait_for
 
     @property
     def num_updates(self) -> int:
@@ -89,6 +97,10 @@ class Optimizer:
         for unit in self.units.values():
             unit.start_masters(weights)
 
+    def hold_update(self, wait: Callable[[], None]) -> None:
+        """Call `wait` before the next update: until then something reads weights and moments."""
+        self._wait_for_reader = wait
+
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""
         for unit in self.units.values():
@@ -102,9 +114,9 @@ class Optimizer:
         assert self._tied_group is not None, "ReduceShared on a rank without the tied weight"
         dist.all_reduce(gradient, group=self._tied_group)
 
-    def reduce_grads(self, unit: str) -> None:
-        """Start to sum the unit's gradients over its replicas."""
-        self.units[unit].reduce_grads()
+    def reduce_grads(self, unit: str, chunk: int) -> None:
+        """Start to sum the gradients of a model chunk of the unit over its replicas."""
+        self.units[unit].reduce_grads(chunk)
 
     def finish_reductions(self) -> None:
         """Wait for the reductions of all units."""
@@ -127,11 +139,33 @@ class Optimizer:
             return norm, False
         limit = self._settings.clip_norm
         clip = limit / norm if limit is not None and norm > limit else 1.0
+        self._wait_for_reader()
+        self._wait_for_reader = _nothing_to_wait_for
         for unit in self.units.values():
             unit.step(lr, clip)
         self._num_updates += 1
+        self._has_updated_shards = True
         return norm, True
 
-    def gather_params(self, unit: str) -> None:
-        """Gather the unit's updated parameters on every replica."""
-        self.units[unit].gather_params()
+    def start_gather(self, unit: str, chunk: int) -> None:
+        """Start to gather the parameters of a model chunk that the last step has updated, on every replica."""
+        self.units[unit].start_gather(chunk)
+        self._has_updated_shards = False
+
+    def finish_gather(self, unit: str, chunk: int) -> None:
+        """Wait until the parameters of a model chunk are gathered."""
+        self.units[unit].finish_gather(chunk)
+
+    def gather_params(self) -> None:
+        """Gather what the last step has updated, for forwards outside of training steps; all ranks call this together.
+
+        A training step gathers by itself, at its start.
+        """
+        if self._has_updated_shards:
+            for unit in self.units.values():
+                unit.gather_params()
+            self._has_updated_shards = False
+
+
+def _nothing_to_wait_for() -> None:
+    """Return at once."""

@@ -39,7 +39,8 @@ class ProcessGroups:
     units: dict[str, ParallelGroups]
     channels: dict[Channel, dist.ProcessGroup]
     tied_embeddings: dist.ProcessGroup | None  # first and last LLM stage of this rank's replica, same TP rank
-    connected: tuple[dist.ProcessGroup, ...]  # all of them with more than one member, in the order of their creation
+    connected: tuple[dist.ProcessGroup, ...]  # those with more than one member, but for `later`; in order of creation
+    later: tuple[dist.ProcessGroup, ...]  # of pipeline ranks, which only generation uses: connected by its first use
 
 
 class Pending(Protocol):
@@ -101,7 +102,10 @@ def build_groups(graph: StageGraph, world: World, activity: Activity | None = No
     units: dict[str, ParallelGroups] = {}
     for mesh in graph.meshes:
         lines_by_axis = zip(("tp", "dp", "pp"), _mesh_lines(mesh), strict=True)
-        tp, dp, pp = (creator.create(lines, f"the {axis} group of {mesh.unit}") for axis, lines in lines_by_axis)
+        tp, dp, pp = (
+            creator.create(lines, f"the {axis} group of {mesh.unit}", connect=axis != "pp")
+            for axis, lines in lines_by_axis
+        )
         if tp and dp and pp:
             units[mesh.unit] = ParallelGroups(tp=tp, dp=dp, pp=pp)
     channels: dict[Channel, dist.ProcessGroup] = {}
@@ -112,13 +116,13 @@ def build_groups(graph: StageGraph, world: World, activity: Activity | None = No
             channels[channel] = group
     tied_embeddings = creator.create(_tied_pairs(graph), "the group of tied embeddings")
     creator.connect()
-    return ProcessGroups(units, channels, tied_embeddings, tuple(creator.purposes))
+    return ProcessGroups(units, channels, tied_embeddings, tuple(creator.purposes), tuple(creator.later))
 
 
 def release_groups(groups: ProcessGroups) -> None:
     """Leave the groups of a stage graph, which hold connections and a GPU's memory; all ranks call this together."""
     alone = [group for unit in groups.units.values() for group in (unit.tp, unit.dp, unit.pp) if group.size() == 1]
-    for group in dict.fromkeys((*alone, *groups.connected)):
+    for group in dict.fromkeys((*alone, *groups.connected, *groups.later)):
         dist.destroy_process_group(group)
 
 
@@ -130,10 +134,13 @@ class _GroupCreator:
         # The default group has gloo beside NCCL, for objects; these groups exchange tensors of the device only.
         self._backend = "nccl" if world.device.type == "cuda" else "gloo"
         self.purposes: dict[dist.ProcessGroup, str] = {}  # of this rank's groups with other members, in order
+        self.later: list[dist.ProcessGroup] = []  # likewise, of those that are not to be connected
         # No other rank need take part in a group of one; all groups of this rank alone are this one.
         self._alone = dist.new_group([world.rank], backend=self._backend, use_local_synchronization=True)
 
-    def create(self, groups: Iterable[list[int]], purpose: str, for_messages: bool = False) -> dist.ProcessGroup | None:
+    def create(
+        self, groups: Iterable[list[int]], purpose: str, for_messages: bool = False, connect: bool = True
+    ) -> dist.ProcessGroup | None:
         """Create one group for each list of ranks; return the one with this rank in it."""
         mine: dist.ProcessGroup | None = None
         for ranks in groups:
@@ -147,7 +154,10 @@ class _GroupCreator:
                 group = dist.new_group(ranks, backend=self._backend, pg_options=options)
                 if is_mine:
                     mine = group
-                    self.purposes[group] = f"{purpose}, ranks {ranks}"
+                    if connect:
+                        self.purposes[group] = f"{purpose}, ranks {ranks}"
+                    else:
+                        self.later.append(group)
         return mine
 
     def connect(self) -> None:

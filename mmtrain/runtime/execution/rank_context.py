@@ -3,25 +3,24 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import nn
 
 from mmtrain.costs import Precision
+from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import PayloadNeed
-from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
 from mmtrain.models import parameter_specs
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
 from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.models.parameter_specs import WeightSource
-from mmtrain.models.stage_inputs import EncoderInput, RowMix, TextInput, UnitInput
 from mmtrain.models.stage_module import StageModule, StageSpec
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.artifact.plan import Plan, SchedulePlan
 from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.plan.artifact.plan_memory import DeviceMemory, prove_memory
 from mmtrain.plan.artifact.plan_precision import plan_precision
-from mmtrain.program import LLM, Edge, Microbatch, Program, StageGraph, StageId, Step, build_program, step_loads
+from mmtrain.program import LLM, Edge, MemoryLimit, Program, StageGraph, StageId, Step, build_program, step_loads
 from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.unit_settings import UnitSettings
@@ -32,9 +31,10 @@ from mmtrain.runtime.execution.executor import Executor, StepInput, StepOutcome
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.execution.optimizer import Optimizer
 from mmtrain.runtime.execution.precision import compute_dtype
-from mmtrain.runtime.execution.process_groups import Transport, build_groups
+from mmtrain.runtime.execution.process_groups import ProcessGroups, Transport, build_groups
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.execution.unit import UnitRunner
+from mmtrain.runtime.execution.unit_inputs import host_inputs, map_tensors
 from mmtrain.runtime.world import World
 
 
@@ -76,18 +76,38 @@ class RankContext:
         """The type of weights and activations."""
         return self.transport.dtype
 
+    def host_input(self, data: StepData, sources: SampleSources | None = None) -> StepInput:
+        """Make the input of a step, with tensors on the host. Another thread may call this while a step computes.
+
+        With `sources`, the outcome of the step has its loss by source.
+        """
+        stages = {name: unit.stages.values() for name, unit in self.units.items()}
+        inputs = host_inputs(data, stages, self.recipe.data.image, sources)
+        loss_scale = {LLM: 1.0 / max(1, data.meta.total_targets)}
+        loads = step_loads(self.graph, data.meta)
+        rows = self.train_executor.host_rows(loads)  # those of validation are among them
+        return StepInput(inputs, loads, loss_scale, step=data.meta.step, route_rows=rows)
+
+    def train_on(self, step: StepInput, lr: float) -> StepOutcome:
+        """Run one optimizer step on input that is on the device."""
+        return self.train_executor.run(replace(step, lr=lr))
+
+    def validate_on(self, step: StepInput) -> StepOutcome:
+        """Compute the loss of a global batch whose input is on the device; change no weight."""
+        self.optimizer.gather_params()
+        return self.validation_executor.run(step)
+
     def train(self, data: StepData, lr: float) -> StepOutcome:
-        """Run one optimizer step."""
-        return self.train_executor.run(self._step_input(data, lr))
+        """Bring the input of a step to the device, wait for it, and run one optimizer step."""
+        return self.train_on(self._device_input(data), lr)
 
     def validate(self, data: StepData) -> StepOutcome:
-        """Compute the loss of a global batch; change no weight."""
-        return self.validation_executor.run(self._step_input(data, 0.0))
+        """Bring a global batch to the device, wait for it, and compute its loss; change no weight."""
+        return self.validate_on(self._device_input(data))
 
-    def _step_input(self, data: StepData, lr: float) -> StepInput:
-        inputs = unit_inputs(data, self.world.device, self.dtype)
-        loss_scale = {LLM: 1.0 / max(1, data.meta.total_targets)}
-        return StepInput(inputs, step_loads(self.graph, data.meta), loss_scale, lr, data.meta.step)
+    def _device_input(self, data: StepData) -> StepInput:
+        step = self.host_input(data)
+        return map_tensors(step, lambda tensor: tensor.to(self.world.device))
 
 
 def build_rank_context(
@@ -97,15 +117,18 @@ def build_rank_context(
     activity: Activity | None = None,
     faults: FaultPoints | None = None,
     pretrained: WeightSource | None = None,
+    device_memory: DeviceMemory | None = None,
 ) -> RankContext:
     """Build what this rank of the plan runs: groups, stages, optimizer, executors. All ranks call this together.
 
     Parameters start with the weights that `pretrained` has for them, others with random ones.
 
-    The program is checked before anything is built. Then the ranks are connected and every channel is probed, under the
-    watchdog of `activity`: what waits there waits for a rank that does not come.
+    The program is checked before anything is built, memory included where `device_memory` says what there is. Then the
+    ranks are connected and every channel is probed, under the watchdog of `activity`: what waits there waits for a rank
+    that does not come.
 
-    Raises LaunchError where this device cannot compute in the plan's precision, and for a channel that does not work.
+    Raises LaunchError where this device cannot compute in the plan's precision, and for a channel that does not work;
+    PlanError for a plan that does not fit into `device_memory`.
     """
     activity = activity or Activity(recorder=StepRecorder(clock_for(world.device)))
     faults = faults or FaultPoints()
@@ -113,11 +136,9 @@ def build_rank_context(
     dtype = compute_dtype(precision, world.device)
     model = build_model_shape(recipe)
     graph = stage_graph(plan, model)
-    program = build_program(graph, kind=plan.schedule.kind, order=plan.schedule.order)
-    forward_program = build_program(forward_only(graph), kind=plan.schedule.kind, order=plan.schedule.order)
-    groups = build_groups(graph, world, activity)
-    probe_channels(groups, world, activity)
-    activity.start(BUILDING)
+    limit = None if device_memory is None else prove_memory(recipe, plan, model, device_memory)
+    program, forward_program = build_programs(graph, plan.schedule, limit)
+    groups = _connect(graph, world, activity)
     actions = program.for_rank(world.rank)
     sequence_parallel = {name: unit.tp for name, unit in plan.units.items() if unit.sp}
     transport = Transport(world.rank, groups, edge_widths(graph, model), sequence_parallel, world.device, dtype)
@@ -150,6 +171,20 @@ def build_rank_context(
     )
 
 
+def _connect(graph: StageGraph, world: World, activity: Activity) -> ProcessGroups:
+    """Connect the ranks, and probe every channel."""
+    groups = build_groups(graph, world, activity)
+    probe_channels(groups, world, activity)
+    activity.start(BUILDING)
+    return groups
+
+
+def build_programs(graph: StageGraph, schedule: SchedulePlan, limit: MemoryLimit | None) -> tuple[Program, Program]:
+    """Build the checked programs of training and of validation; `limit`: what activations of training may take."""
+    program = build_program(graph, limit, schedule.kind, schedule.order)
+    return program, build_program(forward_only(graph), kind=schedule.kind, order=schedule.order)
+
+
 def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int) -> tuple[PayloadNeed, ...]:
     """Return the payload a rank with these units computes on.
 
@@ -174,38 +209,6 @@ def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int)
             )
         )
     return tuple(needs)
-
-
-def unit_inputs(data: StepData, device: torch.device, dtype: torch.dtype) -> dict[Microbatch, UnitInput]:
-    """Copy a step's payload to the device, as the inputs of stages."""
-    inputs: dict[Microbatch, UnitInput] = {}
-    for unit, payloads in data.encoders.items():
-        for (replica, index), payload in payloads.items():
-            cells = None if payload.cells is None else torch.from_numpy(payload.cells).to(device, dtype)
-            inputs[Microbatch(unit, replica, index)] = EncoderInput(payload.rows, payload.cols, cells)
-    for (replica, index), text in data.text.items():
-        ids = None if text.ids is None else torch.from_numpy(text.ids).to(device)
-        labels = targets = None
-        if text.labels is not None:
-            labels = torch.from_numpy(text.labels).to(device)
-            targets = torch.from_numpy(np.flatnonzero(text.labels != IGNORE_INDEX)).to(device)
-        positions = {unit: torch.from_numpy(rows).to(device) for unit, rows in text.feature_positions.items()}
-        position_ids = None if text.position_ids is None else torch.from_numpy(text.position_ids).to(device)
-        mixes = {
-            unit: RowMix(torch.from_numpy(mix.rows).to(device), torch.from_numpy(mix.weights).to(device))
-            for unit, mix in text.feature_mixes.items()
-        }
-        inputs[Microbatch(LLM, replica, index)] = TextInput(
-            text.lengths,
-            ids,
-            labels,
-            positions,
-            position_ids,
-            mixes,
-            image_spans=text.image_spans,
-            target_positions=targets,
-        )
-    return inputs
 
 
 def forward_only(graph: StageGraph) -> StageGraph:
@@ -234,7 +237,8 @@ def build_units(
 ) -> dict[str, UnitRunner]:
     """Build this rank's stages of every unit, with their initial weights; `sequence_parallel` names units with it."""
     model = build_model_shape(recipe)
-    options = StageOptions(transport.dtype, transport.device, recipe.train.seed, recipe.train.attention, pretrained)
+    train = recipe.train
+    options = StageOptions(transport.dtype, transport.device, train.seed, train.attention, pretrained, train.kernels)
     units: dict[str, UnitRunner] = {}
     for mesh in graph.meshes:
         if transport.rank not in mesh.ranks:
@@ -282,5 +286,14 @@ def build_unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> Zero
     assert isinstance(settings, UnitSettings), "`require_runnable` rejects recipes with a generator"
     optimizer = recipe.train.optimizer
     weight_decay = optimizer.weight_decay if settings.weight_decay is None else settings.weight_decay
-    modules = nn.ModuleList(unit.stages.values())
-    return ZeroAdamW(modules, params, unit.groups, world.device, optimizer, settings.lr_scale, weight_decay)
+    chunks = _gradient_chunks(unit)
+    return ZeroAdamW(chunks, params, unit.groups, world.device, optimizer, settings.lr_scale, weight_decay)
+
+
+def _gradient_chunks(unit: UnitRunner) -> list[nn.ModuleList]:
+    """Return the unit's model chunks whose gradients are reduced together, as `gradient_buckets` numbers them."""
+    stages = list(unit.stages.values())
+    params = [param for stage in stages for param in stage.parameters()]
+    if len(set(params)) < len(params):
+        return [nn.ModuleList(stages)]  # two stages hold one matrix
+    return [nn.ModuleList([stage]) for stage in stages]

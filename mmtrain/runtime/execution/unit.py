@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain.models.megatron import ParallelGroups, start_tp_communication, tp_group_scope
+from mmtrain.models.megatron import ParallelGroups, start_tp_communication
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.models.stage_module import StageContext, StageModule
 from mmtrain.program import Edge, Microbatch, StageId
@@ -64,48 +64,46 @@ class UnitRunner:
         losses, if it has one.
         """
         module = self.stages[microbatch.stage]
-        with tp_group_scope(self.groups):
-            if microbatch.context is None:
-                features = {e.src.unit: tensor for e, tensor in microbatch.received.items() if e.crosses_units}
-                microbatch.context = module.context(microbatch.inputs, features)
-                microbatch.next_inputs = _hidden_states(microbatch)
-            for first, last in microbatch.parts(lo, hi):
-                microbatch.wait()
-                inputs = microbatch.next_inputs
-                if first > 0:
-                    outputs_before = microbatch.part_outputs[-1]
-                    inputs = tuple(
-                        tensor.requires_grad_(before.requires_grad)
-                        for tensor, before in zip(inputs, outputs_before, strict=True)
-                    )
-                outputs = _run_segments(module, microbatch, inputs, first, last)
-                if not torch.is_grad_enabled():  # no backward will come
-                    microbatch.part_inputs.clear()
-                    microbatch.part_outputs.clear()
-                microbatch.part_inputs.append(inputs)
-                microbatch.part_outputs.append(outputs)
-                if microbatch.part_bounds and last < microbatch.part_bounds[-1]:
-                    microbatch.next_inputs = self._start_next(microbatch, last)
+        if microbatch.context is None:
+            features = {e.src.unit: tensor for e, tensor in microbatch.received.items() if e.crosses_units}
+            microbatch.context = module.context(microbatch.inputs, features)
+            microbatch.next_inputs = _hidden_states(microbatch)
+        for first, last in microbatch.parts(lo, hi):
+            microbatch.wait()
+            inputs = microbatch.next_inputs
+            if first > 0:
+                outputs_before = microbatch.part_outputs[-1]
+                inputs = tuple(
+                    tensor.requires_grad_(before.requires_grad)
+                    for tensor, before in zip(inputs, outputs_before, strict=True)
+                )
+            outputs = _run_segments(module, microbatch, inputs, first, last)
+            if not torch.is_grad_enabled():  # no backward will come
+                microbatch.part_inputs.clear()
+                microbatch.part_outputs.clear()
+            microbatch.part_inputs.append(inputs)
+            microbatch.part_outputs.append(outputs)
+            if microbatch.part_bounds and last < microbatch.part_bounds[-1]:
+                microbatch.next_inputs = self._start_next(microbatch, last)
 
     def backward(self, microbatch: MicrobatchState, lo: int, hi: int) -> None:
         """Run the backward of segments [lo, hi), the last part first, from the microbatch's `output_gradients`.
 
         Gradients of parameters accumulate; gradients of what the stage received are left in its `.grad`.
         """
-        with tp_group_scope(self.groups):
-            for first, _ in reversed(microbatch.parts(lo, hi)):
-                microbatch.wait()
-                inputs = microbatch.part_inputs.pop()
-                outputs = microbatch.part_outputs.pop()
-                pairs = zip(outputs, microbatch.output_gradients, strict=False)
-                known = [(output, grad) for output, grad in pairs if output.requires_grad and grad is not None]
-                if known:
-                    torch.autograd.backward([output for output, _ in known], [grad for _, grad in known])
-                microbatch.output_gradients = [tensor.grad for tensor in inputs]
-                if first > 0:
-                    microbatch.output_gradients = self._start_communication(
-                        microbatch, microbatch.output_gradients, first, backward=True
-                    )
+        for first, _ in reversed(microbatch.parts(lo, hi)):
+            microbatch.wait()
+            inputs = microbatch.part_inputs.pop()
+            outputs = microbatch.part_outputs.pop()
+            pairs = zip(outputs, microbatch.output_gradients, strict=False)
+            known = [(output, grad) for output, grad in pairs if output.requires_grad and grad is not None]
+            if known:
+                torch.autograd.backward([output for output, _ in known], [grad for _, grad in known])
+            microbatch.output_gradients = [tensor.grad for tensor in inputs]
+            if first > 0:
+                microbatch.output_gradients = self._start_communication(
+                    microbatch, microbatch.output_gradients, first, backward=True
+                )
 
     def _start_next(self, microbatch: MicrobatchState, segment: int) -> tuple[Tensor, ...]:
         """Return the inputs of the part that starts at `segment`: the last part's outputs, detached."""

@@ -14,6 +14,7 @@ import torch
 from packaging.requirements import Requirement
 
 from mmtrain.costs.hardware import GIB, Hardware, Precision
+from mmtrain.models.attention import FUSED_KERNELS
 
 # Chosen by hand: with less, a run on one machine is slow or fails.
 MIN_OPEN_FILES = 4096
@@ -110,11 +111,28 @@ def accelerator_diagnostics(
         return
     if not nccl:
         yield Diagnostic("missing", "NCCL, for more than one GPU", "install a CUDA build of torch", ("train",))
-    problems = [attention[name] for name in ("flash_attn", "varlen") if name in attention]
-    if all(problem is not None for problem in problems):
-        what = f"attention has no fused kernel for packed sequences: {problems[0]}"
-        yield Diagnostic("slow", what, "see `attention` above", ("train", "evaluate"))
+    yield from _attention_kernel_diagnostics(attention)
     yield from _gpu_diagnostics()
+
+
+def _attention_kernel_diagnostics(attention: Mapping[str, str | None]) -> Iterator[Diagnostic]:
+    """Yield a GPU without a fused kernel for attention, or without the one that is made for it."""
+    problems = {name: attention[name] for name in FUSED_KERNELS if name in attention}
+    if all(problems.values()):
+        reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        what = f"attention has no fused kernel for packed sequences ({reasons})"
+        yield Diagnostic("slow", what, "see `attention` above", ("train", "evaluate"))
+        return
+    major, _ = torch.cuda.get_device_capability(0)
+    selected = next(name for name, problem in problems.items() if problem is None)
+    fits_newer = FUSED_KERNELS["flash_attn_4"].widest_head(major) > 0
+    if fits_newer and selected in ("flash_attn", "varlen"):
+        # FlashAttention-3 (arXiv 2407.08608): 75% of the peak of an H100, against 35% of FlashAttention-2.
+        what = (
+            f"attention runs on FlashAttention-2's kernels ({selected}), which are about half as fast as those for "
+            "Hopper and newer"
+        )
+        yield Diagnostic("slow", what, FUSED_KERNELS["flash_attn_4"].install, ("train", "evaluate"))
 
 
 def _gpu_diagnostics() -> Iterator[Diagnostic]:
@@ -158,6 +176,16 @@ def throughput_diagnostics(
                 f"{machine.name} assumes"
             )
             yield Diagnostic("slow", what, remedy, ("train", "plan"))
+
+
+def attention_diagnostics(machine: Hardware, backend: str) -> Iterator[Diagnostic]:
+    """Yield a backend of attention other than those whose rate the preset holds, which plans without a table use."""
+    if backend not in machine.attention_backends:
+        what = (
+            f"the preset {machine.name} assumes attention by {' or '.join(machine.attention_backends)}, and `auto` "
+            f"selects {backend} here: plans without a table predict attention at another rate"
+        )
+        yield Diagnostic("slow", what, "run `mmtrain profile RECIPE`, and name its table in cluster.costs", ("plan",))
 
 
 def host_diagnostics(folder: Path, free_memory: float, cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[Diagnostic]:

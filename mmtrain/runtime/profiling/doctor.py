@@ -18,23 +18,36 @@ from mmtrain.costs import preset
 from mmtrain.costs.cost_table import MessageEntry
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import MmtrainError, PlanError
-from mmtrain.models.attention import backend_problems
+from mmtrain.models.attention import backend_problems, choose_backend
+from mmtrain.models.kernels.choice import kernel_choices
 from mmtrain.runtime.profiling.diagnostics import (
     Diagnostic,
     accelerator_diagnostics,
+    attention_diagnostics,
     host_diagnostics,
     num_usable_cores,
     package_diagnostics,
     throughput_diagnostics,
 )
-from mmtrain.runtime.profiling.profile import device_name, measure_messages
+from mmtrain.runtime.profiling.interconnect import (
+    gpu_software_versions,
+    network_diagnostics,
+    network_lines,
+    peer_lines,
+)
+from mmtrain.runtime.profiling.message_profiler import measure_messages
+from mmtrain.runtime.profiling.profile import device_name
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, detect_hardware, join, leave
 
 DOCTOR_MESSAGE_BYTES = (2**10, 2**22)
 NUM_TIMED_GEMMS = 5
 PACKAGES = ("torch", "megatron-core", "numpy", "tokenizers", "jinja2", "safetensors", "pydantic", "pillow")
-EXTRA_PACKAGES = ("flash-attn", "soundfile", "av", "pyarrow", "pyzmq", "matplotlib")
+EXTRA_PACKAGES = (
+    *("triton", "liger-kernel", "flash-attn-3", "flash-attn-4", "flash-attn", "transformer-engine"),
+    *("soundfile", "av", "pyarrow", "pyzmq", "matplotlib"),
+)
+HEAD_DIMS = (128, 256, 512)  # the widest that kernels differ in; 512 stands for every wider one
 NETWORK_REMEDY = "check firewalls and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
 
 
@@ -46,10 +59,15 @@ class MachineReport:
     devices: list[str]
     preset: str | None  # of this hardware, in plans
     backends: dict[str, bool]  # of torch.distributed
-    attention: dict[str, str | None]  # backend -> why it cannot be used with the default precision; None: it can
+    # Backend, in the order of `auto` -> why it cannot be used with the default precision; None: it can.
+    attention: dict[str, str | None]
+    attention_by_head_dim: dict[int, str]  # features of a head, up to which -> backend that `auto` selects
+    kernels: list[str]  # operations between GEMMs, each with the form that `auto` selects, and why
     flops: float  # FLOP/s of large GEMMs on one rank: a GPU, or one core
     messages: dict[str, list[float]] = field(default_factory=dict)  # kind -> seconds of 1 KiB and of 4 MiB
     findings: list[Diagnostic] = field(default_factory=list)
+    peers: list[str] = field(default_factory=list)  # which GPUs reach each other directly
+    network: list[str] = field(default_factory=list)  # interfaces, and variables that choose among them
 
 
 class _MessageTimes(BaseModel):
@@ -63,8 +81,10 @@ def examine_machine(folder: Path, links: bool = True) -> MachineReport:
     dtype = torch.bfloat16 if cuda else torch.float32
     backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     attention = {str(name): problem for name, problem in backend_problems(device, dtype).items()}
+    by_head_dim: dict[int, str] = {width: choose_backend("auto", device, dtype, width) for width in HEAD_DIMS}
     findings = [*package_diagnostics(), *accelerator_diagnostics(cuda, backends["nccl"], attention)]
     findings += host_diagnostics(folder, psutil.virtual_memory().available)
+    findings += network_diagnostics()
     messages: dict[str, list[float]] = {}
     if links and (not cuda or torch.cuda.device_count() > 1):
         try:
@@ -77,9 +97,24 @@ def examine_machine(folder: Path, links: bool = True) -> MachineReport:
     try:
         preset_name = detect_hardware()
         findings += throughput_diagnostics(preset(preset_name), "bf16" if cuda else "fp32", flops, messages)
+        findings += attention_diagnostics(preset(preset_name), by_head_dim[HEAD_DIMS[0]])
     except PlanError as error:
         findings.append(Diagnostic("missing", "plans for this hardware", str(error), ("plan", "train")))
-    return MachineReport(_versions(), _devices(cuda), preset_name, backends, attention, flops, messages, findings)
+    peers = peer_lines(torch.cuda.device_count()) if cuda else []
+    return MachineReport(
+        versions=_versions(),
+        devices=_devices(cuda),
+        preset=preset_name,
+        backends=backends,
+        attention=attention,
+        attention_by_head_dim=by_head_dim,
+        kernels=[str(choice) for choice in kernel_choices("auto", device, dtype)],
+        flops=flops,
+        messages=messages,
+        findings=findings,
+        peers=peers,
+        network=network_lines(),
+    )
 
 
 def _versions() -> dict[str, str]:
@@ -88,7 +123,7 @@ def _versions() -> dict[str, str]:
     for name in ("mmtrain", *PACKAGES, *EXTRA_PACKAGES):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    return versions
+    return {**versions, **gpu_software_versions()}
 
 
 def _devices(cuda: bool) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmtrain.costs.cost_table import LayerSample, TimedPass, layer_fields, layer_key
 from mmtrain.models.build_stage import StageOptions, build_stage
-from mmtrain.models.megatron import ParallelGroups, tp_group_scope
+from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.megatron.zero_adamw import ZeroAdamW
 from mmtrain.models.model_shape import ModelShape, UnitShape
 from mmtrain.models.stage_inputs import TextInput, UnitInput
@@ -67,7 +67,6 @@ class LayerProfiler:
 
     stage: StageModule
     optimizer: ZeroAdamW
-    groups: ParallelGroups
     world: World
     dtype: torch.dtype
 
@@ -160,21 +159,20 @@ class LayerProfiler:
         features = [self._features(unit_input, mode.input_grad) for unit_input in inputs]
         self.world.barrier()
         clock.start()
-        with tp_group_scope(self.groups):
-            for unit_input, rows in zip(inputs, features, strict=True):
+        for unit_input, rows in zip(inputs, features, strict=True):
+            marks.append(clock.mark())
+            context = stage.context(unit_input, rows)
+            layer_inputs: list[Tensor | None] = []
+            layer_outputs: list[Tensor] = []
+            for index in stage.indices:
+                before = layer_outputs[-1].detach().requires_grad_(mode.input_grad) if layer_outputs else None
+                layer_inputs.append(before)
+                layer_outputs.append(stage.run(context, before, range(index, index + 1)))
+                del before  # or the last layer's input would outlive its backward
                 marks.append(clock.mark())
-                context = stage.context(unit_input, rows)
-                layer_inputs: list[Tensor | None] = []
-                layer_outputs: list[Tensor] = []
-                for index in stage.indices:
-                    before = layer_outputs[-1].detach().requires_grad_(mode.input_grad) if layer_outputs else None
-                    layer_inputs.append(before)
-                    layer_outputs.append(stage.run(context, before, range(index, index + 1)))
-                    del before  # or the last layer's input would outlive its backward
-                    marks.append(clock.mark())
-                microbatches.append((layer_inputs, layer_outputs))
-            for layer_inputs, layer_outputs in microbatches:
-                self._run_backward(layer_inputs, layer_outputs, clock.mark, marks)
+            microbatches.append((layer_inputs, layer_outputs))
+        for layer_inputs, layer_outputs in microbatches:
+            self._run_backward(layer_inputs, layer_outputs, clock.mark, marks)
         self.optimizer.zero_grad()
         return self._times_by_layer(clock.seconds(marks), len(inputs))
 
@@ -231,7 +229,7 @@ class LayerProfiler:
                 saved[storage.data_ptr()] = (storage.nbytes(), tensor)
             return tensor
 
-        with tp_group_scope(self.groups), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             context = stage.context(inputs, self._features(inputs, True))
             hidden = None
             for index in stage.indices:
@@ -257,10 +255,10 @@ def build_layer_profiler(
         replace(model, units=tuple(short if u.name == unit.name else u for u in model.units)),
         StageSpec(unit.name, (0, len(layers))),
         groups,
-        StageOptions(dtype, world.device, recipe.train.seed, recipe.train.attention),
+        StageOptions(dtype, world.device, recipe.train.seed, recipe.train.attention, kernels=recipe.train.kernels),
     ).requires_grad_(True)
     optimizer = build_unit_optimizer(recipe, UnitRunner(unit.name, {StageId(unit.name, 0): stage}, groups), world)
-    return LayerProfiler(stage, optimizer, groups, world, dtype)
+    return LayerProfiler(stage, optimizer, world, dtype)
 
 
 def median_without_outliers(seconds: Sequence[float]) -> float:

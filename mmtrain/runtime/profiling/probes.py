@@ -60,7 +60,8 @@ class Probe:
         if recipe.model.llm.image_attention == "bidirectional":  # the most that can be, as `AnalyticCosts` assumes
             ends = [*accumulate(lengths)]
             spans = tuple((end - length, end) for end, length in zip(ends, lengths, strict=True) if length)
-        return TextInput(lengths, ids, ids.roll(-1), positions, image_spans=spans)
+        targets = torch.arange(sum(lengths), device=device)  # given, so that the host need not ask the device for them
+        return TextInput(lengths, ids, ids.roll(-1), positions, image_spans=spans, target_positions=targets)
 
 
 def _num_tokens(size: Size, cells_per_token: int, extra_tokens: int) -> int:

@@ -5,7 +5,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from pydantic import BaseModel
 from rich.console import Console
 from rich.progress import Progress
-from torch import Tensor
 
 from mmtrain.balance import SampleLengths
 from mmtrain.costs import precision_for, preset
@@ -35,14 +34,11 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import UnitShape, build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.precision import compute_dtype
-from mmtrain.runtime.profiling.layer_profiler import LayerProfiler, build_layer_profiler, median_without_outliers
+from mmtrain.runtime.profiling.layer_profiler import LayerProfiler, build_layer_profiler
+from mmtrain.runtime.profiling.message_profiler import measure_messages, measure_node_links
 from mmtrain.runtime.profiling.probes import Probe, make_probes
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, World, join, leave
-
-MESSAGE_WARM_UP_REPEATS = 2
-MESSAGE_REPEATS = 7
-MESSAGE_BYTES = tuple(2**k for k in (10, 14, 18, 20, 22, 24))
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,20 @@ def profile(request: ProfileRequest) -> Profile:
     for result in results:
         entries = {"layers": (*result.layers,), "messages": (*result.messages,), "optimizer": (*result.optimizer,)}
         table = table.merged(table.model_copy(update=entries))
-    return Profile(table, {name: tuple(errors) for result in results for name, errors in result.errors.items()})
+    errors = {name: tuple(errors) for result in results for name, errors in result.errors.items()}
+    measured = Profile(table, errors)
+    return replace(measured, table=table.model_copy(update={"held_out_error": measured.median_error}))
+
+
+def profile_node_links(request: ProfileRequest, address: Address) -> CostTable | None:
+    """Measure messages and collectives across nodes, as one rank that a launcher started.
+
+    Returns the table on rank 0, None on others. Raises LaunchError, see `measure_node_links`.
+    """
+    world = join(address)
+    entries = measure_node_links(world, address)
+    leave()
+    return empty_cost_table(request).model_copy(update={"messages": tuple(entries)}) if world.is_first else None
 
 
 def empty_cost_table(request: ProfileRequest) -> CostTable:
@@ -164,7 +173,7 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
 
 def _measure_messages(world: World) -> _Measurements:
     """Time messages and collectives between all ranks of this launch."""
-    return _Measurements(messages=measure_messages(world, MESSAGE_BYTES))
+    return _Measurements(messages=measure_messages(world))
 
 
 def _tp_groups(world: World, tp: int) -> ParallelGroups:
@@ -213,49 +222,3 @@ def _load_size(samples: dict[str, LayerSample]) -> tuple[int, int]:
     """Return (tokens, sum of squared lengths) of the load of these samples."""
     sample = next(iter(samples.values()))
     return sample.tokens, sample.sum_sq
-
-
-def measure_messages(world: World, sizes: tuple[int, ...]) -> list[MessageEntry]:
-    """Time messages of `sizes` bytes between the first two ranks, and collectives over all ranks."""
-    entries = []
-    # torch 2.13 renamed these and warns of the old names.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    operations: dict[str, Callable[[Tensor], None]] = {
-        "p2p": lambda x: _send_to_second(x, world),
-        "all_reduce": lambda x: dist.all_reduce(x),
-        "broadcast": lambda x: dist.broadcast(x, src=0),
-        "all_gather": lambda x: gather(x, x.chunk(world.size)[world.rank].clone()),
-        "reduce_scatter": lambda x: scatter(x.chunk(world.size)[world.rank].clone(), x),
-    }
-    for kind, operation in operations.items():
-        seconds = []
-        for nbytes in sizes:
-            data = torch.zeros(nbytes // 4 // world.size * world.size, device=world.device)
-            for _ in range(MESSAGE_WARM_UP_REPEATS):
-                operation(data)
-            times = []
-            for _ in range(MESSAGE_REPEATS):
-                world.barrier()
-                start_s = _now_s(world.device)
-                operation(data)
-                times.append(_now_s(world.device) - start_s)
-            seconds.append(median_without_outliers(times))
-        size = 2 if kind == "p2p" else world.size
-        entries.append(MessageEntry(kind=kind, size=size, nbytes=sizes, seconds=tuple(seconds)))
-    return entries
-
-
-def _send_to_second(data: Tensor, world: World) -> None:
-    """Send `data` from the first rank to the second."""
-    if world.rank == 0:
-        dist.send(data, 1)
-    elif world.rank == 1:
-        dist.recv(data, 0)
-
-
-def _now_s(device: torch.device) -> float:
-    """Return the time when the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

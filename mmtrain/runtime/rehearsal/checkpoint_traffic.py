@@ -10,8 +10,9 @@ import torch
 
 from mmtrain.checkpoint import LocalStorage
 from mmtrain.checkpoint.storage import FileSum
-from mmtrain.costs import num_parameters, num_trained_parameters
-from mmtrain.models.named_shards import NamedShard
+from mmtrain.costs import Precision, num_parameters, num_trained_parameters
+from mmtrain.costs.hardware import ELEMENT_BYTES
+from mmtrain.models.named_shards import MOMENTS, NamedShard
 from mmtrain.models.parameter_specs import ParamSpec
 from mmtrain.program import ModelTiming
 from mmtrain.recipe import Recipe
@@ -19,11 +20,11 @@ from mmtrain.runtime.execution.activity import SAVING, Activity
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank
 from mmtrain.runtime.world import World
 
-TRAINED_PARAMETER_BYTES = 12  # its fp32 master weight and Adam's two moments, as `ZeroAdamW.shards` yields them
+MASTER_WEIGHT_BYTES = 4  # of a trained parameter; its two moments come beside it, as `ZeroAdamW.shards` yields them
 NUM_SHRUNKEN_SHARDS = 16  # of a rank; the watchdog hears of progress after each
 NUM_HEADER_CHUNKS = 2  # that `tensorfile.chunks` yields before the tensors
 SHRUNKEN_SHARD_ELEMENTS = 256  # a checkpoint of 64 ranks is a megabyte
-# At which training copies what a save in the background writes, while it stands still. A guess for pageable host memory
+# At which a save in the background copies what it writes. A guess for host memory that is written through buffers
 # behind PCIe 4.0 x16 (25 GB/s at best, for pinned memory); it has not been measured.
 HOST_COPY_BYTES_PER_S = 10e9
 
@@ -48,14 +49,14 @@ class CheckpointTraffic:
     largest_bytes: int  # of the rank that writes most
     every: int  # `train.checkpoint.every`
     is_async: bool  # `train.checkpoint.async_save`
-    copy_s: float  # that training stands still for before a save in the background
+    copy_s: float  # in which a save in the background copies; the next update waits for its end
     save_s: float  # from the end of the step until the checkpoint is committed
     step_s: float  # of a step with no save beside it
     step_beside_save_s: float | None  # of the steps beside the save; None without any
 
     @property
     def wait_s(self) -> float:
-        """Seconds for which training stands still at each checkpoint, once saves follow each other."""
+        """Seconds for which training stands still, at most, at each checkpoint, once saves follow each other."""
         if not self.is_async:
             return self.save_s
         until_next_s = self.every * self.step_s
@@ -75,12 +76,13 @@ class CheckpointTraffic:
         return self.every * self.step_s + self.wait_s + self.save_s if self.every else None
 
 
-def checkpoint_bytes(timing: ModelTiming, rank: int) -> int:
+def checkpoint_bytes(timing: ModelTiming, rank: int, moments: Precision = "fp32") -> int:
     """Return how many bytes of tensors a rank of the plan writes at a checkpoint.
 
     ZeRO-1 shards what trains over the replicas; the first replica writes what does not. Tensors that every rank of a TP
-    group holds, such as norms, count on each of them, though one writes them.
+    group holds, such as norms, count on each of them, though one writes them. `moments`: `train.optimizer.moments`.
     """
+    trained_bytes = MASTER_WEIGHT_BYTES + len(MOMENTS) * ELEMENT_BYTES[moments]
     total = 0.0
     for stage_id, replica in timing.graph.held_by(rank):
         mesh = timing.graph.mesh(stage_id.unit)
@@ -91,7 +93,7 @@ def checkpoint_bytes(timing: ModelTiming, rank: int) -> int:
                 matrix = layer.vocab * layer.hidden // mesh.tp
                 num_held -= matrix
                 num_trained -= matrix if layer.trainable else 0
-            total += num_trained * TRAINED_PARAMETER_BYTES / mesh.dp
+            total += num_trained * trained_bytes / mesh.dp
             if replica == 0:
                 total += (num_held - num_trained) * timing.element_bytes
     return round(total)

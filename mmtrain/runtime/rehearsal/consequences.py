@@ -63,7 +63,10 @@ def describe_checkpoint(traffic: CheckpointTraffic, disk_bytes_per_s: float) -> 
     if not traffic.is_async:
         lines.append("Training waits for all of it (train.checkpoint.async_save is false).")
     else:
-        text = f"Training stands still for {seconds_text(traffic.copy_s)} to copy what is saved"
+        text = (
+            f"Training stands still for at most {seconds_text(traffic.copy_s)}, in which what is saved is copied while "
+            "the next step computes its gradients"
+        )
         if traffic.step_beside_save_s is not None:
             text += f"; a step beside the save takes {traffic.slowdown - 1:+.1%}"
         lines.append(f"{text}.")

@@ -200,7 +200,7 @@ def _longest_shard_s(request: RehearsalRequest, stretch: float) -> float:
     """Return the longest time in which a save makes no progress that the watchdog hears of."""
     if request.disk_bytes_per_s is None:
         return 0.0
-    most_bytes = max(checkpoint_bytes(request.timing, rank) for rank in range(request.plan.world_size))
+    most_bytes = max(_rank_bytes(request))
     return CheckpointSpeed(request.disk_bytes_per_s, stretch).shard_s(most_bytes)
 
 
@@ -211,7 +211,7 @@ def _add_measured(result: RehearsalResult, request: RehearsalRequest, measured: 
     if request.disk_bytes_per_s is None:
         return result
     settings = request.recipe.train.checkpoint
-    rank_bytes = [checkpoint_bytes(request.timing, rank) for rank in range(request.plan.world_size)]
+    rank_bytes = _rank_bytes(request)
     copy_s = max(rank_bytes) / HOST_COPY_BYTES_PER_S if settings.async_save else 0.0
     beside = [seconds for seconds, is_beside in zip(steps_s, measured["beside_save"], strict=True) if is_beside]
     alone = [seconds for seconds, is_beside in zip(steps_s, measured["beside_save"], strict=True) if not is_beside]
@@ -333,11 +333,17 @@ def _rehearse_steps(shared: _Shared, world: World, activity: Activity) -> None:
         shared.result_file.write_text(json.dumps(result), encoding="utf-8")
 
 
+def _rank_bytes(request: RehearsalRequest) -> list[int]:
+    """Return how many bytes each rank of the plan writes at a checkpoint."""
+    moments = request.recipe.train.optimizer.moments
+    return [checkpoint_bytes(request.timing, rank, moments) for rank in range(request.plan.world_size)]
+
+
 def _prepare_save(shared: _Shared, world: World, activity: Activity) -> RehearsedSave | None:
     request = shared.request
     if request.disk_bytes_per_s is None:
         return None
-    num_bytes = checkpoint_bytes(request.timing, shared.group.ranks[world.rank])
+    num_bytes = _rank_bytes(request)[shared.group.ranks[world.rank]]
     speed = CheckpointSpeed(request.disk_bytes_per_s, shared.stretch)
     return prepare_save(request.recipe, world, activity, shared.folder / "checkpoints", num_bytes, speed)
 

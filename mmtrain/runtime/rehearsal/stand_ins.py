@@ -43,7 +43,7 @@ STAND_IN_WIDTH = 1  # features in a row: a message keeps its number of rows and 
 
 
 class RankClock:
-    """The moments up to which this rank and its communication stream have acted, in seconds of `perf_counter`.
+    """The moments up to which this rank and its streams have acted, in seconds of `perf_counter`.
 
     That clock is the same in all processes of a machine.
     """
@@ -51,10 +51,11 @@ class RankClock:
     def __init__(self) -> None:
         self.now_s = time.perf_counter()
         self.stream_free_s = self.now_s
+        self.async_free_s = self.now_s  # of the stream that carries asynchronous collectives
 
     def start_step(self, start_s: float) -> None:
         """Start a step at a moment that all ranks agree on."""
-        self.now_s = self.stream_free_s = start_s
+        self.now_s = self.stream_free_s = self.async_free_s = start_s
 
     def advance(self, moment_s: float) -> None:
         """Sleep until a moment, unless the rank has acted beyond it."""
@@ -76,13 +77,21 @@ class RankClock:
         all ranks.
         """
         ready_s = max(self.now_s, self.stream_free_s) if uses_stream else self.now_s
-        if dist.get_world_size(group) > 1:
-            latest = torch.tensor(ready_s, dtype=torch.float64)
-            dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
-            ready_s = float(latest)
-        self.advance(ready_s + seconds)
+        self.advance(_latest(ready_s, group) + seconds)
         if uses_stream:
             self.stream_free_s = self.now_s
+
+    def run_async(self, group: dist.ProcessGroup | None, reached_s: float, seconds: float) -> None:
+        """Carry out a collective that this rank reached at a moment; it starts when its whole group has reached it."""
+        self.async_free_s = _latest(max(reached_s, self.async_free_s), group) + seconds
+
+
+def _latest(moment_s: float, group: dist.ProcessGroup | None) -> float:
+    if dist.get_world_size(group) == 1:
+        return moment_s
+    latest = torch.tensor(moment_s, dtype=torch.float64)
+    dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
+    return float(latest)
 
 
 @dataclass(frozen=True)
@@ -207,6 +216,8 @@ class StandInOptimizer:
 
     def __init__(self, rehearsal: Rehearsal, groups: ProcessGroups) -> None:
         self._rehearsal, self._groups = rehearsal, groups
+        self._gathered_s: dict[tuple[str, int], float] = {}  # when parameters are there, by unit and chunk
+        self._reached_s: dict[tuple[str, int], float] = {}  # when the rank reached a reduction, by unit and chunk
 
     def zero_grad(self) -> None:
         """See `StepOptimizer`."""
@@ -216,21 +227,39 @@ class StandInOptimizer:
         assert self._groups.tied_embeddings is not None
         _run_collective(self._rehearsal, ReduceShared(EMBEDDINGS), self._groups.tied_embeddings)
 
-    def reduce_grads(self, unit: str) -> None:
+    def reduce_grads(self, unit: str, chunk: int) -> None:
         """See `StepOptimizer`."""
-        _run_collective(self._rehearsal, ReduceGrads(unit), self._groups.units[unit].dp)
+        self._reached_s[unit, chunk] = self._rehearsal.clock.now_s
 
     def finish_reductions(self) -> None:
-        """See `StepOptimizer`. They have ended where they started."""
+        """See `StepOptimizer`. Only here ranks tell each other when they reached the reductions: none waits before.
+
+        All ranks go through their units in one order, so that they do not wait for each other in a cycle.
+        """
+        rehearsal = self._rehearsal
+        units = [mesh.unit for mesh in rehearsal.graph.meshes]
+        reached = sorted(self._reached_s.items(), key=lambda item: (units.index(item[0][0]), item[0][1]), reverse=True)
+        for (unit, chunk), reached_s in reached:
+            seconds = rehearsal.timing.collective(rehearsal.rank, ReduceGrads(unit, chunk), ()).seconds
+            rehearsal.clock.run_async(self._groups.units[unit].dp, reached_s, seconds)
+        self._reached_s.clear()
+        rehearsal.clock.advance(rehearsal.clock.async_free_s)
 
     def step(self, lr: float) -> tuple[float, bool]:
         """See `StepOptimizer`."""
         _run_collective(self._rehearsal, Step(), None)
         return 0.0, True
 
-    def gather_params(self, unit: str) -> None:
+    def start_gather(self, unit: str, chunk: int) -> None:
+        """See `StepOptimizer`. Ranks tell each other at once when they reached it: none has anything to do before."""
+        rehearsal, clock = self._rehearsal, self._rehearsal.clock
+        seconds = rehearsal.timing.collective(rehearsal.rank, GatherParams(unit, chunk), ()).seconds
+        clock.run_async(self._groups.units[unit].dp, clock.now_s, seconds)
+        self._gathered_s[unit, chunk] = clock.async_free_s
+
+    def finish_gather(self, unit: str, chunk: int) -> None:
         """See `StepOptimizer`."""
-        _run_collective(self._rehearsal, GatherParams(unit), self._groups.units[unit].dp)
+        self._rehearsal.clock.advance(self._gathered_s[unit, chunk])
 
 
 def _run_collective(rehearsal: Rehearsal, action: Collective, group: dist.ProcessGroup | None) -> None:

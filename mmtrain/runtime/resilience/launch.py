@@ -1,5 +1,6 @@
 """Start the ranks of a run on this machine, pass stop signals on to them, and end them together."""
 
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -55,6 +56,9 @@ def launch_local(num_ranks: int, target: Callable[[Address], None], saves_on_sto
         # Blocked, a signal that comes before a rank listens stays pending; its default action would end the rank.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
+            # A process group that this process has left ends its threads when it is collected. They do not survive a
+            # fork, so a rank that collected it would wait for them for ever: ranks collect nothing made before them.
+            gc.freeze()
             for rank in range(num_ranks):
                 receiver, sender = context.Pipe(duplex=False)
                 address = Address(rank, num_ranks, rank, "127.0.0.1", port, "mmtrain")
@@ -67,6 +71,7 @@ def launch_local(num_ranks: int, target: Callable[[Address], None], saves_on_sto
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             _watch(ranks, signals, saves_on_stop)
         finally:
+            gc.unfreeze()
             _kill(ranks)
 
 

@@ -4,12 +4,14 @@ import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from mmtrain.balance import BatchMeta
 from mmtrain.costs.hardware import GIB
-from mmtrain.data import DataIndex
+from mmtrain.data import DataIndex, StepData
+from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.errors import RunError
 from mmtrain.program import LLM, Action, Compute, Microbatch
 from mmtrain.recipe.modalities import dotted_unit
@@ -50,9 +52,19 @@ class OutOfMemoryReport:
 
     def to_error(self, meta: BatchMeta) -> RunError:
         """Return the error of a rank that ran out of memory in the step of `meta`."""
+        return self._error(self.activity.doing, meta)
+
+    def to_input_error(self, error: Exception, data: StepData, needs: Sequence[PayloadNeed]) -> Exception:
+        """Return the error of a rank that had no memory for the input of a step; another error as it is.
+
+        needs: the units whose input the rank reads. The step before may still compute: its action is not to blame.
+        """
+        return self._error(InputOf(tuple(needs)), data.meta) if is_out_of_memory(error) else error
+
+    def _error(self, doing: "Action | str | InputOf", meta: BatchMeta) -> RunError:
         names = [self.index.samples[number].id for number in meta.sample_id]
         measured_bytes = peak_memory_bytes(self.world.device)
-        reason = explain_out_of_memory(self.activity.doing, meta, names, measured_bytes, self.predicted_gib)
+        reason = explain_out_of_memory(doing, meta, names, measured_bytes, self.predicted_gib)
         reserved_bytes = peak_reserved_bytes(self.world.device)
         if reserved_bytes is not None:
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.world.device)
@@ -63,8 +75,26 @@ class OutOfMemoryReport:
         return RunError(f"rank {self.world.rank}, step {meta.step + 1}: {reason}")
 
 
+@dataclass(frozen=True)
+class InputOf:
+    """The input of one step, on its way to the device of a rank with these needs."""
+
+    needs: tuple[PayloadNeed, ...]
+
+    def rows(self, meta: BatchMeta) -> list[int]:
+        """Return the rows of `meta`, each once, of which the input holds text or items."""
+        rows: set[int] = set()
+        for need in self.needs:
+            if need.unit == LLM:
+                rows.update(np.flatnonzero(meta.replica == need.replica).tolist())
+            else:
+                items = meta.items[need.unit]
+                rows.update(items.sample[items.replica == need.replica].tolist())
+        return sorted(rows)
+
+
 def explain_out_of_memory(
-    doing: Action | str,
+    doing: Action | str | InputOf,
     meta: BatchMeta,
     names: Sequence[str],
     measured_bytes: int,
@@ -78,14 +108,15 @@ def explain_out_of_memory(
     samples = ""
     remedies = "parallel.<unit>.tp or pp, a smaller data.seq_len"
     if isinstance(doing, Compute):
-        rows = _rows(doing.mb, meta)
-        tokens = int(meta.tokens[rows].sum())
-        shown = ", ".join(names[row] for row in rows[:MAX_NAMED_SAMPLES])
-        more = f" and {len(rows) - MAX_NAMED_SAMPLES} more" if len(rows) > MAX_NAMED_SAMPLES else ""
         where = f" in stage {doing.stage}, microbatch {doing.mb}"
-        samples = f"; samples {shown}{more} ({tokens} LLM tokens)"
+        samples = _describe_samples(_rows(doing.mb, meta), meta, names)
         unit = dotted_unit(doing.stage.unit)
         remedies = f"parallel.{unit}.recompute: all, parallel.{unit}.tp or pp, a smaller data.seq_len"
+    elif isinstance(doing, InputOf):
+        units = ", ".join(need.unit for need in doing.needs)
+        where = f" while the step's input of {units} was brought to the device, beside the step before"
+        samples = _describe_samples(doing.rows(meta), meta, names)
+        remedies = "a smaller train.global_batch or data.seq_len"
     predicted = "" if predicted_gib is None else f"{predicted_gib:.2f} GiB predicted at most, "
     measured = f"{measured_bytes / GIB:.2f} GiB measured before"
     return f"out of memory{where}{samples}; {predicted}{measured}. Try {remedies}"
@@ -98,6 +129,13 @@ def predicted_peak_gib(rank: int, peaks: Mapping[str, float]) -> float | None:
         if int(first) <= rank <= int(last or first):
             return gib
     return None
+
+
+def _describe_samples(rows: Sequence[int], meta: BatchMeta, names: Sequence[str]) -> str:
+    """Name some samples, and say how many tokens all of them have."""
+    shown = ", ".join(names[row] for row in rows[:MAX_NAMED_SAMPLES])
+    more = f" and {len(rows) - MAX_NAMED_SAMPLES} more" if len(rows) > MAX_NAMED_SAMPLES else ""
+    return f"; samples {shown}{more} ({int(meta.tokens[rows].sum())} LLM tokens)"
 
 
 def _rows(mb: Microbatch, meta: BatchMeta) -> list[int]:

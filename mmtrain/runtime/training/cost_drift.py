@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from mmtrain.costs import CostTable
 from mmtrain.costs.recorded_costs import RecordedRatios
-from mmtrain.program import GatherParams, ReduceGrads, ReduceShared, StageGraph, Step, Timing
+from mmtrain.program import ReduceShared, StageGraph, Step, Timing
 from mmtrain.program.ir.actions import Backward, Compute, Forward
 from mmtrain.program.ir.data_dependencies import participants
 from mmtrain.program.ir.segments import direction
@@ -24,6 +24,9 @@ MIN_DRIFT_SHARE = 0.05  # of the recorded seconds of all ranks; less work hardly
 # run would else plan all the time.
 REPEAT_FACTOR = 2
 REDUCTIONS = "reductions"
+# What holds a rank until it ends. Reductions of gradients and the gathering of parameters do not, so that records do
+# not tell how long they took.
+_HOLDING_COLLECTIVES = ReduceShared | Step
 _LAST_STEPS = np.arange(-MEDIAN_STEPS, 0)
 _DIRECTION_NAMES = {"F": "forward", "B": "backward"}
 
@@ -90,7 +93,7 @@ class CostDriftDetector:
             elif isinstance(action, Compute):
                 at = index[action.stage.unit, direction(action)]
             else:
-                if isinstance(action, ReduceGrads | ReduceShared | Step | GatherParams):
+                if isinstance(action, _HOLDING_COLLECTIVES):
                     values[-2] += end_s - start_s - wait_s
                 continue
             values[at] += end_s - start_s - wait_s
@@ -104,7 +107,7 @@ class CostDriftDetector:
             self._reductions_s = sum(
                 timing.collective(self._rank, action, participants(self._graph, self._rank, action)).seconds
                 for action in actions
-                if isinstance(action, ReduceGrads | ReduceShared | Step | GatherParams)
+                if isinstance(action, _HOLDING_COLLECTIVES)
             )
         return self._reductions_s
 

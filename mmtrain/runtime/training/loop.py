@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmtrain.data import Loader
 from mmtrain.runtime.execution.activity import LOADING, MEASURING
 from mmtrain.runtime.execution.executor import StepOutcome
 from mmtrain.runtime.execution.rank_context import RankContext
+from mmtrain.runtime.execution.step_prefetcher import PreparedStep, StepPrefetcher
 from mmtrain.runtime.resilience.out_of_memory import OutOfMemoryReport, is_out_of_memory
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 from mmtrain.runtime.training.step_metrics import RankFlags, StepMetricsReducer
@@ -27,7 +27,7 @@ class Loop:
     """The steps of a run on one rank."""
 
     rank_context: RankContext
-    loader: Loader
+    steps: StepPrefetcher
     reducer: StepMetricsReducer
     flags: Callable[[], RankFlags]  # of this rank, at the end of a step
     memory_report: OutOfMemoryReport
@@ -53,22 +53,23 @@ class Loop:
         for hook in self.hooks:
             hook.before_step(ctx)
         start_s = time.perf_counter()
-        earlier_wait_s = self.loader.wait_s
+        earlier_wait_s = self.steps.wait_s
         activity.start(LOADING)
-        ctx.data = next(self.loader)
-        ctx.outcome = self._train(ctx)
+        prepared = next(self.steps)
+        ctx.data = prepared.data
+        ctx.outcome = self._train(ctx, prepared)
         activity.start(MEASURING)
-        data_wait_s = self.loader.wait_s - earlier_wait_s
+        data_wait_s = self.steps.wait_s - earlier_wait_s
         ctx.reduction = self.reducer.reduce(ctx.outcome, data_wait_s, len(ctx.data.quarantined), self.flags())
         step_time_s = time.perf_counter() - start_s
         ctx.metrics = self.reducer.metrics(ctx.data.meta, ctx.outcome, ctx.reduction, ctx.lr, step_time_s)
         for hook in self.hooks:
             hook.after_step(ctx)
 
-    def _train(self, ctx: StepContext) -> StepOutcome:
+    def _train(self, ctx: StepContext, prepared: PreparedStep) -> StepOutcome:
         """Run the step's program; explain it when memory was not enough."""
         try:
-            return self.rank_context.train(ctx.data, ctx.lr)
+            return self.rank_context.train_on(prepared.input, ctx.lr)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

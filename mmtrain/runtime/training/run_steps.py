@@ -14,12 +14,15 @@ from rich.console import Console
 from mmtrain.balance import StepTargets
 from mmtrain.checkpoint import SavingRun
 from mmtrain.data import DataIndex, GroupStream, Loader, StepRequest
+from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.recipe import recipe_fingerprint
 from mmtrain.report import RunLog, open_progress
 from mmtrain.runtime.execution.activity import BUILDING, ENDING, LOADING, PREPARING, Activity
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank
+from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.rank_context import RankContext
+from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
 from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.resilience.out_of_memory import OutOfMemoryReport, predicted_peak_gib
 from mmtrain.runtime.resilience.signals import StopSignalListener
@@ -92,25 +95,26 @@ def run_steps(run: RankRun) -> StepsEnd:
     recipe, world, num_steps = rank_context.recipe, rank_context.world, rank_context.recipe.train.steps
     stream = GroupStream.of(recipe, index)
     first_step = run.position.first_step
-    targets = share_step_targets(run.session.patient_world, request.run_dir, recipe, run.plan, index)
-    recorded = share_recorded_costs(run.session.patient_world, request)
-    reducer = StepMetricsReducer(rank_context, stream, run.plan.hardware, run.position.skipped_positions, recorded)
+    targets = share_step_targets(session.patient_world, request.run_dir, recipe, run.plan, index)
+    reducer = _make_reducer(run, stream)
     validation = Validation(rank_context, recipe.train.validate_every) if recipe.train.validate_every else None
-    run.session.console.print(
-        f"MFU is the share of {reducer.peak_flops:.3g} FLOP/s, {world.size} x {run.plan.hardware}", highlight=False
-    )
+    of_peak = f"MFU is the share of {reducer.peak_flops:.3g} FLOP/s, {world.size} x {run.plan.hardware}"
+    session.console.print(of_peak, highlight=False)
     rank_context.faults.start(world.rank)
     with (
         contextlib.ExitStack() as stack,
         RunLog(request.run_dir, first_step + 1, world.is_first, partial(_print_of_rank, world.rank)) as log,
-        open_progress(run.session.console, recipe.name, num_steps, first_step + 1) as progress,
+        open_progress(session.console, recipe.name, num_steps, first_step + 1) as progress,
         _make_loader(run, stream, targets) as loader,
+        _prefetch(run, loader, reducer.sources) as steps,
     ):
         records = RunRecords(request.run_dir, progress, world.is_first)
         course = CourseWatch(run.position.course, records)
         saver = _make_saver(run, course)
         replanning = _make_replanning(run, reducer, records)
         stack.callback(replanning.close)
+        if validation is not None:
+            stack.callback(validation.close)
         parts = RunParts(
             rank_context,
             run.plan,
@@ -129,11 +133,9 @@ def run_steps(run: RankRun) -> StepsEnd:
         )
         loop = Loop(
             rank_context=rank_context,
-            loader=loader,
+            steps=steps,
             reducer=reducer,
-            flags=lambda: RankFlags(
-                session.stop.stop_requested, not saver.done, session.lock.is_lost, replanning.new_plan is not None
-            ),
+            flags=lambda: _flags(session, saver, replanning),
             memory_report=_memory_report(run),
             hooks=build_hooks(parts),
         )
@@ -144,6 +146,22 @@ def run_steps(run: RankRun) -> StepsEnd:
         if end.checkpoint is None:
             records.write_state("done", num_steps)
         return StepsEnd(end.checkpoint)
+
+
+def _make_reducer(run: RankRun, stream: GroupStream) -> StepMetricsReducer:
+    """Return what makes metrics of steps, by source if there are several. All ranks call this together."""
+    recorded = share_recorded_costs(run.session.patient_world, run.session.request)
+    sources = run.session.index.sources
+    if sources is not None and len(sources.names) == 1:
+        sources = None
+    skipped = run.position.skipped_positions
+    return StepMetricsReducer(run.rank_context, stream, run.plan.hardware, skipped, recorded, sources)
+
+
+def _flags(session: RankSession, saver: BackgroundSaver, replanning: Replanning) -> RankFlags:
+    """Return what this rank has to tell the others at the end of a step."""
+    switches = replanning.new_plan is not None
+    return RankFlags(session.stop.stop_requested, not saver.done, session.lock.is_lost, switches)
 
 
 def _memory_report(run: RankRun) -> OutOfMemoryReport:
@@ -228,6 +246,16 @@ def _make_loader(run: RankRun, stream: GroupStream, targets: StepTargets) -> Loa
     )
     notify = partial(_print_of_rank, rank_context.world.rank)
     return Loader(run.session.index, stream, rank_context.recipe, first, num_local_ranks, notify)
+
+
+def _prefetch(run: RankRun, loader: Loader, sources: SampleSources | None) -> StepPrefetcher:
+    """Return what brings this rank's steps to the device, with the sources of their samples if there are several."""
+    rank_context = run.rank_context
+    explain = partial(_memory_report(run).to_input_error, needs=rank_context.needs)
+    copier = copier_for(rank_context.world.device)
+    is_ahead = rank_context.recipe.data.prefetch > 0
+    host_input = partial(rank_context.host_input, sources=sources)
+    return StepPrefetcher(loader, host_input, copier, is_ahead, stop=loader.close, explain=explain)
 
 
 def _print_of_rank(rank: int, text: str) -> None:

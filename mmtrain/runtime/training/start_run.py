@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
@@ -14,17 +14,21 @@ from rich.console import Console
 
 from mmtrain.balance import StepTargets
 from mmtrain.checkpoint import Checkpoint, SavingRun, find, foreign_drafts
+from mmtrain.costs import Precision
 from mmtrain.data import DataIndex, read_quarantine, write_quarantine
 from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.durable_files import cut_log, disk_errors_named, set_aside, write_whole
 from mmtrain.errors import UserError
 from mmtrain.families import read_model_folder
+from mmtrain.models.kernels.choice import KernelChoice, describe_kernels
+from mmtrain.models.named_shards import MOMENTS
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.artifact.data_drift import describe_data_drift
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.recipe.settings import POSITION_KEY, select_for_saving
+from mmtrain.runtime.execution.attention_choice import AttentionChoice
 from mmtrain.runtime.execution.checkpointing import restore_checkpoint
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.config_consensus import flatten
@@ -132,9 +136,30 @@ def restore_run(
         require=require_same_facts,
     )
     console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
+    if converted := describe_converted_moments(checkpoint, rank_context.recipe.train.optimizer.moments):
+        console.print(converted, style="yellow", highlight=False, soft_wrap=True)
     skipped: list[int] = world.on_first(lambda: list(read_skipped_positions(request.run_dir, checkpoint.state)))
     course = CourseMonitor(checkpoint.state.get(COURSE_STATE))
     return RunPosition(int(checkpoint.state["next_step"]), tuple(skipped), course)
+
+
+def describe_converted_moments(checkpoint: Checkpoint, moments: Precision) -> str | None:
+    """Say that the optimizer's moments in a checkpoint are of another type than `moments`; None if they are not."""
+    saved_moments = _saved_moments(checkpoint)
+    if saved_moments in (None, moments):
+        return None
+    return (
+        f"the optimizer's moments are converted: the checkpoint has {saved_moments}, and the recipe sets "
+        f"train.optimizer.moments to {moments}"
+    )
+
+
+def _saved_moments(checkpoint: Checkpoint) -> Precision | None:
+    """Return the type of the moments in a checkpoint; None where nothing trained."""
+    for name, stored in checkpoint.manifest.tensors.items():
+        if name.endswith(f"#{MOMENTS[0]}"):
+            return "bf16" if stored.dtype == "bfloat16" else "fp32"
+    return None
 
 
 def describe_changed_facts(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
@@ -143,12 +168,12 @@ def describe_changed_facts(before: Mapping[str, object], now: Mapping[str, objec
     What only the checkpoint has is a setting of an earlier version and changes nothing, except for an encoder that the
     recipe no longer names, and adapters.
     """
-    removed = [key for key in before if (_is_encoder_position(key) or key == _LORA_FACT) and key not in now]
+    removed = [key for key in before if (_is_encoder_position(key) or key in _OPTIONAL_FACTS) and key not in now]
     keys = [*removed, *now]
     return [f"{key}: {before.get(key)} then, {now.get(key)} now" for key in keys if before.get(key) != now.get(key)]
 
 
-_LORA_FACT = "train.lora"
+_OPTIONAL_FACTS = ("train.lora", "data.matching")  # missing facts have a meaning: no LoRA; steps matched in rows
 
 
 def _is_encoder_position(key: str) -> bool:
@@ -170,6 +195,10 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
         *sections, name = folder.keys
         reduce(getitem, sections, facts)[name] = read_model_folder(folder.path).config_sha256
     facts["data"]["budgets"] = " ".join(f"{unit}={budget}" for unit, budget in sorted(recipe.data.budgets.items()))
+    if recipe.data.grouping == "matched" and recipe.data.matching == "step":
+        facts["data"]["matching"] = "step"
+    if recipe.data.sources[0].share is not None:  # the fingerprint covers shares; this names them
+        facts["data"]["shares"] = str([source.share for source in recipe.data.sources])
     facts["data"] |= {
         "tokenizer_sha256": tokenizer_sha256(recipe.data.tokenizer_path),
         "samples": len(index.samples),
@@ -179,9 +208,15 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
 
 
 def introduce_run(
-    console: Console, request: TrainRequest, chosen: ChosenPlan, index: DataIndex, first_step: int
+    console: Console,
+    request: TrainRequest,
+    chosen: ChosenPlan,
+    index: DataIndex,
+    first_step: int,
+    attention: AttentionChoice,
+    kernels: Iterable[KernelChoice],
 ) -> None:
-    """Print the plan, the data and the folder of the run; make its records agree with `first_step` (from 0)."""
+    """Print plan, attention, kernels, data and folder of the run; make its records agree with `first_step` (from 0)."""
     plan = chosen.plan
     if changes := chosen.describe_change(request.run_dir):
         train = request.recipe.train
@@ -198,6 +233,10 @@ def introduce_run(
         highlight=False,
         soft_wrap=True,
     )
+    console.print(attention.summary, highlight=False, soft_wrap=True)
+    console.print(describe_kernels(kernels), highlight=False, soft_wrap=True)
+    for warning in attention.warnings:
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     if changed := describe_data_drift(plan, index.lengths):
         console.print(
             f"the plan was made for other data ({changed}): its prediction does not hold, and another plan may be "

@@ -1,15 +1,17 @@
 """Reduce what the ranks measured in a step to the metrics of the whole job."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.balance import BatchMeta
 from mmtrain.costs import (
+    CostModel,
     CostTable,
     TokenLoad,
     costs_for,
@@ -21,10 +23,12 @@ from mmtrain.costs import (
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.costs.recorded_costs import RecordedRatios, costs_of_table, recorded_table
 from mmtrain.data import GroupStream
+from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import stream_position
+from mmtrain.models.model_shape import ModelShape
 from mmtrain.program import LLM, ModelTiming, Stage, StepLoads
 from mmtrain.report import StepMetrics, TimeSplit
-from mmtrain.report.metrics_record import EdgeMetrics
+from mmtrain.report.metrics_record import EdgeMetrics, SourceMetrics
 from mmtrain.runtime.execution.executor import StepOutcome
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.out_of_memory import peak_memory_bytes, peak_reserved_bytes
@@ -47,6 +51,7 @@ class StepMetricsReduction:
     """What all ranks measured in a step; equal on all ranks."""
 
     loss: float  # mean over the global batch's target tokens
+    source_losses: tuple[float, ...]  # the parts of `loss` that come from each source
     time_s: TimeSplit  # mean over the ranks
     peak_memory_bytes: int  # of the rank that needed most
     num_broken_samples: int  # found undecodable in this step; a sample counts on each rank that needs it
@@ -71,14 +76,17 @@ class StepMetricsReducer:
         hardware: str,
         skipped: Sequence[int] = (),
         recorded: RecordedCosts = NOTHING_RECORDED,
+        sources: SampleSources | None = None,
     ) -> None:
         """Reduce steps of `stream` without its positions in `skipped`.
 
-        hardware: the plan's preset. recorded: what the run knew of its costs before it was resumed.
+        hardware: the plan's preset. recorded: what the run knew of its costs before it was resumed. sources: of the
+            samples, if metrics are wanted for each.
         """
+        self.sources = sources
         self._context, self._stream, self._skipped = rank_context, stream, skipped
         self._machine = preset(hardware)
-        self.costs = costs_for(self._machine, rank_context.precision, rank_context.recipe.cluster.costs)
+        self.costs: CostModel = costs_for(self._machine, rank_context.precision, rank_context.recipe.cluster.costs)
         watches_costs = rank_context.recipe.train.replan != "off"
         self._drift_detector = (
             CostDriftDetector(rank_context.graph, rank_context.world.rank, recorded.num_switches)
@@ -142,14 +150,17 @@ class StepMetricsReducer:
             float(flags.has_new_plan),
             float(peak_reserved_bytes(world.device) or 0),
         ]
-        parts = [scalars, times, edges, paces, drift]
+        num_sources = 0 if self.sources is None else len(self.sources.names)
+        source_losses = list(outcome.source_losses) or [0.0] * num_sources  # ranks without the LLM's head have none
+        parts = [scalars, source_losses, times, edges, paces, drift]
         table = self._all_gather([value for part in parts for value in part])
         ends = list(accumulate(map(len, parts)))[:-1]
-        all_scalars, all_times, all_edges, all_paces, all_drift = table.tensor_split(ends, dim=1)
+        all_scalars, all_source_losses, all_times, all_edges, all_paces, all_drift = table.tensor_split(ends, dim=1)
         losses, peaks, broken, stop_flags, saved_flags, lost_flags, plan_flags, reserved = all_scalars.unbind(dim=1)
         stragglers, new_stragglers = self._straggler_detector.detect(all_paces.numpy(), record.end_s - record.start_s)
         return StepMetricsReduction(
             loss=float(losses.sum()),
+            source_losses=tuple(all_source_losses.sum(dim=0).tolist()),
             time_s=TimeSplit(*all_times.mean(dim=0).tolist()),
             peak_memory_bytes=int(peaks.max()),
             num_broken_samples=int(broken.sum()),
@@ -182,10 +193,8 @@ class StepMetricsReducer:
     def metrics(
         self, meta: BatchMeta, outcome: StepOutcome, reduction: StepMetricsReduction, lr: float, step_time_s: float
     ) -> StepMetrics:
-        """Describe a finished step. MFU counts unpadded tokens, no recompute, and only the gradients that train."""
-        loads = {unit: TokenLoad.of(table.tokens) for unit, table in meta.items.items()}
-        loads[LLM] = TokenLoad.of(meta.tokens)
-        flops = model_flops(self._context.shape, loads)
+        """Describe a finished step."""
+        flops = counted_flops(self._context.shape, meta)
         num_groups = self._context.recipe.train.global_batch
         return StepMetrics(
             step=meta.step + 1,
@@ -204,4 +213,34 @@ class StepMetricsReducer:
             edges=reduction.edges,
             slow_ranks=tuple(straggler.to_text() for straggler in reduction.stragglers),
             ranks=self._context.world.size,
+            sources={} if self.sources is None else source_metrics(meta, self.sources, reduction.source_losses),
         )
+
+
+def source_metrics(meta: BatchMeta, sources: SampleSources, losses: Sequence[float]) -> dict[str, SourceMetrics]:
+    """Describe what a step trained on of each source, by name.
+
+    losses: the parts of the step's mean loss that come from each source.
+    """
+    numbers, num_sources = sources.numbers[meta.sample_id], len(sources.names)
+    samples = np.bincount(numbers, minlength=num_sources).tolist()
+    tokens = np.bincount(numbers, weights=meta.tokens, minlength=num_sources).tolist()
+    targets = np.bincount(numbers, weights=meta.targets, minlength=num_sources).tolist()
+    return {
+        name: SourceMetrics(
+            samples=samples[i],
+            tokens=int(tokens[i]),
+            loss=losses[i] * meta.total_targets / targets[i] if targets[i] else None,
+        )
+        for i, name in enumerate(sources.names)
+    }
+
+
+def counted_flops(shape: ModelShape, meta: BatchMeta) -> int:
+    """Return the FLOPs of a step that MFU counts.
+
+    Unpadded tokens, no recomputation, only the gradients that train, and the head only for tokens with a target.
+    """
+    loads = {unit: TokenLoad.of(table.tokens) for unit, table in meta.items.items()}
+    loads[LLM] = replace(TokenLoad.of(meta.tokens), targets=meta.total_targets)
+    return model_flops(shape, loads)

@@ -11,12 +11,19 @@ from rich.console import Console
 from mmtrain.data import build_index
 from mmtrain.durable_files import disk_errors_named
 from mmtrain.errors import LaunchError, StoppedAndSaved
+from mmtrain.models import build_model_shape
+from mmtrain.models.kernels.choice import kernel_choices
 from mmtrain.recipe import Recipe
+from mmtrain.report import read_metrics
+from mmtrain.report.run_summary import run_summary
 from mmtrain.runtime.execution.activity import AWAITING_PLAN, BUILDING, INDEXING, PLANNING, RESTORING, Activity
+from mmtrain.runtime.execution.attention_choice import describe_attention
+from mmtrain.runtime.execution.determinism import set_determinism
 from mmtrain.runtime.execution.process_groups import release_groups
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.resilience.config_consensus import require_consensus
+from mmtrain.runtime.resilience.device_memory import smallest_device_memory
 from mmtrain.runtime.resilience.failures import report_failures
 from mmtrain.runtime.resilience.folder_lock import ELASTIC_LEASE, FolderLock
 from mmtrain.runtime.resilience.launch import free_port
@@ -118,6 +125,7 @@ def train_rank(request: TrainRequest, address: Address) -> None:
     """Train as one rank of the run. Raises StoppedAndSaved when a signal stopped the run before its last step."""
     require_started_ranks(request.recipe, address.world_size, request.elastic)
     limit_threads(address)
+    set_determinism(request.recipe.train.deterministic)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignalListener())
         if has_watching_launcher(address):
@@ -167,6 +175,10 @@ def _train(request: TrainRequest, address: Address, world: World, stop: StopSign
             while end.new_plan is not None and end.checkpoint is not None:
                 chosen = switch_plan(session, chosen.plan, end.new_plan, end.checkpoint)
                 end = _train_on_plan(replace(session, request=replace(request, resume=True)), world, chosen)
+            if end.checkpoint is None and world.is_first:
+                summary = run_summary(chosen.plan, recipe.cluster, read_metrics(request.run_dir))
+                if summary:
+                    console.print(summary, highlight=False, soft_wrap=True)
             return end.checkpoint
 
 
@@ -180,7 +192,8 @@ def _train_on_plan(session: RankSession, world: World, chosen: ChosenPlan) -> St
     activity.start(BUILDING)
     start_weights = open_start_weights(request, patient_world, activity, console)
     patient_world.all_gather(None)  # connecting is timed by the watchdog, and no rank comes late to it from here
-    rank_context = build_rank_context(recipe, chosen.plan, world, activity, request.faults, start_weights)
+    memory = smallest_device_memory(recipe, chosen.plan.hardware, patient_world)
+    rank_context = build_rank_context(recipe, chosen.plan, world, activity, request.faults, start_weights, memory)
     torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
     require_fitting_weights(start_weights, recipe, patient_world)
     if start_weights is not None:
@@ -191,7 +204,9 @@ def _train_on_plan(session: RankSession, world: World, chosen: ChosenPlan) -> St
         activity.start(RESTORING)
         position = restore_run(request, patient_world, rank_context, session.index, console)
     activity.start(INDEXING)
-    introduce_run(console, request, chosen, session.index, position.first_step)
+    attention = describe_attention(recipe, build_model_shape(recipe), world.device, rank_context.dtype)
+    kernels = kernel_choices(recipe.train.kernels, world.device, rank_context.dtype)
+    introduce_run(console, request, chosen, session.index, position.first_step, attention, kernels)
     end = run_steps(RankRun(session, rank_context, chosen, position))
     if end.new_plan is not None:
         activity.start(BUILDING)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.runtime.execution.checkpointing import shard_spec
+from mmtrain.models.parameter_specs import tp_shard
 
 # Of the distance of a gradient, relative to its norm; and of the norm below which that of all gradients counts.
 MAX_RELATIVE_DISTANCE = 1e-4
@@ -87,10 +87,8 @@ def _compare(
 
 def _elements_of(shard: NamedShard, full: Tensor) -> Tensor:
     """Return the elements of a whole gradient that a shard holds, flattened."""
-    spec = shard_spec(shard)
-    whole = full.reshape(spec.full_shape)
-    part = whole if spec.dim is None else whole.narrow(spec.dim, spec.start, spec.stop - spec.start)
-    first, end = spec.flat or (0, part.numel())
+    part = tp_shard(full.reshape(shard.spec.full_shape), shard.spec, shard.tp_rank, shard.tp)
+    first, end = shard.flat or (0, part.numel())
     return part.reshape(-1)[first:end]
 
 

@@ -15,7 +15,7 @@ from mmtrain.models.stage_module import StageSpec
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.unit_settings import UnitSettings
-from mmtrain.runtime.execution.rank_context import unit_inputs
+from mmtrain.runtime.execution.unit_inputs import unit_inputs
 
 LoadSample = Callable[[int], StepData]  # sample id -> the input of all units, with the sample as the only microbatch
 
@@ -25,17 +25,15 @@ class OneProcess:
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         """Build the model with the same initial weights as under any plan, in fp32."""
-        self._device = device
+        self._image = recipe.data.image
         shape, groups = build_model_shape(recipe), ParallelGroups.single()
         options = StageOptions(torch.float32, device, recipe.train.seed, "sdpa")
-        self._units = nn.ModuleDict(
-            {
-                unit.name: build_stage(
-                    recipe.model, shape, StageSpec(unit.name, (0, len(unit.layers))), groups, options
-                )
-                for unit in shape.units
-            }
-        )
+        stages = {
+            unit.name: build_stage(recipe.model, shape, StageSpec(unit.name, (0, len(unit.layers))), groups, options)
+            for unit in shape.units
+        }
+        self._stages = {name: [stage] for name, stage in stages.items()}
+        self._units = nn.ModuleDict(stages)
         self._adam = _build_adam(recipe, self._units)
 
     def step(self, samples: Sequence[int], num_targets: int, load: LoadSample) -> tuple[float, dict[str, Tensor]]:
@@ -60,7 +58,7 @@ class OneProcess:
 
     def _loss(self, data: StepData) -> Tensor:
         """Return the sum of the losses of a sample's targets."""
-        inputs = {mb.unit: unit_input for mb, unit_input in unit_inputs(data, self._device, torch.float32).items()}
+        inputs = {mb.unit: unit_input for mb, unit_input in unit_inputs(data, self._stages, self._image).items()}
         text = inputs.pop(LLM)
         assert isinstance(text, TextInput)
         features = {unit: self._units[unit](None, unit_input) for unit, unit_input in inputs.items()}

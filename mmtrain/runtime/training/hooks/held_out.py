@@ -1,11 +1,14 @@
 """Measure the model on held-out samples: its loss, and the answers that it gives."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
 from mmtrain.balance import Grouping
 from mmtrain.data import BadSampleTracker, BatchBuilder, build_index, validation_batches
+from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.rank_context import RankContext
+from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 
 
@@ -23,7 +26,14 @@ class Validation(StepHook):
             rank_context.num_microbatches,
             recipe.train.validate_batches,
         )
-        self._builder = BatchBuilder(index, recipe, rank_context.needs, rank_context.num_microbatches)
+        builder = BatchBuilder(index, recipe, rank_context.needs, rank_context.num_microbatches)
+        # Media are decoded in a thread: else the device would wait for each batch, one after another.
+        self._steps = StepPrefetcher(
+            (builder.build(meta) for meta in itertools.cycle(self._batches)),
+            rank_context.host_input,
+            copier_for(rank_context.world.device),
+            ahead=recipe.data.prefetch > 0,
+        )
         self._bad_samples = BadSampleTracker(index, recipe.data.max_bad_rate)
 
     def after_step(self, ctx: StepContext) -> None:
@@ -31,13 +41,17 @@ class Validation(StepHook):
         if ctx.is_due(self._every) and not ctx.reduction.stop_requested:
             ctx.metrics = replace(ctx.metrics, val_loss=self._loss())
 
+    def close(self) -> None:
+        """Stop preparing batches."""
+        self._steps.close()
+
     def _loss(self) -> float:
         total_targets = sum(meta.total_targets for meta in self._batches)
         loss = 0.0  # this rank's part
         for meta in self._batches:
-            data = self._builder.build(meta)
-            self._bad_samples.record_new(data.quarantined)
-            loss += self._rank_context.validate(data).loss * meta.total_targets / total_targets
+            step = next(self._steps)
+            self._bad_samples.record_new(step.data.quarantined)
+            loss += self._rank_context.validate_on(step.input).loss * meta.total_targets / total_targets
         return self._rank_context.world.all_reduce(loss)
 
 

@@ -7,6 +7,7 @@ from mmtrain.balance.imbalance import sample_above_mean_load
 from mmtrain.balance.step_targets import SampleWork
 from mmtrain.data import DataIndex
 from mmtrain.report import RunLog, TrainingProgress
+from mmtrain.report.source_totals import source_sentences, sum_sources
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
@@ -65,3 +66,6 @@ class MetricsLog(StepHook):
         """See `StepHook`."""
         self._records.try_write(f"step {ctx.metrics.step}: metrics", lambda: self._log.step(ctx.metrics))
         self._progress.step(ctx.metrics)
+        if ctx.is_last and ctx.metrics.sources:
+            for sentence in source_sentences(sum_sources(self._log.steps())):
+                self._records.note(sentence)

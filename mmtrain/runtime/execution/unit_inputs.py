@@ -1,0 +1,116 @@
+"""Turn the payload of a step into inputs of stages: first on the host, then on the device."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmtrain.balance import IntArray
+from mmtrain.data.index.sample_sources import SampleSources
+from mmtrain.data.loading.batch_builder import StepData
+from mmtrain.data.loading.payload import EncoderPayload, TextPayload
+from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
+from mmtrain.models.pixel_scale import PixelScale
+from mmtrain.models.stage_inputs import EncoderInput, RowMix, TextInput, UnitInput
+from mmtrain.models.stage_module import StageModule
+from mmtrain.program import LLM, Microbatch
+from mmtrain.recipe.data_settings import ImageSettings
+from mmtrain.runtime.execution.broker import RouteRows
+from mmtrain.runtime.execution.executor import StepInput
+
+StagesOfUnits = Mapping[str, Iterable[StageModule]]
+T = TypeVar("T")
+_MOVED = (StepInput, EncoderInput, TextInput, RowMix)  # dataclasses whose tensors belong to one step
+
+
+def host_inputs(
+    data: StepData, stages: StagesOfUnits, image: ImageSettings, sources: SampleSources | None = None
+) -> dict[Microbatch, UnitInput]:
+    """Make the inputs of the stages of this process; tensors are on the host, most of them views of the payload.
+
+    With them come the index tables that the stages need. `image` says how pixels are normalized, on the device. With
+    `sources`, losses are summed by source.
+    """
+    inputs: dict[Microbatch, UnitInput] = {}
+    for unit, payloads in data.encoders.items():
+        for (replica, index), encoder_payload in payloads.items():
+            encoder = _encoder_input(encoder_payload, image, _device_of(stages[unit]))
+            inputs[Microbatch(unit, replica, index)] = replace(encoder, tables=_host_tables(stages[unit], encoder))
+    for (replica, index), text_payload in data.text.items():
+        text = _text_input(text_payload)
+        if sources is not None and text.labels is not None:
+            samples = data.meta.sample_id[data.meta.microbatch(replica, index)]
+            text = _with_sources(text, sources.numbers[samples], len(sources.names))
+        inputs[Microbatch(LLM, replica, index)] = replace(text, tables=_host_tables(stages[LLM], text))
+    return inputs
+
+
+def unit_inputs(data: StepData, stages: StagesOfUnits, image: ImageSettings) -> dict[Microbatch, UnitInput]:
+    """Make the inputs of stages on their device; the caller waits for the copies."""
+    inputs = host_inputs(data, stages, image)
+    return {mb: map_tensors(inputs[mb], _move_to(_device_of(stages[mb.unit]))) for mb in inputs}
+
+
+def map_tensors(value: T, function: Callable[[Tensor], Tensor]) -> T:
+    """Return a copy of a step's inputs, with each of their tensors replaced by what `function` returns for it."""
+    if isinstance(value, Tensor):
+        return function(value)  # type: ignore[return-value]
+    if isinstance(value, RouteRows):
+        return RouteRows(*map(function, value))  # type: ignore[return-value]
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function) for key, item in value.items()}  # type: ignore[return-value]
+    if is_dataclass(value) and isinstance(value, _MOVED):
+        return replace(value, **{f.name: map_tensors(getattr(value, f.name), function) for f in fields(value)})
+    return value
+
+
+def _move_to(device: torch.device) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(device)
+
+
+def _device_of(stages: Iterable[StageModule]) -> torch.device:
+    return next(parameter.device for stage in stages for parameter in stage.parameters())
+
+
+def _host_tables(stages: Iterable[StageModule], inputs: UnitInput) -> dict[str, Tensor]:
+    """Return the index tables that stages of one unit need of a microbatch."""
+    tables = {name: table for stage in stages for name, table in stage.host_tables(inputs).items()}
+    return {name: torch.from_numpy(table) for name, table in tables.items()}
+
+
+def _encoder_input(payload: EncoderPayload, image: ImageSettings, device: torch.device) -> EncoderInput:
+    cells = scale = None
+    if payload.cells is not None:
+        cells = torch.from_numpy(payload.cells)
+        if cells.dtype == torch.uint8:
+            scale = PixelScale.of(image.mean, image.std, cells.shape[1], device)
+    return EncoderInput(payload.rows, payload.cols, cells, scale, payload.blank_cells)
+
+
+def _with_sources(text: TextInput, source_of_sequence: IntArray, num_sources: int) -> TextInput:
+    """Add the source of each target to a microbatch on the host; source_of_sequence: (S,)."""
+    assert text.target_positions is not None, "known wherever labels are"
+    source_of_token = np.repeat(source_of_sequence, text.lengths)
+    target_sources = torch.from_numpy(source_of_token[text.target_positions.numpy()])
+    return replace(text, target_sources=target_sources, num_sources=num_sources)
+
+
+def _text_input(payload: TextPayload) -> TextInput:
+    labels = targets = None
+    if payload.labels is not None:
+        labels = torch.from_numpy(payload.labels)
+        targets = torch.from_numpy(np.flatnonzero(payload.labels != IGNORE_INDEX))
+    mixes = payload.feature_mixes.items()
+    return TextInput(
+        payload.lengths,
+        None if payload.ids is None else torch.from_numpy(payload.ids),
+        labels,
+        {unit: torch.from_numpy(rows) for unit, rows in payload.feature_positions.items()},
+        None if payload.position_ids is None else torch.from_numpy(payload.position_ids),
+        {unit: RowMix(torch.from_numpy(mix.rows), torch.from_numpy(mix.weights)) for unit, mix in mixes},
+        image_spans=payload.image_spans,
+        target_positions=targets,
+    )

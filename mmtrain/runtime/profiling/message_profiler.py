@@ -1,0 +1,128 @@
+"""Time messages and collectives, between the ranks of one node and across nodes."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain.costs.collectives import CollectiveKind
+from mmtrain.costs.cost_table import MessageEntry
+from mmtrain.errors import LaunchError
+from mmtrain.runtime.profiling.layer_profiler import median_without_outliers
+from mmtrain.runtime.world import Address, World
+
+WARM_UP_REPEATS = 2
+REPEATS = 7
+MESSAGE_BYTES = tuple(2**k for k in (10, 14, 18, 20, 22, 24))
+MessageKind = Literal["p2p"] | CollectiveKind
+_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class _Members:
+    """Ranks whose messages are timed, evenly spread over nodes. All ranks of a world time them together."""
+
+    ranks: tuple[int, ...]  # ascending
+    nodes: int
+    group: dist.ProcessGroup | None  # None: the default group, or this rank only waits for the others
+
+
+def measure_messages(world: World, sizes: tuple[int, ...] = MESSAGE_BYTES) -> list[MessageEntry]:
+    """Time messages of `sizes` bytes between the first two ranks, and collectives over all ranks, on one node."""
+    everyone = _Members(tuple(range(world.size)), 1, None)
+    kinds: tuple[MessageKind, ...] = ("p2p", *_COLLECTIVES)
+    return [_measure(world, kind, everyone, sizes) for kind in kinds]
+
+
+def measure_node_links(world: World, address: Address, sizes: tuple[int, ...] = MESSAGE_BYTES) -> list[MessageEntry]:
+    """Time messages between two nodes, and collectives over 2, 4, ... and all nodes.
+
+    Collectives are timed over all ranks of the nodes, and over one rank of each node, for all ranks of a node at once:
+    so the data-parallel groups of a tensor-parallel unit share the network in a step.
+
+    Raises LaunchError if the ranks are not spread evenly over at least two nodes.
+    """
+    per_node = address.ranks_per_node
+    num_nodes, left_over = divmod(world.size, per_node)
+    if num_nodes < 2 or left_over:
+        raise LaunchError(
+            f"mmtrain profile: found {world.size} ranks with {per_node} on a node; to measure the links between nodes, "
+            "start equally many ranks on each of two or more nodes; to measure one machine, start `mmtrain profile` "
+            "there without a launcher"
+        )
+    entries = [_measure(world, "p2p", _Members((0, per_node), 2, None), sizes)]
+    for nodes in sorted({2**k for k in range(1, num_nodes.bit_length())} | {num_nodes}):
+        ranks = range(nodes * per_node)
+        entries += _measure_collectives(world, [tuple(ranks)], nodes, sizes)
+        if per_node > 1:
+            entries += _measure_collectives(world, [tuple(ranks[k::per_node]) for k in range(per_node)], nodes, sizes)
+    return entries
+
+
+def _measure_collectives(
+    world: World, rank_groups: list[tuple[int, ...]], nodes: int, sizes: tuple[int, ...]
+) -> list[MessageEntry]:
+    """Time collectives that groups of equal size begin at the same time. Every rank of the world calls this."""
+    members = _Members(rank_groups[0], nodes, None)
+    for ranks in rank_groups:
+        group = dist.new_group(list(ranks))
+        if world.rank in ranks:
+            members = _Members(ranks, nodes, group)
+    entries = [_measure(world, kind, members, sizes) for kind in _COLLECTIVES]
+    if members.group is not None:
+        dist.destroy_process_group(members.group)
+    return entries
+
+
+def _measure(world: World, kind: MessageKind, members: _Members, sizes: tuple[int, ...]) -> MessageEntry:
+    size = 2 if kind == "p2p" else len(members.ranks)
+    seconds = []
+    for nbytes in sizes:
+        data = torch.zeros(nbytes // 4 // size * size, device=world.device)
+        operation = _operation(kind, data, members, world.rank)
+        times = []
+        for _ in range(WARM_UP_REPEATS + REPEATS):
+            world.barrier()
+            start_s = _now_s(world.device)
+            if world.rank in members.ranks:
+                operation()
+            times.append(_now_s(world.device) - start_s)
+        seconds.append(median_without_outliers(times[WARM_UP_REPEATS:]))
+    return MessageEntry(kind=kind, size=size, nodes=members.nodes, nbytes=sizes, seconds=tuple(seconds))
+
+
+def _operation(kind: MessageKind, data: Tensor, members: _Members, rank: int) -> Callable[[], object]:
+    """Return what a rank does in one message or collective of `data`."""
+    ranks, group = members.ranks, members.group
+    own_part = data.chunk(len(ranks))[ranks.index(rank) if rank in ranks else 0].clone()
+    # torch 2.13 renamed these and warns of the old names.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    match kind:
+        case "p2p":
+            return lambda: dist.send(data, ranks[1]) if rank == ranks[0] else _receive(data, ranks, rank)
+        case "all_reduce":
+            return lambda: dist.all_reduce(data, group=group)
+        case "broadcast":
+            return lambda: dist.broadcast(data, src=ranks[0], group=group)
+        case "all_gather":
+            return lambda: gather(data, own_part, group=group)
+        case "reduce_scatter":
+            return lambda: scatter(own_part, data, group=group)
+
+
+def _receive(data: Tensor, ranks: tuple[int, ...], rank: int) -> None:
+    """Receive what the first of `ranks` sends to the second; others do nothing."""
+    if rank == ranks[1]:
+        dist.recv(data, ranks[0])
+
+
+def _now_s(device: torch.device) -> float:
+    """Return the time when the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

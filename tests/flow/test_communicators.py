@@ -1,0 +1,53 @@
+"""The planner counts the communicators that a rank really connects."""
+
+import pytest
+import torch
+
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.plan.artifact.communicators import count_communicators
+from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.program import StageGraph
+from mmtrain.runtime.execution.process_groups import build_groups
+from mmtrain.runtime.world import World
+from tests.distributed import run_ranks
+from tests.flow.cases import Mesh, plan, recipe
+
+# name -> meshes, and whether embeddings are tied.
+LAYOUTS: dict[str, tuple[dict[str, Mesh], bool]] = {
+    "disaggregated 1:2, pp2 with tied embeddings": (
+        {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((2,), (2, 3, 4, 5), dp=2)},
+        True,
+    ),
+    "colocated, tp2 beside pp2 vpp2": (
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((1, 2, 3), (0, 1), vpp=2)},
+        False,
+    ),
+    "two replica groups": ({"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2, 3, 4, 5), tp=2, dp=2)}, False),
+}
+
+
+def _graph(name: str) -> StageGraph:
+    meshes, tied = LAYOUTS[name]
+    settings = recipe(model__llm__tie_embeddings=tied)
+    return stage_graph(plan(settings, **meshes), build_model_shape(settings))
+
+
+def _count_connected(name: str) -> tuple[int, int]:
+    """Return how many groups this rank connects beside that of all ranks, and how many it leaves for later."""
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    groups = build_groups(_graph(name), world)
+    return len(groups.connected), len(groups.later)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_communicators_are_counted_as_they_are_connected(name: str) -> None:
+    graph = _graph(name)
+    connected = run_ranks(graph.world_size, _count_connected, name)
+    channels, collectives = count_communicators(graph)
+    of_first_group = sorted(collectives)
+    assert {rank: channels[rank] + collectives[rank] - 1 for rank in of_first_group} == {
+        rank: connected[rank][0] for rank in of_first_group
+    }
+    pipelined = {rank for mesh in graph.meshes if mesh.pp > 1 for rank in mesh.ranks}
+    assert {rank for rank, (_, later) in enumerate(connected) if later} == pipelined
