@@ -13,11 +13,14 @@ COPY mmtrain mmtrain
 COPY recipes recipes
 
 # The image's torch is built against its CUDA, NCCL and flash-attn; one from PyPI in its place would break all three.
-# So pin what is there, build in the image's environment, and fail the build if the version moved all the same.
+# So pin what is there, build in the image's environment, and fail the build if the version moved all the same. `cuda`
+# adds FlashAttention-4 and liger-kernel, which are wheels; the image's own FlashAttention-2 stays as it is. A torch that
+# is newer than pyproject.toml allows ends the build with pip's message: take an older tag.
 RUN python -c "import torch; print('torch==' + torch.__version__)" > /tmp/torch.txt \
     && pip install --no-cache-dir --no-build-isolation -c /tmp/torch.txt '.[cuda]' \
     && python -c "import torch; assert open('/tmp/torch.txt').read().strip() == 'torch==' + torch.__version__" \
     && mmtrain --version
 
+# Which kernels will be used, and what is missing, on the machine that runs it: `docker run --gpus all mmtrain mmtrain doctor`.
 WORKDIR /workspace
 CMD ["mmtrain", "--help"]

@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +35,7 @@ from mmtrain.balance import (
 )
 from mmtrain.balance.grouping import group_across_devices, group_by_isf, group_by_length, group_randomly
 from mmtrain.balance.makespan_1f1b import makespans_1f1b
-from mmtrain.balance.methods import token_targets
+from mmtrain.balance.methods import Matching, token_targets
 from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_nodes
 from mmtrain.balance.reordering import construct_order, reorder_microbatches
 from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
@@ -57,6 +57,13 @@ LOADS_APART = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])  # image tiles, LLM t
 LOADS_SUMMED = np.array([[1.0, 300.0, 1.0]])  # units on the same ranks: tile : token = 300 : 1
 MAX_GROUP_TOKENS = 4096
 DIST_RATIO_TARGETS = {8: (0.003, 0.002, 0.0008), 64: (0.02, 0.003, 0.006)}  # replicas -> tiles, tokens apart; summed
+TRAINING_SIZES = ((8, 1), (64, 1), (8, 8), (64, 8))  # replicas, and microbatches of each
+MATCHINGS: tuple[Matching, ...] = ("step", "row")
+MAX_ARRANGED_STEPS = 60
+STEP_TARGETS = {  # dist ratios of tiles and tokens: of a step, and of a microbatch
+    (8, 8): ((0.003, 0.002), (0.01, 0.005)),
+    (64, 8): ((0.01, 0.003), (0.01, 0.005)),
+}
 TILE_PATCHES = 1024  # tokens that a vision unit sees of a tile of 448 pixels
 PLAN_SETTINGS = (  # of a what-if recipe whose steps are ordered in time
     ("cluster.ranks=32", "parallel.placement=disaggregated", *(f"parallel.llm.{s}" for s in ("tp=2", "pp=4", "vpp=2"))),
@@ -185,27 +192,34 @@ def training(tokens: np.ndarray) -> None:
         "vision": SequenceCost(300),
         "audio": SequenceCost(TILE_PATCHES),
     }  # tile : token = 300 : 1
-    for replicas, microbatches in ((8, 1), (64, 1), (8, 64), (64, 8)):
-        grouping = Grouping(MAX_GROUP_TOKENS, WINDOW, replicas * microbatches)
+    for (replicas, microbatches), matching in product(TRAINING_SIZES, MATCHINGS):
+        grouping = Grouping(MAX_GROUP_TOKENS, WINDOW, replicas * microbatches, matching=matching)
         seconds, stream = _least_seconds(lambda g=grouping: GroupStream(lengths, g, 0), 1)
         far, _ = _least_seconds(lambda s=stream, g=grouping: s.groups(10**6 * g.global_batch, g.global_batch), 1)
         print(
-            f"  training, {replicas} replicas of {microbatches} microbatches: starts in {seconds:.2f} s, "
-            f"step 1,000,000 found in {far * 1e3:.0f} ms"
+            f"  training, {replicas} replicas of {microbatches} microbatches, matched by {matching}: starts in "
+            f"{seconds:.2f} s, step 1,000,000 found in {far * 1e3:.0f} ms"
         )
         for name, targets in (
             ("apart", token_targets(lengths, grouping)),
             ("summed", StepTargets((BalancedLoad(tile),))),
         ):
-            _arranged(name, targets, tokens, stream, replicas, microbatches)
+            _arranged(name, targets, tokens, stream, (replicas, microbatches), matching)
+        _randomness(tokens, stream, replicas * microbatches)
 
 
 def _arranged(
-    name: str, targets: StepTargets, tokens: np.ndarray, stream: GroupStream, replicas: int, microbatches: int
+    name: str,
+    targets: StepTargets,
+    tokens: np.ndarray,
+    stream: GroupStream,
+    size: tuple[int, int],
+    matching: Matching,
 ) -> None:
-    """Arrange an epoch's steps for `targets`, and print how even they are."""
+    """Arrange an epoch's steps for `targets`, and print how even they are; size: replicas and their microbatches."""
+    replicas, microbatches = size
     dp = {"llm": replicas, "vision": replicas, "audio": replicas}
-    num_steps = stream.groups_per_epoch // (replicas * microbatches)
+    num_steps = min(stream.groups_per_epoch // (replicas * microbatches), MAX_ARRANGED_STEPS)
     slots = np.zeros((num_steps, microbatches, replicas, 3), dtype=np.int64)
     start = time.process_time()
     for step in range(num_steps):
@@ -220,7 +234,13 @@ def _arranged(
         f"    {name}: dist tiles / tokens / audio {_ratios(side_by_side)} a microbatch, {_ratios(in_all)} a step; "
         f"summed {over:.5f} a microbatch, {over_all:.5f} a step; fill {fill:.4f}; {step_ms:.0f} ms a step"
     )
-    if microbatches > 1:
+    if name == "apart" and matching == "step" and size in STEP_TARGETS:
+        for what, ratio, limits in zip(
+            ("a step", "a microbatch"), (dist_ratio(in_all), dist_ratio(side_by_side)), STEP_TARGETS[size], strict=True
+        ):
+            target(f"training, {replicas} x {microbatches}, {what}: dist ratio of image tiles", ratio[TILES], limits[0])
+            target(f"training, {replicas} x {microbatches}, {what}: dist ratio of LLM tokens", ratio[TOKENS], limits[1])
+    if microbatches > 1 or matching == "step":
         return
     tiles, llm, summed = DIST_RATIO_TARGETS[replicas]
     if name == "apart":
@@ -228,6 +248,16 @@ def _arranged(
         target(f"training, {replicas} replicas: dist ratio of LLM tokens", dist_ratio(in_all)[TOKENS], llm)
     else:
         target(f"training, {replicas} replicas: summed cost, max/mean - 1", over_all, summed)
+
+
+def _randomness(tokens: np.ndarray, stream: GroupStream, step_size: int) -> None:
+    """Print how much steps of an epoch vary, over how much steps of shuffled samples with as many tokens vary."""
+    by_step = _steps(stream.epoch(0).loads(tokens), step_size).sum(axis=1)
+    sums = np.cumsum(tokens[np.random.default_rng(5).permutation(len(tokens))], axis=0)
+    ends = np.searchsorted(sums[:, TOKENS], np.arange(1, len(by_step)) * by_step[:, TOKENS].mean())
+    by_chance = np.diff(sums[ends], axis=0)
+    tiles, audio = (by_step[:, c].var() / by_chance[:, c].var() for c in (TILES, AUDIO))
+    print(f"    variance of a step over chance's: {tiles:.2f} of image tiles, {audio:.2f} of audio tokens")
 
 
 def _ratios(loads: np.ndarray) -> str:

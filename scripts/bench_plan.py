@@ -2,6 +2,7 @@
 
     python -m scripts.bench_plan                    # all but the measured part; processor seconds, one core
     python -m scripts.bench_plan --only speed       # or: exact, larger, milp; --first 5 --instances 5 for some of them
+    python -m scripts.bench_plan --only sizes       # seconds by number of GPUs
     python -m scripts.bench_plan --only measured    # runs plans of three tiny models on two ranks here, for minutes
 
 `exact`, `larger` and `milp` need the tools of the tests, so run it from the root of a checkout.
@@ -17,14 +18,17 @@ from pathlib import Path
 import numpy as np
 
 from mmtrain.balance import ItemLengths, SampleLengths
+from mmtrain.data import build_index
 from mmtrain.plan import Plan
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO
 from mmtrain.plan.planner import plan_recipe
+from mmtrain.recipe import load_recipe
 from mmtrain.recipe.schema import Recipe
 from tests.plan import factory
 from tests.plan.exhaustive import Instance, by_placement, fastest_found, larger_instance, least_step, random_instance
 from tests.plan.milp import pipeline, solve
 
+SIZES_RECIPE = Path(__file__).parents[1] / "recipes" / "whatif" / "qwen2_vl_7b.yaml"
 CLOSE = 1.01  # of the best: how far the search may be behind where it does not try everything
 
 TILE, FEATURES = (
@@ -36,7 +40,7 @@ TILE, FEATURES = (
 def main() -> None:
     """Print the parts named by `--only`, or all but the measured one."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("exact", "larger", "milp", "speed", "measured"))
+    parser.add_argument("--only", choices=("exact", "larger", "milp", "speed", "sizes", "measured"))
     parser.add_argument("--first", type=int, default=0, help="number of the first random instance")
     parser.add_argument("--instances", type=int, help="random instances: of `exact` 200, of `larger` 20")
     parser.add_argument("--model", help="of `measured`, this one alone, like `audio + llm`")
@@ -50,6 +54,7 @@ def main() -> None:
         "larger": lambda: larger(range(asked.first, asked.first + (asked.instances or 20))),
         "milp": against_milp,
         "speed": speed,
+        "sizes": sizes,
     }
     if asked.only == "measured":
         from scripts.bench_ranking import ranking  # imports torch
@@ -135,6 +140,25 @@ def speed() -> None:
         chosen = plan_recipe(settings, lengths, world_size=world_size, hardware=hardware, recipe_sha256="0" * 64)
         seconds = time.process_time() - start
         print(f"{name}: {seconds:.1f} s (target {target:.0f} s); {summarize(chosen)}")
+
+
+def sizes() -> None:
+    """Print the processor seconds of plans by number of GPUs, odd ones too, as rows of docs/benchmarks.md."""
+    cases = [(8, 128), (13, 128), (16, 128), (16, 64), (16, 61), (64, 128), (97, 128), (256, 256), (1024, 1024)]
+    for ranks, batch in cases:
+        changes = [f"train.global_batch={batch}", "cluster.hardware=h100-80g", f"cluster.ranks={ranks}"]
+        settings = load_recipe(SIZES_RECIPE, changes).recipe
+        _print_row(f"7B on {ranks:,}, batch {batch:,}", settings, build_index(settings).lengths, ranks)
+    _print_row("197B on 3,072, batch 1,536", model_197b(), tiles(), 3072)
+
+
+def _print_row(name: str, settings: Recipe, lengths: SampleLengths, ranks: int) -> None:
+    start = time.process_time()
+    chosen = plan_recipe(settings, lengths, world_size=ranks, hardware="h100-80g", recipe_sha256="0" * 64)
+    seconds = time.process_time() - start
+    llm = chosen.units["llm"]
+    found = f"{chosen.placement}, LLM tp{llm.tp} pp{llm.pp} vpp{llm.vpp} dp{llm.dp}"
+    print(f"| {name} | {seconds:.1f} | {found} | {chosen.predicted.step_time_s:.2f} s |", flush=True)
 
 
 def summarize(chosen: Plan) -> str:

@@ -12,7 +12,7 @@ import platform
 import resource
 from pathlib import Path
 
-from mmtrain.cli.simulated_steps import plan_and_batches
+from mmtrain.cli.simulated_steps import index_and_plan, step_batches
 from mmtrain.plan.estimate.simulate_plan import plan_timing
 from mmtrain.program import build_program
 from mmtrain.program.ir.first_group import first_group
@@ -35,7 +35,8 @@ def main() -> None:
     overrides = [f"parallel.placement={arguments.placement}"] if arguments.placement else []
     for name in arguments.recipes:
         recipe = load_recipe(RECIPES / f"{name}.yaml", overrides).recipe
-        _, plan, [batch] = plan_and_batches(recipe, None)
+        index, plan = index_and_plan(recipe, None)
+        [batch] = step_batches(recipe, index, plan)
         timing = plan_timing(recipe, plan, batch)
         used_s = _processor_s()
         result = rehearse(RehearsalRequest(recipe, plan, timing, NUM_STEPS, max_processes=arguments.ranks_here))

@@ -10,12 +10,13 @@ import gc
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
 from mmtrain.costs import AnalyticCosts, TokenLoad, num_parameters, preset
+from mmtrain.costs.collectives import GroupLayout
 from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape
 from mmtrain.program import (
     LLM,
@@ -47,12 +48,20 @@ SHAPE = ModelShape((UnitShape(LLM, "llm", LAYERS),), (), tied_embeddings=False)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class _LayoutOfRanks(GroupLayout):
+    """The layout of a group that is equal to no other group's."""
+
+    ranks: tuple[int, ...] = ()
+
+
 class NoEquivalentRanks(ModelTiming):
     """Let the simulator find no two ranks that do the same."""
 
-    def link_class(self, ranks: tuple[int, ...]) -> tuple[int, ...]:  # type: ignore[override]
-        """Return the ranks themselves, so that every link is different."""
-        return ranks
+    def link_class(self, ranks: tuple[int, ...]) -> GroupLayout:
+        """Return a layout that names its ranks, so that every link is different."""
+        layout = super().link_class(ranks)
+        return _LayoutOfRanks(layout.size, layout.nodes, layout.fewest_per_node, ranks)
 
 
 def main() -> None:

@@ -38,9 +38,7 @@ def group(
     index = index_recipe(settings)
     grouping = Grouping.of(settings.data, settings.train.global_batch)
     num_replicas = replicas or settings.parallel.llm.dp or grouping.row_size
-    scores = compare_grouping_methods(
-        index.lengths, index.weights, grouping, settings.train.seed, num_replicas, time.perf_counter
-    )
+    scores = compare_grouping_methods(index, grouping, settings.train.seed, num_replicas, time.perf_counter)
     if as_json:
         rows = [{**asdict(row), "chosen": row.method == grouping.method} for row in scores]
         typer.echo(json.dumps({"replicas": num_replicas, "methods": rows}))

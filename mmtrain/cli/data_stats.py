@@ -10,7 +10,10 @@ from mmtrain.cli.options import AsJson, Overrides
 
 def stats(
     overrides: Overrides,
-    sources: Annotated[list[Path], typer.Argument(metavar="SOURCE...", help="Data files.", show_default=False)],
+    sources: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[SOURCE...]", help="Data files. Default: those of --recipe.", show_default=False),
+    ] = None,
     recipe: Annotated[
         Path | None,
         typer.Option(metavar="RECIPE", help="Count tokens of this recipe's units and apply its limits."),
@@ -22,27 +25,39 @@ def stats(
 
     Prints a histogram per modality, the correlation between modalities, and the samples that cannot be used. With
     --recipe, lengths are tokens; without it, text is counted in characters, images in pixels and audio in seconds.
-    Reads headers only and decodes nothing.
+    With the recipe's own sources, a table shows which share of training each makes up, and how often it is passed
+    through. Reads headers only and decodes nothing.
     """
     import json
     from dataclasses import asdict
 
-    from mmtrain.balance.summary import summarize_lengths
+    from mmtrain.balance.summary import SourceSummary, summarize_lengths
     from mmtrain.cli.recipe_index import print_note
     from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
+    from mmtrain.data.stream.source_summary import summarize_sources
+    from mmtrain.errors import UserError
     from mmtrain.recipe import load_recipe
     from mmtrain.recipe.data_settings import SourceSettings
-    from mmtrain.report.data_view import stats_picture, stats_text
+    from mmtrain.report.data_view import sources_text, stats_picture, stats_text
 
-    named_sources = [SourceSettings(path=source.absolute()) for source in sources]
-    if recipe is None:
+    named_sources = [SourceSettings(path=source.absolute()) for source in sources or ()]
+    in_training: list[SourceSummary] = []
+    if recipe is not None:
+        settings = load_recipe(recipe, overrides).recipe
+        lengths, index = compute_stats_for_recipe(settings, named_sources or settings.data.sources, print_note)
+        if not named_sources:
+            in_training = summarize_sources(settings, index)
+    elif named_sources:
         lengths = compute_stats(named_sources, print_note)
     else:
-        lengths = compute_stats_for_recipe(load_recipe(recipe, overrides).recipe, named_sources, print_note)
+        raise UserError("data stats: name data files, or a recipe with --recipe whose sources are measured")
     summary = summarize_lengths(lengths.names, lengths.values)
     if png is not None:
         stats_picture(summary, png)
     if as_json:
-        typer.echo(json.dumps({**asdict(summary), "quarantined": lengths.quarantined}))
+        described = [asdict(source) for source in in_training]
+        typer.echo(json.dumps({**asdict(summary), "quarantined": lengths.quarantined, "sources": described}))
     else:
         typer.echo(stats_text(summary, lengths.quarantined))
+        if in_training:
+            typer.echo("\n" + sources_text(in_training, settings.train.steps))

@@ -1,5 +1,6 @@
 """`mmtrain doctor`."""
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,8 @@ def doctor(
 ) -> None:
     """Report what this machine can do and what it lacks.
 
-    Shows versions, devices, communication backends, attention kernels and the speed of messages between two processes.
+    Shows versions, devices, communication backends, attention, kernels, networks and the speed of messages between two
+    processes.
     Then lists what would be slow and why, and what is missing for which command.
     """
     import json
@@ -33,18 +35,20 @@ def doctor(
 def health_lines(health: "MachineReport") -> list[str]:
     """Write the findings about this machine as lines of text, with headings in the first column."""
     devices = health.devices
-    usable_kernel = next((name for name, problem in health.attention.items() if problem is None), "none")
     lines = _section("Versions", [", ".join(f"{name} {version}" for name, version in health.versions.items())])
     lines += _section("Devices", devices)
     lines += _section("GEMM", [f"{health.flops / 1e12:.3g} TFLOP/s on one {'GPU' if len(devices) > 1 else 'core'}"])
     lines += _section("Preset", [f"{health.preset or 'none'}, used for plans without a cost table"])
     lines += _section("Backends", [", ".join(f"{n} {'yes' if ok else 'no'}" for n, ok in health.backends.items())])
     unusable = [f"{name}: {problem}" for name, problem in health.attention.items() if problem]
-    lines += _section("Attention", [f"{usable_kernel} is used", *unusable])
+    lines += _section("Attention", [_selected_attention(health.attention_by_head_dim), *unusable])
+    lines += _section("Kernels", health.kernels)
     messages = [
         f"{kind}: 1 KiB in {small * 1e6:.0f} us, 4 MiB in {large * 1e3:.2f} ms"
         for kind, (small, large) in health.messages.items()
     ]
+    lines += _section("Peers", health.peers)
+    lines += _section("Network", health.network)
     lines += _section("Links", messages)
     for kind, heading in (("slow", "Slow"), ("missing", "Missing")):
         findings = []
@@ -54,6 +58,16 @@ def health_lines(health: "MachineReport") -> list[str]:
                 findings.append(f"{finding.what}{commands}: {finding.remedy}")
         lines += _section(heading, findings or ["nothing found"])
     return lines
+
+
+def _selected_attention(by_head_dim: dict[int, str]) -> str:
+    """Say which backend `auto` selects, and where it depends on the width of heads, for which."""
+    widths = sorted(by_head_dim)
+    if len(set(by_head_dim.values())) == 1:
+        return f"{by_head_dim[widths[0]]} is used"
+    ends = [width for width, wider in itertools.pairwise(widths) if by_head_dim[width] != by_head_dim[wider]]
+    uses = [f"{by_head_dim[width]} is used for heads of up to {width} features" for width in ends]
+    return f"{', '.join(uses)}, {by_head_dim[widths[-1]]} for wider ones"
 
 
 def _section(heading: str, lines: list[str]) -> list[str]:

@@ -35,7 +35,9 @@ def resolve_cluster(recipe: Recipe) -> tuple[int, str]:
             hardware = _local_hardware(num_gpus)
         if ranks is None:
             ranks = num_gpus or NUM_RANKS_WITHOUT_GPU
-    return min(ranks, recipe.parallel.max_gpus or ranks), hardware
+    from mmtrain.costs.hardware import preset
+
+    return min(ranks, recipe.parallel.max_gpus or ranks), preset(hardware).name
 
 
 def _count_gpus() -> int:
@@ -93,11 +95,13 @@ def plan_for_started_ranks(
     recipe: Recipe, lengths: "SampleLengths", *, world_size: int, hardware: str, recipe_sha256: str
 ) -> "Plan":
     """Plan for ranks that have already been started: the plan uses all of them, whatever `parallel.max_gpus` says."""
+    from mmtrain.plan.explain.text_only import with_text_only
     from mmtrain.plan.planner import plan_recipe
 
-    return plan_recipe(
+    plan = plan_recipe(
         _on_all_ranks(recipe), lengths, world_size=world_size, hardware=hardware, recipe_sha256=recipe_sha256
     )
+    return with_text_only(plan, recipe, lengths)
 
 
 def _on_all_ranks(recipe: Recipe) -> Recipe:

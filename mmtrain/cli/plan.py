@@ -32,9 +32,23 @@ def plan(
         bool,
         typer.Option("--measure", help="Run the best plans for three steps on this machine and choose the fastest."),
     ] = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="On CPUs: measure this machine for two seconds, write its costs, and plan with them."
+        ),
+    ] = None,
     baseline: Annotated[
         str | None,
         typer.Option(metavar="RULE", help="Return the plan of a rule of thumb, for example megatron, and compare."),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYOUT",
+            help="Put a layout of yours into the ranking, with where it loses time: 'tp=8,pp=8,vpp=3', or arguments of "
+            "Megatron-LM.",
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON for `train --plan FILE`.")
@@ -57,12 +71,26 @@ def plan(
     written = read_recipe(recipe, overrides)
     names = written.stages
     if names and written.chosen_stage is None:
-        single = "--out" if out is not None else "--gpus" if gpus is not None else "--json" if as_json else None
+        options = {"--out": out, "--gpus": gpus, "--calibrate": calibrate, "--json": as_json or None}
+        single = next((option for option, value in options.items() if value is not None), None)
         require_one_stage(written, single)
         for i, name in enumerate(names, start=1):
             typer.echo(f"stage {i} of {len(names)}, {name}")
             settings_of_stage = [*overrides, f"stage={name}"]
-            plan(recipe, settings_of_stage, cluster, None, placement, measure, baseline, None, top, explain, False)
+            plan(
+                recipe,
+                settings_of_stage,
+                cluster,
+                None,
+                placement,
+                measure,
+                None,
+                baseline,
+                compare,
+                None,
+                top,
+                explain,
+            )
         return
 
     from mmtrain.cli.options import require_writable, text_width
@@ -70,8 +98,8 @@ def plan(
     from mmtrain.errors import UserError, writing
     from mmtrain.recipe import load_recipe
 
-    if gpus is not None and (out is not None or measure):
-        raise UserError("--gpus compares clusters: leave out --out and --measure, which need a single plan")
+    if gpus is not None and (out is not None or measure or compare is not None):
+        raise UserError("--gpus compares clusters: leave out --out, --measure and --compare, which need a single plan")
     if baseline is not None:
         _require_baseline(baseline, measure)
     gpu_counts = None if gpus is None else parse_gpu_counts(gpus)
@@ -80,30 +108,70 @@ def plan(
         settings_changed.append(f"parallel.placement={placement}")
     settings_changed += overrides
     settings = load_recipe(recipe, settings_changed).recipe  # report a wrong recipe before anything slow starts
+    compared = None if compare is None else _compared_recipe(recipe, settings_changed, compare, settings)
+    if calibrate is not None:
+        require_writable("--calibrate", calibrate, "cost table")
     if out is not None:
         require_writable("--out", out, "plan")
     from mmtrain.cli.local_cluster import plan_here, plan_timer
     from mmtrain.cli.planning_bar import planning_bar
     from mmtrain.cli.recipe_index import index_recipe
+    from mmtrain.plan.explain.faster_nearby import describe_faster_nearby
+    from mmtrain.plan.explain.text_only import with_text_only
     from mmtrain.plan.problem import PlanRequest
     from mmtrain.report import plan_table
 
     lengths = index_recipe(settings).lengths
+    if calibrate is not None:
+        from mmtrain.cli.calibrated_costs import calibrated_setting
+
+        settings_changed.append(calibrated_setting(settings, calibrate))
+        settings = load_recipe(recipe, settings_changed).recipe
+        compared = None if compare is None else _compared_recipe(recipe, settings_changed, compare, settings)
     timer = plan_timer(settings) if measure else None
     with planning_bar() as progress:
-        request = PlanRequest(top, explain, baseline, timer, progress)
+        request = PlanRequest(top, explain, baseline, timer, progress, progress.announce)
         if gpu_counts is not None:
             one_line = replace(request, num_alternatives=1, explain=False)
             plan_for = partial(plan_here, lengths=lengths, request=one_line)
             typer.echo(_compare_gpu_counts(settings, gpu_counts, plan_for, as_json))
             return
         chosen = plan_here(settings, lengths, request=request)
+        if compared is not None:
+            from mmtrain.cli.compared_layout import compare_layout
+
+            chosen = compare_layout(chosen, compared, partial(plan_here, lengths=lengths))
+        progress.announce("planning the LLM alone")
+        chosen = with_text_only(chosen, settings, lengths)
+        progress.announce("trying other batches and numbers of ranks")
+        hints = [] if as_json or measure else describe_faster_nearby(settings, lengths, chosen)
     if out is not None:
         with writing("--out", out, "plan"):
             chosen.save(out)
     typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen, text_width()))
+    for hint in hints:
+        typer.echo(f"Hint: {hint}")
+    if not as_json and _states_costs(settings):
+        from mmtrain.report.run_cost import run_cost_text
+
+        num_steps = settings.train.steps
+        run_s = num_steps * chosen.predicted.step_time_s
+        typer.echo(f"Cost of {run_cost_text(settings.cluster, num_steps, run_s, chosen.world_size)}.")
     if out is not None and not as_json:
         typer.echo(_next_commands(settings, recipe, settings_changed, out))
+
+
+def _states_costs(settings: "Recipe") -> bool:
+    return settings.cluster.price_per_gpu_hour is not None or settings.cluster.watts_per_gpu is not None
+
+
+def _compared_recipe(path: Path, settings_changed: list[str], layout: str, settings: "Recipe") -> "Recipe":
+    """Return the recipe with the sizes of `--compare` fixed, and no others."""
+    from mmtrain.cli.compared_layout import parse_layout
+    from mmtrain.recipe import load_recipe
+
+    sizes = parse_layout(layout, settings.model.llm.layers)
+    return load_recipe(path, [*settings_changed, *sizes]).recipe
 
 
 def _require_baseline(baseline: str, measure: bool) -> None:

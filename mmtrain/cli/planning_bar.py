@@ -4,12 +4,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
-
-if TYPE_CHECKING:
-    from mmtrain.plan.search_progress import Progress
 
 BAR_DELAY_S = 1.0  # a shorter search shows no bar
 LINE_DELAY_S = 10.0  # where stderr is no terminal, a shorter search prints no line
@@ -17,26 +14,40 @@ NUM_LINES = 4  # lines of progress where stderr is no terminal
 
 
 @contextmanager
-def planning_bar() -> Iterator["Progress"]:
+def planning_bar() -> Iterator["PlanningBar"]:
     """Give a progress callback for the planner; close the bar at the end of the context."""
     with ExitStack() as stack:
-        yield _PlanningBar(stack).update
+        yield PlanningBar(stack)
 
 
-class _PlanningBar:
+class PlanningBar:
+    """Shows candidates that are settled, and what the planner does after them."""
+
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack  # closes the bar on screen
         self._done = 0
         self._started: float | None = None  # seconds of the monotonic clock
         self._bar: Any = None
+        self._shown_since: float | None = None  # start of the whole planning, in seconds of the monotonic clock
 
-    def update(self, done: int, total: int) -> None:
+    def announce(self, text: str) -> None:
+        """Say what is done where no candidates are counted, once planning takes long enough to show anything."""
+        if self._shown_since is None:
+            return
+        delay_s = BAR_DELAY_S if sys.stderr.isatty() else LINE_DELAY_S
+        if time.monotonic() - self._shown_since > delay_s:
+            self._stack.close()
+            self._bar = None
+            print(f"planning: {text}", file=sys.stderr, flush=True)
+
+    def __call__(self, done: int, total: int) -> None:
         """Show that `done` of `total` candidates are settled. A smaller number than before starts a new search."""
         done_before = self._done
         self._done = done
         if self._started is None or done < done_before:
             self._stack.close()
             self._started = time.monotonic()
+            self._shown_since = self._shown_since or self._started
             self._bar = None
         elapsed_s = time.monotonic() - self._started
         if not sys.stderr.isatty():

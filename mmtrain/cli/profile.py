@@ -1,11 +1,15 @@
 """`mmtrain profile`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mmtrain.cli.options import AsJson, Overrides, RecipeFile
+
+if TYPE_CHECKING:
+    from mmtrain.balance import SampleLengths
+    from mmtrain.recipe import Recipe
 
 
 def profile(
@@ -31,35 +35,46 @@ def profile(
     Set `cluster.costs` to the table, and plans use it in place of the hardware preset. All local ranks measure at the
     same time. They time forward, backward and recomputation of each kind of layer on loads sampled from the recipe's
     data, and messages between ranks. Then they time other loads and report the table's interpolation error.
+
+    Started by torchrun or srun on several nodes, it measures what the ranks of one machine cannot: messages and
+    collectives between nodes. Both kinds go into one table.
     """
     import json
     import statistics
+    from dataclasses import replace
 
     from mmtrain.cli.options import require_writable
-    from mmtrain.errors import DataError, writing
+    from mmtrain.errors import UserError, writing
     from mmtrain.recipe import load_recipe
 
     settings = load_recipe(recipe, overrides).recipe  # report a wrong recipe before torch loads
     from mmtrain.cli.local_cluster import resolve_cluster
     from mmtrain.costs.cost_table import CostTable
-    from mmtrain.data import build_index
     from mmtrain.plan.search.profiled_sizes import sizes_to_measure
-    from mmtrain.runtime.profiling.profile import ProfileRequest, empty_cost_table
+    from mmtrain.runtime.profiling.profile import Profile, ProfileRequest, empty_cost_table, profile_node_links
     from mmtrain.runtime.profiling.profile import profile as measure
+    from mmtrain.runtime.world import find_address
 
     ranks, hardware = resolve_cluster(settings)
-    sizes = sizes_to_measure(settings, ranks, only, tp)
-    try:
-        lengths = build_index(settings).lengths
-    except DataError as error:
-        lengths = None
-        typer.echo(f"mmtrain: cannot read the recipe's data, measuring synthetic loads instead: {error}", err=True)
-    request = ProfileRequest(settings, hardware, ranks, sizes, lengths)
+    address = find_address()
+    sizes = sizes_to_measure(settings, ranks, only, tp) if address is None else {}
+    request = ProfileRequest(settings, hardware, ranks, sizes)
     existing = CostTable.load(out, "--out") if out.exists() else None
     if existing is not None:
         existing.merged(empty_cost_table(request))  # raises now, not after minutes of measuring
     require_writable("--out", out, "cost table")
-    result = measure(request)
+    if address is None:
+        result = measure(replace(request, lengths=_lengths(settings)))
+    elif only or tp:
+        raise UserError(
+            "--only, --tp: these choose layers, and under a launcher `mmtrain profile` measures messages between nodes "
+            "alone; leave them out, or start it without the launcher on one machine"
+        )
+    else:
+        links = profile_node_links(request, address)
+        if links is None:  # rank 0 has the table
+            return
+        result = Profile(links, {})
     table = result.table if existing is None else existing.merged(result.table)
     with writing("--out", out, "cost table"):
         table.save(out)
@@ -75,6 +90,18 @@ def profile(
     typer.echo(f"{out}: {len(result.table.layers)} layers and {len(result.table.messages)} messages on {table.device}")
     for name, values in result.errors.items():
         typer.echo(f"  {name:<14} median interpolation error {statistics.median(values):.1%}")
-    typer.echo(
-        f"median interpolation error of all layers: {result.median_error:.1%}; plan with --set cluster.costs={out}"
-    )
+    if result.errors:
+        typer.echo(f"median interpolation error of all layers: {result.median_error:.1%}")
+    typer.echo(f"plan with --set cluster.costs={out}")
+
+
+def _lengths(settings: "Recipe") -> "SampleLengths | None":
+    """Return the lengths of the recipe's data, or None, with a warning, if they cannot be read."""
+    from mmtrain.data import build_index
+    from mmtrain.errors import DataError
+
+    try:
+        return build_index(settings).lengths
+    except DataError as error:
+        typer.echo(f"mmtrain: cannot read the recipe's data, measuring synthetic loads instead: {error}", err=True)
+        return None

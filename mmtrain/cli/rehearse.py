@@ -55,7 +55,7 @@ def rehearse(
     import json
     from dataclasses import asdict
 
-    from mmtrain.cli.simulated_steps import plan_and_batches
+    from mmtrain.cli.simulated_steps import index_and_plan, step_batches
     from mmtrain.plan.estimate.simulate_plan import plan_timing
     from mmtrain.recipe import load_recipe
     from mmtrain.runtime.rehearsal.rehearse import RehearsalRequest
@@ -63,7 +63,8 @@ def rehearse(
 
     parsed_fault = None if fault is None else _parse_fault(fault)
     loaded = load_recipe(recipe, overrides).recipe
-    _, chosen, [batch] = plan_and_batches(loaded, plan)
+    index, chosen = index_and_plan(loaded, plan)
+    [batch] = step_batches(loaded, index, chosen)
     timing = plan_timing(loaded, chosen, batch)
     request = RehearsalRequest(
         loaded,

@@ -93,8 +93,7 @@ def _contents_with_steps(source: Path, plan: Path | None, overrides: list[str]) 
     simulated = simulate_steps(settings, source / PLAN_FILE if is_run else plan, trace_path)
     grouping = Grouping.of(settings.data, settings.train.global_batch)
     scores = compare_grouping_methods(
-        simulated.index.lengths,
-        simulated.index.weights,
+        simulated.index,
         grouping,
         settings.train.seed,
         simulated.plan.units["llm"].dp,

@@ -40,25 +40,21 @@ def simulate_steps(
 
     trace = None if trace_path is None else RunTrace.load(trace_path)
     numbers = list(steps) if trace is None else trace.steps
-    index, plan, batches = plan_and_batches(recipe, plan_path, numbers)
+    index, plan = index_and_plan(recipe, plan_path)
     if trace is not None and trace.plan_sha256 != plan.sha256:
         raise UserError(f"{trace_path}: recorded with another plan than {plan_path}; give the plan of that run")
-    timelines = [simulate_plan(recipe, plan, batch) for batch in batches]
+    timelines = [simulate_plan(recipe, plan, batch) for batch in step_batches(recipe, index, plan, numbers)]
     return SimulatedSteps(index, plan, numbers, timelines, trace)
 
 
-def plan_and_batches(
-    recipe: "Recipe", plan_path: Path | None, steps: "Sequence[int]" = (1,)
-) -> "tuple[DataIndex, Plan, list[BatchMeta]]":
-    """Return the recipe's data, the plan, and the batches that training sees in these steps, counted from 1.
+def index_and_plan(recipe: "Recipe", plan_path: Path | None) -> "tuple[DataIndex, Plan]":
+    """Return the recipe's data and the plan.
 
     The plan comes from `plan_path`; without it, the recipe is planned now. Raises UserError for a plan of another
     recipe.
     """
     from mmtrain.cli.local_cluster import plan_here
     from mmtrain.cli.recipe_index import index_recipe
-    from mmtrain.data import GroupStream
-    from mmtrain.plan.artifact.balancing_targets import derive_step_targets
     from mmtrain.plan.artifact.plan_files import load_plan, require_match
     from mmtrain.recipe import recipe_fingerprint
 
@@ -68,12 +64,21 @@ def plan_and_batches(
     else:
         plan = load_plan(plan_path)
         require_match(plan, recipe_fingerprint(recipe), plan.world_size, plan.hardware)
+    return index, plan
+
+
+def step_batches(
+    recipe: "Recipe", index: "DataIndex", plan: "Plan", steps: "Sequence[int]" = (1,)
+) -> "list[BatchMeta]":
+    """Return the batches that training by this plan sees in these steps, counted from 1."""
+    from mmtrain.data import GroupStream
+    from mmtrain.plan.artifact.balancing_targets import derive_step_targets
+
     stream = GroupStream.of(recipe, index)
     data_parallel = {name: unit.dp for name, unit in plan.units.items()}
     num_microbatches = plan.schedule.num_microbatches
     targets = derive_step_targets(recipe, plan, index.lengths)
-    batches = [
+    return [
         stream.batch(number - 1, recipe.train.global_batch, data_parallel, num_microbatches, targets)
         for number in steps
     ]
-    return index, plan, batches

@@ -36,14 +36,14 @@ def verify(
     import json
     from dataclasses import asdict
 
-    from mmtrain.cli.simulated_steps import plan_and_batches
+    from mmtrain.cli.simulated_steps import index_and_plan
     from mmtrain.recipe import load_recipe, require_runnable
 
     if cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for devices
     loaded = load_recipe(recipe, overrides).recipe
     require_runnable(loaded, "verify")
-    index, chosen, _ = plan_and_batches(loaded, plan, ())
+    index, chosen = index_and_plan(loaded, plan)
     from mmtrain.runtime.verification.verify_plan import VerifyRequest, verify_plan
 
     verified = verify_plan(VerifyRequest(loaded, chosen, index, steps, whole, ranks_here))

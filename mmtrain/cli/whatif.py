@@ -19,11 +19,10 @@ def cluster_overrides(text: str) -> list[str]:
     A unique prefix of a hardware preset's name is enough. The overrides remove `cluster.costs`, since a measured table
     belongs to another cluster. Raises UserError for a key or value that is not understood.
     """
-    from mmtrain.costs import PRESETS, preset
+    from mmtrain.costs import preset
 
     name, _, rest = text.partition(":")
-    matches = [known for known in PRESETS if known.startswith(name)]
-    hardware = preset(matches[0] if len(matches) == 1 else name)
+    hardware = preset(name)
     values: dict[str, float] = {}
     for part in rest.split(",") if rest else ():
         key, _, value = part.partition("=")

@@ -27,6 +27,7 @@ from mmtrain.recipe.parallel_checks import (
 )
 from mmtrain.recipe.raw_tree import KeyPath, Problem
 from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.share_checks import check_shares
 
 Check: TypeAlias = Callable[[Recipe], Iterator[Problem]]
 
@@ -196,6 +197,7 @@ CHECKS: tuple[Check, ...] = (
     check_learning_rates,
     check_validation,
     check_sources,
+    check_shares,
     check_generator,
     check_sample_length,
     check_budgets,

@@ -1,11 +1,37 @@
 """Settings of a recipe's `data`: what to train on, and how samples become tokens and microbatches."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mmtrain.recipe.settings import NOTHING, PositiveFloat, PositiveInt, Section, setting
+
+Share = Annotated[float, Field(ge=0, le=1)]
+StepNumber = Annotated[int, Field(ge=0)]
+
+
+def share_schedule(value: object) -> dict[int, float] | None:
+    """Turn a constant share into a schedule that starts at step 0, and keys of a mapping into steps.
+
+    The type's own messages would name the place of a share inside of a schedule that nobody wrote. Raises ValueError.
+    """
+    if value is None:
+        return None
+    schedule: dict[Any, Any] = value if isinstance(value, dict) else {0: value}
+    if wrong := [key for key in schedule if not str(key).isdecimal()]:
+        raise ValueError(f"found the key {wrong[0]!r}, allowed: steps, which are whole numbers from 0")
+    for share in schedule.values():
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            allowed = "a number from 0 to 1, or one for each step as {0: 0.7, 10000: 0.3}"
+            raise ValueError(f"found {share!r}, allowed: {allowed}")
+    return {int(step): share for step, share in schedule.items()}
+
+
+ShareSchedule = Annotated[
+    dict[StepNumber, Share] | None,
+    BeforeValidator(share_schedule, json_schema_input_type=Share | dict[StepNumber, Share] | None),
+]
 
 
 class SourceSettings(Section):
@@ -30,7 +56,34 @@ class SourceSettings(Section):
         "Default: the folder of the data file.",
     )
     weight: float = setting(
-        1.0, gt=0, affects={"plan"}, description="How often an epoch uses each sample of this source; 2 means twice."
+        1.0,
+        gt=0,
+        le=10_000,
+        affects={"plan"},
+        description="How often an epoch uses each sample of this source; 2 means twice.",
+    )
+    share: ShareSchedule = setting(
+        None,
+        affects={"plan"},
+        added_later=True,
+        description="Share of training that this source makes up, from 0 to 1, in `data.share_unit`. `{0: 0.7, 10000: "
+        "0.3}` changes it with the 10,001st step. All sources have shares, which add up to 1, or none has. With shares "
+        "`weight` has no meaning: each source is passed through at its own pace.",
+    )
+    split: str | None = setting(
+        None,
+        affects={"plan", "lengths"},
+        added_later=True,
+        description="Which split of a folder of Energon (`.nv-meta`) or of the `datasets` library to use. Default: "
+        "`train` of Energon; a folder of several splits of `datasets` needs it.",
+    )
+    unmarked_media: Literal["reject", "front"] = setting(
+        "reject",
+        affects={"plan", "lengths"},
+        added_later=True,
+        description="What becomes of samples whose user turns hold no mark (`<image>`) for their images, clips or "
+        "videos. `reject`: they are quarantined. `front`: the media come in front of the first user turn. Samples with "
+        "some marks, but too few or too many, are quarantined in any case.",
     )
 
     @property
@@ -186,8 +239,23 @@ class VideoSettings(Section):
         affects={"plan", "lengths", "steps", "resume"},
         added_later=True,
         description="Frames taken from each second of a video, at most `max_frames` in all (Qwen2-VL). They are "
-        "rounded down to whole patches of `model.vision.temporal_patch` frames. Default: `max_frames`, however long "
-        "it is.",
+        "rounded down to whole patches of `model.vision.temporal_patch` frames with `sampling: parts`. Default: "
+        "`max_frames`, however long it is.",
+    )
+    sampling: Literal["parts", "middles", "ends"] = setting(
+        "parts",
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="`parts`: a video is divided into equal parts, of which each shows one frame, with `fps` its first "
+        "(Qwen2-VL) and else the one in its middle. `middles`: always the one in its middle (InternVL). `ends`: frames "
+        "are evenly spaced from the first to the last one (Qwen3-VL).",
+    )
+    pixel_limits: Literal["frame", "video"] = setting(
+        "frame",
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="What `min_pixels` and `max_pixels` limit: `frame`, each frame, or `video`, all frames of a video "
+        "together (Qwen3-VL).",
     )
     min_frames: PositiveInt = setting(
         1,
@@ -199,13 +267,15 @@ class VideoSettings(Section):
         None,
         affects={"plan", "lengths", "steps", "resume"},
         added_later=True,
-        description="Smallest area of a frame in pixels, for `native`. Default: data.image.min_pixels.",
+        description="Smallest area of a frame, or of all frames, in pixels, for `native`. Default: "
+        "data.image.min_pixels.",
     )
     max_pixels: PositiveInt | None = setting(
         None,
         affects={"plan", "lengths", "steps", "resume"},
         added_later=True,
-        description="Largest area of a frame in pixels, for `native`. Default: data.image.max_pixels.",
+        description="Largest area of a frame, or of all frames, in pixels, for `native`. Default: "
+        "data.image.max_pixels.",
     )
 
     @model_validator(mode="after")
@@ -250,6 +320,12 @@ class DataSettings(Section):
     validation: tuple[SourceSettings, ...] = setting(
         (), affects=NOTHING, description="Held-out samples for the validation loss and for `mmtrain evaluate`."
     )
+    share_unit: Literal["tokens", "samples"] = setting(
+        "tokens",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="What a source's `share` is a share of: LLM tokens, or samples.",
+    )
     tokenizer: Path | None = setting(
         None,
         affects={"plan"},
@@ -282,6 +358,15 @@ class DataSettings(Section):
         "at the same time. `isf`: iterative sampling and filtering from a shuffle (OmniBal). The others are baselines "
         "with as many samples in a group as fill it on average, fewer if they do not fit: `random`; `length`: samples "
         "of similar length share a group; `device`: similar lengths across data-parallel ranks.",
+    )
+    matching: Literal["step", "row"] = setting(
+        "row",
+        affects={"plan", "steps"},  # and resume: `resume_facts` adds it, because runs had rows before this setting
+        added_later=True,
+        description="Where `matched` finds groups that are alike. `step`: chance decides which samples share a step, "
+        "and replicas compute groups of it side by side that were made alike. `row`: groups of the whole window are "
+        "sorted, so that those of a step are alike. Replicas wait less, most of all with few microbatches, but every "
+        "step is of one kind.",
     )
     budgets: dict[str, PositiveInt] = setting(
         {},

@@ -5,6 +5,8 @@ from typing import Literal
 from mmtrain.recipe.settings import PositiveInt, Section, setting
 from mmtrain.recipe.unit_settings import UnitSettings
 
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]  # that MLPs are built with
+
 MODALITY_DESCRIPTION = (
     "What the encoder reads: `vision` (images and videos) or `audio`. Required under `model.encoders`."
 )
@@ -60,7 +62,7 @@ class EncoderSettings(UnitSettings):
         affects={"plan", "steps", "resume"}, description="Attention heads. Must divide `hidden`."
     )
     ffn: PositiveInt = setting(affects={"plan", "steps", "resume"}, description="Width of the MLP's hidden layer.")
-    activation: str = setting(affects={"plan", "steps", "resume"}, description="Activation of the MLP.")
+    activation: Activation = setting(affects={"plan", "steps", "resume"}, description="Activation of the MLP.")
     norm_eps: float = setting(gt=0, affects={"plan", "steps", "resume"}, description="Epsilon of the layer norms.")
     projector: ProjectorSettings = setting(
         ProjectorSettings(), affects={"plan", "resume"}, description="The projector to the width of the LLM."

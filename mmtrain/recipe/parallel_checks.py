@@ -154,7 +154,7 @@ def check_cluster_size(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("parallel", *unit_path(name)), text)
     if parallel.placement == "disaggregated" and max(sizes.values()) <= available < sum(sizes.values()):
         needs = " + ".join(f"{size} ({name})" for name, size in sizes.items())
-        text = f"disaggregated units need {needs} ranks, {limit} is {available}"
+        text = f"disaggregated units need {needs} ranks, {limit} is {available}; `unified` units share ranks"
         yield Problem(("parallel", "placement"), text)
 
 

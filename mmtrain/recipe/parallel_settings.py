@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mmtrain.recipe.settings import PositiveInt, Section, setting
+from mmtrain.recipe.settings import NOTHING, PositiveInt, Section, setting
 
 
 class UnitParallel(Section):
@@ -103,6 +103,18 @@ class ClusterSettings(Section):
     )
     memory_gib: float | None = setting(
         None, gt=0, affects={"plan"}, description="Memory of a rank in GiB. Default: the preset's."
+    )
+    price_per_gpu_hour: float | None = setting(
+        None,
+        gt=0,
+        affects=NOTHING,
+        description="What a GPU costs in an hour, in any currency. Plans and runs state costs.",
+    )
+    watts_per_gpu: float | None = setting(
+        None,
+        gt=0,
+        affects=NOTHING,
+        description="Watts of a GPU with its share of the machine, for the energy of a run.",
     )
     costs: Path | None = setting(
         None,

@@ -149,7 +149,9 @@ def _select(
         elif (effects is not None and effect not in effects) or not any(_has_effect(kind, effect) for kind in kinds):
             continue
         elif isinstance(value, Section):
-            selected[key] = _select(value, effect, mode, key_of)
+            inside = _select(value, effect, mode, key_of)
+            if inside:  # else all of it was added later, and saved settings do not have the section
+                selected[key] = inside
         elif isinstance(value, dict):
             for position, (child_name, child) in enumerate(value.items()):
                 settings = {POSITION_KEY: position, **_select(child, effect, mode, key_of)}

@@ -105,9 +105,9 @@ def _convert(node: yaml.Node, path: KeyPath, origin: Origin, env: Mapping[str, s
     children: dict[str, Node] = {}
     for key_node, child in node.value:
         key_origin = _at_node(origin, key_node)
-        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
+        if not _is_name(key_node):
             shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
-            problems.append(Problem(path, f"found the key {shown}; allowed: names", key_origin))
+            problems.append(Problem(path, f"found the key {shown}; allowed: names and whole numbers", key_origin))
             continue
         key = key_node.value
         if key in children:
@@ -115,6 +115,13 @@ def _convert(node: yaml.Node, path: KeyPath, origin: Origin, env: Mapping[str, s
             problems.append(Problem((*path, key), text, key_origin))
         children[key] = _convert(child, (*path, key), key_origin, env, problems)
     return Node(children, origin)
+
+
+def _is_name(key: yaml.Node) -> bool:
+    """Return whether a key is a name, or a whole number in plain digits, such as a step."""
+    if not isinstance(key, yaml.ScalarNode):
+        return False
+    return key.tag == _TAG + "str" or (key.tag == _TAG + "int" and str(key.value).isdecimal())
 
 
 def _scalar(

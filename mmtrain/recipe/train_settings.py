@@ -26,6 +26,13 @@ class OptimizerSettings(Section):
     weight_decay: float = setting(
         0.0, ge=0, affects=NOTHING, description="Decoupled weight decay of matrices; norms and biases do not decay."
     )
+    moments: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        affects={"plan"},
+        added_later=True,
+        description="Type of Adam's two moments. `bf16`, with stochastic rounding, takes 14 instead of 18 bytes per "
+        "parameter of a bf16 model. A resumed run may change it: the moments are converted.",
+    )
     clip_norm: float | None = setting(
         1.0, gt=0, affects=NOTHING, description="Clip the global gradient norm to this value. null: do not clip."
     )
@@ -82,6 +89,9 @@ class LoraSettings(Section):
     )
 
 
+KernelSetting = Literal["auto", "torch", "fused"]
+
+
 class TrainSettings(Section):
     """The training run."""
 
@@ -98,6 +108,12 @@ class TrainSettings(Section):
         affects={"plan"},
         description="Precision of weights and activations. `auto`: fp32 on a CPU; on CUDA bf16 with fp32 master "
         "weights.",
+    )
+    deterministic: bool = setting(
+        False,
+        affects=NOTHING,
+        description="Use only operations that repeat their bits, on GPUs at the price of speed. A resumed run "
+        "then continues bit for bit there too; on a CPU it always does.",
     )
     optimizer: OptimizerSettings = Field(description="AdamW and its learning-rate schedule.")
     checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="When to save checkpoints.")
@@ -161,9 +177,19 @@ class TrainSettings(Section):
         added_later=True,
         description="Train low-rank adapters and freeze the model. Default: train the model itself.",
     )
-    attention: Literal["auto", "flash_attn", "varlen", "sdpa", "reference"] = setting(
+    attention: Literal["auto", "flash_attn_3", "flash_attn_4", "flash_attn", "varlen", "sdpa", "reference"] = setting(
         "auto",
         affects=NOTHING,
-        description="Attention backend. `auto`: the fastest that works on this machine. Whatever it is, `sdpa` "
-        "computes the tokens of images that see each other (`model.llm.image_attention`).",
+        description="Attention backend. `auto`: the first of `flash_attn_3`, `flash_attn_4`, `flash_attn` "
+        "(FlashAttention-2), `varlen` (the same kernels inside torch) and `sdpa` that works with this GPU, the "
+        "installed packages, the precision and the width of the unit's heads; `mmtrain doctor` says which. Whatever it "
+        "is, `sdpa` computes the tokens of images that see each other (`model.llm.image_attention`).",
+    )
+    kernels: KernelSetting = setting(
+        "auto",
+        affects=NOTHING,
+        added_later=True,
+        description="Kernels of the operations between GEMMs: rotation, SwiGLU, residual sum and RMSNorm. `torch`: "
+        "torch's. `fused`: those of liger-kernel, one for each operation; they need a CUDA device. `auto`: `fused` "
+        "where they can run. `mmtrain doctor` and the start of a run say which are used.",
     )

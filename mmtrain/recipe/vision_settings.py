@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from mmtrain.recipe.encoder_settings import MODALITY_DESCRIPTION, EncoderSettings
+from mmtrain.recipe.encoder_settings import MODALITY_DESCRIPTION, Activation, EncoderSettings
 from mmtrain.recipe.presets import VisionPreset
 from mmtrain.recipe.settings import NOTHING, PositiveFloat, PositiveInt, setting
 from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION
@@ -42,9 +42,7 @@ class VisionSettings(EncoderSettings):
         "were taken are apart. `stated`: `temporal_patch` / `data.video.fps`, also if a video has fewer or more frames "
         "a second (Qwen2.5-Omni).",
     )
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "silu"] = setting(
-        "gelu", affects={"plan", "steps", "resume"}, description="Activation of the MLP."
-    )
+    activation: Activation = setting("gelu", affects={"plan", "steps", "resume"}, description="Activation of the MLP.")
     gated_mlp: bool = setting(
         False,
         affects={"plan", "steps", "resume"},

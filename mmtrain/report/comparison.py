@@ -35,16 +35,28 @@ _SECONDS_PER_US = 1e-6
 MAX_CRITICAL_PATH_ROWS = 12  # printed; a plan of many model chunks has hundreds of kinds of work
 
 StageDirection = tuple[str, int, str]  # unit, stage, "F" for forward or "B" for backward
+# Names of communication by its `kind` in our Chrome traces. Gradients of shared weights are reduced by an all-reduce.
+_COMMUNICATION = {
+    "p2p": "messages",
+    "broadcast": "messages shared in TP groups",
+    "reduce_scatter": "gradient reductions",
+    "all_reduce": "gradient reductions",
+    "all_gather": "parameter gathering",
+}
+_UPPER_BOUNDS_NOTE = (
+    "Messages and reductions are measured until their rank needed the result, which is an upper bound of the time that "
+    "they took."
+)
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """Predicted and measured seconds per step: of one stage's forwards or backwards, or of the whole step.
+    """Predicted and measured seconds per step: of a stage's forwards or backwards, a kind of action, or the whole step.
 
-    The time of a stage is summed over its microbatches, replicas and ranks.
+    The time of a stage or kind is summed over microbatches, replicas and ranks.
     """
 
-    what: str  # `llm.0 forward`, or `step`
+    what: str  # `llm.0 forward`, `all forwards`, `messages`, or `step`
     measured_s: float | None
     predicted_s: float
 
@@ -106,6 +118,10 @@ class RunTrace:
         """Return compute seconds per step of each stage and direction."""
         return {key: total / len(self.steps) for key, total in stage_seconds(self.content["traceEvents"]).items()}
 
+    def kind_seconds(self) -> dict[str, float]:
+        """Return seconds per step of each kind of action."""
+        return {kind: total / len(self.steps) for kind, total in kind_seconds(self.content["traceEvents"]).items()}
+
 
 def stage_seconds(events: Sequence[Mapping[str, Any]]) -> dict[StageDirection, float]:
     """Sum the compute seconds of a Chrome trace by stage and direction; partial passes count with their pass."""
@@ -117,17 +133,41 @@ def stage_seconds(events: Sequence[Mapping[str, Any]]) -> dict[StageDirection, f
     return dict(seconds)
 
 
+def kind_seconds(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Sum the seconds of a Chrome trace by kind of action, on all streams of all ranks."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for event in events:
+        if event["ph"] == "X":
+            seconds[_kind_of_event(event)] += event["dur"] * _SECONDS_PER_US
+    return dict(seconds)
+
+
+def _kind_of_event(event: Mapping[str, Any]) -> str:
+    if event["tid"] == COMPUTE_TID:
+        return "all forwards" if event["name"][0] == "F" else "all backwards"
+    return "optimizer and gradient norm" if event["name"] == "step" else _COMMUNICATION[event["args"]["kind"]]
+
+
 def comparison_rows(simulated: Sequence[Timeline], trace: RunTrace | None) -> list[ComparisonRow]:
-    """Return a row for each stage and direction and one for the step, as means over the simulated steps."""
+    """Return rows for stages and directions, for kinds of actions and for the step: means over the simulated steps."""
     predicted: defaultdict[StageDirection, float] = defaultdict(float)
+    predicted_kinds: defaultdict[str, float] = defaultdict(float)
     for timeline in simulated:
-        for key, seconds in stage_seconds(chrome_trace(timeline, "")["traceEvents"]).items():
+        events = chrome_trace(timeline, "")["traceEvents"]
+        for key, seconds in stage_seconds(events).items():
             predicted[key] += seconds / len(simulated)
+        for kind, seconds in kind_seconds(events).items():
+            predicted_kinds[kind] += seconds / len(simulated)
     measured = {} if trace is None else trace.stage_seconds()
     rows = []
     for (unit, stage, letter), seconds in sorted(predicted.items()):
         name = f"{unit}.{stage} {'forward' if letter == 'F' else 'backward'}"
         rows.append(ComparisonRow(name, measured.get((unit, stage, letter)), seconds))
+    measured_kinds = {} if trace is None else trace.kind_seconds()
+    for kind, seconds in sorted(predicted_kinds.items()):
+        measured_s = measured_kinds.get(kind)
+        if seconds or measured_s:  # a group of one rank neither reduces nor gathers
+            rows.append(ComparisonRow(kind, measured_s, seconds))
     step_time_s = sum(timeline.step_time_s for timeline in simulated) / len(simulated)
     return [*rows, ComparisonRow("step", None if trace is None else trace.step_time_s, step_time_s)]
 
@@ -171,9 +211,9 @@ def _kind_of_work(action: Action) -> tuple[str, str]:
             return f"{edge} {payload}", "messages"
         case Share(edge, _, payload):
             return f"{edge} {payload} shared", "collectives"
-        case ReduceGrads(name) | ReduceShared(name):
+        case ReduceGrads(name, _) | ReduceShared(name):
             return f"reduce {name}", "collectives"
-        case GatherParams(unit):
+        case GatherParams(unit, _):
             return f"gather {unit}", "collectives"
     return "optimizer", "collectives"
 
@@ -192,7 +232,9 @@ def comparison_text(
         table.add_column(column, justify="left" if column == "stage" else "right")
     for row in rows:
         table.add_row(*comparison_cells(row, is_measured))
-    note = "The time of a stage is the sum over its microbatches, replicas and ranks."
+    note = "The time of a stage or kind is the sum over its microbatches, replicas and ranks."
+    if is_measured:
+        note += f" {_UPPER_BOUNDS_NOTE}"
     idle = f"Simulated ranks are idle for {idle_text({str(kind): share for kind, share in bubbles.items()})}."
     path_parts = ("", *_critical_path_text(path)) if path else ()
     return render_text(table, note, "", idle, *path_parts, width=width)

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mmtrain.balance.summary import GroupingScore, LengthDistribution, LengthSummary
+from mmtrain.balance.summary import GroupingScore, LengthDistribution, LengthSummary, SourceSummary
 from mmtrain.errors import UserError, writing
 from mmtrain.report.plain_text import render_text
 
@@ -28,6 +28,20 @@ def stats_text(summary: LengthSummary, quarantined: Mapping[str, int]) -> str:
         parts += [Text(""), _correlation(summary, present)]
     parts.append(Text(f"\n{summary.samples} samples, {_quarantined_text(quarantined)}"))
     return render_text(*parts).strip("\n")
+
+
+def sources_text(sources: Sequence[SourceSummary], num_steps: int) -> str:
+    """Write a row for each source: what it holds, its share of the tokens that steps use, and passes over it."""
+    table = Table(title=f"Sources in training, {num_steps:,} steps", title_justify="left")
+    table.add_column("source")
+    first_steps = list(sources[0].token_shares)
+    shares = [f"share from step {step:,}" if len(first_steps) > 1 else "share of tokens" for step in first_steps]
+    for column in ("samples", "LLM tokens", *shares, "passes"):
+        table.add_column(column, justify="right")
+    for source in sources:
+        of_steps = (f"{share:.2%}" for share in source.token_shares.values())
+        table.add_row(source.name, f"{source.samples:,}", _number(source.tokens), *of_steps, f"{source.passes:.2f}")
+    return render_text(table).strip("\n")
 
 
 def grouping_text(

@@ -22,6 +22,7 @@ from mmtrain.report.report_contents import (
     rank_changes,
 )
 from mmtrain.report.report_tables import MIN_FULL_BAR_SHARE, balance_rows, critical_path_cells, figure_text, memory_rows
+from mmtrain.report.source_totals import SOURCE_HEAD, sum_sources
 from mmtrain.report.timeline_picture import curve_drawing, timeline_drawing
 
 MAX_UNFOLDED_ROWS = 16  # a longer table of stages is folded
@@ -186,7 +187,8 @@ def _memory(contents: ReportContents) -> str:
     limit_gib = contents.memory_limit_gib
     full_gib = max(limit_gib, *(row.gib for row in rows))
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.kinds))
-    color_of = dict(zip(kinds, (*UNIT_COLORS[: len(kinds) - 1], "soft"), strict=True)) if kinds else {}
+    # Kinds beyond the colors are what no margin is added to: communicators and inputs.
+    color_of = dict.fromkeys(kinds, "soft") | dict(zip(kinds[:-1], UNIT_COLORS, strict=False))
     lines = []
     for row in rows:
         if row.kinds:
@@ -241,7 +243,9 @@ def _training(metrics: Sequence[Mapping[str, Any]] | None) -> str:
     if not metrics:
         return "<p>No step was logged.</p>"
     changes = "".join(f"<p>{escape(sentence)}.</p>" for sentence in (*rank_changes(metrics), *plan_changes(metrics)))
-    return f'<div class="curves">{"".join(_curves(metrics))}</div>{changes}'
+    rows = [source.cells() for source in sum_sources(metrics)]
+    sources = _table(SOURCE_HEAD, rows) if rows else ""
+    return f'<div class="curves">{"".join(_curves(metrics))}</div>{changes}{sources}'
 
 
 def _curves(metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:

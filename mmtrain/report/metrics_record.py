@@ -36,6 +36,15 @@ class EdgeMetrics:
 
 
 @dataclass(frozen=True)
+class SourceMetrics:
+    """What one source of samples was in a step."""
+
+    samples: int
+    tokens: int  # of the LLM
+    loss: float | None  # mean over its target tokens; None without any
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """One step of the whole job, over all ranks."""
 
@@ -58,6 +67,7 @@ class StepMetrics:
     slow_ranks: tuple[str, ...] = ()  # stragglers, and the work they are slow at
     bound_sample: str | None = None  # a sample above the mean load of a replica, so this step cannot be balanced
     new_plan: str | None = None  # in the first step after the run has switched to another plan
+    sources: Mapping[str, SourceMetrics] = field(default_factory=dict)  # by name; empty for a run on one source
     ranks: int | None = None  # that trained this step; the number changes in elastic runs
     resume_s: float | None = None  # since the last step before; in the first step of an elastic run that was resumed
 
@@ -75,7 +85,7 @@ class StepMetrics:
         """Return the step as an object of `metrics.jsonl`; numbers that are not finite become null.
 
         `peak_reserved_bytes`, `val_loss`, `val_exact`, `bound_sample`, `new_plan`, `ranks` and `resume_s` are left out
-        if they are None.
+        if they are None, and `sources` if there is one only.
         """
         values = {
             "step": self.step,
@@ -100,6 +110,11 @@ class StepMetrics:
             **({} if self.new_plan is None else {"new_plan": self.new_plan}),
             **({} if self.ranks is None else {"ranks": self.ranks}),
             **({} if self.resume_s is None else {"resume_s": self.resume_s}),
+            **(
+                {"sources": {name: _source_json(source) for name, source in self.sources.items()}}
+                if self.sources
+                else {}
+            ),
             "edges": {edge: {"bytes": e.nbytes, "wait_s": e.wait_s} for edge, e in self.edges.items()},
         }
         return {name: _finite(value) if isinstance(value, float) else value for name, value in values.items()}
@@ -115,6 +130,11 @@ def compact_number(number: float) -> str:
         if abs(number) >= 0.9995 * factor:
             return f"{number / factor:#.3g}".removesuffix(".") + unit
     return f"{number:.3g}"
+
+
+def _source_json(source: SourceMetrics) -> dict[str, Any]:
+    loss = None if source.loss is None else _finite(source.loss)
+    return {"samples": source.samples, "tokens": source.tokens, "loss": loss}
 
 
 def _finite(value: float) -> float | None:

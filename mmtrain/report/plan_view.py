@@ -6,13 +6,11 @@ from itertools import chain
 from rich.console import RenderableType
 from rich.table import Table
 
-from mmtrain.plan.artifact.plan import Plan, UnitPlan
+from mmtrain.plan.artifact.plan import AS_FAST_RATIO, Plan, Prediction, UnitPlan
 from mmtrain.report.idle_time import idle_text
 from mmtrain.report.metrics_record import compact_number
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, seconds_text
 from mmtrain.report.rank_groups import RankGroup, ranges_text, rank_groups
-
-SAME_AS_PRINTED_RATIO = 1.005  # step times that differ by less are printed with the same digits
 
 
 def plan_table(plan: Plan, width: int = DEFAULT_WIDTH) -> str:
@@ -112,10 +110,34 @@ def _sentences(plan: Plan) -> Iterator[str]:
         f"Predicted step ({predicted.cost_source}): {seconds_text(predicted.step_time_s)}, MFU {predicted.mfu:.1%}, "
         f"{predicted.tokens_per_s_per_gpu:,.0f} LLM tokens/s per rank ({tokens_per_s} in total), peak memory {peak}."
     )
+    if predicted.text_only_share is not None:
+        yield (
+            f"That is {predicted.text_only_share:.0%} of what the LLM alone reaches on as many tokens of text "
+            f"({predicted.text_only_tokens_per_s_per_gpu:,.0f} tokens/s per rank)."
+        )
+    if kinds_gib := _fullest_rank_kinds(predicted):
+        yield f"Memory of the fullest rank: {_memory_sum_text(kinds_gib, predicted.memory_gib)}."
     yield f"Ranks are idle for {idle_text(predicted.bubbles)}."
     if predicted.scheduling_efficiency is not None:
         yield f"{predicted.scheduling_efficiency:.0%} of the encoders' work runs inside the LLM's own step."
     yield from _choice_sentences(plan)
+
+
+def _memory_sum_text(kinds_gib: dict[str, float], memory_gib: float | None) -> str:
+    """Write `66 GiB counted + 8 GiB margin of 74.5 GiB: parameters 10 GiB, ...`."""
+    margin_gib = kinds_gib.get("margin", 0.0)
+    counted_gib = sum(kinds_gib.values()) - margin_gib
+    of_memory = "" if memory_gib is None else f" of {memory_text(memory_gib)}"
+    kinds = ", ".join(f"{kind} {memory_text(gib)}" for kind, gib in kinds_gib.items() if gib and kind != "margin")
+    return f"{memory_text(counted_gib)} counted + {memory_text(margin_gib)} margin{of_memory}: {kinds}"
+
+
+def _fullest_rank_kinds(predicted: Prediction) -> dict[str, float]:
+    """Return GiB by kind of memory on the fullest rank; nothing for plans of versions that did not write it."""
+    if not predicted.peak_memory_gib:
+        return {}
+    fullest = max(predicted.peak_memory_gib, key=lambda ranks: predicted.peak_memory_gib[ranks])
+    return predicted.memory_kinds_gib.get(fullest, {})
 
 
 def _choice_sentences(plan: Plan) -> Iterator[str]:
@@ -127,12 +149,12 @@ def _choice_sentences(plan: Plan) -> Iterator[str]:
         next_best, seconds = runnable[0]
         ratio = seconds / step_time_s
         # The planner chooses another plan than the predicted best after measuring plans, or for --baseline.
-        if ratio < 1 / SAME_AS_PRINTED_RATIO:
+        if ratio < 1 / AS_FAST_RATIO:
             yield (
                 f"Not the fastest by prediction: {next_best.summary} takes {ratio:.2f}x the step time "
                 f"({next_best.reason})."
             )
-        elif ratio < SAME_AS_PRINTED_RATIO:
+        elif ratio < AS_FAST_RATIO:
             yield f"No plan that fits is predicted to be faster; equally fast: {next_best.summary}."
         else:
             yield f"Chosen because it is the fastest that fits; the next best takes {ratio:.2f}x: {next_best.summary}."

@@ -12,6 +12,7 @@ from mmtrain.plan.artifact.plan import Plan
 from mmtrain.program import BUBBLE_KINDS, Compute, Timeline
 from mmtrain.report.comparison import ComparisonRow, RunTrace, critical_path_rows
 from mmtrain.report.rank_groups import num_replica_groups, ranks_to_draw
+from mmtrain.report.source_totals import sum_sources
 from mmtrain.report.timeline_picture import MAX_DRAWN_RANKS, DrawnStep
 
 
@@ -50,7 +51,7 @@ def key_figures(contents: ReportContents) -> list[KeyFigure]:
     Predictions are for typical batches; measured values are medians over the steps of the run.
     """
     plan = contents.plan
-    measured = _steady_medians(contents.metrics)
+    measured = steady_medians(contents.metrics)
     predicted_idle, measured_idle = idle_shares(contents)
     peak_bytes = max((step.get("peak_memory_bytes") or 0 for step in contents.metrics or ()), default=None)
     memory_meaning = f"fullest rank, limit {contents.memory_limit_gib:.4g} GiB"
@@ -79,6 +80,7 @@ def key_figures(contents: ReportContents) -> list[KeyFigure]:
             measured.get("tokens_per_s"),
             "all ranks together",
         ),
+        *_text_only_figures(plan, measured.get("tokens_per_s")),
         KeyFigure(
             "Peak memory",
             "GiB",
@@ -96,7 +98,7 @@ def key_figures(contents: ReportContents) -> list[KeyFigure]:
     ]
 
 
-def _steady_medians(metrics: Sequence[Mapping[str, Any]] | None) -> dict[str, float]:
+def steady_medians(metrics: Sequence[Mapping[str, Any]] | None) -> dict[str, float]:
     """Return medians over the logged steps, without the first one, which includes warm-up."""
     steps = list(metrics or ())
     steady_steps = steps[1:] or steps
@@ -122,6 +124,16 @@ def rank_changes(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
 def plan_changes(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a sentence for each step in which a run went on with another plan."""
     return [f"switched to {step['new_plan']} after step {step['step'] - 1}" for step in metrics if "new_plan" in step]
+
+
+def _text_only_figures(plan: Plan, measured_tokens_per_s: float | None) -> list[KeyFigure]:
+    """Return the share of text-only efficiency that is kept; nothing where the LLM alone was not planned."""
+    text_only, predicted_share = plan.predicted.text_only_tokens_per_s_per_gpu, plan.predicted.text_only_share
+    if text_only is None or predicted_share is None:
+        return []
+    measured = None if measured_tokens_per_s is None else 100 * measured_tokens_per_s / (text_only * plan.world_size)
+    meaning = "LLM tokens/s as a share of what the LLM alone is predicted to reach on as many tokens of text"
+    return [KeyFigure("Text-only efficiency", "%", 100 * predicted_share, measured, meaning)]
 
 
 def idle_shares(contents: ReportContents) -> tuple[dict[str, float], dict[str, float] | None]:
@@ -212,4 +224,5 @@ def _training_json(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "last_val_loss": validated[-1]["val_loss"] if validated else None,
         "rank_changes": rank_changes(metrics),
         "plan_changes": plan_changes(metrics),
+        "sources": [asdict(source) for source in sum_sources(metrics)],
     }

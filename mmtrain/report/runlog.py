@@ -25,7 +25,7 @@ class RunLog:
     def __init__(
         self, run_dir: Path, first_step: int, enabled: bool, notify: Callable[[str], None] = lambda _: None
     ) -> None:
-        self._enabled = enabled
+        self._enabled, self._run_dir = enabled, run_dir
         if not enabled:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -51,11 +51,18 @@ class RunLog:
         finally:
             time_s = values.pop("time_s")
             edges = values.pop("edges")
+            sources = values.pop("sources", {})
             scalars = {f"train/{name}": value for name, value in values.items() if name not in NOT_CURVES}
             scalars |= {f"time_s/{name}": value for name, value in time_s.items()}
             for edge, edge_values in edges.items():
                 scalars |= {f"edge_{name}/{edge}": value for name, value in edge_values.items()}
+            for source, source_values in sources.items():
+                scalars |= {f"source_{name}/{source}": value for name, value in source_values.items()}
             self._events.add(metrics.step, scalars)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return all steps that the run has logged so far; empty on other ranks than the one that logs."""
+        return read_metrics(self._run_dir) if self._enabled else []
 
     def close(self) -> None:
         """Write what TensorBoard still buffers."""

@@ -20,6 +20,7 @@ from mmtrain.report.report_contents import (
     rank_changes,
 )
 from mmtrain.report.report_tables import MIN_FULL_BAR_SHARE, balance_rows, critical_path_cells, figure_text, memory_rows
+from mmtrain.report.source_totals import SOURCE_HEAD, sum_sources
 from mmtrain.report.timeline_picture import DrawnStep
 
 _LABEL_COLUMNS = 9  # `rank 123 `
@@ -151,7 +152,7 @@ def _bar(share: float, max_columns: int) -> str:
     return "▏" if share > 0 and max_columns else ""
 
 
-def _training(metrics: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
+def _training(metrics: Sequence[Mapping[str, Any]] | None) -> Iterator[RenderableType]:
     if metrics is None:
         return
     if not metrics:
@@ -164,3 +165,5 @@ def _training(metrics: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
             yield f"{title:<14}{change}  {sparkline(values, _CURVE_COLUMNS)}"
     yield from (f"{'Ranks':<14}{sentence}" for sentence in rank_changes(metrics))
     yield from (f"{'Plans':<14}{sentence}" for sentence in plan_changes(metrics))
+    if sources := sum_sources(metrics):
+        yield _table("Sources of the samples", SOURCE_HEAD, [source.cells() for source in sources])

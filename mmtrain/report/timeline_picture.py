@@ -7,6 +7,7 @@ from math import floor, log10
 from typing import Any
 
 from mmtrain.program import Compute, Timeline, chrome_trace
+from mmtrain.program.trace.timeline import STREAMS
 from mmtrain.report.comparison import COMPUTE_TID
 from mmtrain.report.drawing import Box, Color, Drawing, Label, Mark, Polyline, unit_color
 
@@ -137,7 +138,10 @@ def _spans(tracks: Tracks, axes: _Axes, ranks: Sequence[int], units: tuple[str, 
     """Draw all tracks of these ranks, merging spans narrower than `min_width` pixels."""
     marks: list[Mark] = []
     for row, rank in enumerate(ranks):
-        for tid in (COMPUTE_TID, COMPUTE_TID + 1):
+        for tid in (
+            COMPUTE_TID,
+            *reversed(range(COMPUTE_TID + 1, len(STREAMS))),
+        ):  # messages over reductions and gathers
             marks += _track(tracks.get((rank, tid), ()), axes, axes.track(row, tid), units, min_width)
     return marks
 

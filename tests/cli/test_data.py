@@ -40,6 +40,22 @@ def test_stats_with_a_recipe_count_tokens(run_mmtrain: RunMmtrain, folder: Path,
     assert "120 samples, none quarantined" in done.stdout
 
 
+def test_stats_of_a_recipe_show_its_mixture(run_mmtrain: RunMmtrain, folder: Path) -> None:
+    sources = (
+        f"[{{path: {folder}/train.json, share: {{0: 0.7, 100: 0.2}}}}, "
+        f"{{path: {folder}/heldout.json, share: {{0: 0.3, 100: 0.8}}}}]"
+    )
+    settings = ["--set", f"data.sources={sources}", "--set", f"data.tokenizer={folder}/tokenizer.json"]
+    done = run_mmtrain("data", "stats", "--recipe", RECIPE, *settings, "--set", "train.steps=200")
+    assert done.returncode == 0, done.stderr
+    assert "124 samples, none quarantined" in done.stdout
+    (row,) = (line for line in done.stdout.splitlines() if "heldout.json" in line)
+    assert [cell.strip() for cell in row.split("│")[2:7:1] if "%" in cell] == ["30.00%", "80.00%"]
+    nothing = run_mmtrain("data", "stats")
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert "name data files, or a recipe" in nothing.stderr
+
+
 def test_group_compares_the_methods(run_mmtrain: RunMmtrain, folder: Path) -> None:
     settings = [f"data.sources.0.path={folder}/train.json", f"data.tokenizer={folder}/tokenizer.json"]
     overrides = [part for setting in [*settings, "data.grouping=isf"] for part in ("--set", setting)]

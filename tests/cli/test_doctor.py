@@ -1,6 +1,7 @@
 """`mmtrain doctor` on this machine, as text and as JSON."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,15 +33,25 @@ def test_json_describes_this_machine(tmp_path: Path) -> None:
 
 def test_the_text_names_the_attention_kernel_that_is_used(tmp_path: Path) -> None:
     text = "\n".join(health_lines(examine_machine(tmp_path, links=False)))
-    assert "sdpa is used" in text or "flash_attn is used" in text or "varlen is used" in text
+    assert re.search(r"Attention +(sdpa|varlen|flash_attn\w*) is used", text)
     assert "all_reduce" not in text
+    assert re.search(r"Kernels +rotation of queries and keys: (torch|liger-kernel) \(", text)
     assert "Versions" in text
     assert "FLOP/s on one" in text
 
 
 def test_a_missing_package_is_listed_with_the_commands_that_need_it() -> None:
     missing = Diagnostic("missing", "av, for samples with videos", "pip install 'mmtrain[video]'", ("plan", "train"))
-    health = MachineReport({}, ["2 cores"], None, {}, {"sdpa": None}, 1e11, {}, [missing])
+    health = MachineReport({}, ["2 cores"], None, {}, {"sdpa": None}, {128: "sdpa"}, [], 1e11, {}, [missing])
     lines = health_lines(health)
     assert "Missing     av, for samples with videos [plan, train]: pip install 'mmtrain[video]'" in lines
     assert "Slow        nothing found" in lines
+
+
+def test_the_text_says_which_kernel_heads_of_each_width_use() -> None:
+    problems = {"flash_attn_4": None, "flash_attn": "not installed", "varlen": None, "sdpa": None}
+    chosen = {128: "flash_attn_4", 256: "varlen", 512: "sdpa"}
+    lines = health_lines(MachineReport({}, ["8 cores", "GPU 0: B200"], None, {}, problems, chosen, [], 1e15))
+    uses = "flash_attn_4 is used for heads of up to 128 features, varlen is used for heads of up to 256 features"
+    assert f"Attention   {uses}, sdpa for wider ones" in lines
+    assert "            flash_attn: not installed" in lines

@@ -77,7 +77,7 @@ def test_json_output_is_the_plan_file(plan: RunMmtrain, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--set", "cluster.hardware=h100"], "did you mean `h100-80g`"),
+        (["--set", "cluster.hardware=h100x"], "did you mean `h100-80g`"),
         (["--set", "cluster.memory_gib=1e-4"], "no plan fits 2 ranks of cpu-core"),
         (["--out", "/no/such/folder/plan.json"], "--out /no/such/folder/plan.json: cannot write the plan"),
         (["--set", "data.tokenizer=/no/such.json"], "/no/such.json"),
@@ -151,7 +151,7 @@ def test_measure_runs_the_best_plans_and_takes_the_fastest(plan: RunMmtrain) -> 
         (["--cluster", "b300:nodes=2"], "`b300` is not a known preset"),
         (["--cluster", "h100:nodes=0"], "cluster.ranks: found 0, allowed: a whole number of at least 1"),
         (["--gpus", "8,0"], "--gpus 8,0: allowed: numbers of at least 1"),
-        (["--gpus", "8", "--out", "plan.json"], "--gpus compares clusters: leave out --out and --measure"),
+        (["--gpus", "8", "--out", "plan.json"], "--gpus compares clusters: leave out --out, --measure and --compare"),
         (["--placement", "unfied"], "did you mean unified?"),
         (["--measure"], "plan --measure cannot run this recipe"),
     ],
@@ -194,3 +194,20 @@ def test_train_refuses_a_recipe_of_stated_lengths(run_mmtrain: RunMmtrain) -> No
     assert done.returncode == 2
     assert "train cannot run this recipe" in done.stderr
     assert "data.sources.0: " in done.stderr
+
+
+@pytest.mark.slow
+def test_a_calibration_measures_this_machine_and_corrects_its_costs(plan: RunMmtrain, tmp_path: Path) -> None:
+    done = plan("--calibrate", str(tmp_path / "costs.json"), "--set", "cluster.hardware=cpu-core")
+    assert done.returncode == 0, done.stderr
+    assert "Calibrated on this machine: GEMMs take " in done.stderr
+    assert "corrected by a calibration" in " ".join(done.stdout.split())
+    again = plan("--calibrate", str(tmp_path / "twice.json"), "--set", f"cluster.costs={tmp_path}/costs.json")
+    assert again.returncode == 2
+    assert "is calibrated already" in again.stderr
+
+
+def test_only_cores_are_calibrated(plan: RunMmtrain, tmp_path: Path) -> None:
+    done = plan("--calibrate", str(tmp_path / "costs.json"), "--cluster", "h100:nodes=1")
+    assert done.returncode == 2
+    assert "it measures this machine's cores, and this is planned for h100-80g" in done.stderr

@@ -40,3 +40,21 @@ def test_without_a_terminal_four_lines_are_printed(monkeypatch: pytest.MonkeyPat
     steps = [(i, 40) for i in range(41)]
     lines = shown_on_stderr(monkeypatch, steps, 2.0, io.StringIO()).splitlines()
     assert lines == ["planning: 25%", "planning: 50%", "planning: 75%", "planning: 100%"]
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_step", "expected"), [(6.0, ["planning: 100%", "planning: proving it"]), (0.1, [])]
+)
+def test_what_follows_the_search_is_said_after_a_long_one(
+    monkeypatch: pytest.MonkeyPatch, seconds_per_step: float, expected: list[str]
+) -> None:
+    stderr = io.StringIO()
+    clock = itertools.count(step=seconds_per_step)
+    monkeypatch.setattr(bar_module.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(bar_module.sys, "stderr", stderr)
+    with planning_bar() as bar:
+        bar.announce("too early to say")
+        bar(0, 1)
+        bar(1, 1)
+        bar.announce("proving it")
+    assert stderr.getvalue().splitlines() == expected

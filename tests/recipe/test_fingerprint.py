@@ -17,7 +17,7 @@ positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
     heads = draw(st.sampled_from([1, 2, 4]))
-    source = st.fixed_dictionaries({"path": paths, "image_root": st.none() | paths, "weight": positive})
+    source = st.fixed_dictionaries({"path": paths, "image_root": st.none() | paths, "weight": st.floats(1e-6, 10_000)})
     lr = draw(st.floats(1e-9, 1))
     return Recipe.model_validate(
         {

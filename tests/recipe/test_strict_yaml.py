@@ -91,7 +91,7 @@ def test_every_repeated_key_is_reported_with_both_lines() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["1: x", "[a]: x", "null: x", "true: x"])
+@pytest.mark.parametrize("text", ["1.5: x", "-1: x", "[a]: x", "null: x", "true: x"])
 def test_keys_are_names(text: str) -> None:
     _, problems = yaml.parse_yaml(text, FILE, {})
     assert "allowed: names" in str(problems[0])

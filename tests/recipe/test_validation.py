@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe import load_recipe
+from mmtrain.recipe import dump_recipe, load_recipe
 from mmtrain.recipe.cross_checks import CHECKS
 
 DIT = "model.generator={kind: dit, widths: [8], heads: [4], layers: 2, context_width: 8}"
@@ -83,7 +83,7 @@ def test_all_problems_are_reported_at_once(base: Path, write: Write) -> None:
         ("model.vision=[]", "found a list, allowed: a mapping, or null"),
         ("train.precision=fp16", "allowed: auto, fp32 or bf16; did you mean bf16?"),
         ("data.lr=1", "unknown key here; it belongs to train.optimizer.lr"),
-        ("data.zzz=1", "unknown key; allowed here: sources, validation, tokenizer"),
+        ("data.zzz=1", "unknown key; allowed here: sources, validation, share_unit"),
         ("data.window=9", "this setting is now called data.grouping_window; rename it"),
         ("train.checkpoint.background=true", "this setting is now called train.checkpoint.async_save; rename it"),
         ("data.sources.0.wieght=1", "unknown key; did you mean weight?"),
@@ -309,7 +309,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 23
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 24
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"
@@ -369,3 +369,50 @@ def test_a_named_encoder_takes_what_it_leaves_out_from_its_preset(base: Path) ->
     settings = ["model.encoders.ear={modality: audio, preset: whisper-6b, layers: 3}", "data.seq_len=4096"]
     ear = load_recipe(base, settings, {}).recipe.model.all_encoders["ear"]
     assert (ear.layers, ear.hidden, ear.cell_features) == (3, 3072, 128)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("share: 0.5", "weight: 1", "data.sources.1.share: missing, while other sources have shares; allowed: a share"),
+        ("share: 0.5, weight: 2", "share: 0.5", "data.sources.0.weight: found 2 beside a share; allowed: a share or"),
+        ("share: 0.5", "share: 0.4", "data.sources: shares of step 0 add up to 0.5 + 0.4 = 0.9; allowed: 1"),
+        ("share: {0: 0.7, 100: 0.3}", "share: 0.3", "data.sources: shares of step 100 add up to 0.3 + 0.3 = 0.6"),
+        ("share: {10: 0.7}", "share: 0.3", "data.sources.0.share: the schedule has the steps 10; allowed: one that"),
+        ("share: {}", "share: 0.3", "data.sources.0.share: the schedule has the steps none; allowed: one that starts"),
+        ("share: -0.5", "share: 1", "data.sources.0.share: found -0.5, allowed: a number from 0 to 1"),
+        ("share: {0: 2}", "share: 1", "data.sources.0.share: found 2, allowed: a number from 0 to 1"),
+        ("share: {first: 1}", "share: 0", "data.sources.0.share: found the key 'first', allowed: steps"),
+        ("share: half", "share: 1", "data.sources.0.share: found 'half', allowed: a number from 0 to 1, or"),
+    ],
+)
+def test_shares_of_sources(base: Path, first: str, second: str, expected: str) -> None:
+    sources = f"data.sources=[{{path: a.json, {first}}}, {{path: b.json, {second}}}]"
+    (problem,) = problems(base, sources)
+    assert problem.startswith(expected), problem
+
+
+def test_shares_are_checked_beside_other_problems(base: Path) -> None:
+    sources = "data.sources=[{path: a.json, share: {0: 0.5, 9: 0.7}}, {path: b.json, share: 0.5}]"
+    found = [problem.split(" (")[0] for problem in problems(base, sources, "data.seq_len=0")]
+    assert found == [
+        "data.seq_len: found 0, allowed: a whole number of at least 1",
+        "data.sources: shares of step 9 add up to 0.7 + 0.5 = 1.2; allowed: 1",
+    ]
+
+
+def test_shares_go_with_neither_validation_nor_steps_of_long_samples(base: Path) -> None:
+    changes = ["data.sources.0.share=1", "data.long_sample_tokens=100", "data.validation=[{path: v.json, share: 1}]"]
+    found = {problem.split(":")[0] for problem in problems(base, *changes)}
+    assert found == {"data.validation.0.share", "data.long_sample_tokens"}
+
+
+def test_a_schedule_of_shares_survives_the_recipe_of_a_run(base: Path, tmp_path: Path) -> None:
+    changes = [
+        "data.sources=[{path: a.json, share: {0: 0.7, 100: 0.334}}, {path: b.json, share: {0: 0.3, 100: 0.666}}]"
+    ]
+    loaded = load_recipe(base, changes, {}).recipe
+    assert loaded.data.sources[0].share == {0: 0.7, 100: 0.334}
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(dump_recipe(loaded), encoding="utf-8")
+    assert load_recipe(saved, [], {}).recipe == loaded

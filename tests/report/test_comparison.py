@@ -16,6 +16,7 @@ from mmtrain.report.comparison import (
     comparison_rows,
     comparison_text,
     critical_path_rows,
+    kind_seconds,
     overlay_trace,
     stage_seconds,
 )
@@ -39,12 +40,18 @@ def _recorded(*timelines: Timeline) -> RunTrace:
     return RunTrace(json.loads(json.dumps(run_trace(steps, SHA, 1e-6))))
 
 
-def test_every_stage_and_the_step_are_compared(timeline: Timeline) -> None:
+def test_every_stage_kind_of_action_and_the_step_are_compared(timeline: Timeline) -> None:
     rows = comparison_rows([timeline, timeline], _recorded(_slower(timeline, 2.0), _slower(timeline, 3.0)))
     assert [row.what for row in rows] == [
         *("llm.0 backward", "llm.0 forward", "vision.0 backward", "vision.0 forward"),
-        "step",
+        *("all backwards", "all forwards", "gradient reductions", "optimizer and gradient norm"),
+        *("parameter gathering", "step"),
     ]
+    seconds = {row.what: row.predicted_s for row in rows}
+    for direction in ("forward", "backward"):
+        assert seconds[f"all {direction}s"] == pytest.approx(
+            sum(seconds[f"{u}.0 {direction}"] for u in ("llm", "vision"))
+        )
     for row in rows:
         assert row.measured_s == pytest.approx(2.5 * row.predicted_s)
         assert row.error == pytest.approx(1 / 2.5 - 1)
@@ -52,6 +59,19 @@ def test_every_stage_and_the_step_are_compared(timeline: Timeline) -> None:
     text = comparison_text(rows, timeline.bubble_shares(), critical_path_rows([timeline]))
     assert "-60.0%" in text
     assert "Simulated ranks are idle for" in text
+
+
+def test_communication_is_summed_by_kind() -> None:
+    kinds = {"p2p": 1.0, "broadcast": 2.0, "reduce_scatter": 3.0, "all_reduce": 4.0, "all_gather": 5.0}
+    events = [{"ph": "X", "tid": 1, "name": "x", "dur": s * 1e6, "args": {"kind": k}} for k, s in kinds.items()]
+    events += [{"ph": "X", "tid": 1, "name": "step", "dur": 6e6, "args": {"kind": "all_reduce"}}, {"ph": "M", "tid": 1}]
+    assert kind_seconds(events) == {
+        "messages": 1.0,
+        "messages shared in TP groups": 2.0,
+        "gradient reductions": 7.0,
+        "parameter gathering": 5.0,
+        "optimizer and gradient norm": 6.0,
+    }
 
 
 def test_the_critical_path_is_grouped_by_kind_of_work(timeline: Timeline) -> None:

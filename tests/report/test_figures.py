@@ -194,11 +194,13 @@ def test_lines_of_the_critical_path_do_not_overlap(simulated_plan: tuple[Plan, T
     step = DrawnStep.simulated("Simulated step", timeline, [0, 1])
     drawing = timeline_drawing(step, tuple(plan.units), [0, 1], step.length_us)
     lines = sorted(m.points for m in drawing.marks if isinstance(m, Polyline) and m.color == "ink")
-    assert lines[0][0][0] == TIMELINE_MARGIN_PX
+    width = TIMELINE_WIDTH_PX - TIMELINE_MARGIN_PX
+    first = next(span for span in timeline.critical_path if isinstance(span.action, Compute))
+    assert lines[0][0][0] == pytest.approx(TIMELINE_MARGIN_PX + width * first.start_s / timeline.step_time_s)
     for (_, (end, _)), ((start, _), _) in pairwise(lines):
         assert end <= start + 1
     computed = sum(s.duration_s for s in timeline.critical_path if isinstance(s.action, Compute))
-    underlined = sum(end[0] - start[0] for start, end in lines) / (TIMELINE_WIDTH_PX - TIMELINE_MARGIN_PX)
+    underlined = sum(end[0] - start[0] for start, end in lines) / width
     assert underlined == pytest.approx(computed / timeline.step_time_s, rel=0.02)
 
 

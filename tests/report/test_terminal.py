@@ -84,6 +84,7 @@ def test_json_holds_the_same_figures(simulated_plan: tuple[Plan, Timeline]) -> N
         "last_val_loss": None,
         "rank_changes": [],
         "plan_changes": [],
+        "sources": [],
     }
     assert output["training"] == training
     measured, predicted = output["idle"]["measured"], output["idle"]["predicted"]

@@ -1,0 +1,96 @@
+"""Read a layout to compare a plan with: sizes like `tp=8,pp=8,vpp=3`, or arguments of Megatron-LM or its Bridge."""
+
+import shlex
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mmtrain.errors import PlanError, RecipeError, UserError
+from mmtrain.recipe import Recipe
+
+if TYPE_CHECKING:
+    from mmtrain.plan import Plan
+
+SIZES = ("tp", "pp", "vpp", "dp")
+MEGATRON_SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vpp",
+    "num_virtual_stages_per_pipeline_rank": "vpp",
+}
+LAYERS_PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
+MUST_BE_ONE = ("context_parallel_size", "expert_model_parallel_size")
+SYNTAX = (
+    "'tp=8,pp=8,vpp=3' (also dp, sp), or Megatron-LM's arguments, like '--tensor-model-parallel-size 8 "
+    "--pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 4'"
+)
+LABEL = "your layout (its layers divided by the planner)"
+
+
+def parse_layout(text: str, num_layers: int) -> list[str]:
+    """Translate `--compare` into settings of a recipe: sizes of the LLM in one pipeline behind its encoders.
+
+    num_layers: blocks of the LLM.
+
+    Raises:
+        UserError: names what is not understood, and what is.
+    """
+    sizes: dict[str, str] = {}
+    for name, value in _pairs(text):
+        if name == "sp":
+            _require(value in ("true", "false"), text, f"{name} is {value!r}; allowed: true or false")
+            sizes[name] = value
+            continue
+        _require(value.isdecimal() and int(value) > 0, text, f"{name} is {value!r}; allowed: a whole number above 0")
+        if name in MUST_BE_ONE:
+            _require(value == "1", text, f"{name} is {value}; only 1 can be planned")
+        elif name == LAYERS_PER_CHUNK:
+            sizes["vpp"] = _chunks_per_rank(text, num_layers, int(value), int(sizes.get("pp", "1")))
+        else:
+            sizes[MEGATRON_SIZES.get(name, name)] = value
+    if sizes.get("vpp") is None:
+        sizes["vpp"] = "1"  # Megatron-LM interleaves only where it is told to
+    return ["parallel.placement=unified", *(f"parallel.llm.{name}={value}" for name, value in sizes.items())]
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    """Split into names, in Python's spelling, and values; `pp` comes before what depends on it."""
+    if "--" not in text:
+        parts = [part.partition("=") for part in text.replace(" ", ",").split(",") if part]
+        pairs = [(name, value) for name, _, value in parts]
+    else:
+        words = shlex.split(text.replace("=", " "))
+        pairs = []
+        while words:
+            name = words.pop(0).removeprefix("--").replace("-", "_")
+            is_flag = not words or words[0].startswith("--")
+            pairs.append(("sp", "true") if name == "sequence_parallel" else (name, "" if is_flag else words[0]))
+            del words[: 0 if is_flag else 1]
+    known = (*SIZES, "sp", *MEGATRON_SIZES, LAYERS_PER_CHUNK, *MUST_BE_ONE)
+    for name, _ in pairs:
+        _require(name in known, text, f"{name!r} is not known")
+    _require(bool(pairs), text, "nothing is there")
+    return sorted(pairs, key=lambda pair: pair[0] == LAYERS_PER_CHUNK)
+
+
+def _chunks_per_rank(text: str, num_layers: int, layers_per_chunk: int, pp: int) -> str:
+    chunks, rest = divmod(num_layers, layers_per_chunk * pp)
+    problem = f"{num_layers} layers of the LLM are no multiple of {layers_per_chunk} layers x {pp} pipeline ranks"
+    _require(not rest and chunks > 0, text, problem)
+    return str(chunks)
+
+
+def _require(is_right: bool, text: str, problem: str) -> None:
+    if not is_right:
+        raise UserError(f"--compare {text}: {problem}; allowed: {SYNTAX}")
+
+
+def compare_layout(chosen: "Plan", changed: Recipe, plan_for: "Callable[[Recipe], Plan]") -> "Plan":
+    """Plan `changed`, the recipe with the user's sizes fixed, and put that plan into the ranking of the chosen one."""
+    from mmtrain.plan.explain.compare import with_compared, with_misfit
+
+    try:
+        compared = plan_for(changed)
+    except (PlanError, RecipeError) as error:
+        return with_misfit(chosen, LABEL, " ".join(str(error).split()))
+    same_recipe = {"recipe_sha256": chosen.recipe_sha256, "alternatives": ()}
+    return with_compared(chosen, compared.model_copy(update=same_recipe), LABEL)

@@ -1,0 +1,174 @@
+"""Measure training steps of a 0.6B encoder with LLMs of 1.5B to 7B on one GPU: MFU, idle time, memory, tokens/s.
+
+    python scripts/bench_gpu.py                                          # every combination that there is time for
+    python scripts/bench_gpu.py --models "0.6B + 3B" --attention auto --profile
+    python scripts/bench_gpu.py --dry-run                                # tiny widths, on the CPU
+
+Each case is planned for one rank, built and trained as `mmtrain train` does it, on made-up samples of one picture and a
+question. It runs in a process of its own. The table and `bench_gpu.json` come after each case, so that what was
+measured is kept if time runs out.
+
+MFU counts forward and the gradients that are needed, of both units, without recomputation, and the head only for tokens
+with a target; it is a share of the peak of the GPU's preset.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mmtrain.models.attention import backend_problems
+from mmtrain.models.kernels.liger import fused_problem
+from scripts.gpu.cases import DRY_TOKENS, MODELS, TINY_MODELS, TOKENS, BenchCase, bench_cases, kernel_choices
+from scripts.gpu.limited import Deadline, python_command, run_limited
+
+CASE_LIMIT_S = 240.0
+MINUTES = 8.0
+RESULT_FILE = "bench_gpu.json"
+Row = dict[str, Any]  # the fields of a `CaseResult`
+
+
+def main() -> int:
+    """Measure what the arguments name; return 1 if a case did not end by itself."""
+    options = _parse()
+    dry = options.dry_run
+    models = options.models or list(TINY_MODELS if dry else MODELS)
+    attention = options.attention or usable_backends(dry)
+    kernels = options.kernels or usable_kernels(dry)
+    cases = bench_cases(models, options.tokens or (DRY_TOKENS if dry else TOKENS), attention, kernels, dry)
+    rows = run_cases(cases, options.out, Deadline(60 * options.minutes), options.profile)
+    print_waits(rows)
+    return 1 if any(row.get("problem") == "ended abnormally" for row in rows) else 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", help=f"of: {', '.join(MODELS)}")
+    parser.add_argument("--tokens", nargs="+", type=int, help=f"of a microbatch; default {TOKENS}")
+    parser.add_argument("--attention", nargs="+", help="values of train.attention; default: auto and all usable here")
+    parser.add_argument("--kernels", nargs="+", help="values of train.kernels; default: all")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="no case starts later; default %(default)s")
+    parser.add_argument("--profile", action="store_true", help="also list the 25 kernels that take most time")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-gpu"), help="folder; default %(default)s")
+    parser.add_argument("--dry-run", action="store_true", help="tiny widths on the CPU")
+    return parser.parse_args()
+
+
+def usable_backends(dry: bool) -> list[str]:
+    """Return `auto` and all attention backends that work here, but for the quadratic reference."""
+    device = torch.device("cuda" if torch.cuda.is_available() and not dry else "cpu")
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return ["auto", *(n for n, problem in backend_problems(device, dtype).items() if not problem and n != "reference")]
+
+
+def usable_kernels(dry: bool) -> list[str | None]:
+    """Return the values of `train.kernels` that work here."""
+    device = torch.device("cuda" if torch.cuda.is_available() and not dry else "cpu")
+    return [name for name in kernel_choices() if name != "fused" or fused_problem(device) is None]
+
+
+def run_cases(cases: Sequence[BenchCase], out: Path, deadline: Deadline, with_kernels: bool = False) -> list[Row]:
+    """Measure the cases one after another until the time is over; write what is known after each."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for number, case in enumerate(cases):
+        if not deadline.left_s:
+            rows.append({"case": asdict(case), "problem": "left out: no time"})
+            continue
+        print(f"{number + 1} of {len(cases)}: {case.name}", file=sys.stderr, flush=True)
+        rows.append(run_case(case, out / f"case-{number:02}", min(CASE_LIMIT_S, deadline.left_s), with_kernels))
+        (out / RESULT_FILE).write_text(json.dumps({"machine": machine(), "cases": rows}, indent=2), encoding="utf-8")
+    (out / RESULT_FILE).write_text(json.dumps({"machine": machine(), "cases": rows}, indent=2), encoding="utf-8")
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(table(rows))
+    return rows
+
+
+def run_case(case: BenchCase, stem: Path, limit_s: float, with_kernels: bool = False, trace: Path | None = None) -> Row:
+    """Measure one case in a process of its own; files that start with `stem` hold its output and its result."""
+    result_file, log = stem.with_suffix(".json"), stem.with_suffix(".log")
+    result_file.unlink(missing_ok=True)
+    command = python_command("-m", "scripts.gpu.measure_case", json.dumps(asdict(case)), result_file.absolute())
+    command += ["--profile"] if with_kernels else []
+    command += ["--trace", str(trace.absolute())] if trace is not None else []
+    ended = run_limited(command, limit_s, log, env=cpu_only() if case.dry else None)
+    if ended.code == 0 and result_file.exists():
+        row: Row = json.loads(result_file.read_text(encoding="utf-8"))
+        if row["kernels"]:
+            print(row["kernels"])
+        return row
+    why = f"ended after its {limit_s:.0f} s" if ended.code is None else f"ended with exit code {ended.code}"
+    print(f"{case.name}: {why}: {ended.last_line} (see {log})", file=sys.stderr)
+    return {"case": asdict(case), "problem": why if ended.code is None else "ended abnormally"}
+
+
+def cpu_only() -> Mapping[str, str]:
+    """Return the environment in which torch sees no GPU."""
+    return {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def machine() -> dict[str, str]:
+    """Describe where the figures come from."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cores": str(os.cpu_count())}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name(0)
+        found["cuda"] = str(torch.version.cuda)
+    return found
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Lay the rows out as one table."""
+    shown = Table(title=f"Training steps on {machine().get('gpu', 'a CPU')}, torch {torch.__version__}")
+    for heading in ("model", "tokens", "attention", "kernels"):
+        shown.add_column(heading)
+    for heading in ("step / predicted", "MFU", "MFU, text", "LLM tokens/s", "of text's", "idle", "GiB / predicted"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("reserved", justify="right")
+    for row in rows:
+        case = row["case"]
+        first = [case["model"], str(case["tokens"]), case["attention"], case["kernels"] or "-"]
+        shown.add_row(*first, *_figures(row))
+    return shown
+
+
+def _figures(row: Row) -> list[str]:
+    if row["problem"]:
+        return [str(row["problem"]).splitlines()[0]]
+    steps, text = row["steps"], row["text_steps"]
+    return [
+        f"{_seconds(steps['step_s'])} / {_seconds(row['predicted_step_s'])}",
+        f"{steps['mfu']:.1%}",
+        f"{text['mfu']:.1%}",
+        f"{steps['tokens_per_s']:,.0f}",
+        f"{steps['tokens_per_s'] / text['tokens_per_s']:.0%}",
+        "-" if row["idle_share"] is None else f"{row['idle_share']:.1%}",
+        f"{row['allocated_gib']:.1f} / {row['predicted_gib']:.1f}",
+        "-" if row["reserved_gib"] is None else f"{row['reserved_gib']:.1f}",
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def print_waits(rows: Sequence[Row]) -> None:
+    """List the lines at which a step's host waited for the GPU, over all cases."""
+    lines = list(dict.fromkeys(line for row in rows for line in row.get("waits_for_device", ())))
+    if lines:
+        print("Lines at which the host waits for the GPU (torch.cuda.set_sync_debug_mode):")
+        print("\n".join(f"  {line}" for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

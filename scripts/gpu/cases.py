@@ -1,0 +1,126 @@
+"""The configurations that `bench_gpu.py` measures: model x packed length x attention backend x kernels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from mmtrain.recipe import Recipe
+from mmtrain.recipe.train_settings import TrainSettings
+
+Settings = dict[str, Any]
+
+STEP_TOKENS = 32_768  # of the LLM, in all microbatches of a step
+DRY_STEP_TOKENS = 512
+
+# Qwen2-VL's encoder, with rotary positions as published, and Qwen2.5's LLMs (their config.json on Hugging Face).
+VIT_600M: Settings = {
+    "layers": 32,
+    "hidden": 1280,
+    "heads": 16,
+    "ffn": 5120,
+    "activation": "quick_gelu",
+    "positions": "rotary",
+    "downsample": "pixel_shuffle",
+    "merge": 2,
+    "patch_bias": False,
+}
+LLM_1_5B: Settings = {"layers": 28, "hidden": 1536, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151_936}
+LLM_3B: Settings = {"layers": 36, "hidden": 2048, "heads": 16, "kv_heads": 2, "ffn": 11_008, "vocab": 151_936}
+LLM_7B: Settings = {"layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "ffn": 18_944, "vocab": 152_064}
+QWEN: Settings = {"rope_base": 1e6, "norm_eps": 1e-6, "qkv_bias": True}
+TIED: Settings = {**QWEN, "tie_embeddings": True}
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A model, and what of it is frozen so that weights, gradients and AdamW's state fit on one GPU of 141 GB."""
+
+    vision: Settings
+    llm: Settings
+    freeze: tuple[str, ...] = ()
+
+
+MODELS: dict[str, BenchModel] = {
+    "0.6B + 1.5B": BenchModel(VIT_600M, {**LLM_1_5B, **TIED}),
+    "0.6B + 3B": BenchModel(VIT_600M, {**LLM_3B, **TIED}),
+    # 18 bytes a parameter would be 147 GB: the encoder, the vocabulary's matrices and eight blocks do not train.
+    "0.6B + 7B, partly frozen": BenchModel(
+        {**VIT_600M, "freeze": True}, {**LLM_7B, **QWEN}, ("llm.layers.0.*", "llm.layers.29.*", "llm.layers.[1-8].*")
+    ),
+}
+# The same kinds of layers and the same frozen parts, for `--dry-run`.
+TINY_VIT: Settings = {**VIT_600M, "layers": 2, "hidden": 32, "heads": 2, "ffn": 64}
+TINY_LLM: Settings = {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 96}
+TINY_MODELS: dict[str, BenchModel] = {
+    "tiny": BenchModel(TINY_VIT, {**TINY_LLM, **TIED}),
+    "tiny, partly frozen": BenchModel(
+        {**TINY_VIT, "freeze": True}, {**TINY_LLM, **QWEN}, ("llm.layers.0.*", "llm.layers.4.*", "llm.layers.1.*")
+    ),
+}
+TOKENS = (8192, 16_384)
+DRY_TOKENS = (128, 256)
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """One row of the table."""
+
+    model: str
+    tokens: int  # of a packed microbatch of the LLM
+    attention: str  # `train.attention`
+    kernels: str | None = None  # `train.kernels`; None where recipes do not have it
+    dry: bool = False
+
+    @property
+    def name(self) -> str:
+        """What tables and files call the case."""
+        parts = [self.model, f"{self.tokens} tokens", self.attention, *([self.kernels] if self.kernels else [])]
+        return ", ".join(parts)
+
+    @property
+    def num_microbatches(self) -> int:
+        """The microbatches of a step, which hold equally many tokens whatever their length."""
+        return max(1, (DRY_STEP_TOKENS if self.dry else STEP_TOKENS) // self.tokens)
+
+    def recipe(self) -> Recipe:
+        """Return the recipe of the case, for one rank. Its data is made up (`synthetic.py`)."""
+        model = (TINY_MODELS if self.dry else MODELS)[self.model]
+        train: Settings = {
+            "steps": 1000,
+            "global_batch": self.num_microbatches,
+            "optimizer": {"lr": 1e-5, "weight_decay": 0.1},
+            "attention": self.attention,
+            "freeze": model.freeze,
+        }
+        if self.kernels is not None:
+            train["kernels"] = self.kernels
+        return Recipe.model_validate(
+            {
+                "name": "bench-gpu",
+                "model": {"vision": model.vision, "llm": model.llm},
+                "data": {"sources": [{"path": "none.json"}], "tokenizer": "none.json", "seq_len": self.tokens},
+                "parallel": {"placement": "unified"},
+                "train": train,
+            }
+        )
+
+
+def kernel_choices() -> list[str | None]:
+    """Return the values of `train.kernels`, `auto` first; None alone where recipes do not have the setting."""
+    field = TrainSettings.model_fields.get("kernels")
+    if field is None:
+        return [None]
+    return sorted(get_args(field.annotation), key=lambda name: name != "auto")
+
+
+def bench_cases(
+    models: Sequence[str], tokens: Sequence[int], attention: Sequence[str], kernels: Sequence[str | None], dry: bool
+) -> list[BenchCase]:
+    """Return every combination, the first choices of every model and length first: time may not suffice for all."""
+    choices = [(backend, kernel) for kernel in kernels for backend in attention]
+    return [
+        BenchCase(model, length, backend, kernel, dry)
+        for backend, kernel in choices
+        for length in tokens
+        for model in models
+    ]

@@ -1,0 +1,228 @@
+"""What block 1 of `first_gpu.py` compares: whether this machine computes what the tests hold CPUs to.
+
+    python -m scripts.gpu.correctness rows.json [--dry-run]
+
+Attention backends against the reference; a tiny model trained on one GPU against one process on the CPU, with layers
+recomputed and frozen, in fp32 and bf16; with several GPUs the meshes of the master test that fit on them. Ranks join as
+`mmtrain train` joins them. Needs the development dependencies, since model, batch and meshes are those of the tests.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import torch
+
+from mmtrain.models.attention import (
+    AttentionBackend,
+    AttentionOptions,
+    SequenceLayout,
+    attend,
+    backend_problems,
+    prepare_attention,
+)
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.resilience.launch import free_port, launch_local
+from mmtrain.runtime.training.lr_schedule import learning_rate
+from mmtrain.runtime.world import Address, World, join, leave
+from scripts.gpu.findings import Finding
+from tests.flow.cases import Mesh, Reference, plan, recipe, step_data
+from tests.flow.test_master import CASES, PLAIN
+
+Meshes = dict[str, Mesh]
+Curve = list[tuple[float, ...]]  # (loss, gradient norm) of each step
+Run = Callable[[Recipe, Meshes], Curve]  # trains on the machine under test; without meshes, one process on the CPU
+
+NUM_STEPS = 5
+ALONE: Meshes = {"vision": Mesh((), (0,)), "llm": Mesh((), (0,))}
+RECOMPUTED: Meshes = {"vision": Mesh((), (0,), recompute=(0, 1, 2, 3)), "llm": Mesh((), (0,), recompute=(1, 2, 3, 4))}
+FROZEN = {"train__freeze": ("vision.layers.[01].*", "llm.layers.[02].*", "*norm*")}
+KERNELS_NEED = {"model__llm__head_dim": 8}  # a multiple of 8
+FP32, BF16 = {"train__precision": "fp32"}, {"train__precision": "bf16"}
+# Relative. Adam amplifies the rounding of tiny gradients from step to step, so norms in bf16 say little. Two runs on a
+# GPU differ in the order in which atomic operations add up gradients.
+TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "same": 1e-4}
+HEAD_WIDTHS = (64, 80, 128)  # of Qwen2's and Llama's heads, and of encoders
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: by how much something differs, and how much it may."""
+
+    check: str
+    difference: float | str  # text says why the check was left out
+    allowed: float = 0.0
+
+    def finding(self) -> Finding:
+        """Return the row as blocks report it. What is not a number is wrong."""
+        if isinstance(self.difference, str):
+            return Finding(self.check, self.difference, "left out")
+        verdict = "ok" if self.difference <= self.allowed else "WRONG"
+        return Finding(self.check, f"differs by {self.difference:.1e}, allowed {self.allowed:.0e}", verdict)
+
+
+def main() -> None:
+    """Write the rows to a file after each comparison, until one is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with one mesh of two ranks")
+    options = parser.parse_args()
+    device = torch.device("cpu" if options.dry_run else "cuda")
+    if options.dry_run:
+        torch.set_num_threads(1)  # on a CPU ranks are forked, which threads of OpenMP do not survive
+    num_devices = 2 if options.dry_run else torch.cuda.device_count()
+    findings: list[Finding] = []
+    for row in rows(device, num_devices, train_here, max_meshes=1 if options.dry_run else None):
+        findings.append(row.finding())
+        print(findings[-1], flush=True)
+        options.out.write_text(json.dumps([asdict(finding) for finding in findings]), encoding="utf-8")
+        if findings[-1].verdict == "WRONG":
+            return
+
+
+def rows(device: torch.device, num_devices: int, run: Run, max_meshes: int | None = None) -> Iterator[Row]:
+    """Yield every comparison that this machine allows."""
+    yield from attention_rows(device)
+    yield from training_rows(device, run)
+    yield from islice(mesh_rows(num_devices, run), max_meshes)
+
+
+def attention_rows(device: torch.device) -> Iterator[Row]:
+    """Compare each backend with the fp32 reference: outputs and gradients, causal or not, fewer KV heads or not."""
+    prepare_attention(device)
+    for dtype, backend, width in product((torch.float32, torch.bfloat16), get_args(AttentionBackend), HEAD_WIDTHS):
+        name = f"attention {backend}, {dtype}, heads of {width}"
+        if (problem := backend_problems(device, dtype, width)[backend]) is not None:
+            yield Row(name, problem)
+            continue
+        allowed = 2e-2 if dtype == torch.bfloat16 else 1e-4
+        yield Row(name, _worst_attention_difference(backend, device, dtype, width), allowed)
+
+
+def training_rows(device: torch.device, run: Run) -> Iterator[Row]:
+    """Compare five steps on one device with one process on the CPU in fp32."""
+    settings = recipe(**KERNELS_NEED, **FP32)
+    expected, actual = run(settings, {}), run(settings, ALONE)
+    yield Row("train fp32, one device / CPU", difference(actual, expected), TOLERANCE["fp32"])
+    yield Row("train fp32, recomputed / kept", difference(run(settings, RECOMPUTED), actual), TOLERANCE["same"])
+    frozen = recipe(**KERNELS_NEED, **FP32, **FROZEN)
+    yield Row("train fp32, partly frozen / CPU", difference(run(frozen, ALONE), run(frozen, {})), TOLERANCE["fp32"])
+    for backend in get_args(AttentionBackend):
+        if backend_problems(device, torch.bfloat16, KERNELS_NEED["model__llm__head_dim"])[backend] is not None:
+            continue  # said above
+        half = recipe(**KERNELS_NEED, **BF16, train__attention=backend)
+        actual = run(half, ALONE)
+        losses = difference([curve[:1] for curve in actual], [curve[:1] for curve in expected])
+        yield Row(f"train bf16 with {backend}, one device / CPU fp32, losses", losses, TOLERANCE["bf16"])
+
+
+def mesh_rows(num_devices: int, run: Run) -> Iterator[Row]:
+    """Compare the master test's meshes of two or more ranks that fit with one process on the CPU."""
+    for name, (changes, meshes) in (PLAIN | CASES).items():
+        if not 1 < num_ranks(meshes) <= num_devices:
+            continue
+        settings = recipe(**{**KERNELS_NEED, **FP32, **changes})
+        yield Row(f"mesh: {name}", difference(run(settings, meshes), run(settings, {})), TOLERANCE["fp32"])
+
+
+def num_ranks(meshes: Meshes) -> int:
+    return len({rank for mesh in meshes.values() for rank in mesh.ranks})
+
+
+def difference(actual: Curve, expected: Curve) -> float:
+    """Return the largest relative difference between two curves; NaN if a value is none."""
+    pairs = [(a, b) for f, w in zip(actual, expected, strict=True) for a, b in zip(f, w, strict=True)]
+    return float(np.max([abs(a - b) / abs(b) for a, b in pairs]))
+
+
+def train(settings: Recipe, meshes: Meshes, world: World) -> Curve:
+    """Train on this rank of a world that exists."""
+    job = build_rank_context(settings, plan(settings, **meshes), world)
+    curve: Curve = []
+    for step in range(NUM_STEPS):
+        outcome = job.train(step_data(job, step), learning_rate(settings.train.optimizer, step, NUM_STEPS))
+        assert outcome.grad_norm is not None
+        curve.append((world.all_reduce(outcome.loss), outcome.grad_norm))
+    return curve
+
+
+def train_plainly(settings: Recipe) -> Curve:
+    """Train in one process on the CPU, sample by sample."""
+    reference = Reference(settings)
+    return [reference.step()[:2] for _ in range(NUM_STEPS)]
+
+
+def train_here(settings: Recipe, meshes: Meshes) -> Curve:
+    """Train in this process, joined as a rank of `mmtrain train` is; meshes of several ranks in processes of theirs."""
+    if not meshes:
+        try:
+            return train_plainly(settings)
+        finally:
+            leave()
+    size = num_ranks(meshes)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "curve.json"
+        rank = partial(_train_rank, settings, meshes, out)
+        if size == 1:
+            rank(Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain"))
+        else:
+            launch_local(size, rank)
+        curve: Curve = [tuple(step) for step in json.loads(out.read_text(encoding="utf-8"))]
+        return curve
+
+
+def _train_rank(settings: Recipe, meshes: Meshes, out: Path, address: Address) -> None:
+    world = join(address)
+    try:
+        curve = train(settings, meshes, world)
+        if world.is_first:
+            out.write_text(json.dumps(curve), encoding="utf-8")
+    finally:
+        leave()
+
+
+def _worst_attention_difference(
+    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, width: int
+) -> float:
+    """Return the largest difference over masks and numbers of KV heads."""
+    differences = [
+        _attention_difference(AttentionOptions(backend, *mask), device, dtype, (4, kv_heads, width))
+        for mask in ((True, 0), (True, 40), (False, 0))
+        for kv_heads in (1, 4)
+    ]
+    return float(np.max(differences))
+
+
+def _attention_difference(
+    options: AttentionOptions, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> float:
+    """Return the largest difference of output and gradients, relative to the largest value of each.
+
+    shape: heads, KV heads, width of a head.
+    """
+    layout = SequenceLayout((33, 1, 128, 70))
+    heads, kv_heads, width = shape
+    sizes = ((layout.num_tokens, n, width) for n in (heads, kv_heads, kv_heads, heads))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, up = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
+
+    def run(how: AttentionOptions, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = attend(leaves[0], leaves[1], leaves[2], layout, how)
+        return [out.detach(), *torch.autograd.grad(out, leaves, up.to(out.dtype))]
+
+    expected = run(replace(options, backend="reference"), [x.float() for x in (q, k, v)])
+    pairs = zip(run(options, (q, k, v)), expected, strict=True)
+    return float(np.max([float((a.float() - b).abs().max() / b.abs().max()) for a, b in pairs]))
+
+
+if __name__ == "__main__":
+    main()

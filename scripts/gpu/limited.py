@@ -1,0 +1,101 @@
+"""Run commands with a limit of time each, and end them whole when it is over."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL_S = 0.2
+END_GRACE_S = 10.0  # in which a command that is told to end may do so by itself
+
+
+class Deadline:
+    """The moment at which a block must have ended."""
+
+    def __init__(self, seconds: float) -> None:
+        """End in `seconds` from now."""
+        self._end_s = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; 0 when it is over."""
+        return max(0.0, self._end_s - time.monotonic())
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """How a command ended."""
+
+    code: int | None  # None: its time was over
+    output: str  # of both streams
+    seconds: float
+
+    @property
+    def last_line(self) -> str:
+        """The last line that says something."""
+        lines = [line for line in self.output.splitlines() if line.strip()]
+        return lines[-1].strip() if lines else ""
+
+
+def python_command(*arguments: object) -> list[str]:
+    """Return a command that runs this interpreter with `arguments`."""
+    return [sys.executable, *map(str, arguments)]
+
+
+def run_limited(
+    command: Sequence[str],
+    limit_s: float,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    stop_when: Callable[[], bool] | None = None,
+) -> CommandResult:
+    """Run a command in the root of the tree, in a process group of its own; its output goes to `log`.
+
+    It gets SIGTERM once `stop_when` is true.
+    """
+    started_s = time.monotonic()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    full_env = {**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    code: int | None = None
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT, env=full_env, start_new_session=True
+        )
+        try:
+            if stop_when is not None and _happens(stop_when, process, limit_s):
+                process.terminate()
+            code = process.wait(max(0.1, limit_s - (time.monotonic() - started_s)))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            _end_group(process)
+    return CommandResult(code, log.read_text(encoding="utf-8", errors="replace"), time.monotonic() - started_s)
+
+
+def _happens(condition: Callable[[], bool], process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
+    """Return whether the condition becomes true while the process runs. Raises TimeoutExpired."""
+    deadline = Deadline(limit_s)
+    while process.poll() is None:
+        if condition():
+            return True
+        if not deadline.left_s:
+            raise subprocess.TimeoutExpired(process.args, limit_s)
+        time.sleep(POLL_S)
+    return False
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    """End what is left of the process and its children, which share its process group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        if process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_GRACE_S)

@@ -1,0 +1,44 @@
+"""The cost of a run in GPU-hours, energy and money."""
+
+import pytest
+
+from mmtrain.plan import Plan
+from mmtrain.plan.explain.text_only import with_text_only
+from mmtrain.plan.planner import plan_recipe
+from mmtrain.recipe.parallel_settings import ClusterSettings
+from mmtrain.report.run_cost import run_cost_text
+from mmtrain.report.run_summary import run_summary
+from tests.plan.factory import lengths, recipe
+
+
+@pytest.fixture(scope="module")
+def tiny_plan() -> Plan:
+    return plan_recipe(recipe(), lengths(), world_size=2, hardware="cpu-core", recipe_sha256="a" * 64)
+
+
+def test_gpu_hours_are_always_said_and_energy_and_money_where_they_are_stated() -> None:
+    assert run_cost_text(ClusterSettings(), 1, 36.0, 2) == "1 step: 0.01 h on 2 ranks, 0.02 GPU-hours"
+    priced = ClusterSettings.model_validate({"watts_per_gpu": 700, "price_per_gpu_hour": 2.5})
+    text = run_cost_text(priced, 1000, 9000.0, 64)
+    assert text == "1,000 steps: 2.5 h on 64 ranks, 160 GPU-hours, 112 kWh, 400 at 2.5 a GPU-hour"
+
+
+def test_a_run_ends_with_its_throughput_its_share_of_text_only_efficiency_and_its_cost(tiny_plan: Plan) -> None:
+    throughput = {"tokens_per_s_per_gpu": 400, "text_only_tokens_per_s_per_gpu": 500}
+    predicted = tiny_plan.predicted.model_copy(update=throughput)
+    plan = tiny_plan.model_copy(update={"predicted": predicted})
+    steps = [{"step_time_s": seconds, "tokens_per_s": 900.0, "mfu": 0.1} for seconds in (90.0, 45.0, 45.0)]
+    assert run_summary(plan, ClusterSettings(), steps) == (
+        "median step 45 s, 900 LLM tokens/s, 90% of what the LLM alone is predicted to reach on text (80% planned); "
+        "3 steps: 0.05 h on 2 ranks, 0.1 GPU-hours"
+    )
+    assert run_summary(plan, ClusterSettings(), []) == ""
+    assert "LLM alone" not in run_summary(tiny_plan, ClusterSettings(), steps)
+
+
+def test_the_planner_states_what_the_llm_alone_would_reach(tiny_plan: Plan) -> None:
+    alone = with_text_only(tiny_plan, recipe(), lengths()).predicted
+    assert alone.text_only_share is not None
+    assert 0.1 < alone.text_only_share < 1
+    frozen = recipe(llm={"freeze": True})
+    assert with_text_only(tiny_plan, frozen, lengths()).predicted.text_only_share is None

@@ -1,0 +1,79 @@
+"""`scripts/bench_gpu.py` and what it shares with `first_gpu.py`, on a CPU."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.plan.planner import plan_recipe
+from mmtrain.recipe import recipe_fingerprint
+from scripts import bench_gpu
+from scripts.gpu.cases import MODELS, TOKENS, BenchCase, bench_cases, kernel_choices
+from scripts.gpu.kernel_profile import union_length
+from scripts.gpu.limited import Deadline, python_command, run_limited
+from scripts.gpu.synthetic import SIZES, SyntheticSamples
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_models_have_the_sizes_of_their_names_and_fit_on_one_h200(model: str) -> None:
+    case = BenchCase(model, TOKENS[0], "auto")
+    recipe = case.recipe()
+    shape = build_model_shape(recipe)
+    assert [unit.name for unit in shape.units] == ["vision", "llm"]
+    samples = SyntheticSamples(recipe, SIZES)
+    plan = plan_recipe(
+        recipe,
+        samples.lengths,
+        world_size=1,
+        hardware="h200-141g",
+        recipe_sha256=recipe_fingerprint(recipe),
+    )
+    assert plan.schedule.num_microbatches["llm"] == case.num_microbatches == 4
+    assert 0.3 < plan.predicted.mfu < 0.76
+
+
+def test_every_combination_is_a_case_and_the_first_choices_come_first() -> None:
+    cases = bench_cases(list(MODELS), TOKENS, ["auto", "sdpa"], kernel_choices(), dry=False)
+    assert len(cases) == len(set(cases)) == len(MODELS) * len(TOKENS) * 2 * len(kernel_choices())
+    first = cases[: len(MODELS) * len(TOKENS)]
+    assert {(case.model, case.tokens) for case in first} == {(model, n) for model in MODELS for n in TOKENS}
+    assert {case.attention for case in first} == {"auto"}
+    assert {case.kernels for case in first} == {kernel_choices()[0]}
+
+
+def test_kernels_that_overlap_count_once() -> None:
+    assert union_length([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
+    assert union_length([]) == 0
+
+
+def test_a_command_that_takes_too_long_is_ended_and_what_it_said_is_kept(tmp_path: Path) -> None:
+    endless = python_command("-c", "print('begun'); import threading; threading.Event().wait()")
+    ended = run_limited(endless, 2, tmp_path / "log")
+    assert ended.code is None
+    assert ended.last_line == "begun"
+    assert Deadline(0).left_s == 0
+
+
+def test_a_case_without_time_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = bench_gpu.run_cases([BenchCase("tiny", 128, "auto", dry=True)], tmp_path, Deadline(0))
+    assert [row["problem"] for row in rows] == ["left out: no time"]
+    assert "left out: no time" in capsys.readouterr().out
+    assert json.loads((tmp_path / bench_gpu.RESULT_FILE).read_text())["cases"] == rows
+
+
+@pytest.mark.slow
+def test_the_dry_run_measures_every_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--dry-run", "--tokens", "128", "--attention", "auto", "--profile", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", *arguments])
+    assert bench_gpu.main() == 0
+    cases = json.loads((tmp_path / bench_gpu.RESULT_FILE).read_text())["cases"]
+    assert {row["problem"] for row in cases} == {None}
+    for row in cases:
+        assert 0 < row["text_steps"]["mfu"] < row["steps"]["mfu"] < 1
+        assert row["losses"][-1] < row["losses"][0] + 0.1
+        assert "aten::mm" in row["kernels"]
+    assert "tiny, partly frozen" in capsys.readouterr().out

@@ -1,0 +1,52 @@
+"""The installed torch and Megatron-core have what mmtrain uses outside their stable interfaces."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from scripts import check_libraries
+from scripts.check_libraries import ROOT, USED, Sources, installed, missing, used_of_megatron
+
+
+def test_the_installed_libraries_have_every_name_that_is_used() -> None:
+    assert missing(installed()) == []
+
+
+def test_imports_and_keywords_of_megatron_are_found() -> None:
+    used = used_of_megatron()
+    config = used["megatron.core.transformer.transformer_config", "TransformerConfig"]
+    assert {"kv_channels", "layernorm_zero_centered_gamma", "cuda_graph_scope"} <= config
+    assert "init_state_fn" in used["megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"]
+
+
+def test_private_modules_of_torch_are_listed() -> None:
+    listed = {(module, name.partition(".")[0]) for module, name, _ in USED}
+    for path in (ROOT / "mmtrain").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "from torch._" in text else ():
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch._"):
+                assert {(node.module, alias.name) for alias in node.names} <= listed, path
+
+
+def test_what_a_version_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("from .part import *\n")
+    (tmp_path / "torch" / "part.py").write_text(
+        "class Base:\n    def __init__(self, new): self.kept = new\n"
+        "try:\n    class Other(Base):\n        field: int\nexcept ImportError:\n    pass\n"
+        "def function(first, *, second=None): ...\n"
+    )
+    wanted = (
+        ("torch", "Other", "kept new field gone"),
+        ("torch", "function", "first second third"),
+        ("torch.part", "Lost", ""),
+        ("torch.away", "anything", ""),
+    )
+    monkeypatch.setattr(check_libraries, "USED", wanted)
+    assert missing(Sources((tmp_path,)), "torch") == [
+        "torch.Other has no gone",
+        "torch.function has no third",
+        "torch.part has no Lost",
+        "torch.away has no anything",
+    ]

@@ -1,0 +1,88 @@
+"""`scripts/first_gpu.py`, with this machine's CPU in place of a GPU."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmtrain.models.attention import attend
+from scripts import bench_gpu, first_gpu
+from scripts.gpu import correctness
+from scripts.gpu.blocks import BlockContext, best_case
+from scripts.gpu.findings import BlockReport
+
+CPU = torch.device("cpu")
+
+
+def _verdicts() -> dict[str, str]:
+    return {row.check: row.finding().verdict for row in correctness.attention_rows(CPU)}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_it_says_that_it_needs_cuda(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["first_gpu.py"])
+    assert first_gpu.main() == 2
+    assert "sees no CUDA device here" in capsys.readouterr().err
+
+
+def test_backends_that_agree_are_told_from_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correctness, "HEAD_WIDTHS", (64,))
+    verdicts, right = _verdicts(), attend
+    sdpa = [f"attention sdpa, torch.{dtype}, heads of 64" for dtype in ("float32", "bfloat16")]
+    assert [verdicts[check] for check in sdpa] == ["ok", "ok"]
+    assert verdicts["attention flash_attn, torch.float32, heads of 64"] == "left out"
+    monkeypatch.setattr(correctness, "attend", lambda *a: right(*a) * (1.001 if a[-1].backend == "sdpa" else 1))
+    assert _verdicts()[sdpa[0]] == "WRONG"
+    monkeypatch.setattr(correctness, "attend", lambda *a: right(*a) * (float("nan") if a[-1].backend == "sdpa" else 1))
+    assert _verdicts()[sdpa[0]] == "WRONG"
+
+
+def test_a_wrong_row_ends_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def finds_a_wrong_row(context: BlockContext, report: BlockReport) -> None:
+        assert 0 < context.deadline.left_s <= 60 * 6
+        report.add("one", "differs by 1.0e+00, allowed 1e-03", "WRONG")
+
+    ran: list[int] = []
+    blocks = {
+        1: first_gpu.Block("wrong", finds_a_wrong_row, 60),
+        2: first_gpu.Block("not run", lambda context, report: ran.append(2), 60),
+    }
+    monkeypatch.setattr(first_gpu, "BLOCKS", blocks)
+    monkeypatch.setattr(sys, "argv", ["first_gpu.py", "--dry-run", "--out", str(tmp_path)])
+    assert first_gpu.main() == 1
+    assert ran == []
+    assert "nothing else is worth measuring" in capsys.readouterr().err
+    [finding] = json.loads((tmp_path / "block-1.json").read_text())["findings"]
+    assert finding["verdict"] == "WRONG"
+
+
+def test_the_best_case_has_the_highest_mfu_of_those_that_ran(tmp_path: Path) -> None:
+    results = tmp_path / bench_gpu.RESULT_FILE
+    assert best_case(results, dry=True).model == "tiny"
+    case = {"model": "tiny", "tokens": 128, "attention": "auto", "kernels": None, "dry": True}
+    rows = [
+        {"case": case, "problem": None, "steps": {"mfu": 0.4}},
+        {"case": {**case, "attention": "sdpa"}, "problem": None, "steps": {"mfu": 0.5}},
+        {"case": {**case, "attention": "varlen"}, "problem": "out of memory"},
+    ]
+    results.write_text(json.dumps({"cases": rows}))
+    assert best_case(results, dry=True).attention == "sdpa"
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("first-gpu")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("number", "rows"), [(1, 20), (2, 3), (3, 10), (4, 3)])
+def test_every_block_runs_dry(out: Path, number: int, rows: int) -> None:
+    report = first_gpu.run_block(number, out, dry=True)
+    assert [finding for finding in report.findings if finding.verdict in ("WRONG", "failed")] == []
+    assert len(report.findings) >= rows
+    assert json.loads((out / f"block-{number}.json").read_text())["block"] == number
