@@ -14,6 +14,7 @@ from mmtrain.plan.budget import DEFAULT_BUDGET
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 def least_recompute(
@@ -48,7 +49,9 @@ def least_recompute(
             excess_bytes,
         )
     else:
-        _take_by_ratio(numbers, kinds, saved_bytes, seconds, counts, excess_bytes)
+        columns = np.array([saved_bytes, counts], dtype=np.float64)[:, None]
+        by_ratio, _ = _take_by_ratio(columns[0], np.asarray(seconds), columns[1], np.array([float(excess_bytes)]))
+        numbers[:] = by_ratio[0]
     return tuple(numbers.tolist())
 
 
@@ -66,42 +69,36 @@ def _try_all(saved: FloatArray, seconds: FloatArray, counts: IntArray, excess: f
     return np.append(grid[best], int(num_last[best]))
 
 
-def _take_by_ratio(
-    numbers: IntArray,
-    kinds: Sequence[int],
-    saved: Sequence[float],
-    seconds: Sequence[float],
-    counts: Sequence[int],
-    excess: float,
-) -> None:
-    """Recompute the layers that save most bytes a second, then stop recomputing those that are not needed after all."""
-    missing = excess
-    by_ratio = sorted(kinds, key=lambda k: seconds[k] / saved[k])
-    for k in by_ratio:
-        numbers[k] = min(counts[k], max(int(np.ceil(missing / saved[k] - 1e-9)), 0))
-        missing -= numbers[k] * saved[k]
-    for k in reversed(by_ratio):
-        spare = min(int(numbers[k]), int(-missing / saved[k] + 1e-9)) if missing < 0 else 0
-        numbers[k] -= spare
-        missing += spare * saved[k]
-
-
 def span_recompute(
     saved_bytes: FloatArray, seconds: FloatArray, counts: FloatArray, excess_bytes: FloatArray
 ) -> FloatArray:
     """Return (n,) seconds of recomputation that spans of layers need, nearly the least; infinite where impossible.
 
     saved_bytes: (n, K) of one layer of each kind; seconds: (K,); counts: (n, K) layers of each kind; excess_bytes:
-    (n,). Kinds are used in the order of their ratio, the last one to the layer.
+    (n,).
+    """
+    numbers, is_enough = _take_by_ratio(saved_bytes, seconds, counts, excess_bytes)
+    return np.where(is_enough, numbers @ seconds, np.inf)
+
+
+def _take_by_ratio(
+    saved_bytes: FloatArray, seconds: FloatArray, counts: FloatArray, excess_bytes: FloatArray
+) -> tuple[FloatArray, BoolArray]:
+    """Recompute the layers that save most bytes a second, then stop recomputing those that are not needed after all.
+
+    Arguments as those of `span_recompute`. Returns (n, K) layers of each kind, and (n,) whether they save enough.
     """
     missing = np.maximum(excess_bytes, 0.0)
-    total = np.zeros_like(missing)
+    numbers = np.zeros(counts.shape)
     usable = [k for k in range(len(seconds)) if saved_bytes[:, k].max(initial=0.0) > 0]
-    for k in sorted(usable, key=lambda k: seconds[k] / saved_bytes[:, k].max()):
-        saved = np.maximum(saved_bytes[:, k], 1e-300)
+    by_ratio = sorted(usable, key=lambda k: seconds[k] / saved_bytes[:, k].max())
+    saved = np.maximum(saved_bytes, 1e-300)
+    for k in by_ratio:
         # Where a kind before this one saved too much, the number is negative, and must not be taken back.
-        numbers = np.maximum(np.minimum(np.ceil(missing / saved - 1e-9), counts[:, k]), 0.0)
-        total += numbers * seconds[k]
-        missing -= numbers * saved
-    total[missing > 1e-6] = np.inf
-    return total
+        numbers[:, k] = np.maximum(np.minimum(np.ceil(missing / saved[:, k] - 1e-9), counts[:, k]), 0.0)
+        missing -= numbers[:, k] * saved[:, k]
+    for k in reversed(by_ratio):
+        spare = np.clip(np.floor(-missing / saved[:, k] + 1e-9), 0.0, numbers[:, k])
+        numbers[:, k] -= spare
+        missing += spare * saved[:, k]
+    return numbers, missing <= 1e-6

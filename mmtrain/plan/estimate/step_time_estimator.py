@@ -32,9 +32,7 @@ from mmtrain.program.simulation.timing import BYTES_PER_GRADIENT, NORM_BYTES
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-MAX_END_TABLE_NUMBERS = (
-    3_000_000  # actions times runs that are computed together: 24 MB, what caches can still help with
-)
+MAX_END_TABLE_NUMBERS = 3_000_000  # actions times runs computed together: 24 MB, what caches can still help with
 
 
 @dataclass
@@ -80,9 +78,7 @@ class StepTimeEstimator:
         num_groups = num_replica_groups(assignment)
         if self.max_groups is None or self.max_groups >= num_groups:
             return np.tile(np.arange(num_groups), (len(self.layer_costs.batches.groups), 1))
-        rank_seconds: FloatArray | float = (
-            0.0  # (batches, groups) of the busiest unit, or of all where they share ranks
-        )
+        rank_seconds: FloatArray | float = 0.0  # (batches, groups) of the busiest unit, or of all that share ranks
         for unit, mesh in assignment.meshes.items():
             times = self.layer_costs.unit_times(unit, mesh.tp, assignment.batch_split)
             seconds = np.tensordot(times.count[-1], times.by_kind[:, :RECOMPUTE].sum(axis=1), 1).sum(axis=2)

@@ -162,7 +162,8 @@ def jittered_partitions(
     first = np.zeros((len(inner), 1), np.int64)
     last = np.full((len(inner), 1), around[-1])
     partitions = np.concatenate([first, inner, last], axis=1)
-    partitions = partitions[(np.diff(partitions, axis=1) > 0).all(axis=1) & _allowed(chain, partitions)]
+    partitions = partitions[(np.diff(partitions, axis=1) > 0).all(axis=1)]  # no bound lies outside of the layers
+    partitions = partitions[_allowed(chain, partitions)]
     seconds = chunk_seconds(chain, partitions, recompute_s)
     can_fit = np.isfinite(seconds).all(axis=1)
     partitions, seconds = partitions[can_fit], seconds[can_fit]
