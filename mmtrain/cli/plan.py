@@ -32,6 +32,10 @@ def plan(
         bool,
         typer.Option("--measure", help="Run the best plans for three steps on this machine and choose the fastest."),
     ] = False,
+    cuts: Annotated[
+        int,
+        typer.Option(min=1, help="With --measure: plans to run, the best sizes and other layer partitions of them."),
+    ] = 12,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -84,6 +88,7 @@ def plan(
                 None,
                 placement,
                 measure,
+                cuts,
                 None,
                 baseline,
                 compare,
@@ -130,7 +135,7 @@ def plan(
         compared = None if compare is None else _compared_recipe(recipe, settings_changed, compare, settings)
     timer = plan_timer(settings) if measure else None
     with planning_bar() as progress:
-        request = PlanRequest(top, explain, baseline, timer, progress, progress.announce)
+        request = PlanRequest(top, explain, baseline, timer, cuts, progress, progress.announce)
         if gpu_counts is not None:
             one_line = replace(request, num_alternatives=1, explain=False)
             plan_for = partial(plan_here, lengths=lengths, request=one_line)

@@ -5,8 +5,6 @@ Read `plan` first. `formulate.py` builds its problem, `strategies.py` lists how 
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
 
 from mmtrain.balance import SampleLengths
 from mmtrain.costs.hardware import GIB
@@ -22,14 +20,13 @@ from mmtrain.plan.explain.baselines import BaselinePlanner, reject_baseline
 from mmtrain.plan.explain.suggestions import suggest_changes
 from mmtrain.plan.finish import best_alternatives, finish_plan, reject_slower
 from mmtrain.plan.formulate import formulate_problem, require_feasible
-from mmtrain.plan.problem import MeasureStep, PlanningProblem, PlanRequest
+from mmtrain.plan.measured_choice import Baselines, choose_by_measurement
+from mmtrain.plan.problem import PlanningProblem, PlanRequest
 from mmtrain.plan.search.mesh_enumeration import unit_mesh_sizes
 from mmtrain.plan.search.sequence_parallel import choose_sequence_parallelism
 from mmtrain.plan.search_progress import progress_of_part
 from mmtrain.plan.strategies import strategies_of
 from mmtrain.recipe.schema import Recipe
-
-Baselines = Mapping[str, Candidate]  # simulated, by the name of their rule
 
 
 def plan_recipe(
@@ -70,19 +67,18 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
     if request.baseline is not None:
         baseline = baseline_planner.plan_requested(request.baseline)
         return finish_plan(baseline, evaluator, [reject_for_baseline(results.candidates[0], baseline).alternative])
-    baselines: Baselines = {}
+    request.say("comparing with rules of thumb")
+    baselines: Baselines = baseline_planner.plan_all(max_step_s=slowest_shown_s(results, request))
     if request.measure is None:
-        request.say("comparing with rules of thumb")
-        baselines = baseline_planner.plan_all(max_step_s=slowest_shown_s(results, request))
-    faster = [baseline for baseline in baselines.values() if baseline.step_time_s < results.fastest_s]
-    results = results.merged(SearchResults(tuple(faster)))
-    if request.measure is not None:
-        results = rank_by_measurement(results, evaluator, request.measure)
+        faster = [baseline for baseline in baselines.values() if baseline.step_time_s < results.fastest_s]
+        results = results.merged(SearchResults(tuple(faster)))
+    else:
+        results, baselines = choose_by_measurement(results, baselines, evaluator, request)
     chosen = results.candidates[0]
     request.say("proving the chosen plan")
     verify_program(chosen, evaluator)  # a failure here is an error of the search
     losers = rank_losers(results, baselines)
-    num_shown = len(losers) if request.explain else request.num_alternatives
+    num_shown = len(losers) if request.explain or request.measure is not None else request.num_alternatives
     excluded = excluded_by_memory_bound(evaluator, results)
     return finish_plan(chosen, evaluator, best_alternatives([*losers, *excluded], num_shown))
 
@@ -126,29 +122,9 @@ def run_strategies(evaluator: Evaluator) -> SearchResults:
 def slowest_shown_s(results: SearchResults, request: PlanRequest) -> float:
     """Return the step time above which a candidate is not among the alternatives that are shown."""
     num_shown = request.num_alternatives
-    if request.explain or len(results.candidates) <= num_shown:
+    if request.explain or request.measure is not None or len(results.candidates) <= num_shown:
         return math.inf
     return results.candidates[num_shown].step_time_s
-
-
-def rank_by_measurement(results: SearchResults, evaluator: Evaluator, measure: MeasureStep) -> SearchResults:
-    """Run the candidates predicted fastest and put them in the order of their measured steps.
-
-    OmniBal (arXiv 2407.20761) measures several layer partitions of one mesh; these are the best partitions of different
-    meshes.
-
-    Raises:
-        PlanError: none of them could be run.
-    """
-    num_measured = evaluator.problem.request.num_alternatives
-    measured = [
-        candidate.measured(measure(finish_plan(candidate, evaluator)))
-        for candidate in results.candidates[:num_measured]
-    ]
-    measured.sort(key=lambda candidate: candidate.measured_step_s or 0.0)
-    if measured[0].measured_step_s == math.inf:
-        raise PlanError(f"--measure: none of the {len(measured)} plans predicted to be fastest could be run here")
-    return replace(results, candidates=(*measured, *results.candidates[num_measured:]))
 
 
 def rank_losers(results: SearchResults, baselines: Baselines) -> list[Alternative]:
@@ -158,8 +134,8 @@ def rank_losers(results: SearchResults, baselines: Baselines) -> list[Alternativ
     rejected = [reject_slower(loser, chosen) for loser in slower]
     rejected += results.rejected
     for name, baseline in baselines.items():
-        if baseline.step_time_s > limit_s:
-            rejected.append(reject_baseline(name, baseline, chosen.step_time_s))
+        if baseline.measured_step_s is not None or baseline.step_time_s > limit_s:
+            rejected.append(reject_baseline(name, baseline, chosen))
     predicted = [prediction.alternative(chosen.step_time_s) for prediction in results.predicted_only]
     return [*(loser.alternative for loser in rejected), *predicted]
 

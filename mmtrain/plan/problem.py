@@ -22,6 +22,7 @@ class PlanRequest:
     explain: bool = False  # name every loser
     baseline: str | None = None  # return the plan that this rule of thumb makes (`explain.baselines.BASELINES`)
     measure: MeasureStep | None = None  # runs the plans predicted fastest; the fastest as run is chosen
+    num_measured: int = 12  # plans that are run: sizes and layer partitions of them, not counting rules of thumb
     progress: Progress | None = None
     announce: Callable[[str], None] | None = None  # called with what is done when candidates are settled
 

@@ -136,10 +136,12 @@ def test_explain_shows_every_alternative(plan: RunMmtrain) -> None:
 
 @pytest.mark.slow
 def test_measure_runs_the_best_plans_and_takes_the_fastest(plan: RunMmtrain) -> None:
-    done = plan("--measure", "--top", "2", "--set", "parallel.placement=auto", "--set", "cluster.ranks=2")
+    done = plan("--measure", "--cuts", "2", "--set", "parallel.placement=auto", "--set", "cluster.ranks=2")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count(" per step, predicted ") == 2
-    assert "as measured" in done.stdout
+    assert done.stderr.count(" per step, predicted ") > 2  # rules of thumb are run beside the plans
+    shown = " ".join(done.stdout.split())
+    assert "as measured" in shown
+    assert "baseline" in shown
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Planning requests: fewer ranks, every rejected plan, a measured order, progress."""
 
 import math
+from collections import defaultdict
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -39,21 +41,53 @@ def test_the_plan_that_measures_fastest_is_chosen() -> None:
 
     def backwards(candidate: Plan) -> float:
         asked.append(candidate)
-        return 10.0 - len(asked)
+        return 30.0 - len(asked) if len(asked) <= 4 else 40.0  # then rules of thumb are run
 
-    chosen = planned(recipe(), num_alternatives=3, measure=backwards)
-    assert len(asked) == 3
-    assert [p.predicted.step_time_s for p in asked] == sorted(p.predicted.step_time_s for p in asked)
-    assert chosen.units == asked[2].units
-    assert "1.29x slower as measured" in " ".join(a.reason for a in chosen.alternatives)
+    chosen = planned(recipe(), num_alternatives=3, num_measured=4, measure=backwards)
+    predicted = [p.predicted.step_time_s for p in asked[:4]]
+    assert predicted == sorted(predicted)
+    assert chosen.units == asked[3].units
+    reasons = [a.reason for a in chosen.alternatives]
+    assert any(reason.startswith("1.12x slower as measured") for reason in reasons)
+    num_rules = sum("baseline" in a.summary for a in chosen.alternatives)
+    assert num_rules > 0
+    assert sum("as measured" in reason for reason in reasons) == 3 + num_rules
+
+
+def test_layer_partitions_of_the_best_sizes_are_measured() -> None:
+    asked: list[Plan] = []
+
+    def measure(candidate: Plan) -> float:
+        asked.append(candidate)
+        return 1.0 + len(asked)
+
+    planned(recipe(), num_alternatives=2, num_measured=6, measure=measure)
+    by_size = defaultdict(list)
+    for run in asked[:6]:
+        llm = run.units["llm"]
+        cut = tuple(stage.layers for unit in run.units.values() for stage in unit.stages)
+        by_size[run.placement, llm.tp, llm.pp].append(cut)
+    assert len(by_size) == 2
+    assert sum(map(len, by_size.values())) == sum(len(set(cuts)) for cuts in by_size.values()) == 6
+
+
+def test_a_rule_of_thumb_that_measures_fastest_is_chosen() -> None:
+    rule = planned(recipe(), baseline="megatron")
+    chosen = planned(
+        recipe(), num_alternatives=2, num_measured=2, measure=lambda plan: 1.0 if plan.units == rule.units else 2.0
+    )
+    assert chosen.units == rule.units
+    assert not any("megatron baseline" in a.summary for a in chosen.alternatives)
 
 
 def test_plans_that_cannot_be_run_are_not_chosen() -> None:
-    seconds = iter([math.inf, 1.0, math.inf])
-    chosen = planned(recipe(), num_alternatives=3, explain=True, measure=lambda _: next(seconds))
-    assert [a.reason for a in chosen.alternatives].count("could not be run here") == 2
+    seconds = chain([math.inf, 1.0], repeat(math.inf))
+    chosen = planned(recipe(), num_alternatives=3, num_measured=3, measure=lambda _: next(seconds))
+    reasons = [a.reason for a in chosen.alternatives]
+    assert reasons.count("could not be run here") == 2
+    assert len({*reasons}) > 1  # rules of thumb, which could not be run either
     with pytest.raises(PlanError, match="none of the 2 plans predicted to be fastest could be run"):
-        planned(recipe(), num_alternatives=2, measure=lambda _: math.inf)
+        planned(recipe(), num_alternatives=2, num_measured=2, measure=lambda _: math.inf)
 
 
 def test_meshes_whose_state_alone_is_too_large_are_rejected_for_memory() -> None:

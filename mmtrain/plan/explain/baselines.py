@@ -18,7 +18,7 @@ from mmtrain.plan.candidate import Candidate, MeshAssignment, Rejected
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import FORWARD
 from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
-from mmtrain.plan.explain.why_slower import slower_text
+from mmtrain.plan.explain.why_slower import explain_measured_slower, slower_text
 from mmtrain.plan.search.layer_partition import LayerChain, is_partition_allowed
 from mmtrain.plan.search.mesh_enumeration import assignments_near_shares
 from mmtrain.plan.search.min_max_partition import FloatArray, min_max_partition
@@ -221,13 +221,17 @@ class BaselinePlanner:
         return assignment.tp_group_across_nodes(self.evaluator.problem.hardware.ranks_per_node) is not None
 
 
-def reject_baseline(name: str, baseline: Candidate, chosen_step_s: float) -> Rejected:
+def reject_baseline(name: str, baseline: Candidate, chosen: Candidate) -> Rejected:
     """Return why a baseline was not chosen; the ranking shows it under its name."""
     if name == FLOPS_BASELINE:
         description = "ranks divided among units in proportion to FLOPs"
     else:
         description = PARTITION_RULES[name].description
-    reason = f"{slower_text(baseline.step_time_s / chosen_step_s)}: {description}"
+    if baseline.measured_step_s is None:
+        slower = slower_text(baseline.step_time_s / chosen.step_time_s)
+    else:
+        slower = explain_measured_slower(baseline, chosen)
+    reason = f"{slower}: {description}"
     return Rejected(baseline, reason, label=f"{name} baseline")
 
 

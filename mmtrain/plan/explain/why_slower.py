@@ -51,7 +51,17 @@ def explain_measured_slower(slower: Candidate, chosen: Candidate) -> str:
     if math.isinf(slower.measured_step_s):
         return "could not be run here"
     measured_ratio = slower.measured_step_s / chosen.measured_step_s
-    return f"{measured_ratio:.2f}x slower as measured, {slower.step_time_s / chosen.step_time_s:.2f}x as predicted"
+    reason = f"{measured_ratio:.2f}x slower as measured, {slower.step_time_s / chosen.step_time_s:.2f}x as predicted"
+    return reason if slower.summary != chosen.summary else f"{reason}; layers by stage: {_layers_by_stage(slower)}"
+
+
+def _layers_by_stage(candidate: Candidate) -> str:
+    """Return what tells apart two partitions of one size: `vision 5, llm 2+4`."""
+    counts = {
+        name: "+".join(str(hi - lo) for lo, hi in (stage.layers for stage in unit.stages))
+        for name, unit in candidate.layout.units.items()
+    }
+    return ", ".join(f"{name} {text}" for name, text in counts.items())
 
 
 def _mean_compute_s(candidate: Candidate) -> float:
