@@ -12,6 +12,7 @@ from mmtrain.recipe import Recipe, recipe_fingerprint
 if TYPE_CHECKING:
     from mmtrain.balance import SampleLengths
     from mmtrain.plan import Plan
+    from mmtrain.plan.artifact.plan import StepMeasurement
     from mmtrain.plan.problem import PlanRequest
 
 # Planning makes millions of objects and hardly a reference cycle, so frequent collections only cost time.
@@ -108,29 +109,34 @@ def _on_all_ranks(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"max_gpus": None})})
 
 
-def plan_timer(recipe: Recipe) -> "Callable[[Plan], float]":
-    """Return a function that runs a few steps of a plan here and returns the measured step time in seconds.
+def plan_timer(recipe: Recipe) -> "Callable[[Plan], StepMeasurement]":
+    """Return a function that runs a few steps of a plan here and returns what they took.
 
-    `plan --measure` ranks plans by it. The function prints each result to stderr, and returns infinity for a plan that
-    fails while it runs.
+    `plan --measure` ranks plans by it. The function prints each result to stderr; a plan that fails while it runs takes
+    infinitely long.
     """
     from mmtrain.cli.recipe_index import print_note
     from mmtrain.errors import RunError
+    from mmtrain.plan.artifact.plan import StepMeasurement
     from mmtrain.recipe import require_runnable
     from mmtrain.report.plain_text import seconds_text
     from mmtrain.report.scaling import layout_text
 
     require_runnable(recipe, "plan --measure")
-    from mmtrain.runtime.profiling.measure_plans import measure_step_time
+    from mmtrain.runtime.profiling.measure_plans import measure_step
 
-    def seconds(plan: "Plan") -> float:
+    def measured(plan: "Plan") -> StepMeasurement:
         try:
-            measured = measure_step_time(recipe, plan)
+            step = measure_step(recipe, plan)
         except RunError as error:
             print_note(f"{layout_text(plan)}: failed to run: {str(error).splitlines()[0]}")
-            return math.inf
-        predicted = seconds_text(plan.predicted.step_time_s)
-        print_note(f"{layout_text(plan)}: {seconds_text(measured)} per step, predicted {predicted}")
-        return measured
+            return StepMeasurement(math.inf)
+        if step.is_out_of_memory:
+            print_note(f"{layout_text(plan)}: out of memory")
+            return step
+        seconds = f"{seconds_text(step.seconds)} per step, predicted {seconds_text(plan.predicted.step_time_s)}"
+        held = "" if step.memory_ratio is None else f"; {step.memory_ratio:.2f} of the memory that is counted"
+        print_note(f"{layout_text(plan)}: {seconds}{held}")
+        return step
 
-    return seconds
+    return measured

@@ -111,6 +111,14 @@ class BaselineBudget:
 
 
 @dataclass(frozen=True)
+class RerunBudget:
+    """How often a plan that is run recomputes more or fewer layers (`measured_choice.py`); chosen by hand."""
+
+    max_take_backs: int = 3  # runs with less recomputation than the memory model asks for
+    shares_after_misfit: tuple[float, ...] = (0.9, 0.8, 0.7)  # of the memory, counted, after a run had too little
+
+
+@dataclass(frozen=True)
 class ExplanationBudget:
     """How many losers are explained, and how long a fitting change is sought where nothing fits; all by hand."""
 
@@ -134,6 +142,7 @@ class SearchBudget:
     evaluation: EvaluationBudget = field(default_factory=EvaluationBudget)
     colocated: ColocatedBudget = field(default_factory=ColocatedBudget)
     baselines: BaselineBudget = field(default_factory=BaselineBudget)
+    reruns: RerunBudget = field(default_factory=RerunBudget)
     explanations: ExplanationBudget = field(default_factory=ExplanationBudget)
 
 

@@ -130,6 +130,7 @@ class Candidate:
     explicit_schedule: SchedulePlan | None = None  # 1F1B where there is none
     simulation: Simulation | None = None
     measured_step_s: float | None = None  # infinite where it could not be run
+    memory_ratio: float | None = None  # as run, see `problem.StepMeasurement`
 
     def bounded(self, seconds: float) -> "Candidate":
         """Return it with a lower bound of its step, at least as tight as before."""
@@ -157,10 +158,10 @@ class Candidate:
         self._require(CandidateStage.FITTED)
         return replace(self, stage=CandidateStage.SIMULATED, simulation=simulation)
 
-    def measured(self, seconds: float) -> "Candidate":
-        """Return it with the seconds of its step as run."""
+    def measured(self, seconds: float, memory_ratio: float | None = None) -> "Candidate":
+        """Return it with the seconds of its step as run, and what its ranks held beside what was counted."""
         self._require(CandidateStage.SIMULATED)
-        return replace(self, stage=CandidateStage.MEASURED, measured_step_s=seconds)
+        return replace(self, stage=CandidateStage.MEASURED, measured_step_s=seconds, memory_ratio=memory_ratio)
 
     @property
     def placement(self) -> Placement:

@@ -8,7 +8,7 @@ from itertools import chain, groupby
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
 from mmtrain.plan.artifact.data_drift import summarize_data
-from mmtrain.plan.artifact.plan import Alternative, Plan, Prediction
+from mmtrain.plan.artifact.plan import Alternative, MeasuredPlan, Plan, Prediction
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate, CandidateStage, Rejected
 from mmtrain.plan.colocated.encoder_order import scheduling_efficiency
 from mmtrain.plan.estimate.evaluator import Evaluator
@@ -30,7 +30,17 @@ def finish_plan(chosen: Candidate, evaluator: Evaluator, alternatives: Sequence[
         schedule=chosen.schedule,
         data=summarize_data(problem.batches.lengths, evaluator.layer_costs.graph_memory(chosen.graph).largest_load),
         predicted=predict(chosen, evaluator),
+        measured=_as_measured(chosen, evaluator),
         alternatives=tuple(alternatives),
+    )
+
+
+def _as_measured(chosen: Candidate, evaluator: Evaluator) -> MeasuredPlan | None:
+    if chosen.measured_step_s is None:
+        return None
+    fits_as_counted = chosen.peak_bytes <= evaluator.memory_bytes
+    return MeasuredPlan(
+        step_time_s=chosen.measured_step_s, memory_ratio=None if fits_as_counted else chosen.memory_ratio
     )
 
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 from mmtrain.costs import CostModel, Hardware, Precision, StateBytes, state_bytes
 from mmtrain.models.model_shape import ModelShape
-from mmtrain.plan.artifact.plan import Placement, Plan
+from mmtrain.plan.artifact.plan import Placement, Plan, StepMeasurement
 from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.plan.search.constraints import RecomputeMode, SequenceParallelSetting, UnitChoices
 from mmtrain.plan.search_progress import Progress
 from mmtrain.recipe.schema import Recipe
 
-MeasureStep = Callable[[Plan], float]  # seconds of a step as run here; infinity where the plan could not be run
+MeasureStep = Callable[[Plan], StepMeasurement]  # runs a few steps of a plan
 
 
 @dataclass(frozen=True)

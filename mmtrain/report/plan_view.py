@@ -110,6 +110,10 @@ def _sentences(plan: Plan) -> Iterator[str]:
         f"Predicted step ({predicted.cost_source}): {seconds_text(predicted.step_time_s)}, MFU {predicted.mfu:.1%}, "
         f"{predicted.tokens_per_s_per_gpu:,.0f} LLM tokens/s per rank ({tokens_per_s} in total), peak memory {peak}."
     )
+    if plan.measured is not None:
+        as_run = f"As run here, a step takes {seconds_text(plan.measured.step_time_s)}"
+        ratio = plan.measured.memory_ratio
+        yield f"{as_run}." if ratio is None else f"{as_run}, and ranks hold {ratio:.2f} of what is counted: so it fits."
     if predicted.text_only_share is not None:
         yield (
             f"That is {predicted.text_only_share:.0%} of what the LLM alone reaches on as many tokens of text "

@@ -8,7 +8,7 @@ from mmtrain.data import build_index
 from mmtrain.errors import UserError
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.profiling.measure_plans import measure_step_time, measure_step_times
+from mmtrain.runtime.profiling.measure_plans import measure_step, measure_step_times
 from tests.distributed import fork_ranks
 from tests.flow.runs import request_for
 
@@ -24,13 +24,16 @@ def _measure(_rank: int, _size: int, _folder: Path, data: Path) -> list[float]:
         chosen = plan_recipe(recipe, build_index(recipe).lengths, world_size=2, hardware="cpu-core", recipe_sha256="x")
         assert chosen.placement == placement
         plans.append(chosen)
-    seconds = [measure_step_time(recipe, chosen)]
+    measured = measure_step(recipe, chosen)
+    assert measured.memory_ratio is not None
+    assert 0.3 < measured.memory_ratio < 30  # a tiny model: buffers of the libraries weigh more than its tensors
+    seconds = [measured.seconds]
     for found in measure_step_times(recipe, plans, num_steps=2):
         assert len(found) == 2
         seconds += found
     elsewhere = chosen.model_copy(update={"hardware": "h100-80g"})
     with pytest.raises(UserError, match="the plan is for h100-80g and this machine is cpu-core"):
-        measure_step_time(recipe, elsewhere)
+        measure_step(recipe, elsewhere)
     return seconds
 
 

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
+from mmtrain.models import build_model_shape
 from mmtrain.plan import Plan
+from mmtrain.plan.artifact.plan import StepMeasurement
+from mmtrain.plan.artifact.plan_memory import DeviceMemory, prove_memory
 from mmtrain.plan.planner import plan
 from mmtrain.plan.problem import PlanRequest
 from mmtrain.recipe.schema import Recipe
@@ -39,9 +43,9 @@ def test_all_losers_are_explained_on_demand() -> None:
 def test_the_plan_that_measures_fastest_is_chosen() -> None:
     asked: list[Plan] = []
 
-    def backwards(candidate: Plan) -> float:
+    def backwards(candidate: Plan) -> StepMeasurement:
         asked.append(candidate)
-        return 30.0 - len(asked) if len(asked) <= 4 else 40.0  # then rules of thumb are run
+        return StepMeasurement(30.0 - len(asked) if len(asked) <= 4 else 40.0)  # then rules of thumb are run
 
     chosen = planned(recipe(), num_alternatives=3, num_measured=4, measure=backwards)
     predicted = [p.predicted.step_time_s for p in asked[:4]]
@@ -57,9 +61,9 @@ def test_the_plan_that_measures_fastest_is_chosen() -> None:
 def test_layer_partitions_of_the_best_sizes_are_measured() -> None:
     asked: list[Plan] = []
 
-    def measure(candidate: Plan) -> float:
+    def measure(candidate: Plan) -> StepMeasurement:
         asked.append(candidate)
-        return 1.0 + len(asked)
+        return StepMeasurement(1.0 + len(asked))
 
     planned(recipe(), num_alternatives=2, num_measured=6, measure=measure)
     by_size = defaultdict(list)
@@ -73,21 +77,71 @@ def test_layer_partitions_of_the_best_sizes_are_measured() -> None:
 
 def test_a_rule_of_thumb_that_measures_fastest_is_chosen() -> None:
     rule = planned(recipe(), baseline="megatron")
-    chosen = planned(
-        recipe(), num_alternatives=2, num_measured=2, measure=lambda plan: 1.0 if plan.units == rule.units else 2.0
-    )
+
+    def measure(candidate: Plan) -> StepMeasurement:
+        return StepMeasurement(1.0 if candidate.units == rule.units else 2.0)
+
+    chosen = planned(recipe(), num_alternatives=2, num_measured=2, measure=measure)
     assert chosen.units == rule.units
     assert not any("megatron baseline" in a.summary for a in chosen.alternatives)
 
 
 def test_plans_that_cannot_be_run_are_not_chosen() -> None:
     seconds = chain([math.inf, 1.0], repeat(math.inf))
-    chosen = planned(recipe(), num_alternatives=3, num_measured=3, measure=lambda _: next(seconds))
+    chosen = planned(recipe(), num_alternatives=3, num_measured=3, measure=lambda _: StepMeasurement(next(seconds)))
     reasons = [a.reason for a in chosen.alternatives]
     assert reasons.count("could not be run here") == 2
     assert len({*reasons}) > 1  # rules of thumb, which could not be run either
     with pytest.raises(PlanError, match="none of the 2 plans predicted to be fastest could be run"):
-        planned(recipe(), num_alternatives=2, num_measured=2, measure=lambda _: math.inf)
+        planned(recipe(), num_alternatives=2, num_measured=2, measure=lambda _: StepMeasurement(math.inf))
+
+
+@pytest.fixture(scope="module")
+def tight() -> tuple[Recipe, Plan]:
+    """A recipe whose ranks have too little memory to run without recomputation, and its plan."""
+    settings = recipe(parallel={"placement": "unified", "llm": {"tp": 1, "pp": 2}}, cluster={"memory_gib": 0.026})
+    return settings, planned(settings, world_size=2)
+
+
+def _num_recomputed(plan: Plan) -> int:
+    return sum(len(stage.recompute) for unit in plan.units.values() for stage in unit.stages)
+
+
+def test_recomputation_is_taken_back_where_runs_leave_room(tight: tuple[Recipe, Plan]) -> None:
+    """Runs hold 0.8 of what is counted, so plans may count 1.25 times what a rank has, and no more."""
+    settings, modelled = tight
+
+    def measure(candidate: Plan) -> StepMeasurement:
+        held_gib = 0.8 * max(candidate.predicted.peak_memory_gib.values())
+        if held_gib > 0.026:
+            return StepMeasurement(math.inf, is_out_of_memory=True)
+        return StepMeasurement(1.0 + _num_recomputed(candidate), memory_ratio=0.8)
+
+    chosen = planned(settings, world_size=2, num_alternatives=1, num_measured=1, measure=measure)
+    assert _num_recomputed(chosen) < _num_recomputed(modelled)
+    assert 0.026 < max(chosen.predicted.peak_memory_gib.values()) <= 0.026 / 0.8
+    assert chosen.measured is not None
+    assert chosen.measured.memory_ratio == 0.8
+    shape = build_model_shape(settings)
+    assert prove_memory(settings, chosen, shape, DeviceMemory(0.026 * GIB, "a rank")) is not None
+    as_counted = chosen.model_copy(update={"measured": None})
+    with pytest.raises(PlanError, match="does not fit this device"):
+        prove_memory(settings, as_counted, shape, DeviceMemory(0.026 * GIB, "a rank"))
+
+
+def test_recomputation_is_added_where_a_run_ends_without_memory(tight: tuple[Recipe, Plan]) -> None:
+    settings, modelled = tight
+
+    def measure(candidate: Plan) -> StepMeasurement:
+        held_gib = 1.15 * max(candidate.predicted.peak_memory_gib.values())
+        if held_gib > 0.026:
+            return StepMeasurement(math.inf, is_out_of_memory=True)
+        return StepMeasurement(1.0, memory_ratio=1.15)
+
+    chosen = planned(settings, world_size=2, num_alternatives=1, num_measured=1, measure=measure)
+    assert _num_recomputed(chosen) > _num_recomputed(modelled)
+    assert chosen.measured is not None
+    assert chosen.measured.memory_ratio is None  # it fits as counted
 
 
 def test_meshes_whose_state_alone_is_too_large_are_rejected_for_memory() -> None:

@@ -1,6 +1,7 @@
 """The plan: which ranks hold which layers, and its predicted step. It is saved as JSON and read back exactly."""
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -135,6 +136,24 @@ class Alternative(_Frozen):
     runnable: bool = True  # by the runtime of this version
 
 
+@dataclass(frozen=True)
+class StepMeasurement:
+    """What a few steps of a plan took on this machine."""
+
+    seconds: float  # of one step; infinity where the plan could not be run
+    # The bytes of the rank that held most beside what was counted for it and for the batches run; None: unknown.
+    memory_ratio: float | None = None
+    is_out_of_memory: bool = False
+
+
+class MeasuredPlan(_Frozen):
+    """What `plan --measure` saw in a few steps of this plan."""
+
+    step_time_s: float
+    # By what its memory was counted too large; only where it fits by this alone, see `plan_memory.prove_memory`.
+    memory_ratio: float | None = None
+
+
 class Plan(_Frozen):
     """What the planner saves and the runtime executes, unchanged."""
 
@@ -148,6 +167,7 @@ class Plan(_Frozen):
     schedule: SchedulePlan
     data: PlannedData | None = None
     predicted: Prediction
+    measured: MeasuredPlan | None = None  # None where it was not run
     alternatives: tuple[Alternative, ...] = Field(())
 
     @property
@@ -157,6 +177,8 @@ class Plan(_Frozen):
         unstated: dict[str, bool | dict[str, bool]] = {}
         if self.precision is None:
             unstated["precision"] = True
+        if self.measured is None:
+            unstated["measured"] = True
         if self.data is not None and self.data.largest_microbatch is None:
             unstated["data"] = {"largest_microbatch": True}
         added_later = ("memory_gib", "text_only_tokens_per_s_per_gpu")

@@ -37,7 +37,8 @@ def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMe
     """Prove that every rank of the plan has room on `device`; return what its activations may take, for the checker.
 
     The figures are counted anew from the plan's stages, not read from its prediction. A plan file of an older version
-    does not state its largest microbatches: there the predicted peaks are compared, and None is returned.
+    does not state its largest microbatches: there the predicted peaks are compared, and None is returned. Of a plan
+    that `plan --measure` found to hold less than what is counted, so much less is counted.
 
     Raises:
         PlanError: names the rank that needs most, the kind of memory that binds, and what makes room.
@@ -52,9 +53,14 @@ def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMe
     counted = _graph_memory(recipe, plan, shape)
     memory = _memory_by_rank(recipe, plan, graph, counted)
     rank = max(memory, key=lambda number: memory[number].total)
-    if memory[rank].total > device.nbytes:
-        raise PlanError(_refusal(f"rank {rank} needs {_need_text(memory[rank])}", device, memory[rank].binding))
-    return counted.activation_limit(graph, memory, device.nbytes)
+    ratio = 1.0
+    if plan.measured is not None and plan.measured.memory_ratio is not None:
+        ratio = plan.measured.memory_ratio
+    if memory[rank].total * ratio > device.nbytes:
+        as_run = "" if ratio == 1 else f" as counted, {ratio:.2f} of it as `plan --measure` found"
+        need = f"rank {rank} needs {_need_text(memory[rank])}{as_run}"
+        raise PlanError(_refusal(need, device, memory[rank].binding))
+    return counted.activation_limit(graph, memory, device.nbytes / ratio)
 
 
 def plan_memory(recipe: Recipe, plan: Plan, shape: ModelShape) -> dict[int, RankMemory]:

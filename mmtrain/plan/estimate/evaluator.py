@@ -74,17 +74,20 @@ class Evaluator:
             self._estimators[num_replica_groups] = StepTimeEstimator(self.layer_costs, machine, num_replica_groups)
         return self._estimators[num_replica_groups]
 
-    def fit(self, candidate: Candidate, num_in_flight: Mapping[StageId, int]) -> Candidate | Rejected:
+    def fit(
+        self, candidate: Candidate, num_in_flight: Mapping[StageId, int], memory_bytes: float | None = None
+    ) -> Candidate | Rejected:
         """Recompute as few layers of a partitioned candidate as memory demands, under 1F1B.
 
-        num_in_flight: microbatches of each stage between forward and backward, at most.
+        num_in_flight: microbatches of each stage between forward and backward, at most. memory_bytes: that ranks may
+        hold as counted; by default what they have.
         """
         assert candidate.partition is not None
         fit = fit_memory(
             candidate.assignment,
             candidate.partition,
             self.layer_costs,
-            self.memory_bytes,
+            self.memory_bytes if memory_bytes is None else memory_bytes,
             num_in_flight,
             self.budget.evaluation,
         )

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -27,6 +28,13 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+
+
+def held_memory_bytes(device: torch.device) -> int:
+    """Return the memory held now, by the CUDA allocator or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
 
 
 def peak_reserved_bytes(device: torch.device) -> int | None:
