@@ -123,7 +123,7 @@ def grouping(tokens: np.ndarray) -> None:
     print("method    replicas groups  batch  fill   pad    dist tiles / tokens / audio   summed-1   seconds")
     for replicas in (8, 64):
         for name, method in by_method.items():
-            seconds, groups = _least_seconds(lambda method=method, r=replicas: method(r, LOADS_APART), 2)
+            seconds, groups = least_seconds(lambda method=method, r=replicas: method(r, LOADS_APART), 2)
             steps = _steps(groups.loads(tokens), replicas)
             summed = method(replicas, LOADS_SUMMED) if name == "matched" else groups
             over = max_over_mean(_steps(summed.loads(tokens) @ LOADS_SUMMED[0], replicas)) - 1
@@ -194,8 +194,8 @@ def training(tokens: np.ndarray) -> None:
     }  # tile : token = 300 : 1
     for (replicas, microbatches), matching in product(TRAINING_SIZES, MATCHINGS):
         grouping = Grouping(MAX_GROUP_TOKENS, WINDOW, replicas * microbatches, matching=matching)
-        seconds, stream = _least_seconds(lambda g=grouping: GroupStream(lengths, g, 0), 1)
-        far, _ = _least_seconds(lambda s=stream, g=grouping: s.groups(10**6 * g.global_batch, g.global_batch), 1)
+        seconds, stream = least_seconds(lambda g=grouping: GroupStream(lengths, g, 0), 1)
+        far, _ = least_seconds(lambda s=stream, g=grouping: s.groups(10**6 * g.global_batch, g.global_batch), 1)
         print(
             f"  training, {replicas} replicas of {microbatches} microbatches, matched by {matching}: starts in "
             f"{seconds:.2f} s, step 1,000,000 found in {far * 1e3:.0f} ms"
@@ -276,7 +276,7 @@ def isf_speed(many: np.ndarray) -> None:
     for tokens, limit in ((many[:NUM_SAMPLES], 0.2), (many, 2.0)):
         two = np.ascontiguousarray(tokens[:, :2])
         budgets, fill = _isf_budgets(tokens)
-        seconds, _ = _least_seconds(
+        seconds, _ = least_seconds(
             lambda two=two, b=budgets, f=fill: group_by_isf(two, b, f, 10, np.random.default_rng(0))
         )
         target(f"isf, 10 rounds, two budgets: seconds for {len(tokens)} samples", seconds, limit)
@@ -295,7 +295,7 @@ def post_and_nodes(tokens: np.ndarray, exact: bool) -> None:
         BatchCost("convolution", padding=1e-4),
     ]
     for cost in costs:
-        seconds, moved = _least_seconds(lambda cost=cost: rebalance(lengths, source, num, cost))
+        seconds, moved = least_seconds(lambda cost=cost: rebalance(lengths, source, num, cost))
         loads, before = (cost.of_ranks(lengths, rank, num) for rank in (moved.dest_rank, source))
         print(
             f"  post-balancing {cost.kind} (quadratic {cost.quadratic:g}): max/mean {before.max() / before.mean():.4f} "
@@ -306,7 +306,7 @@ def post_and_nodes(tokens: np.ndarray, exact: bool) -> None:
             target(f"post-balancing {num} x {per}: max/mean", float(loads.max() / loads.mean()), 1.001)
     batch = rebalance(lengths, source, num, BatchCost()).dest_rank
     for swaps in (0, 20):
-        seconds, replica = _least_seconds(
+        seconds, replica = least_seconds(
             lambda swaps=swaps: rearrange_across_nodes(source, batch, lengths, num, 8, swaps)
         )
         before, after = (off_node_bytes(source, batch, lengths, r, 8) for r in (np.arange(num), replica))
@@ -380,7 +380,7 @@ def ordering() -> None:
             },
         }
         for name, search in searches.items():
-            search_s, order = _least_seconds(search, 2)
+            search_s, order = least_seconds(search, 2)
             span, before = makespans_1f1b(forward, backward, np.stack([order, given_order]))
             assert name == "constructed" or span <= before, "worse than the given order"
             removed[name].append(float((chance - span) / excess))
@@ -420,7 +420,7 @@ def ordering_chunks(stages: int, chunks: int, num: int) -> None:
         costs = np.array([[t.cost.linear * (uneven if t.unit == "vision" else np.ones(num)) for t in table.tasks]])
         chance = recurrence.makespans(costs, np.stack([rng.permutation(num) for _ in range(50)])).mean()
         forward, backward = (seconds_of_ranks[None] for seconds_of_ranks in recurrence.rank_seconds(costs[0]))
-        search_s, order = _least_seconds(
+        search_s, order = least_seconds(
             lambda f=forward, b=backward, c=costs: reorder_microbatches(
                 f, b, np.arange(num), 2, np.random.default_rng(0), score=lambda orders: recurrence.makespans(c, orders)
             ),
@@ -528,7 +528,8 @@ def _fill(groups: SampleGroups, tokens: np.ndarray, which: np.ndarray) -> str:
     return f"{groups.loads(tokens)[which, TOKENS].mean() / MAX_GROUP_TOKENS:.0%} full"
 
 
-def _least_seconds(work: Callable[[], T], times: int = 3) -> tuple[float, T]:
+def least_seconds(work: Callable[[], T], times: int = 3) -> tuple[float, T]:
+    """Run `work` several times; return the least processor seconds, and its result."""
     best = float("inf")
     for _ in range(times):
         start = time.process_time()

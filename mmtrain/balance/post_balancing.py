@@ -7,7 +7,7 @@ batches in descending order.
 """
 
 import heapq
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,9 +17,9 @@ from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.check_lengths import check_lengths
 from mmtrain.balance.rearrangement import Rearrangement, slots, stable_order
 
-LoadKeys = Callable[[FloatArray], FloatArray]  # loads (d, k) -> (d,), growing with the loads
-
 MIN_RANKS_TO_VECTORIZE = 64  # with fewer, one sample at a time on a heap is faster than many at once
+MIN_ROUND_SHARE = 1 / 20  # of the ranks; a round that serves fewer takes longer than a heap (64 to 2,560 ranks)
+SAMPLES_PER_HEAP_RUN = 4096  # one by one, before a round is tried again
 TWO_KEY_TOLERANCE = 1.0  # of the two-key algorithm, in mean samples: sums this close count as equal
 
 
@@ -28,7 +28,7 @@ class BatchCost:
     """What one rank's batch of lengths l costs, which decides which algorithm balances it.
 
     kind "packed": linear * sum(l) + quadratic * sum(l^2), sequences side by side without padding.
-    kind "two_key": the same cost; sums within a tolerance count as equal and the sums of squares decide.
+    kind "two_key": the same cost; long samples compare sums in steps of a tolerance, then sums of squares.
     kind "padded": linear * L + quadratic * L^2 / b with L = b * max(l), b the batch's size.
     kind "convolution": sum(l) + padding * b * max(l)^2, convolutions without padding before padded attention.
 
@@ -78,63 +78,97 @@ def rebalance(lengths: IntArray, source_rank: IntArray, num_ranks: int, cost: Ba
 
 def _packed(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
     """Assign longest first to the least loaded rank: at most 4/3 - 1/(3 d) of the optimum, since costs add up."""
-    alone = cost.of_samples(lengths)
-    return assign_greedily(alone[:, None], stable_order(lengths)[::-1], num_ranks, lambda loads: loads[:, 0])
+    return assign_greedily(cost.of_samples(lengths), stable_order(lengths)[::-1], num_ranks)
 
 
 def _two_key(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
     """Assign longest first; sums are compared in steps of a tolerance, and within a step the sums of squares.
 
-    A step is one mean sample. The two keys are one number: the step, and the squares as a fraction of all squares.
+    A step is one mean sample. A sample shorter than that does not lift a rank by a step, so by the two keys one rank
+    would take many of them in a row. Short samples go to the rank with the least cost instead, which evens out the
+    differences that the tolerance left.
     """
-    sizes = np.stack([lengths, lengths.astype(np.float64) ** 2], axis=1)
-    step = max(TWO_KEY_TOLERANCE * float(lengths.mean()), 1.0) if len(lengths) else 1.0
-    squares = float(sizes[:, 1].sum()) + 1.0
-    return assign_greedily(
-        sizes,
-        stable_order(lengths)[::-1],
-        num_ranks,
-        lambda loads: np.floor(loads[:, 0] / step) + loads[:, 1] / squares,
-    )
+    if not len(lengths):
+        return np.empty(0, dtype=np.int64)
+    descending = stable_order(lengths)[::-1]
+    step = max(TWO_KEY_TOLERANCE * float(lengths.mean()), 1.0)
+    num_long = int((lengths >= step).sum())
+    is_long, is_short = descending[:num_long], descending[num_long:]
+    squares = lengths.astype(np.float64) ** 2
+    steps = SteppedLoads(lengths.astype(np.float64), step)
+    rank = assign_greedily(squares / (squares.sum() + 1.0), is_long, num_ranks, steps)
+    loads = cost.of_ranks(lengths[is_long], rank[is_long], num_ranks)
+    rank[is_short] = assign_greedily(cost.of_samples(lengths), is_short, num_ranks, initial_loads=loads)[is_short]
+    return rank
 
 
-def assign_greedily(sizes: FloatArray, order: IntArray, num_ranks: int, keys: LoadKeys) -> IntArray:
-    """Assign samples in `order`, each to the rank with the least key; return (n,) ranks.
+@dataclass(frozen=True)
+class SteppedLoads:
+    """Loads that greedy assignment compares first, in whole steps."""
 
-    sizes: (n, k) what each sample adds to the loads of its rank.
+    sizes: FloatArray  # (n,) what each sample adds
+    step: float
+
+
+def assign_greedily(
+    sizes: FloatArray,
+    order: IntArray,
+    num_ranks: int,
+    stepped: SteppedLoads | None = None,
+    initial_loads: FloatArray | None = None,
+) -> IntArray:
+    """Assign samples in `order`, each to the rank with the least load; return (n,) ranks.
+
+    sizes: (n,) what each sample adds to the load of its rank; below 1 in sum where `stepped` loads are compared first.
+    initial_loads: (num_ranks,) by default 0. Samples that are not in `order` get rank 0.
+
+    With many ranks, whole rounds of samples are assigned at once. Where one rank is far below the others and takes
+    many small samples in a row, rounds are short; a run of samples then goes through a heap.
     """
-    if num_ranks < MIN_RANKS_TO_VECTORIZE:
-        return _assign_one_by_one(sizes, order, num_ranks, keys)
-    rank = np.empty(len(sizes), dtype=np.int64)
-    loads = np.zeros((num_ranks, sizes.shape[1]))
-    key = keys(loads)
+    rank = np.zeros(len(sizes), dtype=np.int64)
+    loads = np.zeros(num_ranks) if initial_loads is None else initial_loads.astype(np.float64)
+    coarse, step = np.zeros(num_ranks), 1.0
+    coarse_sizes = np.zeros(len(sizes))
+    if stepped is not None:
+        coarse_sizes, step = stepped.sizes, stepped.step
     num_assigned = 0
     while num_assigned < len(order):
-        ranks = np.argsort(key, kind="stable")[: len(order) - num_assigned]
-        samples = order[num_assigned : num_assigned + len(ranks)]
-        new_key = keys(loads[ranks] + sizes[samples])
-        # The i-th sample goes to the i-th rank as long as no rank served before it has the least key again.
-        least_again = np.flatnonzero(key[ranks][1:] > np.minimum.accumulate(new_key)[:-1])
-        count = int(least_again[0]) + 1 if len(least_again) else len(ranks)
-        ranks, samples = ranks[:count], samples[:count]
-        rank[samples] = ranks
-        loads[ranks] += sizes[samples]
-        key[ranks] = new_key[:count]
-        num_assigned += count
+        if num_ranks >= MIN_RANKS_TO_VECTORIZE:
+            key = np.floor(coarse / step) + loads
+            ranks = np.argsort(key, kind="stable")[: len(order) - num_assigned]
+            samples = order[num_assigned : num_assigned + len(ranks)]
+            new_coarse, new_loads = coarse[ranks] + coarse_sizes[samples], loads[ranks] + sizes[samples]
+            new_key = np.floor(new_coarse / step) + new_loads
+            # The i-th sample goes to the i-th rank as long as no rank served before it has the least key again.
+            least_again = np.flatnonzero(key[ranks][1:] > np.minimum.accumulate(new_key)[:-1])
+            count = int(least_again[0]) + 1 if len(least_again) else len(ranks)
+            rank[samples[:count]] = ranks[:count]
+            coarse[ranks[:count]], loads[ranks[:count]] = new_coarse[:count], new_loads[:count]
+            num_assigned += count
+            if count >= MIN_ROUND_SHARE * num_ranks:
+                continue
+        samples = order[num_assigned : num_assigned + SAMPLES_PER_HEAP_RUN]
+        rank[samples] = _assign_one_by_one(coarse_sizes[samples], sizes[samples], coarse, loads, step)
+        num_assigned += len(samples)
     return rank
 
 
-def _assign_one_by_one(sizes: FloatArray, order: IntArray, num_ranks: int, keys: LoadKeys) -> IntArray:
-    """`assign_greedily` on a heap."""
-    rank = np.empty(len(sizes), dtype=np.int64)
-    loads = np.zeros((num_ranks, sizes.shape[1]))
-    heap = [(0.0, r) for r in range(num_ranks)]
-    for i in order.tolist():
-        _, r = heap[0]
-        rank[i] = r
-        loads[r] += sizes[i]
-        heapq.heapreplace(heap, (float(keys(loads[r : r + 1])[0]), r))
-    return rank
+def _assign_one_by_one(
+    coarse_sizes: FloatArray, sizes: FloatArray, coarse: FloatArray, loads: FloatArray, step: float
+) -> list[int]:
+    """Assign a run of samples by a heap; return their ranks, and add them to the loads (num_ranks,) in place."""
+    chosen = []
+    coarse_of, load_of = coarse.tolist(), loads.tolist()
+    heap = list(zip((np.floor(coarse / step) + loads).tolist(), range(len(loads)), strict=True))
+    heapq.heapify(heap)
+    for coarse_size, size in zip(coarse_sizes.tolist(), sizes.tolist(), strict=True):
+        r = heap[0][1]
+        chosen.append(r)
+        coarse_of[r] += coarse_size
+        load_of[r] += size
+        heapq.heapreplace(heap, (math.floor(coarse_of[r] / step) + load_of[r], r))
+    coarse[:], loads[:] = coarse_of, load_of
+    return chosen
 
 
 def _padded(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
@@ -210,9 +244,7 @@ def _convolution(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray
     samples that are left go to the least loaded rank. Longest first without regard to padding, or batches of neighbors
     under the true cost, are taken where they are cheaper.
     """
-    longest_first = assign_greedily(
-        lengths.astype(np.float64)[:, None], stable_order(lengths)[::-1], num_ranks, lambda loads: loads[:, 0]
-    )
+    longest_first = assign_greedily(lengths.astype(np.float64), stable_order(lengths)[::-1], num_ranks)
     bound = float(np.bincount(longest_first, weights=lengths, minlength=num_ranks).max(initial=0.0))
     order = stable_order(lengths)[::-1].tolist()
     rank = np.empty(len(lengths), dtype=np.int64)

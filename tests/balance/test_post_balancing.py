@@ -1,6 +1,7 @@
 """Post-balancing against brute force, and the algebra of rearrangements."""
 
 import itertools
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import BatchCost, Rearrangement, post_balancing, rebalance
+from tests.call_counter import count_calls
 
 COSTS = [
     BatchCost(),
@@ -61,18 +63,63 @@ def test_each_algorithm_is_near_the_optimum_of_its_objective(cost: BatchCost, ca
     assert largest <= bound * optimum + 1e-9
 
 
-@given(st.integers(0, 10_000), st.integers(0, 300), st.integers(1, 40))
-def test_assigning_many_at_once_is_assigning_one_by_one(seed: int, n: int, num_ranks: int) -> None:
+def _heavy_tailed(rng: np.random.Generator, n: int, tail: str) -> np.ndarray:
+    """Draw lengths of which a few hold most of the tokens."""
+    draws = {
+        "pareto": lambda: 1 + 20 * rng.pareto(0.9, n),
+        "lognormal": lambda: 1 + rng.lognormal(3, 2.5, n),
+        "tiny and huge": lambda: np.where(rng.random(n) < 0.9, rng.integers(1, 4, n), 100_000),
+        "equal": lambda: np.full(n, 7),
+    }
+    return np.minimum(draws[tail](), 2**30).astype(np.int64)
+
+
+TAILS = st.sampled_from(["pareto", "lognormal", "tiny and huge", "equal"])
+
+
+@given(st.integers(0, 10_000), st.integers(0, 300), st.integers(1, 40), TAILS, st.sampled_from([None, 1.0, 50.0]))
+def test_assigning_many_at_once_is_assigning_one_by_one(
+    seed: int, n: int, num_ranks: int, tail: str, step: float | None
+) -> None:
     rng = np.random.default_rng(seed)
-    sizes = np.floor(rng.lognormal(3, 1.5, (n, 1)))
-    order = np.argsort(-sizes[:, 0], kind="stable")
-    loads = []
-    for threshold in (0, 1000):
+    lengths = _heavy_tailed(rng, n, tail).astype(np.float64)
+    order = np.argsort(-lengths, kind="stable")
+    sizes, stepped = lengths, None
+    if step is not None:
+        sizes, stepped = lengths / (lengths.sum() + 1), post_balancing.SteppedLoads(lengths, step)
+    loads, coarse = [0.0] * num_ranks, [0.0] * num_ranks
+    for i in order.tolist():
+        keys = [(coarse[r] // (step or 1)) + loads[r] for r in range(num_ranks)]
+        least = keys.index(min(keys))
+        loads[least] += sizes[i]
+        coarse[least] += lengths[i] if step is not None else 0
+    rounds = [(0, 1), (0, 7)] if step is None else []  # of ranks with equal keys but unequal sums a round takes any
+    for min_ranks, run in [*rounds, (1000, 4096)]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(post_balancing, "MIN_RANKS_TO_VECTORIZE", threshold)
-            rank = post_balancing.assign_greedily(sizes, order, num_ranks, lambda loads: loads[:, 0])
-        loads.append(sorted(np.bincount(rank, weights=sizes[:, 0], minlength=num_ranks)))
-    assert loads[0] == loads[1]
+            patch.setattr(post_balancing, "MIN_RANKS_TO_VECTORIZE", min_ranks)
+            patch.setattr(post_balancing, "SAMPLES_PER_HEAP_RUN", run)
+            rank = post_balancing.assign_greedily(sizes, order, num_ranks, stepped)
+        assert sorted(np.bincount(rank, weights=sizes, minlength=num_ranks)) == pytest.approx(sorted(loads))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 400), st.integers(1, 80), TAILS)
+def test_two_keys_stay_near_the_bound_on_heavy_tails(seed: int, n: int, num_ranks: int, tail: str) -> None:
+    lengths = _heavy_tailed(np.random.default_rng(seed), n, tail)
+    source = np.arange(n) % num_ranks
+    cost = BatchCost("two_key")
+    loads = cost.of_ranks(lengths, rebalance(lengths, source, num_ranks, cost).dest_rank, num_ranks)
+    tolerance = max(lengths.mean(), 1.0)
+    assert loads.max() <= lengths.sum() / num_ranks + lengths.max() + tolerance, "greedy, with sums in steps"
+
+
+@pytest.mark.parametrize("kind", ["packed", "two_key"])
+def test_many_short_samples_beside_long_ones_take_few_rounds(kind: Literal["packed", "two_key"]) -> None:
+    lengths = np.concatenate([np.full(255, 10**7), np.random.default_rng(0).integers(1, 9, 20_000)])
+    source = np.arange(len(lengths)) % 256
+    calls = count_calls(lambda: rebalance(lengths, source, 256, BatchCost(kind)))
+    loads = np.bincount(rebalance(lengths, source, 256, BatchCost(kind)).dest_rank, weights=lengths, minlength=256)
+    assert loads.max() == 10**7
+    assert calls < 5 * len(lengths), "a round for each short sample would be three times as many"
 
 
 def test_two_thousand_ranks_come_out_even() -> None:
