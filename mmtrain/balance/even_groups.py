@@ -11,16 +11,9 @@ from mmtrain.balance.local_search import (
     local_search,
     num_search_rounds,
 )
-from mmtrain.balance.pair_exchange import exchange_in_pairs
-from mmtrain.balance.row_targets import load_unit, order_rows, row_targets
 from mmtrain.balance.steps import EXTRA_SAMPLES_PER_GROUP
 
 MIN_ROUNDS_OF_SINGLE_ROW = 128  # for each load; a single row ends by itself, among many rows it waits for the last
-# For each load, measured by scripts/bench_balance.py at 8 x 8 and 64 x 8: twice as many gain a tenth.
-ROUNDS_TO_MEAN = 12
-ROUNDS_TO_ROW_TARGETS = 16
-ROUNDS_IN_ROWS = 4
-LAST_ROUNDS_IN_ROWS = 16
 
 
 def even_out_groups(
@@ -49,39 +42,6 @@ def even_out_groups(
     return _as_groups(local_search(rows, objective, rounds), samples)
 
 
-def match_step(
-    groups: Sequence[IntArray],
-    tokens: IntArray,
-    budgets: IntArray,
-    loads: IntArray,
-    weights: Sequence[float] | FloatArray,
-    num_replicas: int,
-) -> list[IntArray]:
-    """Exchange samples between all groups of a step, and order the groups in rows that are alike.
-
-    Takes what `even_out_groups` takes, but samples may leave their row, and loads are whole numbers. Groups come near
-    the mean of the step first. Then rows with groups that cannot get there (long texts) get targets of their own, and
-    in the end samples are exchanged inside the rows.
-    """
-    num_loads = loads.shape[1]
-    if num_loads == 0 or len(groups) < 2:
-        return list(groups)
-    samples, members, objective = _as_members(groups, tokens, budgets, loads, weights)
-    members = exchange_in_pairs(members[None], objective, ROUNDS_TO_MEAN * num_loads)[0]
-    if num_replicas < 2:
-        return _as_groups(members, samples)
-    unit = load_unit(loads[:, 0])
-    members = members[_group_loads(members, objective)[:, 0].argsort(kind="stable")]
-    group_loads = _group_loads(members, objective)
-    targets = np.broadcast_to(group_loads.mean(axis=0), group_loads.shape).copy()
-    targets[:, 0] = row_targets(group_loads[:, 0], loads[:, 0], tokens[:, 0], num_replicas)
-    members = exchange_in_pairs(members[None], objective, ROUNDS_TO_ROW_TARGETS * num_loads, targets[None])[0]
-    members = members[order_rows(_group_loads(members, objective), unit, num_replicas)]
-    rows = members.reshape(-1, num_replicas, members.shape[1])
-    rows = exchange_in_pairs(rows, objective, ROUNDS_IN_ROWS * num_loads)
-    return _as_groups(local_search(rows, objective, LAST_ROUNDS_IN_ROWS * num_loads), samples)
-
-
 def _as_members(
     groups: Sequence[IntArray],
     tokens: IntArray,
@@ -108,9 +68,3 @@ def _as_members(
 def _as_groups(members: IntArray, samples: IntArray) -> list[IntArray]:
     """Return the samples of each group of `members` (..., K)."""
     return [samples[group[group < len(samples)]] for group in members.reshape(-1, members.shape[-1])]
-
-
-def _group_loads(members: IntArray, objective: SearchObjective) -> IntArray:
-    """Return (G, q) the loads of the groups `members` (G, K)."""
-    loads: IntArray = (objective.sizes[members].sum(axis=1) @ objective.load_matrix.T).astype(np.int64)
-    return loads

@@ -9,7 +9,7 @@ import numpy as np
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.balance.row_targets import MIN_ROUNDING_SHARE, load_unit
 
-MAX_ADDED_VARIANCE = 0.05  # of a step's total by chance: what dividing totals evenly may add to it
+MAX_ADDED_VARIANCE = 0.08  # of a step's total by chance: what dividing totals evenly may add to it
 MAX_SWAP_CANDIDATES = 256  # groups after a step that are tried for a swap; one in `divisor` of them suits
 
 

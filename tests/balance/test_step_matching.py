@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import dist_ratio
-from mmtrain.balance.even_groups import match_step
-from mmtrain.balance.local_search import CANDIDATES_PER_GROUP, SearchObjective
-from mmtrain.balance.pair_exchange import exchange_in_pairs
-from mmtrain.balance.row_targets import order_rows, row_targets
+from mmtrain.balance.group_exchange import GroupTable
+from mmtrain.balance.regroup_step import match_step
+from mmtrain.balance.row_targets import CoarseLoad, adapt_targets, row_targets
 from mmtrain.balance.step_matching import draw_steps
 
 
@@ -73,42 +72,67 @@ def test_a_round_makes_the_best_exchange_of_a_pair(seed: int) -> None:
     """Compare with every exchange of at most two samples each way."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, 9, (6, 2)).astype(np.float64)
-    padded = np.concatenate([sizes, np.zeros((1, 2))])
-    members = np.full((1, 2, CANDIDATES_PER_GROUP), 6)
-    members[0, 0, :3], members[0, 1, :3] = [0, 1, 2], [3, 4, 5]
-    objective = SearchObjective(padded, np.array([22, 1000]), np.eye(2), np.array([0.7, 0.3]))
-    mean = np.maximum(sizes.sum(axis=0) / 2, 1e-9)
+    weights, targets = np.array([0.7, 0.3]), rng.integers(8, 16, (2, 2)).astype(np.float64)
 
     def squares(groups: list[list[int]]) -> float:
         loads = np.stack([sizes[group].sum(axis=0) for group in groups])
-        return float((((loads - mean) / mean) ** 2 @ objective.weights).sum())
+        return float(((loads - targets) ** 2 @ weights).sum())
 
     first, second = [0, 1, 2], [3, 4, 5]
     offers = [[list(c) for k in range(3) for c in itertools.combinations(group, k)] for group in (first, second)]
+    before = [int(sizes[group, 0].sum()) for group in (first, second)]
     best = squares([first, second])
     for giving, taking in itertools.product(*offers):
         after = [
             [*(s for s in first if s not in giving), *taking],
             [*(s for s in second if s not in taking), *giving],
         ]
-        if all(sizes[group, 0].sum() <= 22 for group in after):
+        used = [int(sizes[group, 0].sum()) for group in after]
+        if all(after) and all(now <= max(22, then) for now, then in zip(used, before, strict=True)):
             best = min(best, squares(after))
-    exchanged = exchange_in_pairs(members, objective, 1)[0]
-    assert squares([group[group < 6].tolist() for group in exchanged]) == pytest.approx(best, abs=1e-6)
+    table = GroupTable(np.repeat([0, 1], 3), 2, sizes, targets, weights)
+    table.limit(sizes[:, 0].astype(np.int64), 22)
+    table.bring_to_targets(0, -1.0, 1, num_exchanged=2)
+    exchanged = [group.tolist() for group in table.groups()]
+    assert squares(exchanged) == pytest.approx(best, abs=1e-6)
+    assert table.excess[1] == pytest.approx([sizes[group, 1].sum() for group in exchanged] - targets[:, 1])
+
+
+def test_a_group_above_the_budget_gives_to_others() -> None:
+    tokens = np.array([50, 40, 30, 45, 20, 5, 40, 30])
+    table = GroupTable(np.array([0, 0, 0, 1, 1, 1, 2, 2]), 3, tokens[:, None] / 90, np.ones((3, 1)), np.ones(1))
+    table.limit(tokens, 90)
+    assert not table.is_within_limits
+    table.bring_within_limits(10)
+    assert table.is_within_limits
+    assert sorted(np.concatenate(table.groups()).tolist()) == list(range(8))
 
 
 def test_a_row_with_a_text_that_fills_a_group_gets_few_images() -> None:
-    load = np.repeat([0, 5, 4], [16, 20, 1])  # of samples
-    tokens = np.repeat([300, 100, 4000], [16, 20, 1])
-    group_load = np.array([0, 5, 8, 12, 13, 14, 24, 24])
-    targets = row_targets(group_load, load, tokens, 2)
-    assert targets.tolist() == np.sort(targets).tolist()
-    assert (targets[::2] == targets[1::2]).all()
-    assert targets[0] < targets[2]
+    units = np.repeat([0, 5, 4], [16, 20, 1])  # of samples
+    tokens = np.repeat([300, 100, 4000], [1, 1, 1])[np.repeat([0, 1, 2], [16, 20, 1])]
+    load = CoarseLoad.of(1024 * np.concatenate([units[:-5], units[-5:-1], [0]]), tokens, 8)
+    targets = row_targets(load, 8, 2)
+    assert targets.sum() == load.units.sum()
+    assert targets[0] < 5
+    assert (np.diff(targets.reshape(4, 2), axis=1)[1:] <= 1).all()
 
 
-def test_rows_divide_evenly_where_groups_of_one_more_image_permit() -> None:
-    counts = np.repeat([3, 4, 5], [5, 6, 5])
-    order = order_rows(1024 * counts[:, None], 1024, 4)
-    assert sorted(order.tolist()) == list(range(16))
-    assert (counts[order].reshape(4, 4).sum(axis=1) % 4 == 0).all()
+@given(st.integers(0, 1000), st.sampled_from([(1, 8), (4, 4), (8, 2)]))
+def test_adapted_targets_have_as_many_units(seed: int, size: tuple[int, int]) -> None:
+    rng = np.random.default_rng(seed)
+    units = rng.integers(10, 14, size[0] * size[1])
+    sums = np.round(np.arange(len(units) + 1) * units.mean()).astype(np.int64)
+    targets = np.sort(np.diff(sums))
+    adapted = adapt_targets(units, targets, size[1])
+    assert adapted.sum() == units.sum()
+    assert np.abs(adapted - units).sum() <= np.abs(targets - units).sum()
+
+
+def test_fine_loads_leave_out_what_every_token_has() -> None:
+    """Beside images, which cost twice as much per token, texts are light although they cost something."""
+    tokens = np.repeat([300, 2000], [50, 50])
+    load = CoarseLoad.of(tokens * np.repeat([1000, 2000], 50), tokens, 10)
+    assert load.is_light.tolist() == [True] * 50 + [False] * 50
+    assert np.abs(load.units[:50]).max() <= 1
+    assert not load.is_coarse

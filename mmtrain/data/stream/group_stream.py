@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleGroups, SampleLengths, StepTargets, assign, pack_groups
 from mmtrain.balance.assign import NO_TARGETS
-from mmtrain.balance.even_groups import even_out_groups, match_step
+from mmtrain.balance.even_groups import even_out_groups
 from mmtrain.balance.grouping import GroupingSizes
 from mmtrain.balance.methods import (
     arrange_window,
@@ -19,6 +19,7 @@ from mmtrain.balance.methods import (
     split_to_count,
 )
 from mmtrain.balance.mixture import Mixture
+from mmtrain.balance.regroup_step import match_step
 from mmtrain.balance.step_targets import LLM, SampleWork
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.stream.mixture_stream import MixtureStream

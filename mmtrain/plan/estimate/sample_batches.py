@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, assign
-from mmtrain.balance.even_groups import match_step
 from mmtrain.balance.grouping import GroupingSizes
 from mmtrain.balance.methods import arrange_window, group_window, grouping_sizes, unit_tokens
+from mmtrain.balance.regroup_step import match_step
 from mmtrain.errors import PlanError
 from mmtrain.plan.budget import DEFAULT_BUDGET, SamplingBudget
 

@@ -1,0 +1,209 @@
+"""Bring many groups at once nearer to target loads: pair groups, and make the best exchange of every pair.
+
+Sums are taken element by element, so that machines whose libraries add up in another order make the same exchanges.
+"""
+
+from itertools import combinations
+
+import numpy as np
+
+from mmtrain.balance.batch_meta import FloatArray, IntArray
+
+EXTRA_PLACES = 2  # of a group, empty at first: what a group may hold more samples than the largest had
+PAIRS_AT_A_TIME = 64  # their arrays fit into a core's cache
+MAX_PLACES_TRIED = 8  # of each of two groups in a round; larger groups try other places in the next one
+OVERUSE_WEIGHT = 1e3  # of what a group is above a budget, beside loads
+ROUNDING = 1e-9  # of shares of the mean load
+MIN_GAIN = 1e-9  # of squared shares of the mean load: less is rounding
+
+
+class GroupTable:
+    """Samples in groups, what each group has more than its target, and exchanges between pairs of groups."""
+
+    def __init__(
+        self,
+        group: IntArray,
+        num_groups: int,
+        loads: FloatArray,
+        targets: FloatArray,
+        weights: FloatArray,
+    ) -> None:
+        """Put each sample into its group.
+
+        group: (k,) of each sample. loads: (k, q) of each sample. targets: (G, q) of each group. weights: (q,) of the
+        squared excess over the targets, whose weighted sum exchanges lower.
+        """
+        self._empty = len(group)
+        self._loads = [np.append(column, 0.0) for column in loads.T]
+        self._weights = weights
+        self._limits: list[tuple[FloatArray, FloatArray, int]] = []
+        self._sizes = np.bincount(group, minlength=num_groups)
+        num_places = max(int(self._sizes.max()) + EXTRA_PLACES, MAX_PLACES_TRIED)
+        self.members = np.full((num_groups, num_places), self._empty, dtype=np.int64)
+        self.members[np.arange(num_places) < self._sizes[:, None]] = np.argsort(group, kind="stable")
+        self.excess = [
+            column[self.members].sum(axis=1) - target for column, target in zip(self._loads, targets.T, strict=True)
+        ]
+
+    def raise_targets(self, load: int, change: FloatArray) -> None:
+        """Raise the targets of one load by `change` (G,)."""
+        self.excess[load] -= change
+
+    def limit(self, tokens: IntArray, budget: int) -> None:
+        """Let no exchange raise a group's `tokens` (k,) above the budget, or any further above it."""
+        column = np.append(tokens, 0).astype(np.float64)
+        self._limits.append((column, column[self.members].sum(axis=1), budget))
+
+    @property
+    def is_within_limits(self) -> bool:
+        """Whether every group has a sample and keeps to the budgets."""
+        return bool(self._sizes.min() > 0) and all((used <= budget).all() for _, used, budget in self._limits)
+
+    def groups(self) -> list[IntArray]:
+        """Return the samples of each group."""
+        return [row[row < self._empty] for row in self.members]
+
+    def group_of_samples(self) -> IntArray:
+        """Return (k,) the group of each sample."""
+        group = np.empty(self._empty + 1, dtype=np.int64)
+        group[self.members] = np.arange(len(self.members))[:, None]
+        return group[:-1]
+
+    def bring_to_targets(
+        self, load: int, tolerance: float, rounds: int, num_exchanged: int, passes_on: bool = False
+    ) -> None:
+        """Exchange samples between the groups that are furthest above and below their target of one load.
+
+        A round pairs the groups whose excess passes `tolerance`, the largest with the smallest, and shifts the partners
+        from round to round. num_exchanged: places (1 or 2) of each group in an exchange. passes_on: whether every
+        second round hands the whole excess of a group on to one without: among coarse loads, the samples of another
+        group often fit where these did not.
+        """
+        num_groups = len(self.members)
+        for turn in range(rounds):
+            excess = self.excess[load]
+            is_off = np.abs(excess) > tolerance
+            if not is_off.any():
+                return
+            if passes_on and turn % 2:
+                partners = np.flatnonzero(~is_off)
+                partners = partners[np.argsort(-self._sizes[partners], kind="stable")]
+                partners = partners[: max(len(partners) // 2, 1)]
+                off = np.flatnonzero(is_off)[: len(partners)]
+                num_pairs = len(off)
+                partners = np.roll(partners, -(turn // 2) * num_pairs)
+                self._exchange(off[:num_pairs], partners[:num_pairs], turn, num_exchanged, passed_load=load)
+                continue
+            num_pairs = max(int((excess > tolerance).sum()), int((excess < -tolerance).sum()))
+            num_pairs = min(num_pairs, num_groups // 2)
+            ascending = np.argsort(excess, kind="stable")
+            low = np.roll(ascending[: num_groups // 2], -(turn // 2 if passes_on else turn))
+            self._exchange(ascending[::-1][:num_pairs], low[:num_pairs], turn, num_exchanged)
+
+    def bring_within_limits(self, rounds: int) -> None:
+        """Bring groups above a budget below it by the exchanges that do the least harm to the loads."""
+        for number, (_, used, budget) in enumerate(self._limits):
+            for turn in range(rounds):
+                num_pairs = min(int((used > budget).sum()), len(used) // 2)
+                if num_pairs == 0:
+                    break
+                ascending = np.argsort(used, kind="stable")
+                low = np.roll(ascending[: len(used) // 2], -turn)[:num_pairs]
+                self._exchange(ascending[::-1][:num_pairs], low, turn, num_exchanged=2, limit=number)
+
+    def _exchange(
+        self,
+        high: IntArray,
+        low: IntArray,
+        turn: int,
+        num_exchanged: int,
+        passed_load: int | None = None,
+        limit: int | None = None,
+    ) -> None:
+        """Make the best exchange of each pair (P,) of groups; no group is in two.
+
+        passed_load: a load of which each `high` hands its whole excess on to `low`; other loads may become worse.
+        limit: one that each `high` passes, and comes nearer to by the exchange.
+        """
+        offers = [self._offers(shift, num_exchanged) for shift in (turn, turn // 2)]
+        for start in range(0, len(high), PAIRS_AT_A_TIME):
+            pairs = high[start : start + PAIRS_AT_A_TIME], low[start : start + PAIRS_AT_A_TIME]
+            self._exchange_some(pairs, offers, passed_load, limit)
+
+    def _exchange_some(
+        self, pairs: tuple[IntArray, IntArray], offers: list[IntArray], passed_load: int | None, limit: int | None
+    ) -> None:
+        """Make the best exchange of each of the pairs, by the places (O, num_exchanged) that both sides offer."""
+        high, low = pairs
+        given, taken = self.members[high][:, offers[0]], self.members[low][:, offers[1]]  # (P, O, places)
+        change = self._change_of_squares(pairs, given, taken)
+        if passed_load is not None:
+            moved = _moved(self._loads[passed_load], given, taken)
+            excess = self.excess[passed_load]
+            change[np.abs(moved - (excess[high] - excess[low])[:, None, None]) > ROUNDING] = np.inf
+        for number, (column, used, budget) in enumerate(self._limits):
+            moved = _moved(column, given, taken)
+            room_high, room_low = (budget - used[groups][:, None, None] for groups in (high, low))
+            if number == limit:
+                change += np.maximum(-room_high - moved, 0) * (OVERUSE_WEIGHT / budget)
+            room_high = np.maximum(room_high, 0)
+            change[(moved > np.maximum(room_low, 0)) | (-moved > room_high)] = np.inf
+            if number == limit:
+                change[moved <= 0] = np.inf
+        is_forced = passed_load is not None or limit is not None
+        number_of_pair = np.arange(len(high))
+        flat = change.reshape(len(high), -1)
+        best = flat.argmin(axis=1)
+        i, j = np.divmod(best, len(offers[1]))
+        leaving, entering = given[number_of_pair, i], taken[number_of_pair, j]
+        growth = (leaving == self._empty).sum(axis=1) - (entering == self._empty).sum(axis=1)  # of `high`
+        is_made = flat[number_of_pair, best] < (np.inf if is_forced else -MIN_GAIN)
+        is_made &= (self._sizes[high] + growth > 0) & (self._sizes[low] - growth > 0)
+        self._apply(high[is_made], offers[0][i[is_made]], leaving[is_made], entering[is_made])
+        self._apply(low[is_made], offers[1][j[is_made]], entering[is_made], leaving[is_made])
+
+    def _change_of_squares(self, pairs: tuple[IntArray, IntArray], given: IntArray, taken: IntArray) -> FloatArray:
+        """Return (P, O, O') half of what exchanges add to the weighted squares of the excess.
+
+        Giving a and taking b adds s (s - d) with s = a - b and d the difference of the two groups: a part of a, a part
+        of b, and their product.
+        """
+        of_given = np.zeros(given.shape[:2])
+        of_taken = np.zeros(taken.shape[:2])
+        products = np.zeros((len(given), given.shape[1], taken.shape[1]))
+        for column, excess, weight in zip(self._loads, self.excess, self._weights.tolist(), strict=True):
+            difference = (excess[pairs[0]] - excess[pairs[1]])[:, None]
+            a, b = _sum(column[given]), _sum(column[taken])
+            of_given += weight * (a * (a - difference))
+            of_taken += weight * (b * (b + difference))
+            products += (2 * weight * a)[:, :, None] * b[:, None]
+        change: FloatArray = of_given[:, :, None] + of_taken[:, None] - products
+        return change
+
+    def _apply(self, groups: IntArray, places: IntArray, leaving: IntArray, entering: IntArray) -> None:
+        """Replace the samples `leaving` (P, places) by those `entering`."""
+        self.members[groups[:, None], places] = entering
+        self._sizes[groups] += (leaving == self._empty).sum(axis=1) - (entering == self._empty).sum(axis=1)
+        for column, excess in zip(self._loads, self.excess, strict=True):
+            excess[groups] += _sum(column[entering]) - _sum(column[leaving])
+        for column, used, _ in self._limits:
+            used[groups] += _sum(column[entering]) - _sum(column[leaving])
+
+    def _offers(self, turn: int, num_exchanged: int) -> IntArray:
+        """(O, num_exchanged) places that a group offers together in a round."""
+        num_places = self.members.shape[1]
+        tried = (turn * MAX_PLACES_TRIED + np.arange(min(num_places, MAX_PLACES_TRIED))) % num_places
+        offers: IntArray = tried[np.array(list(combinations(range(len(tried)), num_exchanged)))]
+        return offers
+
+
+def _moved(column: FloatArray, given: IntArray, taken: IntArray) -> FloatArray:
+    """(P, O, O') what exchanges move from one group to the other: offers (P, O, places) against (P, O', places)."""
+    moved: FloatArray = _sum(column[given])[:, :, None] - _sum(column[taken])[:, None]
+    return moved
+
+
+def _sum(values: FloatArray) -> FloatArray:
+    """Add the last axis, which has one or two places."""
+    total: FloatArray = values[..., 0] if values.shape[-1] == 1 else values[..., 0] + values[..., 1]
+    return total
