@@ -12,7 +12,7 @@ from mmtrain.balance.batch_meta import FloatArray, IntArray
 EXTRA_PLACES = 2  # of a group, empty at first: what a group may hold more samples than the largest had
 PAIRS_AT_A_TIME = 64  # their arrays fit into a core's cache
 MAX_PLACES_TRIED = 8  # of each of two groups in a round; larger groups try other places in the next one
-OVERUSE_WEIGHT = 1e3  # of what a group is above a budget, beside loads
+ROUNDS_TO_DOUBLE_WEIGHT = 6  # of what a group is above a budget, beside loads
 ROUNDING = 1e-9  # of shares of the mean load
 MIN_GAIN = 1e-9  # of squared shares of the mean load: less is rounding
 
@@ -30,12 +30,12 @@ class GroupTable:
     ) -> None:
         """Put each sample into its group.
 
-        group: (k,) of each sample. loads: (k, q) of each sample. targets: (G, q) of each group. weights: (q,) of the
-        squared excess over the targets, whose weighted sum exchanges lower.
+        group: (k,) of each sample. loads: (k, q) of each sample. targets: (G, q) of each group. weights: (q,), or
+        (G, q) by group, of the squared excess over the targets, whose weighted sum exchanges lower.
         """
         self._empty = len(group)
         self._loads = [np.append(column, 0.0) for column in loads.T]
-        self._weights = weights
+        self._weights = np.broadcast_to(weights, targets.shape).T
         self._limits: list[tuple[FloatArray, FloatArray, int]] = []
         self._sizes = np.bincount(group, minlength=num_groups)
         num_places = max(int(self._sizes.max()) + EXTRA_PLACES, MAX_PLACES_TRIED)
@@ -101,7 +101,7 @@ class GroupTable:
             self._exchange(ascending[::-1][:num_pairs], low[:num_pairs], turn, num_exchanged)
 
     def bring_within_limits(self, rounds: int) -> None:
-        """Bring groups above a budget below it by the exchanges that do the least harm to the loads."""
+        """Bring groups above a budget below it by exchanges that do the loads little harm; later rounds allow more."""
         for number, (_, used, budget) in enumerate(self._limits):
             for turn in range(rounds):
                 num_pairs = min(int((used > budget).sum()), len(used) // 2)
@@ -109,7 +109,13 @@ class GroupTable:
                     break
                 ascending = np.argsort(used, kind="stable")
                 low = np.roll(ascending[: len(used) // 2], -turn)[:num_pairs]
-                self._exchange(ascending[::-1][:num_pairs], low, turn, num_exchanged=2, limit=number)
+                self._exchange(
+                    ascending[::-1][:num_pairs],
+                    low,
+                    turn,
+                    num_exchanged=2,
+                    limit=(number, 2 ** (turn / ROUNDS_TO_DOUBLE_WEIGHT)),
+                )
 
     def _exchange(
         self,
@@ -118,12 +124,13 @@ class GroupTable:
         turn: int,
         num_exchanged: int,
         passed_load: int | None = None,
-        limit: int | None = None,
+        limit: tuple[int, float] | None = None,
     ) -> None:
         """Make the best exchange of each pair (P,) of groups; no group is in two.
 
         passed_load: a load of which each `high` hands its whole excess on to `low`; other loads may become worse.
-        limit: one that each `high` passes, and comes nearer to by the exchange.
+        limit: the number of one that each `high` passes, and what passing it counts beside the squares of the excess,
+        in shares of the budget.
         """
         offers = [self._offers(shift, num_exchanged) for shift in (turn, turn // 2)]
         for start in range(0, len(high), PAIRS_AT_A_TIME):
@@ -131,7 +138,11 @@ class GroupTable:
             self._exchange_some(pairs, offers, passed_load, limit)
 
     def _exchange_some(
-        self, pairs: tuple[IntArray, IntArray], offers: list[IntArray], passed_load: int | None, limit: int | None
+        self,
+        pairs: tuple[IntArray, IntArray],
+        offers: list[IntArray],
+        passed_load: int | None,
+        limit: tuple[int, float] | None,
     ) -> None:
         """Make the best exchange of each of the pairs, by the places (O, num_exchanged) that both sides offer."""
         high, low = pairs
@@ -144,20 +155,17 @@ class GroupTable:
         for number, (column, used, budget) in enumerate(self._limits):
             moved = _moved(column, given, taken)
             room_high, room_low = (budget - used[groups][:, None, None] for groups in (high, low))
-            if number == limit:
-                change += np.maximum(-room_high - moved, 0) * (OVERUSE_WEIGHT / budget)
+            if limit is not None and number == limit[0]:
+                change += (np.maximum(-room_high - moved, 0) + room_high) * (limit[1] / budget)
             room_high = np.maximum(room_high, 0)
             change[(moved > np.maximum(room_low, 0)) | (-moved > room_high)] = np.inf
-            if number == limit:
-                change[moved <= 0] = np.inf
-        is_forced = passed_load is not None or limit is not None
         number_of_pair = np.arange(len(high))
         flat = change.reshape(len(high), -1)
         best = flat.argmin(axis=1)
         i, j = np.divmod(best, len(offers[1]))
         leaving, entering = given[number_of_pair, i], taken[number_of_pair, j]
         growth = (leaving == self._empty).sum(axis=1) - (entering == self._empty).sum(axis=1)  # of `high`
-        is_made = flat[number_of_pair, best] < (np.inf if is_forced else -MIN_GAIN)
+        is_made = flat[number_of_pair, best] < (-MIN_GAIN if passed_load is None else np.inf)
         is_made &= (self._sizes[high] + growth > 0) & (self._sizes[low] - growth > 0)
         self._apply(high[is_made], offers[0][i[is_made]], leaving[is_made], entering[is_made])
         self._apply(low[is_made], offers[1][j[is_made]], entering[is_made], leaving[is_made])
@@ -165,17 +173,20 @@ class GroupTable:
     def _change_of_squares(self, pairs: tuple[IntArray, IntArray], given: IntArray, taken: IntArray) -> FloatArray:
         """Return (P, O, O') half of what exchanges add to the weighted squares of the excess.
 
-        Giving a and taking b adds s (s - d) with s = a - b and d the difference of the two groups: a part of a, a part
-        of b, and their product.
+        A group of weight v and excess e that gives s = a - b adds v (s^2 / 2 - s e), one that takes it adds
+        v (s^2 / 2 + s e). With w the mean of the weights and d = v e - v' e', both add w s^2 - s d: a part of a, a part
+        of b, and -2 w a b.
         """
         of_given = np.zeros(given.shape[:2])
         of_taken = np.zeros(taken.shape[:2])
         products = np.zeros((len(given), given.shape[1], taken.shape[1]))
-        for column, excess, weight in zip(self._loads, self.excess, self._weights.tolist(), strict=True):
-            difference = (excess[pairs[0]] - excess[pairs[1]])[:, None]
+        for column, excess, weights in zip(self._loads, self.excess, self._weights, strict=True):
+            weighted_high, weighted_low = (weights[groups] * excess[groups] for groups in pairs)
+            difference = (weighted_high - weighted_low)[:, None]
+            weight = (weights[pairs[0]] + weights[pairs[1]])[:, None] / 2
             a, b = _sum(column[given]), _sum(column[taken])
-            of_given += weight * (a * (a - difference))
-            of_taken += weight * (b * (b + difference))
+            of_given += a * (weight * a - difference)
+            of_taken += b * (weight * b + difference)
             products += (2 * weight * a)[:, :, None] * b[:, None]
         change: FloatArray = of_given[:, :, None] + of_taken[:, None] - products
         return change

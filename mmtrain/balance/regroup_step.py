@@ -11,13 +11,17 @@ from mmtrain.balance.row_targets import CoarseLoad, adapt_targets, row_targets
 
 TOKENS_WEIGHT = 0.05  # of LLM tokens beside the loads, which have 1 together: budgets bind tokens
 DENSE_TOKENS_WEIGHT = 0.02  # the same while only samples with much of the coarsest load are in groups
+MIN_TARGET_SHARE = 0.2  # of the mean: an image more counts as much in rows with fewer than that
 COARSE_TOLERANCE = 0.002  # of a group's mean load; or half a unit of a load that is coarser
 TOKENS_TOLERANCE = 0.001  # of a group's mean
+LARGE_TOKENS_EXCESS = 0.004  # the same for groups that have not come nearer by then
 # Measured by scripts/bench_balance.py at 8 x 8 and 64 x 8: twice as many gain less than a tenth.
 ROUNDS_OF_ONE = 4
 ROUNDS_OF_TWO = 24
 ROUNDS_OF_TOKENS = 30
 LAST_ROUNDS = 10
+ROUNDS_OF_LARGE_EXCESS = 30
+ROUNDS_WITHIN_LIMITS = 64  # few groups need them
 
 
 def match_step(
@@ -131,7 +135,10 @@ class _Step:
         targets = np.ones((self._num_groups, columns.shape[1]))
         load = self._coarse
         targets[:, 0] = (self._targets + load.light_density * self._mean_tokens) * (load.unit / self._means[0])
-        table = GroupTable(group, self._num_groups, columns, targets, self._weights)
+        weights = np.tile(self._weights, (self._num_groups, 1))
+        share = targets[:, 0].clip(min=MIN_TARGET_SHARE)
+        weights[:, 0] /= share**2
+        table = GroupTable(group, self._num_groups, columns, targets, weights)
         for column, budget in zip(self._tokens.T, self._budgets.tolist(), strict=True):
             if column.sum() > budget:
                 table.limit(column, budget)
@@ -142,16 +149,29 @@ class _Step:
         last = len(self._weights) - 1
         table.bring_to_targets(last, TOKENS_TOLERANCE, ROUNDS_OF_TOKENS, num_exchanged=1)
         table.bring_to_targets(last, TOKENS_TOLERANCE, LAST_ROUNDS, num_exchanged=2)
-        table.bring_within_limits(LAST_ROUNDS)
+        table.bring_within_limits(ROUNDS_WITHIN_LIMITS)
         table.bring_to_targets(0, self._tolerance, LAST_ROUNDS, num_exchanged=2)
         table.bring_to_targets(last, TOKENS_TOLERANCE, LAST_ROUNDS, num_exchanged=2)
+        table.bring_to_targets(last, LARGE_TOKENS_EXCESS, ROUNDS_OF_LARGE_EXCESS, num_exchanged=2)
 
     def in_rows(self, groups: list[IntArray]) -> list[IntArray]:
-        """Order the groups by the coarsest load if rows wait less that way than as they are."""
-        units = np.array([int(self._coarse.units[group].sum()) for group in groups])
-        order = np.argsort(units, kind="stable")
-        largest, largest_in_order = (u.reshape(-1, self._row_size).max(axis=1).sum() for u in (units, units[order]))
-        return [groups[g] for g in order.tolist()] if largest_in_order < largest else groups
+        """Order the groups such that those of a row are alike: by target, or by what they have, then by tokens."""
+        number = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        samples = np.concatenate(groups)
+        columns = np.concatenate([self._loads, self._tokens[:, :1], self._coarse.units[:, None]], axis=1)
+        sums = np.zeros((len(groups), columns.shape[1]), dtype=np.int64)
+        np.add.at(sums, number, columns[samples])
+        loads, tokens, units = sums[:, :-2], sums[:, -2], sums[:, -1]
+        orders = [np.lexsort((tokens, key)) for key in (self._targets, units)]
+        order = min(orders, key=lambda order: self._waiting(loads[order]))
+        return [groups[g] for g in order.tolist()]
+
+    def _waiting(self, loads: IntArray) -> float:
+        """Return the weighted share of the loads (G, q) for which rows wait."""
+        rows = loads.reshape(-1, self._row_size, loads.shape[1])
+        shares = rows.mean(axis=1) / np.maximum(rows.max(axis=1), 1)
+        waiting = (np.where(shares > 0, 1 - shares, 0) * self._weights[:-1]).sum()
+        return float(waiting)
 
 
 def _deal_largest_first(sizes: IntArray, used: IntArray) -> IntArray:
