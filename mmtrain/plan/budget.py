@@ -85,6 +85,7 @@ class EvaluationBudget:
     # Forwards and backwards of a step up to which every replica group is simulated ("Where replica groups are very
     # many, the heaviest stands for all").
     max_passes_of_all_groups: int = 2_000
+    max_kept_programs: int = 4  # of layouts simulated before, each of tens of megabytes where a step has many actions
 
 
 @dataclass(frozen=True)

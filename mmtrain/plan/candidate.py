@@ -174,6 +174,11 @@ class Candidate:
         return self._fit.layout
 
     @property
+    def fitted_graph(self) -> StageGraph:
+        """Which stages its ranks hold, and which of their layers they recompute; from FITTED on."""
+        return self._fit.graph
+
+    @property
     def memory(self) -> Mapping[int, RankMemory]:
         """Bytes by rank of the first replica group; from FITTED on."""
         return self._fit.memory

@@ -33,7 +33,10 @@ def min_bytes(bound: UnitMemoryBound, assignment: MeshAssignment) -> dict[str, f
         behind = 0
         if assignment.placement == "disaggregated" and unit != LLM:
             behind = assignment.meshes[LLM].pp * num_microbatches[unit] // num_microbatches[LLM]
-        bounds[unit] = bound(unit, mesh, assignment.pipeline_microbatches[unit], behind)
+        asked = (unit, mesh, assignment.pipeline_microbatches[unit], behind)
+        bounds[unit] = bound(*asked)
+        for ratio in (0.9, 1.0, 1.01, 1.5, 3.0):  # the quick answer is that of the bound
+            assert bound.may_fit(*asked, bounds[unit] * ratio) == (ratio >= 1)
     return bounds
 
 

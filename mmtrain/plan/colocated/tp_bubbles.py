@@ -26,27 +26,27 @@ def overlaps_collectives(machine: Hardware) -> bool:
 def fill_tp_bubbles(candidates: Sequence[Candidate], evaluator: Evaluator, incumbent_s: float) -> tuple[Candidate, ...]:
     """Return the candidates, the fastest few with orders in pieces where these are faster and fit.
 
-    incumbent_s: seconds of the fastest step of other placements. Candidates whose LLM alone takes as long stay as they
-    are.
+    incumbent_s: seconds of the fastest step of other placements. Candidates whose LLM alone takes as long as that, or
+    as the fastest in pieces so far, stay as they are.
     """
     if not overlaps_collectives(evaluator.problem.hardware):
         return tuple(candidates)
     by_step_time = sorted(candidates, key=lambda candidate: candidate.step_time_s)
-    with_collectives = [candidate.id for candidate in by_step_time if candidate.layout.units[LLM].tp > 1]
-    chosen = set(with_collectives[: evaluator.budget.colocated.max_layouts_in_pieces])
-    return tuple(
-        _with_pieces(candidate, evaluator, incumbent_s) if candidate.id in chosen else candidate
-        for candidate in candidates
-    )
+    with_collectives = [candidate for candidate in by_step_time if candidate.layout.units[LLM].tp > 1]
+    fastest_s, in_pieces = incumbent_s, {}
+    for candidate in with_collectives[: evaluator.budget.colocated.max_layouts_in_pieces]:
+        in_pieces[candidate.id] = _with_pieces(candidate, evaluator, fastest_s)
+        fastest_s = min(fastest_s, in_pieces[candidate.id].step_time_s)
+    return tuple(in_pieces.get(candidate.id, candidate) for candidate in candidates)
 
 
-def _with_pieces(candidate: Candidate, evaluator: Evaluator, incumbent_s: float) -> Candidate:
+def _with_pieces(candidate: Candidate, evaluator: Evaluator, fastest_s: float) -> Candidate:
     """Return the candidate with pieces in the LLM's gaps where that is faster and fits, else as it is."""
     layer_costs, hardware = evaluator.layer_costs, evaluator.problem.hardware
     layout = candidate.layout
     graph = layout_graph(layout, layer_costs)
     llm_alone = simulate_llm_alone(graph, layer_costs, hardware)
-    if llm_alone.step_time_s >= incumbent_s:
+    if llm_alone.step_time_s >= fastest_s:
         return candidate
     with_sp = [mesh.unit for mesh in graph.meshes if layer_costs.has_sp(mesh.unit, mesh.tp)]
     pieces = split_into_pieces(graph, layer_costs.shape, with_sp)

@@ -11,17 +11,18 @@ from mmtrain.costs import RankMemory
 from mmtrain.plan.artifact.layout import Layout
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.budget import DEFAULT_BUDGET, SearchBudget
-from mmtrain.plan.candidate import Candidate, FittedLayout, MeshAssignment, Rejected
+from mmtrain.plan.candidate import Candidate, FittedLayout, MeshAssignment, Rejected, Simulation
 from mmtrain.plan.estimate.layer_costs import LayerCosts
-from mmtrain.plan.estimate.layout_simulation import schedule_memory, scheduled_graph, simulate_layout
+from mmtrain.plan.estimate.layout_simulation import LoweredPrograms, schedule_memory, scheduled_graph, simulate_layout
 from mmtrain.plan.estimate.memory_fit import MemoryMisfit, explain_misfit, fit_memory
-from mmtrain.plan.estimate.memory_lower_bound import UnitMemoryBound, unit_memory_bound
+from mmtrain.plan.estimate.memory_lower_bound import UnitMemoryBound
 from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
 from mmtrain.plan.estimate.time_lower_bound import unit_time_bound
 from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.search.layer_partition import LayerChain, layer_chains
 from mmtrain.plan.search.mesh_enumeration import UnitTimeBound
-from mmtrain.program.ir.graph import StageId
+from mmtrain.program.ir.graph import StageGraph, StageId
+from mmtrain.program.schedules.builder import ScheduleKind
 
 
 class Evaluator:
@@ -40,6 +41,8 @@ class Evaluator:
         self.layer_costs = layer_costs or LayerCosts(problem, budget=budget)
         self._ids = count()
         self._estimators: dict[int | None, StepTimeEstimator] = {}
+        self._simulations: dict[tuple[ScheduleKind, StageGraph], Simulation] = {}
+        self._lowered_programs = LoweredPrograms(budget.evaluation.max_kept_programs)
 
     @property
     def memory_bytes(self) -> float:
@@ -49,7 +52,7 @@ class Evaluator:
     @cached_property
     def memory_lower_bound(self) -> UnitMemoryBound:
         """The least bytes that the fullest rank of a unit's mesh holds."""
-        return unit_memory_bound(self.layer_costs)
+        return UnitMemoryBound(self.layer_costs)
 
     @cached_property
     def time_lower_bound(self) -> UnitTimeBound:
@@ -110,7 +113,18 @@ class Evaluator:
         return Rejected(candidate, misfit.reason, misfit.need_gib)
 
     def simulate(self, candidate: Candidate) -> Candidate:
-        """Simulate a fitted candidate on the sampled batches."""
-        machine, budget = self.problem.hardware, self.budget.evaluation
-        simulation = simulate_layout(candidate.layout, candidate.schedule, self.layer_costs, machine, budget)
+        """Simulate a fitted candidate on the sampled batches, unless one that runs the same stages was simulated."""
+        schedule = candidate.schedule
+        if schedule.order is not None:
+            simulation = self._simulate(candidate)
+        else:
+            key = (schedule.kind, candidate.fitted_graph)
+            simulation = self._simulations.get(key) or self._simulate(candidate)
+            self._simulations[key] = simulation
         return candidate.simulated(simulation)
+
+    def _simulate(self, candidate: Candidate) -> Simulation:
+        machine, budget = self.problem.hardware, self.budget.evaluation
+        return simulate_layout(
+            candidate.layout, candidate.schedule, self.layer_costs, machine, budget, self._lowered_programs
+        )

@@ -1,7 +1,7 @@
 """The simulated step of one layout on the sampled batches."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,20 +32,55 @@ from mmtrain.program.trace.timeline import Timeline
 IntArray = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class LoweredPrograms:
+    """The last few programs by rule, for layouts that differ only in which layers their stages hold or recompute.
+
+    To write a program and its communication takes longer than to run it on a batch, and what it does depends on
+    neither.
+    """
+
+    max_programs: int
+    _programs: dict[Hashable, tuple[Program, Program]] = field(default_factory=dict)
+
+    def get(
+        self, graph: StageGraph, schedule: SchedulePlan, build: Callable[[], tuple[Program, Program]]
+    ) -> tuple[Program, Program]:
+        """Return the compute actions and the program of a graph, from `build` if no graph alike was asked about."""
+        if schedule.order is not None:  # its lines name layers, and no two layouts share an order
+            return build()
+        stages = tuple(replace(stage, layers=(0, 0), recompute=frozenset()) for stage in graph.stages)
+        key = (schedule.kind, replace(graph, stages=stages))
+        known = self._programs.pop(key, None) or build()
+        self._programs[key] = known  # now the last to go
+        while len(self._programs) > self.max_programs:
+            del self._programs[next(iter(self._programs))]
+        return known
+
+
 def simulate_layout(
     layout: Layout,
     schedule: SchedulePlan,
     layer_costs: LayerCosts,
     machine: Hardware,
     budget: EvaluationBudget = DEFAULT_BUDGET.evaluation,
+    programs: LoweredPrograms | None = None,
 ) -> Simulation:
     """Simulate the program of a layout on every sampled batch; return step time, bubbles and the busiest rank.
 
     All replica groups are simulated, unless there are very many: then the group with most work in each batch stands for
     them.
+
+    Args:
+        layout: where every layer is.
+        schedule: what makes its program.
+        layer_costs: seconds of its stages.
+        machine: the hardware.
+        budget: how many replica groups are simulated.
+        programs: of layouts simulated before; this one's is kept there, too.
     """
     graph = scheduled_graph(layout, schedule, layer_costs)
-    program = _CandidateProgram.build(graph, schedule, layer_costs, machine, budget)
+    program = _CandidateProgram.build(graph, schedule, layer_costs, machine, budget, programs)
     timelines = program.simulate(program.timings)
     shares = [timeline.bubble_shares() for timeline in timelines]
     busiest_stages, busiest_s = _busiest_rank(graph, program.timings[0].seconds)
@@ -91,10 +126,11 @@ def schedule_memory(graph: StageGraph, schedule: SchedulePlan, layer_costs: Laye
 
 @dataclass(frozen=True)
 class _CandidateProgram:
-    """The compute of the ranks that stand for all, and what it takes in every sampled batch."""
+    """The program of the ranks that stand for all, and what it takes in every sampled batch."""
 
     schedule: SchedulePlan
     compute: Program
+    program: Program  # `compute` with the communication that `program.build` would add
     timings: "list[SampledBatchTiming]"
     num_groups: int  # replica groups that are simulated
 
@@ -106,6 +142,7 @@ class _CandidateProgram:
         layer_costs: LayerCosts,
         machine: Hardware,
         budget: EvaluationBudget,
+        programs: LoweredPrograms | None = None,
     ) -> "_CandidateProgram":
         seconds = layer_costs.stage_seconds(graph)
         is_one_group = _num_passes(graph) > budget.max_passes_of_all_groups
@@ -118,18 +155,22 @@ class _CandidateProgram:
             group_loads = _loads_of_group(graph, loads, first_replica) if is_one_group else loads
             model = model_timing(graph, layer_costs, group_loads, machine)
             timings.append(SampledBatchTiming(model, seconds, batch, first_replica))
-        ranks = representative_ranks(graph, timings[0].link_class)
-        compute = build_compute(graph, schedule.kind, schedule.order, ranks)
-        return cls(schedule, compute, timings, 1 if is_one_group else graph.num_groups)
+
+        def build() -> tuple[Program, Program]:
+            ranks = representative_ranks(graph, timings[0].link_class)
+            compute = build_compute(graph, schedule.kind, schedule.order, ranks)
+            return compute, lower(compute)
+
+        compute, program = build() if programs is None else programs.get(graph, schedule, build)
+        return cls(schedule, compute, program, timings, 1 if is_one_group else graph.num_groups)
 
     def simulate(self, timings: "Sequence[SampledBatchTiming]") -> list[Timeline]:
-        """Simulate the step on each batch, with the communication that `program.build` would add.
+        """Simulate the step on each batch.
 
         The program is not verified: `planner.plan` does that for the chosen one.
         """
-        program = lower(self.compute)
         try:
-            return [simulate(program, timing, self.num_groups) for timing in timings]
+            return [simulate(self.program, timing, self.num_groups) for timing in timings]
         except ProgramError:  # ranks wait for each other's reductions of shared weights
             if self.schedule.kind != "explicit":
                 raise

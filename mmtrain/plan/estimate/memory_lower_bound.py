@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
 
 import numpy as np
 
@@ -23,17 +23,6 @@ from mmtrain.plan.estimate.layer_costs import BatchSplit, FloatArray, LayerCosts
 from mmtrain.program.ir.graph import LLM
 
 
-class UnitMemoryBound(Protocol):
-    """Bytes that the fullest rank of a unit of this mesh holds at least."""
-
-    def __call__(self, unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
-        """Return the bytes.
-
-        num_microbatches: of a replica; None where they are not known.
-        in_flight_behind: the least number of its microbatches that are in flight in the pipelines that read from it.
-        """
-
-
 @dataclass(frozen=True)
 class _KindBytes:
     """Bytes of a unit's kinds of layers at one tensor- and data-parallel size, (K,) each, the margin included."""
@@ -43,45 +32,90 @@ class _KindBytes:
     kept: FloatArray  # of one microbatch, recomputed wherever the recipe lets it be
     layer_peak: FloatArray  # state, one microbatch and the layer's working memory: no rank with such a layer has less
 
+    @cached_property
+    def total_state(self) -> float:
+        """Bytes of state of all layers."""
+        return float(self.count @ self.state)
 
-def unit_memory_bound(layer_costs: LayerCosts) -> UnitMemoryBound:
-    """Return the lower bound of what the fullest rank holds: state under the recipe's freezing, and activations.
+    @cached_property
+    def total_kept(self) -> float:
+        """Bytes that one microbatch leaves behind in all layers."""
+        return float(self.count @ self.kept)
+
+    @cached_property
+    def max_layer_peak(self) -> float:
+        """Bytes of a rank that holds nothing but the largest layer."""
+        return float(self.layer_peak.max())
+
+
+class UnitMemoryBound:
+    """The lower bound of what the fullest rank holds: state under the recipe's freezing, and activations.
 
     Some rank holds at least a weighted mean of what all hold, under any weights. Here a stage weighs less the more
     microbatches 1F1B has in flight there: one, one for each rank behind it, and those in flight in the pipelines that
     read from it. The LLM's largest microbatch is the same under all meshes. An encoder's holds at least its share of a
     batch.
     """
-    unsplit: BatchSplit = tuple((unit.name, 1, layer_costs.batches.global_batch) for unit in layer_costs.shape.units)
-    head = layer_costs.shape.unit(LLM).layers[-1]
-    known_kinds: dict[tuple[str, int, int, int], _KindBytes] = {}
-    known_bounds: dict[tuple[str, MeshSize, int, int], float] = {}
 
-    def largest_load(unit: str, step_microbatches: int) -> TokenLoad:
-        if unit == LLM:
-            return layer_costs.largest_load(LLM, unsplit)
-        loads = layer_costs.microbatch_loads(unit, unsplit)
-        max_tokens = max(loads.total(batch).tokens for batch in range(len(layer_costs.batches.groups)))
-        return TokenLoad(max_tokens // step_microbatches if step_microbatches else 0, 0, 0, 0)
+    def __init__(self, layer_costs: LayerCosts) -> None:
+        self._layer_costs = layer_costs
+        units = layer_costs.shape.units
+        self._unsplit: BatchSplit = tuple((unit.name, 1, layer_costs.batches.global_batch) for unit in units)
+        self._kinds: dict[tuple[str, int, int, int], _KindBytes] = {}
+        self._bounds: dict[tuple[str, MeshSize, int, int], float] = {}
 
-    def compute(unit: str, mesh: MeshSize, num_microbatches: int, in_flight_behind: int) -> float:
+    def __call__(self, unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
+        """Return the bytes that the fullest rank of a unit of this mesh holds at least.
+
+        num_microbatches: of a replica; None where they are not known.
+        in_flight_behind: the least number of its microbatches that are in flight in the pipelines that read from it.
+        """
+        key = (unit, mesh, num_microbatches or 0, in_flight_behind)
+        if key not in self._bounds:
+            self._bounds[key] = self._compute(*key)
+        return self._bounds[key]
+
+    def may_fit(
+        self,
+        unit: str,
+        mesh: MeshSize,
+        num_microbatches: int | None,
+        in_flight_behind: int,
+        memory_bytes: float,
+    ) -> bool:
+        """Return whether the bound is at most `memory_bytes`, without the bound where there is clearly room."""
+        kinds = self._kinds_of(unit, mesh, num_microbatches or 0)
+        # No weighted mean is above that of ranks which all hold as many microbatches as the first.
+        most_in_flight = min(mesh.pp + in_flight_behind, max(num_microbatches or 0, 1))
+        max_mean = (kinds.total_state + most_in_flight * kinds.total_kept) / mesh.pp
+        if max(max_mean, kinds.max_layer_peak) <= memory_bytes:
+            return True
+        return self(unit, mesh, num_microbatches, in_flight_behind) <= memory_bytes
+
+    def _compute(self, unit: str, mesh: MeshSize, num_microbatches: int, in_flight_behind: int) -> float:
+        kinds = self._kinds_of(unit, mesh, num_microbatches)
+        in_flight = np.minimum(np.arange(mesh.pp, 0, -1) + in_flight_behind, max(num_microbatches, 1))
+        mean = _weighted_mean(kinds, in_flight)
+        shape = self._layer_costs.shape
+        if unit == LLM and shape.tied_embeddings:  # held once where both ends of the LLM share a rank
+            head = shape.unit(LLM).layers[-1]
+            mean -= (1 + MEMORY_MARGIN) * sum(matrix_state(head, mesh.tp, mesh.dp, self._layer_costs.state_bytes))
+        return max(mean, kinds.max_layer_peak)
+
+    def _kinds_of(self, unit: str, mesh: MeshSize, num_microbatches: int) -> _KindBytes:
         step_microbatches = 0 if unit == LLM else num_microbatches * mesh.dp
         key = (unit, mesh.tp, mesh.dp, step_microbatches)
-        if key not in known_kinds:
-            known_kinds[key] = _kind_bytes(layer_costs, unit, mesh, largest_load(unit, step_microbatches))
-        in_flight = np.minimum(np.arange(mesh.pp, 0, -1) + in_flight_behind, max(num_microbatches, 1))
-        mean = _weighted_mean(known_kinds[key], in_flight)
-        if unit == LLM and layer_costs.shape.tied_embeddings:  # held once where both ends of the LLM share a rank
-            mean -= (1 + MEMORY_MARGIN) * sum(matrix_state(head, mesh.tp, mesh.dp, layer_costs.state_bytes))
-        return max(mean, float(known_kinds[key].layer_peak.max()))
+        if key not in self._kinds:
+            load = self._largest_load(unit, step_microbatches)
+            self._kinds[key] = _kind_bytes(self._layer_costs, unit, mesh, load)
+        return self._kinds[key]
 
-    def bound(unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
-        key = (unit, mesh, num_microbatches or 0, in_flight_behind)
-        if key not in known_bounds:
-            known_bounds[key] = compute(*key)
-        return known_bounds[key]
-
-    return bound
+    def _largest_load(self, unit: str, step_microbatches: int) -> TokenLoad:
+        if unit == LLM:
+            return self._layer_costs.largest_load(LLM, self._unsplit)
+        loads = self._layer_costs.microbatch_loads(unit, self._unsplit)
+        max_tokens = max(loads.total(batch).tokens for batch in range(len(self._layer_costs.batches.groups)))
+        return TokenLoad(max_tokens // step_microbatches if step_microbatches else 0, 0, 0, 0)
 
 
 def describe_excluded(
@@ -105,7 +139,7 @@ def describe_excluded(
 
 def _weighted_mean(kinds: _KindBytes, in_flight: FloatArray) -> float:
     """Return the weighted mean bytes of a rank; a layer counts as on the rank where it counts least."""
-    weights = 1 / np.maximum(kinds.count @ kinds.state + in_flight * (kinds.count @ kinds.kept), 1.0)
+    weights = 1 / np.maximum(kinds.total_state + in_flight * kinds.total_kept, 1.0)
     fewest_bytes = np.min(weights[:, None] * (kinds.state + in_flight[:, None] * kinds.kept), axis=0)
     return float(kinds.count @ fewest_bytes / weights.sum())
 

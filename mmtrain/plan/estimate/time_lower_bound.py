@@ -37,7 +37,7 @@ def unit_time_bound(
         return known_seconds[unit, tp]
 
     def bound(unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
-        if memory_bound(unit, mesh, num_microbatches, in_flight_behind) > memory_bytes:
+        if not memory_bound.may_fit(unit, mesh, num_microbatches, in_flight_behind, memory_bytes):
             return math.inf
         replica_s = microbatch_seconds(unit, mesh.tp) * global_batch / mesh.dp
         if num_microbatches is None:

@@ -138,7 +138,7 @@ class BaselinePlanner:
         if name == FLOPS_BASELINE:
             rounds = self._in_proportion_to_flops()
         else:
-            rounds = self._partitioned_by(PARTITION_RULES[name].partition)
+            rounds = self._partitioned_by(PARTITION_RULES[name].partition, max_step_s)
         for partitioned in islice(rounds, self.evaluator.budget.baselines.max_rounds):
             estimated = [self._estimate(candidate, chains) for candidate, chains in partitioned]
             promising = [candidate for candidate in estimated if _estimate_of(candidate) <= max_step_s]
@@ -161,12 +161,17 @@ class BaselinePlanner:
         [step_s] = self._estimator.estimate(candidate.assignment, chains, [candidate.partition], no_recompute)
         return candidate.estimated(float(step_s))
 
-    def _partitioned_by(self, rule: RuleFunction) -> Iterator[list[PartitionedCandidate]]:
-        """Yield the `unified` meshes with more than one pipeline rank, the lowest bounds first, a few at a time."""
+    def _partitioned_by(self, rule: RuleFunction, max_step_s: float) -> Iterator[list[PartitionedCandidate]]:
+        """Yield the `unified` meshes with more than one pipeline rank, the lowest bounds first, a few at a time.
+
+        Those whose bounds are above `max_step_s` are left out.
+        """
         by_bound = sorted(self.enumerated, key=lambda candidate: candidate.time_lower_bound_s)
         partitioned: list[PartitionedCandidate] = []
         for candidate in by_bound:
             assignment = candidate.assignment
+            if candidate.time_lower_bound_s > max_step_s:
+                break
             if assignment.placement != "unified" or assignment.meshes[LLM].pp == 1 or self._splits_tp_group(assignment):
                 continue
             (chain,) = self.evaluator.layer_chains(candidate)

@@ -139,15 +139,21 @@ class StageGraph:
         Raises:
             ProgramError: the edges form a cycle.
         """
-        done: dict[StageId, None] = {}
-        left = [s.id for s in self.stages]
-        while left:
-            ready = [s for s in left if all(e.src in done for e in self.inputs(s))]
-            if not ready:
-                stages = ", ".join(map(str, left))
-                raise ProgramError(f"stage graph: the edges among stages {stages} form a cycle; remove one of them")
-            done.update(dict.fromkeys(ready))
-            left = [s for s in left if s not in done]
+        num_missing = {s.id: len(self.inputs(s.id)) for s in self.stages}
+        place = {s.id: number for number, s in enumerate(self.stages)}
+        ready = [sid for sid, missing in num_missing.items() if not missing]
+        done: list[StageId] = []
+        while ready:  # round by round: all whose sources came in the rounds before
+            done += ready
+            released: list[StageId] = []
+            for edge in (edge for sid in ready for edge in self.outputs(sid)):
+                num_missing[edge.dst] -= 1
+                if not num_missing[edge.dst]:
+                    released.append(edge.dst)
+            ready = sorted(released, key=place.__getitem__)
+        if len(done) < len(self.stages):
+            stages = ", ".join(str(sid) for sid, missing in num_missing.items() if missing)
+            raise ProgramError(f"stage graph: the edges among stages {stages} form a cycle; remove one of them")
         return tuple(done)
 
     @cached_property
@@ -236,11 +242,17 @@ class StageGraph:
 
     @cached_property
     def _edges_into(self) -> dict[StageId, tuple[Edge, ...]]:
-        return {s.id: tuple(e for e in self.edges if e.dst == s.id) for s in self.stages}
+        entering: dict[StageId, list[Edge]] = {s.id: [] for s in self.stages}
+        for edge in self.edges:
+            entering[edge.dst].append(edge)
+        return {sid: tuple(edges) for sid, edges in entering.items()}
 
     @cached_property
     def _edges_from(self) -> dict[StageId, tuple[Edge, ...]]:
-        return {s.id: tuple(e for e in self.edges if e.src == s.id) for s in self.stages}
+        leaving: dict[StageId, list[Edge]] = {s.id: [] for s in self.stages}
+        for edge in self.edges:
+            leaving[edge.src].append(edge)
+        return {sid: tuple(edges) for sid, edges in leaving.items()}
 
     @cached_property
     def _backward(self) -> dict[StageId, bool]:
