@@ -9,6 +9,7 @@ from mmtrain.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
     from mmtrain.data.index.data_check import CheckReport
+    from mmtrain.recipe.data_settings import SourceSettings
 
 MAX_EXAMPLES_PER_REASON = 3  # bad samples that are printed for each reason
 NUM_PROGRESS_LINES = 4  # lines of progress where stderr is no terminal
@@ -18,8 +19,10 @@ _PLURALS = {"image": "images", "video": "videos", "audio": "clips"}
 def check(
     overrides: Overrides,
     sources: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="SOURCE...", help="Data files. Default with --recipe: its sources.", show_default=False),
+        list[str] | None,
+        typer.Argument(
+            metavar="SOURCE...", help="Files or URLs. Default with --recipe: its sources.", show_default=False
+        ),
     ] = None,
     recipe: Annotated[
         Path | None, typer.Option(metavar="RECIPE", help="Preprocess as this recipe does and apply its limits.")
@@ -38,9 +41,8 @@ def check(
     from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
     from mmtrain.errors import UserError
     from mmtrain.recipe import load_recipe
-    from mmtrain.recipe.data_settings import SourceSettings
 
-    named_sources = [SourceSettings(path=source.absolute()) for source in sources or []]
+    named_sources = [_source(text) for text in sources or []]
     with typer.progressbar(length=1, label="decoding", file=sys.stderr) as bar:
 
         def show_progress(done: int, total: int) -> None:
@@ -68,6 +70,19 @@ def check(
         typer.echo(check_text(report))
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _source(text: str) -> "SourceSettings":
+    """Return the source that an argument names. Raises `UserError` for a URL with credentials."""
+    from mmtrain.errors import UserError
+    from mmtrain.recipe.data_settings import SourceSettings
+    from mmtrain.recipe.source_path import parse_source_path
+
+    try:
+        path = parse_source_path(text)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return SourceSettings(path=path.absolute() if isinstance(path, Path) else path)
 
 
 def check_text(report: "CheckReport") -> str:

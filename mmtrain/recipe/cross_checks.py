@@ -115,7 +115,7 @@ def check_sources(recipe: Recipe) -> Iterator[Problem]:
         text = "states lengths, other sources hold samples; allowed: either lengths in all sources or samples in all"
         yield Problem(("data", "sources", lengths_only.index(True)), text)
     for i, source in enumerate(data.validation):
-        if is_lengths_source(Path(source.path), source.format):
+        if is_lengths_source(Path(str(source.path)), source.format):
             text = "states lengths, which is nothing to validate on; name a source of samples"
             yield Problem(("data", "validation", i), text)
     if data.tokenizer is None and not all(lengths_only):
@@ -207,4 +207,4 @@ CHECKS: tuple[Check, ...] = (
 
 def _lengths_only(recipe: Recipe) -> list[bool]:
     """Return for each source whether it holds lengths only, without samples."""
-    return [is_lengths_source(Path(source.path), source.format) for source in recipe.data.sources]
+    return [is_lengths_source(Path(str(source.path)), source.format) for source in recipe.data.sources]

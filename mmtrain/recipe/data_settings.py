@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from mmtrain.recipe.settings import NOTHING, PositiveFloat, PositiveInt, Section, setting
+from mmtrain.recipe.source_path import SourcePath
 
 Share = Annotated[float, Field(ge=0, le=1)]
 StepNumber = Annotated[int, Field(ge=0)]
@@ -37,10 +38,11 @@ ShareSchedule = Annotated[
 class SourceSettings(Section):
     """Samples of one format, in one file or several."""
 
-    path: Path = setting(
+    path: SourcePath = setting(
         affects={"plan", "lengths"},
         description="A file of samples, a folder of such files, or several files as `train-{000..123}.tar`, "
-        "`{a,b}.json` or `*.parquet`. Relative paths start at the recipe's folder.",
+        "`{a,b}.json` or `*.parquet`; or a URL of these (`https://`, `s3://`, `gs://`, `hf://`), in which folders end "
+        "with `/`. Relative paths start at the recipe's folder.",
     )
     format: Literal["llava", "messages", "webdataset", "parquet", "lengths"] | None = setting(
         None,
@@ -49,11 +51,11 @@ class SourceSettings(Section):
         "OpenAI). `webdataset`: tar shards. `parquet`: Parquet files. `lengths`: a CSV file of lengths without "
         "samples, to plan with. Default: from the file's suffix; for JSON from the keys of each entry.",
     )
-    image_root: Path | None = setting(
+    image_root: SourcePath | None = setting(
         None,
         affects={"plan", "lengths"},
-        description="Folder that relative paths of images, clips and videos start at. Media must lie inside it. "
-        "Default: the folder of the data file.",
+        description="Folder, or its URL, where relative paths of images, clips and videos start. Media must lie inside "
+        "it. Default: the folder of the data file.",
     )
     weight: float = setting(
         1.0,
@@ -92,7 +94,7 @@ class SourceSettings(Section):
         return is_lengths_source(self.path, self.format)
 
 
-def is_lengths_source(path: Path, format: str | None) -> bool:
+def is_lengths_source(path: SourcePath, format: str | None) -> bool:
     """Return whether a source with this path and format holds lengths only, without samples."""
     return format == "lengths" or (format is None and path.suffix == ".csv")
 

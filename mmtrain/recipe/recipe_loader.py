@@ -12,19 +12,20 @@ from mmtrain.recipe.apply_presets import apply_presets
 from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, dotted_path, iter_nodes, merge_trees, set_node
 from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.source_path import is_url
 from mmtrain.recipe.stages import chosen_stage, is_about_stages, lay_stage_over, stage_names
 from mmtrain.recipe.strict_yaml import parse_yaml
 from mmtrain.recipe.validation import validate
 
 _COST_TABLE = ("cluster", "costs")
+_SOURCE_SETTINGS = tuple(
+    ("data", sources, "*", name) for sources in ("sources", "validation") for name in ("path", "image_root")
+)  # which may be URLs
 _PATH_SETTINGS = (  # relative paths in these settings start at the folder of the file that sets them
     ("data", "tokenizer"),
     ("data", "index_cache"),
     ("data", "producer_secret"),
-    ("data", "sources", "*", "path"),
-    ("data", "sources", "*", "image_root"),
-    ("data", "validation", "*", "path"),
-    ("data", "validation", "*", "image_root"),
+    *_SOURCE_SETTINGS,
     ("train", "init_from"),
     _COST_TABLE,
 )
@@ -194,6 +195,8 @@ def _make_paths_absolute(tree: Node) -> Node:
         if not is_path or not isinstance(node.value, str):
             continue
         if pattern == _COST_TABLE and _is_bare_name(node.value):
+            continue
+        if pattern in _SOURCE_SETTINGS and is_url(node.value):
             continue
         absolute = os.path.abspath(node.origin.folder / node.value)
         if is_folder_setting(keys) and is_model_of_hub(node.value, Path(absolute)):

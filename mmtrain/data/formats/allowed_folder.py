@@ -4,16 +4,18 @@ Data from elsewhere must neither make us read (and train on) any file of this ma
 """
 
 import os
+import posixpath
 import re
 import stat
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from mmtrain.data.formats.conversation import BadSampleError
 from mmtrain.data.media.media_bytes import FileMedia
+from mmtrain.recipe.source_path import RemotePath
 
 # Names separated by single slashes, without leading dots and colons: such a path is no URL and is already normalized.
 _PLAIN_PATH = re.compile(r"(?:[^/.:\0][^/:\0]*/)*[^/.:\0][^/:\0]*")
@@ -44,9 +46,7 @@ class AllowedFolder:
             place = self._look_at(full)
             if place != "outside":
                 return FileMedia(full if place == "there" else self._other_spelling(path, full))
-        if _URL.match(path):
-            shown = path if len(path) <= _MAX_SHOWN_URL_CHARACTERS else f"{path[:_MAX_SHOWN_URL_CHARACTERS]}..."
-            raise BadSampleError(f"{kind}_url", f"{shown!r} is a URL; download it and give its path")
+        _reject_url(kind, path)
         full = os.path.normpath(os.path.join(self._root, path))
         if full == self._root:
             raise BadSampleError(f"{kind}_path", f"{path!r} is the {kind} folder itself; name a file in it")
@@ -78,6 +78,37 @@ class AllowedFolder:
         except (OSError, ValueError):  # whoever opens it says what is wrong
             return "missing"
         return "outside" if is_link and not _is_below(os.path.realpath(full), self._resolved_root) else "there"
+
+
+class RemoteFolder:
+    """The remote folder below which all media of one source must lie."""
+
+    def __init__(self, root: RemotePath) -> None:
+        """Resolve paths from `root`: the `image_root` of a source, or the folder of its file."""
+        self._root = str(root).rstrip("/")
+        self._is_http = root.protocol in ("http", "https")
+
+    def file(self, kind: str, path: str) -> FileMedia:
+        """Return the file that a sample names; whoever opens it finds out whether it is there.
+
+        Raises `BadSampleError` of kind `<kind>_url` for a URL, and `<kind>_path` for a path that leads outside.
+        """
+        _reject_url(kind, path)
+        plain = posixpath.normpath(unquote(path) if self._is_http else path)
+        if plain == ".":
+            raise BadSampleError(f"{kind}_path", f"{path!r} is the {kind} folder itself; name a file in it")
+        if plain.startswith("/") or plain.split("/")[0] == ".." or not plain.isprintable():
+            raise BadSampleError(f"{kind}_path", f"{path!r} lies outside of the {kind} folder {self._root}")
+        return FileMedia(f"{self._root}/{quote(plain) if self._is_http else plain}")
+
+
+MediaFolder = AllowedFolder | RemoteFolder
+
+
+def _reject_url(kind: str, path: str) -> None:
+    if _URL.match(path):
+        shown = path if len(path) <= _MAX_SHOWN_URL_CHARACTERS else f"{path[:_MAX_SHOWN_URL_CHARACTERS]}..."
+        raise BadSampleError(f"{kind}_url", f"{shown!r} is a URL; download it and give its path")
 
 
 def _other_spellings(path: str) -> Iterator[str]:

@@ -38,7 +38,7 @@ class EnergonDataset:
 
     shards: tuple[Path, ...]
     fields: Mapping[str, str]  # field -> accessor; empty: the members are those of any WebDataset
-    excluded: Mapping[Path, frozenset[str]] = field(default_factory=dict)  # shard -> keys of samples left out
+    excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)  # shard -> keys of samples left out
 
     def make_entry(self, by_extension: Mapping[str, TarMember], read: ReadMember) -> Any:
         """Make the entry of a sample from its members. Raises `BadSampleError` where a field is missing."""
@@ -110,7 +110,7 @@ def read_energon_folder(folder: Path, split: str | None) -> EnergonDataset | Non
     return EnergonDataset(
         shards=tuple(folder / shard for shard in shards if "" not in excluded.get(shard, ())),
         fields=_fields(meta / "dataset.yaml"),
-        excluded={folder / shard: frozenset(keys) for shard, keys in excluded.items()},
+        excluded={str(folder / shard): frozenset(keys) for shard, keys in excluded.items()},
     )
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmtrain.data.formats.conversation import BadSampleError, MediaResolver, build_sample, entry_id
@@ -16,21 +15,23 @@ from mmtrain.data.formats.json_list import (
     read_json_list,
 )
 from mmtrain.data.formats.sample import Quarantined, Sample
+from mmtrain.data.remote.locations import open_location
 from mmtrain.errors import DataError
+from mmtrain.recipe.source_path import SourcePath
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 _CALLED_JSONL = "a file with one sample per line must be called .jsonl"
 
 
 def read_json(
-    path: Path, resolve_media: MediaResolver, conversation_keys: tuple[str, ...]
+    path: SourcePath, resolve_media: MediaResolver, conversation_keys: tuple[str, ...]
 ) -> Iterator[Sample | Quarantined]:
     """Read every sample of a file in order.
 
     Raises `DataError` if the file is missing, is not JSON, or does not hold a list of samples.
     """
     try:
-        with path.open("rb") as file:
+        with open_location(str(path)) as file:
             is_lines = path.suffix in JSON_LINES_SUFFIXES
             elements = _read_lines(file) if is_lines else _read_list(path, file)
             for index, element in enumerate(elements):
@@ -58,7 +59,7 @@ def parse_json(text: bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def _read_list(path: Path, file: BinaryIO) -> Iterator[JsonElement]:
+def _read_list(path: SourcePath, file: BinaryIO) -> Iterator[JsonElement]:
     """Yield the entries of a JSON list one by one: parsed all at once they would take gigabytes."""
     try:
         yield from read_json_list(file)

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from mmtrain.data.formats.allowed_folder import AllowedFolder
+from mmtrain.data.formats.allowed_folder import MediaFolder
 from mmtrain.data.formats.conversation import (
     CONVERSATION_KEYS,
     MARK_BY_MEDIA_KIND,
@@ -33,8 +33,11 @@ from mmtrain.data.media.arrow_files import ARROW_SUFFIX, ArrowFile
 from mmtrain.data.media.data_urls import find_data_urls, is_data_url, read_url_head
 from mmtrain.data.media.media_bytes import Media, ParquetCell
 from mmtrain.data.media.parquet_cells import PARQUET_BATCH_ROWS, decode_dictionary
+from mmtrain.data.remote.locations import open_location
+from mmtrain.data.remote.remote_files import RemoteReadError
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import LimitSettings
+from mmtrain.recipe.source_path import SourcePath
 
 _MEDIA_KIND_BY_COLUMN = {column: kind for kind in MARK_BY_MEDIA_KIND for column in (kind, f"{kind}s")}
 _MEDIA_KIND_BY_EXTENSION_COLUMN = {
@@ -54,10 +57,10 @@ class _ParquetSource:
     """What reading the rows of one file depends on."""
 
     file: Any  # pyarrow.parquet.ParquetFile, or ArrowFile
-    path: Path
+    path: SourcePath
     columns: tuple[str, ...]  # those that are read, in the order of the file
     media_kinds: Mapping[str, str]  # of those of them that hold media
-    folder: AllowedFolder
+    folder: MediaFolder
     limits: LimitSettings
 
     def resolve(self, kind: str, value: Any) -> Media:
@@ -66,7 +69,7 @@ class _ParquetSource:
         return media
 
 
-def read_parquet(path: Path, folder: AllowedFolder, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
+def read_parquet(path: SourcePath, folder: MediaFolder, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
     """Read every row of a file in order. Raises `DataError` if the file cannot be opened."""
     with _open(path) as file:
         names = file.schema_arrow.names
@@ -109,18 +112,22 @@ def _holds_bytes(value_type: Any) -> bool:
     return bool(pa.types.is_binary(value_type) or pa.types.is_large_binary(value_type))
 
 
-def _open(path: Path) -> Any:
+def _open(path: SourcePath) -> Any:
+    if path.suffix == ARROW_SUFFIX and not isinstance(path, Path):
+        raise DataError(f"{path}: Arrow files are mapped, which needs them on this machine; copy it, or write Parquet")
     kind = "an Arrow file" if path.suffix == ARROW_SUFFIX else "a Parquet file"
     try:
-        if path.suffix == ARROW_SUFFIX:
+        if isinstance(path, Path) and path.suffix == ARROW_SUFFIX:
             return ArrowFile(path)
         return pyarrow.parquet.ParquetFile(
-            path,
+            path if isinstance(path, Path) else open_location(str(path)),
             thrift_string_size_limit=_MAX_METADATA_STRING_BYTES,
             thrift_container_size_limit=_MAX_METADATA_ENTRIES,
         )
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
+    except DataError:
+        raise
     except Exception as error:  # pyarrow's errors have no common base
         raise DataError(f"{path}: not {kind}, or a damaged one: {error}") from None
 
@@ -142,6 +149,8 @@ def _read_row_group(source: _ParquetSource, row_group: int, first_row: int) -> I
                 values = {name: None if name in unread else batch[name][row] for name in media_columns}
                 yield _read_row(source, entry, values, cell, first_row + num_read + row)
             num_read += batch.num_rows
+    except RemoteReadError:
+        raise
     except Exception as error:
         what = f"{path}, row group {row_group}: its rows from {num_read} on cannot be read"
         reason = f"{what}: {type(error).__name__}: {error}"

@@ -1,10 +1,10 @@
 """Read a source of any format: `read_samples` yields its samples in order, quarantined ones included."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from mmtrain.data.formats.allowed_folder import AllowedFolder
+from mmtrain.data.formats.allowed_folder import AllowedFolder, MediaFolder, RemoteFolder
 from mmtrain.data.formats.conversation import CONVERSATION_KEYS, CONVERSATION_KEYS_BY_FORMAT
 from mmtrain.data.formats.datasets_folder import saved_dataset_files
 from mmtrain.data.formats.energon import read_energon_folder
@@ -13,8 +13,10 @@ from mmtrain.data.formats.sample import Quarantined, Sample, with_marks_in_front
 from mmtrain.data.formats.shard_patterns import expand_braces
 from mmtrain.data.formats.webdataset import read_shard
 from mmtrain.data.optional_packages import require_package
+from mmtrain.data.remote.locations import matching_urls
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
+from mmtrain.recipe.source_path import RemotePath, SourcePath
 
 _CONTAINER_BY_SUFFIX = {
     ".json": "json",
@@ -45,11 +47,11 @@ def _read_shards(source: SourceSettings, limits: LimitSettings) -> Iterator[Samp
             f"{source.path}: states lengths (format `lengths`), which serve for planning; there are no samples to read"
         )
     files = list_shards(source.path, source.split)
-    folder = next((file for file in files if file.is_dir()), None)
+    folder = next((file for file in files if _is_folder(file)), None)
     if folder is not None:
         raise DataError(f"{folder}: a folder, where {source.path} must name files; name the files in it: {folder}/*")
     container = _container(source, files)
-    if source.path.is_dir():
+    if _is_folder(source.path):
         files = [file for file in files if _CONTAINER_BY_SUFFIX[file.suffix] == container]
     if container == "webdataset":
         if source.image_root is not None:
@@ -57,7 +59,7 @@ def _read_shards(source: SourceSettings, limits: LimitSettings) -> Iterator[Samp
                 f"{source.path}: image_root is {source.image_root}, but the media of a tar shard are inside the shard: "
                 "remove image_root"
             )
-        energon = read_energon_folder(source.path, source.split)
+        energon = None if isinstance(source.path, RemotePath) else read_energon_folder(source.path, source.split)
         return chain.from_iterable(read_shard(file, limits, energon) for file in files)
     if container == "parquet":
         require_package("pyarrow.parquet", "parquet", f"{files[0]}: reading Parquet")
@@ -68,12 +70,15 @@ def _read_shards(source: SourceSettings, limits: LimitSettings) -> Iterator[Samp
     return chain.from_iterable(read_json(file, _media_folder(source, file).file, keys) for file in files)
 
 
-def list_shards(path: Path, split: str | None = None) -> list[Path]:
+def list_shards(path: SourcePath, split: str | None = None) -> Sequence[SourcePath]:
     """Return the files that a path names: itself, those of a folder, or those that match a pattern.
 
     Patterns hold `{000..123}`, `{a,b}`, `*` and `?`. Of folders of Energon and of the `datasets` library, the files are
-    those that they name; `split` chooses among them. Raises `DataError` if there are no files.
+    those that they name; `split` chooses among them. A URL that ends with `/` names a folder; `?` has no meaning in
+    URLs. Raises `DataError` if there are no files.
     """
+    if isinstance(path, RemotePath):
+        return _list_remote(path, split)
     if path.is_dir():
         energon = read_energon_folder(path, split)
         if energon is not None:
@@ -100,10 +105,47 @@ def list_shards(path: Path, split: str | None = None) -> list[Path]:
     return files
 
 
-def _media_folder(source: SourceSettings, file: Path) -> AllowedFolder:
-    if source.image_root is not None and source.image_root.is_file():
+def _list_remote(path: RemotePath, split: str | None) -> list[RemotePath]:
+    """Return the files that a URL names. Only folders and patterns are looked up."""
+    if split is not None:
+        raise DataError(f"{path}: has split {split}, but splits are read of folders of this machine only; remove it")
+    if _is_folder(path):
+        try:
+            files = [RemotePath(url) for url in matching_urls(f"{path}*")]
+        except FileNotFoundError:
+            raise DataError(f"{path}: no such folder, or one that the server does not list; name its files") from None
+        files = [file for file in files if file.suffix in _CONTAINER_BY_SUFFIX]
+        if not files:
+            known = ", ".join(sorted(_CONTAINER_BY_SUFFIX))
+            raise DataError(f"{path}: no data files in this folder; looked for {known}")
+        return files
+    urls: list[str] = []
+    for pattern in expand_braces(str(path)):
+        if not _PATTERN_CHARACTERS & set(pattern):
+            urls.append(pattern)
+            continue
+        if _PATTERN_CHARACTERS & set(pattern.rpartition("/")[0]):
+            raise DataError(f"{path}: `*` or `[` in a folder; allowed in URLs: in the last name only")
+        try:
+            urls += matching_urls(pattern)
+        except FileNotFoundError:
+            raise DataError(f"{path}: no such folder, or one that the server does not list; use {{000..123}}") from None
+    if not urls:
+        raise DataError(f"{path}: no file matches")
+    return [RemotePath(url) for url in urls]
+
+
+def _is_folder(path: SourcePath) -> bool:
+    return path.url.endswith("/") if isinstance(path, RemotePath) else path.is_dir()
+
+
+def _media_folder(source: SourceSettings, file: SourcePath) -> MediaFolder:
+    root = source.image_root or file.parent
+    if isinstance(root, RemotePath):
+        return RemoteFolder(root)
+    if root.is_file():
         raise DataError(f"{source.path}: image_root is {source.image_root}, a file; expected the folder of its media")
-    return AllowedFolder(source.image_root or file.parent)
+    return AllowedFolder(root)
 
 
 def _matching_files(pattern: Path) -> list[Path]:
@@ -113,7 +155,7 @@ def _matching_files(pattern: Path) -> list[Path]:
     return sorted(anchor.glob(str(pattern.relative_to(anchor))))
 
 
-def _container(source: SourceSettings, files: list[Path]) -> str:
+def _container(source: SourceSettings, files: Sequence[SourcePath]) -> str:
     """Return what holds the samples: `json`, `webdataset` or `parquet`."""
     if source.format is not None:
         return "json" if source.format in CONVERSATION_KEYS_BY_FORMAT else source.format
@@ -125,7 +167,7 @@ def _container(source: SourceSettings, files: list[Path]) -> str:
     compressed = next((file for file in files if file.suffix in _COMPRESSED_SUFFIXES), None)
     if compressed is not None:
         raise DataError(f"{compressed}: compressed data cannot be read at random positions; unpack it")
-    if not any(file.exists() for file in files):
+    if not any(isinstance(file, RemotePath) or file.exists() for file in files):
         raise DataError(f"{source.path}: no such file or folder")
     suffixes = ", ".join(sorted({file.suffix or "no suffix" for file in files}))
     known = ", ".join(sorted(_CONTAINER_BY_SUFFIX))

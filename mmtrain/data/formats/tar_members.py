@@ -7,11 +7,12 @@ and counts are limited, and nothing is unpacked or decompressed. Reads ustar, GN
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 from mmtrain.data.media.media_bytes import TarMember
+from mmtrain.data.remote.locations import open_location
 from mmtrain.recipe.data_settings import LimitSettings
+from mmtrain.recipe.source_path import SourcePath
 
 TAR_BLOCK_BYTES = 512
 _MAX_META_BYTES = 64 << 10  # of a long name or a pax header
@@ -48,9 +49,9 @@ class _BrokenArchiveError(Exception):
     """The structure of the archive is broken, and its rest cannot be read."""
 
 
-def read_tar_members(path: Path, limits: LimitSettings) -> Iterator[TarMember | BadTarMember]:
+def read_tar_members(path: SourcePath, limits: LimitSettings) -> Iterator[TarMember | BadTarMember]:
     """Yield the files of an archive in order; folders are skipped. Raises OSError if it cannot be opened."""
-    with path.open("rb") as file:
+    with open_location(str(path)) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(0)
         try:

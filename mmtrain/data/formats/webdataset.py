@@ -10,7 +10,6 @@ ignored, and so are names with a leading dot.
 import re
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from mmtrain.data.formats.conversation import (
@@ -30,6 +29,7 @@ from mmtrain.data.formats.tar_members import BadTarMember, read_tar_members
 from mmtrain.data.media.media_bytes import Media, TarMember
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import LimitSettings
+from mmtrain.recipe.source_path import SourcePath
 
 _MEDIA_KIND_BY_EXTENSION = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"), "image"),
@@ -41,7 +41,7 @@ _KEY_AND_EXTENSION = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
 
 
 def read_shard(
-    path: Path, limits: LimitSettings, energon: EnergonDataset | None = None
+    path: SourcePath, limits: LimitSettings, energon: EnergonDataset | None = None
 ) -> Iterator[Sample | Quarantined]:
     """Read every sample of a shard in order, or those that `energon` does not exclude, from the members that it names.
 
@@ -49,7 +49,7 @@ def read_shard(
     """
     excluded: frozenset[str] = frozenset()
     if energon is not None:
-        excluded = energon.excluded.get(path, excluded)
+        excluded = energon.excluded.get(str(path), excluded)
     try:
         for number, (key, members) in enumerate(groupby(read_tar_members(path, limits), _sample_key)):
             if key is None:  # members that belong to no sample
@@ -74,7 +74,7 @@ def _sample_key(member: TarMember | BadTarMember) -> str | None:
 
 
 def _read_sample(
-    path: Path, number: int, key: str, members: list[TarMember | BadTarMember], energon: EnergonDataset | None
+    path: SourcePath, number: int, key: str, members: list[TarMember | BadTarMember], energon: EnergonDataset | None
 ) -> Sample | Quarantined:
     entry: Any = None
     try:

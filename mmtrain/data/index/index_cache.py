@@ -36,11 +36,14 @@ from mmtrain.data.formats.energon import description_files
 from mmtrain.data.formats.read_source import list_shards
 from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.index.sample_table import SampleTable
+from mmtrain.data.remote.locations import location_version
+from mmtrain.data.remote.remote_settings import remote_index_folder
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import SourceSettings
 from mmtrain.recipe.schema import Recipe
 from mmtrain.recipe.settings import select
+from mmtrain.recipe.source_path import RemotePath, SourcePath
 
 INDEX_FOLDER_NAME = ".mmtrain-index"
 MIN_SOURCE_BYTES = 1 << 20  # indexing a smaller source takes less than a second
@@ -90,17 +93,20 @@ class IndexCache:
         """Return the place for a recipe's index; None for small sources, and where no index can be trusted."""
         try:
             shards = [file for source in sources for file in list_shards(source.path, source.split)]
-            described = [file for source in sources for file in description_files(source.path)]
-            files = [(file, file.stat()) for file in (*shards, *described)]
+            described: list[Path] = []
+            for source in sources:
+                described += [] if isinstance(source.path, RemotePath) else description_files(source.path)
+            files = [(file, _file_version(file)) for file in (*shards, *described)]
             tokenizer = tokenizer_sha256(recipe.data.tokenizer_path)
         except (OSError, DataError):  # reading the sources will report it
             return None
-        if sum(status.st_size for _, status in files) < MIN_SOURCE_BYTES:
+        if sum(version[0] for _, version in files) < MIN_SOURCE_BYTES:
             return None
         folder = recipe.data.index_cache
         secret = ""
         if folder is None:
-            folder = files[0][0].parent / INDEX_FOLDER_NAME
+            first = files[0][0]
+            folder = remote_index_folder() if isinstance(first, RemotePath) else first.parent / INDEX_FOLDER_NAME
             secret = _user_secret()
             if not secret:
                 return None
@@ -111,8 +117,7 @@ class IndexCache:
             "format": _FORMAT_VERSION,
             "code": _code_sha256(),
             "libraries": _library_versions(),
-            # The time of change too: unpacking an archive may give new content an old time of modification.
-            "files": [(str(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in files],
+            "files": [(str(file), *version) for file, version in files],
             "tokenizer": tokenizer,
             "settings": settings,
         }
@@ -201,6 +206,15 @@ class IndexCache:
         unfinished = [folder for folder in folders if folder.name.startswith(_BUILD_PREFIX)]
         for folder in unfinished + folders[MAX_INDEXES_PER_FOLDER:]:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _file_version(file: SourcePath) -> tuple[int, *tuple[int | str, ...]]:
+    """Return the size of a file, and what changes with its content."""
+    if isinstance(file, RemotePath):
+        return location_version(str(file))
+    status = file.stat()
+    # The time of change too: unpacking an archive may give new content an old time of modification.
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _to_int32(array: IntArray) -> "np.ndarray[Any, Any]":

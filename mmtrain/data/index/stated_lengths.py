@@ -14,18 +14,20 @@ each, with the same number of items: all of them encode every image.
 
 import csv
 import hashlib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from mmtrain.balance.batch_meta import IntArray, ItemLengths, SampleLengths
 from mmtrain.data.formats.sample import Quarantined
+from mmtrain.data.remote.locations import open_location
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import SourceSettings
 from mmtrain.recipe.model_settings import STATED_LENGTHS_COLUMNS
 from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.source_path import SourcePath
 
 MAX_STATED_SAMPLES = 20_000_000  # their lengths take a few gigabytes
 MAX_STATED_COUNT = 10_000_000  # of samples or tokens in one cell
@@ -151,16 +153,17 @@ def _repeat(values: Sequence[int], usable: Sequence[_UsableRow]) -> IntArray:
     return np.repeat(np.array(values, np.int64), [u.row.count for u in usable])
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: SourcePath) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with io.TextIOWrapper(open_location(str(path)), encoding="utf-8-sig") as file:
+            return file.read()
     except OSError as error:
         raise DataError(f"{path}: cannot read the lengths: {error.strerror}") from None
     except UnicodeDecodeError:
         raise DataError(f"{path}: not UTF-8 text; expected a CSV file of lengths") from None
 
 
-def _parse_rows(text: str, path: Path, units: Mapping[str, _UnitRule]) -> list[_Row]:
+def _parse_rows(text: str, path: SourcePath, units: Mapping[str, _UnitRule]) -> list[_Row]:
     numbered = [(n, line.partition("#")[0].strip()) for n, line in enumerate(text.splitlines(), 1)]
     lines = [(n, line) for n, line in numbered if line]
     columns = [name.strip() for name in next(csv.reader([lines[0][1]]))] if lines else []

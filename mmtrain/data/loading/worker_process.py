@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from mmtrain.data.loading.batch_builder import ReadMonitor, StepBuilder, StepRequest
 from mmtrain.data.loading.ipc import SharedStatus, create_memory_file, map_file, receive_message, send_message
 from mmtrain.data.loading.step_format import from_json, pack
+from mmtrain.data.remote.locations import pin_versions
 from mmtrain.errors import MmtrainError
 
 
@@ -29,7 +30,9 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     control = socket.socket(fileno=int(sys.argv[1]))
     with open(int(sys.argv[2]), "rb") as file:
-        builder: StepBuilder = pickle.load(file)  # safe: written by the trainer that started us, into its own memory
+        builder: StepBuilder
+        builder, versions = pickle.load(file)  # safe: written by the trainer that started us, into its own memory
+    pin_versions(versions)
     run_host(control, builder)
 
 

@@ -3,7 +3,6 @@
 An Arrow file stands in for a Parquet file, and its record batches for row groups.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.ipc
+
+from mmtrain.data.remote.locations import Version, location_version
 
 ARROW_SUFFIX = ".arrow"
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -25,8 +26,7 @@ class ArrowFile:
 
     def __init__(self, path: Path) -> None:
         """Map the file. Raises OSError or ArrowException if it is damaged, truncated or compressed."""
-        status = os.stat(path)
-        self._batches = _map_batches(str(path), (status.st_mtime_ns, status.st_size))
+        self._batches = _map_batches(str(path), location_version(str(path)))
         self.schema_arrow = self._batches[0].schema if self._batches else pa.schema([])
         self.num_row_groups = len(self._batches)
 
@@ -50,15 +50,15 @@ class ArrowFile:
         return None
 
 
-def map_column(file: str, version: tuple[int, int], row_group: int, column: str) -> Any:
-    """Return a column of a record batch; `version`: time of change and size of the file. Raises as `ArrowFile`."""
+def map_column(file: str, version: Version, row_group: int, column: str) -> Any:
+    """Return a column of a record batch; `version`: of the file. Raises as `ArrowFile`."""
     values = _map_batches(file, version)[row_group][column]
     values.validate(full=True)
     return values
 
 
 @lru_cache(maxsize=_MAX_MAPPED_FILES)
-def _map_batches(file: str, version: tuple[int, int]) -> list[Any]:
+def _map_batches(file: str, version: Version) -> list[Any]:
     mapped = pa.memory_map(file)
     size = mapped.size()
     if mapped.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC:

@@ -4,6 +4,7 @@ The front end is Whisper's (arXiv 2212.04356): 16 kHz, a Hann window of 25 ms ev
 the power within eight decades of the clip's maximum. Clips keep their own length, or all get the same.
 """
 
+import io
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +12,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from mmtrain.data.media.images import Float32Array
-from mmtrain.data.media.media_bytes import BadMediaError, Media, NotAFileError, describe_missing
+from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, NotAFileError, TarMember, describe_missing
 from mmtrain.data.optional_packages import require_package
+from mmtrain.data.remote.remote_files import RemoteReadError
 from mmtrain.recipe.data_settings import AudioDataSettings
+from mmtrain.recipe.source_path import is_url
 
 SAMPLE_RATE_HZ = 16_000
 WINDOW_SAMPLES = 400  # under one window
@@ -181,14 +184,25 @@ def _open_sound(media: Media, broken: str) -> Iterator[Any]:
     """Open a clip as a `SoundFile`; every error, here or in the body, becomes a `BadAudioError` of kind `broken`."""
     soundfile = require_soundfile()
     try:
-        with media.open() as file, soundfile.SoundFile(file) as sound:
+        with _open_fully(media) as file, soundfile.SoundFile(file) as sound:
             yield sound
     except FileNotFoundError:
         raise BadAudioError("missing_audio", describe_missing(media)) from None
     except NotAFileError as error:
         raise BadAudioError("not_audio", f"{media}: {error}") from None
-    except BadAudioError:
+    except (BadAudioError, RemoteReadError):
         raise
     except Exception as error:
         why = getattr(error, "error_string", error)  # libsndfile's own message, without the name of our stream
         raise BadAudioError(broken, f"{media}: {type(error).__name__}: {why}") from None
+
+
+def _open_fully(media: Media) -> BinaryIO:
+    """Open a clip; a remote one is read before, since libsndfile would swallow the errors of its server."""
+    is_remote = (isinstance(media, FileMedia) and is_url(media.path)) or (
+        isinstance(media, TarMember) and is_url(media.shard)
+    )
+    if not is_remote:
+        return media.open()
+    with media.open() as file:
+        return io.BytesIO(file.read())

@@ -14,7 +14,9 @@ from mmtrain.data.media.image_formats import describe_unknown_format, supported_
 from mmtrain.data.media.image_headers import fast_image_size, fast_image_size_in_stream
 from mmtrain.data.media.image_orientation import SWAPS_SIDES, read_orientation, turn_upright, upright_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, NotAFileError, describe_missing
+from mmtrain.data.remote.remote_files import RemoteReadError
 from mmtrain.recipe.data_settings import ImageSettings
+from mmtrain.recipe.source_path import is_url
 
 Float32Array = npt.NDArray[np.float32]
 Uint8Array = npt.NDArray[np.uint8]
@@ -34,7 +36,8 @@ def read_image_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
     Also checks, without decoding, that the end of a JPEG or PNG file is there. Raises `BadImageError` for what no
     decoder could use, and for more than `max_source_pixels` pixels.
     """
-    size = fast_image_size(media.path) if isinstance(media, FileMedia) else _fast_size_in_archive(media)
+    is_file = isinstance(media, FileMedia) and not is_url(media.path)
+    size = fast_image_size(media.path) if isinstance(media, FileMedia) and is_file else _fast_size_in_archive(media)
     if size is not None and size[0] * size[1] <= max_source_pixels:
         return size
     with _open_image(media, max_source_pixels) as (image, file):
@@ -49,6 +52,8 @@ def _fast_size_in_archive(media: Media) -> tuple[int, int] | None:
     try:
         with media.open() as file:
             return fast_image_size_in_stream(file)
+    except RemoteReadError:
+        raise
     except Exception:  # of many types, as in `_open_image`; the general reader reports it
         return None
 
@@ -111,7 +116,7 @@ def _open_image(media: Media, max_source_pixels: int) -> Iterator[tuple[Image.Im
         raise BadImageError("not_an_image", f"{media}: {error}") from None
     except UnidentifiedImageError:
         raise BadImageError("not_an_image", f"{media}: {describe_unknown_format()}") from None
-    except BadImageError:
+    except (BadImageError, RemoteReadError):
         raise
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ...
         raise BadImageError("undecodable", f"{media}: {type(error).__name__}: {error}") from None

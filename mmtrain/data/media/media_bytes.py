@@ -11,6 +11,8 @@ from typing import BinaryIO
 
 from mmtrain.data.media.data_urls import decode_base64
 from mmtrain.data.media.nearest_name import suggest_existing
+from mmtrain.data.remote.locations import open_location
+from mmtrain.recipe.source_path import is_url
 
 
 class NotAFileError(OSError):
@@ -38,6 +40,8 @@ class FileMedia:
 
     def open(self) -> BinaryIO:
         """Open the file for reading. Raises OSError; a pipe or device is rejected, since reading it may block."""
+        if is_url(self.path):
+            return open_location(self.path)
         descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
@@ -60,7 +64,7 @@ class TarMember:
 
     def open(self) -> BinaryIO:
         """Open the member for reading; the rest of the shard is out of reach. Raises OSError."""
-        return io.BufferedReader(_FileSlice(open(self.shard, "rb"), self.offset, self.size))
+        return io.BufferedReader(_FileSlice(open_location(self.shard), self.offset, self.size))
 
     def __str__(self) -> str:
         return f"{self.shard}, member {self.name}"
@@ -115,7 +119,7 @@ class InlineMedia:
 
     def open(self) -> BinaryIO:
         """Read and decode the text. Raises OSError."""
-        with open(self.file, "rb") as file:
+        with open_location(self.file) as file:
             file.seek(self.offset)
             return io.BytesIO(decode_base64(file.read(self.size)))
 
@@ -128,7 +132,9 @@ Media = FileMedia | TarMember | ParquetCell | InlineMedia
 
 def describe_missing(media: Media) -> str:
     """Say that a medium's file does not exist, and which existing one may be meant."""
-    return f"{media}: no such file{suggest_existing(media.path) if isinstance(media, FileMedia) else ''}"
+    is_here = isinstance(media, FileMedia) and not is_url(media.path)
+    suggestion = suggest_existing(str(media)) if is_here else ""
+    return f"{media}: no such file{suggestion}"
 
 
 class _FileSlice(io.RawIOBase):

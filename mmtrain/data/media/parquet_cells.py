@@ -7,8 +7,8 @@ make row groups small.
 
 import io
 import json
-import os
 import threading
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, BinaryIO
 
@@ -17,6 +17,8 @@ import pyarrow.parquet
 
 from mmtrain.data.media.arrow_files import ARROW_SUFFIX, map_column
 from mmtrain.data.media.data_urls import decode_base64, find_data_urls
+from mmtrain.data.remote.locations import Version, location_version, open_location
+from mmtrain.recipe.source_path import is_url
 
 PARQUET_BATCH_ROWS = 1  # decoded at once: in a dictionary column a few bytes may stand for a large value in each row
 MAX_PARQUET_COLUMN_BYTES = 4 << 30  # of one column of a row group, decoded
@@ -28,10 +30,10 @@ def read_cell(file: str, row_group: int, column: str, row: int, place: int | Non
 
     row: in the row group. place: in the list that the cell holds; None where the cell itself holds the bytes.
     """
-    status = os.stat(file)
+    version = location_version(file)
     try:
         with _decoding:
-            values = _decode_column(file, (status.st_mtime_ns, status.st_size), row_group, column)
+            values = _decode_column(file, version, row_group, column)
         value = values[row]
         if place is not None:
             value = value[place]
@@ -49,10 +51,10 @@ def read_cell(file: str, row_group: int, column: str, row: int, place: int | Non
 
 def read_data_url(file: str, row_group: int, column: str, row: int, number: int) -> BinaryIO:
     """Return what a data URL in the conversation of one cell holds; `number` counts those in it. Raises OSError."""
-    status = os.stat(file)
+    version = location_version(file)
     try:
         with _decoding:
-            values = _decode_column(file, (status.st_mtime_ns, status.st_size), row_group, column)
+            values = _decode_column(file, version, row_group, column)
         conversation = values[row].as_py()
         if isinstance(conversation, str):
             conversation = json.loads(conversation)
@@ -68,13 +70,16 @@ def decode_dictionary(value: Any) -> Any:
 
 
 @lru_cache(maxsize=3)
-def _decode_column(file: str, version: tuple[int, int], row_group: int, column: str) -> Any:
-    """Decode a column of a row group; `version` (time of change, size) keeps a changed file out of the cache."""
+def _decode_column(file: str, version: Version, row_group: int, column: str) -> Any:
+    """Decode a column of a row group; `version` keeps a changed file out of the cache."""
     if file.endswith(ARROW_SUFFIX):
         return map_column(file, version, row_group, column)
     batches = []
     num_bytes = 0
-    with pyarrow.parquet.ParquetFile(file) as parquet:
+    with (
+        open_location(file) if is_url(file) else nullcontext(file) as opened,
+        pyarrow.parquet.ParquetFile(opened) as parquet,
+    ):
         for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, [row_group], [column], use_threads=False):
             num_bytes += batch.nbytes
             if num_bytes > MAX_PARQUET_COLUMN_BYTES:

@@ -19,6 +19,7 @@ from mmtrain.data.media.fitting import Size, fit_picture
 from mmtrain.data.media.media_bytes import BadMediaError, Media, NotAFileError, describe_missing
 from mmtrain.data.media.mp4_rotation import read_quarter_turns
 from mmtrain.data.optional_packages import require_package
+from mmtrain.data.remote.remote_files import RemoteReadError
 from mmtrain.recipe.data_settings import ImageSettings
 
 # Containers that hold their frames themselves.
@@ -197,7 +198,7 @@ def _open_video(media: Media, broken: str, max_source_pixels: int) -> Iterator[t
         raise BadVideoError("missing_video", describe_missing(media)) from None
     except NotAFileError as error:
         raise BadVideoError("not_a_video", f"{media}: {error}") from None
-    except BadVideoError:
+    except (BadVideoError, RemoteReadError):
         raise
     except Exception as error:
         why = getattr(error, "strerror", None) or error  # FFmpeg's own message, without the number of our stream

@@ -1,0 +1,115 @@
+"""Serve a folder by HTTP on the loopback, with ranges, ETags and the faults that a test asks for."""
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+DROP = "drop"  # close the connection without an answer
+STALL = "stall"  # answer nothing until the test is over
+TRUNCATE = "truncate"  # half of the body that the header promises
+SHORT = "short"  # half of the range, by an honest header
+
+
+@dataclass
+class FileServer:
+    """What is served, and what was asked for."""
+
+    folder: Path
+    url: str = ""
+    has_ranges: bool = True
+    token: str | None = None  # that requests must bear
+    faults: list[str | int] = field(default_factory=list)  # of the next GET requests; a number is a status
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, range
+    over: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ranges_of(self, name: str) -> list[str | None]:
+        return [span for method, path, span in self.requests if method == "GET" and path == f"/{name}"]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each answer waits for an acknowledgement of its header
+    files: FileServer
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        span = self.headers.get("Range")
+        with self.files.lock:
+            self.files.requests.append((self.command, self.path, span))
+            fault = self.files.faults.pop(0) if body and self.files.faults else None
+        if self.files.token is not None and self.headers.get("Authorization") != f"Bearer {self.files.token}":
+            fault = 403
+        path = self.files.folder / unquote(self.path).lstrip("/")
+        if fault == STALL:
+            self.files.over.wait()
+        if fault in (DROP, STALL):
+            self.close_connection = True
+            return
+        if isinstance(fault, int):
+            self._send(fault, b"", {})
+        elif path.is_dir() and self.path.endswith("/"):
+            links = "".join(f'<a href="{entry.name}">{entry.name}</a>' for entry in sorted(path.iterdir()))
+            self._send(200, links.encode(), {"Content-Type": "text/html"}, body)
+        elif not path.is_file():
+            self._send(404, b"", {})
+        else:
+            self._send_file(path.read_bytes(), span, fault, body)
+
+    def _send_file(self, content: bytes, span: str | None, fault: str | int | None, body: bool) -> None:
+        tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+        if self.headers.get("If-Match", tag) != tag:
+            self._send(412, b"", {})
+            return
+        headers = {"ETag": tag}
+        status = 200
+        if span is not None and self.files.has_ranges:
+            start, stop = span.removeprefix("bytes=").split("-")
+            first, last = int(start), min(int(stop), len(content) - 1)
+            if fault == SHORT:
+                last = (first + last) // 2
+            status = 206
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+            content = content[first : last + 1]
+        self._send(status, content, headers, body, cut=fault == TRUNCATE)
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str], body: bool = True, cut: bool = False) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content[: len(content) // 2] if cut else content)
+        if cut:
+            self.close_connection = True
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[FileServer]:
+    """Serve the files of a folder until the end of the context."""
+    files = FileServer(folder)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"files": files}))
+    server.daemon_threads = True
+    files.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield files
+    finally:
+        files.over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
