@@ -30,7 +30,8 @@ class PlacementStrategy(Protocol):
     ) -> SearchResults:
         """Return simulated candidates, and why others lost.
 
-        incumbent: the fastest candidate of the strategies before; what cannot be faster need not be simulated.
+        incumbent: the fastest candidate of the strategies before. A placement is ranked by its best plan even where
+            that is slower.
         progress: called with the number of candidates that are settled, of how many.
         """
 

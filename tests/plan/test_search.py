@@ -56,6 +56,16 @@ def test_the_search_finds_the_fastest_of_all_plans(seed: int) -> None:
     holds(instance, least_step(instance))
 
 
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 2))])
+def test_every_placement_is_ranked_by_its_best_plan(seed: int) -> None:
+    instance = random_instance(seed, max_partitions=120)
+    results = best_first_search(instance.candidates, instance.evaluator, num_simulated=1)
+    for alone in by_placement(instance):
+        placement = alone.candidates[0].placement
+        ranked_s = min((c.step_time_s for c in results.candidates if c.placement == placement), default=math.inf)
+        assert ranked_s <= least_step(alone) * EQUAL_STEP_TIME_RATIO
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_oracle_skips_no_plan_that_could_be_the_fastest(seed: int) -> None:
     instance = random_instance(seed, max_partitions=60)

@@ -48,20 +48,17 @@ class ColocatedStrategy:
         incumbent: Candidate | None,
         progress: Progress | None = None,
     ) -> SearchResults:
-        """Search every number of ranks; all compete with the same incumbent."""
-        incumbent_s = math.inf if incumbent is None else incumbent.step_time_s
+        """Search every number of ranks by itself, whatever other placements reach: the ranking shows the best plan."""
         counts = problem.cluster.rank_counts
         of_counts = [
-            search_colocated(evaluator, num_ranks, incumbent_s, progress_of_part(progress, part, 1, len(counts)))
+            search_colocated(evaluator, num_ranks, progress_of_part(progress, part, 1, len(counts)))
             for part, num_ranks in enumerate(counts)
         ]
         return SearchResults().merged(*of_counts)
 
 
-def search_colocated(
-    evaluator: Evaluator, num_ranks: int, incumbent_s: float = math.inf, progress: Progress | None = None
-) -> SearchResults:
-    """Schedule and simulate the colocated layouts on `num_ranks` ranks that may beat a step of `incumbent_s` seconds.
+def search_colocated(evaluator: Evaluator, num_ranks: int, progress: Progress | None = None) -> SearchResults:
+    """Schedule and simulate the colocated layouts on `num_ranks` ranks that may be the fastest.
 
     Layouts are tried in the order of their lower bounds. Of each, the encoders' layers are put into the LLM's bubbles,
     and that order is kept if it is faster than the coarse one; of the fastest few, pieces of layers are put into the
@@ -77,7 +74,7 @@ def search_colocated(
     simulated: list[Candidate] = []
     rejected: list[Rejected] = []
     levels = _recompute_levels(evaluator.layer_costs, budget.recompute_shares)
-    num_scheduled, fastest_s = 0, incumbent_s
+    num_scheduled, fastest_s = 0, math.inf
     for candidate in sorted(_enumerate(evaluator, num_ranks), key=_search_order):
         if candidate.time_lower_bound_s > fastest_s * EQUAL_STEP_TIME_RATIO:  # so are all candidates that follow
             slower = f"at least {candidate.time_lower_bound_s / fastest_s:.2f}x slower"
@@ -87,9 +84,7 @@ def search_colocated(
             break
         if progress is not None:
             progress(num_scheduled, budget.max_simulated_layouts)
-        # One candidate is simulated even if it is slow, so that the ranking has its figures.
-        limit_s = fastest_s * EQUAL_STEP_TIME_RATIO if simulated else math.inf
-        trial = _Trial(candidate, evaluator, levels, limit_s)
+        trial = _Trial(candidate, evaluator, levels, fastest_s * EQUAL_STEP_TIME_RATIO)
         outcome = trial.run()
         num_scheduled += trial.num_scheduled
         if isinstance(outcome, Candidate):
@@ -97,7 +92,7 @@ def search_colocated(
             fastest_s = min(fastest_s, outcome.step_time_s)
         elif outcome is not None:
             rejected.append(outcome)
-    return SearchResults(fill_tp_bubbles(simulated, evaluator, incumbent_s), tuple(rejected))
+    return SearchResults(fill_tp_bubbles(simulated, evaluator), tuple(rejected))
 
 
 def has_colocated_meshes(choices: Mapping[str, UnitChoices], num_ranks: int) -> bool:

@@ -23,17 +23,16 @@ def overlaps_collectives(machine: Hardware) -> bool:
     return machine.name != "cpu-core"
 
 
-def fill_tp_bubbles(candidates: Sequence[Candidate], evaluator: Evaluator, incumbent_s: float) -> tuple[Candidate, ...]:
+def fill_tp_bubbles(candidates: Sequence[Candidate], evaluator: Evaluator) -> tuple[Candidate, ...]:
     """Return the candidates, the fastest few with orders in pieces where these are faster and fit.
 
-    incumbent_s: seconds of the fastest step of other placements. Candidates whose LLM alone takes as long as that, or
-    as the fastest in pieces so far, stay as they are.
+    Candidates whose LLM alone takes as long as the fastest so far stay as they are.
     """
-    if not overlaps_collectives(evaluator.problem.hardware):
+    if not overlaps_collectives(evaluator.problem.hardware) or not candidates:
         return tuple(candidates)
     by_step_time = sorted(candidates, key=lambda candidate: candidate.step_time_s)
     with_collectives = [candidate for candidate in by_step_time if candidate.layout.units[LLM].tp > 1]
-    fastest_s, in_pieces = incumbent_s, {}
+    fastest_s, in_pieces = by_step_time[0].step_time_s, {}
     for candidate in with_collectives[: evaluator.budget.colocated.max_layouts_in_pieces]:
         in_pieces[candidate.id] = _with_pieces(candidate, evaluator, fastest_s)
         fastest_s = min(fastest_s, in_pieces[candidate.id].step_time_s)

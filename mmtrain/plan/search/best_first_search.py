@@ -9,10 +9,12 @@ at.
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+from mmtrain.plan.artifact.plan import Placement
 from mmtrain.plan.candidate import (
     EQUAL_STEP_TIME_RATIO,
     Candidate,
@@ -48,6 +50,9 @@ def best_first_search(
 ) -> SearchResults:
     """Simulate layouts in the order of their lower bounds until no other can be faster than the best one found.
 
+    Then each other placement is searched to its own end, so that the ranking shows its best layout and not one that was
+    met on the way.
+
     Args:
         candidates: mesh assignments with lower bounds.
         evaluator: estimates, fits and simulates them.
@@ -82,6 +87,7 @@ class _Search:
         self.queue: list[SearchNode] = []
         self.num_queued = 0
         self.is_exhaustive = False
+        self.searched_placement: Placement | None = None  # None: all compete
         self.estimator = evaluator.estimator(self.budget.num_estimated_replica_groups)
 
     def run(self, candidates: Sequence[Candidate]) -> SearchResults:
@@ -100,6 +106,7 @@ class _Search:
             self._advance(node)
         if not self.is_exhaustive:
             self._simulate_runner_ups()
+        self._settle_placements()
         self._reject_unsearched()
         self._report(len(candidates), len(candidates))
         return SearchResults(rank_candidates(self.best.values()), tuple(self.rejected))
@@ -123,6 +130,22 @@ class _Search:
             return bool(self.best) or len(self.misfits) >= self.evaluator.budget.explanations.max_misfits_to_try
         slack = EQUAL_STEP_TIME_RATIO if self.is_exhaustive else 1.0
         return len(self.best) >= self.num_simulated and first.bound_s > self._fastest_s() * slack
+
+    def _settle_placements(self) -> None:
+        """Search the placements that lost until no other layout of the same placement can be faster than its best."""
+        nodes_of: defaultdict[Placement, list[SearchNode]] = defaultdict(list)
+        for node in self.queue:
+            nodes_of[node.candidate.placement].append(node)
+        unsearched = []
+        for placement in sorted(nodes_of):
+            self.queue = nodes_of[placement]
+            self.searched_placement = placement
+            heapq.heapify(self.queue)
+            while self.queue and math.isfinite(self.queue[0].bound_s) and self.queue[0].bound_s <= self._fastest_s():
+                self._advance(heapq.heappop(self.queue))
+            unsearched += self.queue
+        self.queue = unsearched
+        self.searched_placement = None
 
     def _num_partitions(self, assignments: Iterable[MeshAssignment]) -> int:
         """Count the layer partitions of all assignments, up to the largest number that is tried in full."""
@@ -259,7 +282,15 @@ class _Search:
         return self.estimator.in_flight(candidate.assignment, partition)
 
     def _fastest_s(self) -> float:
-        return min((candidate.step_time_s for candidate in self.best.values()), default=math.inf)
+        """Return the seconds of the fastest step so far; while one placement is searched, of that placement."""
+        return min(
+            (
+                candidate.step_time_s
+                for candidate in self.best.values()
+                if self.searched_placement in (None, candidate.placement)
+            ),
+            default=math.inf,
+        )
 
     def _recompute_to_fit(self, candidate: Candidate, chains: Sequence[LayerChain]) -> RecomputeToFit:
         """Return the recomputation that spans of layers need, where the anchor does not fit without any."""
