@@ -26,7 +26,7 @@ def plan(
     ] = None,
     placement: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Search one placement only: unified, disaggregated or colocated."),
+        typer.Option(metavar="NAME", help="Search one only: unified, disaggregated, colocated or replicated."),
     ] = None,
     measure: Annotated[
         bool,

@@ -7,6 +7,7 @@ from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
+from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
 from mmtrain.models.model_shape import LayerShape
 
 # Share added to what is counted: nine measured runs held up to 5% more, and allocators lose memory to fragments.
@@ -20,6 +21,8 @@ LIVE_GRADIENT_SHARE = 0.75
 NUM_INPUT_ARENAS = 2
 INPUT_ARENA_GROWTH = 1.25
 INDEX_BYTES_PER_TOKEN = 24  # that come with a step for each stage: positions in time, row and column, as int64
+
+NUM_GATHERED_LAYERS = 2  # layers with whole weights on a rank: the one computed and the one being gathered
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,17 @@ class HeldLayers:
     load: TokenLoad  # of the largest microbatch
     sp: bool = False
     num_microbatches: int = 1  # of a step
+    shard: int | None = None  # replicas that hold one copy of the layers together; None: each holds them whole
+
+    @property
+    def state_replicas(self) -> int:
+        """Replicas over which ZeRO-1 shards optimizer state; that of sharded layers is divided like their weights."""
+        return self.dp if self.shard is None else 1
+
+    @property
+    def gathered(self) -> tuple[LayerShape, ...]:
+        """Layers whose weights are whole on the rank only while they compute."""
+        return () if self.shard is None or self.shard == 1 else self.layers
 
     def rank_layers(self) -> Iterator[RankLayer]:
         """Yield the layers one by one."""
@@ -116,14 +130,15 @@ def rank_memory(
     parameters = gradients = optimizer = 0.0
     for stage in held:
         for layer in stage.layers:
-            state = layer_state(layer, stage.tp, stage.dp, size)
+            state = _held_state(stage, layer_state(layer, stage.tp, stage.state_replicas, size))
             parameters, gradients, optimizer = parameters + state[0], gradients + state[1], optimizer + state[2]
     if tied:
-        for head, tp, dp in _tied_heads(held):
-            state = matrix_state(head, tp, dp, size)
+        for head, stage in _tied_heads(held):
+            state = _held_state(stage, matrix_state(head, stage.tp, stage.state_replicas, size))
             parameters, gradients, optimizer = parameters - state[0], gradients - state[1], optimizer - state[2]
     activations = float(sum(stage.in_flight * microbatch_activation_bytes(stage, costs, precision) for stage in held))
     buffers = max((stage_working_bytes(stage, costs, precision) for stage in held), default=0)
+    buffers += max((gathered_bytes(layer, precision) for stage in held for layer in stage.gathered), default=0)
     margin = MEMORY_MARGIN * (parameters + gradients + optimizer + activations + buffers)
     inputs = NUM_INPUT_ARENAS * INPUT_ARENA_GROWTH * sum(step_input_bytes(stage) for stage in held)
     return RankMemory(parameters, gradients, optimizer, activations, buffers, margin, communicator_bytes, inputs)
@@ -138,6 +153,18 @@ def step_input_bytes(stage: HeldLayers) -> int:
 def layer_state(layer: LayerShape, tp: int, dp: int, size: StateBytes) -> tuple[float, float, float]:
     """Return the bytes of parameters, gradients and optimizer state of one layer on one rank."""
     return _state(analytic.num_parameters(layer, tp), analytic.num_trained_parameters(layer, tp), dp, size)
+
+
+def _held_state(stage: HeldLayers, state: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Return what a rank holds of a layer's state: all of it, or its shard."""
+    shard = stage.shard or 1
+    return (state[0] / shard, state[1] / shard, state[2] / shard)
+
+
+def gathered_bytes(layer: LayerShape, precision: Precision) -> int:
+    """Return the bytes of whole weights while a sharded layer computes and another one's arrive, with its gradients."""
+    num_bytes = NUM_GATHERED_LAYERS * ELEMENT_BYTES[precision] + BYTES_PER_GRADIENT
+    return analytic.num_parameters(layer) * num_bytes
 
 
 def matrix_state(layer: LayerShape, tp: int, dp: int, size: StateBytes) -> tuple[float, float, float]:
@@ -231,9 +258,7 @@ def hidden_state_bytes(layer: LayerShape, load: TokenLoad, precision: Precision)
     return (hidden + layer.conditioning_elements(load.num_sequences)) * ELEMENT_BYTES[precision]
 
 
-def _tied_heads(held: Iterable[HeldLayers]) -> list[tuple[LayerShape, int, int]]:
-    """Return the head, with its tp and dp, if the embedding is on the same rank."""
-    by_kind = {
-        layer.kind: (layer, s.tp, s.dp) for s in held for layer in s.layers if layer.kind in ("embedding", "head")
-    }
+def _tied_heads(held: Iterable[HeldLayers]) -> list[tuple[LayerShape, HeldLayers]]:
+    """Return the head, with the layers that it is among, if the embedding is on the same rank."""
+    by_kind = {layer.kind: (layer, s) for s in held for layer in s.layers if layer.kind in ("embedding", "head")}
     return [by_kind["head"]] if len(by_kind) == 2 else []

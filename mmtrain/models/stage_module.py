@@ -57,7 +57,7 @@ class StageModule(nn.Module):
         self.recompute = spec.recompute
         self.layers = nn.ModuleDict()
         self._settings = settings
-        is_tied = shape.tied_embeddings and self.shape.kind == "llm"
+        is_tied = self._is_tied = shape.tied_embeddings and self.shape.kind == "llm"
         for index in self.indices:
             layer = self.shape.layers[index]
             embedding: nn.Module | None = None
@@ -71,6 +71,11 @@ class StageModule(nn.Module):
         holds_both_ends = {0, len(self.shape.layers) - 1} <= set(self.indices)
         if is_tied and "0" in self.layers and not holds_both_ends:
             self.layers["0"].table.weight.shared = "embeddings"  # type: ignore[union-attr]
+
+    @property
+    def tied_layer(self) -> nn.Module | None:
+        """Return the embedding whose matrix the head uses, if this stage holds them."""
+        return self.layers["0"] if self._is_tied and "0" in self.layers else None
 
     @property
     def needs_position_ids(self) -> bool:

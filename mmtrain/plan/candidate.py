@@ -13,7 +13,7 @@ from typing import Protocol
 
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
-from mmtrain.plan.artifact.layout import Layout, MeshSize
+from mmtrain.plan.artifact.layout import Layout, MeshSize, replicated_summary
 from mmtrain.plan.artifact.plan import Alternative, Placement, SchedulePlan
 from mmtrain.plan.estimate.layer_costs import BatchSplit
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
@@ -47,6 +47,7 @@ class MeshAssignment:
     placement: Placement
     meshes: Mapping[str, MeshSize]
     num_microbatches: Mapping[str, int]  # of each replica, by unit
+    shard: int | None = None  # in `replicated`: ranks that hold one copy of the state together
 
     @property
     def pipeline_microbatches(self) -> Mapping[str, int | None]:
@@ -83,6 +84,8 @@ class MeshAssignment:
     def __str__(self) -> str:
         if self.placement == "colocated":
             return "colocated: " + ", ".join(f"{unit} {mesh}" for unit, mesh in self.meshes.items())
+        if self.shard is not None:
+            return replicated_summary(self.meshes[LLM].dp, self.shard, self.num_microbatches[LLM])
         num_llm = self.num_microbatches[LLM]
         suffix = {unit: f" mb{num}" if num != num_llm else "" for unit, num in self.num_microbatches.items()}
         if self.placement == "unified":

@@ -46,6 +46,7 @@ def formulate_problem(
         recompute={name: recipe.parallel.of(name).recompute for name in choices},
         sequence_parallel={name: recipe.parallel.of(name).sp for name in choices},
         encoder_microbatches=encoder_microbatches(recipe, shape),
+        runs_replicated=recipe.parallel.placement == "replicated",
     )
     return PlanningProblem(
         recipe=recipe,

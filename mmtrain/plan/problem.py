@@ -41,11 +41,12 @@ class Constraints:
     recompute: Mapping[str, RecomputeMode]
     sequence_parallel: Mapping[str, SequenceParallelSetting]
     encoder_microbatches: Mapping[str, int]  # of units whose number of microbatches the recipe fixes
+    runs_replicated: bool = False  # whether `replicated` is searched, beside being predicted
 
     @property
     def runnable_placements(self) -> tuple[Placement, ...]:
         """Those that the runtime can run."""
-        return tuple(placement for placement in self.placements if placement != "replicated")
+        return tuple(placement for placement in self.placements if placement != "replicated" or self.runs_replicated)
 
 
 @dataclass(frozen=True)

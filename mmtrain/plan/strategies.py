@@ -9,7 +9,7 @@ from mmtrain.plan.candidate import Candidate, SearchResults
 from mmtrain.plan.colocated.colocated_search import ColocatedStrategy
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.problem import PlanningProblem
-from mmtrain.plan.replicated.replicated_step import ReplicatedStrategy
+from mmtrain.plan.replicated.replicated_search import ReplicatedStrategy
 from mmtrain.plan.search.pipelined import PipelinedStrategy
 from mmtrain.plan.search_progress import Progress
 

@@ -89,18 +89,38 @@ def check_placement(recipe: Recipe) -> Iterator[Problem]:
     """The placement suits the model's units and their fixed parallel degrees."""
     placement = recipe.parallel.placement
     path = ("parallel", "placement")
+    if recipe.parallel.shard != "auto" and placement != "replicated":
+        text = f"found {recipe.parallel.shard} with placement {placement}; it is used in parallel.placement: replicated"
+        yield Problem(("parallel", "shard"), text)
     if placement in ("disaggregated", "colocated") and not _present_other_units(recipe):
         yield Problem(
             path, f"found {placement}, which needs a second unit, but the model has only the LLM; use unified"
         )
     elif placement == "colocated":
         yield from _check_colocated(recipe)
+    elif placement == "replicated":
+        yield from _check_replicated(recipe)
     elif placement == "unified":
         for name, degree in product(other_units(recipe.model), ("tp", "dp", "vpp")):
             of_unit, llm = getattr(recipe.parallel.of(name), degree), getattr(recipe.parallel.llm, degree)
             if of_unit is not None and llm is not None and of_unit != llm:
                 text = f"{of_unit} differs from parallel.llm.{degree} {llm}, but `unified` puts all units on one mesh"
                 yield Problem(("parallel", *unit_path(name), degree), text)
+
+
+def _check_replicated(recipe: Recipe) -> Iterator[Problem]:
+    """Every rank runs all of every unit, and shards divide the ranks."""
+    if recipe.model.generator is not None:
+        text = "found replicated, allowed with model.generator: disaggregated, unified or auto"
+        yield Problem(("parallel", "placement"), text)
+    for name, degree in product(("llm", *_present_other_units(recipe)), ("tp", "pp", "vpp")):
+        fixed = getattr(recipe.parallel.of(name), degree)
+        if fixed is not None and fixed > 1:
+            text = f"found {fixed}, allowed: 1 (in `replicated` every rank runs the whole unit; `unified` divides it)"
+            yield Problem(("parallel", *unit_path(name), degree), text)
+    shard, ranks = recipe.parallel.shard, recipe.cluster.ranks
+    if isinstance(shard, int) and ranks is not None and ranks % shard:
+        yield Problem(("parallel", "shard"), f"{shard} does not divide cluster.ranks {ranks}; use a divisor, or `all`")
 
 
 def _check_colocated(recipe: Recipe) -> Iterator[Problem]:

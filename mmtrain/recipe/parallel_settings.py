@@ -50,12 +50,21 @@ class UnitParallel(Section):
 class ParallelSettings(Section):
     """Constraints on the plan."""
 
-    placement: Literal["auto", "unified", "disaggregated", "colocated"] = setting(
+    placement: Literal["auto", "unified", "disaggregated", "colocated", "replicated"] = setting(
         "auto",
         affects={"plan"},
         description="How units share ranks. `unified`: one pipeline holds the layers of all units. `disaggregated`: "
         "every unit has ranks of its own. `colocated`: encoders run on the LLM's ranks while these would be idle. "
-        "`auto`: the fastest.",
+        "`replicated`: every rank runs all units, which are sharded over the ranks (FSDP). `auto`: the fastest of the "
+        "first three.",
+    )
+    shard: PositiveInt | Literal["all", "auto"] = setting(
+        "auto",
+        affects={"plan"},
+        added_later=True,
+        description="In `replicated`: ranks that hold one copy of weights, gradients and optimizer state together. 1: "
+        "every rank holds all (DDP). `all`: the ranks hold one copy (ZeRO-3). Between: hybrid sharding; it divides the "
+        "number of ranks. `auto`: the fastest that fits.",
     )
     vision: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the vision encoder.")
     audio: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the audio encoder.")

@@ -120,8 +120,10 @@ class Mesh:
 Order = dict[int, tuple[str, ...]]
 
 
-def plan(settings: Recipe, kind: ScheduleKind = "1f1b", order: Order | None = None, **meshes: Mesh) -> Plan:
-    """Return a plan with these meshes (unit name -> mesh)."""
+def plan(
+    settings: Recipe, kind: ScheduleKind = "1f1b", order: Order | None = None, shard: int | None = None, **meshes: Mesh
+) -> Plan:
+    """Return a plan with these meshes (unit name -> mesh); with `shard` their placement is `replicated`."""
     model = build_model_shape(settings)
     units = {}
     for name, mesh in meshes.items():
@@ -133,14 +135,18 @@ def plan(settings: Recipe, kind: ScheduleKind = "1f1b", order: Order | None = No
             )
             for i, (lo, hi) in enumerate(itertools.pairwise(borders))
         )
-        units[name] = UnitPlan(tp=mesh.tp, pp=pp, dp=mesh.dp, vpp=mesh.vpp, sp=mesh.sp, ranks=mesh.ranks, stages=stages)
+        units[name] = UnitPlan(
+            tp=mesh.tp, pp=pp, dp=mesh.dp, vpp=mesh.vpp, sp=mesh.sp, shard=shard, ranks=mesh.ranks, stages=stages
+        )
     shared = {r for m in meshes.values() for r in m.ranks}
     num_microbatches = settings.train.global_batch // meshes["llm"].dp
     return Plan(
         recipe_sha256="",
         hardware="cpu-core",
         world_size=len(shared),
-        placement="colocated"
+        placement="replicated"
+        if shard is not None
+        else "colocated"
         if kind != "1f1b"
         else "unified"
         if len(shared) < sum(len(m.ranks) for m in meshes.values())

@@ -8,15 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmtrain.balance import SampleLengths
 from mmtrain.costs import TokenLoad, input_grad_needed, machine_for, num_trained_parameters, preset
 from mmtrain.costs.hardware import GIB
+from mmtrain.costs.sharded_layers import overlapped_seconds
+from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import UnitShape
+from mmtrain.plan.budget import DEFAULT_BUDGET
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.planner import plan_recipe
+from mmtrain.plan.replicated.replicated_search import ReplicatedStrategy
 from mmtrain.plan.replicated.replicated_step import (
     NUM_REPLICATED_COMMUNICATORS,
     ReplicatedLayout,
     ReplicatedPredictor,
-    overlapped_seconds,
 )
 from tests.plan import factory
 
@@ -157,3 +163,49 @@ def test_the_plan_lists_it_among_the_alternatives() -> None:
     forced = factory.recipe(parallel={"placement": "unified"})
     chosen = plan_recipe(forced, factory.lengths(), world_size=4, hardware="h100-80g", recipe_sha256="x")
     assert not [a for a in chosen.alternatives if a.placement == "replicated"]
+
+
+def _uniform_texts() -> SampleLengths:
+    """Return samples of one length, so that dispatch has nothing to balance."""
+    tokens = np.full(300, 96, dtype=np.int64)
+    return SampleLengths(tokens, tokens // 2, {})
+
+
+def test_the_simulated_step_is_the_predicted_one_where_there_is_nothing_to_dispatch() -> None:
+    settings = factory.recipe(vision=None, parallel={"placement": "replicated"}, global_batch=32)
+    problem = formulate_problem(settings, _uniform_texts(), world_size=16, hardware="h100-80g", recipe_sha256="x")
+    evaluator = Evaluator(problem)
+    results = ReplicatedStrategy().search(problem, evaluator, DEFAULT_BUDGET, None)
+    predictor = ReplicatedPredictor.of(problem)
+    assert {candidate.assignment.shard for candidate in results.candidates} == {1, 2, 4, 8, 16}
+    for candidate in results.candidates:
+        num_rounds = candidate.layout.num_microbatches["llm"]
+        layout = ReplicatedLayout(16, candidate.assignment.shard or 0, num_rounds, frozenset())
+        prediction = predictor.predict(layout)
+        assert candidate.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-6)
+        held, expected = candidate.memory[0], prediction.memory
+        state = (held.parameters, held.gradients, held.optimizer)
+        assert state == pytest.approx((expected.parameters, expected.gradients, expected.optimizer))
+
+
+def test_a_plan_of_the_placement_is_proved_and_says_its_shards() -> None:
+    settings = factory.recipe(parallel={"placement": "replicated", "shard": 2})
+    chosen = plan_recipe(settings, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+    assert chosen.placement == "replicated"
+    assert {unit.shard for unit in chosen.units.values()} == {2}
+    whole = settings.model_copy(update={"parallel": settings.parallel.model_copy(update={"shard": "all"})})
+    sharded = plan_recipe(whole, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+    kinds = [next(iter(p.predicted.memory_kinds_gib.values()))["optimizer"] for p in (chosen, sharded)]
+    assert kinds[0] == pytest.approx(2 * kinds[1], abs=2e-4)
+
+
+def test_without_a_mesh_of_the_placement_the_plan_is_refused() -> None:
+    settings = factory.recipe(parallel={"placement": "replicated"})
+    with pytest.raises(PlanError, match=r"replicated: every unit runs on all 3 ranks with tp 1, pp 1 and dp 3"):
+        plan_recipe(settings, factory.lengths(), world_size=3, hardware="cpu-core", recipe_sha256="x")
+    three = factory.recipe(parallel={"placement": "replicated", "shard": 3})
+    with pytest.raises(PlanError, match=r"parallel.shard 3 does not divide 4 ranks"):
+        plan_recipe(three, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+    tight = factory.recipe(parallel={"placement": "replicated"}, cluster={"memory_gib": 0.004})
+    with pytest.raises(PlanError, match=r"replicated: 4 ranks, shard 4, 2 mini-batches: does not fit with all layers"):
+        plan_recipe(tight, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")

@@ -178,6 +178,16 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "parallel.vision.tp: 2 does not divide parallel.llm.tp 1",
         ),
         (["parallel.placement=colocated", "parallel.vision.vpp=2"], "parallel.vision.vpp: found 2, allowed: 1"),
+        (["parallel.placement=replicated", "parallel.llm.tp=2"], "parallel.llm.tp: found 2, allowed: 1"),
+        (
+            ["parallel.placement=replicated", "parallel.shard=3", "cluster.ranks=4"],
+            "parallel.shard: 3 does not divide cluster.ranks 4",
+        ),
+        (["parallel.shard=2"], "parallel.shard: found 2 with placement auto"),
+        (
+            [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.placement=replicated"],
+            "parallel.placement: found replicated, allowed with model.generator: disaggregated",
+        ),
         (
             [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.placement=colocated"],
             "parallel.placement: found colocated, allowed with model.generator: disaggregated",

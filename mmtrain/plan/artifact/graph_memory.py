@@ -46,6 +46,7 @@ class GraphMemory:
             load=self.largest_load[unit],
             sp=unit in self.sequence_parallel,
             num_microbatches=mesh.num_microbatches,
+            shard=mesh.shard,
         )
 
     def by_rank(

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.plan.artifact.plan import Placement, StagePlan, UnitPlan
+from mmtrain.program.ir.graph import LLM
 
 NO_LAYERS: Mapping[str, Collection[int]] = {}
 
@@ -44,6 +45,9 @@ class Layout:
         Where units have different numbers of microbatches, they are appended as `mb8`.
         """
         counts = self.num_microbatches
+        llm = self.units[LLM]
+        if llm.shard is not None:
+            return replicated_summary(llm.dp, llm.shard, counts[LLM])
         counts_differ = len(set(counts.values())) > 1
         meshes = []
         for name, unit in self.units.items():
@@ -59,6 +63,27 @@ class Layout:
         num_pipeline_ranks = max(pps) if self.placement == "unified" else sum(pps)
         num_counts = len(set(self.num_microbatches.values()))
         return num_pipeline_ranks, max(unit.vpp for unit in units), max(unit.tp for unit in units), num_counts
+
+
+def replicated_summary(num_ranks: int, shard: int, num_microbatches: int) -> str:
+    """Return one line on a layout in which every rank runs every unit."""
+    return f"replicated: {num_ranks} ranks, shard {shard}, {num_microbatches} mini-batches"
+
+
+def replicated_units(
+    shape: ModelShape, num_ranks: int, shard: int, recompute: Mapping[str, Collection[int]] = NO_LAYERS
+) -> dict[str, UnitPlan]:
+    """Give every rank all layers of all units, each `shard` ranks one copy of them.
+
+    Args:
+        shape: the model.
+        num_ranks: data-parallel degree of every unit.
+        shard: a divisor of it.
+        recompute: recomputed layers by unit.
+    """
+    num_layers = sum(len(unit.layers) for unit in shape.units)
+    units = unified_units(shape, MeshSize(1, 1, num_ranks), (0, num_layers), recompute)
+    return {name: unit.model_copy(update={"shard": shard}) for name, unit in units.items()}
 
 
 def unified_units(

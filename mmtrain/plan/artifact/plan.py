@@ -42,6 +42,7 @@ class UnitPlan(_Frozen):
     dp: int
     vpp: int = 1
     sp: bool = False  # sequence parallelism: the ranks of a TP group share the tokens between GEMMs
+    shard: int | None = None  # replicas that hold one copy of the unit together (FSDP); None: each holds it whole
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
 
@@ -55,6 +56,21 @@ class UnitPlan(_Frozen):
                 f"along the data flow, {(self.vpp - 1) * self.pp + 1} to {self.vpp * self.pp} of them, "
                 "and stage s is chunk s // pp"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _shards_divide_the_replicas(self) -> "UnitPlan":
+        if self.shard is None:
+            return self
+        if (self.tp, self.pp, self.vpp, self.sp) != (1, 1, 1, False):
+            raise ValueError(
+                f"shard is {self.shard} with tp {self.tp}, pp {self.pp}, vpp {self.vpp}: a sharded unit has tp 1, pp 1 "
+                "and vpp 1, since every rank runs all of it; leave `shard` out, or make a new plan"
+            )
+        if self.shard < 1 or self.dp % self.shard:
+            raise ValueError(f"shard is {self.shard}, which does not divide dp {self.dp}; use a divisor of it")
+        if list(self.ranks) != sorted(self.ranks):
+            raise ValueError(f"ranks are {self.ranks}: those of a sharded unit ascend, as torch orders its groups")
         return self
 
     @property
@@ -174,7 +190,9 @@ class Plan(_Frozen):
     def sha256(self) -> str:
         """Fingerprint of the whole plan, by which traces and reports refer to it."""
         # Without what the files of older versions do not have, so that traces of older runs still name their plan.
-        unstated: dict[str, bool | dict[str, bool]] = {}
+        unstated: dict[str, bool | dict[str, bool] | dict[str, dict[str, bool]]] = {
+            "units": {name: {"shard": True} for name, unit in self.units.items() if unit.shard is None}
+        }
         if self.precision is None:
             unstated["precision"] = True
         if self.measured is None:
@@ -193,6 +211,21 @@ class Plan(_Frozen):
                 f"schedule.num_microbatches is {counts}; it gives each of the units {', '.join(self.units)} a number "
                 "of at least 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _all_units_sharded_alike(self) -> "Plan":
+        shards = {(unit.shard, unit.ranks) for unit in self.units.values()}
+        is_sharded = any(shard is not None for shard, _ in shards)
+        if is_sharded != (self.placement == "replicated"):
+            raise ValueError(
+                f"placement is {self.placement}, and shard is {[unit.shard for unit in self.units.values()]}: units of "
+                "`replicated`, and of no other placement, have a `shard`"
+            )
+        if is_sharded and len(shards) > 1:
+            raise ValueError("in `replicated` all units have the same `ranks` and the same `shard`")
+        if is_sharded and self.schedule.kind != "1f1b":
+            raise ValueError(f"schedule.kind is {self.schedule.kind}; `replicated` runs its units by `1f1b` alone")
         return self
 
     def save(self, path: Path) -> None:

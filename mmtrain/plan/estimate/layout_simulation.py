@@ -203,6 +203,7 @@ def model_timing(graph: StageGraph, layer_costs: LayerCosts, loads: StepLoads, m
         num_trained_parameters,
         ELEMENT_BYTES[layer_costs.precision],
         machine.ranks_per_node,
+        machine.overlap_slowdown,
     )
 
 
@@ -246,8 +247,8 @@ class SampledBatchTiming(PrecomputedTiming):
     first_replica: Mapping[str, int] = field(default_factory=dict)
 
     def compute(self, action: Compute) -> float:
-        """Return the seconds of a forward or backward; those of some of its segments come from the model."""
-        if isinstance(action, Partial):
+        """Return the seconds of a forward or backward; the model has those of segments and of sharded units."""
+        if isinstance(action, Partial) or self.model.graph.mesh(action.mb.unit).shard is not None:
             return self.model.compute(action)
         stage, mb = self.seconds[action.stage], action.mb
         seconds = stage.forward if isinstance(action, Forward) else stage.backward

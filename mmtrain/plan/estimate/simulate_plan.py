@@ -33,4 +33,5 @@ def plan_timing(recipe: Recipe, plan: Plan, batch: BatchMeta) -> ModelTiming:
         num_trained_parameters,
         ELEMENT_BYTES[precision],
         machine.ranks_per_node,
+        machine.overlap_slowdown,
     )

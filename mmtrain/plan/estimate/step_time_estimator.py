@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mmtrain.costs import Hardware
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.hardware import ELEMENT_BYTES
+from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.candidate import LayerPartition, MeshAssignment
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, UnitLayerTimes
@@ -27,7 +28,7 @@ from mmtrain.plan.estimate.partition_orders import (
 )
 from mmtrain.plan.search.layer_partition import LayerChain
 from mmtrain.program.ir.graph import StageId
-from mmtrain.program.simulation.timing import BYTES_PER_GRADIENT, NORM_BYTES
+from mmtrain.program.simulation.timing import NORM_BYTES
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

@@ -7,7 +7,7 @@ from itertools import combinations, product
 from mmtrain.plan.artifact.plan import Placement
 from mmtrain.plan.colocated.colocated_search import has_colocated_meshes
 from mmtrain.plan.search.constraints import UnitChoices, format_sizes
-from mmtrain.plan.search.mesh_enumeration import has_pipelined_meshes
+from mmtrain.plan.search.mesh_enumeration import has_pipelined_meshes, has_replicated_mesh
 from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.modalities import dotted_unit
 from mmtrain.recipe.parallel_settings import ParallelSettings, UnitParallel
@@ -24,6 +24,8 @@ def has_meshes(choices: Choices, ranks: int, placement: Placement) -> bool:
     if placement == "colocated":
         # Only encoders can share the LLM's ranks.
         return "generator" not in choices and has_colocated_meshes(choices, ranks)
+    if placement == "replicated":
+        return has_replicated_mesh(choices, ranks)
     return has_pipelined_meshes(choices, ranks, placement)
 
 
@@ -121,6 +123,8 @@ def _explain_placement(parallel: ParallelSettings, choices: Choices, ranks: int,
     if placement == "colocated":
         encoders = " and ".join(unit for unit in choices if unit != LLM)
         return f"no mesh of {encoders} whose tp and pp divide the LLM's fills the LLM's {ranks} ranks ({allowed})"
+    if placement == "replicated":
+        return f"every unit runs on all {ranks} ranks with tp 1, pp 1 and dp {ranks} ({allowed})"
     if placement == "disaggregated":
         units = " and ".join(choices)
         if len(choices) > ranks:

@@ -1,5 +1,5 @@
 """The `replicated` placement: every rank runs every unit, sharded, and samples move between phases (OrchMLLM).
 
-It is only predicted, the runtime cannot run it. Start with `replicated_step`, which predicts a step; `phase_dispatch`
-balances its samples over the ranks.
+The runtime runs it without moving samples: start with `replicated_search`. `replicated_step` predicts a step whose
+samples `phase_dispatch` balances over the ranks, which cannot be run yet.
 """

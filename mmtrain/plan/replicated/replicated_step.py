@@ -6,7 +6,7 @@ one or more rounds, each one mini-batch of every rank. In a round samples are ba
 the LLM, and items by their cost in their encoder. So features move in an all-to-all between the phases, and their
 gradients in another. Every layer synchronizes all ranks, so a phase takes as long as its most expensive rank.
 
-The runtime cannot run this placement; the planner shows what it would bring.
+The runtime runs this placement without the balancing (`replicated_search`); the planner shows what that would bring.
 """
 
 import math
@@ -26,26 +26,27 @@ from mmtrain.costs import (
     StateBytes,
     TokenLoad,
     input_grad_needed,
-    num_parameters,
     num_trained_parameters,
 )
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
-from mmtrain.costs.rank_memory import MEMORY_MARGIN, layer_state, microbatch_activation_bytes, stage_working_bytes
+from mmtrain.costs.rank_memory import (
+    MEMORY_MARGIN,
+    gathered_bytes,
+    layer_state,
+    microbatch_activation_bytes,
+    stage_working_bytes,
+)
+from mmtrain.costs.sharded_layers import ShardedLayers, overlapped_seconds
 from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape
 from mmtrain.plan.artifact.plan import Alternative
-from mmtrain.plan.budget import SearchBudget
-from mmtrain.plan.candidate import Candidate, SearchResults
-from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import FloatArray
 from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.replicated.phase_dispatch import DispatchedRounds, PhaseDispatcher
-from mmtrain.plan.search_progress import Progress
-from mmtrain.program.simulation.timing import BYTES_PER_GRADIENT, NORM_BYTES
+from mmtrain.program.simulation.timing import NORM_BYTES
 
 NUM_REPLICATED_COMMUNICATORS = 2  # of all ranks, and of the ranks that share the state
-NUM_GATHERED_LAYERS = 2  # layers with unsharded weights on a rank: the one computed and the one being gathered
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class ReplicatedPredictor:
         min_samples = min(sum(len(group) for group in groups) for groups in self.batches.groups)
         units = [unit.name for unit in self.shape.units]
         recompute_choices = [frozenset(compress(units, flags)) for flags in product((False, True), repeat=len(units))]
-        shards = _shard_sizes(self.num_ranks, self.machine.ranks_per_node)
+        shards = shard_sizes(self.num_ranks, self.machine.ranks_per_node)
         for i in range(max(min_samples // self.num_ranks, 1).bit_length()):
             for shard, recompute in product(shards, recompute_choices):
                 yield ReplicatedLayout(self.num_ranks, shard, 1 << i, recompute)
@@ -191,7 +192,8 @@ class ReplicatedPredictor:
         runs = self._runs_of_equal_layers[unit.name]
         seconds = self._seconds_of_layers(unit.name, layout.num_rounds)
         count = [run.count for run in runs]
-        gathers = np.repeat([self._all_gather(run.layer, layout.shard) for run in runs], count)
+        collectives = self._collectives(layout.shard)
+        gathers = np.repeat([collectives.gather_seconds(run.layer) for run in runs], count)
         forward = np.repeat(seconds.forward, count, axis=0)
         has_backward = np.repeat([run.layer.trainable or run.input_grad for run in runs], count)
         backward_per_run = seconds.backward + (seconds.recompute if unit.name in layout.recompute else 0.0)
@@ -199,7 +201,7 @@ class ReplicatedPredictor:
         reductions = np.zeros_like(backward)
         for i in range(layout.num_rounds):
             is_last = i == layout.num_rounds - 1
-            per_run = [self._reduce(run.layer, layout.shard, is_last) if run.layer.trainable else 0.0 for run in runs]
+            per_run = [collectives.reduce_seconds(run.layer, is_last) for run in runs]
             reductions[:, :, i] = np.repeat(per_run, count)[has_backward][::-1, None]
         slowdown = self.overlap_slowdown
         elapsed = overlapped_seconds(forward, gathers, np.zeros_like(forward), slowdown)
@@ -246,19 +248,10 @@ class ReplicatedPredictor:
             )
         return self._layer_seconds[key]
 
-    def _all_gather(self, layer: LayerShape, shard: int) -> float:
-        """Return the seconds in which a shard group gathers a layer's weights."""
-        nbytes = num_parameters(layer) * ELEMENT_BYTES[self.precision]
-        return self.costs.collective("all_gather", nbytes, self._shard_group(shard))
-
-    def _reduce(self, layer: LayerShape, shard: int, is_last_round: bool) -> float:
-        """Return the seconds in which a layer's gradients are reduced, in the last round between shard groups, too."""
-        nbytes = num_trained_parameters(layer) * BYTES_PER_GRADIENT
-        seconds = self.costs.collective("reduce_scatter", nbytes, self._shard_group(shard))
-        if is_last_round:
-            owners = GroupLayout.strided(self.num_ranks // shard, shard, self.machine.ranks_per_node)
-            seconds += self.costs.collective("all_reduce", nbytes // shard, owners)
-        return seconds
+    def _collectives(self, shard: int) -> ShardedLayers:
+        """Return the prices of collectives with these shards."""
+        element_bytes = ELEMENT_BYTES[self.precision]
+        return ShardedLayers(self.costs, self.num_ranks, shard, element_bytes, self.machine.ranks_per_node)
 
     def _shard_group(self, shard: int) -> GroupLayout:
         """Return the layout of the ranks that share one copy of the parameters."""
@@ -279,9 +272,8 @@ class ReplicatedPredictor:
             activations += microbatch_activation_bytes(held, self.costs, self.precision)
             buffers = max(buffers, stage_working_bytes(held, self.costs, self.precision))
         if layout.shard > 1:
-            largest_layer = max(num_parameters(layer) for unit in self.shape.units for layer in unit.layers)
-            gathered_bytes = NUM_GATHERED_LAYERS * ELEMENT_BYTES[self.precision] + BYTES_PER_GRADIENT
-            buffers += largest_layer * gathered_bytes
+            layers = [layer for unit in self.shape.units for layer in unit.layers]
+            buffers += max(gathered_bytes(layer, self.precision) for layer in layers)
         sharded = state / layout.shard
         total = float(sharded.sum()) + activations + buffers
         parameters, gradients, optimizer = map(float, sharded)
@@ -307,57 +299,10 @@ class _LayerSeconds:
     recompute: FloatArray
 
 
-def overlapped_seconds(
-    compute: FloatArray, gathers: FloatArray, reductions: FloatArray, slowdown: float = 0.0
-) -> FloatArray:
-    """Return the seconds of layers whose weights are gathered before them and whose gradients are reduced after them.
-
-    While layer i is computed, the weights of layer i + 1 arrive and the gradients of layer i - 1 leave. Layer i + 1
-    starts when all three are done. Nothing hides the first gather and the last reduction.
-
-    Args:
-        compute: (L, ...) of each layer.
-        gathers: (L,) of each layer's weights.
-        reductions: (L, ...) of each layer's gradients.
-        slowdown: share of the communication beside a layer by which the layer takes longer.
-
-    Returns:
-        (...) seconds of all layers.
-    """
-    if not len(compute):
-        return np.zeros(compute.shape[1:])
-    communication = np.zeros_like(compute)  # while each layer is computed
-    communication[:-1] += gathers[1:].reshape(-1, *(1,) * (compute.ndim - 1))
-    communication[1:] += reductions[:-1]
-    slowed = compute + slowdown * np.minimum(compute, communication)
-    return np.asarray(gathers[0] + np.maximum(slowed, communication).sum(axis=0) + reductions[-1])
-
-
-def _shard_sizes(num_ranks: int, ranks_per_node: int) -> Sequence[int]:
+def shard_sizes(num_ranks: int, ranks_per_node: int) -> Sequence[int]:
     """Return sizes of shard groups: divisors of a node's ranks, and whole nodes by powers of two, up to all ranks."""
     common = math.gcd(num_ranks, ranks_per_node)
     in_node = [size for size in range(1, ranks_per_node + 1) if common % size == 0]
     num_nodes = num_ranks // ranks_per_node if num_ranks % ranks_per_node == 0 else 0
     across_nodes = [ranks_per_node << i for i in range(1, num_nodes.bit_length()) if num_nodes % (1 << i) == 0]
     return sorted({*in_node, *across_nodes, num_ranks})
-
-
-class ReplicatedStrategy:
-    """Predicts the placement for the ranking of plans that can be run; it is never the plan."""
-
-    def num_searches(self, problem: PlanningProblem) -> int:
-        """Return 0: it reports no progress."""
-        return 0
-
-    def search(
-        self,
-        problem: PlanningProblem,
-        evaluator: Evaluator,
-        budget: SearchBudget,
-        incumbent: Candidate | None,
-        progress: Progress | None = None,
-    ) -> SearchResults:
-        """Return what predicts the best layout once the plan is chosen; nothing where no plan can be chosen."""
-        if incumbent is None:
-            return SearchResults()
-        return SearchResults(predicted_only=(ReplicatedPredictor.of(problem),))

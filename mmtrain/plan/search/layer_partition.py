@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.costs.rank_memory import MEMORY_MARGIN
-from mmtrain.plan.artifact.layout import Layout, disaggregated_units, unified_units
+from mmtrain.plan.artifact.layout import Layout, disaggregated_units, replicated_units, unified_units
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.plan.budget import DEFAULT_BUDGET, PartitionBudget
 from mmtrain.plan.candidate import LayerPartition, MeshAssignment
@@ -213,6 +213,8 @@ def partitioned_layout(
     recomputed |= dict(recompute or {})
     if assignment.placement == "unified":
         units = unified_units(layer_costs.shape, assignment.meshes[LLM], partition[0], recomputed)
+    elif assignment.shard is not None:
+        units = replicated_units(layer_costs.shape, assignment.meshes[LLM].dp, assignment.shard, recomputed)
     else:
         partition_of_unit = dict(zip(assignment.meshes, partition, strict=True))
         units = disaggregated_units(assignment.meshes, partition_of_unit, recomputed)

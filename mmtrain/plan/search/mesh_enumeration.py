@@ -63,6 +63,15 @@ class UnitMeshes(NamedTuple):
     chosen: tuple[BoundedUnitMesh, ...]
 
 
+def has_replicated_mesh(choices: Choices, num_ranks: int) -> bool:
+    """Return whether every unit may run whole on each of the ranks, with as many microbatches as the others."""
+    mesh = MeshSize(1, 1, num_ranks)
+    return all(
+        mesh in unit.meshes(num_ranks) and unit.fixed_vpp in (None, 1) and unit.global_batch % num_ranks == 0
+        for unit in choices.values()
+    )
+
+
 def has_pipelined_meshes(
     choices: Choices, num_ranks: int, placement: Placement, budget: MeshBudget = DEFAULT_BUDGET.meshes
 ) -> bool:

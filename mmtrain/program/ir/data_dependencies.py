@@ -175,8 +175,12 @@ def awaits_result(action: Action, collective: AsyncCollective, stages: Sequence[
 
 
 def trained_units(graph: StageGraph, rank: int) -> list[str]:
-    """Return the units of which `rank` holds a stage with a trainable parameter, destinations before sources."""
-    units = [sid.unit for sid, _ in graph.held_by(rank) if graph.stage(sid).trainable]
+    """Return the units whose gradients `rank` reduces by actions of their own, destinations before sources.
+
+    They have a trainable parameter in a stage on the rank. Backwards of sharded units reduce gradients themselves.
+    """
+    held = [sid for sid, _ in graph.held_by(rank) if graph.stage(sid).trainable]
+    units = [sid.unit for sid in held if graph.mesh(sid.unit).shard is None]
     return list(dict.fromkeys(reversed(units)))
 
 
@@ -249,11 +253,15 @@ def covers_shared_embeddings(graph: StageGraph, rank: int, stages: Sequence[Stag
 def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...]:
     """Return the global ranks, ascending and of all replica groups, that run `rank`'s action together.
 
-    Compute is a collective of its TP group: tensor parallelism exchanges partial results inside it.
+    Compute is a collective of its TP group: tensor parallelism exchanges partial results inside it. That of a sharded
+    unit is one of all replicas, which gather weights and reduce gradients in it.
     """
     match action:
         case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
-            ranks = set(graph.tp_group(stage, mb.replica))
+            if graph.mesh(stage.unit).shard is None:
+                ranks = set(graph.tp_group(stage, mb.replica))
+            else:
+                ranks = {rank for tp_group in graph.stage(stage).tp_groups for rank in tp_group}
         case Fill(host):
             return participants(graph, rank, host)
         case Share(edge, mb, payload):

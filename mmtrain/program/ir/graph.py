@@ -41,8 +41,10 @@ class Microbatch:
 class UnitMesh:
     """A unit's `tp x pp x dp` over its list of global ranks, tp fastest, then dp, then pp.
 
-    `num_microbatches` counts each replica's microbatches in one step. With `vpp` model chunks the stages go round the
-    pipeline ranks `vpp` times: stage s is chunk s // pp of pipeline rank s % pp. The last round may end early.
+    `num_microbatches` counts each replica's microbatches in one step. With `shard` the replicas hold the unit together,
+    each `shard` of them one copy, and every forward and backward exchanges weights and gradients. With `vpp` model
+    chunks the stages go round the pipeline ranks `vpp` times: stage s is chunk s // pp of pipeline rank s % pp. The
+    last round may end early.
     """
 
     unit: str
@@ -52,6 +54,7 @@ class UnitMesh:
     ranks: tuple[int, ...]
     num_microbatches: int
     vpp: int = 1
+    shard: int | None = None
 
     def tp_group(self, stage: int, replica: int) -> tuple[int, ...]:
         """Return the global ranks of the TP group that holds the unit's stage number `stage` of `replica`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from mmtrain.program.ir.actions import Compute, GatherParams, Partial, Pass, ReduceGrads, Step
+from mmtrain.program.ir.actions import Collective, Compute, GatherParams, Partial, Pass, ReduceGrads, Step
 from mmtrain.program.ir.graph import StageGraph
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import finished_pass, pass_of
@@ -10,8 +10,6 @@ from mmtrain.program.simulation.rank_equivalence import LinkClass, equivalent_ra
 from mmtrain.program.simulation.sim_graph import Participation, SimGraph, SimMessage, SimTask
 from mmtrain.program.verify.live_activations import activation_events
 from mmtrain.program.verify.matching import Join, Launch, MatchedActions, Post, match_actions
-
-_OF_ALL_GROUPS = ReduceGrads | GatherParams | Step
 
 
 def build_sim_graph(program: Program, num_groups: int, link_class: LinkClass) -> SimGraph:
@@ -37,7 +35,7 @@ def _numbered(program: Program, num_groups: int, equivalents: Mapping[int, tuple
     simulated = list(equivalents)
     matched = match_actions(program.graph, {rank: program.actions[rank] for rank in simulated})
     num_tasks, num_messages, num_sim_ranks = len(matched.joint_actions), len(matched.messages), len(simulated)
-    participations = list(_participations(matched, num_groups))
+    participations = list(_participations(program.graph, matched, num_groups))
     participations_of: list[list[int]] = [[] for _ in range(num_groups * num_tasks + 1)]
     reader: list[int | None] = [None] * (num_groups * num_messages)
     for number, participation in enumerate(participations):
@@ -57,7 +55,7 @@ def _numbered(program: Program, num_groups: int, equivalents: Mapping[int, tuple
         participations=tuple(participations),
         participations_of=tuple(map(tuple, participations_of)),
         streams_of=_streams_of(matched, participations, len(participations_of), num_groups * num_sim_ranks),
-        awaited_by=_awaited_by(matched, num_groups),
+        awaited_by=_awaited_by(program.graph, matched, num_groups),
         sender=tuple(g * num_sim_ranks + sender for g in groups for sender in senders),
         reader=tuple(reader),
         activation_events=tuple(
@@ -88,11 +86,18 @@ def _resumed_by(graph: StageGraph, matched: MatchedActions) -> dict[int, int]:
     return resumed_by
 
 
-def _participations(matched: MatchedActions, num_groups: int) -> Iterator[Participation]:
+def _is_of_all_groups(graph: StageGraph, action: Compute | Collective) -> bool:
+    """Return whether the ranks of all replica groups run the action together."""
+    if isinstance(action, Compute):
+        return graph.mesh(action.stage.unit).shard is not None
+    return isinstance(action, ReduceGrads | GatherParams | Step)
+
+
+def _participations(graph: StageGraph, matched: MatchedActions, num_groups: int) -> Iterator[Participation]:
     """Yield the participations of sim rank after sim rank, each with its start and end."""
     num_tasks, num_messages = len(matched.joint_actions), len(matched.messages)
     start = num_groups * num_tasks
-    of_all_groups = [isinstance(joint.action, _OF_ALL_GROUPS) for joint in matched.joint_actions]
+    of_all_groups = [_is_of_all_groups(graph, joint.action) for joint in matched.joint_actions]
     sim_rank = 0
     for group in range(num_groups):
         first_task, first_message = group * num_tasks, group * num_messages
@@ -135,11 +140,11 @@ def _streams_of(
     return tuple(map(tuple, streams_of))
 
 
-def _awaited_by(matched: MatchedActions, num_groups: int) -> dict[int, tuple[int, ...]]:
+def _awaited_by(graph: StageGraph, matched: MatchedActions, num_groups: int) -> dict[int, tuple[int, ...]]:
     """Map each asynchronous collective to the tasks that wait for its end."""
     awaited_by: dict[int, dict[int, None]] = {}
     num_tasks = len(matched.joint_actions)
-    of_all_groups = [isinstance(joint.action, _OF_ALL_GROUPS) for joint in matched.joint_actions]
+    of_all_groups = [_is_of_all_groups(graph, joint.action) for joint in matched.joint_actions]
     for group in range(num_groups):
         for sequence in matched.sequences.values():
             for step in sequence:
@@ -156,7 +161,7 @@ def _awaited_by(matched: MatchedActions, num_groups: int) -> dict[int, tuple[int
 def _tasks(program: Program, matched: MatchedActions, group: int) -> Iterator[SimTask | None]:
     mirror = program.symmetry.mirrors[group]
     for action, ranks, all_ranks in matched.joint_actions:
-        if not isinstance(action, _OF_ALL_GROUPS):
+        if not _is_of_all_groups(program.graph, action):
             members = tuple([mirror[rank] for rank in all_ranks]) if group else all_ranks
             yield SimTask(program.translate(action, group), mirror[ranks[0]], members)
         elif group == 0:

@@ -6,8 +6,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.cost_model import ComputeKind, CostModel, PieceCost, TokenLoad
+from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT, ShardedLayers, overlapped_seconds
 from mmtrain.models.model_shape import LayerShape, ModelShape
 from mmtrain.program.ir.actions import (
     Backward,
@@ -28,7 +31,6 @@ from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId
 from mmtrain.program.ir.segments import direction, finished_pass
 from mmtrain.program.ir.step_loads import StepLoads
 
-BYTES_PER_GRADIENT = 4  # gradients are summed in fp32 whatever the parameters are
 NORM_BYTES = 4  # `Step` all-reduces one fp32 number
 
 
@@ -98,8 +100,10 @@ class ModelTiming:
     """The times of one step: a cost model's layers summed over stages, for the loads of the step.
 
     A stage's backward covers the layers from the first that trains or computes an input gradient; recomputed layers
-    among them cost a forward again. `Step` all-reduces the gradient norm and runs the optimizer of the rank with most
-    parameters (replicas share the parameters), since the end of the step waits for it.
+    among them cost a forward again. A pass of a sharded unit is one of all replicas: each layer takes as long as on the
+    rank with most work, and hides the weights that come and the gradients that leave meanwhile. `Step` all-reduces the
+    gradient norm and runs the optimizer of the rank with most parameters (replicas share the parameters), since the end
+    of the step waits for it.
     """
 
     graph: StageGraph
@@ -110,10 +114,13 @@ class ModelTiming:
     trained_parameters: Callable[[LayerShape, int], int]  # (layer, tp) -> of the layer on one rank
     element_bytes: int  # of an activation and of a parameter
     ranks_per_node: int
+    overlap_slowdown: float = 0.0  # share of a hidden collective's time that compute beside it loses
 
     def compute(self, action: Compute) -> float:
         """Return the seconds of a forward or backward, or of some of its segments."""
         content, mb = self._contents[action.stage], action.mb
+        if self.graph.mesh(mb.unit).shard is not None:
+            return self._sharded_pass(action)
         if isinstance(action, Partial):
             if self.graph.stage(action.stage).pieces:
                 total, under_way = self._cut(action)
@@ -186,6 +193,38 @@ class ModelTiming:
             )
         return self._kept_bytes[key]
 
+    def _sharded_pass(self, action: Compute) -> float:
+        """Return the seconds of a forward or backward of all replicas of a sharded unit."""
+        content, mesh, mb = self._contents[action.stage], self.graph.mesh(action.mb.unit), action.mb
+        kind = direction(action)
+        key = (content.number, kind, 0, len(content.layers), 0, mb.index)
+        if key not in self._compute_s:
+            layers = content.layers
+            if kind == "B":
+                layers = tuple(held for held in reversed(layers) if held.layer.trainable or held.input_grad)
+            of_replicas = [Microbatch(mb.unit, replica, mb.index) for replica in range(mesh.dp)]
+            # Where a group of replicas stands for all, the others have no load.
+            loads = [self.loads.loads[of_replica] for of_replica in of_replicas if of_replica in self.loads.loads]
+            compute = [
+                max(self._seconds(kind, (held,), 1, load) if load.tokens else 0.0 for load in loads) for held in layers
+            ]
+            prices = self._sharded_layers[mb.unit]
+            is_last = mb.index == mesh.num_microbatches - 1
+            gathers = [prices.gather_seconds(held.layer) for held in layers]
+            reductions = [prices.reduce_seconds(held.layer, is_last) if kind == "B" else 0.0 for held in layers]
+            arrays = (np.array(compute), np.array(gathers), np.array(reductions))
+            self._compute_s[key] = float(overlapped_seconds(*arrays, self.overlap_slowdown))
+        return self._compute_s[key]
+
+    @cached_property
+    def _sharded_layers(self) -> dict[str, ShardedLayers]:
+        """What prices the collectives of sharded units, by unit."""
+        return {
+            mesh.unit: ShardedLayers(self.costs, mesh.dp, mesh.shard, self.element_bytes, self.ranks_per_node)
+            for mesh in self.graph.meshes
+            if mesh.shard is not None
+        }
+
     def _seconds(self, kind: Direction, layers: Sequence[StageLayer], tp: int, load: TokenLoad) -> float:
         seconds = self.costs.seconds
         if kind == "F":
@@ -237,7 +276,7 @@ class ModelTiming:
     def _optimizer_s(self) -> float:
         """Seconds of the longest optimizer step of a rank."""
         ranks = {stage.tp_groups[0][0] for stage in self.graph.stages}  # other replicas and TP ranks do the same
-        units = {mesh.unit: mesh.dp for mesh in self.graph.meshes}
+        units = {mesh.unit: mesh.dp if mesh.shard is None else mesh.shard for mesh in self.graph.meshes}
         counts = [sum(self._trained_parameters(rank, name) // dp for name, dp in units.items()) for rank in ranks]
         return max(map(self.costs.optimizer, counts))
 

@@ -113,10 +113,19 @@ class GreedyGenerator:
         self._prefiller.run(StepInput(inputs, step_loads(self._graph, data.meta), NO_LOSS))
         for num_left in range(max_new_tokens - 1, -1, -1):
             self._append_tokens(drafts)
-            if not num_left or not any(draft.open for draft in drafts.values()):
+            if not num_left or not self._is_any_open(drafts):
                 break
             self._decoder.run(self._decode_input(drafts))
         return {sample: answer for draft in drafts.values() for sample, answer in draft.answers.items()}
+
+    def _is_any_open(self, drafts: "Mapping[Microbatch, _Draft]") -> bool:
+        """Return whether an answer goes on; of a sharded LLM on any replica, as all must gather its weights."""
+        is_open = any(draft.open for draft in drafts.values())
+        if self._graph.mesh(LLM).shard is None:
+            return is_open
+        flag = torch.tensor(int(is_open), device=self._transport.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
 
     def _microbatches(self) -> list[Microbatch]:
         return [Microbatch(LLM, self._replica, i) for i in range(self.num_microbatches[LLM])]

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from mmtrain.models.fully_sharded import require_fsdp2, shard_mesh
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.program import Edge, Recv, Send, Share, StageGraph, UnitMesh
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages
@@ -38,6 +40,7 @@ class ProcessGroups:
 
     units: dict[str, ParallelGroups]
     channels: dict[Channel, dist.ProcessGroup]
+    sharding: dict[str, DeviceMesh]  # of units whose replicas hold shards, by unit; see `models.fully_sharded`
     tied_embeddings: dist.ProcessGroup | None  # first and last LLM stage of this rank's replica, same TP rank
     connected: tuple[dist.ProcessGroup, ...]  # those with more than one member, but for `later`; in order of creation
     later: tuple[dist.ProcessGroup, ...]  # of pipeline ranks, which only generation uses: connected by its first use
@@ -100,6 +103,7 @@ def build_groups(graph: StageGraph, world: World, activity: Activity | None = No
     """
     creator = _GroupCreator(world, activity or Activity())
     units: dict[str, ParallelGroups] = {}
+    sharding = _create_sharding(creator, graph)
     for mesh in graph.meshes:
         lines_by_axis = zip(("tp", "dp", "pp"), _mesh_lines(mesh), strict=True)
         tp, dp, pp = (
@@ -116,7 +120,7 @@ def build_groups(graph: StageGraph, world: World, activity: Activity | None = No
             channels[channel] = group
     tied_embeddings = creator.create(_tied_pairs(graph), "the group of tied embeddings")
     creator.connect()
-    return ProcessGroups(units, channels, tied_embeddings, tuple(creator.purposes), tuple(creator.later))
+    return ProcessGroups(units, channels, sharding, tied_embeddings, tuple(creator.purposes), tuple(creator.later))
 
 
 def release_groups(groups: ProcessGroups) -> None:
@@ -124,6 +128,27 @@ def release_groups(groups: ProcessGroups) -> None:
     alone = [group for unit in groups.units.values() for group in (unit.tp, unit.dp, unit.pp) if group.size() == 1]
     for group in dict.fromkeys((*alone, *groups.connected, *groups.later)):
         dist.destroy_process_group(group)
+
+
+def _create_sharding(creator: "_GroupCreator", graph: StageGraph) -> dict[str, DeviceMesh]:
+    """Create the groups of sharded units; those on the same ranks have the same groups."""
+    meshes: dict[tuple[tuple[int, ...], int], DeviceMesh] = {}
+    sharding = {}
+    for mesh in graph.meshes:
+        if mesh.shard is None:
+            continue
+        require_fsdp2()
+        key = (mesh.ranks, mesh.shard)
+        if key not in meshes:
+            copies = [list(mesh.ranks[first : first + mesh.shard]) for first in range(0, mesh.dp, mesh.shard)]
+            owners = [list(ranks) for ranks in zip(*copies, strict=True)]
+            of_owners = creator.create(owners, "the group of ranks with equal shards") if len(copies) > 1 else None
+            of_copy = creator.create(copies, "the group of ranks that hold one copy")
+            assert of_copy is not None, "sharded units lie on all ranks"
+            groups = [of_copy] if of_owners is None else [of_owners, of_copy]
+            meshes[key] = shard_mesh(groups, copies, creator.device)
+        sharding[mesh.unit] = meshes[key]
+    return sharding
 
 
 class _GroupCreator:
@@ -137,6 +162,11 @@ class _GroupCreator:
         self.later: list[dist.ProcessGroup] = []  # likewise, of those that are not to be connected
         # No other rank need take part in a group of one; all groups of this rank alone are this one.
         self._alone = dist.new_group([world.rank], backend=self._backend, use_local_synchronization=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._world.device
 
     def create(
         self, groups: Iterable[list[int]], purpose: str, for_messages: bool = False, connect: bool = True

@@ -12,6 +12,7 @@ from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.models import parameter_specs
 from mmtrain.models.build_stage import StageOptions, build_stage
+from mmtrain.models.fully_sharded import FullyShardedAdamW, shard_stage
 from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
 from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.models.parameter_specs import WeightSource
@@ -20,7 +21,18 @@ from mmtrain.plan.artifact.plan import Plan, SchedulePlan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.artifact.plan_memory import DeviceMemory, prove_memory
 from mmtrain.plan.artifact.plan_precision import plan_precision
-from mmtrain.program import LLM, Edge, MemoryLimit, Program, StageGraph, StageId, Step, build_program, step_loads
+from mmtrain.program import (
+    LLM,
+    Edge,
+    MemoryLimit,
+    Program,
+    StageGraph,
+    StageId,
+    Step,
+    UnitMesh,
+    build_program,
+    step_loads,
+)
 from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.unit_settings import UnitSettings
@@ -29,11 +41,11 @@ from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.channel_probe import probe_channels
 from mmtrain.runtime.execution.executor import Executor, StepInput, StepOutcome
 from mmtrain.runtime.execution.fault_points import FaultPoints
-from mmtrain.runtime.execution.optimizer import Optimizer
+from mmtrain.runtime.execution.optimizer import Optimizer, UnitOptimizer
 from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.execution.process_groups import ProcessGroups, Transport, build_groups
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
-from mmtrain.runtime.execution.unit import UnitRunner
+from mmtrain.runtime.execution.unit import ShardedUnitRunner, UnitRunner
 from mmtrain.runtime.execution.unit_inputs import host_inputs, map_tensors
 from mmtrain.runtime.world import World
 
@@ -143,12 +155,8 @@ def build_rank_context(
     sequence_parallel = {name: unit.tp for name, unit in plan.units.items() if unit.sp}
     transport = Transport(world.rank, groups, edge_widths(graph, model), sequence_parallel, world.device, dtype)
     units = build_units(recipe, graph, transport, sequence_parallel, pretrained)
-    optimizer = Optimizer(
-        {name: build_unit_optimizer(recipe, unit, world) for name, unit in units.items()},
-        recipe.train.optimizer,
-        world,
-        groups.tied_embeddings,
-    )
+    unit_optimizers = {name: _optimizer_of(recipe, unit, world) for name, unit in units.items()}
+    optimizer = Optimizer(unit_optimizers, recipe.train.optimizer, world, groups.tied_embeddings)
     if pretrained is not None:
         optimizer.start_masters(pretrained)
     broker = Broker(graph, actions, transport, send_window(program), activity)
@@ -250,8 +258,20 @@ def build_units(
                 spec = StageSpec(name, stage.layers, stage.recompute, name in sequence_parallel)
                 stages[stage.id] = build_stage(recipe.model, model, spec, groups, options)
         _join_tied(stages.values())
-        units[name] = UnitRunner(name, stages, groups)
+        units[name] = _build_runner(mesh, stages, transport)
     return units
+
+
+def _build_runner(mesh: UnitMesh, stages: Mapping[StageId, StageModule], transport: Transport) -> UnitRunner:
+    """Return what runs a unit's stages on this rank, which are sharded over the replicas if the plan says so."""
+    groups = transport.groups.units[mesh.unit]
+    if mesh.shard is None:
+        return UnitRunner(mesh.unit, stages, groups)
+    sharding, param_specs = transport.groups.sharding[mesh.unit], {}
+    for stage_id, stage in stages.items():
+        param_specs[stage_id] = parameter_specs.stage_param_specs(stage, mesh.unit, groups.tp_size)
+        shard_stage(stage, sharding, transport.dtype)
+    return ShardedUnitRunner(mesh.unit, stages, groups, mesh.num_microbatches, sharding, param_specs)
 
 
 def _join_tied(stages: Iterable[StageModule]) -> None:
@@ -274,6 +294,12 @@ def _is_copy(param: nn.Parameter) -> bool:
     return getattr(param, "shared", None) is not None
 
 
+def _optimizer_of(recipe: Recipe, unit: UnitRunner, world: World) -> UnitOptimizer:
+    if isinstance(unit, ShardedUnitRunner):
+        return _build_sharded_optimizer(recipe, unit, world)
+    return build_unit_optimizer(recipe, unit, world)
+
+
 def build_unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> ZeroAdamW:
     """Build the optimizer of the unit's stages on this rank, with the recipe's settings for the unit."""
     params: dict[nn.Parameter, LocalParam] = {}
@@ -282,12 +308,28 @@ def build_unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> Zero
         for name, param in stage.named_parameters():
             tied = _is_copy(param)
             params[param] = LocalParam(specs[name], tied, owned=not tied or 0 in stage.indices)
-    settings = recipe.model.unit(unit.name)
-    assert isinstance(settings, UnitSettings), "`require_runnable` rejects recipes with a generator"
-    optimizer = recipe.train.optimizer
-    weight_decay = optimizer.weight_decay if settings.weight_decay is None else settings.weight_decay
+    lr_scale, weight_decay = _unit_rates(recipe, unit.name)
     chunks = _gradient_chunks(unit)
-    return ZeroAdamW(chunks, params, unit.groups, world.device, optimizer, settings.lr_scale, weight_decay)
+    return ZeroAdamW(chunks, params, unit.groups, world.device, recipe.train.optimizer, lr_scale, weight_decay)
+
+
+def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner, world: World) -> FullyShardedAdamW:
+    """Build the optimizer of a unit whose stages are sharded."""
+    params = {
+        param: unit.param_specs[stage_id][name]
+        for stage_id, stage in unit.stages.items()
+        for name, param in stage.named_parameters()
+    }
+    lr_scale, weight_decay = _unit_rates(recipe, unit.name)
+    return FullyShardedAdamW(params, unit.mesh, world.device, recipe.train.optimizer, lr_scale, weight_decay)
+
+
+def _unit_rates(recipe: Recipe, unit: str) -> tuple[float, float]:
+    """Return the factor on the learning rate of a unit, and its weight decay."""
+    settings = recipe.model.unit(unit)
+    assert isinstance(settings, UnitSettings), "`require_runnable` rejects recipes with a generator"
+    default = recipe.train.optimizer.weight_decay
+    return settings.lr_scale, default if settings.weight_decay is None else settings.weight_decay
 
 
 def _gradient_chunks(unit: UnitRunner) -> list[nn.ModuleList]:

@@ -8,8 +8,11 @@ from itertools import groupby, pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from mmtrain.models.fully_sharded import reduce_between_copies
 from mmtrain.models.megatron import ParallelGroups, start_tp_communication
+from mmtrain.models.parameter_specs import ParamSpec
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.models.stage_module import StageContext, StageModule
 from mmtrain.program import Edge, Microbatch, StageId
@@ -121,6 +124,35 @@ class UnitRunner:
         piece = microbatch.segments[segment][1]
         tensor, microbatch.pending = start_tp_communication(tensors[1], piece, self.groups, sequence_parallel, backward)
         return [tensors[0], tensor, *tensors[2:]]
+
+
+class ShardedUnitRunner(UnitRunner):
+    """Runs a unit whose replicas hold shards: its passes gather weights and reduce gradients.
+
+    Args:
+        num_microbatches: of a replica in a step.
+        mesh: over which the stages are sharded.
+        param_specs: of every parameter of each stage, by its name in the stage, from before it was sharded.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stages: Mapping[StageId, StageModule],
+        groups: ParallelGroups,
+        num_microbatches: int,
+        mesh: DeviceMesh,
+        param_specs: Mapping[StageId, Mapping[str, ParamSpec]],
+    ) -> None:
+        super().__init__(name, stages, groups)
+        self.mesh, self.param_specs = mesh, param_specs
+        self._num_microbatches = num_microbatches
+
+    def backward(self, microbatch: MicrobatchState, lo: int, hi: int) -> None:
+        """Run the backward as `UnitRunner` does; the last one of a step sums gradients over the copies, too."""
+        is_last = microbatch.mb.index == self._num_microbatches - 1
+        reduce_between_copies(self.stages[microbatch.stage], is_last)
+        super().backward(microbatch, lo, hi)
 
 
 def _hidden_states(microbatch: MicrobatchState) -> tuple[Tensor, ...]:

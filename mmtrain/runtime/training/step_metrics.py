@@ -120,6 +120,7 @@ class StepMetricsReducer:
             num_trained_parameters,
             ELEMENT_BYTES[self._context.precision],
             self._machine.ranks_per_node,
+            self._machine.overlap_slowdown,
         )
 
     def _work_of(self, stage: Stage) -> Hashable:

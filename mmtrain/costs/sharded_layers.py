@@ -1,0 +1,79 @@
+"""Seconds of layers whose weights are shared out over replicas (FSDP, arXiv 2304.11277; hybrid sharding, too).
+
+A layer's weights are gathered while the layer before it computes, and its gradients are reduced while the next one
+does. All ranks run a pass together, as every layer's weights come from all of them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.costs.collectives import GroupLayout
+from mmtrain.costs.cost_model import CostModel
+from mmtrain.costs.layer_arithmetic import num_parameters, num_trained_parameters
+from mmtrain.models.model_shape import LayerShape
+
+FloatArray = npt.NDArray[np.floating[Any]]
+BYTES_PER_GRADIENT = 4  # gradients are summed in fp32 whatever the parameters are
+
+
+@dataclass(frozen=True)
+class ShardedLayers:
+    """Prices the collectives of layers of which `shard` ranks hold one copy together."""
+
+    costs: CostModel
+    num_ranks: int
+    shard: int
+    element_bytes: int  # of a parameter that is gathered
+    ranks_per_node: int
+
+    def gather_seconds(self, layer: LayerShape) -> float:
+        """Return the seconds in which a layer's weights are gathered inside a copy."""
+        nbytes = num_parameters(layer) * self.element_bytes
+        return self.costs.collective("all_gather", nbytes, self._copy)
+
+    def reduce_seconds(self, layer: LayerShape, is_last: bool) -> float:
+        """Return the seconds in which a layer's gradients are reduced: inside a copy, and at last between the copies.
+
+        is_last: whether no other backward of the step follows.
+        """
+        if not layer.trainable:
+            return 0.0
+        nbytes = num_trained_parameters(layer) * BYTES_PER_GRADIENT
+        seconds = self.costs.collective("reduce_scatter", nbytes, self._copy)
+        if is_last:
+            owners = GroupLayout.strided(self.num_ranks // self.shard, self.shard, self.ranks_per_node)
+            seconds += self.costs.collective("all_reduce", nbytes // self.shard, owners)
+        return seconds
+
+    @property
+    def _copy(self) -> GroupLayout:
+        return GroupLayout.strided(self.shard, 1, self.ranks_per_node)
+
+
+def overlapped_seconds(
+    compute: FloatArray, gathers: FloatArray, reductions: FloatArray, slowdown: float = 0.0
+) -> FloatArray:
+    """Return the seconds of layers whose weights are gathered before them and whose gradients are reduced after them.
+
+    While layer i is computed, the weights of layer i + 1 arrive and the gradients of layer i - 1 leave. Layer i + 1
+    starts when all three are done. Nothing hides the first gather and the last reduction.
+
+    Args:
+        compute: (L, ...) of each layer.
+        gathers: (L,) of each layer's weights.
+        reductions: (L, ...) of each layer's gradients.
+        slowdown: share of the communication beside a layer by which the layer takes longer.
+
+    Returns:
+        (...) seconds of all layers.
+    """
+    if not len(compute):
+        return np.zeros(compute.shape[1:])
+    communication = np.zeros_like(compute)  # while each layer is computed
+    communication[:-1] += gathers[1:].reshape(-1, *(1,) * (compute.ndim - 1))
+    communication[1:] += reductions[:-1]
+    slowed = compute + slowdown * np.minimum(compute, communication)
+    return np.asarray(gathers[0] + np.maximum(slowed, communication).sum(axis=0) + reductions[-1])

@@ -1,0 +1,290 @@
+"""Shard the stages of a unit over its replicas with torch's FSDP2 (`fully_shard`), and update the shards with AdamW.
+
+Every layer is a group of parameters of its own: its weights are gathered before its forward and its backward, and its
+gradients are reduced after the latter. A rank holds rows of dimension 0 of every parameter.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from mmtrain.errors import LaunchError
+from mmtrain.models.bf16_moments import Bf16MomentsAdamW
+from mmtrain.models.llm_layers import Head
+from mmtrain.models.named_shards import MOMENTS, NamedShard
+from mmtrain.models.parameter_specs import ParamSpec, WeightSource
+from mmtrain.models.stage_module import StageModule
+from mmtrain.recipe.train_settings import OptimizerSettings
+
+# Everything of a stage, and of a head, that computes with parameters, beside `forward`.
+_STAGE_ENTRIES = ("run", "logits", "next_tokens")
+_HEAD_ENTRIES = ("logits", "greedy_tokens")
+# Switches of FSDP modules that older releases of torch lack: without them ranks with different work hang.
+_NEEDED_SWITCHES = (
+    "set_force_sum_reduction_for_comms",
+    "set_gradient_divide_factor",
+    "set_modules_to_backward_prefetch",
+    "set_reduce_scatter_unused_params",
+)
+
+
+def require_fsdp2() -> None:
+    """Raise LaunchError where the installed torch cannot shard stages."""
+    try:
+        from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: F401
+    except ImportError:
+        missing: Sequence[str] = ("torch.distributed.fsdp.fully_shard",)
+    else:
+        missing = [f"FSDPModule.{name}" for name in _NEEDED_SWITCHES if not hasattr(FSDPModule, name)]
+    if missing:
+        raise LaunchError(
+            f"the plan's placement is `replicated`, which shards weights with FSDP2, and torch {torch.__version__} "
+            f"lacks {', '.join(missing)}; install torch 2.13 or later, or plan with `--set parallel.placement=unified`"
+        )
+
+
+def shard_mesh(groups: Sequence[dist.ProcessGroup], ranks: Sequence[Sequence[int]], device: torch.device) -> DeviceMesh:
+    """Return the mesh of a unit's replicas.
+
+    Args:
+        groups: of the ranks that hold equal shards, and of those that hold one copy together; the latter alone if
+            there is one copy.
+        ranks: (copies, shards) global ranks.
+        device: where parameters are.
+    """
+    if len(ranks) == 1:
+        return DeviceMesh.from_group(groups[-1], device.type, mesh_dim_names=("shard",))
+    return DeviceMesh.from_group(
+        list(groups), device.type, mesh=torch.tensor(ranks), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def shard_stage(stage: StageModule, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Shard the parameters of a stage over `mesh`, layer by layer; trained ones are held in fp32 from now on.
+
+    Losses are divided by the targets of the whole batch, so gradients are summed and never averaged.
+    """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    # Blocks return views; nothing changes their outputs in place, which is what FSDP warns of.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    policy = MixedPrecisionPolicy()
+    if compute_dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for param in stage.parameters():
+            if param.requires_grad:
+                param.data = param.data.float()
+    # The stage's own group stays gathered through a whole pass, so the head reads a matrix there that it shares.
+    grouped = [layer for layer in stage.layers.values() if layer is not stage.tied_layer]
+    for layer in grouped:
+        # Gathered again in the backward, and never left whole where an update could make it stale.
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    fully_shard(stage, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    for entry in _STAGE_ENTRIES:
+        register_fsdp_forward_method(stage, entry)
+    for head in (layer for layer in grouped if isinstance(layer, Head)):
+        for entry in _HEAD_ENTRIES:
+            register_fsdp_forward_method(head, entry)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            # A rank whose microbatch does not reach a layer still takes part in the reduction of its gradients.
+            module.set_reduce_scatter_unused_params(True)
+    _prefetch_neighbours(grouped)
+
+
+def _prefetch_neighbours(layers: Sequence[nn.Module]) -> None:
+    """Gather the next layer's weights while a layer computes.
+
+    FSDP's own choice in the backward, the layer that ran before in the forward, differs between a rank that has work
+    and one that has none, and then they wait for each other for good.
+    """
+    for i, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 2])  # type: ignore[operator]
+        layer.set_modules_to_backward_prefetch(layers[max(i - 1, 0) : max(i, 1)])  # type: ignore[operator]
+
+
+def reduce_between_copies(stage: StageModule, is_last: bool) -> None:
+    """Say whether the next backward is the step's last one, which alone sums gradients over the copies of a shard."""
+    stage.set_requires_all_reduce(is_last)  # type: ignore[operator]
+
+
+class FullyShardedAdamW:
+    """AdamW over this rank's shards of one unit, in fp32; implements `UnitOptimizer`.
+
+    FSDP reduces gradients and gathers parameters inside the passes, so the methods that other placements use for that
+    do nothing.
+
+    Args:
+        params: every sharded parameter of the unit, with what it was before.
+        mesh: over which they are sharded. That of a parameter is no substitute: torch caches specs of tensors, and with
+            them meshes whose groups are gone, over all groups that a process has had.
+        device: where the parameters are.
+        settings: AdamW's settings for all units.
+        lr_scale: multiplies the learning rate of this unit.
+        weight_decay: the weight decay of this unit.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[nn.Parameter, ParamSpec],
+        mesh: DeviceMesh,
+        device: torch.device,
+        settings: OptimizerSettings,
+        lr_scale: float,
+        weight_decay: float,
+    ) -> None:
+        self._specs, self._device, self._lr_scale = params, device, lr_scale
+        shards = mesh.ndim - 1  # the last dimension of the mesh
+        self._num_shards, self._shard = mesh.size(shards), mesh.get_local_rank(shards)
+        # One copy of the unit is saved and counted in norms.
+        self._is_first_copy = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
+        # Plain tensors that share the memory of the shards: torch's fused kernel takes no DTensor beside a scaler.
+        self._masters = {
+            param: nn.Parameter(_local(param)) for param in params if param.requires_grad and _local(param).numel()
+        }
+        self._adam: torch.optim.AdamW | None = None
+        if self._masters:
+            self._adam = _adam(self._masters, settings, weight_decay)
+            self._start_moments(torch.bfloat16 if settings.moments == "bf16" else torch.float32)
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of the last step."""
+        for param in self._specs:
+            param.grad = None
+        for master in self._masters.values():
+            master.grad = None
+
+    def tied_gradient(self) -> Tensor | None:
+        """Return None: a rank holds both ends of the LLM, and one matrix for them."""
+        return None
+
+    def reduce_grads(self, chunk: int) -> None:
+        """Do nothing: the backward reduces gradients."""
+
+    def finish_reduction(self) -> None:
+        """Do nothing: a backward ends when its gradients are reduced."""
+
+    def grad_sq_sum(self) -> Tensor:
+        """Return the sum of squares (float64) of the gradient elements that are counted on this rank."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for param, master in self._masters.items():
+            # Nothing at all reached a parameter without a gradient; its weights decay all the same.
+            master.grad = torch.zeros_like(master) if param.grad is None else _local(param.grad)
+            if self._is_first_copy:
+                total += torch.linalg.vector_norm(master.grad, dtype=torch.float64).square()
+        return total
+
+    def step(self, lr: float, clip: float) -> None:
+        """Scale the gradients by `clip` and update this rank's shards of the parameters."""
+        if self._adam is None:
+            return
+        adam: Any = self._adam
+        adam.grad_scale = None if clip == 1.0 else torch.tensor(1.0 / clip, device=self._device)
+        for group in adam.param_groups:
+            group["lr"] = lr * self._lr_scale
+        adam.step()
+
+    def start_gather(self, chunk: int) -> None:
+        """Do nothing: passes gather parameters."""
+
+    def finish_gather(self, chunk: int) -> None:
+        """Do nothing: passes gather parameters."""
+
+    def gather_params(self) -> None:
+        """Do nothing: passes gather parameters."""
+
+    def set_num_updates(self, value: int) -> None:
+        """Continue after `value` updates; Adam's bias correction depends on this count."""
+        if self._adam is None:
+            return
+        if isinstance(self._adam, Bf16MomentsAdamW):
+            self._adam.num_updates = value
+        for master in self._masters.values():
+            self._adam.state[master]["step"] = torch.tensor(float(value), device=master.device)
+
+    def gradients(self) -> Iterator[NamedShard]:
+        """Yield this rank's shards of the reduced gradients, named like the parameters."""
+        for param, master in self._masters.items() if self._is_first_copy else ():
+            assert master.grad is not None
+            yield self._named(param, "", master.grad)
+
+    def shards(self) -> Iterator[NamedShard]:
+        """Yield master weights and both moments; each element is on exactly one rank."""
+        if self._is_first_copy:
+            yield from self._all_shards()
+
+    def load(self, read: Callable[[NamedShard], Tensor]) -> None:
+        """Fill parameters and moments; `read` returns the saved elements of a shard as a flat tensor."""
+        with torch.no_grad():
+            for named in self._all_shards():
+                named.tensor.copy_(read(named).view_as(named.tensor))
+
+    def start_masters(self, weights: WeightSource) -> None:
+        """Start master weights from what `weights` has at a higher precision than that of the parameters."""
+        for param, master in self._masters.items():
+            first, _ = self._flat_range(param)
+            weights.fill_master(master.detach().view(-1), self._specs[param], 0, 1, first, torch.bfloat16)
+
+    def _all_shards(self) -> Iterator[NamedShard]:
+        """Yield this rank's shards of weights, frozen ones among them, and of moments."""
+        for param in self._specs:
+            local = _local(param)
+            if not local.numel():
+                continue
+            yield self._named(param, "", local)
+            if (master := self._masters.get(param)) is not None:
+                assert self._adam is not None
+                state = self._adam.state[master]
+                for moment in MOMENTS:
+                    yield self._named(param, f"#{moment}", state[moment])
+
+    def _named(self, param: nn.Parameter, suffix: str, tensor: Tensor) -> NamedShard:
+        spec = self._specs[param]
+        return NamedShard(spec.name + suffix, spec, 0, 1, self._flat_range(param), tensor)
+
+    def _flat_range(self, param: nn.Parameter) -> tuple[int, int]:
+        """Return which elements of the flattened parameter this rank holds: rows, divided as `torch.chunk` does."""
+        num_rows = param.shape[0]
+        rows_per_shard = -(-num_rows // self._num_shards)
+        first = min(self._shard * rows_per_shard, num_rows) * (param.numel() // num_rows)
+        return first, first + _local(param).numel()
+
+    def _start_moments(self, dtype: torch.dtype) -> None:
+        """Create Adam's state now rather than in the first step, so that every checkpoint holds all of it."""
+        assert self._adam is not None
+        for master in self._masters.values():
+            state = self._adam.state[master]
+            state["step"] = torch.tensor(0.0, device=master.device)
+            for moment in MOMENTS:
+                state[moment] = torch.zeros_like(master, dtype=dtype)
+
+
+def _adam(
+    masters: Mapping[nn.Parameter, nn.Parameter], settings: OptimizerSettings, weight_decay: float
+) -> torch.optim.AdamW:
+    matrices = [master for master in masters.values() if master.ndim > 1]
+    vectors = [master for master in masters.values() if master.ndim <= 1]  # norms and biases do not decay
+    adam_class = Bf16MomentsAdamW if settings.moments == "bf16" else torch.optim.AdamW
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return adam_class(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=True,
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of a sharded tensor, in the same memory."""
+    assert isinstance(tensor, DTensor), "stages are sharded before their optimizer is built"
+    local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return local

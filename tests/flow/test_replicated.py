@@ -1,0 +1,159 @@
+"""Units that are sharded over all ranks (`replicated`) compute what one process does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmtrain.checkpoint import save
+from mmtrain.errors import LaunchError
+from mmtrain.models import fully_sharded
+from mmtrain.models.named_shards import NamedShard
+from mmtrain.plan.artifact.plan import Plan, UnitPlan
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.checkpointing import SavedRank, checkpoint_ranks, restore_checkpoint, take_snapshot
+from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
+from mmtrain.runtime.world import World
+from tests.distributed import run_ranks
+from tests.flow.cases import AUDIO, DEEPSTACK, Mesh, plan, recipe, step_data
+from tests.flow.cells import ADAPTED
+from tests.flow.equality import assert_equals_one_process
+from tests.flow.gather import copy, whole
+from tests.flow.runs import refuse
+
+
+def replicated(settings: Recipe, num_ranks: int, shard: int, recompute: tuple[int, ...] = ()) -> Plan:
+    """Return a plan in which each of `num_ranks` ranks runs every unit, and `shard` of them hold one copy."""
+    units = [*settings.model.all_encoders, "llm"]
+    mesh = Mesh((), tuple(range(num_ranks)), dp=num_ranks, recompute=recompute)
+    return plan(settings, shard=shard, **dict.fromkeys(units, mesh))
+
+
+SPEECH: dict[str, Any] = {"model__audio": AUDIO}
+TIED: dict[str, Any] = {"model__llm__tie_embeddings": True}
+ALL = (0, 1, 2, 3, 4)
+# name -> (recipe changes, ranks, shard, recomputed layers, whether every second step has text alone)
+CASES: dict[str, tuple[dict[str, Any], int, int, tuple[int, ...], bool]] = {
+    "two ranks, one copy": ({}, 2, 2, (), False),
+    "four ranks, two copies, audio, tied, recomputed, texts between": (SPEECH | TIED, 4, 2, ALL, True),
+}
+MORE: dict[str, tuple[dict[str, Any], int, int, tuple[int, ...], bool]] = {
+    "one rank": ({}, 1, 1, (), False),
+    "two copies": ({}, 2, 1, (), True),
+    "four copies, recomputed": (TIED, 4, 1, (1, 3), True),
+    "four ranks, one copy": (SPEECH, 4, 4, (), True),
+    "frozen encoder": ({"model__vision__freeze": True}, 2, 2, (), True),
+    "frozen encoder and projector": (
+        {"model__vision__freeze": True, "model__vision__projector__freeze": True},
+        2,
+        2,
+        (),
+        True,
+    ),
+    "frozen llm": ({"model__llm__freeze": True}, 2, 2, (), True),
+    "frozen llm, two copies, recomputed": ({"model__llm__freeze": True} | SPEECH, 4, 2, ALL, True),
+    "ends frozen": ({"train__freeze": ("vision.layers.[01].*", "llm.layers.[04].*")}, 2, 2, (), True),
+    "parts frozen": (
+        {"train__freeze": ("*norm.weight", "llm.layers.2.*", "vision.layers.2.mlp.*")} | TIED,
+        4,
+        2,
+        (2,),
+        True,
+    ),
+    "adapters": (ADAPTED, 2, 2, (), True),
+    "deepstack, recomputed": (DEEPSTACK, 2, 2, ALL, True),
+    "rates and decays of units, clipped": (
+        {
+            "model__vision__weight_decay": 0.5,
+            "model__vision__lr_scale": 0.5,
+            "train__optimizer__clip_norm": 0.05,
+        },
+        4,
+        2,
+        (),
+        False,
+    ),
+    "microbatches of one sample": ({"train__global_batch": 8}, 2, 2, (), True),
+}
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)])
+def test_sharded_units_compute_what_one_process_does(case: str) -> None:
+    changes, num_ranks, shard, recompute, texts_between = (CASES | MORE)[case]
+    settings = recipe(**changes)
+    assert_equals_one_process(settings, replicated(settings, num_ranks, shard, recompute), texts_between)
+
+
+def _unified(settings: Recipe) -> Plan:
+    return plan(settings, vision=Mesh((), (0,)), llm=Mesh((2,), (0, 1)))
+
+
+def _held(context: RankContext) -> list[NamedShard]:
+    return [copy(piece) for unit in context.optimizer.units.values() for piece in unit.shards()]
+
+
+def _change_plan(settings: Recipe, first: Plan, second: Plan, folder: Path) -> tuple[float, float, list[NamedShard]]:
+    """Save after a step of the first plan and go on by both; return the losses, and what was saved."""
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    before = build_rank_context(settings, first, world)
+    before.train(step_data(before, 0), 0.1)
+    snapshot = take_snapshot(SavedRank.of(before), 1, {"facts": {}})
+    save(folder, snapshot, keep=1, ranks=checkpoint_ranks(world))
+    saved, loss = _held(before), before.train(step_data(before, 1), 0.1).loss
+    after = build_rank_context(settings, second, world)
+    restore_checkpoint(folder, after, refuse)
+    return loss, after.train(step_data(after, 1), 0.1).loss, saved
+
+
+def _restore(settings: Recipe, chosen: Plan, folder: Path) -> list[NamedShard]:
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    context = build_rank_context(settings, chosen, world)
+    restore_checkpoint(folder, context, refuse)
+    return _held(context)
+
+
+@pytest.mark.slow  # 3 s each
+@pytest.mark.parametrize("change", ["to replicated", "from replicated", "another shard"])
+def test_a_checkpoint_goes_over_to_another_placement_or_shard(change: str, tmp_path: Path) -> None:
+    settings = recipe(model__llm__tie_embeddings=True, train__freeze=("vision.layers.0.*",))
+    whole_copy, two_copies = replicated(settings, 2, 2), replicated(settings, 2, 1)
+    first, second = {
+        "to replicated": (_unified(settings), whole_copy),
+        "from replicated": (whole_copy, _unified(settings)),
+        "another shard": (whole_copy, two_copies),
+    }[change]
+    ranks = run_ranks(2, _change_plan, settings, first, second, tmp_path)
+    losses, next_losses = (sum(rank[i] for rank in ranks) for i in (0, 1))
+    assert next_losses == pytest.approx(losses, rel=1e-6)
+    saved = whole([piece for rank in ranks for piece in rank[2]])
+    restored = whole([piece for of_rank in run_ranks(2, _restore, settings, second, tmp_path) for piece in of_rank])
+    assert saved.keys() == restored.keys()
+    assert [name for name in saved if not torch.equal(saved[name], restored[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tp": 2, "dp": 1, "shard": 1}, "a sharded unit has tp 1, pp 1 and vpp 1"),
+        ({"dp": 4, "ranks": (0, 1, 2, 3), "shard": 3}, "shard is 3, which does not divide dp 4; use a divisor of it"),
+        ({"ranks": (1, 0), "shard": 2}, "those of a sharded unit ascend"),
+    ],
+)
+def test_units_that_cannot_be_sharded_are_rejected(changes: dict[str, Any], message: str) -> None:
+    settings = recipe()
+    unit = replicated(settings, 2, 2).units["llm"].model_dump()
+    with pytest.raises(ValueError, match=message):
+        UnitPlan.model_validate(unit | changes)
+
+
+def test_a_plan_of_another_placement_has_no_shards() -> None:
+    chosen = replicated(recipe(), 2, 2).model_dump()
+    with pytest.raises(ValueError, match="placement is unified, and shard is"):
+        Plan.model_validate(chosen | {"placement": "unified"})
+
+
+def test_a_torch_without_fsdp2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params")
+    with pytest.raises(LaunchError, match=r"lacks FSDPModule.set_reduce_scatter_unused_params; install torch 2.13"):
+        fully_sharded.require_fsdp2()
