@@ -9,7 +9,6 @@ from mmtrain.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
     from mmtrain.data.index.data_check import CheckReport
-    from mmtrain.recipe.data_settings import SourceSettings
 
 MAX_EXAMPLES_PER_REASON = 3  # bad samples that are printed for each reason
 NUM_PROGRESS_LINES = 4  # lines of progress where stderr is no terminal
@@ -37,12 +36,13 @@ def check(
     import sys
     from dataclasses import asdict
 
+    from mmtrain.cli.named_sources import read_named_sources
     from mmtrain.cli.recipe_index import print_note
     from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
     from mmtrain.errors import UserError
     from mmtrain.recipe import load_recipe
 
-    named_sources = [_source(text) for text in sources or []]
+    named_sources = read_named_sources(sources or [])
     with typer.progressbar(length=1, label="decoding", file=sys.stderr) as bar:
 
         def show_progress(done: int, total: int) -> None:
@@ -70,19 +70,6 @@ def check(
         typer.echo(check_text(report))
     if not report.passed:
         raise typer.Exit(1)
-
-
-def _source(text: str) -> "SourceSettings":
-    """Return the source that an argument names. Raises `UserError` for a URL with credentials."""
-    from mmtrain.errors import UserError
-    from mmtrain.recipe.data_settings import SourceSettings
-    from mmtrain.recipe.source_path import parse_source_path
-
-    try:
-        path = parse_source_path(text)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    return SourceSettings(path=path.absolute() if isinstance(path, Path) else path)
 
 
 def check_text(report: "CheckReport") -> str:

@@ -11,8 +11,8 @@ from mmtrain.cli.options import AsJson, Overrides
 def stats(
     overrides: Overrides,
     sources: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[SOURCE...]", help="Data files. Default: those of --recipe.", show_default=False),
+        list[str] | None,
+        typer.Argument(metavar="[SOURCE...]", help="Files or URLs. Default: those of --recipe.", show_default=False),
     ] = None,
     recipe: Annotated[
         Path | None,
@@ -32,15 +32,15 @@ def stats(
     from dataclasses import asdict
 
     from mmtrain.balance.summary import SourceSummary, summarize_lengths
+    from mmtrain.cli.named_sources import read_named_sources
     from mmtrain.cli.recipe_index import print_note
     from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
     from mmtrain.data.stream.source_summary import summarize_sources
     from mmtrain.errors import UserError
     from mmtrain.recipe import load_recipe
-    from mmtrain.recipe.data_settings import SourceSettings
     from mmtrain.report.data_view import sources_text, stats_picture, stats_text
 
-    named_sources = [SourceSettings(path=source.absolute()) for source in sources or ()]
+    named_sources = read_named_sources(sources or [])
     in_training: list[SourceSummary] = []
     if recipe is not None:
         settings = load_recipe(recipe, overrides).recipe

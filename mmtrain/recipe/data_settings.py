@@ -42,7 +42,7 @@ class SourceSettings(Section):
         affects={"plan", "lengths"},
         description="A file of samples, a folder of such files, or several files as `train-{000..123}.tar`, "
         "`{a,b}.json` or `*.parquet`; or a URL of these (`https://`, `s3://`, `gs://`, `hf://`), in which folders end "
-        "with `/`. Relative paths start at the recipe's folder.",
+        "with `/`; or a metadataset of Energon (`.yaml`). Relative paths start at the recipe's folder.",
     )
     format: Literal["llava", "messages", "webdataset", "parquet", "lengths"] | None = setting(
         None,

@@ -10,6 +10,7 @@ from mmtrain.families.hub_models import is_model_of_hub
 from mmtrain.recipe.apply_model_folder import apply_model_folders, is_folder_setting
 from mmtrain.recipe.apply_presets import apply_presets
 from mmtrain.recipe.cross_checks import CHECKS
+from mmtrain.recipe.energon_blends import apply_blends
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, dotted_path, iter_nodes, merge_trees, set_node
 from mmtrain.recipe.schema import Recipe
 from mmtrain.recipe.source_path import is_url
@@ -82,6 +83,9 @@ class WrittenRecipe:
             # Everything that the folder would have supplied is missing; these problems would hide the cause.
             raise RecipeError(_message(self.path, [*files.problems, *folder_problems]))
         tree = apply_presets(tree)
+        tree, blend_problems = apply_blends(tree)
+        if blend_problems:  # shares that they would have supplied are missing, which would hide the cause
+            raise RecipeError(_message(self.path, [*files.problems, *folder_problems, *blend_problems]))
         problems, recipe = validate(tree, [*files.problems, *folder_problems], CHECKS)
         if recipe is None:
             raise RecipeError(_message(self.path, problems))

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from mmtrain.data import Quarantined, Sample
+from mmtrain.cli.named_sources import read_named_sources
+from mmtrain.data import Quarantined, Sample, build_index
 from mmtrain.data.formats.energon import description_files
 from mmtrain.data.formats.read_source import read_samples
-from mmtrain.errors import DataError
+from mmtrain.errors import DataError, RecipeError
+from mmtrain.recipe import load_recipe
 from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
+from mmtrain.recipe.schema import Recipe
 from tests.data.archives import png, tar
 
 CAPTIONS = {"sample_type": {"__module__": "megatron.energon", "__class__": "CaptioningSample"}}
@@ -119,3 +122,115 @@ def test_damaged_descriptions_are_named(tmp_path: Path) -> None:
 def test_a_split_of_other_data_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has split val, but is no folder of Energon"):
         _read(tar(tmp_path / "x.tar", {"1.txt": b"x"}), "val")
+
+
+def _blend(path: Path, entry: dict[str, Any], version: str = "MetadatasetV2", **splits: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    described = {"__module__": "megatron.energon", "__class__": version, "splits": {"train": entry, **splits}}
+    path.write_text(yaml.safe_dump(described))
+    return path
+
+
+def _load(folder: Path, *settings: str) -> Recipe:
+    recipe = folder / "recipe.yaml"
+    unit = "{layers: 1, hidden: 8, heads: 1, ffn: 8, "
+    recipe.write_text(
+        f"name: t\nmodel:\n  vision: {unit}patch: 8, max_side: 8}}\n  llm: {unit}vocab: 512}}\n"
+        "data: {sources: [{path: blend.yaml}], tokenizer: t.json, seq_len: 64, "
+        "image: {min_pixels: 64, max_pixels: 1024}}\n"
+        "train: {steps: 1, global_batch: 2, optimizer: {lr: 1.0e-3}}\n"
+    )
+    return load_recipe(recipe, settings, {}).recipe
+
+
+def test_weights_of_a_metadataset_become_shares_of_samples(tmp_path: Path) -> None:
+    _blend(
+        tmp_path / "more" / "inner.yaml",
+        {"datasets": [{"weight": 1, "path": "c"}, {"weight": 3, "path": "../d"}]},
+        "Metadataset",
+    )
+    entries = [
+        {"weight": 5, "path": "./a", "subflavors": {"tag": "x"}},
+        {"weight": 2, "path": "./a", "split_part": "val"},
+        {"weight": 3, "path": "more/inner.yaml"},
+    ]
+    _blend(tmp_path / "blend.yaml", {"blend": entries}, val={"path": "./a"})
+    recipe = _load(tmp_path, f"data.validation=[{{path: {tmp_path}/blend.yaml}}]")
+    found = [(s.path, s.split, s.share and round(s.share[0], 6)) for s in recipe.data.sources]
+    assert found == [
+        (tmp_path / "a", "train", 0.5),
+        (tmp_path / "a", "val", 0.2),
+        (tmp_path / "more" / "c", "train", 0.075),
+        (tmp_path / "d", "train", 0.225),
+    ]
+    assert recipe.data.share_unit == "samples"
+    assert [(s.path, s.split, s.share) for s in recipe.data.validation] == [(tmp_path / "a", "val", None)]
+
+    other = f"data.sources.1={{path: {tmp_path}/x.json, share: {{0: 0.2, 9: 0.6}}}}"
+    recipe = _load(tmp_path, "data.sources.0.share={0: 0.8, 9: 0.4}", other)
+    assert [round(s.share[9], 6) for s in recipe.data.sources if s.share] == [0.2, 0.08, 0.03, 0.09, 0.6]
+
+
+def test_repetitions_of_a_metadataset_become_weights(tmp_path: Path) -> None:
+    inner = {"repetitions": 2, "blend_epochized": [{"repetitions": 3, "path": "b"}, {"path": "c"}]}
+    _blend(tmp_path / "blend.yaml", {"blend_epochized": [{"repetitions": 0.5, "path": "a"}, inner]})
+    recipe = _load(tmp_path)
+    assert [(s.path.name, s.weight, s.share) for s in recipe.data.sources] == [
+        ("a", 0.5, None),
+        ("b", 6, None),
+        ("c", 2, None),
+    ]
+    assert recipe.data.share_unit == "tokens"
+
+
+def test_a_metadataset_is_read_like_its_data_sets(tmp_path: Path, tokenizer_path: Path) -> None:
+    for name, count in (("a", 3), ("b", 6)):
+        members = {
+            f"{i}.{end}": png() if end == "png" else b"a red square" for i in range(count) for end in ("png", "txt")
+        }
+        _dataset(tmp_path / name, CAPTIONS | {"field_map": {"image": "png", "caption": "txt"}}, {"0.tar": members})
+    _blend(tmp_path / "blend.yaml", {"blend": [{"weight": 3, "path": "a"}, {"weight": 1, "path": "b"}]})
+    loaded = _load(tmp_path, f"data.tokenizer={tokenizer_path}")
+    index = build_index(loaded)
+    assert index.mixture is not None
+    assert index.sources is not None
+    assert index.sources.names == ("a", "b")
+    assert index.sources.numbers.tolist() == [0] * 3 + [1] * 6
+    assert [len(_read(source.path, source.split)) for source in read_named_sources([str(tmp_path / "blend.yaml")])] == [
+        3,
+        6,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"join": {"a": {"path": "a"}}}, r"splits\.train\.join cannot be followed"),
+        ({"blend": [{"path": "a", "aux": {"b": "b"}}]}, r"splits\.train\.blend\.0\.aux cannot be followed"),
+        ({"blend": [{"path": "s3://bucket/a"}]}, "found 's3://bucket/a', allowed: a folder or a metadataset"),
+        ({"blend": [{"weight": -1, "path": "a"}]}, r"blend\.0\.weight: found -1, allowed: a number above 0"),
+        ({"blend": []}, r"blend: found \[\], expected a list"),
+        ({"path": "blend.yaml"}, "perhaps in a circle"),
+        ({"path": "gone.yaml"}, r"gone\.yaml: no such file"),
+        (["a"], "found list, expected `path`"),
+        (
+            {"blend": [{"blend_epochized": [{"path": "a", "repetitions": 2}]}]},
+            "weights and repetitions inside of each other",
+        ),
+    ],
+)
+def test_what_a_metadataset_cannot_say_is_an_error(tmp_path: Path, entry: Any, message: str) -> None:
+    _blend(tmp_path / "blend.yaml", entry)
+    with pytest.raises(RecipeError, match=message):
+        _load(tmp_path)
+
+
+def test_metadatasets_of_other_splits_and_units_are_errors(tmp_path: Path) -> None:
+    _blend(tmp_path / "blend.yaml", {"blend": [{"path": "a"}, {"path": "b"}]})
+    with pytest.raises(RecipeError, match="no split test; it has train: set the source's `split`"):
+        _load(tmp_path, "data.sources.0.split=test")
+    with pytest.raises(RecipeError, match="share_unit: found tokens, but weights of a metadataset"):
+        _load(tmp_path, "data.share_unit=tokens")
+    (tmp_path / "blend.yaml").write_text("name: another recipe")
+    with pytest.raises(RecipeError, match="found None, allowed as a source in YAML: Metadataset, MetadatasetV2"):
+        _load(tmp_path)
