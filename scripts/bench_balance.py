@@ -471,13 +471,13 @@ def ordering_plan(settings: Sequence[str]) -> None:
 def mixture(folder: Path, num: int) -> np.ndarray:
     """(num, 3) LLM tokens, image tiles, audio tokens: 17.5% each of AI2D, ChartQA, COCO and speech; 30% text alone."""
     rng = np.random.default_rng(0)
-    coco = _columns(folder / "coco_captions_val2017.csv", "width", "height", "caption_words", "captions")
-    speech = _columns(folder / "librilight_10h.csv", "duration_ms", "words")
-    coco_tiles = np.array([_tiles(width, height) for width, height, _, _ in coco])
+    coco = columns_of(folder / "coco_captions_val2017.csv", "width", "height", "caption_words", "captions")
+    speech = columns_of(folder / "librilight_10h.csv", "duration_ms", "words")
+    coco_tiles = np.array([num_tiles(width, height) for width, height, _, _ in coco])
     audio = np.ceil(speech[:, 0] / 1000 * 25)
     sources = [
-        _columns(folder / "ai2d_train_12k.csv", "llm_tokens", "image_tiles"),
-        _columns(folder / "chartqa_train_18k.csv", "llm_tokens", "image_tiles"),
+        columns_of(folder / "ai2d_train_12k.csv", "llm_tokens", "image_tiles"),
+        columns_of(folder / "chartqa_train_18k.csv", "llm_tokens", "image_tiles"),
         np.stack([256 * coco_tiles + np.round(1.33 * coco[:, 2] / coco[:, 3]) + 40, coco_tiles], axis=1),
         np.stack([audio + np.round(1.33 * speech[:, 1]) + 40, np.zeros(len(audio)), audio], axis=1),
     ]
@@ -491,8 +491,8 @@ def mixture(folder: Path, num: int) -> np.ndarray:
     return tokens
 
 
-def _tiles(width: float, height: float, max_tiles: int = 6) -> int:
-    """448-pixel tiles of InternVL's dynamic preprocessing, thumbnail included."""
+def num_tiles(width: float, height: float, max_tiles: int = 6) -> int:
+    """Count the 448-pixel tiles of InternVL's dynamic preprocessing, thumbnail included."""
     grids = sorted(
         ((i, j) for i in range(1, max_tiles + 1) for j in range(1, max_tiles + 1) if i * j <= max_tiles),
         key=lambda g: g[0] * g[1],
@@ -506,7 +506,8 @@ def _tiles(width: float, height: float, max_tiles: int = 6) -> int:
     return count + (count > 1)
 
 
-def _columns(path: Path, *names: str) -> np.ndarray:
+def columns_of(path: Path, *names: str) -> np.ndarray:
+    """Return (n, len(names)) columns of a CSV file."""
     with path.open(newline="", encoding="utf-8") as file:
         return np.array([[float(row[name]) for name in names] for row in csv.DictReader(file)])
 

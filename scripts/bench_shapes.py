@@ -9,12 +9,15 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from mmtrain.balance import BatchCost, rebalance
-from scripts.bench_balance import least_seconds, target
+from mmtrain.balance.slack_packing import pack_with_slack
+from scripts.bench_balance import TILES, TOKENS, WINDOW, columns_of, least_seconds, mixture, num_tiles, target
+from tests.balance.first_fit import first_fit_decreasing
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 TAILS: dict[str, Draw] = {  # lengths of samples
@@ -25,13 +28,29 @@ TAILS: dict[str, Draw] = {  # lengths of samples
     "huge on all ranks but one": lambda rng, n: np.where(np.arange(n) < n // 60 - 1, 10**7, rng.integers(1, 9, n)),
     "near equal": lambda rng, n: rng.integers(990, 1011, n),
 }
+NUM_SAMPLES = 70_000
+SHAPES: dict[str, Draw] = {  # LLM tokens of samples, clipped to the largest group
+    "log-normal, sigma 1.6": lambda rng, n: rng.lognormal(5, 1.6, n),
+    "Pareto 1.1": lambda rng, n: 30 * (1 + rng.pareto(1.1, n)),
+    "two peaks": lambda rng, n: np.where(rng.random(n) < 0.5, rng.normal(300, 40, n), rng.normal(2200, 150, n)),
+    "near equal": lambda rng, n: rng.normal(900, 15, n),
+    "tiny": lambda rng, n: rng.integers(8, 64, n),
+    "uniform": lambda rng, n: rng.integers(1, 4097, n),
+    "a third": lambda rng, n: rng.integers(1300, 1500, n),
+    "a quarter, a half and tiny": lambda rng, n: rng.choice(
+        [rng.integers(1000, 1050, n), rng.integers(2000, 2100, n), rng.integers(20, 60, n)]
+    ),
+    "whole tiles and a text": lambda rng, n: 256 * rng.integers(1, 7, n) + rng.integers(20, 90, n),
+}
+SEQ_LENS = (4096, 32_768)
+MAX_GROUPS_OVER_FIRST_FIT = 0.003
 POST_BALANCING_RANKS = 2560
 SAMPLES_PER_RANK = 60
 
 
 def main() -> None:
     """Print the parts that are asked for."""
-    parts: dict[str, Callable[[Path], None]] = {"post": post_balancing}
+    parts: dict[str, Callable[[Path], None]] = {"fill": fill, "post": post_balancing}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, required=True, metavar="DIR", help="folder of the length files")
     parser.add_argument("--only", choices=parts, help="one part alone")
@@ -42,6 +61,49 @@ def main() -> None:
     for name, part in parts.items():
         if options.only in (None, name):
             part(options.lengths)
+
+
+def length_sets(folder: Path) -> dict[str, np.ndarray]:
+    """Return (n, 2) the LLM tokens and image tiles of the real sets, of the mixture, and of the sets that are drawn."""
+    coco = columns_of(folder / "coco_captions_val2017.csv", "width", "height", "caption_words", "captions")
+    tiles = np.array([num_tiles(width, height) for width, height, _, _ in coco])
+    speech = columns_of(folder / "librilight_10h.csv", "duration_ms", "words")
+    speech_tokens = np.ceil(speech[:, 0] / 40) + np.round(1.33 * speech[:, 1]) + 40
+    rng = np.random.default_rng(0)
+    sets = {
+        "ai2d_train_12k": columns_of(folder / "ai2d_train_12k.csv", "llm_tokens", "image_tiles"),
+        "chartqa_train_18k": columns_of(folder / "chartqa_train_18k.csv", "llm_tokens", "image_tiles"),
+        "coco_captions_val2017": np.stack([256 * tiles + np.round(1.33 * coco[:, 2] / coco[:, 3]) + 40, tiles], axis=1),
+        "librilight_10h": np.stack([speech_tokens, np.zeros(len(speech))], axis=1),
+        "mixture": mixture(folder, NUM_SAMPLES)[:, [TOKENS, TILES]],
+        **{name: np.stack([draw(rng, NUM_SAMPLES), np.zeros(NUM_SAMPLES)], axis=1) for name, draw in SHAPES.items()},
+    }
+    sets = {name: np.ceil(tokens).astype(np.int64) for name, tokens in sets.items()}
+    for tokens in sets.values():
+        tokens[:, 0] = tokens[:, 0].clip(min=1)
+    return sets
+
+
+def fill(folder: Path) -> None:
+    """Compare the groups of matched grouping with those of first-fit decreasing, by windows and over the whole set."""
+    for (name, all_tokens), seq_len in product(length_sets(folder).items(), SEQ_LENS):
+        tokens = np.minimum(all_tokens, seq_len)
+        order = np.random.default_rng(1).permutation(len(tokens))
+        windows = [order[start : start + WINDOW] for start in range(0, len(order), WINDOW)]
+        by_window = sum(first_fit_decreasing(tokens[part, 0], seq_len) for part in windows)
+        whole = first_fit_decreasing(tokens[:, 0], seq_len)
+        for num_units in (1, 2) if tokens[:, 1].any() else (1,):
+            budgets = np.array([seq_len, tokens[:, 1].sum()])[:num_units]
+            units = np.ascontiguousarray(tokens[:, :num_units])
+            seconds, num_groups = least_seconds(
+                lambda u=units, b=budgets, w=windows: sum(len(pack_with_slack(u, b, part)) for part in w), 2
+            )
+            share = float(tokens[:, 0].sum() / seq_len / num_groups)
+            label = (
+                f"{name}, {'tokens' if num_units == 1 else 'tokens and tiles'}, groups of {seq_len}: fill {share:.4f} "
+                f"in {seconds:.2f} s, {num_groups / whole - 1:+.2%} of the whole set's first-fit decreasing"
+            )
+            target(f"{label}; by windows", num_groups / by_window - 1, MAX_GROUPS_OVER_FIRST_FIT)
 
 
 def post_balancing(_lengths: Path) -> None:
