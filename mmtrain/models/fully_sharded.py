@@ -116,6 +116,23 @@ def reduce_between_copies(stage: StageModule, is_last: bool) -> None:
     stage.set_requires_all_reduce(is_last)  # type: ignore[operator]
 
 
+def weight_shards(params: Mapping[nn.Parameter, ParamSpec], mesh: DeviceMesh) -> Iterator[NamedShard]:
+    """Yield this rank's shards of sharded parameters; `params` says what each was before."""
+    for param, spec in params.items():
+        local = _local(param)
+        if local.numel():
+            yield NamedShard(spec.name, spec, 0, 1, flat_range(param, mesh), local)
+
+
+def flat_range(param: nn.Parameter, mesh: DeviceMesh) -> tuple[int, int]:
+    """Return which elements of the flattened parameter this rank holds: rows, divided as `torch.chunk` does."""
+    shards = mesh.ndim - 1  # the last dimension of the mesh
+    num_rows = param.shape[0]
+    rows_per_shard = -(-num_rows // mesh.size(shards))
+    first = min(mesh.get_local_rank(shards) * rows_per_shard, num_rows) * (param.numel() // num_rows)
+    return first, first + _local(param).numel()
+
+
 class FullyShardedAdamW:
     """AdamW over this rank's shards of one unit, in fp32; implements `UnitOptimizer`.
 
@@ -142,8 +159,7 @@ class FullyShardedAdamW:
         weight_decay: float,
     ) -> None:
         self._specs, self._device, self._lr_scale = params, device, lr_scale
-        shards = mesh.ndim - 1  # the last dimension of the mesh
-        self._num_shards, self._shard = mesh.size(shards), mesh.get_local_rank(shards)
+        self._mesh = mesh
         # One copy of the unit is saved and counted in norms.
         self._is_first_copy = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         # Plain tensors that share the memory of the shards: torch's fused kernel takes no DTensor beside a scaler.
@@ -230,7 +246,7 @@ class FullyShardedAdamW:
     def start_masters(self, weights: WeightSource) -> None:
         """Start master weights from what `weights` has at a higher precision than that of the parameters."""
         for param, master in self._masters.items():
-            first, _ = self._flat_range(param)
+            first, _ = flat_range(param, self._mesh)
             weights.fill_master(master.detach().view(-1), self._specs[param], 0, 1, first, torch.bfloat16)
 
     def _all_shards(self) -> Iterator[NamedShard]:
@@ -248,14 +264,7 @@ class FullyShardedAdamW:
 
     def _named(self, param: nn.Parameter, suffix: str, tensor: Tensor) -> NamedShard:
         spec = self._specs[param]
-        return NamedShard(spec.name + suffix, spec, 0, 1, self._flat_range(param), tensor)
-
-    def _flat_range(self, param: nn.Parameter) -> tuple[int, int]:
-        """Return which elements of the flattened parameter this rank holds: rows, divided as `torch.chunk` does."""
-        num_rows = param.shape[0]
-        rows_per_shard = -(-num_rows // self._num_shards)
-        first = min(self._shard * rows_per_shard, num_rows) * (param.numel() // num_rows)
-        return first, first + _local(param).numel()
+        return NamedShard(spec.name + suffix, spec, 0, 1, flat_range(param, self._mesh), tensor)
 
     def _start_moments(self, dtype: torch.dtype) -> None:
         """Create Adam's state now rather than in the first step, so that every checkpoint holds all of it."""

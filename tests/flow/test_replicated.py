@@ -1,6 +1,7 @@
 """Units that are sharded over all ranks (`replicated`) compute what one process does."""
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from mmtrain.runtime.execution.checkpointing import SavedRank, checkpoint_ranks,
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
-from tests.flow.cases import AUDIO, DEEPSTACK, Mesh, plan, recipe, step_data
-from tests.flow.cells import ADAPTED
+from tests.flow.cases import AUDIO, DEEPSTACK, FINE, Mesh, plan, recipe, step_data
+from tests.flow.cells import ADAPTED, FROZEN, LLM_KINDS, RECOMPUTED, VISION_KINDS
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.gather import copy, whole
 from tests.flow.runs import refuse
@@ -83,6 +84,26 @@ def test_sharded_units_compute_what_one_process_does(case: str) -> None:
     changes, num_ranks, shard, recompute, texts_between = (CASES | MORE)[case]
     settings = recipe(**changes)
     assert_equals_one_process(settings, replicated(settings, num_ranks, shard, recompute), texts_between)
+
+
+def _drawn(number: int) -> tuple[Recipe, Plan, bool]:
+    """Draw a model, what of it trains, and how it is sharded; microbatches may have neither image nor clip."""
+    choose = Random(number).choice
+    encoders: dict[str, Any] = choose(({}, SPEECH, {"model__encoders": {"fine": FINE}}))
+    num_ranks = choose((2, 4))
+    llm_kind = choose([kind for kind in LLM_KINDS if kind != "m-rope" or "model__encoders" not in encoders])
+    kinds = {"llm": LLM_KINDS[llm_kind], "vision": VISION_KINDS[choose(list(VISION_KINDS))]}
+    of_kinds = {f"model__{unit}__{name}": value for unit, kind in kinds.items() for name, value in kind.items()}
+    batch = {"train__global_batch": num_ranks * choose((1, 2))}
+    settings = recipe(**encoders, **of_kinds, **choose(list(FROZEN.values())), **batch)
+    shard = choose([size for size in (1, 2, 4) if size <= num_ranks])
+    return settings, replicated(settings, num_ranks, shard, choose(list(RECOMPUTED.values()))), choose((False, True))
+
+
+@pytest.mark.slow  # 2 s each
+@pytest.mark.parametrize("number", range(12))
+def test_drawn_models_compute_sharded_what_one_process_does(number: int) -> None:
+    assert_equals_one_process(*_drawn(number))
 
 
 def _unified(settings: Recipe) -> Plan:

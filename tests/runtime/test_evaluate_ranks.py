@@ -122,6 +122,7 @@ def test_a_job_asks_the_model_that_it_trains(taught: Taught, tmp_path: Path) -> 
     plans = [
         plan(settings, vision=Mesh((), (0, 1), tp=2, sp=True), llm=Mesh((1,), (0, 1, 2, 3), tp=2, sp=True)),
         plan(settings, vision=Mesh((), (0, 1), dp=2), llm=Mesh((), (2, 3), dp=2)),
+        plan(settings, shard=2, vision=Mesh((), (0, 1, 2, 3), dp=4), llm=Mesh((), (0, 1, 2, 3), dp=4)),
     ]
     for shares in run_ranks(4, _ask_in_training, asking, folder / CHECKPOINTS_FOLDER, plans):
         assert len(shares) == len(asking) * len(plans)

@@ -19,6 +19,7 @@ from mmtrain.checkpoint import Checkpoint
 from mmtrain.costs import TokenLoad
 from mmtrain.data import PayloadNeed, SampleTokenizer, StepData
 from mmtrain.models import parameter_specs
+from mmtrain.models.fully_sharded import weight_shards
 from mmtrain.models.kv_cache import KVCache
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.named_shards import NamedShard
@@ -43,7 +44,7 @@ from mmtrain.runtime.execution.rank_context import (
     forward_only,
     payload_needs,
 )
-from mmtrain.runtime.execution.unit import MicrobatchState, UnitRunner
+from mmtrain.runtime.execution.unit import MicrobatchState, ShardedUnitRunner, UnitRunner
 from mmtrain.runtime.execution.unit_inputs import unit_inputs
 from mmtrain.runtime.world import World
 
@@ -255,6 +256,10 @@ def load_weights(unit: UnitRunner, checkpoint: Checkpoint) -> None:
     """Fill a unit's stages with their part of a checkpoint's weights. Raises CheckpointError."""
     tp, tp_rank = unit.groups.tp_size, unit.groups.tp_rank
     with torch.no_grad():
+        if isinstance(unit, ShardedUnitRunner):
+            for shard in weight_shards(unit.parameter_specs(), unit.mesh):
+                shard.tensor.copy_(checkpoint.read(shard.name, shard_spec(shard)).view_as(shard.tensor))
+            return
         for stage in unit.stages.values():
             specs = parameter_specs.stage_param_specs(stage, unit.name, tp)
             for name, param in stage.named_parameters():

@@ -315,12 +315,8 @@ def build_unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> Zero
 
 def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner, world: World) -> FullyShardedAdamW:
     """Build the optimizer of a unit whose stages are sharded."""
-    params = {
-        param: unit.param_specs[stage_id][name]
-        for stage_id, stage in unit.stages.items()
-        for name, param in stage.named_parameters()
-    }
     lr_scale, weight_decay = _unit_rates(recipe, unit.name)
+    params = unit.parameter_specs()
     return FullyShardedAdamW(params, unit.mesh, world.device, recipe.train.optimizer, lr_scale, weight_decay)
 
 

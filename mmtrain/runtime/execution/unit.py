@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.models.fully_sharded import reduce_between_copies
@@ -145,8 +145,16 @@ class ShardedUnitRunner(UnitRunner):
         param_specs: Mapping[StageId, Mapping[str, ParamSpec]],
     ) -> None:
         super().__init__(name, stages, groups)
-        self.mesh, self.param_specs = mesh, param_specs
+        self.mesh, self._param_specs = mesh, param_specs
         self._num_microbatches = num_microbatches
+
+    def parameter_specs(self) -> dict[nn.Parameter, ParamSpec]:
+        """Return what every parameter was before it was sharded."""
+        return {
+            param: self._param_specs[stage_id][name]
+            for stage_id, stage in self.stages.items()
+            for name, param in stage.named_parameters()
+        }
 
     def backward(self, microbatch: MicrobatchState, lo: int, hi: int) -> None:
         """Run the backward as `UnitRunner` does; the last one of a step sums gradients over the copies, too."""
