@@ -265,6 +265,19 @@ class VideoSettings(Section):
         added_later=True,
         description="Fewest frames taken from a video that has as many, with `fps`.",
     )
+    max_seconds: PositiveFloat | None = setting(
+        None,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Longest video in seconds. `long_clips` says what becomes of longer ones. Default: any length.",
+    )
+    long_clips: Literal["reject", "cut"] = setting(
+        "reject",
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="`reject`: samples with a video that is longer than `max_seconds` are quarantined. `cut`: frames "
+        "are taken from its first `max_seconds` only.",
+    )
     min_pixels: PositiveInt | None = setting(
         None,
         affects={"plan", "lengths", "steps", "resume"},

@@ -68,6 +68,7 @@ MEDIA = {
     "short.wav": lambda: wav(0.02),
     "wide.wav": lambda: _sound(np.zeros((16, 40))),
     "empty.avi": _empty_movie,
+    "long.mp4": lambda: movie(["red"] * 10, width=16, height=16),  # 2 s
 }
 
 
@@ -99,6 +100,7 @@ ROWS: dict[str, Row] = {
     "empty_audio": _with("<audio>", audio="empty.wav"),
     "empty_video": _with("<video>", video="empty.avi"),
     "too_many_pixels": row("<image>", "a", "large.png"),
+    "video_too_long": _with("<video>", video="long.mp4"),
     "clip_too_long": _with("<audio>", audio="long.wav"),
     "clip_too_short": _with("<audio>", audio="short.wav"),
     "audio_too_wide": _with("<audio>", audio="wide.wav"),
@@ -167,7 +169,7 @@ def planted(tmp_path: Path, recipe: MakeRecipe, tokenizer_path: Path) -> tuple[R
         tokenizer=tmp_path / "speech.json",
         sources=[{"path": tmp_path / name} for name in names],
         max_images=4,
-        video={"max_frames": 4},
+        video={"max_frames": 4, "max_seconds": 1.0},
         image={"min_pixels": 64, "max_pixels": 1024, "max_source_pixels": 5000},
         audio={"max_seconds": 4.0},
         limits={"max_member_bytes": 1000, "max_members": 4},

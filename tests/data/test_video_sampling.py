@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import av
 import numpy as np
@@ -16,7 +16,7 @@ from PIL import Image
 from mmtrain.data.media.frame_sampling import count_used_frames, find_item_tenths, frame_choice
 from mmtrain.data.media.image_grids import frame_grid, video_grid
 from mmtrain.data.media.media_bytes import FileMedia
-from mmtrain.data.media.video import VideoHeader
+from mmtrain.data.media.video import BadVideoError, VideoHeader
 from mmtrain.data.media.vision_items import VisionItemDecoder, frame_settings, read_vision_items
 from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
 from mmtrain.recipe.vision_settings import VisionSettings
@@ -204,6 +204,36 @@ def test_pixels_of_frames_equal_those_of_the_processor(tmp_path: Path, width: in
     in_squares = ours.swapaxes(2, 3).reshape(-1, expected.shape[-1])
     differences = (in_squares - expected[0].numpy()).reshape(-1, 3, FRAMES * PATCH**2) * np.array(STD)[:, None]
     assert np.abs(differences).max() <= MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("sampling", ["parts", "middles", "ends"])
+@pytest.mark.parametrize("fps", [None, 1.0, 4.0])
+def test_a_long_video_that_is_cut_is_like_one_that_ends_there(
+    tmp_path: Path, sampling: Literal["parts", "middles", "ends"], fps: float | None
+) -> None:
+    colours = ["red", "lime", "blue", "white", "black", "yellow"]
+    media = []
+    for name, count in (("long", 6), ("short", 3)):
+        content = movie(colours[:count], seconds_each=0.5, width=16, height=16, rate=4, key_every=1)
+        (tmp_path / f"{name}.mp4").write_bytes(content)
+        media.append(FileMedia(str(tmp_path / f"{name}.mp4")))
+    vision = VisionSettings(
+        layers=1, hidden=16, heads=2, ffn=16, patch=8, temporal_patch=2, time_positions_per_second=4
+    )
+    image = ImageSettings(min_pixels=64, max_pixels=256)
+    whole = VideoSettings(fps=fps, sampling=sampling, max_frames=4)
+    cut = whole.model_copy(update={"max_seconds": 1.5, "long_clips": "cut"})
+    expected = read_vision_items("video", media[1], image, whole, vision)
+    assert read_vision_items("video", media[0], image, cut, vision) == expected
+    assert read_vision_items("video", media[1], image, cut, vision) == expected
+    for part in range(len(expected.grids)):
+        patches = [
+            VisionItemDecoder(image, 8, 2, video).patches("video", medium, part, len(expected.grids), expected.grids[0])
+            for video, medium in ((cut, media[0]), (whole, media[1]))
+        ]
+        assert np.array_equal(*patches)
+    with pytest.raises(BadVideoError, match=r"long\.mp4: 3\.0 s is above data\.video\.max_seconds = 1\.5"):
+        read_vision_items("video", media[0], image, cut.model_copy(update={"long_clips": "reject"}), vision)
 
 
 def test_a_video_shorter_than_a_patch_shows_its_frame_again() -> None:

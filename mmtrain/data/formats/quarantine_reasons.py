@@ -30,6 +30,7 @@ QUARANTINE_REASONS = {
     "empty_audio": "a clip without audio samples",
     "empty_video": "a video without a duration",
     "too_many_pixels": "an image or video of more pixels than `data.image.max_source_pixels`; it was not decoded",
+    "video_too_long": "a video longer than `data.video.max_seconds`, unless `data.video.long_clips` is `cut`",
     "clip_too_long": "a clip longer than `data.audio.max_seconds`, unless `data.audio.long_clips` is `cut`",
     "clip_too_short": "a clip too short to become one LLM token",
     "audio_too_wide": "a clip of more than 32 channels or a sample rate above 384 kHz",

@@ -2,11 +2,20 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from mmtrain.data.media.video import FrameChoice, VideoHeader
 from mmtrain.recipe.data_settings import VideoSettings
+
+
+def cut_header(header: VideoHeader, video: VideoSettings) -> VideoHeader:
+    """Return the header of the first `max_seconds` of a video: of the frames that start before, and at least one."""
+    if video.max_seconds is None:
+        return header
+    allowed_frames = max(1, math.ceil(video.max_seconds * header.frames_per_second))
+    return replace(header, num_frames=min(header.num_frames, allowed_frames))
 
 
 def count_used_frames(header: VideoHeader, video: VideoSettings, temporal_patch: int) -> int:
@@ -48,10 +57,20 @@ def frame_choice(video: VideoSettings | None, count: int, temporal_patch: int) -
         return None
     settings = video
     if video.sampling != "parts":
-        return lambda header: _in_patches(header, settings, temporal_patch)
-    if video.fps is None:
-        return None
-    return lambda header: [part * header.num_frames // count for part in range(count)]
+        return lambda header: _in_patches(cut_header(header, settings), settings, temporal_patch)
+    if video.fps is not None:
+        return lambda header: [part * cut_header(header, settings).num_frames // count for part in range(count)]
+    if video.max_seconds is not None:
+        return lambda header: _middles(cut_header(header, settings).num_frames, count)
+    return None
+
+
+def _middles(num_frames: int, count: int) -> list[float]:
+    """Return the middles of equal parts of the first `num_frames` frames, half a frame early, as `choose` numbers them.
+
+    Half a frame: decoding shows what is seen in the middle of a frame, and the middle of a part is a moment.
+    """
+    return [(part + 0.5) / count * num_frames - 0.5 for part in range(count)]
 
 
 def _sample(header: VideoHeader, video: VideoSettings) -> list[int]:

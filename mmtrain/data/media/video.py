@@ -46,8 +46,9 @@ class VideoHeader:
     frames_per_second: float
 
 
-# Returns the numbers of the frames to show, ascending; the last one may be there several times.
-FrameChoice = Callable[[VideoHeader], Sequence[int]]
+# Returns the numbers of the frames to show, ascending; the last one may be there several times. A fraction is a moment
+# between the middles of two frames.
+FrameChoice = Callable[[VideoHeader], Sequence[float]]
 
 
 def read_video_header(media: Media, max_source_pixels: int) -> VideoHeader:

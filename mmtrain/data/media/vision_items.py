@@ -7,7 +7,7 @@ patch of the encoder joins. An item is addressed by its medium and by its part: 
 import numpy as np
 from PIL import Image
 
-from mmtrain.data.media.frame_sampling import count_used_frames, find_item_tenths, frame_choice
+from mmtrain.data.media.frame_sampling import count_used_frames, cut_header, find_item_tenths, frame_choice
 from mmtrain.data.media.image_grids import (
     Grid,
     MediumItems,
@@ -21,7 +21,7 @@ from mmtrain.data.media.image_grids import (
 )
 from mmtrain.data.media.images import Uint8Array, load_rgb_images, patchify, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, Media
-from mmtrain.data.media.video import load_video_frames, read_video_header
+from mmtrain.data.media.video import BadVideoError, load_video_frames, read_video_header
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
 from mmtrain.recipe.modalities import MediaKind
@@ -57,7 +57,12 @@ def read_vision_items(
     if kind == "image":
         width, height = read_image_size(media, image.max_source_pixels)
         return MediumItems(item_grids(width, height, image, *patch_settings), image_size=(width, height))
-    header = read_video_header(media, image.max_source_pixels)
+    whole = read_video_header(media, image.max_source_pixels)
+    header = cut_header(whole, video)
+    if header != whole and video.long_clips == "reject":
+        seconds = whole.num_frames / whole.frames_per_second
+        reason = f"{media}: {seconds:.1f} s is above data.video.max_seconds = {video.max_seconds:g}"
+        raise BadVideoError("video_too_long", reason)
     num_frames = count_used_frames(header, video, vision.temporal_patch)
     num_items = -(-num_frames // vision.temporal_patch)
     of_frames = frame_settings(image, video)
