@@ -93,6 +93,8 @@ class ColocatedBudget:
     """How many layouts of `colocated` are scheduled (`colocated/`); all chosen by hand."""
 
     max_simulated_layouts: int = 8
+    # Of those, the fastest: tried with fewer microbatches of the encoders.
+    max_layouts_with_merged_microbatches: int = 3
     recompute_shares: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a stage's layers
     max_layouts_in_pieces: int = 2  # of those simulated, the fastest
     # The coarse order is simulated unless another is faster than this share of its bound, which sampled batches and
@@ -151,5 +153,5 @@ DEFAULT_BUDGET = SearchBudget()
 # For a plan that is compared and not shown: about the anchor partition of each mesh, and few colocated layouts.
 QUICK_BUDGET = SearchBudget(
     partitions=PartitionBudget(max_jitters_per_assignment=8, max_jitter_rounds=1, num_runner_ups=0),
-    colocated=ColocatedBudget(max_simulated_layouts=1, max_layouts_in_pieces=0),
+    colocated=ColocatedBudget(max_simulated_layouts=1, max_layouts_with_merged_microbatches=0, max_layouts_in_pieces=0),
 )

@@ -9,12 +9,22 @@ from tests.flow.cases import AUDIO, FINE, lengths, recipe
 from tests.flow.equality import assert_equals_one_process
 
 TWO_RANKS = {"parallel__llm__pp": 2, "parallel__vision__pp": 1}
+SLOW = "each replica of an encoder owns one of two microbatches"
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "an encoder's layers in parts, on two ranks": (2, TWO_RANKS | {"train__global_batch": 8}),
+    "an encoder's layers in parts, on two ranks": (
+        2,
+        TWO_RANKS | {"train__global_batch": 8, "parallel__vision__num_microbatches": 8},
+    ),
+    SLOW: (2, TWO_RANKS | {"train__global_batch": 8, "parallel__vision__num_microbatches": 4}),
     "an encoder of which the projector alone trains": (2, TWO_RANKS | {"model__vision__freeze": True}),
     "two encoders, one of them over both ranks": (
         2,
-        {"model__audio": AUDIO, "parallel__llm__pp": 2, "parallel__vision__pp": 2, "parallel__audio__pp": 1},
+        {
+            "model__audio": AUDIO,
+            "parallel__llm__pp": 2,
+            "parallel__vision": {"pp": 2, "num_microbatches": 4},
+            "parallel__audio": {"pp": 1, "num_microbatches": 4},
+        },
     ),
     "two image encoders": (
         2,
@@ -24,7 +34,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case, marks=pytest.mark.slow if case == SLOW else ()) for case in CASES]
+)
 def test_a_planned_colocated_program_trains_as_one_process_does(case: str) -> None:
     world_size, changes = CASES[case]
     settings = recipe(parallel__placement="colocated", **changes)

@@ -4,8 +4,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.costs import machine_for
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
@@ -20,6 +22,7 @@ from mmtrain.plan.colocated.encoder_order import plan_encoder_order, scheduling_
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
 from mmtrain.plan.estimate.layout_simulation import SampledBatchTiming, model_timing
+from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.program import Fill, ScheduleKind, build_program
@@ -164,6 +167,25 @@ def test_candidates_are_never_slower_than_their_coarse_order() -> None:
         assert candidate.step_time_s <= simulated(candidate.layout, evaluator, coarse).step_time_s
 
 
+def test_replicas_of_an_encoder_own_whole_microbatches_where_that_is_faster() -> None:
+    """With one image a sample, one of four replicas would work on each LLM microbatch and the others idle."""
+    settings = recipe(
+        vision={**VISION, "hidden": 512, "heads": 8, "ffn": 2048},
+        parallel={"llm": {"tp": 1, "pp": 4, "dp": 1}, "vision": {"tp": 1, "pp": 1}},
+    )
+    one_image = np.full(64, 36, dtype=np.int64)
+    side, tokens = np.full(64, 6, dtype=np.int64), np.full(64, 330, dtype=np.int64)
+    images = ItemLengths(np.arange(65), side, side, one_image, one_image // 4)
+    samples = SampleLengths(tokens, tokens // 2, {"vision": images})
+    problem = formulate_problem(settings, samples, world_size=4, hardware="h100-80g", recipe_sha256="f" * 64)
+    merged = search_colocated(Evaluator(problem), 4)
+    divided = [candidate for candidate in merged.candidates if candidate.assignment.num_microbatches["vision"] == 8]
+    fastest = min(merged.candidates, key=lambda candidate: candidate.step_time_s)
+    assert fastest.assignment.num_microbatches == {"vision": 2, "llm": 8}
+    assert fastest.step_time_s < 0.95 * min(candidate.step_time_s for candidate in divided)
+    build_program(fastest.graph, kind=fastest.schedule.kind, order=fastest.schedule.order)
+
+
 def test_the_search_stops_at_the_first_mesh_whose_lower_bound_is_slower() -> None:
     results = search_colocated(evaluator_for(recipe()), 4)
     fastest_s = results.merged().fastest_s
@@ -188,7 +210,8 @@ def test_a_recipe_may_require_a_colocated_plan() -> None:
 
 
 def test_orders_that_hold_too_much_are_replaced_by_ones_that_fit() -> None:
-    settings = recipe(global_batch=32, parallel={"placement": "colocated", "llm": {"pp": 2, "tp": 1}})
+    parallel = {"placement": "colocated", "llm": {"pp": 2, "tp": 1}, "vision": {"num_microbatches": 32}}
+    settings = recipe(global_batch=32, parallel=parallel)
     evaluator = evaluator_for(settings)
     unlimited = search_colocated(evaluator, 2)
     recomputed = set()

@@ -1,6 +1,6 @@
 """Enumerate colocated meshes, and lay a model out on them: encoders on the LLM's ranks with meshes of their own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise, product
 from math import ceil
 
@@ -43,11 +43,36 @@ def _sizes_on_llm(encoder: UnitChoices, llm: MeshSize) -> list[MeshSize]:
     return [size for size in sizes if llm.tp % size.tp == 0 and llm.pp % size.pp == 0 and size.dp in encoder.dp]
 
 
+def merged_microbatch_counts(
+    choices: Mapping[str, UnitChoices],
+    encoders: Mapping[str, MeshSize],
+    llm: MeshSize,
+    merged_microbatches: Iterable[int],
+) -> list[dict[str, int]]:
+    """Return smaller numbers of microbatches of an encoder replica that are worth a trial, by unit.
+
+    An LLM replica has m replicas of an encoder. Where the encoder has as many microbatches as the LLM, the images of
+    each are divided over all m, and replicas without one idle. With an m-th of the LLM's number, each replica owns the
+    images of one in m LLM microbatches (Optimus, arXiv 2408.03505, section 4.2). Other numbers are those of
+    `merged_microbatches`. What the recipe fixes stays.
+    """
+    num_llm = choices[LLM].global_batch // llm.dp
+    free = [unit for unit in encoders if choices[unit].fixed_microbatches is None]
+    counts = []
+    for merged in merged_microbatches:
+        counts.append({unit: num_llm // merged for unit in free if num_llm % merged == 0})
+    owned = {unit: encoders[unit].dp // llm.dp for unit in free}
+    counts.append({unit: num_llm // replicas for unit, replicas in owned.items() if num_llm % replicas == 0})
+    is_smaller = [any(count < num_llm for count in candidate.values()) for candidate in counts]
+    return [counts[i] for i, smaller in enumerate(is_smaller) if smaller and counts[i] not in counts[:i]]
+
+
 def colocated_layout(
     layer_costs: LayerCosts,
     encoders: Mapping[str, MeshSize],
     llm: MeshSize,
     recompute: Mapping[str, float] | None = None,
+    num_microbatches: Mapping[str, int] | None = None,
 ) -> Layout | None:
     """Divide every unit into stages of equal time; return None if a unit has too few layers.
 
@@ -56,9 +81,10 @@ def colocated_layout(
         encoders: meshes of the encoders.
         llm: mesh of the LLM.
         recompute: by unit, the share of each stage's layers that is recomputed where the recipe does not recompute all.
+        num_microbatches: of each replica, by unit; default: those that the recipe fixes, else the LLM's number.
     """
     sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in layer_costs.shape.units}
-    split = layer_costs.batch_split({unit: size.dp for unit, size in sizes.items()})
+    split = layer_costs.batch_split({unit: size.dp for unit, size in sizes.items()}, num_microbatches)
     units = {}
     for unit, size in sizes.items():
         seconds = layer_costs.unit_costs(unit, size.tp, split).seconds.tolist()

@@ -17,7 +17,12 @@ from mmtrain.plan.candidate import (
     SearchResults,
     partition_of,
 )
-from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_mesh_sizes, llm_mesh_sizes
+from mmtrain.plan.colocated.colocated_layouts import (
+    colocated_layout,
+    encoder_mesh_sizes,
+    llm_mesh_sizes,
+    merged_microbatch_counts,
+)
 from mmtrain.plan.colocated.encoder_order import max_ahead_choices, plan_encoder_order
 from mmtrain.plan.colocated.llm_alone import min_in_flight, simulate_llm_alone
 from mmtrain.plan.colocated.stage_kernels import compute_share
@@ -61,10 +66,11 @@ def search_colocated(evaluator: Evaluator, num_ranks: int, progress: Progress | 
     """Schedule and simulate the colocated layouts on `num_ranks` ranks that may be the fastest.
 
     Layouts are tried in the order of their lower bounds. Of each, the encoders' layers are put into the LLM's bubbles,
-    and that order is kept if it is faster than the coarse one; of the fastest few, pieces of layers are put into the
-    gaps inside the LLM's layers (see `tp_bubbles`). Where no order fits into memory, encoders are kept closer to the
-    LLM, which then waits for them. Where nothing fits otherwise and the recipe leaves it open, layers are recomputed,
-    encoders' before the LLM's. Models with a unit behind the LLM have no colocated layouts, nor those without encoders.
+    and that order is kept if it is faster than the coarse one. The fastest few are tried again with fewer, larger
+    microbatches of the encoders; then pieces of layers are put into the gaps inside the LLM's layers (`tp_bubbles`).
+    Where no order fits into memory, encoders are kept closer to the LLM, which then waits for them. Where nothing fits
+    otherwise and the recipe leaves it open, layers are recomputed, encoders' before the LLM's. Models with a unit
+    behind the LLM have no colocated layouts, nor those without encoders.
     """
     shape = evaluator.problem.shape
     encoders = {edge.src for edge in shape.edges if edge.dst == LLM}
@@ -92,7 +98,29 @@ def search_colocated(evaluator: Evaluator, num_ranks: int, progress: Progress | 
             fastest_s = min(fastest_s, outcome.step_time_s)
         elif outcome is not None:
             rejected.append(outcome)
+    simulated += _with_merged_microbatches(simulated, evaluator, levels)
     return SearchResults(fill_tp_bubbles(simulated, evaluator), tuple(rejected))
+
+
+def _with_merged_microbatches(
+    simulated: Sequence[Candidate], evaluator: Evaluator, levels: list[RecomputeShares]
+) -> list[Candidate]:
+    """Return the fastest few again with fewer, larger microbatches of their encoders, where that is faster."""
+    budget, choices, layer_costs = evaluator.budget, evaluator.problem.choices, evaluator.layer_costs
+    by_step_time = sorted(simulated, key=lambda candidate: candidate.step_time_s)
+    merged_candidates = []
+    for candidate in by_step_time[: budget.colocated.max_layouts_with_merged_microbatches]:
+        meshes, fastest_s = candidate.assignment.meshes, candidate.step_time_s
+        encoders = {unit: mesh for unit, mesh in meshes.items() if unit != LLM}
+        for counts in merged_microbatch_counts(choices, encoders, meshes[LLM], budget.meshes.merged_microbatches):
+            split = layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()}, counts)
+            assignment = MeshAssignment("colocated", meshes, num_microbatches_of(split))
+            merged = evaluator.enumerated(assignment).bounded(candidate.time_lower_bound_s)
+            outcome = _Trial(merged, evaluator, levels, fastest_s).run()
+            if isinstance(outcome, Candidate) and outcome.step_time_s < fastest_s:
+                merged_candidates.append(outcome)
+                fastest_s = outcome.step_time_s
+    return merged_candidates
 
 
 def has_colocated_meshes(choices: Mapping[str, UnitChoices], num_ranks: int) -> bool:
@@ -219,7 +247,8 @@ def _lay_out(candidate: Candidate, recompute: RecomputeShares, evaluator: Evalua
     layer_costs, hardware = evaluator.layer_costs, evaluator.problem.hardware
     meshes = candidate.assignment.meshes
     encoders = {unit: mesh for unit, mesh in meshes.items() if unit != LLM}
-    layout = colocated_layout(layer_costs, encoders, meshes[LLM], recompute)
+    num_microbatches = candidate.assignment.num_microbatches
+    layout = colocated_layout(layer_costs, encoders, meshes[LLM], recompute, num_microbatches)
     if layout is None:
         return None
     tp_group = split_tp_group(layout.units, hardware.ranks_per_node)

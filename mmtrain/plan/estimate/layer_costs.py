@@ -156,10 +156,14 @@ class LayerCosts:
         """Return whether the unit uses sequence parallelism at this tensor-parallel size."""
         return tp in self.sp.get(unit, ())
 
-    def batch_split(self, dp: Mapping[str, int]) -> BatchSplit:
-        """Return data-parallel degrees with each unit's microbatches: those the recipe fixes, else the LLM's number."""
+    def batch_split(self, dp: Mapping[str, int], num_microbatches: Mapping[str, int] | None = None) -> BatchSplit:
+        """Return data-parallel degrees with each unit's microbatches.
+
+        Units that `num_microbatches` does not name have those that the recipe fixes, else the LLM's number.
+        """
         num_llm = self.batches.global_batch // dp[LLM]
-        return tuple((unit, degree, self.encoder_microbatches.get(unit, num_llm)) for unit, degree in dp.items())
+        chosen = {**self.encoder_microbatches, **(num_microbatches or {})}
+        return tuple((unit, degree, chosen.get(unit, num_llm)) for unit, degree in dp.items())
 
     def step_loads(self, split: BatchSplit) -> list[StepLoads]:
         """Return loads and routes of every sampled batch under this split."""
