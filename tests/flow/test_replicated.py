@@ -1,9 +1,11 @@
 """Units that are sharded over all ranks (`replicated`) compute what one process does."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,17 +13,21 @@ from mmtrain.checkpoint import save
 from mmtrain.errors import LaunchError
 from mmtrain.models import fully_sharded
 from mmtrain.models.named_shards import NamedShard
+from mmtrain.plan import load_plan
 from mmtrain.plan.artifact.plan import Plan, UnitPlan
+from mmtrain.program import Backward
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.checkpointing import SavedRank, checkpoint_ranks, restore_checkpoint, take_snapshot
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
+from mmtrain.runtime.run_folder import PLAN_FILE
 from mmtrain.runtime.world import World
-from tests.distributed import run_ranks
+from tests.distributed import RanksFailed, run_ranks
+from tests.faults import FailAt
 from tests.flow.cases import AUDIO, DEEPSTACK, FINE, Mesh, plan, recipe, step_data
 from tests.flow.cells import ADAPTED, FROZEN, LLM_KINDS, RECOMPUTED, VISION_KINDS
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.gather import copy, whole
-from tests.flow.runs import refuse
+from tests.flow.runs import assert_same_end, refuse, request_for, run_all
 
 
 def replicated(settings: Recipe, num_ranks: int, shard: int, recompute: tuple[int, ...] = ()) -> Plan:
@@ -104,6 +110,37 @@ def _drawn(number: int) -> tuple[Recipe, Plan, bool]:
 @pytest.mark.parametrize("number", range(12))
 def test_drawn_models_compute_sharded_what_one_process_does(number: int) -> None:
     assert_equals_one_process(*_drawn(number))
+
+
+def _train_in_bf16(settings: Recipe, chosen: Plan) -> list[tuple[float, float]]:
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    context = build_rank_context(settings, chosen, world)
+    outcomes = [context.train(step_data(context, step), 0.01) for step in range(4)]
+    return [(outcome.loss, outcome.grad_norm or 0.0) for outcome in outcomes]
+
+
+@pytest.mark.slow  # 3 s
+def test_bf16_trains_sharded_as_with_whole_weights() -> None:
+    settings = recipe()
+    whole_weights = plan(settings, vision=Mesh((), (0, 1), dp=2), llm=Mesh((), (0, 1), dp=2))
+    plans = [whole_weights, replicated(settings, 2, 2), replicated(settings, 2, 1)]
+    in_bf16 = [chosen.model_copy(update={"precision": "bf16"}) for chosen in plans]
+    expected, *sharded = (np.array(run_ranks(2, _train_in_bf16, settings, chosen)) for chosen in in_bf16)
+    for outcomes in sharded:
+        np.testing.assert_allclose(outcomes, expected, rtol=1e-4)
+
+
+@pytest.mark.slow  # 20 s
+def test_a_killed_run_is_resumed_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    settings = ("parallel.placement=replicated", "parallel.shard=all", "cluster.ranks=2", "train.validate_every=2")
+    unbroken, killed = (request_for(data, tmp_path / name, *settings) for name in ("unbroken", "killed"))
+    assert run_all(unbroken, unbroken) == ["", ""]
+    assert load_plan(unbroken.run_dir / PLAN_FILE).units["llm"].shard == 2
+    with pytest.raises(RanksFailed, match="rank 1: died without a word"):
+        run_all(killed, killed, faults=FailAt(1, 3, "kill", action=Backward))
+    resumed = replace(killed, resume=True)
+    assert run_all(resumed, resumed) == ["", ""]
+    assert_same_end(killed.run_dir, unbroken.run_dir)
 
 
 def _unified(settings: Recipe) -> Plan:
