@@ -5,6 +5,7 @@
     |   |-- CheckpointError      exit 1   a checkpoint is damaged or missing
     |   |-- RankDied             exit 1   a rank was killed
     |   |-- TooManyBadSamples    exit 1   more samples are unusable than data.max_bad_rate allows
+    |   |-- RemoteReadError      exit 1   a remote file cannot be read: outage, denied or changed
     |   `-- FolderTaken          exit 1   another run took over the run's folder
     `-- UserError                exit 2   the input is wrong; the message says what, where and what to do
         |-- RecipeError          exit 2   problems in a recipe, all of them at once
@@ -46,6 +47,10 @@ class RankDied(RunError):  # noqa: N818 - names what happened to a rank
 
 class TooManyBadSamples(RunError):  # noqa: N818 - names a state of the data
     """More samples are unusable than the recipe's data.max_bad_rate allows."""
+
+
+class RemoteReadError(RunError):
+    """A remote file cannot be read for a reason that says nothing about its content: it is never a bad sample."""
 
 
 class FolderTaken(RunError):  # noqa: N818 - names a state of the run's folder

@@ -3,22 +3,27 @@
 import json
 import os
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mmtrain.data import build_index
+from mmtrain.balance import Grouping
+from mmtrain.data import GroupStream, build_index
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.index.data_check import check_sources
+from mmtrain.data.loading.batch_builder import StepBuilder, StepRequest
+from mmtrain.data.loading.payload import PayloadNeed
+from mmtrain.data.loading.worker_pool import StepFailure, WorkerPool
 from mmtrain.data.media.images import read_image_size
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.data.remote.block_cache import BlockCache
 from mmtrain.data.remote.locations import BLOCK_BYTES, RemoteStore, open_location, remote_store
-from mmtrain.data.remote.remote_files import FileVersion, RemoteFiles, RemoteReadError
+from mmtrain.data.remote.remote_files import FileVersion, RemoteFiles
 from mmtrain.data.remote.remote_settings import RemoteSettings
-from mmtrain.errors import DataError
+from mmtrain.errors import DataError, RemoteReadError
 from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
 from mmtrain.recipe.schema import Recipe
 from tests.data.archives import movie, parquet, png, tar, wav
@@ -297,3 +302,28 @@ def test_processes_share_blocks(server: FileServer, tmp_path: Path) -> None:
     assert stores[0].blocks(url, 0, 2) == [content[:BLOCK_BYTES], content[BLOCK_BYTES:]]
     assert stores[1].blocks(url, 1, 1) == [content[BLOCK_BYTES:]]
     assert len(server.ranges_of("file")) == 1
+
+
+@pytest.mark.slow  # 3 s: it starts a worker
+def test_workers_expect_the_versions_that_were_indexed(server: FileServer, recipe: Callable[..., Recipe]) -> None:
+    members = {f"{number}.{end}": png() if end == "png" else b"red" for number in range(4) for end in ("png", "txt")}
+    shard = tar(server.folder / "shard.tar", members)
+    made = recipe([], sources=[{"path": f"{server.url}/shard.tar"}])
+    index = build_index(made)
+    stream = GroupStream(index.lengths, Grouping(made.data.seq_len, 100, 2), seed=0)
+    builder = StepBuilder(index, stream, made)
+    remote_store().version(f"{server.url}/shard.tar")
+    tar(shard, members | {"0.png": png("blue")})
+    (server.folder.parent / "cache" / "blocks").rename(server.folder.parent / "evicted")
+    (server.folder.parent / "cache" / "blocks").mkdir()
+    needed = (PayloadNeed("vision", 0, media=True),)
+    with WorkerPool[int](builder, 1, lambda _: None) as pool:
+        pool.submit(0, StepRequest(0, {"vision": 1, "llm": 1}, {"vision": 1, "llm": 1}, needed))
+        received = None
+        while received is None:
+            for pipe in wait(pool.pipes):
+                received = pool.receive(pipe)  # type: ignore[arg-type]
+    failure = received[1]
+    assert isinstance(failure, StepFailure)
+    assert isinstance(failure.error(0), RemoteReadError)
+    assert "shard.tar: it changed while" in str(failure.error(0))

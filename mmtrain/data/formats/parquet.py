@@ -34,8 +34,7 @@ from mmtrain.data.media.data_urls import find_data_urls, is_data_url, read_url_h
 from mmtrain.data.media.media_bytes import Media, ParquetCell
 from mmtrain.data.media.parquet_cells import PARQUET_BATCH_ROWS, decode_dictionary
 from mmtrain.data.remote.locations import open_location
-from mmtrain.data.remote.remote_files import RemoteReadError
-from mmtrain.errors import DataError
+from mmtrain.errors import DataError, RemoteReadError
 from mmtrain.recipe.data_settings import LimitSettings
 from mmtrain.recipe.source_path import SourcePath
 
@@ -126,7 +125,7 @@ def _open(path: SourcePath) -> Any:
         )
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
-    except DataError:
+    except (DataError, RemoteReadError):
         raise
     except Exception as error:  # pyarrow's errors have no common base
         raise DataError(f"{path}: not {kind}, or a damaged one: {error}") from None

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, NotAFileError, TarMember, describe_missing
 from mmtrain.data.optional_packages import require_package
-from mmtrain.data.remote.remote_files import RemoteReadError
+from mmtrain.errors import RemoteReadError
 from mmtrain.recipe.data_settings import AudioDataSettings
 from mmtrain.recipe.source_path import is_url
 

@@ -14,7 +14,7 @@ from mmtrain.data.media.image_formats import describe_unknown_format, supported_
 from mmtrain.data.media.image_headers import fast_image_size, fast_image_size_in_stream
 from mmtrain.data.media.image_orientation import SWAPS_SIDES, read_orientation, turn_upright, upright_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, NotAFileError, describe_missing
-from mmtrain.data.remote.remote_files import RemoteReadError
+from mmtrain.errors import RemoteReadError
 from mmtrain.recipe.data_settings import ImageSettings
 from mmtrain.recipe.source_path import is_url
 

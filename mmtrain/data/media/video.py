@@ -19,7 +19,7 @@ from mmtrain.data.media.fitting import Size, fit_picture
 from mmtrain.data.media.media_bytes import BadMediaError, Media, NotAFileError, describe_missing
 from mmtrain.data.media.mp4_rotation import read_quarter_turns
 from mmtrain.data.optional_packages import require_package
-from mmtrain.data.remote.remote_files import RemoteReadError
+from mmtrain.errors import RemoteReadError
 from mmtrain.recipe.data_settings import ImageSettings
 
 # Containers that hold their frames themselves.

@@ -12,6 +12,7 @@ found when blocks are removed the next time.
 import fcntl
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -66,7 +67,7 @@ class BlockCache:
         path = self._path(url, version, number)
         if len(content) > self._max_bytes or path.exists():
             return
-        temporary = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY}")
+        temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_native_id()}{_TEMPORARY}")
         try:
             path.parent.mkdir(exist_ok=True)
             self._book(len(content))

@@ -7,6 +7,7 @@ request. A process asks for the version of a file once, and from then on the fil
 import fnmatch
 import io
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import lru_cache
@@ -33,6 +34,7 @@ class RemoteStore:
         self.files = files
         self._cache = cache
         self._versions: OrderedDict[str, FileVersion] = OrderedDict()
+        self._changing_versions = threading.Lock()
 
     def version(self, url: str) -> FileVersion:
         """Return the version of a file that this process saw first. Raises `FileNotFoundError`, `RemoteReadError`."""
@@ -44,14 +46,16 @@ class RemoteStore:
 
     def known_versions(self) -> dict[str, FileVersion]:
         """Return the versions of the files that this process has seen, for another process to `pin`."""
-        return dict(self._versions)
+        with self._changing_versions:
+            return dict(self._versions)
 
     def pin(self, versions: Mapping[str, FileVersion]) -> None:
         """Expect these versions from now on."""
-        for url, version in versions.items():
-            self._versions.setdefault(url, version)
-        while len(self._versions) > _MAX_KNOWN_VERSIONS:
-            self._versions.popitem(last=False)
+        with self._changing_versions:
+            for url, version in versions.items():
+                self._versions.setdefault(url, version)
+            while len(self._versions) > _MAX_KNOWN_VERSIONS:
+                self._versions.popitem(last=False)
 
     def blocks(self, url: str, first: int, count: int) -> list[bytes]:
         """Return blocks that follow each other, from the first one to at most `count`, cached or fetched.

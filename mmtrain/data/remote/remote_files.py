@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mmtrain.data.optional_packages import require_package
-from mmtrain.errors import DataError
+from mmtrain.errors import DataError, RemoteReadError
 
 FIRST_PAUSE_S = 0.5  # before the second attempt; each later one is twice as long, up to half as much again by chance
 MAX_WHOLE_FILE_BYTES = 256 << 20  # of a file on a server that answers no ranges, which is held in memory
@@ -34,10 +34,6 @@ _PACKAGE_BY_PROTOCOL = {
 }
 
 T = TypeVar("T")
-
-
-class RemoteReadError(DataError):
-    """A remote file that cannot be read for a reason that says nothing about its content: never a bad sample."""
 
 
 class _PassingError(Exception):
