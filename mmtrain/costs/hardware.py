@@ -180,6 +180,10 @@ _A100 = Hardware(
     overlap_slowdown=_NCCL_OVERLAP_SLOWDOWN,
 )
 
+# NVIDIA A800 SXM: an A100 whose NVLink has 400 GB/s in both directions together instead of 600 (Reuters, 2022-11-07).
+# Efficiencies and ports between nodes are taken to be the A100's; no published run of this GPU has been compared.
+_A800 = replace(_A100, name="a800-80g", intra_node=Link(160 * GB, 10 * US, 1 * US))
+
 # NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 dense, 67 fp32, 3.35 TB/s, NVLink 900 GB/s in both directions together.
 # DGX H100 data sheet: 8 GPUs, one 400 Gb/s InfiniBand port each. GEMMs: the peak is counted at 1,830 MHz, of which
 # 700 W sustain about 1,400 in training, times 0.88; an estimate, with which scripts/bench_known.py agrees. Its cores do
@@ -213,8 +217,8 @@ _H100 = Hardware(
 # NVIDIA H200 SXM data sheet: the H100's compute with 141 GB at 4.8 TB/s. DGX H200: links as in DGX H100.
 _H200 = replace(_H100, name="h200-141g", memory_bytes_per_s=4800 * GB, memory_bytes=141 * GB)
 
-PRESETS = {h.name: h for h in (_CPU_CORE, _A100, _H100, _H200)}
-_DEVICE_NAMES = {"A100": "a100-80g", "H100": "h100-80g", "H200": "h200-141g"}
+PRESETS = {h.name: h for h in (_CPU_CORE, _A100, _A800, _H100, _H200)}
+_DEVICE_NAMES = {"A100": "a100-80g", "A800": "a800-80g", "H100": "h100-80g", "H200": "h200-141g"}
 
 
 def preset(name: str) -> Hardware:

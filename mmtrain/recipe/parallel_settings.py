@@ -99,7 +99,8 @@ class ClusterSettings(Section):
     hardware: str = setting(
         "auto",
         affects={"plan"},
-        description="A hardware preset (`cpu-core`, `a100-80g`, `h100-80g`, `h200-141g`). `auto`: this machine's.",
+        description="A hardware preset (`cpu-core`, `a100-80g`, `a800-80g`, `h100-80g`, `h200-141g`). "
+        "`auto`: this machine's.",
     )
     ranks: PositiveInt | None = setting(
         None,

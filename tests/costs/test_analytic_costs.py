@@ -31,6 +31,7 @@ def test_the_device_name_decides_on_the_preset() -> None:
     assert preset_for_device(None) == "cpu-core"
     assert preset_for_device("NVIDIA H200") == "h200-141g"
     assert preset_for_device("NVIDIA A100-SXM4-80GB") == "a100-80g"
+    assert preset_for_device("NVIDIA A800-SXM4-80GB") == "a800-80g"
     with pytest.raises(PlanError, match="GH200"):
         preset_for_device("NVIDIA GH200 480GB")
     with pytest.raises(PlanError, match="no preset for this machine's device `Tesla T4`"):
@@ -84,7 +85,7 @@ def test_large_gemms_reach_the_stated_share_of_the_peak() -> None:
         assert large > 0.85 * hardware.gemm_efficiency
 
 
-@pytest.mark.parametrize("name", ["a100-80g", "h100-80g", "h200-141g"])
+@pytest.mark.parametrize("name", ["a100-80g", "a800-80g", "h100-80g", "h200-141g"])
 def test_the_last_wave_of_tiles_costs_half_a_wave(name: str) -> None:
     hardware = preset(name)
     wave = hardware.num_multiprocessors * 128  # tiles of 128 x 128 in one row
