@@ -69,6 +69,16 @@ def test_stages_prediction_and_alternatives_are_shown() -> None:
         assert any(_in_order(row, line) for line in text.splitlines()), (row, text)
 
 
+def test_the_title_of_a_sharded_plan_says_its_shards() -> None:
+    units = {
+        name: UnitPlan(tp=1, pp=1, dp=4, shard=2, ranks=(0, 1, 2, 3), stages=(StagePlan(stage=0, layers=(0, 5)),))
+        for name in ("vision", "llm")
+    }
+    chosen = plan().model_copy(update={"placement": "replicated", "world_size": 4, "units": units})
+    assert "Plan: replicated on 4 x h100-80g, shard 2" in plan_table(chosen)
+    assert "shard" not in plan_table(plan())
+
+
 def test_a_plan_without_alternatives_says_so() -> None:
     text = plan_table(plan())
     assert "Chosen because no other plan fits." in text

@@ -187,6 +187,11 @@ class Plan(_Frozen):
     alternatives: tuple[Alternative, ...] = Field(())
 
     @property
+    def shard(self) -> int | None:
+        """Ranks that hold one copy of all units together; None in placements that do not shard."""
+        return next(iter(self.units.values())).shard
+
+    @property
     def sha256(self) -> str:
         """Fingerprint of the whole plan, by which traces and reports refer to it."""
         # Without what the files of older versions do not have, so that traces of older runs still name their plan.

@@ -227,6 +227,8 @@ def introduce_run(
         text = "\n  ".join(["the run goes on with another number of ranks:", *changes, as_before])
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
     meshes = ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in plan.units.items())
+    if plan.shard is not None:
+        meshes += f", shard {plan.shard}"
     console.print(
         f"{plan.placement} plan on {plan.world_size} ranks: {meshes}; predicted {plan.predicted.step_time_s:.3f} s "
         f"a step ({plan.predicted.cost_source})",
