@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from mmtrain.balance import BatchCost, rebalance
+from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_nodes
 from mmtrain.balance.slack_packing import pack_with_slack
 from scripts.bench_balance import TILES, TOKENS, WINDOW, columns_of, least_seconds, mixture, num_tiles, target
 from tests.balance.first_fit import first_fit_decreasing
+from tests.balance.sender_bound import largest_sender_bound
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 TAILS: dict[str, Draw] = {  # lengths of samples
@@ -46,11 +48,18 @@ SEQ_LENS = (4096, 32_768)
 MAX_GROUPS_OVER_FIRST_FIT = 0.003
 POST_BALANCING_RANKS = 2560
 SAMPLES_PER_RANK = 60
+NODE_SHAPES: dict[tuple[str, int], Draw] = {  # pieces of each rank
+    ("log-normal pieces, sigma 1,", 60): lambda rng, n: rng.lognormal(6, 1, n).clip(max=8192),
+    ("heavy-tailed pieces, sigma 2,", 60): lambda rng, n: rng.lognormal(5, 2, n),
+    ("large pieces", 6): lambda rng, n: rng.lognormal(8, 0.7, n),
+    ("large pieces", 3): lambda rng, n: rng.lognormal(8, 0.7, n),
+}
+RANKS_PER_NODE = 8
 
 
 def main() -> None:
     """Print the parts that are asked for."""
-    parts: dict[str, Callable[[Path], None]] = {"fill": fill, "post": post_balancing}
+    parts: dict[str, Callable[[Path], None]] = {"fill": fill, "post": post_balancing, "nodes": node_wise}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, required=True, metavar="DIR", help="folder of the length files")
     parser.add_argument("--only", choices=parts, help="one part alone")
@@ -119,6 +128,23 @@ def post_balancing(_lengths: Path) -> None:
             label = f"post-balancing {cost.kind} (quadratic {cost.quadratic:g}), {name}"
             target(f"{label}: milliseconds", seconds * 1e3, 45)
             target(f"{label}: largest load over its bound", float(loads.max()) / bound, 1.01)
+
+
+def node_wise(_lengths: Path) -> None:
+    """Compare the largest sender of node-wise rearrangement with the linear-programming bound."""
+    num = POST_BALANCING_RANKS
+    for (name, per_rank), draw in NODE_SHAPES.items():
+        sizes = np.clip(draw(np.random.default_rng(0), num * per_rank), 1, 2**20).astype(np.int64)
+        source = np.repeat(np.arange(num), per_rank)
+        batch = rebalance(sizes, source, num, BatchCost()).dest_rank
+        seconds, replica = least_seconds(
+            lambda s=source, b=batch, x=sizes: rearrange_across_nodes(s, b, x, num, RANKS_PER_NODE, 20), 2
+        )
+        worst = float(off_node_bytes(source, batch, sizes, replica, RANKS_PER_NODE).max())
+        bound = largest_sender_bound(source, batch, sizes, num, RANKS_PER_NODE, worst)
+        label = f"node-wise, {num} ranks, {per_rank} {name} each"
+        target(f"{label}: milliseconds", seconds * 1e3, 50)
+        target(f"{label}: largest sender over the bound", worst / bound - 1, 0.02 if per_rank > 10 else 0.05)
 
 
 if __name__ == "__main__":

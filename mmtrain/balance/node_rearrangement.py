@@ -7,11 +7,11 @@ from itertools import combinations
 from math import comb
 
 import numpy as np
-import numpy.typing as npt
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.check_lengths import check_lengths
-from mmtrain.balance.rearrangement import stable_order
+from mmtrain.balance.node_volume import NodeVolume
+from mmtrain.balance.placement_by_need import place_by_need
 
 SENDER_EXPONENTS = 8, 4, 16, 2, 32, 1  # one greedy start each; more than the first where there is time
 MAX_PIECES_OF_ALL_STARTS = 50_000  # pieces times greedy starts that there is time for
@@ -31,7 +31,8 @@ def rearrange_across_nodes(
 
     New batches cost the same wherever they are computed. Placing them is a min-max assignment; to solve it exactly
     takes minutes at hundreds of replicas. Here batches are first placed greedily, by the bytes they keep on a node,
-    where bytes of heavy senders count more; then at most `swaps` exchanges of two batches relieve the worst sender.
+    where bytes of heavy senders count more; then at most `swaps` exchanges of two batches relieve the worst sender. The
+    result is the bound that `place_by_need` has to beat.
     Where a node can be filled in few ways (4 of 16 batches) an exact search starts from the result. The placement is
     never worse than leaving batch j on replica j. Raises ValueError if nodes are not all full, and for bytes that are
     not whole numbers from 0 to 2^40.
@@ -39,7 +40,7 @@ def rearrange_across_nodes(
     check_lengths("bytes of pieces", num_bytes)
     if num_replicas % per_node:
         raise ValueError(f"{num_replicas} replicas do not fill nodes of {per_node}")
-    volume = _Volume(source, batch, num_bytes, num_replicas, per_node)
+    volume = NodeVolume(source, batch, num_bytes, num_replicas, per_node)
     num_starts = max(MAX_PIECES_OF_ALL_STARTS // max(len(source), 1), 1)
     placements = [
         _relieve_worst_sender(volume, _place_greedily(volume, exponent), swaps)
@@ -47,6 +48,9 @@ def rearrange_across_nodes(
     ]
     placements.append(np.arange(num_replicas, dtype=np.int64) // per_node)
     best = min(placements, key=lambda node: float(volume.off_node(node).max(initial=0.0)))
+    known = int(volume.off_node(best).max(initial=0.0))
+    by_need = place_by_need(volume, known)
+    best = best if by_need is None else _relieve_worst_sender(volume, by_need, swaps)
     if comb(num_replicas, per_node) <= MAX_WAYS_TO_FILL_NODE:
         best = _search_exactly(volume, best)
     return _replicas(best)
@@ -61,37 +65,7 @@ def off_node_bytes(
     return sums.astype(np.int64)
 
 
-class _Volume:
-    """Bytes from every source replica to every new batch: a sparse matrix, by source and by batch."""
-
-    def __init__(
-        self, source: IntArray, batch: IntArray, num_bytes: IntArray, num_replicas: int, per_node: int
-    ) -> None:
-        self.num_replicas, self.per_node = num_replicas, per_node
-        order = stable_order(source)
-        self.source, self.batch = source[order], batch[order]
-        self.num_bytes: FloatArray = num_bytes[order].astype(np.float64)
-        self.total: FloatArray = self._by_source(np.ones(len(source), dtype=bool))
-        self.of_source = np.searchsorted(self.source, np.arange(num_replicas + 1))
-        self.by_batch = stable_order(self.batch)
-        self.of_batch = np.searchsorted(self.batch[self.by_batch], np.arange(num_replicas + 1))
-
-    def _by_source(self, pieces: npt.NDArray[np.bool_]) -> FloatArray:
-        """(d,) sum of the bytes of some pieces by source."""
-        sums = np.bincount(self.source[pieces], weights=self.num_bytes[pieces], minlength=self.num_replicas)
-        return sums.astype(np.float64)
-
-    def off_node(self, node: IntArray) -> FloatArray:
-        """Return (d,) the bytes that each source sends off its node when batch j goes to node[j]."""
-        return self._by_source(node[self.batch] != self.source // self.per_node)
-
-    def column(self, batch: int) -> tuple[IntArray, FloatArray]:
-        """Return the sources of a batch and their bytes."""
-        rows = self.by_batch[self.of_batch[batch] : self.of_batch[batch + 1]]
-        return self.source[rows], self.num_bytes[rows]
-
-
-def _place_greedily(volume: _Volume, exponent: int) -> IntArray:
+def _place_greedily(volume: NodeVolume, exponent: int) -> IntArray:
     """Place batches on nodes, largest gain first; a byte counts more if its source sends more altogether."""
     d, c = volume.num_replicas, volume.per_node
     num_nodes = d // c
@@ -111,7 +85,7 @@ def _place_greedily(volume: _Volume, exponent: int) -> IntArray:
     return np.array([node[batch] for batch in range(d)], dtype=np.int64)
 
 
-def _relieve_worst_sender(volume: _Volume, node: IntArray, swaps: int) -> IntArray:
+def _relieve_worst_sender(volume: NodeVolume, node: IntArray, swaps: int) -> IntArray:
     """Exchange batches between nodes while that relieves the worst sender without making another one as bad."""
     node, off_node, num_stalled = node.copy(), volume.off_node(node), 0
     for _ in range(swaps):
@@ -130,7 +104,7 @@ def _relieve_worst_sender(volume: _Volume, node: IntArray, swaps: int) -> IntArr
 
 
 def _best_swap(
-    volume: _Volume, node: IntArray, off_node: FloatArray, sender: int
+    volume: NodeVolume, node: IntArray, off_node: FloatArray, sender: int
 ) -> tuple[tuple[int, int], dict[int, float]] | None:
     """The exchange that relieves `sender` most, if no other source sends as much after it as `sender` does now.
 
@@ -157,7 +131,7 @@ def _best_swap(
 
 
 def _off_node_after(
-    volume: _Volume, off_node: FloatArray, nodes: tuple[int, int], batches: tuple[int, int]
+    volume: NodeVolume, off_node: FloatArray, nodes: tuple[int, int], batches: tuple[int, int]
 ) -> dict[int, float]:
     """What each source on two nodes sends off its node once they have exchanged two batches.
 
@@ -175,7 +149,7 @@ def _off_node_after(
     return after
 
 
-def _search_exactly(volume: _Volume, node: IntArray) -> IntArray:
+def _search_exactly(volume: NodeVolume, node: IntArray) -> IntArray:
     """Find the best placement, or nearly: a search that takes too long counts as one that found nothing.
 
     Every way to fill a node has a cost, that of its worst sender. Bisection over the costs below that of `node` finds

@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from mmtrain.balance import BatchCost, rebalance
+from mmtrain.balance import BatchCost, node_rearrangement, rebalance
 from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_nodes
+from mmtrain.balance.node_volume import NodeVolume
+from mmtrain.balance.placement_by_need import place_by_need
+from tests.balance.sender_bound import largest_sender_bound
 
 
 def _pieces(seed: int, num_replicas: int, per_replica: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -83,6 +86,41 @@ def test_the_worst_sender_of_many_nodes_is_relieved() -> None:
     assert sorted(replica.tolist()) == list(range(256))
     before = off_node_bytes(source, batch, sizes, np.arange(256), 8).max()
     assert off_node_bytes(source, batch, sizes, replica, 8).max() < 0.95 * before
+
+
+@given(st.integers(0, 10_000), st.integers(0, 8), st.sampled_from([0.5, 1.5, 3.0]), st.sampled_from([2, 4, 8]))
+def test_placement_by_need_keeps_its_bound_on_heavy_tails(seed: int, per: int, sigma: float, per_node: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = np.clip(rng.lognormal(6, sigma, 32 * per), 1, 2**30).astype(np.int64)
+    source, batch = np.repeat(np.arange(32), per), rng.integers(0, 32, 32 * per)
+    known = int(off_node_bytes(source, batch, sizes, np.arange(32), per_node).max(initial=0))
+    volume = NodeVolume(source, batch, sizes, 32, per_node)
+    node = place_by_need(volume, known)
+    if node is not None:
+        assert np.bincount(node, minlength=32 // per_node).tolist() == [per_node] * (32 // per_node)
+        assert volume.off_node(node).max() < known
+    replica = rearrange_across_nodes(source, batch, sizes, 32, per_node, 20)
+    assert off_node_bytes(source, batch, sizes, replica, per_node).max(initial=0) <= known
+
+
+def test_the_largest_sender_comes_near_the_linear_programming_bound() -> None:
+    source, batch, sizes = _pieces(0, 128, 6)
+    replica = rearrange_across_nodes(source, batch, sizes, 128, 8, 20)
+    worst = int(off_node_bytes(source, batch, sizes, replica, 8).max())
+    bound = largest_sender_bound(source, batch, sizes, 128, 8, worst)
+    assert bound - 1e-6 <= worst <= 1.4 * bound
+
+
+def test_placement_by_need_betters_exchanges_among_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = np.random.default_rng(0).lognormal(6, 0.7, 512 * 60).astype(np.int64)
+    source = np.repeat(np.arange(512), 60)
+    batch = rebalance(sizes, source, 512, BatchCost()).dest_rank
+    worst = []
+    for _ in range(2):
+        replica = rearrange_across_nodes(source, batch, sizes, 512, 8, 20)
+        worst.append(int(off_node_bytes(source, batch, sizes, replica, 8).max()))
+        monkeypatch.setattr(node_rearrangement, "place_by_need", lambda volume, known: None)
+    assert worst[0] < 0.97 * worst[1]
 
 
 def test_nodes_must_be_full() -> None:
