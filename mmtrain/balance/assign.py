@@ -161,8 +161,10 @@ def _assign_to_microbatches(costs: IntArray, block: IntArray, blocks: _Blocks) -
     Inside a block the longest item goes to the least loaded microbatch. The heaviest share of a block goes to the
     replica of the group that has had the least so far, so that a block makes up for the imbalance of those before it.
     """
-    replica, index = np.empty_like(block), np.empty_like(block)
     num_slots = blocks.num_replicas * blocks.num_microbatches
+    if num_slots == 1:
+        return block // blocks.per_step, block % blocks.per_step
+    replica, index = np.empty_like(block), np.empty_like(block)
     replica_loads = np.zeros(blocks.num_replicas, dtype=np.int64)
     by_block = np.argsort(block, kind="stable")
     bounds = np.searchsorted(block[by_block], np.arange(block.max(initial=-1) + 2))

@@ -100,6 +100,9 @@ class ColocatedBudget:
     # The coarse order is simulated unless another is faster than this share of its bound, which sampled batches and
     # reductions that overlap make inexact.
     coarse_bound_share: float = 0.95
+    # Layouts so many times as slow as the fastest colocated one get rougher figures: without the coarse order and
+    # without pieces, which shortened steps by 4% at most (docs/benchmarks.md, "Encoders in the LLM's bubbles").
+    far_ratio: float = 1.1
     # Encoder pieces with no communication between them are joined to kernels of at most this share of the LLM's longest
     # communication gap, so that a kernel fits into the gap.
     max_kernel_share_of_gap: float = 0.5

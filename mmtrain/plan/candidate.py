@@ -114,6 +114,7 @@ class Simulation:
 
     graph: StageGraph  # of stages, or of pieces of their blocks where the schedule uses them
     step_time_s: float
+    first_batch_step_s: float  # of the first sampled batch alone
     bubbles: Mapping[str, float]  # kind -> share of all rank-seconds
     busiest_stages: tuple[StageId, ...]  # stages of the rank that computes most
     busiest_s: float  # seconds of a step that it computes
@@ -195,6 +196,11 @@ class Candidate:
     def schedule(self) -> SchedulePlan:
         """What orders its program; from FITTED on."""
         return self.explicit_schedule or SchedulePlan(num_microbatches=dict(self.layout.num_microbatches))
+
+    @property
+    def first_batch_step_s(self) -> float:
+        """Simulated seconds of the first sampled batch; from SIMULATED on."""
+        return self._simulation.first_batch_step_s
 
     @property
     def graph(self) -> StageGraph:

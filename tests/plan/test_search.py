@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,12 @@ from mmtrain.plan.budget import DEFAULT_BUDGET
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.search.best_first_search import best_first_search
-from mmtrain.plan.search.layer_partition import chain_time_lower_bound, layout_graph, partitioned_layout
+from mmtrain.plan.search.layer_partition import (
+    chain_time_lower_bound,
+    layout_graph,
+    partition_time_lower_bound,
+    partitioned_layout,
+)
 from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.plan.exhaustive import (
     Instance,
@@ -109,6 +115,8 @@ def test_estimates_bound_the_simulator_and_lower_bounds_the_estimates(case: str)
             layout = partitioned_layout(assignment, layer_costs, partition)
             step_time_s = simulated(layout, evaluator).step_time_s
             assert 0 < max(map(chain_time_lower_bound, chains)) <= estimate_s * slack, assignment
+            busiest_s = max(starmap(partition_time_lower_bound, zip(chains, partition, strict=True)))
+            assert busiest_s <= estimate_s * slack, assignment
             assert estimate_s <= step_time_s * slack, assignment
             errors.append(step_time_s / estimate_s - 1)
             expected = in_flight_microbatches(layout_graph(layout, layer_costs))

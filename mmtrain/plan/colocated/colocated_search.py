@@ -90,7 +90,7 @@ def search_colocated(evaluator: Evaluator, num_ranks: int, progress: Progress | 
             break
         if progress is not None:
             progress(num_scheduled, budget.max_simulated_layouts)
-        trial = _Trial(candidate, evaluator, levels, fastest_s * EQUAL_STEP_TIME_RATIO)
+        trial = _Trial(candidate, evaluator, levels, _Limits.beside(simulated, budget.far_ratio))
         outcome = trial.run()
         num_scheduled += trial.num_scheduled
         if isinstance(outcome, Candidate):
@@ -116,7 +116,7 @@ def _with_merged_microbatches(
             split = layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()}, counts)
             assignment = MeshAssignment("colocated", meshes, num_microbatches_of(split))
             merged = evaluator.enumerated(assignment).bounded(candidate.time_lower_bound_s)
-            outcome = _Trial(merged, evaluator, levels, fastest_s).run()
+            outcome = _Trial(merged, evaluator, levels, _Limits(fastest_s, math.inf, math.inf)).run()
             if isinstance(outcome, Candidate) and outcome.step_time_s < fastest_s:
                 merged_candidates.append(outcome)
                 fastest_s = outcome.step_time_s
@@ -131,6 +131,24 @@ def has_colocated_meshes(choices: Mapping[str, UnitChoices], num_ranks: int) -> 
     return next(meshes, None) is not None
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """Seconds above which no more is done for a layout."""
+
+    llm_alone_s: float  # of the LLM alone: the layout is not scheduled
+    first_batch_s: float  # of the first sampled batch: no other one is simulated
+    planned_s: float  # of the planned order: the coarse one is not simulated
+
+    @classmethod
+    def beside(cls, simulated: Sequence[Candidate], far_ratio: float) -> "_Limits":
+        """Return the limits where some layouts are simulated: those that are far behind get rougher figures."""
+        if not simulated:
+            return cls(math.inf, math.inf, math.inf)
+        best = min(simulated, key=lambda candidate: candidate.step_time_s)
+        fastest_s = best.step_time_s
+        return cls(fastest_s * EQUAL_STEP_TIME_RATIO, far_ratio * best.first_batch_step_s, far_ratio * fastest_s)
+
+
 @dataclass
 class _Trial:
     """The attempt to make one mesh assignment run: with more and more recompute until some order fits into memory."""
@@ -138,7 +156,7 @@ class _Trial:
     candidate: Candidate
     evaluator: Evaluator
     levels: list[RecomputeShares]
-    limit_s: float  # layouts whose LLM alone takes longer are not scheduled
+    limits: _Limits
     num_scheduled: int = field(default=0)
 
     def run(self) -> Candidate | Rejected | None:
@@ -161,7 +179,7 @@ class _Trial:
                 outcome = layout
             else:
                 self.num_scheduled += 1
-                outcome = _schedule_and_simulate(self.candidate, layout, self.evaluator, self.limit_s)
+                outcome = _schedule_and_simulate(self.candidate, layout, self.evaluator, self.limits)
             if not isinstance(outcome, Rejected) or outcome.need_gib is None:
                 break  # it runs, or more memory would not help
         return outcome
@@ -262,16 +280,16 @@ def _lay_out(candidate: Candidate, recompute: RecomputeShares, evaluator: Evalua
 
 
 def _schedule_and_simulate(
-    candidate: Candidate, layout: Layout, evaluator: Evaluator, limit_s: float
+    candidate: Candidate, layout: Layout, evaluator: Evaluator, limits: _Limits
 ) -> Candidate | Rejected:
     """Return the faster of the planned and the coarse order that fit; or why none fits or can be fast enough."""
     layer_costs, hardware = evaluator.layer_costs, evaluator.problem.hardware
     graph = layout_graph(layout, layer_costs)
     llm_alone = simulate_llm_alone(graph, layer_costs, hardware)
-    if llm_alone.step_time_s > limit_s:
+    if llm_alone.step_time_s > limits.llm_alone_s:
         is_recomputed = any(unit.num_recomputed for unit in layout.units.values())
         cause = " when layers are recomputed to fit" if is_recomputed else ""
-        slower = f"at least {llm_alone.step_time_s / limit_s:.2f}x slower"
+        slower = f"at least {llm_alone.step_time_s / limits.llm_alone_s:.2f}x slower"
         return Rejected(candidate, f"{slower}: the LLM alone takes that long{cause}")
     candidate = candidate.partitioned(partition_of(layout))
     num_microbatches = dict(layout.num_microbatches)
@@ -284,17 +302,23 @@ def _schedule_and_simulate(
         fitted = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
         if fitted:
             coarse_bound_s = llm_alone.step_time_s + _encoder_seconds_of_first_rank(graph, layer_costs)
-            return _fastest_simulated(fitted, evaluator, coarse_bound_s * evaluator.budget.colocated.coarse_bound_share)
+            coarse_bound_s *= evaluator.budget.colocated.coarse_bound_share
+            return _fastest_simulated(fitted, evaluator, limits, coarse_bound_s)
     misfit = outcomes[-1]
     assert isinstance(misfit, Rejected)
     return misfit
 
 
-def _fastest_simulated(fitted: Sequence[Candidate], evaluator: Evaluator, coarse_bound_s: float) -> Candidate:
+def _fastest_simulated(
+    fitted: Sequence[Candidate], evaluator: Evaluator, limits: _Limits, coarse_bound_s: float
+) -> Candidate | Rejected:
     """Simulate the orders of one layout and return the fastest; the coarse one only where it may be that."""
-    fastest = evaluator.simulate(fitted[0])
+    fastest = evaluator.simulate_unless_slow(fitted[0], limits.first_batch_s)
+    if fastest is None:
+        return Rejected(fitted[0], "slower on the first sampled batch than another colocated layout")
     for candidate in fitted[1:]:
-        if candidate.schedule.kind == "coarse" and fastest.step_time_s <= coarse_bound_s:
+        is_coarse = candidate.schedule.kind == "coarse"
+        if is_coarse and (fastest.step_time_s <= coarse_bound_s or fastest.step_time_s > limits.planned_s):
             continue
         fastest = min(fastest, evaluator.simulate(candidate), key=lambda simulated: simulated.step_time_s)
     return fastest

@@ -26,14 +26,17 @@ def overlaps_collectives(machine: Hardware) -> bool:
 def fill_tp_bubbles(candidates: Sequence[Candidate], evaluator: Evaluator) -> tuple[Candidate, ...]:
     """Return the candidates, the fastest few with orders in pieces where these are faster and fit.
 
-    Candidates whose LLM alone takes as long as the fastest so far stay as they are.
+    Candidates whose LLM alone takes as long as the fastest so far stay as they are, and so do those far behind.
     """
     if not overlaps_collectives(evaluator.problem.hardware) or not candidates:
         return tuple(candidates)
     by_step_time = sorted(candidates, key=lambda candidate: candidate.step_time_s)
     with_collectives = [candidate for candidate in by_step_time if candidate.layout.units[LLM].tp > 1]
     fastest_s, in_pieces = by_step_time[0].step_time_s, {}
-    for candidate in with_collectives[: evaluator.budget.colocated.max_layouts_in_pieces]:
+    budget = evaluator.budget.colocated
+    for candidate in with_collectives[: budget.max_layouts_in_pieces]:
+        if candidate.step_time_s > budget.far_ratio * fastest_s:
+            break  # pieces gain too little, also for those that follow
         in_pieces[candidate.id] = _with_pieces(candidate, evaluator, fastest_s)
         fastest_s = min(fastest_s, in_pieces[candidate.id].step_time_s)
     return tuple(in_pieces.get(candidate.id, candidate) for candidate in candidates)

@@ -3,6 +3,7 @@
 An `Evaluator` belongs to one planning problem. It owns all caches, so candidates stay small and immutable.
 """
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import count
@@ -13,7 +14,12 @@ from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.plan.candidate import Candidate, FittedLayout, MeshAssignment, Rejected, Simulation
 from mmtrain.plan.estimate.layer_costs import LayerCosts
-from mmtrain.plan.estimate.layout_simulation import LoweredPrograms, schedule_memory, scheduled_graph, simulate_layout
+from mmtrain.plan.estimate.layout_simulation import (
+    LoweredPrograms,
+    schedule_memory,
+    scheduled_graph,
+    simulate_unless_slow,
+)
 from mmtrain.plan.estimate.memory_fit import MemoryMisfit, explain_misfit, fit_memory
 from mmtrain.plan.estimate.memory_lower_bound import UnitMemoryBound
 from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
@@ -41,7 +47,7 @@ class Evaluator:
         self.layer_costs = layer_costs or LayerCosts(problem, budget=budget)
         self._ids = count()
         self._estimators: dict[int | None, StepTimeEstimator] = {}
-        self._simulations: dict[tuple[ScheduleKind, StageGraph], Simulation] = {}
+        self._simulations: dict[tuple[ScheduleKind, StageGraph] | None, Simulation] = {}
         self._lowered_programs = LoweredPrograms(budget.evaluation.max_kept_programs)
 
     @property
@@ -114,17 +120,31 @@ class Evaluator:
 
     def simulate(self, candidate: Candidate) -> Candidate:
         """Simulate a fitted candidate on the sampled batches, unless one that runs the same stages was simulated."""
-        schedule = candidate.schedule
-        if schedule.order is not None:
-            simulation = self._simulate(candidate)
-        else:
-            key = (schedule.kind, candidate.fitted_graph)
-            simulation = self._simulations.get(key) or self._simulate(candidate)
+        key = _what_runs(candidate)
+        simulation = self._simulations.get(key) or self._simulate(candidate, math.inf)
+        assert simulation is not None
+        if key is not None:
             self._simulations[key] = simulation
         return candidate.simulated(simulation)
 
-    def _simulate(self, candidate: Candidate) -> Simulation:
-        machine, budget = self.problem.hardware, self.budget.evaluation
-        return simulate_layout(
-            candidate.layout, candidate.schedule, self.layer_costs, machine, budget, self._lowered_programs
+    def simulate_unless_slow(self, candidate: Candidate, max_first_batch_s: float) -> Candidate | None:
+        """Simulate a fitted candidate, but nothing beyond the first sampled batch where that takes longer: None."""
+        simulation = self._simulate(candidate, max_first_batch_s)
+        return None if simulation is None else candidate.simulated(simulation)
+
+    def _simulate(self, candidate: Candidate, max_first_batch_s: float) -> Simulation | None:
+        return simulate_unless_slow(
+            candidate.layout,
+            candidate.schedule,
+            self.layer_costs,
+            self.problem.hardware,
+            self.budget.evaluation,
+            self._lowered_programs,
+            max_first_batch_s,
         )
+
+
+def _what_runs(candidate: Candidate) -> tuple[ScheduleKind, StageGraph] | None:
+    """Return what the simulation of a fitted candidate depends on; None where its order is its own."""
+    schedule = candidate.schedule
+    return None if schedule.order is not None else (schedule.kind, candidate.fitted_graph)

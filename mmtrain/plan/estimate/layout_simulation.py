@@ -1,5 +1,6 @@
 """The simulated step of one layout on the sampled batches."""
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -64,12 +65,27 @@ def simulate_layout(
     layer_costs: LayerCosts,
     machine: Hardware,
     budget: EvaluationBudget = DEFAULT_BUDGET.evaluation,
-    programs: LoweredPrograms | None = None,
 ) -> Simulation:
     """Simulate the program of a layout on every sampled batch; return step time, bubbles and the busiest rank.
 
     All replica groups are simulated, unless there are very many: then the group with most work in each batch stands for
     them.
+    """
+    simulation = simulate_unless_slow(layout, schedule, layer_costs, machine, budget)
+    assert simulation is not None
+    return simulation
+
+
+def simulate_unless_slow(
+    layout: Layout,
+    schedule: SchedulePlan,
+    layer_costs: LayerCosts,
+    machine: Hardware,
+    budget: EvaluationBudget,
+    programs: LoweredPrograms | None = None,
+    max_first_batch_s: float = math.inf,
+) -> Simulation | None:
+    """Do as `simulate_layout`, unless the first sampled batch shows that the layout is slow.
 
     Args:
         layout: where every layer is.
@@ -78,15 +94,20 @@ def simulate_layout(
         machine: the hardware.
         budget: how many replica groups are simulated.
         programs: of layouts simulated before; this one's is kept there, too.
+        max_first_batch_s: where the first batch takes longer, the others are not simulated, and the result is None.
     """
     graph = scheduled_graph(layout, schedule, layer_costs)
     program = _CandidateProgram.build(graph, schedule, layer_costs, machine, budget, programs)
-    timelines = program.simulate(program.timings)
+    [first] = program.simulate(program.timings[:1])
+    if first.step_time_s > max_first_batch_s:
+        return None
+    timelines = [first, *program.simulate(program.timings[1:])]
     shares = [timeline.bubble_shares() for timeline in timelines]
     busiest_stages, busiest_s = _busiest_rank(graph, program.timings[0].seconds)
     return Simulation(
         graph=graph,
         step_time_s=sum(timeline.step_time_s for timeline in timelines) / len(timelines),
+        first_batch_step_s=first.step_time_s,
         bubbles={kind: sum(share[kind] for share in shares) / len(shares) for kind in shares[0]},
         busiest_stages=busiest_stages,
         busiest_s=busiest_s,

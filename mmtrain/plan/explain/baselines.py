@@ -8,7 +8,7 @@ among the alternatives, or returns one with `--baseline`.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice, pairwise, starmap
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import FORWARD
 from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
 from mmtrain.plan.explain.why_slower import explain_measured_slower, slower_text
-from mmtrain.plan.search.layer_partition import LayerChain, is_partition_allowed
+from mmtrain.plan.search.layer_partition import LayerChain, is_partition_allowed, partition_time_lower_bound
 from mmtrain.plan.search.mesh_enumeration import assignments_near_shares
 from mmtrain.plan.search.min_max_partition import FloatArray, min_max_partition
 from mmtrain.program.ir.graph import LLM
@@ -140,7 +140,11 @@ class BaselinePlanner:
         else:
             rounds = self._partitioned_by(PARTITION_RULES[name].partition, max_step_s)
         for partitioned in islice(rounds, self.evaluator.budget.baselines.max_rounds):
-            estimated = [self._estimate(candidate, chains) for candidate, chains in partitioned]
+            estimated = [
+                self._estimate(candidate, chains)
+                for candidate, chains in partitioned
+                if _time_lower_bound(candidate, chains) <= max_step_s
+            ]
             promising = [candidate for candidate in estimated if _estimate_of(candidate) <= max_step_s]
             for candidate in sorted(promising, key=_estimate_of):
                 assert candidate.partition is not None
@@ -238,6 +242,11 @@ def reject_baseline(name: str, baseline: Candidate, chosen: Candidate) -> Reject
         slower = explain_measured_slower(baseline, chosen)
     reason = f"{slower}: {description}"
     return Rejected(baseline, reason, label=f"{name} baseline")
+
+
+def _time_lower_bound(candidate: Candidate, chains: tuple[LayerChain, ...]) -> float:
+    assert candidate.partition is not None
+    return max(starmap(partition_time_lower_bound, zip(chains, candidate.partition, strict=True)))
 
 
 def _estimate_of(candidate: Candidate) -> float:

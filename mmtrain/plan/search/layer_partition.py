@@ -124,6 +124,13 @@ def chain_time_lower_bound(chain: LayerChain) -> float:
     return max(float(work), _slowest_chunk_seconds(chain, chain.anchor))
 
 
+def partition_time_lower_bound(chain: LayerChain, partition: ChainPartition) -> float:
+    """Return the seconds that the chain's slowest rank computes in a step under a partition."""
+    all_until = np.concatenate([[0.0], np.cumsum(chain.costs.seconds)])
+    chunk_s = np.diff(all_until[list(partition)])
+    return float(chunk_s.reshape(chain.vpp, chain.pp).sum(axis=0).max()) * chain.num_microbatches
+
+
 def anchor_partition(chain: LayerChain, recompute_s: FloatArray | None = None) -> ChainPartition | None:
     """Divide a chain so that its slowest chunk, with all its work and the way to it, is done soonest.
 
