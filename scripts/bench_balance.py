@@ -57,12 +57,15 @@ LOADS_APART = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])  # image tiles, LLM t
 LOADS_SUMMED = np.array([[1.0, 300.0, 1.0]])  # units on the same ranks: tile : token = 300 : 1
 MAX_GROUP_TOKENS = 4096
 DIST_RATIO_TARGETS = {8: (0.003, 0.002, 0.0008), 64: (0.02, 0.003, 0.006)}  # replicas -> tiles, tokens apart; summed
-TRAINING_SIZES = ((8, 1), (64, 1), (8, 8), (64, 8))  # replicas, and microbatches of each
+TRAINING_SIZES = ((8, 1), (64, 1), (8, 8), (64, 8), (256, 8), (1024, 8))  # replicas, and microbatches of each
+OTHER_TRAINING_SIZES = ((8, 8), (64, 8))  # with data other than the mixture
 MATCHINGS: tuple[Matching, ...] = ("step", "row")
-MAX_ARRANGED_STEPS = 60
+MAX_ARRANGED_STEPS, MAX_ARRANGED_GROUPS = 60, 2**13
 STEP_TARGETS = {  # dist ratios of tiles and tokens: of a step, and of a microbatch
     (8, 8): ((0.003, 0.002), (0.01, 0.005)),
     (64, 8): ((0.01, 0.003), (0.01, 0.005)),
+    (256, 8): ((0.02, 0.02),),
+    (1024, 8): ((0.02, 0.02),),
 }
 TILE_PATCHES = 1024  # tokens that a vision unit sees of a tile of 448 pixels
 PLAN_SETTINGS = (  # of a what-if recipe whose steps are ordered in time
@@ -77,14 +80,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, required=True, metavar="DIR", help="folder of the length files")
     parser.add_argument("--no-milp", action="store_true", help="leave out the exact node-wise optimum (a minute)")
+    parser.add_argument("--only-steps", action="store_true", help="only the steps that training reads")
     options = parser.parse_args()
     print(
         f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()}-core {platform.machine()}, Python {platform.python_version()}"
     )
     tokens = mixture(options.lengths, NUM_SAMPLES)
     print(f"means: {tokens.mean(axis=0).round(2).tolist()} LLM tokens, tiles, audio tokens; {NUM_SAMPLES} samples")
-    grouping(tokens)
+    if not options.only_steps:
+        grouping(tokens)
     training(tokens)
+    for name, other in other_sets(options.lengths).items():
+        print(f"{name}: means {other.mean(axis=0).round(2).tolist()} LLM tokens, tiles, audio tokens")
+        for size in OTHER_TRAINING_SIZES:
+            train_size(other, size, "step")
+    if options.only_steps:
+        return
     isf_speed(mixture(options.lengths, 1_200_000))
     post_and_nodes(tokens, exact=not options.no_milp)
     ordering()
@@ -182,6 +193,12 @@ def _matched_targets(
 
 def training(tokens: np.ndarray) -> None:
     """Arrange the stream that training reads for plans whose units share ranks and for plans whose units do not."""
+    for size, matching in product(TRAINING_SIZES, MATCHINGS):
+        train_size(tokens, size, matching)
+
+
+def train_size(tokens: np.ndarray, size: tuple[int, int], matching: Matching) -> None:
+    """Arrange steps of one size, replicas and the microbatches of each, and print how even and how random they are."""
     lengths = SampleLengths(
         tokens[:, TOKENS],
         tokens[:, TOKENS] // 2,
@@ -192,20 +209,38 @@ def training(tokens: np.ndarray) -> None:
         "vision": SequenceCost(300),
         "audio": SequenceCost(TILE_PATCHES),
     }  # tile : token = 300 : 1
-    for (replicas, microbatches), matching in product(TRAINING_SIZES, MATCHINGS):
-        grouping = Grouping(MAX_GROUP_TOKENS, WINDOW, replicas * microbatches, matching=matching)
-        seconds, stream = least_seconds(lambda g=grouping: GroupStream(lengths, g, 0), 1)
-        far, _ = least_seconds(lambda s=stream, g=grouping: s.groups(10**6 * g.global_batch, g.global_batch), 1)
-        print(
-            f"  training, {replicas} replicas of {microbatches} microbatches, matched by {matching}: starts in "
-            f"{seconds:.2f} s, step 1,000,000 found in {far * 1e3:.0f} ms"
-        )
-        for name, targets in (
-            ("apart", token_targets(lengths, grouping)),
-            ("summed", StepTargets((BalancedLoad(tile),))),
-        ):
-            _arranged(name, targets, tokens, stream, (replicas, microbatches), matching)
+    replicas, microbatches = size
+    grouping = Grouping(MAX_GROUP_TOKENS, WINDOW, replicas * microbatches, matching=matching)
+    seconds, stream = least_seconds(lambda: GroupStream(lengths, grouping, 0), 1)
+    far, _ = least_seconds(lambda: stream.groups(10**6 * grouping.global_batch, grouping.global_batch), 1)
+    print(
+        f"  training, {replicas} replicas of {microbatches} microbatches, matched by {matching}: starts in "
+        f"{seconds:.2f} s, step 1,000,000 found in {far * 1e3:.0f} ms"
+    )
+    _arranged("apart", token_targets(lengths, grouping), tokens, stream, size, matching)
+    _arranged("summed", StepTargets((BalancedLoad(tile),)), tokens, stream, size, matching)
+    if stream.groups_per_epoch >= 10 * grouping.global_batch:
         _randomness(tokens, stream, replicas * microbatches)
+
+
+def other_sets(folder: Path) -> dict[str, np.ndarray]:
+    """Return (n, 3) tokens, tiles and audio tokens of single sets: pictures, charts, speech and charts, half texts."""
+    rng = np.random.default_rng(7)
+    ai2d, chartqa, coco, speech = _sources(folder)
+    texts = np.clip(rng.lognormal(5.5, 1.0, 20_000), 16, 0.985 * MAX_GROUP_TOKENS)[:, None]
+    sets = {
+        "AI2D": (ai2d, ai2d, ai2d, ai2d),
+        "ChartQA": (chartqa, chartqa, chartqa, chartqa),
+        "COCO and texts": (coco, texts),
+        "ChartQA and speech": (chartqa, speech),
+    }
+    drawn = {}
+    for name, tables in sets.items():
+        parts = [np.zeros((20_000, 3), dtype=np.int64) for _ in tables]
+        for part, table in zip(parts, tables, strict=True):
+            part[:, : table.shape[1]] = table[rng.integers(len(table), size=len(part))]
+        drawn[name] = rng.permutation(np.concatenate(parts))
+    return drawn
 
 
 def _arranged(
@@ -219,12 +254,18 @@ def _arranged(
     """Arrange an epoch's steps for `targets`, and print how even they are; size: replicas and their microbatches."""
     replicas, microbatches = size
     dp = {"llm": replicas, "vision": replicas, "audio": replicas}
-    num_steps = min(stream.groups_per_epoch // (replicas * microbatches), MAX_ARRANGED_STEPS)
+    num_steps = min(
+        max(stream.groups_per_epoch // (replicas * microbatches), 1),
+        MAX_ARRANGED_STEPS,
+        max(MAX_ARRANGED_GROUPS // (replicas * microbatches), 1),
+    )
     slots = np.zeros((num_steps, microbatches, replicas, 3), dtype=np.int64)
+    bounds = []
     start = time.process_time()
     for step in range(num_steps):
         meta = stream.batch(step, replicas * microbatches, dp, dict.fromkeys(dp, microbatches), targets)
         np.add.at(slots[step], (meta.index, meta.replica), tokens[meta.sample_id])
+        bounds.append(_least_dist_ratio(tokens[meta.sample_id], replicas))
     step_ms = (time.process_time() - start) / num_steps * 1e3
     side_by_side = slots.reshape(-1, replicas, 3)
     in_all = slots.sum(axis=1)
@@ -234,9 +275,11 @@ def _arranged(
         f"    {name}: dist tiles / tokens / audio {_ratios(side_by_side)} a microbatch, {_ratios(in_all)} a step; "
         f"summed {over:.5f} a microbatch, {over_all:.5f} a step; fill {fill:.4f}; {step_ms:.0f} ms a step"
     )
+    if name == "apart" and matching == "step" and microbatches == 1:
+        print(f"    no grouping of the samples of these steps has a dist ratio of tiles below {np.mean(bounds):.4f}")
     if name == "apart" and matching == "step" and size in STEP_TARGETS:
         for what, ratio, limits in zip(
-            ("a step", "a microbatch"), (dist_ratio(in_all), dist_ratio(side_by_side)), STEP_TARGETS[size], strict=True
+            ("a step", "a microbatch"), (dist_ratio(in_all), dist_ratio(side_by_side)), STEP_TARGETS[size], strict=False
         ):
             target(f"training, {replicas} x {microbatches}, {what}: dist ratio of image tiles", ratio[TILES], limits[0])
             target(f"training, {replicas} x {microbatches}, {what}: dist ratio of LLM tokens", ratio[TOKENS], limits[1])
@@ -248,6 +291,25 @@ def _arranged(
         target(f"training, {replicas} replicas: dist ratio of LLM tokens", dist_ratio(in_all)[TOKENS], llm)
     else:
         target(f"training, {replicas} replicas: summed cost, max/mean - 1", over_all, summed)
+
+
+def _least_dist_ratio(samples: np.ndarray, replicas: int) -> float:
+    """Return a lower bound of the dist ratio of tiles in a step of one microbatch; samples: (k, 3).
+
+    A group has at most one text of more than half its tokens, and tiles only for the tokens that the text leaves. The
+    other groups have the rest, in whole tiles.
+    """
+    with_tiles = samples[samples[:, TILES] > 0]
+    if not len(with_tiles):
+        return 0.0
+    tokens_per_tile = (with_tiles[:, TOKENS] / with_tiles[:, TILES]).min()
+    texts = samples[samples[:, TILES] == 0, TOKENS]
+    room = (MAX_GROUP_TOKENS - texts[texts > MAX_GROUP_TOKENS // 2]) // tokens_per_tile
+    total = int(samples[:, TILES].sum())
+    level = -(-total // replicas)
+    while np.minimum(room, level).sum() + level * (replicas - len(room)) < total:
+        level += 1
+    return 1 - total / (level * replicas)
 
 
 def _randomness(tokens: np.ndarray, stream: GroupStream, step_size: int) -> None:
@@ -471,16 +533,7 @@ def ordering_plan(settings: Sequence[str]) -> None:
 def mixture(folder: Path, num: int) -> np.ndarray:
     """(num, 3) LLM tokens, image tiles, audio tokens: 17.5% each of AI2D, ChartQA, COCO and speech; 30% text alone."""
     rng = np.random.default_rng(0)
-    coco = columns_of(folder / "coco_captions_val2017.csv", "width", "height", "caption_words", "captions")
-    speech = columns_of(folder / "librilight_10h.csv", "duration_ms", "words")
-    coco_tiles = np.array([num_tiles(width, height) for width, height, _, _ in coco])
-    audio = np.ceil(speech[:, 0] / 1000 * 25)
-    sources = [
-        columns_of(folder / "ai2d_train_12k.csv", "llm_tokens", "image_tiles"),
-        columns_of(folder / "chartqa_train_18k.csv", "llm_tokens", "image_tiles"),
-        np.stack([256 * coco_tiles + np.round(1.33 * coco[:, 2] / coco[:, 3]) + 40, coco_tiles], axis=1),
-        np.stack([audio + np.round(1.33 * speech[:, 1]) + 40, np.zeros(len(audio)), audio], axis=1),
-    ]
+    sources = _sources(folder)
     kind = rng.choice(5, num, p=[0.175] * 4 + [0.3])
     tokens = np.zeros((num, 3), dtype=np.int64)
     for k, table in enumerate(sources):
@@ -489,6 +542,20 @@ def mixture(folder: Path, num: int) -> np.ndarray:
     (texts,) = np.nonzero(kind == 4)
     tokens[texts, TOKENS] = np.clip(rng.lognormal(5.5, 1.0, len(texts)), 16, 0.985 * MAX_GROUP_TOKENS)
     return tokens
+
+
+def _sources(folder: Path) -> list[np.ndarray]:
+    """(n, 2 or 3) LLM tokens, image tiles, audio tokens of AI2D, ChartQA, COCO and speech."""
+    coco = columns_of(folder / "coco_captions_val2017.csv", "width", "height", "caption_words", "captions")
+    speech = columns_of(folder / "librilight_10h.csv", "duration_ms", "words")
+    coco_tiles = np.array([num_tiles(width, height) for width, height, _, _ in coco])
+    audio = np.ceil(speech[:, 0] / 1000 * 25)
+    return [
+        columns_of(folder / "ai2d_train_12k.csv", "llm_tokens", "image_tiles"),
+        columns_of(folder / "chartqa_train_18k.csv", "llm_tokens", "image_tiles"),
+        np.stack([256 * coco_tiles + np.round(1.33 * coco[:, 2] / coco[:, 3]) + 40, coco_tiles], axis=1),
+        np.stack([audio + np.round(1.33 * speech[:, 1]) + 40, np.zeros(len(audio)), audio], axis=1),
+    ]
 
 
 def num_tiles(width: float, height: float, max_tiles: int = 6) -> int:

@@ -18,10 +18,10 @@ LARGE_TOKENS_EXCESS = 0.004  # the same for groups that have not come nearer by 
 # Measured by scripts/bench_balance.py at 8 x 8 and 64 x 8: twice as many gain less than a tenth.
 ROUNDS_OF_ONE = 4
 ROUNDS_OF_TWO = 24
-ROUNDS_OF_TOKENS = 30
+ROUNDS_OF_TOKENS = 24
 LAST_ROUNDS = 10
-ROUNDS_OF_LARGE_EXCESS = 30
-ROUNDS_WITHIN_LIMITS = 64  # few groups need them
+ROUNDS_OF_LARGE_EXCESS = 16
+ROUNDS_WITHIN_LIMITS = 192  # few groups need them
 
 
 def match_step(
