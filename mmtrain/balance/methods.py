@@ -81,7 +81,7 @@ class Grouping:
     method: GroupingMethod = "matched"
     budgets: Mapping[str, int] = field(default_factory=dict)  # encoder unit -> most of its tokens in a group
     long_tokens: int | None = None  # samples with more LLM tokens than this are trained in steps of their own
-    matching: Matching = "row"
+    matching: Matching = "step"
 
     @classmethod
     def of(cls, data: GroupingSettings, global_batch: int) -> "Grouping":

@@ -375,7 +375,7 @@ class DataSettings(Section):
         "of similar length share a group; `device`: similar lengths across data-parallel ranks.",
     )
     matching: Literal["step", "row"] = setting(
-        "row",
+        "step",
         affects={"plan", "steps"},  # and resume: `resume_facts` adds it, because runs had rows before this setting
         added_later=True,
         description="Where `matched` finds groups that are alike. `step`: chance decides which samples share a step, "

@@ -64,7 +64,9 @@ def test_layers_are_divided_as_the_rule_says(name: str, expected: tuple[int, ...
 
 
 def test_each_rule_balances_the_quantity_in_its_name() -> None:
-    layer_chain, forward = chain(5, freeze=True)  # without a backward, forward time alone overrates the encoder
+    layer_chain, forward = chain(
+        5, freeze=True, hidden=128
+    )  # without a backward, forward time alone overrates the encoder
     partitions = {name: rule.partition(layer_chain, forward) for name, rule in PARTITION_RULES.items()}
     cumulative_forward = np.concatenate([[0.0], np.cumsum(forward)])
 
