@@ -65,7 +65,8 @@ def test_layer_partitions_of_the_best_sizes_are_measured() -> None:
         asked.append(candidate)
         return StepMeasurement(1.0 + len(asked))
 
-    planned(recipe(), num_alternatives=2, num_measured=6, measure=measure)
+    settings = recipe(parallel={"placement": "disaggregated"})  # which has sizes of several cuts
+    planned(settings, num_alternatives=2, num_measured=6, measure=measure)
     by_size = defaultdict(list)
     for run in asked[:6]:
         llm = run.units["llm"]

@@ -70,7 +70,10 @@ def test_a_plan_that_idles_longer_names_the_bubble(even: Candidate) -> None:
 
 
 def test_a_measured_ratio_is_listed_before_the_predicted_one(even: Candidate) -> None:
-    slow = changed(even, step_time_s=1.5 * even.step_time_s)
+    slow = changed(simulated((0, 2, 6)), step_time_s=1.5 * even.step_time_s)
     chosen = even.measured(2.0)
-    assert explain_measured_slower(slow.measured(2.5), chosen) == "1.25x slower as measured, 1.50x as predicted"
+    ratios = "1.25x slower as measured, 1.50x as predicted"
+    assert explain_measured_slower(slow.measured(2.5), chosen) == f"{ratios}; layers by stage: vision 5, llm 2+4"
+    single = changed(simulated((0, 6)), step_time_s=1.5 * even.step_time_s)
+    assert explain_measured_slower(single.measured(2.5), chosen) == ratios, "its size says what differs"
     assert explain_measured_slower(slow.measured(math.inf), chosen) == "could not be run here"
