@@ -8,7 +8,7 @@ from mmtrain.plan.estimate.layout_simulation import simulate_layout
 from tests.plan.exhaustive import everything, random_instance
 
 
-@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_kept_programs_and_simulations_change_nothing(seed: int) -> None:
     instance = random_instance(seed, max_partitions=60)
     evaluator = instance.evaluator

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from mmtrain.data import build_index
+from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.problem import PlanRequest
 from mmtrain.recipe import load_recipe, recipe_fingerprint
+from mmtrain.recipe.schema import Recipe
 
 FOLDER = Path(__file__).parents[2] / "recipes/whatif"
 LARGEST = "optimus_197b.yaml"  # 3,072 ranks take minutes where other work is going on
@@ -15,21 +17,33 @@ QUICK = ("optimus_14b.yaml",)
 OTHERS = sorted({path.name for path in FOLDER.glob("*.yaml")} - {LARGEST, *QUICK})
 
 
+def planned(recipe: Recipe, num_alternatives: int) -> Plan:
+    """Plan a recipe on the cluster that it names."""
+    assert recipe.cluster.ranks is not None
+    return plan_recipe(
+        recipe,
+        build_index(recipe).lengths,
+        world_size=recipe.cluster.ranks,
+        hardware=recipe.cluster.hardware,
+        recipe_sha256=recipe_fingerprint(recipe),
+        request=PlanRequest(num_alternatives=num_alternatives),
+    )
+
+
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_each_published_model_fits_its_cluster(name: str) -> None:
     recipe = load_recipe(FOLDER / name, ["parallel.placement=unified"]).recipe
-    ranks, hardware = recipe.cluster.ranks, recipe.cluster.hardware
-    assert ranks is not None
-    chosen = plan_recipe(
-        recipe,
-        build_index(recipe).lengths,
-        world_size=ranks,
-        hardware=hardware,
-        recipe_sha256=recipe_fingerprint(recipe),
-        request=PlanRequest(num_alternatives=1),
-    )
+    chosen = planned(recipe, num_alternatives=1)
     assert 0.05 < chosen.predicted.mfu < 0.7
-    assert chosen.world_size == ranks
+    assert chosen.world_size == recipe.cluster.ranks
+
+
+@pytest.mark.slow
+def test_how_many_alternatives_are_shown_does_not_change_the_plan() -> None:
+    """Plan a model of which the five layouts with the best estimates are not the best ones as simulated."""
+    recipe = load_recipe(FOLDER / "internvl_26b.yaml", ["parallel.placement=unified"]).recipe
+    one, five = (planned(recipe, num_alternatives) for num_alternatives in (1, 5))
+    assert (one.units, one.predicted) == (five.units, five.predicted)
 
 
 @pytest.mark.slow
@@ -46,12 +60,5 @@ def test_a_light_model_on_two_nodes_needs_no_pipeline(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     recipe = load_recipe(path).recipe
-    chosen = plan_recipe(
-        recipe,
-        build_index(recipe).lengths,
-        world_size=16,
-        hardware="h100-80g",
-        recipe_sha256=recipe_fingerprint(recipe),
-        request=PlanRequest(num_alternatives=1),
-    )
+    chosen = planned(recipe, num_alternatives=1)
     assert {(unit.tp, unit.pp, unit.dp) for unit in chosen.units.values()} == {(1, 1, 16)}

@@ -33,5 +33,6 @@ class PipelinedStrategy:
             for bound_s, assignment in bounded:
                 if assignment.placement in problem.constraints.placements:
                     candidates.append(evaluator.enumerated(assignment).bounded(bound_s))
-        results = best_first_search(candidates, evaluator, problem.request.num_alternatives + 1, progress)
+        num_simulated = max(budget.partitions.min_simulated, problem.request.num_alternatives + 1)
+        results = best_first_search(candidates, evaluator, num_simulated, progress)
         return replace(results, enumerated=tuple(candidates))
