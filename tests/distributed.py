@@ -64,9 +64,10 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
 def fork_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """Call `fn(rank, world_size, folder, *args)` in `world_size` new processes without torch.distributed.
 
-    `folder` is empty and common to all of them. Raises RanksFailed, and leaves no process.
+    `folder` is empty and common to all of them; environment variables are those of the caller. Raises RanksFailed, and
+    leaves no process.
     """
-    ranks = _Ranks()
+    ranks = _Ranks(environment=dict(os.environ))  # that of the fork server is as old as the first test
     try:
         return ranks.call(world_size, fn, *args, timeout=timeout)
     finally:
@@ -78,11 +79,12 @@ class _Ranks:
     """Processes that serve one call after another; as many as the largest call needed."""
 
     ranks: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
+    environment: dict[str, str] | None = None  # None: as it was when the first process of all started
 
     def call(self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
         """Call `fn(rank, world_size, folder, *args)` in the first `world_size` processes; return the results."""
         while len(self.ranks) < world_size:
-            self.ranks.append(_start())
+            self.ranks.append(_start(self.environment))
         ranks = self.ranks[:world_size]
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             for rank, (_, pipe) in enumerate(ranks):
@@ -102,9 +104,9 @@ _reused_ranks = _Ranks()
 atexit.register(_reused_ranks.close)
 
 
-def _start() -> tuple[BaseProcess, Connection]:
+def _start(environment: dict[str, str] | None) -> tuple[BaseProcess, Connection]:
     ours, theirs = _SERVER.Pipe()
-    process = _SERVER.Process(target=_serve, args=(theirs,))
+    process = _SERVER.Process(target=_serve, args=(theirs, environment))
     process.start()
     theirs.close()
     return process, ours
@@ -148,10 +150,13 @@ def _stacks(process: BaseProcess, folder: Path) -> str:
     return path.read_text() if path.exists() else "(none)"
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, environment: dict[str, str] | None) -> None:
     """Serve the calls that arrive, until the other end closes."""
     import torch
 
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     gc.freeze()  # never collect what was imported before the fork: scanning it takes longer than most calls

@@ -38,7 +38,7 @@ def test_a_run_on_a_failing_server_equals_one_on_a_folder_and_resumes(
         members[f"{number:03}.json"] = json.dumps(entry if names else row).encode()
     tar(served / "train.tar", members)
     monkeypatch.setenv("MMTRAIN_REMOTE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("MMTRAIN_REMOTE_CACHE_GIB", "0.0001")  # 107 kB: less than the data
+    monkeypatch.setenv("MMTRAIN_REMOTE_CACHE_GIB", "0.00004")  # 43 kB: less than the data
     remote_store.cache_clear()
     with serve(served) as server:
 
@@ -61,7 +61,7 @@ def test_a_run_on_a_failing_server_equals_one_on_a_folder_and_resumes(
             step["loss"] for step in read_metrics(local.run_dir)
         ]
         used = sum(path.stat().st_size for path in (tmp_path / "cache" / "blocks").rglob("*-*"))
-        assert 0 < used <= 0.0001 * 2**30
+        assert 0 < used <= 0.00004 * 2**30
 
 
 def _read_all(rank: int, world_size: int, folder: Path, url: str, size: int, cache: Path) -> bool:

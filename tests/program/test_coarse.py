@@ -30,6 +30,17 @@ def test_the_llms_order_is_untouched_and_encoders_work_around_it():
     assert order(graph, 1) == "Fv0 Fv1 Fv2 Fl0 Bl0 Fl1 Bl1 Fl2 Bl2 Bv0 Bv1 Bv2"
 
 
+def test_encoders_that_share_ranks_may_have_pipelines_of_their_own():
+    """Put vision replicas on both ranks of a pipeline of audio, whose second rank begins with vision all the same."""
+    ranks = (0, 1)
+    graph = chain(Unit("vision", 1, 2, ranks=ranks), Unit("audio", 2, ranks=ranks), Unit("llm", 2, ranks=ranks), n=2)
+    for rank in ranks:
+        assert order(graph, rank).startswith("Fv0 Fv1 Fa0 Fa1 Fl0")
+        assert order(graph, rank).endswith("Bv0 Bv1 Ba0 Ba1")
+    program = build_program(graph, kind="coarse")
+    assert interpret(graph, {rank: program.for_rank(rank) for rank in ranks}).problems == []
+
+
 @given(graphs())
 def test_any_graph_runs_to_its_end_in_this_order(graph):
     program = build_program(graph, kind="coarse")

@@ -114,10 +114,10 @@ class BlockCache:
                     blocks.append((0.0 if is_unfinished else status.st_mtime, status.st_size, entry.path))
         left = sum(size for _, size, _ in blocks)
         allowed = min(self._max_bytes * _KEPT_SHARE, self._max_bytes - num_bytes)
-        for _, size, path in sorted(blocks):
+        for last_used, size, path in sorted(blocks):
             if left <= allowed:
                 break
-            if not path.endswith(_TEMPORARY) or _ == 0.0:
+            if last_used == 0.0 or not path.endswith(_TEMPORARY):
                 with suppress(FileNotFoundError):
                     os.unlink(path)
                 left -= size

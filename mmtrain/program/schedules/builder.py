@@ -82,24 +82,26 @@ def build_coarse(graph: StageGraph, ranks: Sequence[int] | None = None) -> Progr
     """Order compute for units on the same ranks: encoder forwards, the LLM's 1F1B, encoder backwards.
 
     This is the coarse schedule of Optimus (arXiv 2408.03505, section 4.2): encoders keep no rank waiting inside the
-    LLM's pipeline, but they hold all their activations and fill only the bubbles at its ends. Each half of the
-    encoders' work is ordered as in 1F1B of encoders alone. `ranks` are as for `build_1f1b`.
+    LLM's pipeline, but they hold all their activations and fill only the bubbles at its ends. Each half of an encoder's
+    work is ordered as in 1F1B of that encoder alone, one encoder after another: on the same rank two may have different
+    pipeline stages. `ranks` are as for `build_1f1b`.
 
-    No deadlock: within each of the three phases the order is that of 1F1B, which has none; data never flows to an
-    earlier phase, and every rank runs the phases in the same order.
+    No deadlock: within each phase the order is that of 1F1B, which has none; data never flows to an earlier phase, and
+    every rank runs the phases in the same order.
 
     Raises:
         ProgramError: the graph's parts do not fit together.
     """
     ranks = sorted(symmetry(graph).mirrors[0]) if ranks is None else ranks
     encoders = {e.src.unit for e in graph.edges if e.crosses_units and e.dst.unit == LLM}
-    of_encoders = _one_f_one_b(_only(graph, encoders), ranks)
+    of_encoders = [_one_f_one_b(_only(graph, {m.unit}), ranks) for m in graph.meshes if m.unit in encoders]
     of_others = _one_f_one_b(_only(graph, {m.unit for m in graph.meshes} - encoders), ranks)
     compute: dict[int, tuple[ComputeTask, ...]] = {}
     for rank in ranks:
-        forwards = [action for action in of_encoders[rank] if isinstance(action, Forward)]
+        of_rank = [action for order in of_encoders for action in order[rank]]
+        forwards = [action for action in of_rank if isinstance(action, Forward)]
         others = [action for action in of_others[rank] if _exists(graph, action)]
-        backwards = [a for a in of_encoders[rank] if isinstance(a, Backward) and _exists(graph, a)]
+        backwards = [action for action in of_rank if isinstance(action, Backward) and _exists(graph, action)]
         compute[rank] = (*forwards, *others, *backwards)
     return Program(graph, compute)
 
