@@ -125,6 +125,7 @@ def plan(
     from mmtrain.plan.explain.text_only import with_text_only
     from mmtrain.plan.problem import PlanRequest
     from mmtrain.report import plan_table
+    from mmtrain.report.run_cost import RunCost, states_costs
 
     lengths = index_recipe(settings).lengths
     if calibrate is not None:
@@ -156,18 +157,13 @@ def plan(
     typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen, text_width()))
     for hint in hints:
         typer.echo(f"Hint: {hint}")
-    if not as_json and _states_costs(settings):
-        from mmtrain.report.run_cost import run_cost_text
-
+    if not as_json and states_costs(settings.cluster):
         num_steps = settings.train.steps
         run_s = num_steps * chosen.predicted.step_time_s
-        typer.echo(f"Cost of {run_cost_text(settings.cluster, num_steps, run_s, chosen.world_size)}.")
+        cost = RunCost.of_seconds(settings.cluster, num_steps, run_s, chosen.world_size)
+        typer.echo(f"Cost of {cost.to_text()}.")
     if out is not None and not as_json:
         typer.echo(_next_commands(settings, recipe, settings_changed, out))
-
-
-def _states_costs(settings: "Recipe") -> bool:
-    return settings.cluster.price_per_gpu_hour is not None or settings.cluster.watts_per_gpu is not None
 
 
 def _compared_recipe(path: Path, settings_changed: list[str], layout: str, settings: "Recipe") -> "Recipe":

@@ -109,4 +109,5 @@ def _contents_with_steps(source: Path, plan: Path | None, overrides: list[str]) 
         grouping_method=grouping.method,
         trace=simulated.trace,
         metrics=read_metrics(source) if is_run else None,
+        recipe=settings,
     )

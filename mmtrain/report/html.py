@@ -20,6 +20,7 @@ from mmtrain.report.report_contents import (
     key_figures,
     plan_changes,
     rank_changes,
+    run_costs,
 )
 from mmtrain.report.report_tables import MIN_FULL_BAR_SHARE, balance_rows, critical_path_cells, figure_text, memory_rows
 from mmtrain.report.source_totals import SOURCE_HEAD, sum_sources
@@ -52,7 +53,7 @@ def html_page(contents: ReportContents) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{name}</title><style>{STYLE}</style></head>"
-        f"<body><main><h1>{name}</h1><p>{summary}</p>{_key_figures(contents)}{body}</main></body></html>\n"
+        f"<body><main><h1>{name}</h1><p>{summary}</p>{_key_figures(contents)}{_costs(contents)}{body}</main></body></html>\n"
     )
 
 
@@ -116,6 +117,10 @@ def _key_figures(contents: ReportContents) -> str:
             f"<small>{meaning}</small></dd></div>"
         )
     return f'<dl class="figures">{"".join(cards)}</dl>'
+
+
+def _costs(contents: ReportContents) -> str:
+    return "".join(f"<p>Cost, {what}: {escape(cost.to_text())}.</p>" for what, cost in run_costs(contents).items())
 
 
 def _plan(plan: Plan) -> str:

@@ -10,8 +10,10 @@ from mmtrain.balance.summary import GroupingScore
 from mmtrain.costs.hardware import GIB
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.program import BUBBLE_KINDS, Compute, Timeline
+from mmtrain.recipe import Recipe
 from mmtrain.report.comparison import ComparisonRow, RunTrace, critical_path_rows
 from mmtrain.report.rank_groups import num_replica_groups, ranks_to_draw
+from mmtrain.report.run_cost import RunCost, states_costs
 from mmtrain.report.source_totals import sum_sources
 from mmtrain.report.timeline_picture import MAX_DRAWN_RANKS, DrawnStep
 
@@ -32,6 +34,7 @@ class ReportContents:
     grouping_method: str = ""  # the recipe's
     trace: RunTrace | None = None
     metrics: Sequence[Mapping[str, Any]] | None = None  # logged steps; None for a plan that was not run
+    recipe: Recipe | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,22 @@ def key_figures(contents: ReportContents) -> list[KeyFigure]:
             "share of the step in which ranks do not compute",
         ),
     ]
+
+
+def run_costs(contents: ReportContents) -> dict[str, RunCost]:
+    """Return what the recipe's steps are predicted to cost and what the logged ones did; nothing without a recipe.
+
+    As in `plan`, predictions are made only where the recipe states a price or watts.
+    """
+    recipe, plan = contents.recipe, contents.plan
+    costs: dict[str, RunCost] = {}
+    if recipe is not None and states_costs(recipe.cluster):
+        num_steps = recipe.train.steps
+        run_s = num_steps * plan.predicted.step_time_s
+        costs["predicted"] = RunCost.of_seconds(recipe.cluster, num_steps, run_s, plan.world_size)
+    if recipe is not None and contents.metrics:
+        costs["logged"] = RunCost.of_logged(recipe.cluster, contents.metrics, plan.world_size)
+    return costs
 
 
 def steady_medians(metrics: Sequence[Mapping[str, Any]] | None) -> dict[str, float]:
@@ -208,6 +227,7 @@ def report_json(contents: ReportContents) -> dict[str, Any]:
             }
             for score in contents.grouping_scores
         ],
+        "cost": {what: asdict(cost) for what, cost in run_costs(contents).items()},
         "alternatives": [other.model_dump() for other in plan.alternatives],
         "training": None if contents.metrics is None else _training_json(contents.metrics),
     }

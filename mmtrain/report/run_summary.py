@@ -8,7 +8,7 @@ from mmtrain.recipe.parallel_settings import ClusterSettings
 from mmtrain.report.metrics_record import compact_number
 from mmtrain.report.plain_text import seconds_text
 from mmtrain.report.report_contents import steady_medians
-from mmtrain.report.run_cost import run_cost_text
+from mmtrain.report.run_cost import RunCost
 
 
 def run_summary(plan: Plan, cluster: ClusterSettings, metrics: Sequence[Mapping[str, Any]]) -> str:
@@ -26,5 +26,4 @@ def run_summary(plan: Plan, cluster: ClusterSettings, metrics: Sequence[Mapping[
         parts.append(
             f"{share:.0%} of what the LLM alone is predicted to reach on text ({predicted.text_only_share:.0%} planned)"
         )
-    run_s = sum(step["step_time_s"] for step in metrics)
-    return f"{', '.join(parts)}; {run_cost_text(cluster, len(metrics), run_s, plan.world_size)}"
+    return f"{', '.join(parts)}; {RunCost.of_logged(cluster, metrics, plan.world_size).to_text()}"

@@ -18,6 +18,7 @@ from mmtrain.report.report_contents import (
     key_figures,
     plan_changes,
     rank_changes,
+    run_costs,
 )
 from mmtrain.report.report_tables import MIN_FULL_BAR_SHARE, balance_rows, critical_path_cells, figure_text, memory_rows
 from mmtrain.report.source_totals import SOURCE_HEAD, sum_sources
@@ -31,7 +32,9 @@ _COLUMNS_WITHOUT_BARS = 70  # of a table that ends in bars; the bars get the oth
 def report_text(contents: ReportContents, width: int = DEFAULT_WIDTH) -> str:
     """Write the whole report as text `width` columns wide."""
     bar = partial(_bar, max_columns=max(width - _COLUMNS_WITHOUT_BARS, 0))
-    parts: list[RenderableType] = [_key_figures(contents), *_timelines(contents, width)]
+    parts: list[RenderableType] = [_key_figures(contents)]
+    parts += [f"Cost, {what}: {cost.to_text()}" for what, cost in run_costs(contents).items()]
+    parts += _timelines(contents, width)
     path = critical_path_cells(contents)
     if path:
         largest = max(share for _, share in path)
