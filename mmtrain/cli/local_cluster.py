@@ -59,6 +59,27 @@ def _local_hardware(num_gpus: int) -> str:
     return preset_for_device(None)
 
 
+def require_costs(recipe: Recipe) -> None:
+    """Read the recipe's cost table before anything slow starts; print which layers of the model it does not hold.
+
+    Raises PlanError for a table that is damaged, contradictory or empty, or was made for other hardware or precision.
+    """
+    table = recipe.cluster.costs
+    if table is None:
+        return
+    from mmtrain.cli.recipe_index import print_note
+    from mmtrain.costs.choose import costs_of_recipe, layers_without_entry
+    from mmtrain.models.model_shape import build_model_shape
+
+    _, hardware = resolve_cluster(recipe)
+    missing = layers_without_entry(costs_of_recipe(recipe, hardware), build_model_shape(recipe))
+    if missing:
+        print_note(
+            f"cluster.costs: {table} has no entry for these layers ({'; '.join(missing)}): they are modelled from the "
+            "hardware preset; `mmtrain profile` on such hardware measures them"
+        )
+
+
 @contextmanager
 def _rare_garbage_collection() -> Iterator[None]:
     """Make Python collect reference cycles rarely inside this context."""

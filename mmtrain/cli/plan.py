@@ -118,7 +118,7 @@ def plan(
         require_writable("--calibrate", calibrate, "cost table")
     if out is not None:
         require_writable("--out", out, "plan")
-    from mmtrain.cli.local_cluster import plan_here, plan_timer
+    from mmtrain.cli.local_cluster import plan_here, plan_timer, require_costs
     from mmtrain.cli.planning_bar import planning_bar
     from mmtrain.cli.recipe_index import index_recipe
     from mmtrain.plan.explain.faster_nearby import describe_faster_nearby
@@ -127,6 +127,7 @@ def plan(
     from mmtrain.report import plan_table
     from mmtrain.report.run_cost import RunCost, states_costs
 
+    require_costs(settings)
     lengths = index_recipe(settings).lengths
     if calibrate is not None:
         from mmtrain.cli.calibrated_costs import calibrated_setting

@@ -135,6 +135,7 @@ def _train_stages(runs: "list[StageRun]", options: _Options) -> None:
 def _train_run(run: "StageRun", options: _Options, may_be_new: bool = False) -> None:
     """Start or resume one run; `may_be_new`: with `--resume`, start it if there is none."""
     from mmtrain.cli.local_cluster import plan_for_started_ranks, resolve_cluster
+    from mmtrain.costs.choose import costs_of_recipe
     from mmtrain.plan import load_plan
     from mmtrain.plan.artifact.plan_files import ranks_to_start
     from mmtrain.plan.plan_again import plan_again
@@ -145,6 +146,7 @@ def _train_run(run: "StageRun", options: _Options, may_be_new: bool = False) -> 
     recipe = run.loaded.recipe
     go_back = None if options.resume_from is None else parse_go_back(options.resume_from, options.skip_steps)
     ranks, hardware = resolve_cluster(recipe)
+    costs_of_recipe(recipe, hardware)  # report a wrong cost table before ranks start
     if options.plan is not None:
         ranks = ranks_to_start(load_plan(options.plan), recipe, ranks)
     request = TrainRequest(run.loaded, plan_for_started_ranks, plan_again, hardware, ranks, run.folder)

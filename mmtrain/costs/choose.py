@@ -8,9 +8,13 @@ from pathlib import Path
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.cost_table import CostTable
 from mmtrain.costs.hardware import GIB, Hardware, Precision, preset
+from mmtrain.costs.layer_fields import layer_fields, layer_key
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.errors import PlanError
+from mmtrain.models.model_shape import ModelShape
 from mmtrain.recipe.schema import Recipe
+
+_SETTING_OF = {"hardware": "cluster.hardware", "precision": "train.precision"}
 
 
 def machine_for(recipe: Recipe, hardware: str) -> Hardware:
@@ -38,7 +42,7 @@ def costs_for(machine: Hardware, precision: Precision, table: Path | None) -> An
         table: `cluster.costs`, a file or the name of a table that comes with the package.
 
     Raises:
-        PlanError: the table does not exist or is damaged, or was made for other hardware or another precision.
+        PlanError: the table does not exist, is damaged or empty, or was made for other hardware or another precision.
     """
     model = AnalyticCosts(machine, precision)
     if table is None:
@@ -51,9 +55,34 @@ def costs_for(machine: Hardware, precision: Precision, table: Path | None) -> An
         if of_table != needed:
             raise PlanError(
                 f"cluster.costs: {table} was made for {what} {of_table}, but this is planned for {needed}; "
-                "make one with `mmtrain profile` there, or leave cluster.costs out"
+                f"set {_SETTING_OF[what]} to {of_table}, make a table with `mmtrain profile` on {needed}, or leave "
+                "cluster.costs out"
             )
+    if not measured.has_entries and not measured.is_recorded:
+        raise PlanError(
+            f"cluster.costs: {table} holds no entry (layers, messages, optimizer and layer_scales are empty); measure "
+            "with `mmtrain profile RECIPE --out FILE`, or leave cluster.costs out to plan with modelled costs"
+        )
     return MeasuredCosts(measured, model)
+
+
+def costs_of_recipe(recipe: Recipe, hardware: str) -> AnalyticCosts | MeasuredCosts:
+    """Return the costs that a recipe is planned with on the preset `hardware`; raises PlanError as `costs_for` does."""
+    machine = machine_for(recipe, hardware)
+    return costs_for(machine, precision_for(recipe, machine), recipe.cluster.costs)
+
+
+def layers_without_entry(costs: AnalyticCosts | MeasuredCosts, shape: ModelShape) -> list[str]:
+    """Name the kinds of layers of a model that a table of layers has at no tensor-parallel size, like `llm: head`."""
+    if not isinstance(costs, MeasuredCosts) or not costs.table.layers:
+        return []
+    known = {layer_key(entry.layer) for entry in costs.table.layers}
+    missing = []
+    for unit in shape.units:
+        kinds = dict.fromkeys(layer.kind for layer in unit.layers if layer_key(layer_fields(layer)) not in known)
+        if kinds:
+            missing.append(f"{unit.name}: {', '.join(kinds)}")
+    return missing
 
 
 def is_shipped(table: Path) -> bool:

@@ -1,21 +1,42 @@
 """The cost table: measured seconds and bytes of layers and messages on one kind of hardware, stored as JSON."""
 
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mmtrain.costs.cost_model import TokenLoad
+from mmtrain.costs.layer_fields import checked_layer_fields, layer_fields, layer_key, shape_of_fields
+from mmtrain.costs.table_contradictions import (
+    describe_invalid_table,
+    require_consistent_load,
+    require_distinct,
+    require_repeatable,
+    require_same_passes,
+)
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import LayerShape
 
+__all__ = [
+    "CostTable",
+    "LayerEntry",
+    "LayerSample",
+    "LayerScale",
+    "MessageEntry",
+    "OptimizerEntry",
+    "TimedPass",
+    "layer_fields",
+    "layer_key",
+]
+
 TimedPass = Literal["forward", "forward_only", "recompute", "backward", "backward_weight", "backward_input"]
 Source = Literal["measured", "modelled"]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # 0: what recomputation adds may be lost in noise
+Duration = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LayerFields = Annotated[dict[str, Any], AfterValidator(checked_layer_fields)]  # see `layer_fields`
 
 
 class _Frozen(BaseModel):
@@ -41,6 +62,9 @@ class LayerSample(_Frozen):
     def _require_main_passes(self) -> Self:
         if missing := [name for name in ("forward", "recompute", "backward") if name not in self.seconds]:
             raise ValueError(f"seconds lacks {', '.join(missing)} at {self.tokens} tokens")
+        if not self.seconds["forward"]:
+            raise ValueError(f"a forward of {self.tokens} tokens in 0 s; a time must be positive")
+        require_consistent_load(self.tokens, self.sum_sq, self.max_len, self.num_sequences)
         return self
 
     @property
@@ -52,18 +76,21 @@ class LayerSample(_Frozen):
 class LayerEntry(_Frozen):
     """All samples of one layer kind at one tensor-parallel size, in ascending order of tokens."""
 
-    layer: dict[str, Any]  # see `layer_fields`
+    layer: LayerFields
     tp: Annotated[int, Field(gt=0)]
     source: Source = "measured"
     samples: Annotated[tuple[LayerSample, ...], Field(min_length=1)]
 
+    @model_validator(mode="after")
+    def _require_samples_that_agree(self) -> Self:
+        require_same_passes([(sample.tokens, sample.seconds) for sample in self.samples])
+        require_repeatable([(sample.load, sample.seconds["forward"]) for sample in self.samples])
+        return self
+
     @property
     def shape(self) -> LayerShape:
         """The layer, without what of it trains."""
-        fields: dict[str, Any] = {"hidden": 0, "out": 0}
-        for name, value in self.layer.items():
-            fields[name] = tuple(value) if isinstance(value, list) else value
-        return LayerShape(**fields)
+        return shape_of_fields(self.layer)
 
 
 class MessageEntry(_Frozen):
@@ -73,13 +100,15 @@ class MessageEntry(_Frozen):
     size: Annotated[int, Field(gt=1)]
     nodes: Annotated[int, Field(ge=1)] = 1  # over which the ranks are spread evenly
     source: Source = "measured"
-    nbytes: Annotated[tuple[int, ...], Field(min_length=1)]  # ascending; the whole (gathered or reduced) tensor
-    seconds: tuple[Seconds, ...]
+    nbytes: Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(min_length=1)]  # ascending; of the whole tensor
+    seconds: tuple[Duration, ...]
 
     @model_validator(mode="after")
     def _require_even_groups_and_one_time_per_size(self) -> Self:
         if self.size % self.nodes:
             raise ValueError(f"{self.kind}: {self.size} ranks cannot be spread evenly over {self.nodes} nodes")
+        if self.kind == "p2p" and self.size != 2:
+            raise ValueError(f"p2p: a message has 2 ranks, found size {self.size}")
         if len(self.seconds) != len(self.nbytes) or list(self.nbytes) != sorted(set(self.nbytes)):
             raise ValueError(f"{self.kind} needs ascending nbytes, and one time for each; found {self.nbytes}")
         return self
@@ -89,14 +118,14 @@ class OptimizerEntry(_Frozen):
     """Seconds of an optimizer step over so many parameters of one rank."""
 
     parameters: Annotated[int, Field(gt=0)]
-    seconds: Seconds
+    seconds: Duration
     source: Source = "measured"
 
 
 class LayerScale(_Frozen):
     """How many times as long a layer took in a run as the entries or the model say, whatever its load and tp."""
 
-    layer: dict[str, Any]  # see `layer_fields`
+    layer: LayerFields
     forward: Scale = 1.0
     backward: Scale = 1.0  # recomputation included
 
@@ -123,6 +152,14 @@ class CostTable(_Frozen):
     message_scale: Scale = 1.0  # of messages between two ranks
     reduction_scale: Scale = 1.0  # of collectives and the optimizer step
 
+    @model_validator(mode="after")
+    def _require_one_entry_of_each(self) -> Self:
+        require_distinct("layers", [f"{layer_key(e.layer)} at tp {e.tp}" for e in self.layers])
+        require_distinct("messages", [f"{e.kind} of {e.size} ranks on {e.nodes} nodes" for e in self.messages])
+        require_distinct("optimizer", [f"{e.parameters} parameters" for e in self.optimizer])
+        require_distinct("layer_scales", [layer_key(scale.layer) for scale in self.layer_scales])
+        return self
+
     def save(self, path: Path) -> None:
         """Write the table in one step."""
         draft = path.with_name(f"{path.name}.draft")
@@ -143,12 +180,9 @@ class CostTable(_Frozen):
         except OSError as error:
             raise PlanError(f"{key}: {path}: cannot be read: {error.strerror}") from None
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the file"
-            value = f" (found {first['input']})" if isinstance(first["input"], int | float | str) else ""
             raise PlanError(
-                f"{key}: {path} is no cost table of version 1: {where}: {first['msg']}{value}; "
-                "make it again with `mmtrain profile`"
+                f"{key}: {path} is no cost table of version 1: {describe_invalid_table(error, path)}; "
+                "correct it, or make it again with `mmtrain profile`"
             ) from None
 
     def merged(self, newer: "CostTable") -> "CostTable":
@@ -213,24 +247,3 @@ class CostTable(_Frozen):
     def correction(self) -> str:
         """What has corrected the table, as text."""
         return "corrected by a calibration" if self.calibrated else "corrected by what a run recorded"
-
-
-def layer_fields(layer: LayerShape) -> dict[str, Any]:
-    """Return the fields of a layer that differ from their defaults.
-
-    Which parts of a layer train is left out: it decides only which of the measured seconds apply. So are adapters:
-    their modelled costs come on top.
-    """
-    fields, default = asdict(layer), asdict(LayerShape(layer.kind, 0, 0))
-    for name in ("trainable", "frozen", "lora", "trains_adapters_only"):
-        del fields[name]
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in fields.items()
-        if value != default[name] or name == "kind"
-    }
-
-
-def layer_key(fields: dict[str, Any]) -> str:
-    """Return the fields of a layer as one comparable text."""
-    return ",".join(f"{name}={fields[name]}" for name in sorted(fields))

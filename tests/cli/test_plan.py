@@ -57,6 +57,18 @@ def test_plan_prints_a_table_and_saves_a_plan_file(
     assert shown.stdout == "plan.html written\n", shown.stderr
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate", "train"])
+def test_a_wrong_cost_table_is_named_before_the_data_is_read(
+    run_mmtrain: RunMmtrain, tmp_path: Path, command: str
+) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"version": 1, "hardware": "cpu-core"}')
+    changes = ("--set", f"cluster.costs={costs}", "--set", f"data.sources.0.path={tmp_path}/nowhere.json")
+    done = run_mmtrain(command, RECIPE, *changes)
+    assert done.returncode == 2
+    assert "is no cost table of version 1: device: Field required; 3 more errors in this file" in done.stderr
+
+
 def test_a_baseline_gives_a_plan_file(plan: RunMmtrain, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     done = plan("--set", "parallel.placement=unified", "--baseline", "megatron", "--out", str(out))

@@ -1,5 +1,6 @@
 """The costs that a recipe chooses: modelled from a preset, from a file, or from a table of the package."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,19 @@ def test_an_unknown_table_is_rejected(tmp_path: Path) -> None:
         costs_for(machine, "fp32", Path("h200-141g"))
     with pytest.raises(PlanError, match=r"no such file; make it with `mmtrain profile"):
         costs_for(machine, "fp32", tmp_path / "none.json")
+    with pytest.raises(PlanError, match=r"made for precision bf16, .* set train.precision to bf16"):
+        costs_for(preset("h200-141g"), "fp32", Path("h200-141g"))
     assert isinstance(costs_for(machine, "fp32", None), AnalyticCosts)
+
+
+def test_a_table_without_an_entry_is_rejected(tmp_path: Path) -> None:
+    content = {"hardware": "cpu-core", "device": "x", "precision": "fp32", "software": {}, "date": "2026-11-23"}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        PlanError, match=r"costs.json holds no entry \(layers, .* are empty\); measure with `mmtrain prof"
+    ):
+        costs_for(preset("cpu-core"), "fp32", path)
 
 
 def test_a_bare_word_names_a_shipped_table() -> None:

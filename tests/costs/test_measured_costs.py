@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.costs import AnalyticCosts, CostTable, GroupLayout, MeasuredCosts, TokenLoad, preset
+from mmtrain.costs.choose import layers_without_entry
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, layer_fields
 from mmtrain.costs.layer_arithmetic import query_key_pairs
 from mmtrain.costs.measured_costs import Curve, interpolation_errors
@@ -193,18 +195,37 @@ def test_an_optimizer_step_is_on_a_line_through_the_measurements() -> None:
     assert merged.optimizer[0].seconds == 1.0
 
 
+_SAMPLE = ("layers", 0, "samples", 1)
+_LAYER = layer_fields(BLOCK)
+
+
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        (("layers", 0, "samples", 1, "seconds", "forward"), -1.0, "layers.0.samples.1.seconds.forward: .*-1"),
-        (("layers", 0, "samples", 1, "seconds", "backward"), float("nan"), "seconds.backward: .*finite"),
-        (("layers", 0, "samples", 2, "seconds"), {"forward": 1.0}, "lacks recompute, backward at 256 tokens"),
-        (("layers", 0, "samples"), [], "layers.0.samples: "),
-        (("messages", 0, "seconds", 0), float("inf"), "messages.0.seconds.0: .*finite"),
+        ((*_SAMPLE, "seconds", "forward"), -1.0, r"seconds.forward \(decoder_block tp1, 128 tokens\): .*found -1"),
+        ((*_SAMPLE, "seconds", "forward"), 0.0, r"samples.1 \(.*128 tokens\): a forward of 128 tokens in 0 s"),
+        ((*_SAMPLE, "seconds", "backward"), float("nan"), r"seconds.backward \(.*: .*finite number \(found nan\)"),
+        ((*_SAMPLE, "seconds"), {"forward": 1.0}, "lacks recompute, backward at 128 tokens"),
+        ((*_SAMPLE, "seconds"), {**SECONDS, "sideways": 1.0}, "sideways.*: Input should be 'forward'"),
+        (("layers", 0, "samples"), [], r"layers.0.samples \(decoder_block tp1\): "),
+        ((*_SAMPLE, "num_sequences"), 0, "no such load: 128 tokens in 0 sequences"),
+        ((*_SAMPLE, "max_len"), 16, "max_len must be at most tokens and at least"),
+        ((*_SAMPLE, "sum_sq"), 7, "sum of squares 7; sum_sq must be at least"),
+        ((*_SAMPLE, "tokens"), "many", r"tokens \(.*: .*valid integer.*found many"),
+        (("layers", 0, "layer"), {**_LAYER, "hiden": 64}, "hiden=64 is no field of a layer; did you mean hidden"),
+        (("layers", 0, "layer"), {**_LAYER, "kind": "mixer"}, "kind 'mixer' is no kind of layer; allowed: patch_"),
+        (("layers", 0, "layer"), {**_LAYER, "heads": -2}, "heads must be a whole number and not negative, found -2"),
+        (("layers", 0, "layer"), {**_LAYER, "gated": 1}, "gated must be true or false, found 1"),
+        (("messages", 0, "seconds", 0), float("inf"), r"messages.0.seconds.0 \(p2p of 2 ranks\): .*finite"),
         (("messages", 0, "nbytes"), [7, 7], "p2p needs ascending nbytes"),
+        (("messages", 0, "nbytes", 0), 0, "nbytes.0 .*greater than 0 .found 0"),
+        (("messages", 0, "size"), 4, "p2p: a message has 2 ranks, found size 4"),
+        (("layer_scales",), [{"layer": _LAYER, "forward": 0.0}], "layer_scales.0.forward .*greater than 0"),
+        (("held_out_error",), float("nan"), "held_out_error: .*finite"),
+        (("software",), None, "software: .*object .found null"),
     ],
 )
-def test_the_message_names_values_that_are_no_times(
+def test_the_message_names_what_is_wrong_and_where(
     tmp_path: Path, where: tuple[str | int, ...], value: object, message: str
 ) -> None:
     content = _table().model_dump(mode="json")
@@ -212,8 +233,71 @@ def test_the_message_names_values_that_are_no_times(
     for key in where[:-1]:
         parent = parent[key]  # type: ignore[index]
     parent[where[-1]] = value  # type: ignore[index]
-    path = tmp_path / "costs.json"
+    assert "mmtrain profile" in _refusal(tmp_path, content, message)
+
+
+@pytest.mark.parametrize(
+    ("room", "message"),
+    [
+        ("layers", "layers holds causal=True,.* at tp 1 twice"),
+        ("messages", "messages holds p2p of 2 ranks on 1 nodes twice"),
+        ("optimizer", "optimizer holds 1000 parameters twice"),
+        ("layer_scales", "layer_scales holds .*kind=decoder_block.* twice"),
+    ],
+)
+def test_two_entries_for_one_thing_contradict_each_other(tmp_path: Path, room: str, message: str) -> None:
+    table = _table(optimizer=[{"parameters": 1000, "seconds": 1.0}], layer_scales=[{"layer": _LAYER}])
+    content = table.model_dump(mode="json")
+    content[room].append(content[room][0])
+    _refusal(tmp_path, content, message)
+
+
+def test_samples_of_a_layer_state_the_same_passes_and_agree_about_a_load(tmp_path: Path) -> None:
+    """A pass that only later samples lack was once found while planning, as a KeyError."""
+    partial = _table().model_dump(mode="json")
+    del partial["layers"][0]["samples"][2]["seconds"]["backward_weight"]
+    _refusal(tmp_path, partial, "backward_weight is stated at one of 64 and 256 tokens only")
+
+    contradictory = _table().model_dump(mode="json")
+    samples = contradictory["layers"][0]["samples"]
+    samples.append(json.loads(json.dumps(samples[0])))
+    assert CostTable.model_validate(contradictory)
+    samples[-1]["seconds"]["forward"] *= 20
+    _refusal(
+        tmp_path, contradictory, r"same load \(64 tokens in 1 sequences\): its forward takes 0.00064 s and 0.0128 s"
+    )
+
+
+def test_the_message_counts_further_errors_and_damaged_files_are_named(tmp_path: Path) -> None:
+    content = _table().model_dump(mode="json")
+    for message in content["messages"]:
+        message["seconds"] = [-1.0, -1.0]
+    _refusal(tmp_path, content, "messages.0.seconds.0 .*found -1.0.; 3 more errors in this file")
+    (tmp_path / "half.json").write_text(json.dumps(content)[:100])
+    with pytest.raises(PlanError, match="the file: Invalid JSON"):
+        CostTable.load(tmp_path / "half.json")
+
+
+def test_a_layer_that_states_a_default_is_the_same_layer() -> None:
+    entry = _table().layers[0].model_dump(mode="json")
+    entry["layer"]["window"] = 0
+    costs = MeasuredCosts(_table(layers=[entry]), MODEL)
+    assert costs.seconds(BLOCK, 1, _load(64), "forward") == pytest.approx(64e-5)
+    assert not costs.missing
+
+
+def test_layers_of_a_model_that_a_table_does_not_hold_are_named() -> None:
+    shape = shape_of(settings())
+    costs = MeasuredCosts(_table(), MODEL)
+    assert layers_without_entry(costs, shape) == ["vision: patch_embed, vit_block, projector", "llm: embedding, head"]
+    assert layers_without_entry(MeasuredCosts(_table(layers=()), MODEL), shape) == []  # a table of messages alone
+    assert layers_without_entry(MODEL, shape) == []
+
+
+def _refusal(folder: Path, content: dict[str, Any], message: str) -> str:
+    """Return the error that a table with such a content raises."""
+    path = folder / "costs.json"
     path.write_text(json.dumps(content))
     with pytest.raises(PlanError, match=message) as caught:
         CostTable.load(path)
-    assert "mmtrain profile" in str(caught.value)
+    return str(caught.value)
