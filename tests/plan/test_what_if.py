@@ -76,6 +76,24 @@ def test_layer_partitions_of_the_best_sizes_are_measured() -> None:
     assert sum(map(len, by_size.values())) == sum(len(set(cuts)) for cuts in by_size.values()) == 6
 
 
+def test_runs_that_the_best_sizes_do_not_need_go_to_the_next_sizes() -> None:
+    """Without a pipeline the LLM's layers can be divided in one way, so the best size alone is one run."""
+    asked: list[Plan] = []
+
+    def measure(candidate: Plan) -> StepMeasurement:
+        asked.append(candidate)
+        return StepMeasurement(1.0)
+
+    settings = recipe(vision=None, parallel={"llm": {"pp": 1}})
+    ranking = planned(settings)
+    planned(settings, num_alternatives=1, num_measured=3, measure=measure)
+    predicted = [run.predicted.step_time_s for run in asked[:3]]
+    assert len({(run.units["llm"].tp, run.units["llm"].dp) for run in asked[:3]}) == 3
+    others = sorted(a.step_time_s for a in ranking.alternatives if a.runnable and a.step_time_s is not None)
+    assert predicted[0] == ranking.predicted.step_time_s
+    assert predicted[1:] == pytest.approx(others[:2])
+
+
 def test_a_rule_of_thumb_that_measures_fastest_is_chosen() -> None:
     rule = planned(recipe(), baseline="megatron")
 

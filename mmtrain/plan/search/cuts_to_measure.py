@@ -4,6 +4,7 @@ OmniBal (arXiv 2407.20761) runs 10 to 15 partitions of one size for a few steps 
 model ranks cuts that differ by a layer. Here the partitions of several sizes compete for the same number of runs.
 """
 
+from collections.abc import Sequence
 from itertools import product
 
 from mmtrain.plan.candidate import Candidate, LayerPartition, SearchResults, rank_candidates
@@ -20,23 +21,42 @@ def cuts_to_measure(results: SearchResults, evaluator: Evaluator, num_sizes: int
     """Return at most `num_cuts` simulated candidates, predicted fastest first: the best `num_sizes` sizes with others.
 
     The others are partitions of these sizes with the next best estimates that fit into memory. A `colocated` size has
-    one partition, which its schedule was made for.
+    one partition, which its schedule was made for. Where the sizes have too few partitions, the next sizes of the
+    ranking follow, each with its own partitions.
     """
     sizes = results.candidates[: min(num_sizes, num_cuts)]
+    chosen = list(sizes)
+    _add_neighbours(chosen, sizes, evaluator, num_cuts)
+    for size in results.candidates[len(sizes) :]:
+        if len(chosen) >= num_cuts:
+            break
+        if _is_new(size, chosen):
+            chosen.append(size)
+        _add_neighbours(chosen, [size], evaluator, num_cuts)
+    return list(rank_candidates(chosen))
+
+
+def _add_neighbours(chosen: list[Candidate], sizes: Sequence[Candidate], evaluator: Evaluator, num_cuts: int) -> None:
+    """Append other partitions of these sizes that fit, simulated, the best estimates first, up to `num_cuts` in all."""
+    if len(chosen) >= num_cuts:
+        return
     neighbours = [
         cut for size in sizes if size.placement != "colocated" for cut in _estimated_neighbours(size, evaluator)
     ]
     neighbours.sort(key=lambda cut: cut.estimated_step_s or 0.0)
-    chosen = list(sizes)
     for cut in neighbours:
         if len(chosen) >= num_cuts:
-            break
+            return
         assert cut.partition is not None
         in_flight = evaluator.estimator(None).in_flight(cut.assignment, cut.partition)
         fitted = evaluator.fit(cut, in_flight)
-        if isinstance(fitted, Candidate):
+        if isinstance(fitted, Candidate) and _is_new(fitted, chosen):
             chosen.append(evaluator.simulate(fitted))
-    return list(rank_candidates(chosen))
+
+
+def _is_new(candidate: Candidate, chosen: Sequence[Candidate]) -> bool:
+    """Return whether no chosen candidate has the same layout; the search may hold two partitions of one size."""
+    return all(candidate.layout != other.layout for other in chosen)
 
 
 def _estimated_neighbours(size: Candidate, evaluator: Evaluator) -> list[Candidate]:

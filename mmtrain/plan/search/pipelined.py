@@ -33,6 +33,10 @@ class PipelinedStrategy:
             for bound_s, assignment in bounded:
                 if assignment.placement in problem.constraints.placements:
                     candidates.append(evaluator.enumerated(assignment).bounded(bound_s))
-        num_simulated = max(budget.partitions.min_simulated, problem.request.num_alternatives + 1)
+        request = problem.request
+        num_wanted = request.num_alternatives + 1
+        if request.measure is not None:  # where the best sizes have few layer partitions, as many sizes are run
+            num_wanted = max(num_wanted, request.num_measured)
+        num_simulated = max(budget.partitions.min_simulated, num_wanted)
         results = best_first_search(candidates, evaluator, num_simulated, progress)
         return replace(results, enumerated=tuple(candidates))
