@@ -130,6 +130,8 @@ KNOWN_RUNS = (
              {"tp": 8, "pp": 8, "vpp": 3, "dp": 1}),
     KnownRun("GPT 530B", KORTHIKANTI, 37.83, A100, 280, _gpt(105, 20480, 128), 2048, 1, 280, MEGATRON_2022,
              {"tp": 8, "pp": 35, "vpp": 3, "dp": 1}),
+    KnownRun("GPT 1T", KORTHIKANTI, 71.49, A100, 512, _gpt(128, 25600, 160), 2048, 1, 512, MEGATRON_2022,
+             {"tp": 8, "pp": 64, "dp": 1}, held_out=True),
     KnownRun("Llama 3 8B", TITAN_A100, 8192 / 2973, A100, 64, _LLAMA3_8B, 8192, 1, 64, TITAN_EAGER_SELECTIVE),
     KnownRun("Llama 3 70B", TITAN_A100, 8192 / 331, A100, 64, _LLAMA3_70B, 8192, 1, 64, TITAN_EAGER,
              recompute="all"),
