@@ -7,12 +7,16 @@ from pathlib import Path
 
 from mmtrain.data import DataIndex
 from mmtrain.durable_files import disk_errors_named, write_whole
+from mmtrain.errors import PlanError
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_change import describe_plan_change
 from mmtrain.plan.artifact.plan_files import load_plan, require_match
+from mmtrain.plan.artifact.plan_memory import DeviceMemory
 from mmtrain.recipe import recipe_fingerprint
 from mmtrain.report.runlog import time_of_last_step
+from mmtrain.runtime.resilience.device_memory import smallest_device_memory
 from mmtrain.runtime.run_folder import PLAN_FILE
+from mmtrain.runtime.training.plan_fit import limited_to_device, require_fit
 from mmtrain.runtime.training.replanned_run import was_replaced
 from mmtrain.runtime.training.standby_plans import (
     is_made_for,
@@ -48,25 +52,32 @@ class ChosenPlan:
 def choose_plan(request: TrainRequest, world: World, index: DataIndex) -> ChosenPlan:
     """Return the same plan on all ranks; rank 0 chooses it and writes it into the run's folder.
 
+    An elastic run that goes on uses no plan that does not fit its devices: it makes another one, for what they have.
+
     Raises PlanError for a plan of the user that was made for something else, and if no plan fits.
     """
-    chosen: ChosenPlan = world.on_first(lambda: _choose(request, world.size, index))
+    device = smallest_device_memory(request.recipe, request.hardware, world) if request.elastic else None
+    chosen: ChosenPlan = world.on_first(lambda: _choose(request, world.size, index, device))
     return chosen
 
 
-def _choose(request: TrainRequest, num_ranks: int, index: DataIndex) -> ChosenPlan:
+def _choose(request: TrainRequest, num_ranks: int, index: DataIndex, device: DeviceMemory | None) -> ChosenPlan:
+    """Choose the plan on rank 0; `device`: the memory that plans of an elastic run must fit into."""
     run_dir, fingerprint = request.run_dir, recipe_fingerprint(request.recipe)
     before = load_plan_of_run(run_dir / PLAN_FILE, _notify) if request.resume else None
     plan = _plan_of_user(request, num_ranks, fingerprint)
+    if request.resume:
+        plan = _if_it_fits(request, plan, device)
     if plan is None and before is not None and is_made_for(before, fingerprint, num_ranks, request.hardware):
-        plan = before
+        plan = _if_it_fits(request, before, device)
     if plan is None and request.elastic:
-        plan = load_standby_plan(run_dir, fingerprint, num_ranks, request.hardware, _notify)
+        standby = load_standby_plan(run_dir, fingerprint, num_ranks, request.hardware, _notify)
+        plan = _if_it_fits(request, standby, device)
     planning_s = 0.0
     if plan is None:
         start_s = time.perf_counter()
         plan = request.planner(
-            request.recipe,
+            request.recipe if device is None else limited_to_device(request.recipe, request.hardware, device),
             index.lengths,
             world_size=num_ranks,
             hardware=request.hardware,
@@ -80,6 +91,19 @@ def _choose(request: TrainRequest, num_ranks: int, index: DataIndex) -> ChosenPl
     has_other_ranks = before is not None and before.world_size != num_ranks
     last_step_s = time_of_last_step(run_dir) if request.resume else None
     return ChosenPlan(plan, before if has_other_ranks else None, planning_s, last_step_s=last_step_s)
+
+
+def _if_it_fits(request: TrainRequest, plan: Plan | None, device: DeviceMemory | None) -> Plan | None:
+    """Return a plan that an elastic run would go on with; None, with the reason on stderr, if it does not fit."""
+    if plan is None or device is None:
+        return plan
+    try:
+        require_fit(request.recipe, plan, device)
+    except PlanError as error:
+        ranks = f"{plan.world_size} rank{'s' * (plan.world_size != 1)}"
+        _notify(f"a plan for {ranks} is refused, and the run goes on with another one: {error}")
+        return None
+    return plan
 
 
 def _plan_of_user(request: TrainRequest, num_ranks: int, fingerprint: str) -> Plan | None:

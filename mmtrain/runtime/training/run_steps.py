@@ -16,6 +16,7 @@ from mmtrain.checkpoint import SavingRun
 from mmtrain.data import DataIndex, GroupStream, Loader, StepRequest
 from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.artifact.plan_memory import DeviceMemory
 from mmtrain.recipe import recipe_fingerprint
 from mmtrain.report import RunLog, open_progress
 from mmtrain.runtime.execution.activity import BUILDING, ENDING, LOADING, PREPARING, Activity
@@ -36,6 +37,7 @@ from mmtrain.runtime.training.hooks.elastic import ResumeTime, StandbyPlanning
 from mmtrain.runtime.training.hooks.held_out import Validation
 from mmtrain.runtime.training.hooks.replanning import Replanning
 from mmtrain.runtime.training.loop import Loop
+from mmtrain.runtime.training.plan_fit import limited_to_device, plan_that_fits
 from mmtrain.runtime.training.replanned_run import share_recorded_costs
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.standby_plans import load_standby_plan, rank_counts_ahead
@@ -73,6 +75,7 @@ class RankRun:
     rank_context: RankContext
     chosen: ChosenPlan
     position: RunPosition
+    device_memory: DeviceMemory  # of the smallest device, before anything was built on it
 
     @property
     def plan(self) -> Plan:
@@ -182,14 +185,15 @@ def _elastic_hooks(run: RankRun, records: RunRecords, stack: contextlib.ExitStac
     missing = [n for n in counts if load_standby_plan(request.run_dir, fingerprint, n, hardware) is None]
 
     def planner_for(num_ranks: int) -> Callable[[], Plan]:
-        return partial(
+        planner = partial(
             request.planner,
-            request.recipe,
+            limited_to_device(request.recipe, hardware, run.device_memory),
             run.session.index.lengths,
             world_size=num_ranks,
             hardware=hardware,
             recipe_sha256=fingerprint,
         )
+        return partial(plan_that_fits, request.recipe, run.device_memory, planner)
 
     standby = stack.enter_context(StandbyPlanning(missing, planner_for, records))
     return ResumeTime(run.chosen.last_step_s, records), standby
@@ -199,7 +203,9 @@ def _make_replanning(run: RankRun, reducer: StepMetricsReducer, records: RunReco
     """Return what plans again for this run when its costs have turned out to be others."""
     request, activity = run.session.request, run.rank_context.activity
     recipe = request.recipe
-    plan_with_costs = partial(request.replanner, recipe, run.session.index.lengths, present=run.plan)
+    limited = limited_to_device(recipe, run.plan.hardware, run.device_memory)
+    replanner = partial(request.replanner, limited, run.session.index.lengths, present=run.plan)
+    plan_with_costs = partial(plan_that_fits, recipe, run.device_memory, replanner)
     replanning = Replanning(
         recipe.train.replan,
         plan_with_costs,

@@ -7,17 +7,21 @@ from pathlib import Path
 import torch
 
 from mmtrain.checkpoint.folders import step_of
+from mmtrain.errors import PlanError
 from mmtrain.plan.artifact.plan import Plan
+from mmtrain.runtime.resilience.device_memory import smallest_device_memory
 from mmtrain.runtime.training.choose_plan import ChosenPlan
+from mmtrain.runtime.training.plan_fit import require_fit
 from mmtrain.runtime.training.replanned_run import keep_switch
 from mmtrain.runtime.training.run_steps import RankSession
 from mmtrain.runtime.training.standby_plans import save_standby_plan
 
 
 def switch_plan(session: RankSession, before: Plan, plan: Plan, checkpoint: Path) -> ChosenPlan:
-    """Make `plan` the plan of the run, and return it on all ranks; the one before if the disk cannot hold it.
+    """Make `plan` the plan of the run, and return it on all ranks; the one before if it cannot be.
 
-    Nothing of the plan before is in use any more. Its memory is given back before the new plan is built.
+    That is so if it does not fit into what the devices have now, which may be less than when it was made, or if the
+    disk cannot hold it. Nothing of the plan before is in use any more. Its memory is given back before a plan is built.
 
     Raises FolderTaken, on all ranks, if another run owns the folder now.
     """
@@ -25,9 +29,18 @@ def switch_plan(session: RankSession, before: Plan, plan: Plan, checkpoint: Path
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     request = session.request
+    device = smallest_device_memory(request.recipe, plan.hardware, session.patient_world)
 
     def keep() -> bool:
         session.claim.require()
+        try:
+            require_fit(request.recipe, plan, device)
+        except PlanError as error:
+            print(
+                f"mmtrain: the run goes on with its present plan, since the faster one is refused: {error}",
+                file=sys.stderr,
+            )
+            return False
         try:
             keep_switch(request.run_dir, before, plan, step_of(checkpoint) or 0)
             if request.elastic:

@@ -207,7 +207,7 @@ def _train_on_plan(session: RankSession, world: World, chosen: ChosenPlan) -> St
     attention = describe_attention(recipe, build_model_shape(recipe), world.device, rank_context.dtype)
     kernels = kernel_choices(recipe.train.kernels, world.device, rank_context.dtype)
     introduce_run(console, request, chosen, session.index, position.first_step, attention, kernels)
-    end = run_steps(RankRun(session, rank_context, chosen, position))
+    end = run_steps(RankRun(session, rank_context, chosen, position, memory))
     if end.new_plan is not None:
         activity.start(BUILDING)
         release_groups(rank_context.transport.groups)
