@@ -73,7 +73,7 @@ class PartitionBudget:
     anchor_estimate_discount: float = 0.95
     num_runner_ups: int = 2  # further partitions of the fastest assignment that are simulated; chosen by hand
     # Assignments that are simulated at least, however few are shown: estimates are off by some percent, and with five
-    # InternVL-26B was given a step of 4.76 s for 4.65.
+    # InternVL-26B was given a step of 4.76 s for 4.67.
     min_simulated: int = 6
     num_estimated_replica_groups: int = 2  # those of a batch with most work stand for all; chosen by hand
 
