@@ -32,6 +32,9 @@ from mmtrain.balance.top_up_groups import top_up
 GroupingMethod = Literal["matched", "isf", "random", "length", "device"]
 Matching = Literal["step", "row"]
 GROUPING_METHODS: tuple[GroupingMethod, ...] = ("matched", "isf", "random", "length", "device")
+# Raise a method's version with every change after which it makes other steps of the same samples, so that no run that
+# began before continues on other steps unnoticed. `tests/data/test_group_stream.py` pins the steps of each method.
+GROUPING_VERSIONS: Mapping[GroupingMethod, int] = {"matched": 2, "isf": 1, "random": 1, "length": 1, "device": 1}
 ISF_ROUNDS = 10  # OmniBal
 ISF_SLACK_DIVISOR = 32  # OmniBal's slack of 128 tokens is a 32nd of a budget of 4,096
 LIGHT_UNIT_SHARE = 0.05  # of all tokens; below it a unit's balance is worth little

@@ -1,3 +1,4 @@
+import hashlib
 from collections import Counter
 
 import numpy as np
@@ -7,7 +8,14 @@ from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping, IntArray, ItemLengths, SampleGroups, SampleLengths, dist_ratio
 from mmtrain.balance.grouping import GroupingSizes
-from mmtrain.balance.methods import GroupingMethod, group_window, token_targets, unit_tokens
+from mmtrain.balance.methods import (
+    GROUPING_VERSIONS,
+    GroupingMethod,
+    Matching,
+    group_window,
+    token_targets,
+    unit_tokens,
+)
 from mmtrain.data import DataIndex, GroupStream, validation_batches
 from mmtrain.errors import DataError
 
@@ -294,3 +302,32 @@ def test_too_few_held_out_samples_are_an_error_of_the_data() -> None:
     index = make_index(make_lengths(0, 3))
     with pytest.raises(DataError, match=r"data\.validation: 3 usable samples, but a global batch needs 4 groups"):
         validation_batches(index, Grouping(100, 1000, 4), {"llm": 2, "vision": 1}, {"llm": 2, "vision": 2}, limit=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "matching", "version", "digest"),
+    [
+        ("matched", "step", 2, "01859b5ae60f0b64"),
+        ("matched", "row", 2, "088bde2e7997e93e"),
+        ("isf", "row", 1, "246c9ea6140b9827"),
+        ("random", "row", 1, "79b62456b1eecc1b"),
+        ("length", "row", 1, "8f26d28f5003be57"),
+        ("device", "row", 1, "8dbedab005827d67"),
+    ],
+)
+def test_the_steps_change_only_with_the_version(
+    method: GroupingMethod, matching: Matching, version: int, digest: str
+) -> None:
+    lengths = make_lengths(0, 600)
+    grouping = Grouping(120, 256, 8, method, matching=matching)
+    stream = GroupStream(lengths, grouping, 0)
+    dp, counts = {"llm": 4, "vision": 4}, {"llm": 2, "vision": 2}
+    content = hashlib.sha256()
+    for step in range(6):
+        batch = stream.batch(step, 8, dp, counts, token_targets(lengths, grouping))
+        for replica in range(4):
+            for index in range(2):
+                samples = sorted(batch.sample_id[batch.microbatch(replica, index)].tolist())
+                content.update(f"{step} {replica} {index} {samples}".encode())
+    assert GROUPING_VERSIONS[method] == version
+    assert content.hexdigest()[:16] == digest, "raise the method's GROUPING_VERSIONS, then pin these steps"

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mmtrain.balance import StepTargets
+from mmtrain.balance.methods import GROUPING_VERSIONS
 from mmtrain.checkpoint import Checkpoint, SavingRun, find, foreign_drafts
 from mmtrain.costs import Precision
 from mmtrain.data import DataIndex, read_quarantine, write_quarantine
@@ -170,10 +171,18 @@ def describe_changed_facts(before: Mapping[str, object], now: Mapping[str, objec
     """
     removed = [key for key in before if (_is_encoder_position(key) or key in _OPTIONAL_FACTS) and key not in now]
     keys = [*removed, *now]
-    return [f"{key}: {before.get(key)} then, {now.get(key)} now" for key in keys if before.get(key) != now.get(key)]
+    changes = []
+    for key in keys:
+        if before.get(key) != now.get(key):
+            hint = _GROUPING_VERSION_HINT if key == _GROUPING_VERSION else ""
+            changes.append(f"{key}: {before.get(key)} then, {now.get(key)} now{hint}")
+    return changes
 
 
-_OPTIONAL_FACTS = ("train.lora", "data.matching")  # missing facts have a meaning: no LoRA; steps matched in rows
+_GROUPING_VERSION = "data.grouping_version"
+_GROUPING_VERSION_HINT = " (mmtrain groups the same samples into other steps now: continue with the mmtrain of then)"
+# Missing facts have a meaning: no LoRA; steps matched in rows; the first version of a grouping method.
+_OPTIONAL_FACTS = ("train.lora", "data.matching", _GROUPING_VERSION)
 
 
 def _is_encoder_position(key: str) -> bool:
@@ -197,6 +206,9 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
     facts["data"]["budgets"] = " ".join(f"{unit}={budget}" for unit, budget in sorted(recipe.data.budgets.items()))
     if recipe.data.grouping == "matched" and recipe.data.matching == "step":
         facts["data"]["matching"] = "step"
+    version = GROUPING_VERSIONS[recipe.data.grouping]
+    if version > 1:
+        facts["data"][_GROUPING_VERSION.removeprefix("data.")] = version
     if recipe.data.sources[0].share is not None:  # the fingerprint covers shares; this names them
         facts["data"]["shares"] = str([source.share for source in recipe.data.sources])
     facts["data"] |= {
