@@ -1,5 +1,6 @@
 """A run whose cost table is wrong notices it, plans again with the recorded costs, and switches to the faster plan."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -16,16 +17,21 @@ from mmtrain.costs import AnalyticCosts, CostTable, preset
 from mmtrain.costs.recorded_costs import RecordedRatios, recorded_table
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, load_plan
+from mmtrain.plan.artifact.plan_memory import DeviceMemory
 from mmtrain.plan.artifact.replanned import present_step_s
 from mmtrain.program import Action
+from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints
+from mmtrain.runtime.resilience.device_memory import smallest_device_memory
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.run_folder import FASTER_PLAN_FILE, PLAN_FILE, RECORDED_COSTS_FILE, REPLANNED_FOLDER
 from mmtrain.runtime.training import cost_drift
+from mmtrain.runtime.training import switch_plan as switch_plan_module
 from mmtrain.runtime.training.cost_drift import MEDIAN_STEPS
 from mmtrain.runtime.training.hooks.replanning import MIN_GAIN
 from mmtrain.runtime.training.train_request import TrainRequest
+from mmtrain.runtime.world import World
 from tests.distributed import RanksFailed, fork_ranks
 from tests.flow.runs import request_for, run_one_rank
 
@@ -181,6 +187,37 @@ def test_a_run_switches_to_the_faster_plan_at_a_checkpoint_and_ends_with_the_sam
     assert plan.units != before.units
     assert plan.recipe_sha256 == before.recipe_sha256
     assert losses(request) == same_losses(unbroken_losses)
+
+
+def test_a_switch_to_a_plan_that_does_not_fit_any_more_is_refused_and_the_run_goes_on(
+    data: Path, tmp_path: Path, unbroken_losses: list[float]
+) -> None:
+    """Devices have no room at the first switch, as if another process held it, and have room again at the second."""
+    request = pipeline_request(data, tmp_path, "train.replan=auto")
+    errors = fork_ranks(2, _short_rank_without_room, [request] * 2, free_port(), AwaitPlan(), timeout=110)
+    assert errors == ["", ""]
+    refusals = [(tmp_path / f"refusals-{rank}.txt").read_text() for rank in range(2)]
+    [refusal] = [text for text in refusals if text]  # one rank decides for all
+    assert (
+        "goes on with its present plan, since the faster one is refused: the plan does not fit this device" in refusal
+    )
+    assert "most of it " in refusal
+    assert [step["step"] for step in read_metrics(request.run_dir)] == list(range(1, NUM_STEPS + 1))
+    assert losses(request) == same_losses(unbroken_losses)
+
+
+def _short_rank_without_room(rank: int, world_size: int, folder: Path, requests: list[TrainRequest], *args: Any) -> str:
+    """Run a rank whose devices have no room for any plan in the first switch; keep what it writes to stderr of it."""
+    measured = []
+    said = requests[rank].run_dir.parent / f"refusals-{rank}.txt"
+
+    def without_room(recipe: Recipe, hardware: str, world: World) -> DeviceMemory:
+        measured.append(smallest_device_memory(recipe, hardware, world))
+        return replace(measured[-1], nbytes=1e6) if len(measured) == 1 else measured[-1]
+
+    switch_plan_module.smallest_device_memory = without_room
+    with said.open("w") as file, contextlib.redirect_stderr(file):
+        return _short_rank(rank, world_size, folder, requests, *args)
 
 
 def test_kills_in_the_save_before_a_switch_and_after_it_resume_on_the_right_plan(
