@@ -19,7 +19,8 @@ def inspect(
 ) -> None:
     """Say whether training can start from a model folder.
 
-    Shows its family, units and weights. What is not supported, and every tensor that does not fit, is an error.
+    Shows its family, units and weights, and the LLM tokens that images and sound cost. What is not supported, and every
+    tensor that does not fit, is an error.
     """
     import json
     from dataclasses import asdict
@@ -39,6 +40,10 @@ def _text(summary: "FolderSummary", is_of_hub: bool) -> str:
     for unit in summary.units:
         shape = f"{unit.layers} blocks, {unit.hidden} wide, {unit.heads} heads"
         lines.append(f"  {unit.name}: {unit.parameters:,} parameters, {shape}")
+    if summary.media_tokens:
+        costs = [f"{tokens:,.4g}" if tokens % 1 else f"{tokens:,.0f}" for tokens in summary.media_tokens.values()]
+        media = zip(summary.media_tokens, costs, strict=True)
+        lines.append("  LLM tokens: " + "; ".join(f"{medium} {cost}" for medium, cost in media))
     if summary.num_bytes is None:
         none = "on the hub; training fetches them" if is_of_hub else "none; it can be planned for, not trained from"
         lines.append(f"  weights: {none}")

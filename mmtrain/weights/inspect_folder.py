@@ -1,10 +1,13 @@
 """Describe a Hugging Face folder: its family, its units, its weights, and the files that text needs."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from mmtrain.data.index.feature_counts import count_image_features
+from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError
 from mmtrain.families import read_model_folder
@@ -16,9 +19,14 @@ from mmtrain.families.folder_files import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
 )
+from mmtrain.families.model_folder import ModelFolder
+from mmtrain.recipe.audio_settings import AudioSettings
+from mmtrain.recipe.data_settings import ImageSettings
+from mmtrain.recipe.vision_settings import VisionSettings
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
 
+SHOWN_IMAGES = ((336, 336), (1280, 960), (3840, 2160))  # width x height in pixels
 TEXT_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, TEMPLATE_FILE, IMAGE_PROCESSOR_FILE)
 
 
@@ -46,6 +54,7 @@ class FolderSummary:
     dtypes: tuple[str, ...] | None
     text_files: tuple[str, ...]  # of `TEXT_FILES`, those that are there
     text_problems: tuple[str, ...]  # what is wrong with tokenizer and chat template, and what to know of them
+    media_tokens: Mapping[str, float]  # what a medium becomes for the LLM, without the marks around it
 
 
 def inspect_folder(path: Path) -> FolderSummary:
@@ -60,23 +69,45 @@ def inspect_folder(path: Path) -> FolderSummary:
         for name, settings in folder.settings.model.items()
     )
     text_files = tuple(name for name in TEXT_FILES if (path / name).is_file())
-    text_problems = _text_problems(path)
-    if not any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
-        return FolderSummary(str(path), folder.family.name, units, None, None, None, None, text_files, text_problems)
-    stored = FolderTensors.of(path)
-    match_tensors(folder, stored)
-    files = {weight.file for weight in stored.tensors.values()}
-    return FolderSummary(
+    summary = FolderSummary(
         folder=str(path),
         family=folder.family.name,
         units=units,
+        files=None,
+        tensors=None,
+        num_bytes=None,
+        dtypes=None,
+        text_files=text_files,
+        text_problems=_text_problems(path),
+        media_tokens=_media_tokens(folder),
+    )
+    if not any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+        return summary
+    stored = FolderTensors.of(path)
+    match_tensors(folder, stored)
+    files = {weight.file for weight in stored.tensors.values()}
+    return replace(
+        summary,
         files=len(files),
         tensors=len(stored.tensors),
         num_bytes=sum((path / file).stat().st_size for file in files),
         dtypes=tuple(sorted({DTYPES.get(weight.dtype, weight.dtype) for weight in stored.tensors.values()})),
-        text_files=text_files,
-        text_problems=text_problems,
     )
+
+
+def _media_tokens(folder: ModelFolder) -> dict[str, float]:
+    """Return the LLM tokens of images of some sizes, and of a second of sound, for the encoders of a folder."""
+    tokens: dict[str, float] = {}
+    units = folder.settings.model
+    if "vision" in units and "image" in folder.settings.data:
+        vision = VisionSettings.model_validate(units["vision"])
+        image = ImageSettings.model_validate(folder.data_settings("image"))
+        for width, height in SHOWN_IMAGES:
+            tokens[f"image of {width} x {height}"] = count_image_features(width, height, vision, image)
+    if "audio" in units:
+        audio = AudioSettings.model_validate(units["audio"])
+        tokens["second of sound"] = SAMPLE_RATE_HZ / HOP_SAMPLES / audio.cells_per_feature
+    return tokens
 
 
 def _text_problems(path: Path) -> tuple[str, ...]:

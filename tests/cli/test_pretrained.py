@@ -53,6 +53,7 @@ def test_a_folder_is_described(run_mmtrain: RunMmtrain, recipe: Path, tmp_path: 
     assert summary["dtypes"] == ["float32"]
     assert "tokenizer.json" in summary["text_files"]
     assert summary["text_problems"] == []
+    assert summary["media_tokens"] == {}
     template = tmp_path / "llama" / "chat_template.jinja"
     template.write_text(template.read_text(encoding="utf-8").replace("<|im_end|>", ""), encoding="utf-8")
     shown = run_mmtrain("inspect", tmp_path / "llama").stdout
@@ -60,6 +61,14 @@ def test_a_folder_is_described(run_mmtrain: RunMmtrain, recipe: Path, tmp_path: 
     write_config(tmp_path / "qwen", QWEN2, hidden_act="gelu")
     done = run_mmtrain("inspect", tmp_path / "qwen")
     assert (done.returncode, 'hidden_act: "gelu" is not supported yet' in done.stderr) == (2, True)
+
+
+def test_what_images_and_sound_cost_is_shown(run_mmtrain: RunMmtrain, tmp_path: Path) -> None:
+    """Use a folder that takes pictures of at most 16 tokens, and Whisper's 50 features a second in pairs."""
+    write_tiny_model(FAMILIES["qwen2_5_omni"], tmp_path / "omni", seed=0)
+    shown = run_mmtrain("inspect", tmp_path / "omni").stdout
+    costs = "image of 336 x 336 16; image of 1280 x 960 12; image of 3840 x 2160 15; second of sound 25"
+    assert f"  LLM tokens: {costs}\n" in shown
 
 
 def test_training_without_the_weights_starts_nothing(run_mmtrain: RunMmtrain, recipe: Path, tmp_path: Path) -> None:

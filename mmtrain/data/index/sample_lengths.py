@@ -11,9 +11,9 @@ from typing import TypeVar
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import PLURALS, Quarantined, Sample, find_unusable
+from mmtrain.data.index.feature_counts import FeatureCounter
 from mmtrain.data.media.image_grids import MediumItems
-from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader, tile_join
-from mmtrain.data.media.joined_tiles import TileJoin
+from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
 from mmtrain.data.text.sample_tokenizer import (
     BadConversationError,
@@ -188,22 +188,12 @@ def _one_tile(items: MediumItems) -> MediumItems:
 
 @dataclass(frozen=True)
 class _EncoderRule:
-    """What the items of one encoder are read from, and how many of their cells become one feature."""
+    """Which media an encoder reads, and how many features they become."""
 
     unit: str
     modality: str
     kinds: tuple[MediaKind, ...]
-    cells_per_feature: int
-    partial_cells: int  # that may be missing in the last token of an item
-    extra_features: int  # of each item
-    join: TileJoin | None  # of several items of an image
-
-    def num_features(self, items: MediumItems) -> int:
-        """Return the LLM tokens of a medium from its items."""
-        if self.join is not None:
-            return self.join.num_features(items.image_size, len(items.grids))
-        num_cells = [rows * cols + self.partial_cells for rows, cols in items.grids]
-        return sum([cells // self.cells_per_feature + self.extra_features for cells in num_cells])
+    features: FeatureCounter
 
 
 class _SampleMeasurer:
@@ -220,10 +210,7 @@ class _SampleMeasurer:
                 unit,
                 settings.modality,
                 MODALITIES[settings.modality].media,
-                settings.cells_per_feature,
-                settings.partial_cells,
-                settings.extra_features,
-                tile_join(settings, recipe.data),
+                FeatureCounter.of(settings, recipe.data.image),
             )
             for unit, settings in recipe.model.all_encoders.items()
         ]
@@ -287,7 +274,7 @@ class _SampleMeasurer:
         """Return for each modality the LLM tokens of each medium, summed over the encoders, as tokenizers take them."""
         features: dict[str, list[int]] = {}
         for encoder in self._encoders:
-            of_unit = [encoder.num_features(of_medium) for of_medium in items[encoder.unit]]
+            of_unit = [encoder.features.count(of_medium) for of_medium in items[encoder.unit]]
             of_others = features.get(encoder.modality)
             if of_others is not None:
                 of_unit = [num_features + others for num_features, others in zip(of_unit, of_others, strict=True)]
