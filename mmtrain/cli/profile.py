@@ -51,7 +51,13 @@ def profile(
     from mmtrain.cli.local_cluster import resolve_cluster
     from mmtrain.costs.cost_table import CostTable
     from mmtrain.plan.search.profiled_sizes import sizes_to_measure
-    from mmtrain.runtime.profiling.profile import Profile, ProfileRequest, empty_cost_table, profile_node_links
+    from mmtrain.runtime.profiling.profile import (
+        Profile,
+        ProfileRequest,
+        empty_cost_table,
+        profile_node_links,
+        require_this_hardware,
+    )
     from mmtrain.runtime.profiling.profile import profile as measure
     from mmtrain.runtime.world import find_address
 
@@ -59,6 +65,7 @@ def profile(
     address = find_address()
     sizes = sizes_to_measure(settings, ranks, only, tp) if address is None else {}
     request = ProfileRequest(settings, hardware, ranks, sizes)
+    require_this_hardware(request)
     existing = CostTable.load(out, "--out") if out.exists() else None
     if existing is not None:
         existing.merged(empty_cost_table(request))  # raises now, not after minutes of measuring

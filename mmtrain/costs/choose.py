@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.cost_table import CostTable
-from mmtrain.costs.hardware import GIB, Hardware, Precision, preset
+from mmtrain.costs.hardware import GIB, Hardware, Precision, is_other_hardware, preset
 from mmtrain.costs.layer_fields import layer_fields, layer_key
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.errors import PlanError
@@ -58,6 +58,11 @@ def costs_for(machine: Hardware, precision: Precision, table: Path | None) -> An
                 f"set {_SETTING_OF[what]} to {of_table}, make a table with `mmtrain profile` on {needed}, or leave "
                 "cluster.costs out"
             )
+    if is_other_hardware(machine.name, measured.device):
+        raise PlanError(
+            f"cluster.costs: {table} contradicts itself: it is for hardware {measured.hardware}, and was measured on "
+            f"`{measured.device}`; make a table with `mmtrain profile` on {machine.name}, or leave cluster.costs out"
+        )
     if not measured.has_entries and not measured.is_recorded:
         raise PlanError(
             f"cluster.costs: {table} holds no entry (layers, messages, optimizer and layer_scales are empty); measure "

@@ -218,6 +218,7 @@ _H100 = Hardware(
 _H200 = replace(_H100, name="h200-141g", memory_bytes_per_s=4800 * GB, memory_bytes=141 * GB)
 
 PRESETS = {h.name: h for h in (_CPU_CORE, _A100, _A800, _H100, _H200)}
+CORE_PREFIX = "one core of "  # of what `mmtrain profile` names a processor
 _DEVICE_NAMES = {"A100": "a100-80g", "A800": "a800-80g", "H100": "h100-80g", "H200": "h200-141g"}
 
 
@@ -246,11 +247,25 @@ def preset_for_device(device_name: str | None) -> str:
     """
     if device_name is None:
         return "cpu-core"
-    words = re.split(r"[^A-Z0-9]+", device_name.upper())
-    for mark, name in _DEVICE_NAMES.items():
-        if mark in words:  # as a word: a GH200 is no H200
-            return name
+    if (known := _preset_of_gpu(device_name)) is not None:
+        return known
     raise PlanError(
         f"cluster.hardware: `auto` knows no preset for this machine's device `{device_name}`. "
         f"Set the closest of {', '.join(PRESETS)}, and cluster.memory_gib if its memory differs."
     )
+
+
+def is_other_hardware(preset_name: str, device_name: str) -> bool:
+    """Return whether a device is certainly not what a preset describes: a core for a GPU, or a GPU of another preset.
+
+    device_name: as `mmtrain profile` writes it. A GPU without a preset may be measured under the closest one.
+    """
+    if device_name.startswith(CORE_PREFIX):
+        return preset_name != "cpu-core"
+    known = _preset_of_gpu(device_name)
+    return known is not None and known != preset_name
+
+
+def _preset_of_gpu(device_name: str) -> str | None:
+    words = re.split(r"[^A-Z0-9]+", device_name.upper())
+    return next((name for mark, name in _DEVICE_NAMES.items() if mark in words), None)  # as a word: a GH200 is no H200

@@ -209,3 +209,6 @@ def test_profile_checks_its_output_file_before_it_measures(run_mmtrain: RunMmtra
     refused = run_mmtrain("profile", demo, "--tp", "1", "--set", "cluster.hardware=cpu-core", "--out", str(other))
     assert refused.returncode == 2
     assert "was measured with hardware h100-80g, now it is cpu-core" in refused.stderr
+    on_a_core = run_mmtrain("profile", demo, "--tp", "1", "--set", "cluster.hardware=h100", "--out", str(other))
+    assert on_a_core.returncode == 2
+    assert "h100-80g, and this machine would be measured: `one core of " in on_a_core.stderr

@@ -64,6 +64,22 @@ def test_a_table_without_an_entry_is_rejected(tmp_path: Path) -> None:
         costs_for(preset("cpu-core"), "fp32", path)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "device"),
+    [("h100-80g", "one core of x"), ("h100-80g", "NVIDIA A100-SXM4-80GB"), ("cpu-core", "NVIDIA H200")],
+)
+def test_a_table_that_was_measured_on_other_hardware_than_it_states_is_rejected(
+    tmp_path: Path, hardware: str, device: str
+) -> None:
+    path = tmp_path / "costs.json"
+    table = CostTable.load(TABLES / "h200-141g.json")
+    table.model_copy(update={"hardware": hardware, "device": device}).save(path)
+    with pytest.raises(PlanError, match=f"it is for hardware {hardware}, and was measured on `{device}`; make a table"):
+        costs_for(preset(hardware), "bf16", path)
+    table.model_copy(update={"hardware": hardware, "device": "NVIDIA L40S"}).save(path)  # may be the closest preset
+    assert isinstance(costs_for(preset(hardware), "bf16", path), MeasuredCosts)
+
+
 def test_a_bare_word_names_a_shipped_table() -> None:
     assert is_shipped(Path("cpu-core"))
     assert not any(is_shipped(Path(p)) for p in ("costs.json", "/tables/cpu-core", "tables/cpu-core"))

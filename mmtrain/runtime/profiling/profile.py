@@ -29,7 +29,9 @@ from mmtrain.costs.cost_table import (
     layer_fields,
     layer_key,
 )
+from mmtrain.costs.hardware import CORE_PREFIX, is_other_hardware
 from mmtrain.costs.measured_costs import interpolation_errors
+from mmtrain.errors import PlanError
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import UnitShape, build_model_shape
 from mmtrain.recipe import Recipe
@@ -124,6 +126,16 @@ def empty_cost_table(request: ProfileRequest) -> CostTable:
     )
 
 
+def require_this_hardware(request: ProfileRequest) -> None:
+    """Raise PlanError if this machine is other hardware than the cluster's, so that its times would mislead plans."""
+    device = empty_cost_table(request).device
+    if is_other_hardware(request.hardware, device):
+        raise PlanError(
+            f"cluster.hardware: {request.hardware}, and this machine would be measured: `{device}`. Profile on "
+            f"{request.hardware}, or add --set cluster.hardware=auto to measure this machine"
+        )
+
+
 def _rank_main(measure: Callable[[World], _Measurements], out: Path, address: Address) -> None:
     """Measure as one rank; the first rank writes the result to `out`."""
     if not torch.cuda.is_available():
@@ -215,7 +227,7 @@ def device_name(device: torch.device) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"one core of {models[0] if models else platform.processor() or platform.machine()}"
+    return f"{CORE_PREFIX}{models[0] if models else platform.processor() or platform.machine()}"
 
 
 def _load_size(samples: dict[str, LayerSample]) -> tuple[int, int]:
