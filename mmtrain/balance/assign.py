@@ -34,7 +34,7 @@ def assign(
     to the least loaded replica (MMScale's reordering across replicas, arXiv 2408.04275, one microbatch after the
     other). Grouping puts groups that are alike in every modality next to each other, so replicas wait for each other
     neither at the end of a step nor inside it. Where `targets` describe a pipeline, `order_microbatches` then orders
-    the microbatches in time.
+    the microbatches in time. With `targets.reorder` off, groups go to replicas and microbatches in stream order.
 
     Items follow in blocks. The n microbatches of an encoder and the m of the LLM form gcd(n, m) blocks, and the
     encoder's microbatches of a block take exactly the items of the LLM's microbatches of that block in their replica
@@ -47,11 +47,14 @@ def assign(
     group_loads = np.zeros((len(groups), loads.shape[1]), dtype=np.int64)
     np.add.at(group_loads, groups_of_samples, loads)
     size = _weighted_shares(group_loads, targets) if targets.loads else group_loads[:, 0].astype(np.float64)
-    replica_of_group, index_of_group = _assign_groups(size, dp[LLM], num_microbatches[LLM])
-    order = order_microbatches(
-        work, replica_of_group[groups_of_samples], index_of_group[groups_of_samples], targets, dp, num_microbatches
-    )
-    index_of_group = np.argsort(order)[index_of_group]
+    if targets.reorder:
+        replica_of_group, index_of_group = _assign_groups(size, dp[LLM], num_microbatches[LLM])
+        order = order_microbatches(
+            work, replica_of_group[groups_of_samples], index_of_group[groups_of_samples], targets, dp, num_microbatches
+        )
+        index_of_group = np.argsort(order)[index_of_group]
+    else:
+        index_of_group, replica_of_group = np.divmod(np.arange(len(groups)), dp[LLM])
     in_batch_order = np.lexsort((index_of_group, replica_of_group))
     num_samples = np.array([len(groups[g]) for g in in_batch_order], dtype=np.int64)
     sample_id = np.concatenate([groups[g] for g in in_batch_order]).astype(np.int64)

@@ -1,7 +1,7 @@
 """Decide which samples share a group: ISF, the fixed-size baselines, and packing by best fit in a shuffled window.
 
-Every function here uses each sample of its order exactly once, and depends on nothing but its arguments, the random
-generator among them.
+Every function here uses each sample of its order exactly once (ISF can leave out its remainder), and depends on nothing
+but its arguments, the random generator among them.
 """
 
 from bisect import bisect_left, insort
@@ -59,7 +59,12 @@ class GroupingSizes:
 
 
 def group_by_isf(
-    tokens: IntArray, budgets: IntArray, fill: IntArray, rounds: int, rng: np.random.Generator
+    tokens: IntArray,
+    budgets: IntArray,
+    fill: IntArray,
+    rounds: int,
+    rng: np.random.Generator,
+    keep_remainder: bool = True,
 ) -> SampleGroups:
     """Group by iterative sampling and filtering (ISF, OmniBal, arXiv 2407.20761).
 
@@ -69,6 +74,7 @@ def group_by_isf(
     fill: (m,); a closed group is kept if it reaches any of these, else its samples return to the pool. After `rounds`
     rounds the samples that are left are grouped in the order of one more shuffle. So every sample is used exactly once,
     and the last groups are as empty as chance makes them. A sample above a budget alone becomes a group of its own.
+    keep_remainder: False leaves these last groups out, unless there are no others.
 
     Groups come out in random order. The published defaults: budgets = (longest sample, that times tiles per token),
     fill = (longest sample - 128, the tile budget).
@@ -83,7 +89,8 @@ def group_by_isf(
         in_full_group = np.repeat(full, groups.sizes)
         parts.append(SampleGroups(np.concatenate([[0], np.cumsum(groups.sizes[full])]), order[in_full_group]))
         pool = order[~in_full_group]
-    parts.append(_fill_in_order(columns, budgets, rng.permutation(pool))[0])
+    if keep_remainder or not any(len(part) for part in parts):
+        parts.append(_fill_in_order(columns, budgets, rng.permutation(pool))[0])
     together = _concatenate(parts)
     return together.reordered(rng.permutation(len(together)))
 

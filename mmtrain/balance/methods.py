@@ -21,6 +21,7 @@ from mmtrain.balance.grouping import (
     group_by_length,
     group_randomly,
 )
+from mmtrain.balance.isf_rules import IsfOptions, IsfRules
 from mmtrain.balance.local_search import num_search_rounds
 from mmtrain.balance.modality_free_steps import form_modality_free_steps
 from mmtrain.balance.slack_packing import pack_with_slack
@@ -34,9 +35,7 @@ Matching = Literal["step", "row"]
 GROUPING_METHODS: tuple[GroupingMethod, ...] = ("matched", "isf", "random", "length", "device")
 # Raise a method's version with every change after which it makes other steps of the same samples, so that no run that
 # began before continues on other steps unnoticed. `tests/data/test_group_stream.py` pins the steps of each method.
-GROUPING_VERSIONS: Mapping[GroupingMethod, int] = {"matched": 2, "isf": 1, "random": 1, "length": 1, "device": 1}
-ISF_ROUNDS = 10  # OmniBal
-ISF_SLACK_DIVISOR = 32  # OmniBal's slack of 128 tokens is a 32nd of a budget of 4,096
+GROUPING_VERSIONS: Mapping[GroupingMethod, int] = {"matched": 2, "isf": 2, "random": 1, "length": 1, "device": 1}
 LIGHT_UNIT_SHARE = 0.05  # of all tokens; below it a unit's balance is worth little
 TARGET_ROW_SIZE = 64  # groups in a row of near-equal ones; more make steps less random, with fewer more replicas wait
 
@@ -68,6 +67,14 @@ class GroupingSettings(Protocol):
     def long_sample_tokens(self) -> int | None:
         """The LLM tokens above which a sample is trained in steps of long samples."""
 
+    @property
+    def isf(self) -> IsfOptions:
+        """The rules of the method `isf`."""
+
+    @property
+    def reorder(self) -> bool:
+        """Whether samples and microbatches of a step are arranged for the replicas and the pipeline."""
+
 
 @dataclass(frozen=True)
 class Grouping:
@@ -85,6 +92,8 @@ class Grouping:
     budgets: Mapping[str, int] = field(default_factory=dict)  # encoder unit -> most of its tokens in a group
     long_tokens: int | None = None  # samples with more LLM tokens than this are trained in steps of their own
     matching: Matching = "step"
+    isf: IsfRules = field(default_factory=IsfRules)
+    reorder: bool = True  # False: the groups of a step run in the order of the stream
 
     @classmethod
     def of(cls, data: GroupingSettings, global_batch: int) -> "Grouping":
@@ -97,13 +106,26 @@ class Grouping:
             budgets=data.budgets,
             long_tokens=data.long_sample_tokens,
             matching=data.matching,
+            isf=IsfRules.of(data.isf),
+            reorder=data.reorder,
         )
+
+    @property
+    def leaves_remainder(self) -> bool:
+        """Return whether samples that ISF leaves over are not used in this epoch."""
+        return self.method == "isf" and self.isf.remainder == "next_epoch"
 
     @property
     def row_size(self) -> int:
         """Return the divisor of the global batch whose ratio to `TARGET_ROW_SIZE` is nearest to 1."""
         divisors = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
         return min(divisors, key=lambda n: abs(log(n / TARGET_ROW_SIZE)))
+
+
+def unit_items(lengths: SampleLengths) -> IntArray:
+    """Return (n, encoders) the items of every sample, in the order of the columns of `unit_tokens` after the LLM's."""
+    counts = [np.diff(items.first) for _, items in sorted(lengths.items.items())]
+    return np.stack(counts, axis=1).astype(np.int64) if counts else np.zeros((len(lengths), 0), dtype=np.int64)
 
 
 def unit_tokens(lengths: SampleLengths) -> tuple[tuple[str, ...], IntArray]:
@@ -128,9 +150,9 @@ def token_targets(lengths: SampleLengths, grouping: Grouping) -> StepTargets:
 def grouping_sizes(lengths: SampleLengths, grouping: Grouping) -> GroupingSizes:
     """Prepare a dataset's lengths for `group_window` and `arrange_window`.
 
-    Nothing bounds an encoder without a budget; under ISF the published ratio does (the LLM's budget times encoder
-    tokens over LLM tokens). A sample that is above an encoder's budget alone counts as the budget, so that no other
-    sample with items for that encoder joins it.
+    Nothing bounds an encoder without a budget; under ISF the published ratio does: the LLM's budget times encoder
+    tokens (items with `isf.encoder_budget: items`) over LLM tokens. A sample that is above an encoder's budget alone
+    counts as the budget, so that no other sample with items for that encoder joins it.
 
     The loads to balance are the tokens of each unit apart, encoders by their number of tokens, the LLM last: where
     these are even, so is every sum of costs, whether units turn out to share ranks or not. The weight of a unit is its
@@ -139,23 +161,35 @@ def grouping_sizes(lengths: SampleLengths, grouping: Grouping) -> GroupingSizes:
     """
     units, tokens = unit_tokens(lengths)
     total = tokens.sum(axis=0)
-    budgets = np.maximum(total, 1)
-    budgets[0] = grouping.seq_len
-    for column, unit in enumerate(units[1:], 1):
-        if grouping.method == "isf":
-            budgets[column] = max(grouping.seq_len * int(total[column]) // max(int(total[0]), 1), 1)
-        budgets[column] = grouping.budgets.get(unit, int(budgets[column]))
+    counted = tokens
+    if grouping.method == "isf" and grouping.isf.encoder_budget == "items":
+        counted = np.concatenate([tokens[:, :1], unit_items(lengths)], axis=1)
+    budgets = _budgets(units, counted, grouping)
     encoders_by_tokens = np.argsort(-total[1:], kind="stable") + 1
     columns = [column for column in (*encoders_by_tokens, 0) if total[column] > 0] or [0]
     mean_tokens = float(tokens[:, 0].mean()) if len(tokens) else 0.0
     share = total[columns] / max(int(total.sum()), 1)
     return GroupingSizes(
-        tokens=np.minimum(tokens, budgets),
+        tokens=np.minimum(counted, budgets),
         budgets=budgets,
         load_matrix=np.eye(len(units))[columns],
         weights=np.where(share < LIGHT_UNIT_SHARE, share / 100, share),
         batch=max(1, round(grouping.seq_len / max(mean_tokens, 1.0))) if len(tokens) else 1,
     )
+
+
+def _budgets(units: tuple[str, ...], counted: IntArray, grouping: Grouping) -> IntArray:
+    """Return (units,) what no group may pass of what is `counted` (n, units) of each sample."""
+    total = counted.sum(axis=0)
+    budgets: IntArray = np.maximum(total, 1)
+    budgets[0] = grouping.seq_len
+    if grouping.method == "isf":
+        if grouping.isf.token_budget == "longest" and len(counted):
+            budgets[0] = min(grouping.seq_len, max(int(counted[:, 0].max()), 1))
+        budgets[1:] = np.maximum(budgets[0] * total[1:] // max(int(total[0]), 1), 1)
+    for column, unit in enumerate(units[1:], 1):
+        budgets[column] = grouping.budgets.get(unit, int(budgets[column]))
+    return budgets
 
 
 def group_window(sizes: GroupingSizes, order: IntArray, grouping: Grouping, rng: np.random.Generator) -> SampleGroups:
@@ -165,9 +199,9 @@ def group_window(sizes: GroupingSizes, order: IntArray, grouping: Grouping, rng:
         return pack_with_slack(sizes.tokens, budgets, order)
     tokens = sizes.tokens[order]
     if grouping.method == "isf":
-        slack = np.zeros_like(budgets)
-        slack[0] = budgets[0] // ISF_SLACK_DIVISOR
-        groups = group_by_isf(tokens, budgets, budgets - slack, ISF_ROUNDS, rng)
+        rules = grouping.isf
+        keep_remainder = rules.remainder == "keep"
+        groups = group_by_isf(tokens, budgets, rules.least_loads(budgets), rules.rounds, rng, keep_remainder)
     elif grouping.method == "random":
         groups = group_randomly(tokens, budgets, sizes.batch, rng)
     elif grouping.method == "length":

@@ -72,13 +72,14 @@ class ScheduleTable:
 
 @dataclass(frozen=True)
 class StepTargets:
-    """What to arrange the samples of a step for; without any targets samples run in the order of the stream."""
+    """What to arrange the samples of a step for; without any targets groups are balanced by their tokens."""
 
     loads: tuple[BalancedLoad, ...] = ()  # the coarsest first
     pipeline: tuple[PipelineRank, ...] = ()  # of 1F1B along one chain, in order; empty where time does not matter
     schedule_table: ScheduleTable | None = None  # of pipelines that work in another order
     item_costs: dict[str, SequenceCost] = field(default_factory=dict)  # encoder -> what one item costs its replica
     replica_nodes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # unit -> node of each of its replicas
+    reorder: bool = True  # False: groups go to replicas and microbatches in the order of the stream
 
 
 class SampleWork:

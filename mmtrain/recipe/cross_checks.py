@@ -169,6 +169,19 @@ def check_budgets(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("data", "budgets", unit), f"no encoder of this model is called {unit}; {allowed}")
 
 
+def check_isf(recipe: Recipe) -> Iterator[Problem]:
+    """ISF's encoder budgets count what `data.budgets` counts, and sources with shares have passes of their own."""
+    data = recipe.data
+    if data.grouping != "isf":
+        return
+    if data.isf.encoder_budget == "items" and data.budgets:
+        text = "found `items`, but data.budgets are in tokens: remove data.budgets, or use `tokens`"
+        yield Problem(("data", "isf", "encoder_budget"), text)
+    if data.isf.remainder == "next_epoch" and any(source.share is not None for source in data.sources):
+        text = "found `next_epoch`; sources with shares have no common epochs: use `keep`, or weights instead of shares"
+        yield Problem(("data", "isf", "remainder"), text)
+
+
 def _if_samples(check: Check) -> Check:
     """Restrict a check to recipes whose sources hold samples."""
 
@@ -201,6 +214,7 @@ CHECKS: tuple[Check, ...] = (
     check_generator,
     check_sample_length,
     check_budgets,
+    check_isf,
     *(_if_samples(check) for checks in ENCODER_CHECKS.values() for check in checks),
 )
 

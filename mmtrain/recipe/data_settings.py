@@ -328,6 +328,57 @@ class AudioDataSettings(Section):
     )
 
 
+class IsfSettings(Section):
+    """How iterative sampling and filtering fills groups (OmniBal, arXiv 2407.20761)."""
+
+    token_budget: Literal["seq_len", "longest"] = setting(
+        "seq_len",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Most LLM tokens of a group: `seq_len`, or the length of the `longest` sample of the data, as "
+        "published.",
+    )
+    encoder_budget: Literal["tokens", "items"] = setting(
+        "tokens",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="What bounds an encoder in a group: its `tokens`, or its `items` (images, clips) as published, for "
+        "items of one size. Both in proportion to the LLM's budget.",
+    )
+    rounds: int = setting(
+        10,
+        ge=1,
+        le=1000,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="How often samples of groups that are not full are shuffled and grouped again.",
+    )
+    slack: float = setting(
+        1 / 32,
+        ge=0,
+        lt=1,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Fraction of the LLM's budget that a full group may lack. Published: 128 of 4096 tokens.",
+    )
+    encoder_slack: float | None = setting(
+        None,
+        ge=0,
+        lt=1,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Fraction of an encoder's budget that a full group may lack. Published: 0, which images of many "
+        "sizes never reach. Default: that of `slack`.",
+    )
+    remainder: Literal["keep", "next_epoch"] = setting(
+        "keep",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Samples that no full group holds after all rounds: `keep` groups them as they come, so that an "
+        "epoch uses every sample; `next_epoch` leaves them out until the next epoch shuffles all samples again.",
+    )
+
+
 class DataSettings(Section):
     """What to train on, and how samples become microbatches."""
 
@@ -389,6 +440,15 @@ class DataSettings(Section):
         description="Most tokens of an encoder in one group, by unit (`vision: 4096`). A sample above a budget shares "
         "its group with no other sample that uses this encoder. Default: no limit; for `isf` in proportion to "
         "`seq_len`.",
+    )
+    isf: IsfSettings = Field(IsfSettings(), description="How `grouping: isf` fills groups.")
+    reorder: bool = setting(
+        True,
+        affects={"plan"},
+        added_later=True,
+        description="Arrange the samples and microbatches of a step for the plan, so that replicas and pipeline stages "
+        "wait little (MMScale). `false`: groups go to replicas and microbatches as they come. Steps hold the same "
+        "samples either way.",
     )
     long_sample_tokens: PositiveInt | None = setting(
         None,

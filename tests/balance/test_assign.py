@@ -36,6 +36,18 @@ def make_groups(rng: np.random.Generator, num_samples: int, num_groups: int) -> 
     return np.split(rng.permutation(num_samples), cuts)
 
 
+def test_without_reordering_groups_run_as_they_come() -> None:
+    rng = np.random.default_rng(0)
+    lengths, dp, num = make_lengths(rng, 40), {"llm": 2, "vision": 2}, {"llm": 4, "vision": 4}
+    groups = make_groups(rng, 40, 8)
+    loads = (BalancedLoad({"llm": SequenceCost(1)}),)
+    meta = assign(0, 0, groups, lengths, dp, num, StepTargets(loads, reorder=False))
+    for position, group in enumerate(groups):
+        index, replica = divmod(position, 2)
+        assert meta.sample_id[meta.microbatch(replica, index)].tolist() == group.tolist()
+    assert len(meta.items["vision"].tokens) == sum(np.diff(lengths.items["vision"].first))
+
+
 cases = st.tuples(  # seed, dp of vision and of the llm, microbatches of each
     st.integers(0, 10_000),
     st.sampled_from([1, 2, 3, 4, 6]),

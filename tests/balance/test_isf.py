@@ -5,14 +5,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import IntArray, SampleGroups, dist_ratio, pad_ratio
-from mmtrain.balance.grouping import group_across_devices, group_by_isf, group_by_length, group_randomly
+from mmtrain.balance import Grouping, IntArray, ItemLengths, SampleGroups, SampleLengths, dist_ratio, pad_ratio
+from mmtrain.balance.grouping import (
+    GroupingSizes,
+    group_across_devices,
+    group_by_isf,
+    group_by_length,
+    group_randomly,
+)
+from mmtrain.balance.isf_rules import IsfRules
+from mmtrain.balance.methods import grouping_sizes
 
 
 def _isf_by_hand(
     tokens: IntArray, budgets: IntArray, fill: IntArray, rounds: int, rng: np.random.Generator
-) -> list[list[int]]:
-    """Run OmniBal's algorithm as its paper describes it, one sample after another."""
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Run the algorithm as its paper describes it, one sample after another; return full groups and the others."""
 
     def fill_groups(order: list[int]) -> list[list[int]]:
         groups: list[list[int]] = []
@@ -30,7 +38,7 @@ def _isf_by_hand(
         full = [(tokens[g].sum(axis=0) >= fill).any() for g in closed]
         full_groups += [g for g, is_full in zip(closed, full, strict=True) if is_full]
         pool = [s for g, is_full in zip(closed, full, strict=True) if not is_full for s in g]
-    return full_groups + fill_groups(rng.permutation(np.array(pool, dtype=np.int64)).tolist())
+    return full_groups, fill_groups(rng.permutation(np.array(pool, dtype=np.int64)).tolist())
 
 
 def _as_sets(groups: SampleGroups) -> list[tuple[int, ...]]:
@@ -46,12 +54,46 @@ def test_isf_equals_the_algorithm_one_sample_at_a_time(seed: int, n: int, m: int
 
     groups = group_by_isf(tokens, budgets, fill, rounds, np.random.default_rng(seed))
 
-    by_hand = _isf_by_hand(tokens, budgets, fill, rounds, np.random.default_rng(seed))
-    assert _as_sets(groups) == sorted(map(tuple, by_hand))
+    full, others = _isf_by_hand(tokens, budgets, fill, rounds, np.random.default_rng(seed))
+    assert _as_sets(groups) == sorted(map(tuple, full + others))
+    without_rest = group_by_isf(tokens, budgets, fill, rounds, np.random.default_rng(seed), keep_remainder=False)
+    assert _as_sets(without_rest) == sorted(map(tuple, full or others))
     assert sorted(groups.samples.tolist()) == list(range(n))
     assert groups.loads(tokens).tolist() == [tokens[groups[i]].sum(axis=0).tolist() for i in range(len(groups))]
     for i in range(len(groups)):
         assert len(groups[i]) == 1 or (tokens[groups[i]].sum(axis=0) <= budgets).all()
+
+
+def test_published_budgets_follow_from_the_data() -> None:
+    tokens = np.array([300, 100, 200, 400])
+    items = ItemLengths(np.array([0, 2, 2, 3, 5]), *(np.full(5, side) for side in (2, 2, 4, 1)))
+    lengths = SampleLengths(tokens, tokens, {"vision": items})
+
+    def sizes(**rules: object) -> GroupingSizes:
+        return grouping_sizes(lengths, Grouping(1000, 64, 4, "isf", isf=IsfRules(**rules)))  # type: ignore[arg-type]
+
+    assert sizes().budgets.tolist() == [1000, 20], "20 vision tokens in 1,000 of the LLM"
+    published = sizes(token_budget="longest", encoder_budget="items")
+    assert published.budgets.tolist() == [400, 2], "5 images in 1,000 tokens"
+    assert published.tokens.tolist() == [[300, 2], [100, 0], [200, 1], [400, 2]]
+    assert IsfRules(slack=0.25).least_loads(published.budgets).tolist() == [300, 2]
+    assert IsfRules(slack=0.25, encoder_slack=0.5).least_loads(published.budgets).tolist() == [300, 1]
+
+
+def test_slack_lets_native_resolutions_fill_a_budget() -> None:
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(20, 60, 4000)  # tokens of one image of any size, few of which sum up to a budget exactly
+    tokens = np.stack([8 + pixels // 4, pixels], axis=1)
+    budgets = np.array([512, 512 * int(tokens[:, 1].sum()) // int(tokens[:, 0].sum())])
+
+    def left_over(rules: IsfRules) -> float:
+        least = rules.least_loads(budgets)
+        groups = group_by_isf(tokens, budgets, least, rules.rounds, np.random.default_rng(1), keep_remainder=False)
+        assert (groups.loads(tokens) >= least).any(axis=1).all()
+        return 1 - len(groups.samples) / len(tokens)
+
+    assert left_over(IsfRules()) < 0.05
+    assert left_over(IsfRules(encoder_slack=0.0, slack=0.0)) > 0.2
 
 
 def test_isf_makes_mostly_full_groups_and_strands_the_rest() -> None:

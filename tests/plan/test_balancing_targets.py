@@ -59,6 +59,16 @@ def test_an_encoder_that_serves_all_replicas_is_not_balanced_between_them() -> N
     assert len(targets.pipeline) == 2
 
 
+def test_without_reordering_only_items_are_balanced() -> None:
+    sizes = {unit: {"tp": 1, "pp": 1, "dp": 2} for unit in UNITS}
+    settings = recipe(parallel={"placement": "disaggregated"} | sizes)
+    settings = settings.model_copy(update={"data": settings.data.model_copy(update={"reorder": False})})
+    targets = derive_step_targets(settings, planned(settings, 4), lengths())
+    assert (targets.reorder, targets.loads, targets.pipeline, targets.schedule_table) == (False, (), (), None)
+    assert set(targets.item_costs) == {"vision"}
+    assert from_json(StepTargets, to_json(targets)) == targets
+
+
 def test_a_single_replica_has_no_loads_to_balance() -> None:
     assert planned_targets({"placement": "unified"}, 1)[1].loads == ()
 

@@ -228,6 +228,11 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (["data.max_sample_tokens=4096"], "data.max_sample_tokens: 4096 is above data.seq_len 2048"),
         (["data.budgets={audio: 5}"], "data.budgets.audio: no encoder of this model is called audio; allowed: vision"),
         (["data.budgets={llm: 5}"], "data.budgets.llm: the LLM's budget is data.seq_len; remove it here"),
+        (
+            ["data.grouping=isf", "data.isf.encoder_budget=items", "data.budgets.vision=512"],
+            "data.isf.encoder_budget: found `items`, but data.budgets are in tokens",
+        ),
+        (["data.isf.rounds=0"], "data.isf.rounds"),
         (["data.image.scheme=fixed", "data.image.size=225"], "data.image.size: 225 is not a multiple of 14"),
         (["data.image.scheme=fixed", "model.vision.max_side=8"], "data.image.size: a square image becomes 16 patches"),
         (["model.vision.max_side=8"], "data.image.max_pixels: a square image becomes 32 patches a side"),
@@ -319,7 +324,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 24
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 25
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"

@@ -48,7 +48,15 @@ def test_another_version_of_the_grouping_is_named(tmp_path: Path) -> None:
     assert change.startswith("data.grouping_version: None then, 2 now (")
     (change,) = describe_changed_facts(before=now, now=before)
     assert change.startswith("data.grouping_version: 2 then, None now (")
-    assert "data.grouping_version" not in facts(tmp_path, grouping="isf"), "its first version needs no mark"
+    assert "data.grouping_version" not in facts(tmp_path, grouping="random"), "its first version needs no mark"
+
+
+def test_other_rules_of_isf_are_named(tmp_path: Path) -> None:
+    default, other = facts(tmp_path, grouping="isf"), facts(tmp_path, grouping="isf", isf={"rounds": 3})
+    (change,) = describe_changed_facts(before=default, now=other)
+    assert change.startswith("data.isf: None then, ")
+    assert "rounds=3" in change
+    assert len(describe_changed_facts(before=other, now=default)) == 1
 
 
 def test_a_removed_budget_changes_the_facts(tmp_path: Path) -> None:

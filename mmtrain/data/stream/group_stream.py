@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, isqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ _SEED_COUNT = 2  # counts the groups of a window
 _SEED_WINDOW_ORDER = 3
 _SEED_WINDOW = 4  # shuffles and groups the samples of a window
 _SEED_STEPS = 5  # distributes steps between long and other samples
+_MISSING_GROUPS_DIVISOR = 8  # full groups of ISF vary by 1 to 6 between shuffles of 10,000 samples (demo data)
 _MAX_ROWS_EVENED = 256  # rows of groups that exchange samples at a time; more would take much memory
 _MAX_CACHED_WINDOWS = 4  # the one in use and the next one, for each of two readers
 
@@ -187,7 +188,7 @@ class _ShuffleWindow:
 
     samples: IntArray  # (k,) a sample that an epoch may use twice is listed twice
     probabilities: Float64Array  # (k,) that an epoch uses the entry
-    num_groups: int
+    num_groups: int  # in every epoch
 
 
 class _SubStream:
@@ -232,11 +233,18 @@ class _SubStream:
         return [self._make_window(w, entries[part], probabilities[part]) for w, part in enumerate(parts)]
 
     def _make_window(self, w: int, samples: IntArray, probabilities: Float64Array) -> _ShuffleWindow:
-        """Count the groups of a window: those of one trial, and some spare ones for epochs that need more."""
+        """Count the groups of a window: those of one trial, and some spare ones for epochs that need more.
+
+        Where the remainder of ISF waits for the next epoch there are fewer instead, so that every epoch has as many.
+        """
         groups = self._trial_groups(w, samples, probabilities)
         tokens = self._sizes.tokens[samples, 0].astype(np.float64)
         deviation = float(np.sqrt((probabilities * (1 - probabilities) * tokens**2).sum()))
-        num_spare = num_spare_groups(len(groups), self._grouping) + ceil(2 * deviation / self._grouping.seq_len)
+        num_drawn = ceil(2 * deviation / self._grouping.seq_len)
+        if self._grouping.leaves_remainder:
+            num_missing = isqrt(len(groups)) // _MISSING_GROUPS_DIVISOR + num_drawn
+            return _ShuffleWindow(samples, probabilities, max(len(groups) - num_missing, 1))
+        num_spare = num_spare_groups(len(groups), self._grouping) + num_drawn
         return _ShuffleWindow(samples, probabilities, min(len(groups) + num_spare, len(groups.samples)))
 
     def _window_order(self, epoch: int) -> tuple[IntArray, IntArray]:
@@ -251,13 +259,18 @@ class _SubStream:
         """Group the samples of a window in an epoch; `offset` is the place of its first group in a step.
 
         If a shuffle needs more groups than the window has, or draws fewer samples than that, the epoch uses the trial
-        groups by which the window's groups were counted.
+        groups by which the window's groups were counted. Where the remainder of ISF waits for the next epoch, so do
+        surplus groups, and the trial groups take the place of too few.
         """
         window = self._windows[w]
         rng = _random_generator(_SEED_WINDOW, *self._key, epoch, w)
         is_used = rng.random(len(window.samples)) < window.probabilities
         groups = self._shuffle_and_group(window.samples[is_used], rng)
-        if len(groups) > window.num_groups or len(groups.samples) < window.num_groups:
+        if self._grouping.leaves_remainder:
+            if len(groups) < window.num_groups:
+                groups = self._trial_groups(w, window.samples, window.probabilities)
+            groups = groups.reordered(np.arange(window.num_groups))  # ISF returns them in random order
+        elif len(groups) > window.num_groups or len(groups.samples) < window.num_groups:
             groups = self._trial_groups(w, window.samples, window.probabilities)
         groups = split_to_count(groups, window.num_groups)
         return arrange_window(self._sizes, groups, self._grouping, offset, rng, exchange_samples=False)

@@ -89,7 +89,7 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     costs at a typical microbatch: what a sample adds to it. An encoder that serves all LLM replicas at once is not
     balanced between them, since its items go to any of its replicas. The order of microbatches matters to pipelines
     over several ranks: for plain 1F1B along one chain of ranks the targets list its ranks, for any other schedule they
-    hold its table.
+    hold its table. With `data.reorder: off` only items are balanced, between the replicas of an encoder.
     """
     shape, machine = build_model_shape(recipe), machine_for(recipe, plan.hardware)
     graph = stage_graph(plan, shape)
@@ -100,9 +100,10 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     busiest_s = max(sum(_seconds(rank.total(frozenset(typical)), typical).values()) for rank in ranks)
     scale = MICROBATCH_COST_UNITS / max(busiest_s, _MIN_SECONDS)
     encoders = [mesh.unit for mesh in graph.meshes if mesh.unit != LLM]
+    reorder = recipe.data.reorder
     pipeline: tuple[PipelineRank, ...] = ()
     table = None
-    if encoders and len(ranks) > 1:
+    if encoders and len(ranks) > 1 and reorder:
         if plan.schedule.kind == "1f1b" and is_single_chain(graph):
             pipeline = tuple(
                 PipelineRank(_to_integers(rank.forward, scale), _to_integers(rank.backward, scale)) for rank in ranks
@@ -110,11 +111,12 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
         else:
             table = build_schedule_table(graph, plan.schedule, _integer_stage_costs(stage_costs, scale))
     return StepTargets(
-        loads=_distinct_loads(ranks, graph, typical, scale),
+        loads=_distinct_loads(ranks, graph, typical, scale) if reorder else (),
         pipeline=pipeline,
         schedule_table=table,
         item_costs={unit: _to_integer(_unit_cost(ranks, unit), scale) for unit in encoders},
         replica_nodes={mesh.unit: _replica_nodes(graph, mesh.unit, machine.ranks_per_node) for mesh in graph.meshes},
+        reorder=reorder,
     )
 
 

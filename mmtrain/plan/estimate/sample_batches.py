@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, assign
+from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, StepTargets, assign
+from mmtrain.balance.assign import NO_TARGETS
 from mmtrain.balance.grouping import GroupingSizes
 from mmtrain.balance.methods import arrange_window, group_window, grouping_sizes, unit_tokens
 from mmtrain.balance.regroup_step import match_step
@@ -19,6 +20,7 @@ class SampledBatches:
 
     lengths: SampleLengths
     groups: tuple[Sequence[IntArray], ...]  # per batch
+    targets: StepTargets = NO_TARGETS
 
     @property
     def global_batch(self) -> int:
@@ -27,7 +29,10 @@ class SampledBatches:
 
     def lay_out(self, dp: Mapping[str, int], num_microbatches: Mapping[str, int]) -> list[BatchMeta]:
         """Assign every batch to replicas and microbatches as a plan with these data-parallel degrees would."""
-        return [assign(step, 0, groups, self.lengths, dp, num_microbatches) for step, groups in enumerate(self.groups)]
+        return [
+            assign(step, 0, groups, self.lengths, dp, num_microbatches, self.targets)
+            for step, groups in enumerate(self.groups)
+        ]
 
 
 def sample_batches(
@@ -62,9 +67,9 @@ def sample_batches(
     steps.sort(key=lambda step: int(work[np.concatenate(step)].sum()))
     middles = [(2 * part + 1) * num_steps // (2 * num_batches) for part in range(num_batches)]
     chosen = [steps[middle] for middle in middles]
-    if grouping.method == "matched" and grouping.matching == "step":
+    if grouping.method == "matched" and grouping.matching == "step" and grouping.reorder:
         chosen = [_match(step, sizes, grouping) for step in chosen]
-    return SampledBatches(lengths, tuple(chosen))
+    return SampledBatches(lengths, tuple(chosen), StepTargets(reorder=grouping.reorder))
 
 
 def _match(groups: list[IntArray], sizes: GroupingSizes, grouping: Grouping) -> list[IntArray]:
