@@ -34,7 +34,9 @@ def plan(
     ] = False,
     cuts: Annotated[
         int,
-        typer.Option(min=1, help="With --measure: plans to run, the best sizes and other layer partitions of them."),
+        typer.Option(
+            min=1, help="With --measure: plans to run: the best sizes, other partitions of them, then further sizes."
+        ),
     ] = 12,
     calibrate: Annotated[
         Path | None,

@@ -35,6 +35,10 @@ def test_a_run_as_text_and_as_json(run_dir: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before, "a run may be training there"
     assert "Step 1, measured" in text
     assert "over 3 steps" in text
+    assert "Cost, logged: 3 steps: " in text
+    assert "Cost, predicted: " not in text
+    priced = report(run_dir, "--set", "cluster.price_per_gpu_hour=2").stdout
+    assert "at 2 a GPU-hour" in priced.partition("Cost, predicted: ")[2]
     output = json.loads(report(run_dir, "--json").stdout)
     assert output["name"] == "try"
     assert [row["error"] for row in output["seconds"]] == pytest.approx([-0.5] * len(output["seconds"]))
