@@ -3,6 +3,7 @@
 Sums are taken element by element, so that machines whose libraries add up in another order make the same exchanges.
 """
 
+import math
 from itertools import combinations
 
 import numpy as np
@@ -34,16 +35,18 @@ class GroupTable:
         (G, q) by group, of the squared excess over the targets, whose weighted sum exchanges lower.
         """
         self._empty = len(group)
-        self._loads = [np.append(column, 0.0) for column in loads.T]
+        self._loads = np.append(loads.T, np.zeros((loads.shape[1], 1)), axis=1)  # (q, k + 1)
         self._weights = np.broadcast_to(weights, targets.shape).T
         self._limits: list[tuple[FloatArray, FloatArray, int]] = []
         self._sizes = np.bincount(group, minlength=num_groups)
         num_places = max(int(self._sizes.max()) + EXTRA_PLACES, MAX_PLACES_TRIED)
         self.members = np.full((num_groups, num_places), self._empty, dtype=np.int64)
         self.members[np.arange(num_places) < self._sizes[:, None]] = np.argsort(group, kind="stable")
-        self.excess = [
-            column[self.members].sum(axis=1) - target for column, target in zip(self._loads, targets.T, strict=True)
-        ]
+        self.excess: FloatArray = np.stack(
+            [column[self.members].sum(axis=1) - target for column, target in zip(self._loads, targets.T, strict=True)]
+        )  # (q, G)
+        self._offers_of_turn: dict[tuple[int, int], IntArray] = {}
+        self._work_space: tuple[FloatArray, FloatArray] | None = None
 
     def raise_targets(self, load: int, change: FloatArray) -> None:
         """Raise the targets of one load by `change` (G,)."""
@@ -146,19 +149,20 @@ class GroupTable:
     ) -> None:
         """Make the best exchange of each of the pairs, by the places (O, num_exchanged) that both sides offer."""
         high, low = pairs
-        given, taken = self.members[high][:, offers[0]], self.members[low][:, offers[1]]  # (P, O, places)
-        change = self._change_of_squares(pairs, given, taken)
+        given, taken = self.members[high[:, None, None], offers[0]], self.members[low[:, None, None], offers[1]]
+        change, scratch = self._change_of_squares(pairs, given, taken)  # given, taken: (P, O, places)
         if passed_load is not None:
-            moved = _moved(self._loads[passed_load], given, taken)
+            moved = _moved(self._loads[passed_load], given, taken, scratch)
             excess = self.excess[passed_load]
-            change[np.abs(moved - (excess[high] - excess[low])[:, None, None]) > ROUNDING] = np.inf
+            moved -= (excess[high] - excess[low])[:, None, None]
+            np.copyto(change, np.inf, where=np.abs(moved, out=moved) > ROUNDING)
         for number, (column, used, budget) in enumerate(self._limits):
-            moved = _moved(column, given, taken)
+            moved = _moved(column, given, taken, scratch)
             room_high, room_low = (budget - used[groups][:, None, None] for groups in (high, low))
             if limit is not None and number == limit[0]:
                 change += (np.maximum(-room_high - moved, 0) + room_high) * (limit[1] / budget)
-            room_high = np.maximum(room_high, 0)
-            change[(moved > np.maximum(room_low, 0)) | (-moved > room_high)] = np.inf
+            np.copyto(change, np.inf, where=moved > np.maximum(room_low, 0))
+            np.copyto(change, np.inf, where=moved < -np.maximum(room_high, 0))
         number_of_pair = np.arange(len(high))
         flat = change.reshape(len(high), -1)
         best = flat.argmin(axis=1)
@@ -167,50 +171,84 @@ class GroupTable:
         growth = (leaving == self._empty).sum(axis=1) - (entering == self._empty).sum(axis=1)  # of `high`
         is_made = flat[number_of_pair, best] < (-MIN_GAIN if passed_load is None else np.inf)
         is_made &= (self._sizes[high] + growth > 0) & (self._sizes[low] - growth > 0)
-        self._apply(high[is_made], offers[0][i[is_made]], leaving[is_made], entering[is_made])
-        self._apply(low[is_made], offers[1][j[is_made]], entering[is_made], leaving[is_made])
+        if is_made.any():
+            places = offers[0][i[is_made]], offers[1][j[is_made]]
+            self._apply((high[is_made], low[is_made]), places, leaving[is_made], entering[is_made], growth[is_made])
 
-    def _change_of_squares(self, pairs: tuple[IntArray, IntArray], given: IntArray, taken: IntArray) -> FloatArray:
-        """Return (P, O, O') half of what exchanges add to the weighted squares of the excess.
+    def _change_of_squares(
+        self, pairs: tuple[IntArray, IntArray], given: IntArray, taken: IntArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return (P, O, O') half of what exchanges add to the weighted squares of the excess, and scratch space.
 
         A group of weight v and excess e that gives s = a - b adds v (s^2 / 2 - s e), one that takes it adds
         v (s^2 / 2 + s e). With w the mean of the weights and d = v e - v' e', both add w s^2 - s d: a part of a, a part
-        of b, and -2 w a b.
+        of b, and -2 w a b. Both arrays are valid until the next call.
         """
-        of_given = np.zeros(given.shape[:2])
-        of_taken = np.zeros(taken.shape[:2])
-        products = np.zeros((len(given), given.shape[1], taken.shape[1]))
-        for column, excess, weights in zip(self._loads, self.excess, self._weights, strict=True):
-            weighted_high, weighted_low = (weights[groups] * excess[groups] for groups in pairs)
-            difference = (weighted_high - weighted_low)[:, None]
-            weight = (weights[pairs[0]] + weights[pairs[1]])[:, None] / 2
-            a, b = _sum(column[given]), _sum(column[taken])
-            of_given += a * (weight * a - difference)
-            of_taken += b * (weight * b + difference)
-            products += (2 * weight * a)[:, :, None] * b[:, None]
-        change: FloatArray = of_given[:, :, None] + of_taken[:, None] - products
-        return change
+        high, low = pairs
+        weights_high, weights_low = self._weights[:, high], self._weights[:, low]  # (q, P)
+        difference = (weights_high * self.excess[:, high] - weights_low * self.excess[:, low])[:, :, None]
+        weight = (weights_high + weights_low)[:, :, None] / 2
+        a, b = _sum(self._loads[:, given]), _sum(self._loads[:, taken])  # (q, P, O)
+        of_given = (a * (weight * a - difference)).sum(axis=0)
+        of_taken = (b * (weight * b + difference)).sum(axis=0)
+        change, products = self._arrays_of_shape((len(given), given.shape[1], taken.shape[1]))
+        scaled = 2 * weight * a
+        np.multiply(scaled[0][:, :, None], b[0][:, None], out=products)
+        for load in range(1, len(a)):
+            np.multiply(scaled[load][:, :, None], b[load][:, None], out=change)
+            products += change
+        np.add(of_given[:, :, None], of_taken[:, None], out=change)
+        change -= products
+        return change, products
 
-    def _apply(self, groups: IntArray, places: IntArray, leaving: IntArray, entering: IntArray) -> None:
-        """Replace the samples `leaving` (P, places) by those `entering`."""
-        self.members[groups[:, None], places] = entering
-        self._sizes[groups] += (leaving == self._empty).sum(axis=1) - (entering == self._empty).sum(axis=1)
-        for column, excess in zip(self._loads, self.excess, strict=True):
-            excess[groups] += _sum(column[entering]) - _sum(column[leaving])
+    def _arrays_of_shape(self, shape: tuple[int, int, int]) -> tuple[FloatArray, FloatArray]:
+        """Return two arrays in memory that all exchanges share, since new memory costs time."""
+        size = math.prod(shape)
+        if self._work_space is None or len(self._work_space[0]) < size:
+            self._work_space = np.empty(size), np.empty(size)
+        first, second = self._work_space
+        return first[:size].reshape(shape), second[:size].reshape(shape)
+
+    def _apply(
+        self,
+        pairs: tuple[IntArray, IntArray],
+        places: tuple[IntArray, IntArray],
+        leaving: IntArray,
+        entering: IntArray,
+        growth: IntArray,
+    ) -> None:
+        """Exchange the samples `leaving` (P, places) of the first groups for `entering` of the second.
+
+        growth: (P,) samples that each first group has more afterwards.
+        """
+        high, low = pairs
+        self.members[high[:, None], places[0]] = entering
+        self.members[low[:, None], places[1]] = leaving
+        self._sizes[high] += growth
+        self._sizes[low] -= growth
+        gain = _sum(self._loads[:, entering]) - _sum(self._loads[:, leaving])
+        self.excess[:, high] += gain
+        self.excess[:, low] -= gain
         for column, used, _ in self._limits:
-            used[groups] += _sum(column[entering]) - _sum(column[leaving])
+            gain = _sum(column[entering]) - _sum(column[leaving])
+            used[high] += gain
+            used[low] -= gain
 
     def _offers(self, turn: int, num_exchanged: int) -> IntArray:
         """(O, num_exchanged) places that a group offers together in a round."""
         num_places = self.members.shape[1]
-        tried = (turn * MAX_PLACES_TRIED + np.arange(min(num_places, MAX_PLACES_TRIED))) % num_places
-        offers: IntArray = tried[np.array(list(combinations(range(len(tried)), num_exchanged)))]
+        first = turn * MAX_PLACES_TRIED % num_places
+        offers = self._offers_of_turn.get((first, num_exchanged))
+        if offers is None:
+            tried = (first + np.arange(min(num_places, MAX_PLACES_TRIED))) % num_places
+            offers = tried[np.array(list(combinations(range(len(tried)), num_exchanged)))]
+            self._offers_of_turn[first, num_exchanged] = offers
         return offers
 
 
-def _moved(column: FloatArray, given: IntArray, taken: IntArray) -> FloatArray:
-    """(P, O, O') what exchanges move from one group to the other: offers (P, O, places) against (P, O', places)."""
-    moved: FloatArray = _sum(column[given])[:, :, None] - _sum(column[taken])[:, None]
+def _moved(column: FloatArray, given: IntArray, taken: IntArray, out: FloatArray) -> FloatArray:
+    """Write into `out` (P, O, O') what exchanges move to the other group: offers (P, O, places), (P, O', places)."""
+    moved: FloatArray = np.subtract(_sum(column[given])[:, :, None], _sum(column[taken])[:, None], out=out)
     return moved
 
 
