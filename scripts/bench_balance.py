@@ -48,7 +48,7 @@ from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.problem import PlanRequest
 from mmtrain.program import Edge, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.recipe import load_recipe
-from tests.balance.makespan_bound import makespan_lower_bound
+from tests.balance.makespan_bound import makespan_lower_bound, pairing_lower_bound
 from tests.balance.matched_epoch import group_matched, sizes_for
 
 NUM_SAMPLES, WINDOW = 100_000, 16_384
@@ -67,6 +67,7 @@ STEP_TARGETS = {  # dist ratios of tiles and tokens: of a step, and of a microba
     (256, 8): ((0.02, 0.02),),
     (1024, 8): ((0.02, 0.02),),
 }
+ENCODER_WEIGHTS = (0.9, 1.0)  # of a pipeline's first stage, beside the others
 TILE_PATCHES = 1024  # tokens that a vision unit sees of a tile of 448 pixels
 PLAN_SETTINGS = (  # of a what-if recipe whose steps are ordered in time
     ("cluster.ranks=32", "parallel.placement=disaggregated", *(f"parallel.llm.{s}" for s in ("tp=2", "pp=4", "vpp=2"))),
@@ -98,7 +99,8 @@ def main() -> None:
         return
     isf_speed(mixture(options.lengths, 1_200_000))
     post_and_nodes(tokens, exact=not options.no_milp)
-    ordering()
+    for weight in ENCODER_WEIGHTS:
+        ordering(weight)
     for stages, chunks, num in ((4, 2, 16), (8, 3, 32), (8, 12, 32)):
         ordering_chunks(stages, chunks, num)
     for settings in PLAN_SETTINGS:
@@ -419,18 +421,23 @@ def _milp(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num: int, pe
     return float(solution.fun), float(solution.mip_dual_bound)
 
 
-def ordering() -> None:
-    """Order 64 microbatches over 10 stages; the encoder comes first, and its times are gamma distributed."""
+def ordering(weight: float) -> None:
+    """Order 64 microbatches over 10 stages; the first is an encoder, whose times are gamma distributed.
+
+    weight: mean time of the encoder, of that of any other stage.
+    """
     rounds_of = (2, 3, 12)
     removed: dict[str, list[float]] = {"constructed": [], **{f"{r} rounds": [] for r in rounds_of}}
+    of_work: dict[str, list[float]] = {name: [] for name in removed}
     seconds: dict[str, list[float]] = {name: [] for name in removed}
     for seed in range(40):
         rng = np.random.default_rng(seed)
         forward = np.ones((1, 10, 64))
-        forward[0, 0] = rng.gamma(1 / 0.36, 0.9 * 0.36, 64)
+        forward[0, 0] = rng.gamma(1 / 0.36, weight * 0.36, 64)
         backward = 2 * forward
         chance = makespans_1f1b(forward, backward, np.stack([rng.permutation(64) for _ in range(100)])).mean()
-        excess = chance - makespan_lower_bound(forward[0], backward[0])
+        by_work = makespan_lower_bound(forward[0], backward[0])
+        bound = max(by_work, pairing_lower_bound(forward[0], backward[0]))
         given_order = np.arange(64)
         searches: dict[str, Callable[[], np.ndarray]] = {
             "constructed": lambda f=forward, b=backward, g=given_order: construct_order(f[0], b[0], g),
@@ -445,14 +452,19 @@ def ordering() -> None:
             search_s, order = least_seconds(search, 2)
             span, before = makespans_1f1b(forward, backward, np.stack([order, given_order]))
             assert name == "constructed" or span <= before, "worse than the given order"
-            removed[name].append(float((chance - span) / excess))
+            removed[name].append(float((chance - span) / (chance - bound)))
+            of_work[name].append(float((chance - span) / (chance - by_work)))
             seconds[name].append(search_s)
     for name in removed:
         search_ms = float(np.median(seconds[name])) * 1e3
         share = float(np.mean(removed[name]))
-        print(f"  ordering 64 x 10, {name}: {search_ms:.1f} ms, removes {share:.3f} of the cost of a random order")
-        if name != "constructed" and search_ms <= 10:
-            target("ordering 64 x 10 within 10 ms: share removed", share, 0.8, at_least=True)
+        print(
+            f"  ordering 64 x 10, encoder {weight:g}, {name}: {search_ms:.1f} ms, removes {share:.3f} of the cost of a "
+            f"random order over the pairing bound, {np.mean(of_work[name]):.3f} over the bound of the work alone"
+        )
+        if name == "2 rounds":  # those of training
+            target(f"ordering 64 x 10, encoder {weight:g}: ms", search_ms, 10)
+            target(f"ordering 64 x 10, encoder {weight:g}: share removed", share, 0.9, at_least=True)
 
 
 def ordering_chunks(stages: int, chunks: int, num: int) -> None:

@@ -19,11 +19,21 @@ def makespans_1f1b(forward: FloatArray, backward: FloatArray, orders: IntArray) 
     actions = np.empty(recurrence.num_actions, dtype=np.int64)
     actions[recurrence.row] = np.arange(recurrence.num_actions)  # by row
     kind_and_stage, place = np.divmod(actions, num)
-    seconds = np.moveaxis(np.concatenate([forward, backward], axis=1), 0, 2).copy()  # (2 p, l, c)
-    times = seconds[kind_and_stage[:, None], orders.T[place]].reshape(len(actions), -1)
-    recurrence.replace_durations_by_ends(times)
+    seconds = np.concatenate([forward, backward], axis=1).reshape(num_pipelines, -1).T.copy()  # (2 p l, c)
+    first_index = (kind_and_stage * num)[:, None]
     last = recurrence.row[num_stages * num + num - 1]  # the first stage's backward of the last microbatch
-    spans: FloatArray = times[last].reshape(len(orders), num_pipelines).max(axis=1)
+    spans = np.empty(len(orders))
+    width = max(min(recurrence.runs_at_a_time() // num_pipelines, len(orders)), 1)
+    index = np.empty((len(actions), width), dtype=np.int64)
+    times = np.empty((len(actions), width, num_pipelines))
+    table = times.reshape(len(actions), -1)
+    for first in range(0, len(orders), width):
+        part = slice(min(first, len(orders) - width), first + width)  # the last part may overlap the one before
+        orders[part].T.take(place, axis=0, out=index, mode="clip")  # "raise" would copy
+        np.add(index, first_index, out=index)
+        seconds.take(index, axis=0, out=times, mode="clip")
+        recurrence.replace_durations_by_ends(table)
+        spans[part] = times[last].max(axis=1)
     return spans
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 
 NO_MESSAGE = -1  # number of the message, with delay 0, of a dependency inside a rank
+TABLE_BYTES = 5 * 2**17  # of durations that are computed at a time, so that they stay in a core's cache
 MAX_SEPARATE_COLUMNS = 4  # producers of an action that are compared one after another; more go into one call
 
 
@@ -63,6 +64,10 @@ class PipelineRecurrence:
             for number, (first, last) in enumerate(pairwise(bounds))
             if number > 0  # the first level waits for nothing
         ]
+
+    def runs_at_a_time(self) -> int:
+        """Return for how many columns of a table it is fastest to compute the ends together."""
+        return max(TABLE_BYTES // (8 * max(self.num_actions, 1)), 1)
 
     def replace_durations_by_ends(self, table: FloatArray, delays: FloatArray | None = None) -> None:
         """Turn durations into ends, in place, since tables are large.

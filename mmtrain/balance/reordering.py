@@ -6,7 +6,7 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.makespan_1f1b import makespans_1f1b
-from mmtrain.balance.uneven_stage import order_around_uneven_stage
+from mmtrain.balance.uneven_stage import order_around_uneven_stage, varies_in_one_stage
 
 SWAPS_PER_ROUND = 256  # scored together; the recurrence costs little more for many orders than for one
 MAX_COMBINED_SWAPS = 24  # improving swaps that are tried together
@@ -27,16 +27,31 @@ def reorder_microbatches(
     each of some orders (k, l), for a pipeline other than 1F1B (see `ScheduleRecurrence`); forward and backward are then
     what its ranks do for each microbatch.
 
-    Starts from the best of the given order, the constructed one and that of `order_around_uneven_stage`, and improves
-    it by swaps: each of `rounds` rounds scores some random swaps by the pipeline recurrence, then the best of them
-    combined.
+    Starts from the best of the given order, the constructed one and that of `order_around_uneven_stage`. Where one
+    stage of a 1F1B pipeline varies much more than the others, the formula of `uneven_stage` holds, and each of `rounds`
+    rounds descends by it from another order: the constructed one first, then random ones. Elsewhere each round scores
+    some random swaps by the pipeline recurrence, then the best of them combined.
     """
     constructed = construct_order(forward.mean(axis=0), backward.mean(axis=0), order)
-    starts = np.stack([order, constructed, order_around_uneven_stage(forward, backward, order)])
+    descends = score is None and all(map(varies_in_one_stage, forward, backward))
+    starts = [order]
+    if descends and rounds:
+        starts += [constructed, *(rng.permutation(order) for _ in range(rounds - 1))]
+    found = [order_around_uneven_stage(forward, backward, start) for start in starts]
     score = score or (lambda orders: makespans_1f1b(forward, backward, orders))
-    spans = score(starts)
-    best: IntArray = starts[spans.argmin()]
-    best_span = float(spans.min())
+    candidates = np.stack([order, constructed, *found])
+    spans = score(candidates)
+    best: IntArray = candidates[spans.argmin()]
+    if descends:
+        return best
+    return _swap_at_random(best, float(spans.min()), rounds, rng, score)
+
+
+def _swap_at_random(
+    order: IntArray, span: float, rounds: int, rng: np.random.Generator, score: Callable[[IntArray], FloatArray]
+) -> IntArray:
+    """Improve `order`, which takes `span` seconds, by random swaps; return (l,)."""
+    best, best_span = order, span
     for _ in range(rounds):
         pairs = rng.integers(0, len(order), (SWAPS_PER_ROUND, 2))
         row, first, second = np.arange(SWAPS_PER_ROUND), pairs[:, 0], pairs[:, 1]

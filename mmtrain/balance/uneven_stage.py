@@ -21,6 +21,8 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 
+# Of the uneven stage's deviation, that of the others: at a sixth, random swaps gain more than the formula.
+MAX_DEVIATION_OF_OTHERS = 0.05
 MAX_SWEEPS = 24  # the descent mostly ends after ten
 MAX_SWAPS_PER_SWEEP = 48  # the best swaps that a sweep considers
 WARM_UP_TERM = "warm-up"  # the term that many positions share
@@ -59,6 +61,12 @@ def order_around_uneven_stage(forward: FloatArray, backward: FloatArray, order: 
         if not _swap(order, change_of_swap, {p.num_stages_to_end for p in pipelines}):
             break
     return order
+
+
+def varies_in_one_stage(forward: FloatArray, backward: FloatArray) -> bool:
+    """Return whether the times of one stage vary much more than those of all others; forward, backward: (p, l)."""
+    deviations = np.sort((forward + backward).std(axis=1))
+    return len(deviations) > 1 and bool(deviations[-2] <= MAX_DEVIATION_OF_OTHERS * deviations[-1])
 
 
 def find_uneven_stage(forward: FloatArray, backward: FloatArray) -> UnevenStage:

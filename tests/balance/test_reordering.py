@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mmtrain.balance.makespan_1f1b import makespans_1f1b
 from mmtrain.balance.reordering import construct_order, reorder_microbatches
 from mmtrain.balance.uneven_stage import find_uneven_stage, forbid_dependent_swaps, replacement_changes
-from tests.balance.makespan_bound import makespan_lower_bound
+from tests.balance.makespan_bound import makespan_lower_bound, pairing_lower_bound
 
 
 def _one_pipeline(forward: np.ndarray, backward: np.ndarray, order: list[int]) -> float:
@@ -87,10 +87,24 @@ def test_the_search_is_near_the_best_of_all_orders() -> None:
     assert max(ratios) < 1.15
 
 
-def _encoder_first(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Make times of 64 microbatches on ten stages, the first an encoder whose times vary."""
+def test_no_order_is_faster_than_the_pairing_bound() -> None:
+    everything = np.array(list(itertools.permutations(range(6))))
+    ratios = []
+    for seed, p in itertools.product(range(6), (1, 2, 3, 5)):
+        forward, backward = _times(seed, p, 6)
+        if seed % 2:  # an encoder in front of even stages
+            forward[0, 1:], backward[0, 1:] = 1.0, 2.0
+        fastest = makespans_1f1b(forward, backward, everything).min()
+        bound = pairing_lower_bound(forward[0], backward[0])
+        assert bound <= fastest + 1e-9
+        ratios.append(bound / fastest)
+    assert np.mean(ratios) > 0.8
+
+
+def _encoder_first(seed: int, weight: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
+    """Make times of 64 microbatches on ten stages, the first an encoder whose times vary around `weight`."""
     forward = np.ones((1, 10, 64))
-    forward[0, 0] = np.random.default_rng(seed).gamma(1 / 0.36, 0.9 * 0.36, 64)
+    forward[0, 0] = np.random.default_rng(seed).gamma(1 / 0.36, weight * 0.36, 64)
     return forward, 2 * forward
 
 
@@ -108,6 +122,19 @@ def test_reordering_removes_most_of_the_cost_of_a_random_order() -> None:
         removed_by_rule.append((chance - constructed) / excess)
     assert np.mean(removed) > 0.85
     assert 0.2 < np.mean(removed_by_rule) < np.mean(removed)
+
+
+def test_an_encoder_as_heavy_as_the_stages_is_ordered_near_the_pairing_bound() -> None:
+    removed = []
+    for seed in range(12):
+        forward, backward = _encoder_first(seed, weight=1.0)
+        rng = np.random.default_rng(seed)
+        chance = makespans_1f1b(forward, backward, np.stack([rng.permutation(64) for _ in range(50)])).mean()
+        order = reorder_microbatches(forward, backward, np.arange(64), 2, rng)
+        bound = pairing_lower_bound(forward[0], backward[0])
+        bound = max(bound, makespan_lower_bound(forward[0], backward[0]))
+        removed.append((chance - makespans_1f1b(forward, backward, order[None])[0]) / (chance - bound))
+    assert np.mean(removed) > 0.9
 
 
 def test_the_constructed_order_starts_and_ends_small() -> None:
