@@ -60,7 +60,12 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON for `train --plan FILE`.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of alternatives to show.")] = 5,
-    explain: Annotated[bool, typer.Option("--explain", help="Show every alternative and why it is slower.")] = False,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain", help="Show every alternative, why it is slower, and how evenly each fills its ranks."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Search the fastest parallel plan and show the alternatives.
@@ -157,7 +162,7 @@ def plan(
     if out is not None:
         with writing("--out", out, "plan"):
             chosen.save(out)
-    typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen, text_width()))
+    typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen, text_width(), with_balance=explain))
     for hint in hints:
         typer.echo(f"Hint: {hint}")
     if not as_json and states_costs(settings.cluster):

@@ -13,6 +13,7 @@ from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate, CandidateSt
 from mmtrain.plan.colocated.encoder_order import scheduling_efficiency
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import batch_split_of
+from mmtrain.plan.explain.stage_balance import stage_balance
 from mmtrain.plan.explain.why_slower import explain_measured_slower, explain_slower
 from mmtrain.program.ir.graph import StageId
 
@@ -67,6 +68,7 @@ def predict(chosen: Candidate, evaluator: Evaluator) -> Prediction:
         cost_source=layer_costs.costs.source,
         scheduling_efficiency=efficiency,
         memory_gib=round(machine.memory_bytes / GIB, 4),
+        balance=stage_balance(chosen, evaluator),
     )
 
 
@@ -79,6 +81,13 @@ def reject_slower(loser: Candidate, chosen: Candidate) -> Rejected:
     else:
         reason = explain_slower(loser, chosen)
     return Rejected(loser, reason)
+
+
+def describe_loser(loser: Rejected, evaluator: Evaluator) -> Alternative:
+    """Return the loser's line of the ranking, with how evenly it fills its ranks where it was simulated."""
+    if loser.candidate.simulation is None:
+        return loser.alternative
+    return loser.alternative.model_copy(update={"balance": stage_balance(loser.candidate, evaluator)})
 
 
 def best_alternatives(losers: Sequence[Alternative], num_shown: int) -> tuple[Alternative, ...]:

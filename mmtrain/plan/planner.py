@@ -18,7 +18,7 @@ from mmtrain.plan.estimate.memory_lower_bound import describe_excluded
 from mmtrain.plan.estimate.program_proof import verify_program
 from mmtrain.plan.explain.baselines import BaselinePlanner, reject_baseline
 from mmtrain.plan.explain.suggestions import suggest_changes
-from mmtrain.plan.finish import best_alternatives, finish_plan, reject_slower
+from mmtrain.plan.finish import best_alternatives, describe_loser, finish_plan, reject_slower
 from mmtrain.plan.formulate import formulate_problem, require_feasible
 from mmtrain.plan.measured_choice import Baselines, choose_by_measurement
 from mmtrain.plan.problem import PlanningProblem, PlanRequest
@@ -66,7 +66,8 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
     baseline_planner = BaselinePlanner(evaluator, results.enumerated)
     if request.baseline is not None:
         baseline = baseline_planner.plan_requested(request.baseline)
-        return finish_plan(baseline, evaluator, [reject_for_baseline(results.candidates[0], baseline).alternative])
+        planned = reject_for_baseline(results.candidates[0], baseline)
+        return finish_plan(baseline, evaluator, [describe_loser(planned, evaluator)])
     request.say("comparing with rules of thumb")
     baselines: Baselines = baseline_planner.plan_all(max_step_s=slowest_shown_s(results, request))
     if request.measure is None:
@@ -77,7 +78,7 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
     chosen = results.candidates[0]
     request.say("proving the chosen plan")
     verify_program(chosen, evaluator)  # a failure here is an error of the search
-    losers = rank_losers(results, baselines)
+    losers = rank_losers(results, baselines, evaluator)
     num_shown = len(losers) if request.explain or request.measure is not None else request.num_alternatives
     excluded = excluded_by_memory_bound(evaluator, results)
     return finish_plan(chosen, evaluator, best_alternatives([*losers, *excluded], num_shown))
@@ -127,7 +128,7 @@ def slowest_shown_s(results: SearchResults, request: PlanRequest) -> float:
     return results.candidates[num_shown].step_time_s
 
 
-def rank_losers(results: SearchResults, baselines: Baselines) -> list[Alternative]:
+def rank_losers(results: SearchResults, baselines: Baselines, evaluator: Evaluator) -> list[Alternative]:
     """Return a line for every candidate that lost, every slower baseline, and what is only predicted."""
     chosen, *slower = results.candidates
     limit_s = chosen.step_time_s * EQUAL_STEP_TIME_RATIO
@@ -137,7 +138,7 @@ def rank_losers(results: SearchResults, baselines: Baselines) -> list[Alternativ
         if baseline.measured_step_s is not None or baseline.step_time_s > limit_s:
             rejected.append(reject_baseline(name, baseline, chosen))
     predicted = [prediction.alternative(chosen.step_time_s) for prediction in results.predicted_only]
-    return [*(loser.alternative for loser in rejected), *predicted]
+    return [*(describe_loser(loser, evaluator) for loser in rejected), *predicted]
 
 
 def reject_for_baseline(planned: Candidate, baseline: Candidate) -> Rejected:

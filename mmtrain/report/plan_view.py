@@ -12,9 +12,17 @@ from mmtrain.report.metrics_record import compact_number
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, seconds_text
 from mmtrain.report.rank_groups import RankGroup, ranges_text, rank_groups
 
+BALANCE_LEGEND = (
+    "Variances of the parameters in billions, of the number of layers, and of the forward of one LLM microbatch in ms; "
+    "hidden states sent by the forwards of a step; GPU-days for a million samples."
+)
 
-def plan_table(plan: Plan, width: int = DEFAULT_WIDTH) -> str:
-    """Write a plan as text `width` columns wide: units, ranks, prediction, the reason for the choice, alternatives."""
+
+def plan_table(plan: Plan, width: int = DEFAULT_WIDTH, *, with_balance: bool = False) -> str:
+    """Write a plan as text `width` columns wide: units, ranks, prediction, the reason for the choice, alternatives.
+
+    with_balance: also how evenly each plan that was simulated fills its pipeline ranks.
+    """
     parts: list[RenderableType] = [
         _unit_table(plan),
         "",
@@ -25,6 +33,8 @@ def plan_table(plan: Plan, width: int = DEFAULT_WIDTH) -> str:
     ]
     if plan.alternatives:
         parts += ["", _alternative_table(plan)]
+    if with_balance:
+        parts += ["", _balance_table(plan), BALANCE_LEGEND]
     return render_text(*parts, width=width)
 
 
@@ -100,6 +110,31 @@ def _alternative_table(plan: Plan) -> Table:
         step = "-" if other.step_time_s is None else seconds_text(other.step_time_s)
         peak = "-" if other.peak_memory_gib is None else memory_text(other.peak_memory_gib)
         table.add_row(other.summary, step, peak, other.reason)
+    return table
+
+
+def _balance_table(plan: Plan) -> Table:
+    """Write how evenly the plan and its alternatives fill their pipeline ranks (OmniBal's tables 4 and 5)."""
+    table = Table(title="Balance over pipeline ranks", title_justify="left")
+    table.add_column("plan")
+    for column in ("parameters", "layers", "forward", "sent", "memory left", "GPU-days"):
+        table.add_column(column, justify="right")
+    rows = [
+        ("the chosen plan", plan.predicted.balance),
+        *((other.summary, other.balance) for other in plan.alternatives),
+    ]
+    for name, balance in rows:
+        if balance is not None:
+            left_gib = balance.memory_left_gib.values()
+            table.add_row(
+                name,
+                f"{balance.parameter_variance:.3g}",
+                f"{balance.layer_variance:.3g}",
+                f"{balance.forward_variance:.3g}",
+                memory_text(balance.sent_gib),
+                f"{min(left_gib):.3g} to {max(left_gib):.3g} GiB",
+                compact_number(balance.gpu_days_per_million_samples),
+            )
     return table
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from mmtrain.plan import Alternative, Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
+from mmtrain.plan.artifact.plan import StageBalance
 from mmtrain.report import plan_table
 
 
@@ -67,6 +68,24 @@ def test_stages_prediction_and_alternatives_are_shown() -> None:
         ("unified: tp1", "-", "-", "does not fit"),
     ]:
         assert any(_in_order(row, line) for line in text.splitlines()), (row, text)
+
+
+def test_the_balance_of_each_simulated_plan_is_shown_on_request() -> None:
+    balance = StageBalance(
+        parameter_variance=0.25,
+        layer_variance=2.0,
+        forward_variance=1234.0,
+        sent_gib=1.5,
+        memory_left_gib={"llm.0": 3.0, "llm.1": 20.0},
+        gpu_days_per_million_samples=12.5,
+    )
+    even = Alternative(
+        summary="unified: tp2", placement="unified", step_time_s=0.5, peak_memory_gib=1.0, reason="", balance=balance
+    )
+    assert "Balance over" not in plan_table(plan(even))
+    rows = plan_table(plan(even), with_balance=True).partition("Balance over")[2].splitlines()
+    expected = ("unified: tp2", "0.25", "2", "1.23e+03", "1.5 GiB", "3 to 20 GiB", "12.5")
+    assert any(_in_order(expected, row) for row in rows)
 
 
 def test_the_title_of_a_sharded_plan_says_its_shards() -> None:

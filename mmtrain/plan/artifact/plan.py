@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -100,6 +100,22 @@ class SchedulePlan(_Frozen):
         return self
 
 
+class StageBalance(_Frozen):
+    """How evenly pipeline ranks are filled (OmniBal, arXiv 2407.20761, tables 4 and 5).
+
+    A pipeline rank is one set of stages that ranks of the first replica group hold; its figures are those of one rank.
+    """
+
+    parameter_variance: float  # of the parameters in billions
+    layer_variance: float  # of the number of layers
+    forward_variance: float  # of the milliseconds of all its forwards for one microbatch of the LLM, mean
+    sent_gib: float  # hidden states that forwards send between pipeline ranks in a step; as many gradients return
+    memory_left_gib: dict[
+        str, float
+    ]  # by stages, such as `vision.0 llm.0`; below 0 where only a run showed that it fits
+    gpu_days_per_million_samples: float
+
+
 class Prediction(_Frozen):
     """What the simulator predicts for this plan, mean over sampled batches of the recipe's data."""
 
@@ -112,6 +128,7 @@ class Prediction(_Frozen):
     scheduling_efficiency: float | None = None  # colocated: share of the encoders' work inside the LLM's own step
     cost_source: str
     memory_gib: float | None = None  # that a rank has; None in files of versions that did not write it
+    balance: StageBalance | None = None  # None in files of versions that did not write it
     # Of the same LLM on the same ranks, with as many tokens of text alone; None where that was not planned.
     text_only_tokens_per_s_per_gpu: float | None = None
 
@@ -150,6 +167,7 @@ class Alternative(_Frozen):
     peak_memory_gib: float | None
     reason: str
     runnable: bool = True  # by the runtime of this version
+    balance: StageBalance | None = None  # None where it was not simulated, or in files that do not have it
 
 
 @dataclass(frozen=True)
@@ -195,7 +213,7 @@ class Plan(_Frozen):
     def sha256(self) -> str:
         """Fingerprint of the whole plan, by which traces and reports refer to it."""
         # Without what the files of older versions do not have, so that traces of older runs still name their plan.
-        unstated: dict[str, bool | dict[str, bool] | dict[str, dict[str, bool]]] = {
+        unstated: dict[str, Any] = {
             "units": {name: {"shard": True} for name, unit in self.units.items() if unit.shard is None}
         }
         if self.precision is None:
@@ -204,8 +222,11 @@ class Plan(_Frozen):
             unstated["measured"] = True
         if self.data is not None and self.data.largest_microbatch is None:
             unstated["data"] = {"largest_microbatch": True}
-        added_later = ("memory_gib", "text_only_tokens_per_s_per_gpu")
+        added_later = ("memory_gib", "balance", "text_only_tokens_per_s_per_gpu")
         unstated["predicted"] = {name: True for name in added_later if getattr(self.predicted, name) is None}
+        unstated["alternatives"] = {
+            i: {"balance"} for i, other in enumerate(self.alternatives) if other.balance is None
+        }
         return hashlib.sha256(self.model_dump_json(exclude=unstated).encode("utf-8")).hexdigest()
 
     @model_validator(mode="after")

@@ -53,6 +53,7 @@ def _alternative(plan: Plan, label: str, reason: str) -> Alternative:
         step_time_s=plan.predicted.step_time_s,
         peak_memory_gib=max(plan.predicted.peak_memory_gib.values(), default=None),
         reason=reason,
+        balance=plan.predicted.balance,
     )
 
 
