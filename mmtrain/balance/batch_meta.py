@@ -98,11 +98,17 @@ class BatchMeta:
     step: int  # optimizer step this batch belongs to, from 0
     epoch: int  # epoch of its first group
     sample_id: IntArray  # (S,) index into the dataset
-    tokens: IntArray  # (S,)
+    tokens: IntArray  # (S,) that the LLM computes
     targets: IntArray  # (S,)
     replica: IntArray  # (S,) LLM replica
     index: IntArray  # (S,) LLM microbatch index
     items: dict[str, ItemTable]  # encoder unit -> its items
+    padding: IntArray | None = None  # (S,) how many of `tokens` stand behind a sample to pad it; None: none of any
+
+    @property
+    def sample_tokens(self) -> IntArray:
+        """Return (S,) the tokens of the samples themselves."""
+        return self.tokens if self.padding is None else self.tokens - self.padding
 
     @property
     def total_targets(self) -> int:

@@ -7,6 +7,7 @@ but its arguments, the random generator among them.
 from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
+from operator import gt
 
 import numpy as np
 
@@ -95,42 +96,51 @@ def group_by_isf(
     return together.reordered(rng.permutation(len(together)))
 
 
-def group_randomly(tokens: IntArray, budgets: IntArray, batch: int, rng: np.random.Generator) -> SampleGroups:
+def group_randomly(
+    tokens: IntArray, budgets: IntArray, batch: int, rng: np.random.Generator, pad: bool = False
+) -> SampleGroups:
     """Form mini-batches of `batch` samples in random order, as a plain data loader does (baseline).
 
-    tokens: (n, m), budgets: (m,); a mini-batch that would pass a budget closes before it is full.
+    tokens: (n, m), budgets: (m,); a mini-batch that would pass a budget closes before it is full. pad: the first budget
+    counts all samples of a mini-batch as long as its longest.
     """
-    return _batches(tokens, budgets, batch, rng.permutation(len(tokens)))
+    return _batches(tokens, budgets, batch, rng.permutation(len(tokens)), pad)
 
 
 def group_by_length(
-    tokens: IntArray, budgets: IntArray, batch: int, window: int, rng: np.random.Generator
+    tokens: IntArray, budgets: IntArray, batch: int, window: int, rng: np.random.Generator, pad: bool = False
 ) -> SampleGroups:
     """Form mini-batches of samples of similar length, sorted inside shuffled windows; little padding (baseline).
 
     tokens: (n, m), the length first. Mini-batches close early at a budget (m,). They come out in random order, so the
-    replicas of a step are as uneven as lengths are.
+    replicas of a step are as uneven as lengths are. pad: as for `group_randomly`.
     """
     order = _sorted_in_windows(tokens[:, 0], rng.permutation(len(tokens)), window)
-    groups = _batches(tokens, budgets, batch, order)
+    groups = _batches(tokens, budgets, batch, order, pad)
     return groups.reordered(rng.permutation(len(groups)))
 
 
 def group_across_devices(
-    tokens: IntArray, budgets: IntArray, batch: int, num_replicas: int, window: int, rng: np.random.Generator
+    tokens: IntArray,
+    budgets: IntArray,
+    batch: int,
+    num_replicas: int,
+    window: int,
+    rng: np.random.Generator,
+    pad: bool = False,
 ) -> SampleGroups:
     """Give all replicas' mini-batches samples of similar length at the same position; much padding (baseline).
 
     tokens: (n, m), the length first. A step's mini-batches close together, when `batch` samples are in each or one of
     them could pass a budget (m,). Groups come in step order, `num_replicas` at a time. Samples that do not fill a step
-    form the last groups.
+    form the last groups. pad: as for `group_randomly`.
     """
     ordered = _sorted_in_windows(tokens[:, 0], rng.permutation(len(tokens)), window)
     num_rows = len(ordered) // (num_replicas * batch) * batch
     rows = rng.permutation(ordered[: num_rows * num_replicas].reshape(num_rows, num_replicas))
-    steps = _batches(tokens[rows].max(axis=1), budgets, batch, np.arange(num_rows, dtype=np.int64))
+    steps = _batches(tokens[rows].max(axis=1), budgets, batch, np.arange(num_rows, dtype=np.int64), pad)
     by_step = [rows[steps[i]].T.ravel() for i in range(len(steps))]
-    last = _batches(tokens, budgets, batch, ordered[num_rows * num_replicas :])
+    last = _batches(tokens, budgets, batch, ordered[num_rows * num_replicas :], pad)
     sizes = np.concatenate([np.repeat(steps.sizes, num_replicas), last.sizes])
     return SampleGroups(
         np.concatenate([[0], np.cumsum(sizes)]), np.concatenate([*by_step, last.samples]).astype(np.int64)
@@ -291,10 +301,28 @@ def _fill_in_order(columns: list[IntArray], budgets: IntArray, order: IntArray) 
     return groups, np.diff(sums_before[:, groups.first], axis=1)
 
 
-def _batches(tokens: IntArray, budgets: IntArray, batch: int, order: IntArray) -> SampleGroups:
+def _batches(tokens: IntArray, budgets: IntArray, batch: int, order: IntArray, pad: bool) -> SampleGroups:
     """Cut `order` into mini-batches of `batch` samples, fewer where a budget would be passed and at the end."""
+    if pad:
+        return _padded_batches(tokens, budgets, batch, order)
     columns = [*(np.ascontiguousarray(column) for column in tokens.T), np.ones(len(tokens), dtype=np.int64)]
     return _fill_in_order(columns, np.append(budgets, batch), order.astype(np.int64))[0]
+
+
+def _padded_batches(tokens: IntArray, budgets: IntArray, batch: int, order: IntArray) -> SampleGroups:
+    """Do what `_batches` does, but the first budget counts every sample of a mini-batch as its longest."""
+    limits = budgets.tolist()
+    starts = [0]
+    longest, sums, size = 0, [0] * (len(limits) - 1), 0
+    for place, (length, *others) in enumerate(tokens[order].tolist()):
+        longest, size = max(longest, length), size + 1
+        sums = [total + other for total, other in zip(sums, others, strict=True)]
+        is_over = longest * size > limits[0] or any(map(gt, sums, limits[1:]))
+        if size > 1 and (size > batch or is_over):
+            starts.append(place)
+            longest, sums, size = length, others, 1
+    first = np.array([*starts, len(order)] if len(order) else [0], dtype=np.int64)
+    return SampleGroups(first, order.astype(np.int64))
 
 
 def _sorted_in_windows(lengths: IntArray, order: IntArray, window: int) -> IntArray:

@@ -72,6 +72,10 @@ class GroupingSettings(Protocol):
         """The rules of the method `isf`."""
 
     @property
+    def pad(self) -> bool:
+        """Whether the samples of a group are padded to its longest."""
+
+    @property
     def reorder(self) -> bool:
         """Whether samples and microbatches of a step are arranged for the replicas and the pipeline."""
 
@@ -93,6 +97,7 @@ class Grouping:
     long_tokens: int | None = None  # samples with more LLM tokens than this are trained in steps of their own
     matching: Matching = "step"
     isf: IsfRules = field(default_factory=IsfRules)
+    pad: bool = False  # samples of a group are padded to its longest; for the methods that count samples
     reorder: bool = True  # False: the groups of a step run in the order of the stream
 
     @classmethod
@@ -107,6 +112,7 @@ class Grouping:
             long_tokens=data.long_sample_tokens,
             matching=data.matching,
             isf=IsfRules.of(data.isf),
+            pad=data.pad,
             reorder=data.reorder,
         )
 
@@ -203,11 +209,11 @@ def group_window(sizes: GroupingSizes, order: IntArray, grouping: Grouping, rng:
         keep_remainder = rules.remainder == "keep"
         groups = group_by_isf(tokens, budgets, rules.least_loads(budgets), rules.rounds, rng, keep_remainder)
     elif grouping.method == "random":
-        groups = group_randomly(tokens, budgets, sizes.batch, rng)
+        groups = group_randomly(tokens, budgets, sizes.batch, rng, grouping.pad)
     elif grouping.method == "length":
-        groups = group_by_length(tokens, budgets, sizes.batch, window, rng)
+        groups = group_by_length(tokens, budgets, sizes.batch, window, rng, grouping.pad)
     else:
-        groups = group_across_devices(tokens, budgets, sizes.batch, grouping.row_size, window, rng)
+        groups = group_across_devices(tokens, budgets, sizes.batch, grouping.row_size, window, rng, grouping.pad)
     return SampleGroups(groups.first, order[groups.samples])
 
 

@@ -182,6 +182,22 @@ def check_isf(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("data", "isf", "remainder"), text)
 
 
+def check_padding(recipe: Recipe) -> Iterator[Problem]:
+    """Only the baselines that count samples are padded, on placements that leave samples in their groups."""
+    if not recipe.data.pad:
+        return
+    if recipe.data.grouping in ("matched", "isf"):
+        text = (
+            f"found true with data.grouping: {recipe.data.grouping}, which packs; allowed with random, length, device"
+        )
+        yield Problem(("data", "pad"), text)
+    if recipe.parallel.placement == "replicated":
+        text = (
+            "found true with parallel.placement: replicated, which moves samples between groups; use another placement"
+        )
+        yield Problem(("data", "pad"), text)
+
+
 def _if_samples(check: Check) -> Check:
     """Restrict a check to recipes whose sources hold samples."""
 
@@ -215,6 +231,7 @@ CHECKS: tuple[Check, ...] = (
     check_sample_length,
     check_budgets,
     check_isf,
+    check_padding,
     *(_if_samples(check) for checks in ENCODER_CHECKS.values() for check in checks),
 )
 

@@ -441,6 +441,14 @@ class DataSettings(Section):
         "its group with no other sample that uses this encoder. Default: no limit; for `isf` in proportion to "
         "`seq_len`.",
     )
+    pad: bool = setting(
+        False,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Pad the LLM tokens of each sample to the longest of its group, which then has at most `seq_len` "
+        "with padding: a baseline for `grouping: random`, `length` or `device`. Padding costs time and memory and "
+        "changes no loss.",
+    )
     isf: IsfSettings = Field(IsfSettings(), description="How `grouping: isf` fills groups.")
     reorder: bool = setting(
         True,

@@ -54,7 +54,7 @@ class StepMetrics:
     lr: float
     step_time_s: float
     samples: int  # in this step
-    tokens: int  # LLM tokens in this step
+    tokens: int  # LLM tokens in this step, without padding
     epoch: float  # passes over the training data so far
     mfu: float  # share of `peak_flops`: counts unpadded tokens, no recomputation, only gradients that training needs
     peak_flops: float  # FLOP/s of all ranks together at their stated peak
@@ -69,6 +69,7 @@ class StepMetrics:
     new_plan: str | None = None  # in the first step after the run has switched to another plan
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)  # by name; empty for a run on one source
     ranks: int | None = None  # that trained this step; the number changes in elastic runs
+    padding: int | None = None  # LLM tokens that only pad samples; None where nothing is padded
     resume_s: float | None = None  # since the last step before; in the first step of an elastic run that was resumed
 
     @property
@@ -84,8 +85,8 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """Return the step as an object of `metrics.jsonl`; numbers that are not finite become null.
 
-        `peak_reserved_bytes`, `val_loss`, `val_exact`, `bound_sample`, `new_plan`, `ranks` and `resume_s` are left out
-        if they are None, and `sources` if there is one only.
+        `peak_reserved_bytes`, `val_loss`, `val_exact`, `padding`, `bound_sample`, `new_plan`, `ranks` and `resume_s`
+        are left out if they are None, and `sources` if there is one only.
         """
         values = {
             "step": self.step,
@@ -104,6 +105,7 @@ class StepMetrics:
             **({} if self.peak_reserved_bytes is None else {"peak_reserved_bytes": self.peak_reserved_bytes}),
             "samples": self.samples,
             "tokens": self.tokens,
+            **({} if self.padding is None else {"padding": self.padding}),
             "epoch": self.epoch,
             "slow_ranks": list(self.slow_ranks),
             **({} if self.bound_sample is None else {"bound_sample": self.bound_sample}),

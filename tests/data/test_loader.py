@@ -1,6 +1,7 @@
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,34 @@ def test_payload_follows_the_batch_meta(made: Dataset) -> None:
         expected = expected or [np.empty((0, 192))]
         assert vision.cells is not None
         assert np.array_equal(vision.cells, np.concatenate(expected))
+
+
+def test_padding_stands_behind_each_sample_and_has_no_target(made: Dataset) -> None:
+    recipe, index, _ = made()
+    grouping = Grouping(recipe.data.seq_len, 100, 4, "random", pad=True)
+    plain, padded = (GroupStream(index.lengths, replace(grouping, pad=pad), seed=0) for pad in (False, True))
+    with Loader(index, padded, recipe, StepRequest(0, DP, TWO, EVERYTHING)) as loader:
+        data = next(loader)
+    tokenizer = ChatTokenizer.load(recipe.data.tokenizer)
+    assert data.meta.padding is not None
+    assert data.meta.padding.sum() > 0
+    for (replica, i), text in data.text.items():
+        samples = data.meta.sample_id[data.meta.microbatch(replica, i)]
+        assert text.ids is not None
+        assert text.labels is not None
+        start = 0
+        for sample, length in zip(samples, text.lengths, strict=True):
+            encoded = tokenizer.encode(index.samples[sample], index.media_features(sample))
+            end = start + len(encoded.ids)
+            assert text.ids[start:end].tolist() == encoded.ids.tolist()
+            assert text.labels[start:end].tolist() == encoded.labels.tolist()
+            start += length
+            assert (text.labels[end:start] == -100).all()
+        assert len(set(text.lengths)) == 1
+        assert start == len(text.ids)
+        features = sum(sum(index.unit_features(s, "vision")) for s in samples)
+        assert len(text.feature_positions["vision"]) == features, "padding takes no feature"
+    assert plain.batch(0, 4, DP, TWO).padding is None
 
 
 def test_a_rank_gets_only_the_payload_it_needs(made: Dataset) -> None:

@@ -232,6 +232,7 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             ["data.grouping=isf", "data.isf.encoder_budget=items", "data.budgets.vision=512"],
             "data.isf.encoder_budget: found `items`, but data.budgets are in tokens",
         ),
+        (["data.pad=true"], "data.pad: found true with data.grouping: matched, which packs; allowed with random"),
         (["data.isf.rounds=0"], "data.isf.rounds"),
         (["data.image.scheme=fixed", "data.image.size=225"], "data.image.size: 225 is not a multiple of 14"),
         (["data.image.scheme=fixed", "model.vision.max_side=8"], "data.image.size: a square image becomes 16 patches"),
@@ -324,7 +325,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 25
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 26
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"

@@ -5,13 +5,14 @@ Lengths are always there; payload only where the caller passes a function that l
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 
 from mmtrain.balance.batch_meta import BatchMeta, IntArray, ItemTable
 from mmtrain.data.media.images import CellArray
 from mmtrain.data.media.joined_tiles import FeatureMix
-from mmtrain.data.text.sample_tokenizer import EncodedSample
+from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, EncodedSample
 
 # Sample id, position, rows, cols -> (rows * cols, F); None for an item without anything to see or to hear.
 LoadCells = Callable[[int, int, int, int], CellArray | None]
@@ -49,7 +50,7 @@ class EncoderPayload:
 
 @dataclass(frozen=True)
 class TextPayload:
-    """One LLM microbatch of S sequences with T tokens in all, packed without padding."""
+    """One LLM microbatch of S sequences with T tokens in all, packed; padding belongs to the sequence before it."""
 
     lengths: tuple[int, ...]  # (S,) LLM tokens of each sequence
     ids: IntArray | None  # (T,)
@@ -112,6 +113,8 @@ def build_text_payload(
         return TextPayload(lengths, None, None, {})
     sample_ids = meta.sample_id[samples].tolist()
     encoded = [encode(sample_id) for sample_id in sample_ids]
+    padding = [0] * len(samples) if meta.padding is None else meta.padding[samples].tolist()
+    encoded = [_padded(*entry, item_ids) for entry in zip(encoded, padding, strict=True)]
     empty = np.empty(0, dtype=np.int64)  # a microbatch may have no samples when answers are generated
     all_ids = np.concatenate([empty, *(e.ids for e in encoded)])
     assert all_ids.size == sum(lengths), "the data changed under a running index"
@@ -129,6 +132,16 @@ def build_text_payload(
     image_ids = tuple({token for unit in need.image_spans for token in item_ids[unit]})
     spans = _image_spans([e.ids for e in encoded], image_ids) if image_ids else ()
     return TextPayload(lengths, ids, labels, feature_positions, positions, feature_mixes, spans)
+
+
+def _padded(sample: EncodedSample, num_padding: int, item_ids: Mapping[str, tuple[int, ...]]) -> EncodedSample:
+    """Append tokens without a target behind a sample: under causal attention none of its own tokens sees them."""
+    if not num_padding:
+        return sample
+    reserved = {token for tokens in item_ids.values() for token in tokens}  # features would take their places
+    pad_id = next(token for token in count() if token not in reserved)
+    ids = np.concatenate([sample.ids, np.full(num_padding, pad_id, dtype=np.int64)])
+    return EncodedSample(ids, np.concatenate([sample.labels, np.full(num_padding, IGNORE_INDEX, dtype=np.int64)]))
 
 
 def _image_spans(ids_of_samples: list[IntArray], image_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

@@ -19,6 +19,7 @@ from mmtrain.balance.methods import (
     split_to_count,
 )
 from mmtrain.balance.mixture import Mixture
+from mmtrain.balance.padding import pad_microbatches
 from mmtrain.balance.regroup_step import match_step
 from mmtrain.balance.step_targets import LLM, SampleWork
 from mmtrain.data.index.data_index import DataIndex
@@ -115,7 +116,9 @@ class GroupStream:
         """
         first = step * global_batch
         groups = self._even_out(self.groups(first, global_batch), dp[LLM], targets)
-        return assign(step, first // self.groups_per_epoch, groups, self._lengths, dp, num_microbatches, targets)
+        epoch = first // self.groups_per_epoch
+        batch = assign(step, epoch, groups, self._lengths, dp, num_microbatches, targets)
+        return pad_microbatches(batch) if self._grouping.pad else batch
 
     def epoch(self, epoch: int, num_replicas: int = 1, targets: StepTargets = NO_TARGETS) -> SampleGroups:
         """Return all groups of one epoch, each row of `num_replicas` groups evened out for replicas side by side."""

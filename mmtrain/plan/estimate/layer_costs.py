@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance import BatchMeta
+from mmtrain.balance.padding import without_padding
 from mmtrain.costs import (
     ComputeKind,
     RankMemory,
@@ -279,10 +280,14 @@ class LayerCosts:
         return elements * ELEMENT_BYTES[self.precision]
 
     def model_flops(self, split: BatchSplit) -> float:
-        """Return the FLOPs of a step that MFU counts, mean over the batches."""
+        """Return the FLOPs of a step that MFU counts, mean over the batches; padding does not count."""
+        arrays = {unit: self.microbatch_loads(unit, split) for unit, _, _ in split}
+        if self.batches.pad:
+            unpadded = [without_padding(batch) for batch in self._lay_out(split)]
+            arrays = {unit: load_arrays(unit, unpadded, dp, num) for unit, dp, num in split}
         totals = []
         for batch in range(len(self.batches.groups)):
-            loads = {unit: self.microbatch_loads(unit, split).total(batch) for unit, _, _ in split}
+            loads = {unit: array.total(batch) for unit, array in arrays.items()}
             totals.append(model_flops(self.shape, loads))
         return float(np.mean(totals))
 

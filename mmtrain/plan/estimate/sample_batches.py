@@ -9,6 +9,7 @@ from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, StepTa
 from mmtrain.balance.assign import NO_TARGETS
 from mmtrain.balance.grouping import GroupingSizes
 from mmtrain.balance.methods import arrange_window, group_window, grouping_sizes, unit_tokens
+from mmtrain.balance.padding import pad_microbatches
 from mmtrain.balance.regroup_step import match_step
 from mmtrain.errors import PlanError
 from mmtrain.plan.budget import DEFAULT_BUDGET, SamplingBudget
@@ -21,6 +22,7 @@ class SampledBatches:
     lengths: SampleLengths
     groups: tuple[Sequence[IntArray], ...]  # per batch
     targets: StepTargets = NO_TARGETS
+    pad: bool = False  # samples to the longest of their microbatch
 
     @property
     def global_batch(self) -> int:
@@ -29,10 +31,11 @@ class SampledBatches:
 
     def lay_out(self, dp: Mapping[str, int], num_microbatches: Mapping[str, int]) -> list[BatchMeta]:
         """Assign every batch to replicas and microbatches as a plan with these data-parallel degrees would."""
-        return [
+        batches = [
             assign(step, 0, groups, self.lengths, dp, num_microbatches, self.targets)
             for step, groups in enumerate(self.groups)
         ]
+        return [pad_microbatches(batch) for batch in batches] if self.pad else batches
 
 
 def sample_batches(
@@ -69,7 +72,7 @@ def sample_batches(
     chosen = [steps[middle] for middle in middles]
     if grouping.method == "matched" and grouping.matching == "step" and grouping.reorder:
         chosen = [_match(step, sizes, grouping) for step in chosen]
-    return SampledBatches(lengths, tuple(chosen), StepTargets(reorder=grouping.reorder))
+    return SampledBatches(lengths, tuple(chosen), StepTargets(reorder=grouping.reorder), grouping.pad)
 
 
 def _match(groups: list[IntArray], sizes: GroupingSizes, grouping: Grouping) -> list[IntArray]:

@@ -204,7 +204,8 @@ class StepMetricsReducer:
             lr=lr,
             step_time_s=step_time_s,
             samples=len(meta.sample_id),
-            tokens=int(meta.tokens.sum()),
+            tokens=int(meta.sample_tokens.sum()),
+            padding=None if meta.padding is None else int(meta.padding.sum()),
             epoch=self._stream.epochs_done((stream_position(meta.step, self._skipped) + 1) * num_groups),
             mfu=flops / step_time_s / self.peak_flops,
             peak_flops=self.peak_flops,
@@ -225,7 +226,7 @@ def source_metrics(meta: BatchMeta, sources: SampleSources, losses: Sequence[flo
     """
     numbers, num_sources = sources.numbers[meta.sample_id], len(sources.names)
     samples = np.bincount(numbers, minlength=num_sources).tolist()
-    tokens = np.bincount(numbers, weights=meta.tokens, minlength=num_sources).tolist()
+    tokens = np.bincount(numbers, weights=meta.sample_tokens, minlength=num_sources).tolist()
     targets = np.bincount(numbers, weights=meta.targets, minlength=num_sources).tolist()
     return {
         name: SourceMetrics(
@@ -243,5 +244,5 @@ def counted_flops(shape: ModelShape, meta: BatchMeta) -> int:
     Unpadded tokens, no recomputation, only the gradients that train, and the head only for tokens with a target.
     """
     loads = {unit: TokenLoad.of(table.tokens) for unit, table in meta.items.items()}
-    loads[LLM] = replace(TokenLoad.of(meta.tokens), targets=meta.total_targets)
+    loads[LLM] = replace(TokenLoad.of(meta.sample_tokens), targets=meta.total_targets)
     return model_flops(shape, loads)
