@@ -13,7 +13,13 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate, SearchResults
 from mmtrain.plan.estimate.layer_costs import FORWARD
-from mmtrain.plan.explain.baselines import BASELINES, FLOPS_BASELINE, PARTITION_RULES, BaselinePlanner
+from mmtrain.plan.explain.baselines import (
+    BASELINES,
+    FLOPS_BASELINE,
+    PARTITION_RULES,
+    STAGES_BASELINE,
+    BaselinePlanner,
+)
 from mmtrain.plan.planner import plan
 from mmtrain.plan.problem import PlanningProblem, PlanRequest
 from mmtrain.plan.search.best_first_search import best_first_search
@@ -36,8 +42,10 @@ def chain(pp: int, **vision: Any) -> tuple[LayerChain, FloatArray]:
     return layer_chain, np.concatenate([of_unit.mean[:, FORWARD] for of_unit in times])
 
 
-def baseline_planner(settings: Recipe, world_size: int, memory_bytes: float | None = None) -> BaselinePlanner:
-    evaluator = evaluator_for(settings)
+def baseline_planner(
+    settings: Recipe, world_size: int, memory_bytes: float | None = None, hardware: str = "cpu-core"
+) -> BaselinePlanner:
+    evaluator = evaluator_for(settings, hardware)
     if memory_bytes is not None:
         evaluator = with_memory(evaluator, memory_bytes)
     bounded = bounded_mesh_assignments(evaluator.problem.choices, world_size, evaluator.time_lower_bound)
@@ -134,7 +142,24 @@ def test_a_baseline_faster_than_everything_searched_becomes_the_plan(monkeypatch
     assert plan(replace(unrestricted, constraints=constraints)).predicted.step_time_s == fastest
 
 
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_encoders_and_generator_get_stages_beside_tp_8(num_replicas: int) -> None:
+    """Share 32 ranks as MMScale's baseline does: one stage holds no layers of the LLM, whose tp is 8."""
+    settings = recipe(llm={"heads": 8, "kv_heads": 8}, global_batch=16, parallel={"llm": {"dp": num_replicas}})
+    num_stages = 32 // 8 // num_replicas
+    planner = baseline_planner(settings, 32, hardware="a100-80g")
+    baseline = planner.plan_baseline(STAGES_BASELINE)
+    assert baseline is not None
+    vision, llm = baseline.layout.units["vision"], baseline.layout.units["llm"]
+    assert (vision.tp, vision.pp, vision.dp) == (1, 1, 8 * num_replicas)
+    assert (llm.tp, llm.pp, llm.dp) == (8, num_stages - 1, num_replicas)
+    sizes = [hi - lo for lo, hi in (stage.layers for stage in llm.stages)]
+    assert max(sizes) - min(sizes) <= 1
+    assert baseline.schedule.num_microbatches == dict.fromkeys(("vision", "llm"), 16 // num_replicas)
+    assert sorted(vision.ranks + llm.ranks) == list(range(32))
+
+
+@pytest.mark.parametrize("name", [name for name in BASELINES if name != STAGES_BASELINE])
 def test_a_baseline_can_be_requested(name: str) -> None:
     settings = recipe(**SMALL)
     chosen = planned(settings, 2)

@@ -1,19 +1,20 @@
 """Make the plans that rules of thumb and other systems' rules make, to compare the planner's plan with.
 
-`flops` shares the ranks out among the units. All other rules divide the one pipeline of a `unified` plan. Each baseline
-uses the fastest of a few meshes, is fitted into memory and simulated like any plan. `mmtrain plan` lists baselines
-among the alternatives, or returns one with `--baseline`.
+`flops` shares the ranks out among the units, and `megatron-stages` puts each unit into stages of its own. All other
+rules divide the one pipeline of a `unified` plan. Each baseline uses the fastest of a few meshes, is fitted into memory
+and simulated like any plan. `mmtrain plan` lists baselines among the alternatives, or returns one with `--baseline`.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise, starmap
+from itertools import islice, pairwise, product, starmap
 
 import numpy as np
 
 from mmtrain.costs import model_flops
 from mmtrain.errors import PlanError
+from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.candidate import Candidate, MeshAssignment, Rejected
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import FORWARD
@@ -25,6 +26,8 @@ from mmtrain.plan.search.min_max_partition import FloatArray, min_max_partition
 from mmtrain.program.ir.graph import LLM
 
 FLOPS_BASELINE = "flops"
+STAGES_BASELINE = "megatron-stages"
+MEGATRON_TP = 8  # of the LLM in `megatron-stages`: a node's GPUs, as in the baseline of MMScale (arXiv 2408.04275)
 
 # A rule takes a layer chain and (layers,) forward seconds for the mean microbatch of the LLM. It returns the bounds of
 # the model chunks, one more than there are chunks, or None where it cannot be applied.
@@ -84,7 +87,11 @@ PARTITION_RULES: Mapping[str, PartitionRule] = {
     "equal-layers": PartitionRule("layers divided evenly by their number", _partition_equal_layers),
     "profile-only": PartitionRule("forward time alone divided evenly", _partition_profile_only),
 }
-BASELINES = (*PARTITION_RULES, FLOPS_BASELINE)
+DISAGGREGATED_RULES: Mapping[str, str] = {
+    FLOPS_BASELINE: "ranks divided among units in proportion to FLOPs",
+    STAGES_BASELINE: "encoders and generator in stages of their own, a replica on each rank of the LLM's TP groups",
+}
+BASELINES = (*PARTITION_RULES, *DISAGGREGATED_RULES)
 
 
 def _llm_bounds(chain: LayerChain) -> tuple[int, int]:
@@ -125,8 +132,9 @@ class BaselinePlanner:
         if candidate is None:
             raise PlanError(
                 f"--baseline {name}: no plan by this rule is possible and fits; possible here: "
-                f"{', '.join(self.plan_all()) or 'none'}. `{FLOPS_BASELINE}` needs units on separate ranks "
-                "(`disaggregated`), every other rule a `unified` plan with pp above 1"
+                f"{', '.join(self.plan_all()) or 'none'}. `{FLOPS_BASELINE}` and `{STAGES_BASELINE}` "
+                f"need units on separate ranks (`disaggregated`), the latter also tp {MEGATRON_TP} for the LLM; every "
+                "other rule needs a `unified` plan with pp above 1"
             )
         return candidate
 
@@ -137,6 +145,8 @@ class BaselinePlanner:
         """
         if name == FLOPS_BASELINE:
             rounds = self._in_proportion_to_flops()
+        elif name == STAGES_BASELINE:
+            rounds = self._in_stages_of_their_own()
         else:
             rounds = self._partitioned_by(PARTITION_RULES[name].partition, max_step_s)
         for partitioned in islice(rounds, self.evaluator.budget.baselines.max_rounds):
@@ -187,13 +197,55 @@ class BaselinePlanner:
                 partitioned = []
         yield partitioned
 
+    def _in_stages_of_their_own(self) -> Iterator[list[PartitionedCandidate]]:
+        """Yield, all at once, the `disaggregated` meshes of MMScale's Megatron-LM baseline.
+
+        The LLM has tp 8 and its layers divided evenly. Each encoder, and a generator, is a pipeline stage more of the
+        same ranks, of which every one holds a replica and takes its share of each microbatch.
+        """
+        evaluator = self.evaluator
+        partitioned: list[PartitionedCandidate] = []
+        for assignment in self._assignments_in_stages():
+            candidate = evaluator.enumerated(assignment)
+            chains = evaluator.layer_chains(candidate)
+            num_layers = {chain.units[0]: chain.bounds[-1] for chain in chains}
+            llm_chunks = assignment.meshes[LLM].pp * assignment.meshes[LLM].vpp
+            llm_bounds = _even_bounds(llm_chunks, 0, num_layers[LLM], first=0, last=num_layers[LLM])
+            if llm_bounds is not None and not self._splits_tp_group(assignment):
+                bounds = tuple(llm_bounds if unit == LLM else (0, num) for unit, num in num_layers.items())
+                partitioned.append((candidate.partitioned(bounds), chains))
+        yield partitioned
+
+    def _assignments_in_stages(self) -> Iterator[MeshAssignment]:
+        """List the mesh assignments of `_in_stages_of_their_own` that the recipe allows."""
+        choices, num_ranks = self.evaluator.problem.choices, self._disaggregated_ranks
+        llm = choices[LLM]
+        others = [unit for unit in choices.values() if unit.name != LLM]
+        if num_ranks is None or MEGATRON_TP not in llm.tp:
+            return
+        for dp, vpp in product(llm.dp, llm.vpp):
+            num_stages, rest = divmod(num_ranks, MEGATRON_TP * dp)
+            meshes = dict.fromkeys(choices, MeshSize(1, 1, MEGATRON_TP * dp))
+            meshes[LLM] = MeshSize(MEGATRON_TP, num_stages - len(others), dp, vpp)
+            is_allowed = all(1 in unit.tp and 1 in unit.pp and MEGATRON_TP * dp in unit.dp for unit in others)
+            if rest or not is_allowed or meshes[LLM].pp not in llm.pp:
+                continue
+            num_llm = llm.global_batch // dp
+            num_microbatches = {name: unit.fixed_microbatches or num_llm for name, unit in choices.items()}
+            yield MeshAssignment("disaggregated", meshes, num_microbatches | {LLM: num_llm})
+
+    @property
+    def _disaggregated_ranks(self) -> int | None:
+        """The most ranks that a `disaggregated` plan may use; None where there is none."""
+        rank_counts = (c.assignment.ranks for c in self.enumerated if c.placement == "disaggregated")
+        return max(rank_counts, default=None)
+
     def _in_proportion_to_flops(self) -> Iterator[list[PartitionedCandidate]]:
         """Yield `disaggregated` meshes, those first whose ranks are nearest to the units' shares of FLOPs."""
-        evaluator = self.evaluator
-        rank_counts = [c.assignment.ranks for c in self.enumerated if c.placement == "disaggregated"]
-        if not rank_counts:
+        evaluator, num_ranks = self.evaluator, self._disaggregated_ranks
+        if num_ranks is None:
             return
-        choices, shares = evaluator.problem.choices, self._rank_shares(max(rank_counts))
+        choices, shares = evaluator.problem.choices, self._rank_shares(num_ranks)
         bound, budget = evaluator.time_lower_bound, evaluator.budget
         for assignments in assignments_near_shares(choices, shares, bound, budget.meshes):
             partitioned: list[PartitionedCandidate] = []
@@ -232,10 +284,7 @@ class BaselinePlanner:
 
 def reject_baseline(name: str, baseline: Candidate, chosen: Candidate) -> Rejected:
     """Return why a baseline was not chosen; the ranking shows it under its name."""
-    if name == FLOPS_BASELINE:
-        description = "ranks divided among units in proportion to FLOPs"
-    else:
-        description = PARTITION_RULES[name].description
+    description = DISAGGREGATED_RULES[name] if name in DISAGGREGATED_RULES else PARTITION_RULES[name].description
     if baseline.measured_step_s is None:
         slower = slower_text(baseline.step_time_s / chosen.step_time_s)
     else:
