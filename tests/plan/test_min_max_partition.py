@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.plan.search.min_max_partition import min_max_partition
+from mmtrain.plan.search.min_max_partition import min_max_partition, min_max_span_partition
 
 COSTS = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9)
 
@@ -48,3 +48,24 @@ def test_only_allowed_partitions_are_returned(costs: list[float], parts: int, ra
     else:
         assert partition in fitting
         assert objective(costs, partition) == pytest.approx(min(objective(costs, cuts) for cuts in fitting))
+
+
+@given(COSTS, COSTS, st.integers(1, 5))
+def test_other_costs_may_be_evened(costs: list[float], evened: list[float], parts: int) -> None:
+    """Of the partitions whose most expensive run costs least, return one with least squares of the other costs."""
+    size = min(len(costs), len(evened))
+    costs, evened = costs[:size], evened[:size]
+    spans = [
+        np.array([[sum(values[lo:hi]) for hi in range(size + 1)] for lo in range(size + 1)])
+        for values in (costs, evened)
+    ]
+    partition = min_max_span_partition(spans[0][None], parts, evened=spans[1][None])
+    if parts > size:
+        assert partition is None
+        return
+    assert partition is not None
+
+    def rank(cuts: tuple[int, ...]) -> tuple[float, float]:
+        return objective(costs, cuts)[0], objective(evened, cuts)[1]
+
+    assert rank(partition) == min(map(rank, all_partitions(size, parts)))

@@ -6,7 +6,10 @@ import pytest
 
 from mmtrain.data import build_index
 from mmtrain.plan import Plan
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.plan.budget import DEFAULT_BUDGET
+from mmtrain.plan.explain.baselines import BaselinePlanner
+from mmtrain.plan.formulate import formulate_problem
+from mmtrain.plan.planner import plan_recipe, search_placements
 from mmtrain.plan.problem import PlanRequest
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 from mmtrain.recipe.schema import Recipe
@@ -44,6 +47,25 @@ def test_how_many_alternatives_are_shown_does_not_change_the_plan() -> None:
     recipe = load_recipe(FOLDER / "internvl_26b.yaml", ["parallel.placement=unified"]).recipe
     one, five = (planned(recipe, num_alternatives) for num_alternatives in (1, 5))
     assert (one.units, one.predicted) == (five.units, five.predicted)
+
+
+@pytest.mark.slow
+def test_few_microbatches_in_a_long_pipeline_are_divided_better_than_by_rules_of_thumb() -> None:
+    """Search four microbatches on 16 ranks that recompute: the way down and up is most of the step."""
+    meshes = ["parallel.placement=unified", "parallel.llm.tp=1", "parallel.llm.dp=32"]
+    recipe = load_recipe(FOLDER / "mmscale_70b.yaml", meshes).recipe
+    assert recipe.cluster.ranks is not None
+    problem = formulate_problem(
+        recipe,
+        build_index(recipe).lengths,
+        world_size=recipe.cluster.ranks,
+        hardware=recipe.cluster.hardware,
+        recipe_sha256=recipe_fingerprint(recipe),
+    )
+    evaluator, results = search_placements(problem, DEFAULT_BUDGET)
+    baselines = BaselinePlanner(evaluator, results.enumerated).plan_all()
+    assert len(baselines) > 3
+    assert results.fastest_s < min(baseline.step_time_s for baseline in baselines.values())
 
 
 @pytest.mark.slow

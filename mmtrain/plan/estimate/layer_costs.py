@@ -89,6 +89,7 @@ class UnitLayerCosts:
     """Costs of one unit's layers, (L,) each: mean seconds of a microbatch, and bytes for the largest microbatch."""
 
     seconds: FloatArray  # forward and backward, and recompute where the recipe fixes it
+    backward_seconds: FloatArray  # of these, backward and recompute
     recompute_seconds: FloatArray  # what choosing to recompute the layer adds
     state_bytes: FloatArray  # parameters, gradients, optimizer
     kept_bytes: FloatArray  # activations that one microbatch leaves behind
@@ -330,8 +331,10 @@ class LayerCosts:
         }
         state, kept, saved, working, recompute_working, inputs = np.array([known[k] for k in kinds], np.float64).T
         mean, is_fixed = times.mean, self.recompute[unit] == "all"
+        backward = mean[:, BACKWARD] + is_fixed * mean[:, RECOMPUTE]
         return UnitLayerCosts(
-            seconds=mean[:, FORWARD] + mean[:, BACKWARD] + is_fixed * mean[:, RECOMPUTE],
+            seconds=mean[:, FORWARD] + backward,
+            backward_seconds=backward,
             recompute_seconds=mean[:, RECOMPUTE] * (1 - is_fixed),
             state_bytes=state,
             kept_bytes=kept,

@@ -41,7 +41,8 @@ class LayerChain:
     pp: int
     vpp: int
     num_microbatches: int  # of the unit whose microbatches the pipeline runs
-    round_trip_s: FloatArray  # (L,) least seconds from the first forward until one reaches the layer, and back
+    # (L + 1,) least seconds from the first forward until one reaches the layer, and back; the last: through all layers.
+    round_trip_s: FloatArray
     masks: tuple[BoolArray, ...]  # alternatives of what sizes fixed in the recipe allow; empty: everything
 
     @property
@@ -72,7 +73,7 @@ def layer_chains(
             pp=mesh.pp,
             vpp=mesh.vpp,
             num_microbatches=assignment.num_microbatches[unit],
-            round_trip_s=round_trips[unit][:-1],
+            round_trip_s=round_trips[unit],
             masks=(),
         )
         for unit, mesh in meshes.items()
@@ -106,7 +107,12 @@ def _unified_chain(
         pp=mesh.pp,
         vpp=mesh.vpp,
         num_microbatches=num_microbatches[LLM],
-        round_trip_s=np.concatenate([round_trips[unit][:-1] + start_s[unit] for unit in units]),
+        round_trip_s=np.concatenate(
+            [
+                *(round_trips[unit][:-1] + start_s[unit] for unit in units),
+                [max(round_trips[unit][-1] + start_s[unit] for unit in units)],
+            ]
+        ),
         masks=masks,
     )
 
@@ -114,8 +120,7 @@ def _unified_chain(
 def chain_time_lower_bound(chain: LayerChain) -> float:
     """Return seconds that no partition of the chain can beat under any schedule.
 
-    Some chunk works for all microbatches, and starts no sooner than the first has come down to it; its last backward
-    still has to travel up. The least possible value of the largest such sum is found exactly.
+    The least possible value of what the slowest chunk asks for (`_step_seconds_of_spans`) is found exactly.
     """
     seconds = chain.costs.seconds
     work = chain.num_microbatches * max(seconds.sum() / chain.pp, seconds.max())
@@ -132,7 +137,7 @@ def partition_time_lower_bound(chain: LayerChain, partition: ChainPartition) -> 
 
 
 def anchor_partition(chain: LayerChain, recompute_s: FloatArray | None = None) -> ChainPartition | None:
-    """Divide a chain so that its slowest chunk, with all its work and the way to it, is done soonest.
+    """Divide a chain so that the chunk that asks for the longest step asks for least, and otherwise most evenly.
 
     recompute_s: (chunks, L + 1, L + 1) seconds of recomputation that chunk p needs with layers [lo, hi) to fit into
     memory, infinite where it cannot. Returns None if no partition is allowed and fits.
@@ -140,12 +145,11 @@ def anchor_partition(chain: LayerChain, recompute_s: FloatArray | None = None) -
     seconds = chain.costs.seconds
     if not 1 <= chain.num_chunks <= len(seconds):
         return None
-    spans = _span_sums(seconds)[None] * chain.num_microbatches
-    if recompute_s is not None:
-        spans = spans + recompute_s * chain.num_microbatches
-    if chain.vpp == 1:  # interleaved chunks take turns on a rank, so there only their work counts
-        spans = spans + np.append(chain.round_trip_s, 0.0)[None, :, None]
-    best_of_masks = [min_max_span_partition(spans, chain.num_chunks, mask) for mask in chain.masks or (None,)]
+    step_s = _step_seconds_of_spans(chain, recompute_s)
+    # Where one chunk decides, the others are to have equal work: with the way to them counted, later ones would get
+    # less, and the first ones recompute more than all need together.
+    work = _span_sums(seconds)[None] if recompute_s is None else _span_sums(seconds)[None] + recompute_s
+    best_of_masks = [min_max_span_partition(step_s, chain.num_chunks, mask, work) for mask in chain.masks or (None,)]
     partitions = [partition for partition in best_of_masks if partition is not None]
     return min(partitions, key=lambda partition: _slowest_chunk_seconds(chain, partition), default=None)
 
@@ -329,10 +333,32 @@ def _join_costs(units: Sequence[UnitLayerCosts], per_llm_microbatch: Sequence[fl
     return UnitLayerCosts(**columns)
 
 
+def _step_seconds_of_spans(chain: LayerChain, recompute_s: FloatArray | None = None) -> FloatArray:
+    """Return (1 or chunks, L + 1, L + 1) the least seconds of a step in which chunk p holds layers [lo, hi).
+
+    A chunk works for all microbatches, starts no sooner than the first has come down to it, and its last backward still
+    has to travel up. Besides, its first backward waits until the first microbatch has come down to the end and back,
+    and then all backwards follow; likewise all forwards come before the last microbatch's way to the end and back.
+    Interleaved chunks take turns on a rank, so there only their work counts.
+
+    recompute_s: see `anchor_partition`.
+    """
+    n, backward_s = chain.num_microbatches, _span_sums(chain.costs.backward_seconds)[None]
+    forward_s = _span_sums(chain.costs.seconds)[None] - backward_s
+    if recompute_s is not None:
+        backward_s = backward_s + recompute_s
+    work_s = n * (forward_s + backward_s)
+    if chain.vpp > 1:
+        return np.asarray(work_s)
+    reached_s = chain.round_trip_s[:, None]
+    elsewhere_s = chain.round_trip_s[-1] - (chain.round_trip_s[None, :] - reached_s)  # of one microbatch
+    return np.asarray(np.maximum(reached_s + work_s, elsewhere_s + n * np.maximum(forward_s, backward_s)))
+
+
 def _slowest_chunk_seconds(chain: LayerChain, partition: ChainPartition) -> float:
-    """Return the least seconds until the slowest chunk of a partition is done."""
-    work = chunk_seconds(chain, np.asarray([partition]))[0] * chain.num_microbatches
-    return float((work + chain.round_trip_s[list(partition[:-1])]).max())
+    """Return the least seconds of a step under a partition, as its slowest chunk has it."""
+    lo, hi = np.asarray(partition[:-1]), np.asarray(partition[1:])
+    return float(_step_seconds_of_spans(chain)[0, lo, hi].max())
 
 
 def _boundary_shifts(num_boundaries: int, budget: PartitionBudget) -> Iterator[tuple[int, ...]]:

@@ -30,11 +30,12 @@ def min_max_partition(
 
 
 def min_max_span_partition(
-    spans: FloatArray, num_chunks: int, allowed: BoolArray | None = None
+    spans: FloatArray, num_chunks: int, allowed: BoolArray | None = None, evened: FloatArray | None = None
 ) -> tuple[int, ...] | None:
     """Do the same where the cost of a run is no sum over its layers, or depends on the chunk.
 
     spans: (1 or chunks, L + 1, L + 1) cost of layers [lo, hi) in chunk p; infinite where it cannot hold them.
+    evened: the same shape, whose squares are least among the partitions of least cost; None: those of `spans`.
     """
     if not 1 <= num_chunks < spans.shape[1]:
         return None
@@ -43,7 +44,8 @@ def min_max_span_partition(
     optimum = largest[-1, -1]
     if not np.isfinite(optimum):
         return None
-    squares_within = np.where(costs <= optimum * (1 + OPTIMUM_TOLERANCE), costs**2, np.inf)
+    squares = (costs if evened is None else evened) ** 2
+    squares_within = np.where(costs <= optimum * (1 + OPTIMUM_TOLERANCE), squares, np.inf)
     _, last_starts = _solve(squares_within, num_chunks, np.add)
     return _read_bounds(last_starts)
 
