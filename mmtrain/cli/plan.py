@@ -73,6 +73,7 @@ def plan(
     The plan says where every layer runs, which layers are recomputed, and in what order each rank works. `train` makes
     the same plan by itself; use --out to save and reuse it.
     """
+    import time
     from dataclasses import replace
     from functools import partial
 
@@ -131,6 +132,7 @@ def plan(
     from mmtrain.plan.explain.faster_nearby import describe_faster_nearby
     from mmtrain.plan.explain.text_only import with_text_only
     from mmtrain.plan.problem import PlanRequest
+    from mmtrain.plan.search.allocation_watch import Allocation, AllocationWatch
     from mmtrain.report import plan_table
     from mmtrain.report.run_cost import RunCost, states_costs
 
@@ -143,10 +145,12 @@ def plan(
         settings = load_recipe(recipe, settings_changed).recipe
         compared = None if compare is None else _compared_recipe(recipe, settings_changed, compare, settings)
     timer = plan_timer(settings) if measure else None
+    allocations: list[Allocation] = []
     with planning_bar() as progress:
-        request = PlanRequest(top, explain, baseline, timer, cuts, progress, progress.announce)
+        watch = AllocationWatch(time.perf_counter, allocations.append) if explain and not as_json else None
+        request = PlanRequest(top, explain, baseline, timer, cuts, progress, watch, progress.announce)
         if gpu_counts is not None:
-            one_line = replace(request, num_alternatives=1, explain=False)
+            one_line = replace(request, num_alternatives=1, explain=False, allocation_watch=None)
             plan_for = partial(plan_here, lengths=lengths, request=one_line)
             typer.echo(_compare_gpu_counts(settings, gpu_counts, plan_for, as_json))
             return
@@ -163,6 +167,8 @@ def plan(
         with writing("--out", out, "plan"):
             chosen.save(out)
     typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen, text_width(), with_balance=explain))
+    if allocations:
+        typer.echo(str(allocations[-1]))
     for hint in hints:
         typer.echo(f"Hint: {hint}")
     if not as_json and states_costs(settings.cluster):

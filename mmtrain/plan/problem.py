@@ -7,6 +7,7 @@ from mmtrain.costs import CostModel, Hardware, Precision, StateBytes, state_byte
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.plan.artifact.plan import Placement, Plan, StepMeasurement
 from mmtrain.plan.estimate.sample_batches import SampledBatches
+from mmtrain.plan.search.allocation_watch import AllocationWatch
 from mmtrain.plan.search.constraints import RecomputeMode, SequenceParallelSetting, UnitChoices
 from mmtrain.plan.search_progress import Progress
 from mmtrain.recipe.schema import Recipe
@@ -24,6 +25,7 @@ class PlanRequest:
     measure: MeasureStep | None = None  # runs the plans predicted fastest; the fastest as run is chosen
     num_measured: int = 12  # plans that are run: sizes and layer partitions of them, not counting rules of thumb
     progress: Progress | None = None
+    allocation_watch: AllocationWatch | None = None  # is told how ranks were allocated to units, and how long that took
     announce: Callable[[str], None] | None = None  # called with what is done when candidates are settled
 
     def say(self, text: str) -> None:

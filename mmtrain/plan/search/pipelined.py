@@ -6,8 +6,8 @@ from mmtrain.plan.budget import SearchBudget
 from mmtrain.plan.candidate import Candidate, SearchResults
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.problem import PlanningProblem
+from mmtrain.plan.search.allocation import allocate_ranks
 from mmtrain.plan.search.best_first_search import best_first_search
-from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
 from mmtrain.plan.search_progress import Progress
 
 
@@ -26,14 +26,9 @@ class PipelinedStrategy:
         incumbent: Candidate | None,
         progress: Progress | None = None,
     ) -> SearchResults:
-        """Enumerate the mesh assignments of every number of ranks and search their layer partitions, best first."""
-        candidates = []
-        for num_ranks in problem.cluster.rank_counts:
-            bounded = bounded_mesh_assignments(problem.choices, num_ranks, evaluator.time_lower_bound, budget.meshes)
-            for bound_s, assignment in bounded:
-                if assignment.placement in problem.constraints.placements:
-                    candidates.append(evaluator.enumerated(assignment).bounded(bound_s))
+        """Allocate ranks to units in every way, and search the layer partitions of these, best first."""
         request = problem.request
+        candidates = allocate_ranks(evaluator, budget, request.allocation_watch)
         num_wanted = request.num_alternatives + 1
         if request.measure is not None:  # where the best sizes have few layer partitions, as many sizes are run
             num_wanted = max(num_wanted, request.num_measured)

@@ -1,0 +1,96 @@
+"""The allocation of ranks to units is the best of all, and no better than the continuous one."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from mmtrain.plan.artifact.layout import MeshSize
+from mmtrain.plan.budget import DEFAULT_BUDGET
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.problem import PlanningProblem, PlanRequest
+from mmtrain.plan.search.allocation import allocate_ranks, relaxed_step_s
+from mmtrain.plan.search.allocation_watch import Allocation, AllocationWatch
+from tests.plan.factory import evaluator_for, problem_for, recipe
+
+MODELS: dict[str, dict[str, Any]] = {
+    "alike": {},
+    "heavy encoder": {"vision": {"layers": 8, "hidden": 256, "heads": 4, "ffn": 1024, "patch": 8, "max_side": 8}},
+    "heavy LLM": {"llm": {"layers": 6, "hidden": 256}, "global_batch": 32},
+}
+
+
+def allocated(problem: PlanningProblem, enumerates_all: bool = False) -> Allocation:
+    """Allocate ranks by the clock of a stopped watch that shows 1 s more each time it is read."""
+    reports: list[Allocation] = []
+    times = iter((1.0, 2.0))
+    meshes = replace(DEFAULT_BUDGET.meshes, max_ranks_to_enumerate_all=10_000 if enumerates_all else 0)
+    budget = replace(DEFAULT_BUDGET, meshes=meshes)
+    watch = AllocationWatch(times.__next__, reports.append)
+    allocate_ranks(Evaluator(problem, budget), budget, watch)
+    [allocation] = reports
+    assert allocation.seconds == 1.0
+    return allocation
+
+
+def best_bound_s(evaluator: Evaluator, num_ranks: int) -> float:
+    """Try every pair of meshes of encoder and LLM on all ranks; return the least bound of the slower one."""
+    choices, bound = evaluator.problem.choices, evaluator.time_lower_bound
+    vision, llm = choices["vision"], choices["llm"]
+    best_s = float("inf")
+    for llm_tp, llm_dp, llm_pp, vpp in product(llm.tp, llm.dp, llm.pp, llm.vpp):
+        num_llm = llm.global_batch // llm_dp
+        is_useful = vpp == 1 or (1 < llm_pp <= num_llm and llm_pp * vpp <= llm.num_layers)
+        rest = num_ranks - llm_tp * llm_dp * llm_pp
+        if rest < 1 or not is_useful:
+            continue
+        llm_s = bound("llm", MeshSize(llm_tp, llm_pp, llm_dp, vpp), num_llm)
+        if llm_s >= best_s:
+            continue
+        for mesh in vision.meshes(rest):
+            for merged in DEFAULT_BUDGET.meshes.merged_microbatches:
+                if num_llm % merged == 0:
+                    best_s = min(best_s, max(llm_s, bound("vision", mesh, num_llm // merged)))
+    return best_s
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("num_ranks", [3, 12, 64])
+def test_allocation_is_the_best_of_all_and_no_better_than_a_continuous_one(model: str, num_ranks: int) -> None:
+    problem = problem_for(recipe(**MODELS[model]), world_size=num_ranks)
+    evaluator = Evaluator(problem)
+    allocation = allocated(problem)
+    assert allocation.bound_s == pytest.approx(best_bound_s(evaluator, num_ranks), rel=1e-12)
+    assert allocated(problem, enumerates_all=True).bound_s == allocation.bound_s
+    assert sum(allocation.ranks.values()) == num_ranks
+    assert allocation.relaxed_s <= allocation.bound_s
+
+
+def test_the_continuous_allocation_is_shared_in_proportion_to_work() -> None:
+    """Solve the relaxation by bisection over the step time instead: each unit takes as many ranks as it then needs."""
+    evaluator = evaluator_for(recipe())
+    choices, bound = evaluator.problem.choices, evaluator.time_lower_bound
+    least_rank_s = {
+        name: min(
+            bound(name, MeshSize(tp, pp, dp), None) * tp * pp * dp
+            for tp, pp, dp in product(unit.tp, unit.pp, unit.dp)
+            if tp * pp * dp <= 16
+        )
+        for name, unit in choices.items()
+    }
+    low_s, high_s = 0.0, sum(least_rank_s.values())
+    for _ in range(200):
+        step_s = (low_s + high_s) / 2
+        is_enough = sum(rank_s / step_s for rank_s in least_rank_s.values()) <= 16
+        low_s, high_s = (low_s, step_s) if is_enough else (step_s, high_s)
+    assert relaxed_step_s(choices, 16, bound) == pytest.approx(high_s)
+
+
+def test_nothing_is_reported_where_units_share_all_ranks() -> None:
+    problem = problem_for(recipe(parallel={"placement": "unified"}), world_size=2)
+    reports: list[Allocation] = []
+    watch = AllocationWatch(lambda: 0.0, reports.append)
+    problem = replace(problem, request=PlanRequest(allocation_watch=watch))
+    assert allocate_ranks(Evaluator(problem), DEFAULT_BUDGET, watch)
+    assert not reports
