@@ -13,7 +13,8 @@ from mmtrain.balance.batch_meta import FloatArray, IntArray
 EXTRA_PLACES = 2  # of a group, empty at first: what a group may hold more samples than the largest had
 PAIRS_AT_A_TIME = 64  # their arrays fit into a core's cache
 MAX_PLACES_TRIED = 8  # of each of two groups in a round; larger groups try other places in the next one
-ROUNDS_TO_DOUBLE_WEIGHT = 18  # of what a group is above a budget, beside loads
+FIRST_LIMIT_WEIGHT = 2**-6  # of what a group is above a budget, beside loads: at 1, images move for a few tokens
+ROUNDS_TO_DOUBLE_WEIGHT = 18
 ROUNDING = 1e-9  # of shares of the mean load
 MIN_GAIN = 1e-9  # of squared shares of the mean load: less is rounding
 
@@ -117,7 +118,7 @@ class GroupTable:
                     low,
                     turn,
                     num_exchanged=2,
-                    limit=(number, 2 ** (turn / ROUNDS_TO_DOUBLE_WEIGHT)),
+                    limit=(number, FIRST_LIMIT_WEIGHT * 2 ** (turn / ROUNDS_TO_DOUBLE_WEIGHT)),
                 )
 
     def _exchange(

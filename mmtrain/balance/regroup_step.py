@@ -21,7 +21,7 @@ ROUNDS_OF_TWO = 24
 ROUNDS_OF_TOKENS = 24
 LAST_ROUNDS = 10
 ROUNDS_OF_LARGE_EXCESS = 16
-ROUNDS_WITHIN_LIMITS = 192  # few groups need them
+ROUNDS_WITHIN_LIMITS = 600  # few groups need them
 
 
 def match_step(
