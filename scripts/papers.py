@@ -55,7 +55,7 @@ FIGURES = (
         value="up to 2.2x",
         source="DistTrain (MMScale), arXiv 2408.04275, abstract",
         is_comparable=False,
-        note="the abstract does not say for which model; our `megatron` does not replicate encoders in TP groups",
+        note="the abstract names no model; `megatron-stages`, its baseline, is listed only where one fits",
     ),
     PublishedFigure(
         recipe="internvl_26b",
