@@ -38,7 +38,7 @@ def test_a_run_as_text_and_as_json(run_dir: Path) -> None:
     assert "Cost, logged: 3 steps: " in text
     assert "Cost, predicted: " not in text
     priced = report(run_dir, "--set", "cluster.price_per_gpu_hour=2").stdout
-    assert "at 2 a GPU-hour" in priced.partition("Cost, predicted: ")[2]
+    assert "at 2 a GPU-hour" in " ".join(priced.partition("Cost, predicted: ")[2].split())
     output = json.loads(report(run_dir, "--json").stdout)
     assert output["name"] == "try"
     assert [row["error"] for row in output["seconds"]] == pytest.approx([-0.5] * len(output["seconds"]))

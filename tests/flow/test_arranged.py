@@ -38,9 +38,10 @@ def _rearranged(request: TrainRequest, plan: Plan) -> bool:
     return ways[0] != ways[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "ranks"),
-    [pytest.param(TOGETHER, 2, marks=pytest.mark.slow), (APART, 2), pytest.param(CHUNKS, 3, marks=pytest.mark.slow)],
+    [(TOGETHER, 2), (APART, 2), (CHUNKS, 3)],
     ids=["units together, two replicas", "a pipeline of two", "an interleaved pipeline"],
 )
 def test_losses_are_those_of_steps_as_they_come(

@@ -103,6 +103,7 @@ class StopWorkersOf(FaultPoints):
                 process.suspend()
 
 
+@pytest.mark.slow
 def test_a_run_whose_producer_answers_and_makes_nothing_is_the_run_without(
     data: Path, unbroken: Path, tmp_path: Path
 ) -> None:

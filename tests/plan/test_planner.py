@@ -30,7 +30,7 @@ def test_the_same_recipe_is_planned_the_same_each_time() -> None:
 
 
 def test_a_plan_is_complete() -> None:
-    chosen = planned(recipe(), 4)
+    chosen = planned(recipe(), 4, top=5)
     assert chosen.world_size == 4
     assert chosen.recipe_sha256 == "f" * 64
     assert chosen.predicted.cost_source == "modelled: cpu-core, within a factor of 3"

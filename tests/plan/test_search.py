@@ -56,7 +56,7 @@ def holds(instance: Instance, fastest_s: float) -> None:
     assert min(len(instance.candidates), max_unsearched) <= num_explained <= len(instance.candidates)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3, 4, 5])
 def test_the_search_finds_the_fastest_of_all_plans(seed: int) -> None:
     instance = random_instance(seed, max_partitions=120)
     holds(instance, least_step(instance))

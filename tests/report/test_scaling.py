@@ -1,5 +1,7 @@
 """A comparison of numbers of GPUs: efficiencies computed by hand, and the sentence on the largest worthwhile number."""
 
+from functools import cache
+
 import pytest
 
 from mmtrain.plan import Plan
@@ -9,6 +11,7 @@ from mmtrain.report.scaling import ScalingPoint, scaling_json, scaling_rows, sca
 from tests.plan.factory import lengths, recipe
 
 
+@cache
 def small_plan() -> Plan:
     return plan_recipe(
         recipe(),
