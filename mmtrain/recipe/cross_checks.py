@@ -183,7 +183,7 @@ def check_isf(recipe: Recipe) -> Iterator[Problem]:
 
 
 def check_padding(recipe: Recipe) -> Iterator[Problem]:
-    """Only the baselines that count samples are padded, on placements that leave samples in their groups."""
+    """Only the baselines that count samples are padded, on placements whose prediction counts padding."""
     if not recipe.data.pad:
         return
     if recipe.data.grouping in ("matched", "isf"):
@@ -193,7 +193,7 @@ def check_padding(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("data", "pad"), text)
     if recipe.parallel.placement == "replicated":
         text = (
-            "found true with parallel.placement: replicated, which moves samples between groups; use another placement"
+            "found true with parallel.placement: replicated, which is predicted without padding; use another placement"
         )
         yield Problem(("data", "pad"), text)
 
