@@ -22,7 +22,7 @@ class Bf16MomentsAdamW(AdamW):
     The caller creates the state of each parameter (`step`, `exp_avg`, `exp_avg_sq`) before the first update.
     """
 
-    num_updates = 0  # so far; the caller sets it where a run continues
+    num_updates = 0  # so far; the caller counts, as it learns only later whether the device made an update
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -36,12 +36,12 @@ class Bf16MomentsAdamW(AdamW):
                 if param.device not in generators:
                     generators[param.device] = torch.Generator(param.device).manual_seed(self.num_updates)
                 self._update(param, group, generators[param.device])
-        self.num_updates += 1
 
     def _update(self, param: Tensor, group: dict[str, Any], generator: torch.Generator) -> None:
         state = self.state[param]
         assert param.grad is not None
         flat = [t.view(-1) for t in (param, param.grad, state["exp_avg"], state["exp_avg_sq"])]
+        found_inf = getattr(self, "found_inf", None)
         beta1, beta2 = group["betas"]
         for weights, gradients, *moments in zip(*(t.split(CHUNK_ELEMENTS) for t in flat), strict=True):
             exp_avg, exp_avg_sq = (moment.float() for moment in moments)
@@ -54,6 +54,7 @@ class Bf16MomentsAdamW(AdamW):
                 [state["step"].clone()],  # it counts each call
                 fused=True,
                 grad_scale=getattr(self, "grad_scale", None),
+                found_inf=found_inf,
                 amsgrad=False,
                 beta1=beta1,
                 beta2=beta2,
@@ -64,7 +65,7 @@ class Bf16MomentsAdamW(AdamW):
             )
             for moment, updated in zip(moments, (exp_avg, exp_avg_sq), strict=True):
                 moment.copy_(round_stochastically(updated, generator))
-        state["step"] += 1
+        state["step"] += 1 if found_inf is None else 1 - found_inf
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:

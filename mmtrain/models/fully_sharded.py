@@ -6,7 +6,6 @@ gradients are reduced after the latter. A rank holds rows of dimension 0 of ever
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mmtrain.errors import LaunchError
 from mmtrain.models.bf16_moments import Bf16MomentsAdamW
+from mmtrain.models.clip_factors import ClipFactors, set_clip_factors
 from mmtrain.models.llm_layers import Head
 from mmtrain.models.named_shards import MOMENTS, NamedShard
 from mmtrain.models.parameter_specs import ParamSpec, WeightSource
@@ -198,15 +198,19 @@ class FullyShardedAdamW:
                 total += torch.linalg.vector_norm(master.grad, dtype=torch.float64).square()
         return total
 
-    def step(self, lr: float, clip: float) -> None:
-        """Scale the gradients by `clip` and update this rank's shards of the parameters."""
+    def step(self, lr: float, clip: ClipFactors) -> None:
+        """Divide the gradients by `clip.divisor` and update this rank's shards of the parameters, if at all."""
         if self._adam is None:
             return
-        adam: Any = self._adam
-        adam.grad_scale = None if clip == 1.0 else torch.tensor(1.0 / clip, device=self._device)
-        for group in adam.param_groups:
+        set_clip_factors(self._adam, clip)
+        for group in self._adam.param_groups:
             group["lr"] = lr * self._lr_scale
-        adam.step()
+        self._adam.step()
+
+    def count_update(self) -> None:
+        """Count the update of the last step; the fused kernel counts on the device."""
+        if isinstance(self._adam, Bf16MomentsAdamW):
+            self._adam.num_updates += 1
 
     def start_gather(self, chunk: int) -> None:
         """Do nothing: passes gather parameters."""

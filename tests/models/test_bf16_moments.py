@@ -41,6 +41,8 @@ def train(moments: torch.dtype, gradients: Tensor, beta2: float, start: int = 0,
     for gradient in gradients:
         param.grad = gradient
         adam.step()
+        if isinstance(adam, Bf16MomentsAdamW):
+            adam.num_updates += 1
     assert float(state["step"]) == start + len(gradients)
     return torch.stack([param, state["exp_avg"].float(), state["exp_avg_sq"].float()])
 

@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from mmtrain.models.bf16_moments import Bf16MomentsAdamW
+from mmtrain.models.clip_factors import ClipFactors, set_clip_factors
 from mmtrain.models.megatron.compat import optimizer_scope
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.named_shards import MOMENTS, NamedShard
@@ -134,17 +135,21 @@ class ZeroAdamW:
                         total += torch.linalg.vector_norm(gradients, dtype=torch.float64).square()
         return total
 
-    def step(self, lr: float, clip: float) -> None:
-        """Scale the gradients by `clip` and update this rank's shard of the parameters."""
+    def step(self, lr: float, clip: ClipFactors) -> None:
+        """Divide the gradients by `clip.divisor` and update this rank's shard of the parameters, if at all."""
         if not self._trained:
             return
-        # The fused kernel divides gradients by this while it reads them, as it does for a loss scaler.
         adam = self._optimizer.optimizer
-        adam.grad_scale = None if clip == 1.0 else torch.tensor(1.0 / clip, device=self._device)
+        set_clip_factors(adam, clip)
         for group in adam.param_groups:
             group["lr"] = lr * self._lr_scale
         with optimizer_scope(self._device):
             self._optimizer.step_with_ready_grads()
+
+    def count_update(self) -> None:
+        """Count the update of the last step; the fused kernel counts on the device."""
+        if self._trained and isinstance(self._optimizer.optimizer, Bf16MomentsAdamW):
+            self._optimizer.optimizer.num_updates += 1
 
     def start_gather(self, chunk: int) -> None:
         """Start to gather a chunk's parameters from the shards of all replicas; `finish_gather` waits for them."""

@@ -94,8 +94,11 @@ class StepOptimizer(Protocol):
     def finish_reductions(self) -> None:
         """Wait until the gradients of all units are summed."""
 
-    def step(self, lr: float) -> tuple[float, bool]:
-        """Update the weights; return (gradient norm, whether the update was made)."""
+    def step(self, lr: float) -> None:
+        """Update the weights, unless a gradient is not finite."""
+
+    def finish_step(self) -> tuple[float, bool]:
+        """Return (gradient norm, whether the update was made); waits for the device."""
 
     def start_gather(self, unit: str, chunk: int) -> None:
         """Start to gather the parameters of a model chunk, which the step before has updated, on every replica."""
@@ -119,6 +122,7 @@ class Executor:
     ) -> None:
         self._graph, self._units, self._broker, self._optimizer = graph, units, broker, optimizer
         self._actions = expand_all(graph, actions)
+        self._has_update = Step() in self._actions
         self._part_bounds = _part_bounds(graph, self._actions)
         self._gathered_stages = parameter_gathers(graph, broker.rank)
         self._activity = activity or Activity()
@@ -146,7 +150,10 @@ class Executor:
         self._activity.start(DRAINING)
         self._broker.drain()
         self._outcome.record = self._activity.recorder.stop_step()
-        losses = self._loss.reshape(-1).tolist()  # the only time that the host asks the device for losses
+        # Here alone the host asks the device for numbers.
+        if self._optimizer and self._has_update:
+            self._outcome.grad_norm, self._outcome.stepped = self._optimizer.finish_step()
+        losses = self._loss.reshape(-1).tolist()
         self._outcome.loss = sum(losses)
         self._outcome.source_losses = tuple(losses) if self._loss.dim() else ()
         return self._outcome
@@ -178,7 +185,7 @@ class Executor:
                 self._activity.wait_for_collectives()
                 optimizer.finish_reductions()
                 self._activity.arrived()
-                self._outcome.grad_norm, self._outcome.stepped = optimizer.step(self._step.lr)
+                optimizer.step(self._step.lr)
             case GatherParams(unit, chunk):
                 optimizer.start_gather(unit, chunk)
                 self._gathering.update(dict.fromkeys(self._gathered_stages[action], action))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmtrain.models.clip_factors import ClipFactors, clip_factors
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.parameter_specs import WeightSource
 from mmtrain.recipe.train_settings import OptimizerSettings
@@ -38,8 +39,14 @@ class UnitOptimizer(Protocol):
         Over all ranks each element counts once.
         """
 
-    def step(self, lr: float, clip: float) -> None:
-        """Scale the gradients by `clip` and update this rank's shard of the parameters."""
+    def step(self, lr: float, clip: ClipFactors) -> None:
+        """Divide the gradients by `clip.divisor` and update this rank's shard of the parameters.
+
+        Nothing changes where `clip.skip` is 1. The host does not wait for the device.
+        """
+
+    def count_update(self) -> None:
+        """Count the update of the last `step`, which was made; called once the host knows."""
 
     def start_gather(self, chunk: int) -> None:
         """Start to gather the updated parameters of a chunk on every replica."""
@@ -79,6 +86,7 @@ class Optimizer:
         self.units, self._settings, self._world, self._tied_group = units, settings, world, tied_group
         self._num_updates = 0
         self._has_updated_shards = False  # since parameters were gathered
+        self._norm = torch.zeros((), dtype=torch.float64)  # of the last step's gradients
         self._wait_for_reader: Callable[[], None] = _nothing_to_wait_for
 
     @property
@@ -123,29 +131,34 @@ class Optimizer:
         for unit in self.units.values():
             unit.finish_reduction()
 
-    def step(self, lr: float) -> tuple[float, bool]:
-        """Clip by the norm of all reduced gradients and update; return (norm, whether the update was made).
+    def step(self, lr: float) -> None:
+        """Clip by the norm of all reduced gradients and update.
 
         The norm is that of the whole model, each element counted once, so every rank decides alike: if it is not
-        finite, no rank changes anything.
+        finite, no rank changes anything. It stays on the device, which decides; `finish_step` reads it.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for unit in self.units.values():
             total += unit.grad_sq_sum()
         if self._world.size > 1:
             dist.all_reduce(total)
-        norm = math.sqrt(float(total))
-        if not math.isfinite(norm):
-            return norm, False
-        limit = self._settings.clip_norm
-        clip = limit / norm if limit is not None and norm > limit else 1.0
+        self._norm = total.sqrt()
+        clip = clip_factors(self._norm, self._settings.clip_norm)
         self._wait_for_reader()
         self._wait_for_reader = _nothing_to_wait_for
         for unit in self.units.values():
             unit.step(lr, clip)
-        self._num_updates += 1
         self._has_updated_shards = True
-        return norm, True
+
+    def finish_step(self) -> tuple[float, bool]:
+        """Return the gradient norm of the last step, and whether the update was made; waits for the device."""
+        norm = float(self._norm)
+        is_updated = math.isfinite(norm)
+        if is_updated:
+            self._num_updates += 1
+            for unit in self.units.values():
+                unit.count_update()
+        return norm, is_updated
 
     def start_gather(self, unit: str, chunk: int) -> None:
         """Start to gather the parameters of a model chunk that the last step has updated, on every replica."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmtrain.costs.cost_table import LayerSample, TimedPass, layer_fields, layer_key
 from mmtrain.models.build_stage import StageOptions, build_stage
+from mmtrain.models.clip_factors import clip_factors
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.megatron.zero_adamw import ZeroAdamW
 from mmtrain.models.model_shape import ModelShape, UnitShape
@@ -124,8 +125,8 @@ class LayerProfiler:
             self.world.barrier()
             clock.start()
             start = clock.mark()
-            float(self.optimizer.grad_sq_sum())
-            self.optimizer.step(0.0, 0.5)
+            norm = self.optimizer.grad_sq_sum().sqrt()
+            self.optimizer.step(0.0, clip_factors(norm, limit=1.0))
             start_s, end_s = clock.seconds([start, clock.mark()])
             seconds.append(end_s - start_s)
         return sum(p.numel() for p in params), median_without_outliers(seconds[LAYER_WARM_UP_ROUNDS:])

@@ -245,9 +245,12 @@ class StandInOptimizer:
         self._reached_s.clear()
         rehearsal.clock.advance(rehearsal.clock.async_free_s)
 
-    def step(self, lr: float) -> tuple[float, bool]:
+    def step(self, lr: float) -> None:
         """See `StepOptimizer`."""
         _run_collective(self._rehearsal, Step(), None)
+
+    def finish_step(self) -> tuple[float, bool]:
+        """See `StepOptimizer`."""
         return 0.0, True
 
     def start_gather(self, unit: str, chunk: int) -> None:
