@@ -9,7 +9,7 @@ import typer
 from mmtrain.cli.options import AsJson, Overrides, RecipeFile
 
 if TYPE_CHECKING:
-    from mmtrain.runtime.verification.verify_plan import VerifiedStep
+    from mmtrain.runtime.verification.verify_plan import Verification
 
 MAX_DIFFERENCES_IN_MESSAGE = 5
 
@@ -23,7 +23,9 @@ def verify(
         bool, typer.Option("--whole", help="Train the model at its own widths. Default: narrow, with as many layers.")
     ] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="Use processes on the CPU, even where there are GPUs.")] = False,
-    ranks_here: Annotated[int, typer.Option(min=1, help="Most processes to start on this machine.")] = 64,
+    ranks_here: Annotated[
+        int, typer.Option(min=1, help="Most processes to start. A plan with more ranks is cut.")
+    ] = 64,
     as_json: AsJson = False,
 ) -> None:
     """Verify that a plan computes what one process computes.
@@ -31,7 +33,8 @@ def verify(
     Trains the recipe's model for a few steps on some of its samples: by the plan, with a process for each rank, and in
     one process, sample by sample. Compares the losses and every gradient. The model starts from random weights and
     computes in fp32; its layers, heads and meshes are those of the plan, its widths are small. Exits with 1 if
-    anything differs, and names the parameter nearest to the loss that does.
+    anything differs, and names the parameter nearest to the loss that does. A plan with more ranks than processes
+    may be started is cut to two replica groups or one, with the same meshes, schedule and ratios.
     """
     import json
     from dataclasses import asdict
@@ -47,25 +50,30 @@ def verify(
     from mmtrain.runtime.verification.verify_plan import VerifyRequest, verify_plan
 
     verified = verify_plan(VerifyRequest(loaded, chosen, index, steps, whole, ranks_here))
+    if verified.cut.note is not None:
+        typer.echo(verified.cut.note, err=as_json)
     if as_json:
-        typer.echo(json.dumps([asdict(step) for step in verified]))
+        typer.echo(json.dumps([asdict(step) for step in verified.steps]))
     else:
-        typer.echo("\n".join(_lines(verified, chosen.world_size)))
-    if not all(step.is_equal for step in verified):
+        typer.echo("\n".join(_lines(verified)))
+    if not verified.is_equal:
         raise typer.Exit(1)
 
 
-def _lines(steps: "list[VerifiedStep]", num_ranks: int) -> "list[str]":
+def _lines(verified: "Verification") -> "list[str]":
     lines = []
-    for number, step in enumerate(steps, 1):
+    num_ranks = verified.cut.plan.world_size
+    for number, step in enumerate(verified.steps, 1):
         losses = f"loss {step.loss:.6f} on {num_ranks} ranks, {step.expected_loss:.6f} in one process"
         verdict = f"all {step.num_parameters} gradients are equal"
         if step.differences:
             verdict = f"{len(step.differences)} of {step.num_parameters} gradients differ"
         lines.append(f"Step {number}: {losses}; {verdict}.")
         lines += [f"  {difference}" for difference in step.differences[:MAX_DIFFERENCES_IN_MESSAGE]]
-    if all(step.is_equal for step in steps):
+    if not verified.is_equal:
+        lines.append("The plan does NOT compute what one process computes. Errors spread from the first one named.")
+    elif verified.cut.note is None:
         lines.append("The plan computes what one process computes.")
     else:
-        lines.append("The plan does NOT compute what one process computes. Errors spread from the first one named.")
+        lines.append("The plan, cut so, computes what one process computes.")
     return lines

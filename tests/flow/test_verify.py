@@ -81,8 +81,55 @@ def test_a_lost_reduction_is_found_and_named(data: Path, tmp_path: Path) -> None
     assert "The plan does NOT compute what one process computes." in done.stdout
 
 
-def test_a_plan_with_more_ranks_than_allowed_says_what_to_do(data: Path, tmp_path: Path) -> None:
-    done = run_forked(tmp_path, *_arguments(data, *EIGHT_GPUS), "--ranks-here", "4")
+SIXTY_FOUR_GPUS = ("cluster.hardware=h100-80g", "cluster.ranks=64", "train.global_batch=64")
+COLOCATED = ("parallel.placement=colocated", "parallel.llm.tp=2", "parallel.llm.pp=2")
+DISAGGREGATED = (
+    "parallel.placement=disaggregated",
+    "parallel.llm.tp=2",
+    "parallel.llm.sp=true",
+    "parallel.vision.dp=16",
+    "parallel.vision.pp=2",
+    "parallel.llm.dp=8",
+)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "left"),
+    [
+        (COLOCATED, "Cut to 8 of the plan's 64 ranks: 2 of its 16 replica groups"),
+        (DISAGGREGATED, "Cut to 8 of the plan's 64 ranks: 1 of its 8 replica groups"),
+    ],
+)
+def test_a_plan_for_64_gpus_is_cut_to_8_processes(
+    data: Path, tmp_path: Path, parallel: tuple[str, ...], left: str
+) -> None:
+    done = run_forked(tmp_path, *_arguments(data, *SIXTY_FOUR_GPUS, *parallel), "--ranks-here", "8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(left)
+    assert "The plan, cut so, computes what one process computes." in done.stdout
+
+
+def _without_dp_reduction(
+    rank: int, size: int, scratch: Path, folder: Path, arguments: tuple[str, ...]
+) -> CompletedProcess[str]:
+    """Run `mmtrain` where every replica keeps its own gradients."""
+    ZeroAdamW.reduce_grads = lambda self, chunk: None  # type: ignore[method-assign]
+    ZeroAdamW.finish_reduction = lambda self: None  # type: ignore[method-assign]
+    return main_here(rank, size, scratch, folder, arguments)
+
+
+def test_a_reduction_lost_between_replica_groups_is_found_in_a_cut_plan(data: Path, tmp_path: Path) -> None:
+    arguments = (*_arguments(data, *SIXTY_FOUR_GPUS, *COLOCATED), "--ranks-here", "8", "--json")
+    [done] = fork_ranks(1, _without_dp_reduction, tmp_path, arguments, timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.count("Cut to 8 of the plan's 64 ranks") == 1
+    [step] = json.loads(done.stdout)
+    assert step["loss"] == pytest.approx(step["expected_loss"], rel=1e-5)
+    assert len(step["differences"]) == step["num_parameters"]
+
+
+def test_a_plan_that_cannot_be_cut_to_the_processes_allowed_says_what_to_do(data: Path, tmp_path: Path) -> None:
+    done = run_forked(tmp_path, *_arguments(data, *SIXTY_FOUR_GPUS, *COLOCATED), "--ranks-here", "3")
     assert done.returncode == 2
-    assert "this plan has 8 ranks, and --ranks-here allows 4 processes" in done.stderr
+    assert "has 4, and --ranks-here allows 3 processes" in done.stderr
     assert "--set cluster.ranks=N" in done.stderr

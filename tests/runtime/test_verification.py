@@ -1,18 +1,25 @@
 """What `mmtrain verify` compares: gradients by shard, narrow models, and samples of every kind."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from mmtrain.costs import num_parameters
+from mmtrain.errors import UserError
 from mmtrain.models.model_shape import LayerShape, build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.parameter_specs import ParamSpec
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.program import Recv, Send, build_program
 from mmtrain.recipe import load_recipe
 from mmtrain.runtime.verification.compare_gradients import compare_gradients
+from mmtrain.runtime.verification.fewer_replicas import RankLimit, cut_replicas
 from mmtrain.runtime.verification.shrink_model import shrink_model
 from mmtrain.runtime.verification.verify_plan import draw_groups
 from tests.flow import cases
@@ -103,3 +110,121 @@ def test_every_kind_of_sample_is_drawn() -> None:
         counts = np.diff(items.first)[drawn]
         assert {0, 1} <= set(counts.tolist())
         assert counts.max() > 1
+
+
+HERE = RankLimit(16, "--ranks-here allows 16 processes", "Raise it")
+CUTS: dict[str, tuple[int, int, dict[str, cases.Mesh], dict[str, Any]]] = {  # -> most ranks, groups that are left, plan
+    "two encoder replicas for each of the llm's": (
+        30,
+        2,
+        {
+            "vision": cases.Mesh((2,), tuple(range(16)), dp=8, recompute=(1,)),
+            "llm": cases.Mesh((2, 3), tuple(range(16, 48)), tp=4, dp=4, vpp=2, sp=True),
+        },
+        {},
+    ),
+    "unified, one group": (
+        7,
+        1,
+        {"vision": cases.Mesh((), tuple(range(8)), tp=2, dp=4), "llm": cases.Mesh((2,), tuple(range(16)), tp=2, dp=4)},
+        {},
+    ),
+    "colocated, a group's ranks lie apart": (
+        8,
+        2,
+        {
+            "vision": cases.Mesh((), (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15), dp=16),
+            "llm": cases.Mesh((2,), tuple(range(16)), tp=2, dp=4),
+        },
+        {"kind": "coarse"},
+    ),
+    "an order of its own": (
+        2,
+        1,
+        {"vision": cases.Mesh((), (3, 2), dp=2), "llm": cases.Mesh((), (1, 0), dp=2)},
+        {
+            "kind": "explicit",
+            "order": {
+                3: tuple(f"{kind} vision.0 vision:0.{i}" for i in range(8) for kind in "FB"),
+                1: tuple(f"{kind} llm.0 llm:0.{i}" for i in range(8) for kind in "FB"),
+            },
+        },
+    ),
+    "four of sixteen shards, two copies": (
+        15,
+        8,
+        {"vision": cases.Mesh((), tuple(range(16)), dp=16), "llm": cases.Mesh((), tuple(range(16)), dp=16)},
+        {"shard": 4},
+    ),
+    "a plan that may run whole": (2, 2, {unit: cases.Mesh((), (0, 1), dp=2) for unit in ("vision", "llm")}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_ranks_of_a_cut_plan_do_what_they_do_in_the_whole_plan(case: str) -> None:
+    max_ranks, num_groups, meshes, options = CUTS[case]
+    recipe = cases.recipe(train__global_batch=16)
+    whole, shape = cases.plan(recipe, **options, **meshes), build_model_shape(recipe)
+    cut = cut_replicas(whole, shape, replace(HERE, ranks=max_ranks))
+    assert (cut.num_groups, cut.num_planned_ranks) == (num_groups, whole.world_size)
+    assert (cut.note is None) == (cut.plan == whole)
+    assert cut.plan.world_size <= max_ranks
+    programs = []
+    for plan in (whole, cut.plan):
+        assert Plan.model_validate_json(plan.file_text()) == plan
+        programs.append(build_program(stage_graph(plan, shape), None, plan.schedule.kind, plan.schedule.order))
+    new_ranks = {}
+    for unit, mesh in ((graph_mesh.unit, graph_mesh) for graph_mesh in programs[0].graph.meshes):
+        cut_mesh = programs[1].graph.mesh(unit)
+        assert cut_mesh.dp * cut.num_planned_groups == mesh.dp * cut.num_groups
+        for stage, replica in product(range(mesh.pp), range(cut_mesh.dp)):
+            new_ranks |= zip(mesh.tp_group(stage, replica), cut_mesh.tp_group(stage, replica), strict=True)
+    assert sorted(new_ranks.values()) == list(range(cut.plan.world_size))
+    for rank, new_rank in new_ranks.items():
+        renamed = tuple(
+            replace(action, peer=new_ranks[action.peer]) if isinstance(action, Send | Recv) else action
+            for action in programs[0].for_rank(rank)
+        )
+        assert programs[1].for_rank(new_rank) == renamed
+
+
+def test_a_plan_that_is_cut_says_what_is_left_and_what_is_not_verified() -> None:
+    notes = {}
+    for case, (max_ranks, _, meshes, options) in CUTS.items():
+        recipe = cases.recipe(train__global_batch=16)
+        plan = cases.plan(recipe, **options, **meshes)
+        notes[case] = cut_replicas(plan, build_model_shape(recipe), replace(HERE, ranks=max_ranks)).note
+    assert notes["colocated, a group's ranks lie apart"] == (
+        "Cut to 8 of the plan's 16 ranks: 2 of its 4 replica groups, which all run the same program."
+    )
+    assert notes["unified, one group"] == (
+        "Cut to 4 of the plan's 16 ranks: 1 of its 4 replica groups, which all run the same program. What ranks reduce "
+        "and gather beyond that is not verified; it takes 8 processes."
+    )
+    assert notes["four of sixteen shards, two copies"] == (
+        "Cut to 8 of the plan's 16 ranks: 2 of its 4 copies of the weights."
+    )
+
+
+@pytest.mark.parametrize(
+    ("meshes", "options", "smallest"),
+    [
+        (
+            {"vision": cases.Mesh((), tuple(range(9)), dp=9), "llm": cases.Mesh((2,), tuple(range(9, 25)), dp=8)},
+            {},
+            r"25 ranks, one replica group of it \(vision tp1 pp1 dp9, llm tp1 pp2 dp8\) has 25, and --ranks-here "
+            r"allows 16 processes\. .* Raise it, or plan for fewer ranks \(--set cluster.ranks=N\)",
+        ),
+        (
+            {unit: cases.Mesh((), tuple(range(32)), dp=32) for unit in ("vision", "llm")},
+            {"shard": 32},
+            r"one copy of its weights is sharded over 32 ranks, .* \(--set parallel.shard=N\)",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_cut_is_refused_with_the_reason(
+    meshes: dict[str, cases.Mesh], options: dict[str, Any], smallest: str
+) -> None:
+    recipe = cases.recipe(train__global_batch=72)
+    with pytest.raises(UserError, match=smallest):
+        cut_replicas(cases.plan(recipe, **options, **meshes), build_model_shape(recipe), HERE)

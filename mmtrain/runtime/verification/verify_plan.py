@@ -14,7 +14,7 @@ from mmtrain.balance import BatchMeta, SampleLengths, assign
 from mmtrain.data import BatchBuilder, DataIndex
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import PayloadNeed
-from mmtrain.errors import UserError
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.program import LLM
@@ -22,6 +22,7 @@ from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.verification.compare_gradients import Difference, compare_gradients
+from mmtrain.runtime.verification.fewer_replicas import CutPlan, RankLimit, cut_replicas
 from mmtrain.runtime.verification.one_process import OneProcess
 from mmtrain.runtime.verification.shrink_model import shrink_model
 from mmtrain.runtime.world import Address, join, leave
@@ -63,6 +64,19 @@ class VerifiedStep:
 
 
 @dataclass(frozen=True)
+class Verification:
+    """The steps that were compared, and the part of the plan that ran."""
+
+    steps: tuple[VerifiedStep, ...]
+    cut: CutPlan
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all steps are those of one process."""
+        return all(step.is_equal for step in self.steps)
+
+
+@dataclass(frozen=True)
 class _Verified:
     """What all ranks know."""
 
@@ -90,42 +104,40 @@ class _Verified:
         return assign(step, 0, groups, self.index.lengths, dp, counts)
 
 
-def verify_plan(request: VerifyRequest) -> list[VerifiedStep]:
+def verify_plan(request: VerifyRequest) -> Verification:
     """Train `num_steps` under the plan and in one process, from the same random weights in fp32.
 
-    Stops after the first step that differs.
+    A plan with more ranks than may run here is cut to fewer replica groups. Stops after the first step that differs.
 
     Raises:
-        UserError: the plan has more ranks than processes or GPUs may be used here.
+        UserError: one replica group of the plan has more ranks than processes or GPUs may be used here.
         RunError: the plan cannot be run.
     """
-    _require_ranks(request)
+    cut = cut_replicas(request.plan, build_model_shape(request.recipe), _limit(request.max_processes))
+    plan = _in_fp32(cut.plan)
     with tempfile.TemporaryDirectory() as folder:
-        shared = _Verified(
-            _trained_here(request), _in_fp32(request.plan), request.index, request.num_steps, Path(folder)
-        )
+        shared = _Verified(_trained_here(request), plan, request.index, request.num_steps, Path(folder))
         launch_local(1, partial(_run_alone, shared))
-        launch_local(request.plan.world_size, partial(_run_rank, shared))
+        launch_local(plan.world_size, partial(_run_rank, shared))
         steps = json.loads(shared.result_file.read_text(encoding="utf-8"))
-    return [
+    verified = (
         VerifiedStep(**step | {"differences": tuple(Difference(**difference) for difference in step["differences"])})
         for step in steps
-    ]
+    )
+    return Verification(tuple(verified), cut)
 
 
-def _require_ranks(request: VerifyRequest) -> None:
-    world_size = request.plan.world_size
-    advice = "verify the same layout with fewer replicas: --set cluster.ranks=N"
-    if torch.cuda.is_available() and world_size > torch.cuda.device_count():
-        raise UserError(
-            f"verify: this plan has {world_size} ranks and this machine {torch.cuda.device_count()} GPUs; run it with "
-            f"processes on the CPU (--cpu), or {advice}"
-        )
-    if world_size > request.max_processes:
-        raise UserError(
-            f"verify: this plan has {world_size} ranks, and --ranks-here allows {request.max_processes} processes; "
-            f"raise it where memory allows (about 300 MB for each), or {advice}"
-        )
+def _limit(max_processes: int) -> RankLimit:
+    """Return how many ranks may run here."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else max_processes
+    if num_gpus < max_processes:
+        reason = f"this machine has {num_gpus} GPUs"
+        return RankLimit(num_gpus, reason, "Run it with processes on the CPU (--cpu)")
+    return RankLimit(
+        max_processes,
+        f"--ranks-here allows {max_processes} processes",
+        "Raise that where memory allows (about 300 MB for each)",
+    )
 
 
 def _trained_here(request: VerifyRequest) -> Recipe:
