@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmtrain.balance.batch_meta import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths, item_rows
+from mmtrain.balance.dispatch_items import dispatch_items
 from mmtrain.balance.lpt import longest_first
 from mmtrain.balance.microbatch_order import order_microbatches
 from mmtrain.balance.node_placement import place_items
@@ -39,6 +40,7 @@ def assign(
     Items follow in blocks. The n microbatches of an encoder and the m of the LLM form gcd(n, m) blocks, and the
     encoder's microbatches of a block take exactly the items of the LLM's microbatches of that block in their replica
     group. Where `targets` name several nodes, `place_items` then moves encoder batches between replicas of a group.
+    With `targets.dispatch` all replicas of an encoder share the items of a block, see `dispatch_items`.
     """
     groups_of_samples = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     samples = np.concatenate(groups).astype(np.int64)  # groups of an evaluation may be empty
@@ -137,13 +139,25 @@ def _assign_items(unit: str, items: ItemLengths, sequences: _SampleLayout, targe
     """Spread the items of each block over the encoder's microbatches."""
     sample, row = item_rows(items, sequences.sample_id)
     position = row - items.first[sequences.sample_id[sample]]
-    costs = targets.item_costs.get(unit, COST_PER_TOKEN).of(items.tokens[row])
-    blocks = sequences.blocks(unit)
-    replica, index = _assign_to_microbatches(costs, sequences.block_of_samples(unit)[sample], blocks)
-    nodes = targets.replica_nodes.get(unit, ())
-    if len(set(nodes)) > 1:
-        to_node = np.array(targets.replica_nodes[LLM])[sequences.replica[sample]]
-        replica = place_items(replica, items.features[row], to_node, nodes, len(nodes) // blocks.num_replicas)
+    cost = targets.item_costs.get(unit, COST_PER_TOKEN)
+    blocks, block = sequences.blocks(unit), sequences.block_of_samples(unit)[sample]
+    home = sequences.replica[sample]
+    if targets.dispatch:
+        replica, index = dispatch_items(
+            items.tokens[row],
+            items.features[row],
+            home,
+            block % blocks.per_step,
+            cost,
+            sequences.dp[unit],
+            blocks.num_microbatches,
+        )
+    else:
+        replica, index = _assign_to_microbatches(cost.of(items.tokens[row]), block, blocks)
+        nodes = targets.replica_nodes.get(unit, ())
+        if len(set(nodes)) > 1:
+            to_node = np.array(targets.replica_nodes[LLM])[home]
+            replica = place_items(replica, items.features[row], to_node, nodes, len(nodes) // blocks.num_replicas)
     order = np.lexsort((position, sample, index, replica))
     row = row[order]
     return ItemTable(

@@ -1,6 +1,6 @@
 """Node-wise rearrangement (OrchMLLM, arXiv 2503.23830): place new batches so that little is sent between nodes.
 
-No plan uses this yet; dispatch in `replicated` will.
+No plan uses this: each rank reads what it computes, so nothing is sent before it is encoded.
 """
 
 from itertools import combinations

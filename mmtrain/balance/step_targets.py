@@ -80,6 +80,7 @@ class StepTargets:
     item_costs: dict[str, SequenceCost] = field(default_factory=dict)  # encoder -> what one item costs its replica
     replica_nodes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # unit -> node of each of its replicas
     reorder: bool = True  # False: groups go to replicas and microbatches in the order of the stream
+    dispatch: bool = False  # any replica of an encoder computes an item, wherever its sample is; see `assign`
 
 
 class SampleWork:

@@ -15,8 +15,8 @@ from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
 from mmtrain.plan.artifact.layout import Layout, MeshSize, replicated_summary
 from mmtrain.plan.artifact.plan import Alternative, Placement, SchedulePlan
-from mmtrain.plan.estimate.layer_costs import BatchSplit
-from mmtrain.program.ir.graph import LLM, StageGraph, StageId
+from mmtrain.plan.estimate.layer_costs import BatchSplit, UnitSplit
+from mmtrain.program.ir.graph import LLM, DispatchMode, StageGraph, StageId
 
 LayerPartition = tuple[tuple[int, ...], ...]  # for each layer chain the bounds of its model chunks, from 0 to its end
 
@@ -48,6 +48,7 @@ class MeshAssignment:
     meshes: Mapping[str, MeshSize]
     num_microbatches: Mapping[str, int]  # of each replica, by unit
     shard: int | None = None  # in `replicated`: ranks that hold one copy of the state together
+    dispatch: DispatchMode | None = None  # in `replicated`: what is balanced over the ranks
 
     @property
     def pipeline_microbatches(self) -> Mapping[str, int | None]:
@@ -60,7 +61,9 @@ class MeshAssignment:
     @property
     def batch_split(self) -> BatchSplit:
         """Data-parallel degrees and microbatches, by unit."""
-        return tuple((unit, mesh.dp, self.num_microbatches[unit]) for unit, mesh in self.meshes.items())
+        return tuple(
+            UnitSplit(unit, mesh.dp, self.num_microbatches[unit], self.dispatch) for unit, mesh in self.meshes.items()
+        )
 
     @property
     def ranks(self) -> int:
@@ -85,7 +88,7 @@ class MeshAssignment:
         if self.placement == "colocated":
             return "colocated: " + ", ".join(f"{unit} {mesh}" for unit, mesh in self.meshes.items())
         if self.shard is not None:
-            return replicated_summary(self.meshes[LLM].dp, self.shard, self.num_microbatches[LLM])
+            return replicated_summary(self.meshes[LLM].dp, self.shard, self.num_microbatches[LLM], self.dispatch)
         num_llm = self.num_microbatches[LLM]
         suffix = {unit: f" mb{num}" if num != num_llm else "" for unit, num in self.num_microbatches.items()}
         if self.placement == "unified":

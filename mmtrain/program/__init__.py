@@ -9,6 +9,7 @@ from mmtrain.program.ir.actions import (
     Backward,
     Collective,
     Compute,
+    Dispatch,
     Fill,
     Forward,
     GatherParams,
@@ -21,7 +22,7 @@ from mmtrain.program.ir.actions import (
     Share,
     Step,
 )
-from mmtrain.program.ir.graph import LLM, Edge, Microbatch, Stage, StageGraph, StageId, UnitMesh
+from mmtrain.program.ir.graph import LLM, DispatchMode, Edge, Microbatch, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.serialize import (
     action_from_text,
@@ -55,6 +56,8 @@ __all__ = [
     "BubbleKind",
     "Collective",
     "Compute",
+    "Dispatch",
+    "DispatchMode",
     "Edge",
     "Fill",
     "Forward",

@@ -89,9 +89,11 @@ def check_placement(recipe: Recipe) -> Iterator[Problem]:
     """The placement suits the model's units and their fixed parallel degrees."""
     placement = recipe.parallel.placement
     path = ("parallel", "placement")
-    if recipe.parallel.shard != "auto" and placement != "replicated":
-        text = f"found {recipe.parallel.shard} with placement {placement}; it is used in parallel.placement: replicated"
-        yield Problem(("parallel", "shard"), text)
+    for name in ("shard", "dispatch"):
+        value = getattr(recipe.parallel, name)
+        if value != "auto" and placement != "replicated":
+            text = f"found {value} with placement {placement}; it is used in parallel.placement: replicated"
+            yield Problem(("parallel", name), text)
     if placement in ("disaggregated", "colocated") and not _present_other_units(recipe):
         yield Problem(
             path, f"found {placement}, which needs a second unit, but the model has only the LLM; use unified"

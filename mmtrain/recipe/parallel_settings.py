@@ -66,6 +66,15 @@ class ParallelSettings(Section):
         "every rank holds all (DDP). `all`: the ranks hold one copy (ZeRO-3). Between: hybrid sharding; it divides the "
         "number of ranks. `auto`: the fastest that fits.",
     )
+    dispatch: Literal["auto", "all", "llm", "none"] = setting(
+        "auto",
+        affects={"plan"},
+        added_later=True,
+        description="In `replicated`: what is balanced over the ranks, which wait for each other in every unit. `all`: "
+        "each unit's work by itself; any rank may compute an image or clip, and an all-to-all brings its features to "
+        "the rank of its sample. `llm`: the LLM's work; images and clips stay with their samples. `none`: nothing, "
+        "samples stay where the stream puts them. `auto`: the faster of `all` and `llm`.",
+    )
     vision: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the vision encoder.")
     audio: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the audio encoder.")
     encoders: dict[str, UnitParallel] = Field({}, description="Parallel degrees of `model.encoders`, by their names.")

@@ -15,6 +15,7 @@ from mmtrain.program import (
     Action,
     Backward,
     BubbleKind,
+    Dispatch,
     Forward,
     GatherParams,
     Partial,
@@ -42,6 +43,7 @@ _COMMUNICATION = {
     "reduce_scatter": "gradient reductions",
     "all_reduce": "gradient reductions",
     "all_gather": "parameter gathering",
+    "all_to_all": "dispatch of features",
 }
 _UPPER_BOUNDS_NOTE = (
     "Messages and reductions are measured until their rank needed the result, which is an upper bound of the time that "
@@ -108,11 +110,14 @@ class RunTrace:
         return float(self.content["otherData"]["step_time_us"]) * _SECONDS_PER_US
 
     def bubble_shares(self) -> dict[str, float] | None:
-        """Return idle time by kind as a share of all rank-seconds, averaged over steps; None in traces without it."""
+        """Return idle time by kind as a share of all rank-seconds, averaged over steps; None in traces without it.
+
+        Traces of older versions lack kinds that those did not know.
+        """
         steps = self.content["otherData"]["steps"]
         if not all("bubbles" in step for step in steps):
             return None
-        return {kind: sum(step["bubbles"][kind] for step in steps) / len(steps) for kind in BUBBLE_KINDS}
+        return {kind: sum(step["bubbles"].get(kind, 0.0) for step in steps) / len(steps) for kind in BUBBLE_KINDS}
 
     def stage_seconds(self) -> dict[StageDirection, float]:
         """Return compute seconds per step of each stage and direction."""
@@ -211,6 +216,8 @@ def _kind_of_work(action: Action) -> tuple[str, str]:
             return f"{edge} {payload}", "messages"
         case Share(edge, _, payload):
             return f"{edge} {payload} shared", "collectives"
+        case Dispatch(edge, _, _, payload):
+            return f"{edge} {payload} dispatched", "collectives"
         case ReduceGrads(name, _) | ReduceShared(name):
             return f"reduce {name}", "collectives"
         case GatherParams(unit, _):

@@ -11,6 +11,7 @@ IDLE_NAMES = {
     "pp_cooldown": "pipeline cool-down",
     "pp_other": "pipeline stalls",
     "tp": "tensor-parallel collectives",
+    "dispatch": "dispatch of features",
     "imbalance": "load imbalance",
 }
 IDLE_MEANINGS = {
@@ -20,6 +21,7 @@ IDLE_MEANINGS = {
     "pp_cooldown": "waiting for the pipeline to drain",
     "pp_other": "waiting for other stages in between",
     "tp": "collectives of tensor parallelism",
+    "dispatch": "moving features, and their gradients, to the replica that needs them",
     "imbalance": "waiting for replicas with more work",
 }
 

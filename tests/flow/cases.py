@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
+from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, StepTargets, assign
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.media_positions import find_media_positions
 from mmtrain.data.loading.payload import EncoderPayload, build_encoder_payload, build_text_payload
@@ -22,7 +22,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage_module import StageSpec
 from mmtrain.plan.artifact.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
-from mmtrain.program import ScheduleKind
+from mmtrain.program import DispatchMode, ScheduleKind
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import RankContext
 
@@ -121,7 +121,12 @@ Order = dict[int, tuple[str, ...]]
 
 
 def plan(
-    settings: Recipe, kind: ScheduleKind = "1f1b", order: Order | None = None, shard: int | None = None, **meshes: Mesh
+    settings: Recipe,
+    kind: ScheduleKind = "1f1b",
+    order: Order | None = None,
+    shard: int | None = None,
+    dispatch: DispatchMode | None = None,
+    **meshes: Mesh,
 ) -> Plan:
     """Return a plan with these meshes (unit name -> mesh); with `shard` their placement is `replicated`."""
     model = build_model_shape(settings)
@@ -136,7 +141,15 @@ def plan(
             for i, (lo, hi) in enumerate(itertools.pairwise(borders))
         )
         units[name] = UnitPlan(
-            tp=mesh.tp, pp=pp, dp=mesh.dp, vpp=mesh.vpp, sp=mesh.sp, shard=shard, ranks=mesh.ranks, stages=stages
+            tp=mesh.tp,
+            pp=pp,
+            dp=mesh.dp,
+            vpp=mesh.vpp,
+            sp=mesh.sp,
+            shard=shard,
+            dispatch=dispatch,
+            ranks=mesh.ranks,
+            stages=stages,
         )
     shared = {r for m in meshes.values() for r in m.ranks}
     num_microbatches = settings.train.global_batch // meshes["llm"].dp
@@ -237,18 +250,26 @@ def samples_of(step: int, texts_between: bool = False) -> range:
     return TEXTS if texts_between and step % 2 else SAMPLES
 
 
-def batch(step: int, samples: range, dp: dict[str, int], num_microbatches: dict[str, int]) -> BatchMeta:
+def batch(
+    step: int,
+    samples: range,
+    dp: dict[str, int],
+    num_microbatches: dict[str, int],
+    dispatch: DispatchMode | None = None,
+) -> BatchMeta:
     """Return the global batch of a step: the samples, in another order every step, in groups of near equal numbers."""
     order = samples.start + np.random.default_rng(step).permutation(len(samples))
     groups = np.array_split(order, dp["llm"] * num_microbatches["llm"])
     found = lengths(dp)
     found = replace(found, items={unit: items for unit, items in found.items.items() if unit in dp})
-    return assign(step, 0, groups, found, dp, num_microbatches)
+    targets = StepTargets(reorder=dispatch != "none", dispatch=dispatch == "all")
+    return assign(step, 0, groups, found, dp, num_microbatches, targets)
 
 
 def step_data(job: RankContext, step: int, texts_between: bool = False) -> StepData:
     """Return what this rank of the job needs of a step."""
-    meta = batch(step, samples_of(step, texts_between), job.dp, job.num_microbatches)
+    dispatch = job.graph.mesh("llm").dispatch
+    meta = batch(step, samples_of(step, texts_between), job.dp, job.num_microbatches, dispatch)
     encoders: dict[str, dict[tuple[int, int], EncoderPayload]] = {}
     text = {}
     for need in job.needs:

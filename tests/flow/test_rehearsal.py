@@ -25,7 +25,7 @@ QUICK = [next(c for c in CELLS if c.placement == p and any(s.tp > 1 for _, s in 
 
 def _request(settings: Recipe, plan: Plan, **options: object) -> RehearsalRequest:
     dp = {name: unit.dp for name, unit in plan.units.items()}
-    batch = cases.batch(0, cases.samples_of(0), dp, plan.schedule.num_microbatches)
+    batch = cases.batch(0, cases.samples_of(0), dp, plan.schedule.num_microbatches, plan.dispatch)
     return RehearsalRequest(settings, plan, plan_timing(settings, plan, batch), **{"num_steps": 1} | options)  # type: ignore[arg-type]
 
 
@@ -41,6 +41,17 @@ def rehearsed(request: RehearsalRequest, min_hang_s: float = 60.0) -> RehearsalR
     [result] = fork_ranks(1, _rehearse, request, min_hang_s, timeout=100)
     assert isinstance(result, RehearsalResult)
     return result
+
+
+@pytest.mark.slow  # 5 s
+def test_replicas_that_dispatch_are_rehearsed_together() -> None:
+    settings = cases.recipe()
+    mesh = Mesh((), (0, 1, 2, 3), dp=4)
+    chosen = cases.plan(settings, shard=2, dispatch="all", vision=mesh, llm=mesh)
+    result = rehearsed(_request(settings, chosen))
+    assert result.ranks == (0, 1, 2, 3)
+    assert result.predicted_bubbles["dispatch"] > 0
+    assert sum(result.scheduled_s) / len(result.scheduled_s) == pytest.approx(result.predicted_s, rel=0.1)
 
 
 def cell_groups(cell: Cell) -> int:

@@ -15,7 +15,7 @@ from mmtrain.models import fully_sharded
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.plan import load_plan
 from mmtrain.plan.artifact.plan import Plan, UnitPlan
-from mmtrain.program import Backward
+from mmtrain.program import Backward, DispatchMode
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.checkpointing import SavedRank, checkpoint_ranks, restore_checkpoint, take_snapshot
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
@@ -23,29 +23,64 @@ from mmtrain.runtime.run_folder import PLAN_FILE
 from mmtrain.runtime.world import World
 from tests.distributed import RanksFailed, run_ranks
 from tests.faults import FailAt
-from tests.flow.cases import AUDIO, DEEPSTACK, FINE, Mesh, plan, recipe, step_data
+from tests.flow.cases import AUDIO, DEEPSTACK, FINE, Mesh, batch, plan, recipe, samples_of, step_data
 from tests.flow.cells import ADAPTED, FROZEN, LLM_KINDS, RECOMPUTED, VISION_KINDS
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.gather import copy, whole
 from tests.flow.runs import assert_same_end, refuse, request_for, run_all
 
 
-def replicated(settings: Recipe, num_ranks: int, shard: int, recompute: tuple[int, ...] = ()) -> Plan:
+def replicated(
+    settings: Recipe,
+    num_ranks: int,
+    shard: int,
+    recompute: tuple[int, ...] = (),
+    dispatch: DispatchMode | None = None,
+) -> Plan:
     """Return a plan in which each of `num_ranks` ranks runs every unit, and `shard` of them hold one copy."""
     units = [*settings.model.all_encoders, "llm"]
     mesh = Mesh((), tuple(range(num_ranks)), dp=num_ranks, recompute=recompute)
-    return plan(settings, shard=shard, **dict.fromkeys(units, mesh))
+    return plan(settings, shard=shard, dispatch=dispatch, **dict.fromkeys(units, mesh))
 
 
 SPEECH: dict[str, Any] = {"model__audio": AUDIO}
 TIED: dict[str, Any] = {"model__llm__tie_embeddings": True}
 ALL = (0, 1, 2, 3, 4)
-# name -> (recipe changes, ranks, shard, recomputed layers, whether every second step has text alone)
-CASES: dict[str, tuple[dict[str, Any], int, int, tuple[int, ...], bool]] = {
+# name -> (recipe changes, ranks, shard, recomputed layers, whether every second step has text alone[, dispatch])
+Case = (
+    tuple[dict[str, Any], int, int, tuple[int, ...], bool]
+    | tuple[dict[str, Any], int, int, tuple[int, ...], bool, DispatchMode]
+)
+CASES: dict[str, Case] = {
     "two ranks, one copy": ({}, 2, 2, (), False),
     "four ranks, two copies, audio, tied, recomputed, texts between": (SPEECH | TIED, 4, 2, ALL, True),
+    "all dispatched, audio, texts between": (SPEECH, 4, 2, (), True, "all"),
 }
-MORE: dict[str, tuple[dict[str, Any], int, int, tuple[int, ...], bool]] = {
+MORE: dict[str, Case] = {
+    "all dispatched, one rank": ({}, 1, 1, (), False, "all"),
+    "all dispatched, one copy, recomputed": (SPEECH | TIED, 4, 4, ALL, True, "all"),
+    "all dispatched, two copies": (SPEECH, 2, 1, (), True, "all"),
+    "all dispatched, frozen encoder": ({"model__vision__freeze": True} | SPEECH, 4, 2, (), True, "all"),
+    "all dispatched, frozen encoder and projector": (
+        {"model__vision__freeze": True, "model__vision__projector__freeze": True} | SPEECH,
+        4,
+        2,
+        (),
+        True,
+        "all",
+    ),
+    "all dispatched, frozen llm": ({"model__llm__freeze": True} | SPEECH, 2, 2, ALL, True, "all"),
+    "all dispatched, deepstack, microbatches of one sample": (
+        DEEPSTACK | {"train__global_batch": 8},
+        4,
+        2,
+        (),
+        True,
+        "all",
+    ),
+    "all dispatched, two encoders of images": ({"model__encoders": {"fine": FINE}}, 4, 2, (), True, "all"),
+    "llm dispatched": (SPEECH, 4, 2, (), True, "llm"),
+    "nothing dispatched": (SPEECH, 4, 2, (), True, "none"),
     "one rank": ({}, 1, 1, (), False),
     "two copies": ({}, 2, 1, (), True),
     "four copies, recomputed": (TIED, 4, 1, (1, 3), True),
@@ -87,9 +122,24 @@ MORE: dict[str, tuple[dict[str, Any], int, int, tuple[int, ...], bool]] = {
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)])
 def test_sharded_units_compute_what_one_process_does(case: str) -> None:
-    changes, num_ranks, shard, recompute, texts_between = (CASES | MORE)[case]
+    changes, num_ranks, shard, recompute, texts_between, *dispatch = (CASES | MORE)[case]
     settings = recipe(**changes)
-    assert_equals_one_process(settings, replicated(settings, num_ranks, shard, recompute), texts_between)
+    assert_equals_one_process(settings, replicated(settings, num_ranks, shard, recompute, *dispatch), texts_between)
+
+
+def test_the_dispatched_steps_of_these_cases_move_items() -> None:
+    """Else they would show nothing: items leave their sample's rank, and the fullest rank has fewer tokens."""
+    fullest: dict[str, list[int]] = {"vision": [], "audio": []}
+    dp = dict.fromkeys(("vision", "audio", "llm"), 4)
+    modes: tuple[DispatchMode, ...] = ("llm", "all")
+    for dispatch in modes:
+        meta = batch(0, samples_of(0), dp, dict.fromkeys(dp, 2), dispatch)
+        for unit, table in meta.items.items():
+            is_away = meta.replica[table.sample] != table.replica
+            assert is_away.any() == (dispatch == "all")
+            fullest[unit].append(int(np.bincount(table.replica * 2 + table.index, table.tokens).max()))
+    assert fullest["vision"][1] < fullest["vision"][0]
+    assert fullest["audio"][1] <= fullest["audio"][0]
 
 
 def _drawn(number: int) -> tuple[Recipe, Plan, bool]:
@@ -103,7 +153,9 @@ def _drawn(number: int) -> tuple[Recipe, Plan, bool]:
     batch = {"train__global_batch": num_ranks * choose((1, 2))}
     settings = recipe(**encoders, **of_kinds, **choose(list(FROZEN.values())), **batch)
     shard = choose([size for size in (1, 2, 4) if size <= num_ranks])
-    return settings, replicated(settings, num_ranks, shard, choose(list(RECOMPUTED.values()))), choose((False, True))
+    recompute, texts_between = choose(list(RECOMPUTED.values())), choose((False, True))
+    dispatch = choose(("all", "llm", "none"))
+    return settings, replicated(settings, num_ranks, shard, recompute, dispatch), texts_between
 
 
 @pytest.mark.slow  # 2 s each
@@ -132,10 +184,17 @@ def test_bf16_trains_sharded_as_with_whole_weights() -> None:
 
 @pytest.mark.slow  # 20 s
 def test_a_killed_run_is_resumed_bit_for_bit(data: Path, tmp_path: Path) -> None:
-    settings = ("parallel.placement=replicated", "parallel.shard=all", "cluster.ranks=2", "train.validate_every=2")
+    settings = (
+        "parallel.placement=replicated",
+        "parallel.shard=all",
+        "parallel.dispatch=all",
+        "cluster.ranks=2",
+        "train.validate_every=2",
+    )
     unbroken, killed = (request_for(data, tmp_path / name, *settings) for name in ("unbroken", "killed"))
     assert run_all(unbroken, unbroken) == ["", ""]
     assert load_plan(unbroken.run_dir / PLAN_FILE).units["llm"].shard == 2
+    assert load_plan(unbroken.run_dir / PLAN_FILE).dispatch == "all"
     with pytest.raises(RanksFailed, match="rank 1: died without a word"):
         run_all(killed, killed, faults=FailAt(1, 3, "kill", action=Backward))
     resumed = replace(killed, resume=True)
@@ -209,6 +268,17 @@ def test_a_plan_of_another_placement_has_no_shards() -> None:
     chosen = replicated(recipe(), 2, 2).model_dump()
     with pytest.raises(ValueError, match="placement is unified, and shard is"):
         Plan.model_validate(chosen | {"placement": "unified"})
+
+
+def test_what_is_dispatched_is_stated_of_all_sharded_units_alike() -> None:
+    chosen = replicated(recipe(), 2, 2, dispatch="all")
+    assert chosen.dispatch == "all"
+    without_shard = chosen.units["llm"].model_dump() | {"shard": None}
+    with pytest.raises(ValueError, match="dispatch is all without `shard`"):
+        UnitPlan.model_validate(without_shard)
+    llm = chosen.units["llm"].model_copy(update={"dispatch": "llm"})
+    with pytest.raises(ValueError, match="the same `ranks`, `shard` and `dispatch`"):
+        Plan.model_validate(chosen.model_dump() | {"units": chosen.model_dump()["units"] | {"llm": llm.model_dump()}})
 
 
 def test_a_torch_without_fsdp2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,5 +207,7 @@ def test_without_a_mesh_of_the_placement_the_plan_is_refused() -> None:
     with pytest.raises(PlanError, match=r"parallel.shard 3 does not divide 4 ranks"):
         plan_recipe(three, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
     tight = factory.recipe(parallel={"placement": "replicated"}, cluster={"memory_gib": 0.004})
-    with pytest.raises(PlanError, match=r"replicated: 4 ranks, shard 4, 2 mini-batches: does not fit with all layers"):
+    with pytest.raises(
+        PlanError, match=r"replicated: 4 ranks, shard 4, 2 mini-batches, dispatch all: does not fit with"
+    ):
         plan_recipe(tight, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")

@@ -100,6 +100,7 @@ def test_1f1b_with_messages() -> None:
         "pp_cooldown": 1.5,
         "pp_other": 2.5,
         "tp": 0.0,
+        "dispatch": 0.0,
         "imbalance": 0.0,
     }
     path = ["F llm.0 llm:0.0", "SA", "F llm.1 llm:0.0", "B llm.1 llm:0.0", "SG", "B llm.0 llm:0.0", "F llm.0 llm:0.2"]
@@ -226,6 +227,7 @@ def test_a_reduction_overlaps_with_the_work_of_other_ranks() -> None:
         "dp_gather": 3.0,
         "pp_other": 0.0,
         "tp": 0.0,
+        "dispatch": 0.0,
         "imbalance": 0.0,
     }
     together = chain(Unit("vision", ranks=(0,)), Unit("llm", ranks=(0,)), n=1)

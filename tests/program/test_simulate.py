@@ -200,6 +200,7 @@ def test_sharing_a_tp_group_holds_every_rank_of_it():
             "dp_gather": 1.0,
             "pp_other": 0.0,
             "pp_cooldown": 0.0,
+            "dispatch": 0.0,
             "imbalance": 0.0,
         }
     assert timeline.bubbles[0]["dp_gather"] == 0.0

@@ -293,9 +293,16 @@ def _random_generator(purpose: int, *key: int) -> np.random.Generator:
 
 
 def validation_batches(
-    index: DataIndex, grouping: Grouping, dp: Mapping[str, int], num_microbatches: Mapping[str, int], limit: int
+    index: DataIndex,
+    grouping: Grouping,
+    dp: Mapping[str, int],
+    num_microbatches: Mapping[str, int],
+    limit: int,
+    dispatch: bool = False,
 ) -> list[BatchMeta]:
     """Return at most `limit` global batches of held-out groups, always the same; `step` counts them from 0.
+
+    dispatch: whether any replica may compute an item, see `StepTargets`.
 
     If all groups fit into fewer batches, every sample is used exactly once: groups are halved until their number fills
     the last batch. Raises `DataError` if there are fewer samples than one batch has groups.
@@ -314,7 +321,8 @@ def validation_batches(
                 "add samples or lower train.global_batch"
             )
         groups[largest : largest + 1] = [samples[: len(samples) // 2], samples[len(samples) // 2 :]]
+    targets = StepTargets(dispatch=dispatch)
     return [
-        assign(i, 0, groups[i * per_batch : (i + 1) * per_batch], index.lengths, dp, num_microbatches)
+        assign(i, 0, groups[i * per_batch : (i + 1) * per_batch], index.lengths, dp, num_microbatches, targets)
         for i in range(len(groups) // per_batch)
     ]

@@ -90,6 +90,10 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     balanced between them, since its items go to any of its replicas. The order of microbatches matters to pipelines
     over several ranks: for plain 1F1B along one chain of ranks the targets list its ranks, for any other schedule they
     hold its table. With `data.reorder: off` only items are balanced, between the replicas of an encoder.
+
+    Sharded units wait for each other in every phase, so the sum of a rank's work matters little: samples are balanced
+    by their cost in the LLM. Items are dispatched by their cost in their encoder if the plan says `all`, and stay with
+    their samples otherwise; with `none` samples stay where the stream puts them, too.
     """
     shape, machine = build_model_shape(recipe), machine_for(recipe, plan.hardware)
     graph = stage_graph(plan, shape)
@@ -100,7 +104,7 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     busiest_s = max(sum(_seconds(rank.total(frozenset(typical)), typical).values()) for rank in ranks)
     scale = MICROBATCH_COST_UNITS / max(busiest_s, _MIN_SECONDS)
     encoders = [mesh.unit for mesh in graph.meshes if mesh.unit != LLM]
-    reorder = recipe.data.reorder
+    reorder = recipe.data.reorder and plan.dispatch != "none"
     pipeline: tuple[PipelineRank, ...] = ()
     table = None
     if encoders and len(ranks) > 1 and reorder:
@@ -117,6 +121,7 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
         item_costs={unit: _to_integer(_unit_cost(ranks, unit), scale) for unit in encoders},
         replica_nodes={mesh.unit: _replica_nodes(graph, mesh.unit, machine.ranks_per_node) for mesh in graph.meshes},
         reorder=reorder,
+        dispatch=plan.dispatch == "all",
     )
 
 
@@ -180,7 +185,8 @@ def _distinct_loads(
     """Return the different kinds of work that ranks do, those first of which encoders have the largest share."""
     if graph.mesh(LLM).dp == 1:
         return ()
-    balanced_units = frozenset(typical) if graph.num_groups > 1 else frozenset({LLM})
+    llm_alone = graph.num_groups == 1 or graph.mesh(LLM).shard is not None
+    balanced_units = frozenset({LLM}) if llm_alone else frozenset(typical)
     with_seconds: list[tuple[UnitCosts, WorkSeconds]] = []
     for rank in ranks:
         costs = rank.total(balanced_units)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.plan.artifact.plan import Placement, StagePlan, UnitPlan
-from mmtrain.program.ir.graph import LLM
+from mmtrain.program.ir.graph import LLM, DispatchMode
 
 NO_LAYERS: Mapping[str, Collection[int]] = {}
 
@@ -47,7 +47,7 @@ class Layout:
         counts = self.num_microbatches
         llm = self.units[LLM]
         if llm.shard is not None:
-            return replicated_summary(llm.dp, llm.shard, counts[LLM])
+            return replicated_summary(llm.dp, llm.shard, counts[LLM], llm.dispatch)
         counts_differ = len(set(counts.values())) > 1
         meshes = []
         for name, unit in self.units.items():
@@ -65,13 +65,18 @@ class Layout:
         return num_pipeline_ranks, max(unit.vpp for unit in units), max(unit.tp for unit in units), num_counts
 
 
-def replicated_summary(num_ranks: int, shard: int, num_microbatches: int) -> str:
+def replicated_summary(num_ranks: int, shard: int, num_microbatches: int, dispatch: DispatchMode | None) -> str:
     """Return one line on a layout in which every rank runs every unit."""
-    return f"replicated: {num_ranks} ranks, shard {shard}, {num_microbatches} mini-batches"
+    dispatched = "" if dispatch is None else f", dispatch {dispatch}"
+    return f"replicated: {num_ranks} ranks, shard {shard}, {num_microbatches} mini-batches{dispatched}"
 
 
 def replicated_units(
-    shape: ModelShape, num_ranks: int, shard: int, recompute: Mapping[str, Collection[int]] = NO_LAYERS
+    shape: ModelShape,
+    num_ranks: int,
+    shard: int,
+    dispatch: DispatchMode | None,
+    recompute: Mapping[str, Collection[int]] = NO_LAYERS,
 ) -> dict[str, UnitPlan]:
     """Give every rank all layers of all units, each `shard` ranks one copy of them.
 
@@ -79,11 +84,12 @@ def replicated_units(
         shape: the model.
         num_ranks: data-parallel degree of every unit.
         shard: a divisor of it.
+        dispatch: what is balanced over the ranks.
         recompute: recomputed layers by unit.
     """
     num_layers = sum(len(unit.layers) for unit in shape.units)
     units = unified_units(shape, MeshSize(1, 1, num_ranks), (0, num_layers), recompute)
-    return {name: unit.model_copy(update={"shard": shard}) for name, unit in units.items()}
+    return {name: unit.model_copy(update={"shard": shard, "dispatch": dispatch}) for name, unit in units.items()}
 
 
 def unified_units(

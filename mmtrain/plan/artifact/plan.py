@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mmtrain.costs.hardware import Precision
+from mmtrain.program.ir.graph import DispatchMode
 from mmtrain.program.schedules.builder import ScheduleKind
 
 PLAN_VERSION = 1
@@ -43,6 +44,9 @@ class UnitPlan(_Frozen):
     vpp: int = 1
     sp: bool = False  # sequence parallelism: the ranks of a TP group share the tokens between GEMMs
     shard: int | None = None  # replicas that hold one copy of the unit together (FSDP); None: each holds it whole
+    dispatch: DispatchMode | None = (
+        None  # what is balanced over sharded replicas; None without `shard`, or in old files
+    )
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
 
@@ -61,6 +65,8 @@ class UnitPlan(_Frozen):
     @model_validator(mode="after")
     def _shards_divide_the_replicas(self) -> "UnitPlan":
         if self.shard is None:
+            if self.dispatch is not None:
+                raise ValueError(f"dispatch is {self.dispatch} without `shard`: only units of `replicated` dispatch")
             return self
         if (self.tp, self.pp, self.vpp, self.sp) != (1, 1, 1, False):
             raise ValueError(
@@ -210,11 +216,20 @@ class Plan(_Frozen):
         return next(iter(self.units.values())).shard
 
     @property
+    def dispatch(self) -> DispatchMode | None:
+        """What is balanced over the replicas of all units; None in placements that do not shard, and in old files."""
+        return next(iter(self.units.values())).dispatch
+
+    @property
     def sha256(self) -> str:
         """Fingerprint of the whole plan, by which traces and reports refer to it."""
         # Without what the files of older versions do not have, so that traces of older runs still name their plan.
         unstated: dict[str, Any] = {
-            "units": {name: {"shard": True} for name, unit in self.units.items() if unit.shard is None}
+            "units": {
+                name: {field: True for field in ("shard", "dispatch") if getattr(unit, field) is None}
+                for name, unit in self.units.items()
+                if unit.dispatch is None
+            }
         }
         if self.precision is None:
             unstated["precision"] = True
@@ -241,15 +256,15 @@ class Plan(_Frozen):
 
     @model_validator(mode="after")
     def _all_units_sharded_alike(self) -> "Plan":
-        shards = {(unit.shard, unit.ranks) for unit in self.units.values()}
-        is_sharded = any(shard is not None for shard, _ in shards)
+        shards = {(unit.shard, unit.dispatch, unit.ranks) for unit in self.units.values()}
+        is_sharded = any(shard is not None for shard, _, _ in shards)
         if is_sharded != (self.placement == "replicated"):
             raise ValueError(
                 f"placement is {self.placement}, and shard is {[unit.shard for unit in self.units.values()]}: units of "
                 "`replicated`, and of no other placement, have a `shard`"
             )
         if is_sharded and len(shards) > 1:
-            raise ValueError("in `replicated` all units have the same `ranks` and the same `shard`")
+            raise ValueError("in `replicated` all units have the same `ranks`, `shard` and `dispatch`")
         if is_sharded and self.schedule.kind != "1f1b":
             raise ValueError(f"schedule.kind is {self.schedule.kind}; `replicated` runs its units by `1f1b` alone")
         return self

@@ -27,7 +27,9 @@ def build_stage_graph(
         shape: the model.
     """
     meshes = tuple(
-        UnitMesh(name, unit.tp, unit.pp, unit.dp, unit.ranks, num_microbatches[name], unit.vpp, unit.shard)
+        UnitMesh(
+            name, unit.tp, unit.pp, unit.dp, unit.ranks, num_microbatches[name], unit.vpp, unit.shard, unit.dispatch
+        )
         for name, unit in ((unit_shape.name, units[unit_shape.name]) for unit_shape in shape.units)
     )
     stages = tuple(stage for mesh in meshes for stage in _stages(mesh, units[mesh.unit], shape))

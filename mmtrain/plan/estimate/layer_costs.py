@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,14 +37,25 @@ from mmtrain.plan.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.plan.estimate.load_arrays import LoadArrays, load_arrays, seconds_of_loads
 from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.search.constraints import RecomputeMode
-from mmtrain.program.ir.graph import LLM, StageGraph, StageId
+from mmtrain.program.ir.graph import LLM, DispatchMode, StageGraph, StageId
 from mmtrain.program.ir.step_loads import StepLoads, step_loads
 from mmtrain.program.schedules.builder import in_flight_microbatches
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-BatchSplit = tuple[tuple[str, int, int], ...]  # (unit, dp, microbatches of a replica) in the order of the model's units
 SpSizes = Mapping[str, frozenset[int]]  # by unit, the tensor-parallel sizes with sequence parallelism
+
+
+class UnitSplit(NamedTuple):
+    """How a unit's part of a step is divided."""
+
+    unit: str
+    dp: int
+    num_microbatches: int  # of a replica
+    dispatch: DispatchMode | None = None  # see `UnitMesh`
+
+
+BatchSplit = tuple[UnitSplit, ...]  # in the order of the model's units
 
 FORWARD, BACKWARD, RECOMPUTE = range(3)  # index of `UnitLayerTimes.by_kind`: what a layer does with a microbatch
 
@@ -165,13 +177,13 @@ class LayerCosts:
         """
         num_llm = self.batches.global_batch // dp[LLM]
         chosen = {**self.encoder_microbatches, **(num_microbatches or {})}
-        return tuple((unit, degree, chosen.get(unit, num_llm)) for unit, degree in dp.items())
+        return tuple(UnitSplit(unit, degree, chosen.get(unit, num_llm)) for unit, degree in dp.items())
 
     def step_loads(self, split: BatchSplit) -> list[StepLoads]:
         """Return loads and routes of every sampled batch under this split."""
         if split not in self._step_loads:
             # Loads depend on nothing but the split, so any graph with this split will do.
-            meshes = {unit: MeshSize(1, 1, dp) for unit, dp, _ in split}
+            meshes = {entry.unit: MeshSize(1, 1, entry.dp) for entry in split}
             one_stage = {unit.name: (0, len(unit.layers)) for unit in self.shape.units}
             num_microbatches = num_microbatches_of(split)
             graph = build_stage_graph(disaggregated_units(meshes, one_stage), num_microbatches, self.shape)
@@ -181,7 +193,7 @@ class LayerCosts:
 
     def _lay_out(self, split: BatchSplit) -> list[BatchMeta]:
         if split not in self._laid_out:
-            self._laid_out[split] = self.batches.lay_out(_dp_of(split), num_microbatches_of(split))
+            self._laid_out[split] = self.batches.lay_out(_dp_of(split), num_microbatches_of(split), split[0].dispatch)
         return self._laid_out[split]
 
     def microbatch_loads(self, unit: str, split: BatchSplit) -> LoadArrays:
@@ -189,7 +201,7 @@ class LayerCosts:
         key = (unit, _relevant_split(unit, split))
         if key not in self._loads:
             batches = self._lay_out(split)
-            for name, dp, num_microbatches in split:
+            for name, dp, num_microbatches, _ in split:
                 loads = load_arrays(name, batches, dp, num_microbatches)
                 self._loads.setdefault((name, _relevant_split(name, split)), loads)
         return self._loads[key]
@@ -282,10 +294,10 @@ class LayerCosts:
 
     def model_flops(self, split: BatchSplit) -> float:
         """Return the FLOPs of a step that MFU counts, mean over the batches; padding does not count."""
-        arrays = {unit: self.microbatch_loads(unit, split) for unit, _, _ in split}
+        arrays = {unit: self.microbatch_loads(unit, split) for unit, *_ in split}
         if self.batches.pad:
             unpadded = [without_padding(batch) for batch in self._lay_out(split)]
-            arrays = {unit: load_arrays(unit, unpadded, dp, num) for unit, dp, num in split}
+            arrays = {unit: load_arrays(unit, unpadded, dp, num) for unit, dp, num, _ in split}
         totals = []
         for batch in range(len(self.batches.groups)):
             loads = {unit: array.total(batch) for unit, array in arrays.items()}
@@ -377,21 +389,21 @@ class LayerCosts:
 
 def batch_split_of(graph: StageGraph) -> BatchSplit:
     """Return the graph's data-parallel degrees and microbatches, in the order of its units."""
-    return tuple((mesh.unit, mesh.dp, mesh.num_microbatches) for mesh in graph.meshes)
+    return tuple(UnitSplit(mesh.unit, mesh.dp, mesh.num_microbatches, mesh.dispatch) for mesh in graph.meshes)
 
 
 def num_microbatches_of(split: BatchSplit) -> dict[str, int]:
     """Return the microbatches of each replica, by unit."""
-    return {unit: num for unit, _, num in split}
+    return {entry.unit: entry.num_microbatches for entry in split}
 
 
 def _dp_of(split: BatchSplit) -> dict[str, int]:
-    return {unit: dp for unit, dp, _ in split}
+    return {entry.unit: entry.dp for entry in split}
 
 
 def _relevant_split(unit: str, split: BatchSplit) -> BatchSplit:
     """Return the part of the split that decides about a unit's loads: the LLM's do not depend on encoders."""
-    return tuple(entry for entry in split if entry[0] == LLM) if unit == LLM else split
+    return tuple(entry for entry in split if entry.unit == LLM) if unit == LLM else split
 
 
 def _scaled(load: TokenLoad, factor: float) -> TokenLoad:

@@ -19,7 +19,7 @@ from mmtrain.costs.rank_memory import (
 )
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.artifact.plan import Alternative, Placement
-from mmtrain.plan.estimate.layer_costs import BatchSplit, FloatArray, LayerCosts
+from mmtrain.plan.estimate.layer_costs import BatchSplit, FloatArray, LayerCosts, UnitSplit
 from mmtrain.program.ir.graph import LLM
 
 
@@ -60,7 +60,7 @@ class UnitMemoryBound:
     def __init__(self, layer_costs: LayerCosts) -> None:
         self._layer_costs = layer_costs
         units = layer_costs.shape.units
-        self._unsplit: BatchSplit = tuple((unit.name, 1, layer_costs.batches.global_batch) for unit in units)
+        self._unsplit: BatchSplit = tuple(UnitSplit(unit.name, 1, layer_costs.batches.global_batch) for unit in units)
         self._kinds: dict[tuple[str, int, int, int], _KindBytes] = {}
         self._bounds: dict[tuple[str, MeshSize, int, int], float] = {}
 

@@ -1,7 +1,7 @@
 """A few global batches like those of the run, so that candidates are compared on real lengths and not on their mean."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from mmtrain.balance.padding import pad_microbatches
 from mmtrain.balance.regroup_step import match_step
 from mmtrain.errors import PlanError
 from mmtrain.plan.budget import DEFAULT_BUDGET, SamplingBudget
+from mmtrain.program.ir.graph import DispatchMode
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,25 @@ class SampledBatches:
     groups: tuple[Sequence[IntArray], ...]  # per batch
     targets: StepTargets = NO_TARGETS
     pad: bool = False  # samples to the longest of their microbatch
+    unmatched: tuple[Sequence[IntArray], ...] = ()  # the same steps as the stream has them, where `groups` are matched
 
     @property
     def global_batch(self) -> int:
         """Groups in one batch."""
         return len(self.groups[0])
 
-    def lay_out(self, dp: Mapping[str, int], num_microbatches: Mapping[str, int]) -> list[BatchMeta]:
-        """Assign every batch to replicas and microbatches as a plan with these data-parallel degrees would."""
+    def lay_out(
+        self, dp: Mapping[str, int], num_microbatches: Mapping[str, int], dispatch: DispatchMode | None = None
+    ) -> list[BatchMeta]:
+        """Assign every batch to replicas and microbatches as a plan with these data-parallel degrees would.
+
+        dispatch: what sharded replicas balance. Costs are taken in proportion to tokens, here and in `targets`.
+        """
+        steps, targets = self.groups, replace(self.targets, dispatch=dispatch == "all")
+        if dispatch == "none":
+            steps, targets = self.unmatched or self.groups, replace(targets, reorder=False)
         batches = [
-            assign(step, 0, groups, self.lengths, dp, num_microbatches, self.targets)
-            for step, groups in enumerate(self.groups)
+            assign(step, 0, groups, self.lengths, dp, num_microbatches, targets) for step, groups in enumerate(steps)
         ]
         return [pad_microbatches(batch) for batch in batches] if self.pad else batches
 
@@ -70,9 +79,11 @@ def sample_batches(
     steps.sort(key=lambda step: int(work[np.concatenate(step)].sum()))
     middles = [(2 * part + 1) * num_steps // (2 * num_batches) for part in range(num_batches)]
     chosen = [steps[middle] for middle in middles]
+    unmatched = tuple(chosen)
     if grouping.method == "matched" and grouping.matching == "step" and grouping.reorder:
         chosen = [_match(step, sizes, grouping) for step in chosen]
-    return SampledBatches(lengths, tuple(chosen), StepTargets(reorder=grouping.reorder), grouping.pad)
+    targets = StepTargets(reorder=grouping.reorder)
+    return SampledBatches(lengths, tuple(chosen), targets, grouping.pad, unmatched)
 
 
 def _match(groups: list[IntArray], sizes: GroupingSizes, grouping: Grouping) -> list[IntArray]:

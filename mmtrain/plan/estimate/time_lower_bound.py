@@ -4,7 +4,7 @@ import math
 
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.budget import DEFAULT_BUDGET, BoundBudget
-from mmtrain.plan.estimate.layer_costs import RECOMPUTE, BatchSplit, LayerCosts
+from mmtrain.plan.estimate.layer_costs import RECOMPUTE, BatchSplit, LayerCosts, UnitSplit
 from mmtrain.plan.estimate.memory_lower_bound import UnitMemoryBound
 from mmtrain.plan.search.mesh_enumeration import UnitTimeBound
 from mmtrain.program.ir.graph import LLM
@@ -24,7 +24,7 @@ def unit_time_bound(
     chunk of each other rank.
     """
     global_batch = layer_costs.batches.global_batch
-    unsplit: BatchSplit = tuple((unit.name, 1, global_batch) for unit in layer_costs.shape.units)
+    unsplit: BatchSplit = tuple(UnitSplit(unit.name, 1, global_batch) for unit in layer_costs.shape.units)
     known_seconds: dict[tuple[str, int], float] = {}
 
     def microbatch_seconds(unit: str, tp: int) -> float:

@@ -17,7 +17,7 @@ from mmtrain.errors import PlanError
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.candidate import Candidate, MeshAssignment, Rejected
 from mmtrain.plan.estimate.evaluator import Evaluator
-from mmtrain.plan.estimate.layer_costs import FORWARD
+from mmtrain.plan.estimate.layer_costs import FORWARD, UnitSplit
 from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
 from mmtrain.plan.explain.why_slower import explain_measured_slower, slower_text
 from mmtrain.plan.search.layer_partition import LayerChain, is_partition_allowed, partition_time_lower_bound
@@ -262,7 +262,7 @@ class BaselinePlanner:
     def _rank_shares(self, world_size: int) -> dict[str, float]:
         """Return by unit the ranks in proportion to its FLOPs on the sampled batches."""
         problem, layer_costs = self.evaluator.problem, self.evaluator.layer_costs
-        undivided = tuple((unit, 1, problem.batches.global_batch) for unit in problem.choices)
+        undivided = tuple(UnitSplit(unit, 1, problem.batches.global_batch) for unit in problem.choices)
         flops: dict[str, float] = {}
         for unit in problem.choices:
             loads = layer_costs.microbatch_loads(unit, undivided)

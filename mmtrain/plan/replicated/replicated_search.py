@@ -1,8 +1,10 @@
-"""Search the `replicated` placement as the runtime runs it: every rank runs every unit on samples of its own.
+"""Search the `replicated` placement as the runtime runs it: every rank runs every unit.
 
-Candidates differ in how many ranks hold one copy of the state; layers are recomputed where memory demands it. What
-balancing samples between the phases would add is predicted beside them (`replicated_step`).
+Candidates differ in how many ranks hold one copy of the state, and in what is balanced over the ranks; layers are
+recomputed where memory demands it.
 """
+
+from itertools import product
 
 from mmtrain.errors import PlanError
 from mmtrain.plan.artifact.layout import MeshSize
@@ -15,6 +17,7 @@ from mmtrain.plan.replicated.replicated_step import ReplicatedPredictor, shard_s
 from mmtrain.plan.search.layer_partition import layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import has_replicated_mesh
 from mmtrain.plan.search_progress import Progress
+from mmtrain.program.ir.graph import DispatchMode
 from mmtrain.program.schedules.builder import in_flight_microbatches
 
 
@@ -52,7 +55,7 @@ class ReplicatedStrategy:
 
 
 def _enumerate(problem: PlanningProblem, evaluator: Evaluator) -> list[Candidate]:
-    """Return a candidate for every number of ranks and size of shards that the recipe allows.
+    """Return a candidate for every number of ranks, size of shards and way to dispatch that the recipe allows.
 
     Raises:
         PlanError: the shards that the recipe fixes divide no number of ranks.
@@ -68,13 +71,21 @@ def _enumerate(problem: PlanningProblem, evaluator: Evaluator) -> list[Candidate
             sizes = [shard] if num_ranks % shard == 0 else []
         meshes = {unit.name: MeshSize(1, 1, num_ranks) for unit in problem.shape.units}
         split = evaluator.layer_costs.batch_split(dict.fromkeys(meshes, num_ranks))
-        for shard in sizes:
-            assignment = MeshAssignment("replicated", meshes, num_microbatches_of(split), shard)
+        for shard, dispatch in product(sizes, _dispatch_modes(problem, num_ranks)):
+            assignment = MeshAssignment("replicated", meshes, num_microbatches_of(split), shard, dispatch)
             candidates.append(evaluator.enumerated(assignment))
     if not candidates:
         counts = " or ".join(map(str, problem.cluster.rank_counts))
         raise PlanError(f"parallel.shard {fixed} does not divide {counts} ranks; use a divisor of them, or `all`")
     return candidates
+
+
+def _dispatch_modes(problem: PlanningProblem, num_ranks: int) -> tuple[DispatchMode, ...]:
+    """Return what may be balanced over the ranks; `all` and `llm` differ where there is an encoder and another rank."""
+    fixed = problem.recipe.parallel.dispatch
+    if fixed != "auto":
+        return (fixed,)
+    return ("all", "llm") if num_ranks > 1 and len(problem.shape.units) > 1 else ("llm",)
 
 
 def _fit(candidate: Candidate, evaluator: Evaluator) -> Candidate | Rejected:

@@ -6,7 +6,7 @@ one or more rounds, each one mini-batch of every rank. In a round samples are ba
 the LLM, and items by their cost in their encoder. So features move in an all-to-all between the phases, and their
 gradients in another. Every layer synchronizes all ranks, so a phase takes as long as its most expensive rank.
 
-The runtime runs this placement without the balancing (`replicated_search`); the planner shows what that would bring.
+The runtime runs mini-batches of one group each (`replicated_search`); the planner shows what others would bring.
 """
 
 import math

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from mmtrain.costs.sequence_parallel_costs import sequence_parallel_seconds
-from mmtrain.plan.estimate.layer_costs import BatchSplit, LayerCosts, SpSizes
+from mmtrain.plan.estimate.layer_costs import BatchSplit, LayerCosts, SpSizes, UnitSplit
 from mmtrain.plan.problem import PlanningProblem
 
 
@@ -27,7 +27,7 @@ def choose_sequence_parallelism(
 
 def _added_seconds(problem: PlanningProblem, layer_costs: LayerCosts, unit: str, tp: int) -> float:
     """Return how much longer a microbatch of mean size takes in the unit's forward and backward."""
-    unsplit: BatchSplit = tuple((u.name, 1, problem.batches.global_batch) for u in problem.shape.units)
+    unsplit: BatchSplit = tuple(UnitSplit(u.name, 1, problem.batches.global_batch) for u in problem.shape.units)
     load = layer_costs.microbatch_loads(unit, unsplit).mean()
     layers = zip(problem.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True)
     costs, hardware, precision = problem.costs, problem.hardware, problem.precision

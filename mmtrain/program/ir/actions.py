@@ -7,6 +7,7 @@ a hash function of their own, since programs are made with dictionaries of them.
     B vision.1 vision:1.0                    backward
     SA vision.0>llm.0 vision:0.2 llm:1.2 @5  send rank 5 the activations that llm:1.2 needs from vision:0.2
     RA / SG / RG                             receive activations, send / receive gradients
+    DA vision.0>llm.0 2 3                    rearrange rows of microbatches 2 for those numbered 3 (DG: gradients)
     XA vision.0>llm.0 llm:1.2                share received activations inside the TP group (XG: gradients)
     PF vision.0 vision:0.2 0:3               segments 0 to 2 of that stage's forward (PB: of its backward, 2 first)
     F llm.0 llm:0.3 |2| PF ..., PB ...       forward with partials in its gap 2, between its segments 1 and 2
@@ -143,6 +144,21 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Rearrange what flows over `edge` between all replicas of two units (an all-to-all, a collective of all replicas).
+
+    Each replica of the source sends the rows of its microbatch number `src` that microbatch number `dst` of any replica
+    of the destination needs, or takes back their gradients. Every replica takes part, also one without rows, unless no
+    replica has any: all know that from the route.
+    """
+
+    edge: Edge
+    src: int
+    dst: int
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
 class ReduceGrads:
     """Start to reduce gradients over the unit's data-parallel group (a collective); `Step` waits for the result.
 
@@ -184,6 +200,8 @@ ComputeTask = Forward | Backward | Partial | Fill  # what builders order
 AsyncCollective = (
     ReduceGrads | GatherParams
 )  # ranks start it and go on; what reads the result waits for it (see `awaits_result`)
-Collective = Share | ReduceGrads | ReduceShared | Step | GatherParams
-AtomicAction = Forward | Backward | Partial | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams
-Action = Forward | Backward | Partial | Fill | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams
+Collective = Share | Dispatch | ReduceGrads | ReduceShared | Step | GatherParams
+AtomicAction = (
+    Forward | Backward | Partial | Send | Recv | Share | Dispatch | ReduceGrads | ReduceShared | Step | GatherParams
+)
+Action = AtomicAction | Fill

@@ -5,6 +5,7 @@
 * Inside a unit, position k of a TP group sends to position k of the next TP group.
 * Between units, the first rank of the source's TP group sends to the first rank of the destination's TP group. If the
   receiving TP group has more than one rank, its first rank then shares what it holds (`Share`).
+* Between units that dispatch, all replicas rearrange their rows in one collective (`Dispatch`), without messages.
 * Data whose two ends are on the same rank is local and appears in no program. TP groups that are the same ranks in the
   same order need no sharing either.
 """
@@ -18,6 +19,7 @@ from mmtrain.program.ir.actions import (
     Backward,
     Compute,
     ComputeTask,
+    Dispatch,
     Fill,
     Forward,
     GatherParams,
@@ -67,15 +69,18 @@ class Flow:
 
 
 def input_flows(graph: StageGraph, task: ComputeTask) -> list[Flow]:
-    """Return the flows that a task waits for: those into each forward and backward that it starts."""
+    """Return the flows that a task waits for: those into each forward and backward that it starts.
+
+    What collectives of all replicas bring is not among them, see `dispatches_before`.
+    """
     flows: list[Flow] = []
     for part in expand(graph, task):
         started, mb = started_pass(graph, part), part.mb
         if isinstance(started, Forward):
-            edges = graph.inputs(part.stage)
+            edges = _with_messages(graph, graph.inputs(part.stage))
             flows += [Flow(e, s, mb, "activation") for e in edges for s in graph.sources(e, mb)]
         elif started:
-            edges = graph.outputs(part.stage)
+            edges = _with_messages(graph, graph.outputs(part.stage))
             flows += [Flow(e, mb, d, "gradient") for e in edges for d in graph.destinations(e, mb)]
     return flows
 
@@ -86,12 +91,43 @@ def output_flows(graph: StageGraph, task: ComputeTask) -> list[Flow]:
     for part in expand(graph, task):
         finished, mb = finished_pass(graph, part), part.mb
         if isinstance(finished, Forward):
-            edges = graph.outputs(part.stage)
+            edges = _with_messages(graph, graph.outputs(part.stage))
             flows += [Flow(e, mb, d, "activation") for e in edges for d in graph.destinations(e, mb)]
         elif finished:
-            edges = tuple(e for e in graph.inputs(part.stage) if graph.carries_gradient(e))
+            edges = _with_messages(graph, [e for e in graph.inputs(part.stage) if graph.carries_gradient(e)])
             flows += [Flow(e, s, mb, "gradient") for e in edges for s in graph.sources(e, mb)]
     return flows
+
+
+def dispatches_before(graph: StageGraph, task: ComputeTask) -> list[Dispatch]:
+    """Return the collectives in which all replicas take part before `task`: they bring what it reads of other units."""
+    dispatches: dict[Dispatch, None] = {}
+    for part in expand(graph, task):
+        started, index = started_pass(graph, part), part.mb.index
+        if isinstance(started, Forward):
+            for edge in filter(graph.dispatches, graph.inputs(part.stage)):
+                sources = graph.sources(edge, part.mb)
+                dispatches.update((Dispatch(edge, src.index, index, "activation"), None) for src in sources)
+        elif started:
+            for edge in filter(graph.dispatches, graph.outputs(part.stage)):
+                destinations = graph.destinations(edge, part.mb)
+                dispatches.update((Dispatch(edge, index, dst.index, "gradient"), None) for dst in destinations)
+    return list(dispatches)
+
+
+def dispatched(graph: StageGraph, rank: int, action: Dispatch) -> Flow:
+    """Return what a dispatch takes from `rank` and brings it, as a flow between the rank's own microbatches."""
+    edge = action.edge
+    src, dst = (
+        Microbatch(stage.unit, graph.mesh(stage.unit).ranks.index(rank), index)
+        for stage, index in ((edge.src, action.src), (edge.dst, action.dst))
+    )
+    return Flow(edge, src, dst, action.payload)
+
+
+def _with_messages(graph: StageGraph, edges: Sequence[Edge]) -> list[Edge]:
+    """Return the edges over which data flows by messages, or stays on its rank."""
+    return [edge for edge in edges if not graph.dispatches(edge)]
 
 
 def rank_pairs(graph: StageGraph, flow: Flow) -> list[tuple[int, int]]:
@@ -264,6 +300,8 @@ def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...
                 ranks = {rank for tp_group in graph.stage(stage).tp_groups for rank in tp_group}
         case Fill(host):
             return participants(graph, rank, host)
+        case Dispatch(edge):
+            ranks = {rank for tp_group in graph.stage(edge.src).tp_groups for rank in tp_group}
         case Share(edge, mb, payload):
             ranks = set(receiving_tp_group(graph, edge, mb, payload))
         case ReduceGrads(unit, _) | GatherParams(unit, _):

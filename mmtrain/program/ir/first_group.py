@@ -23,12 +23,14 @@ class FirstGroup:
 
 
 def first_group(graph: StageGraph) -> FirstGroup:
-    """Return replica group 0 of the graph.
+    """Return replica group 0 of the graph; all of it where replicas dispatch, since then all exchange rows.
 
     Raises:
         ProgramError: the graph's parts do not fit together, see `symmetry`.
     """
-    ranks = tuple(sorted(symmetry(graph).mirrors[0]))
+    groups = symmetry(graph).mirrors
+    num_groups = len(groups) if any(mesh.dispatch == "all" for mesh in graph.meshes) else 1
+    ranks = tuple(sorted(rank for group in groups[:num_groups] for rank in group.values()))
     number_of = {rank: number for number, rank in enumerate(ranks)}
 
     def renumbered(tp_group: tuple[int, ...]) -> tuple[int, ...]:
@@ -36,12 +38,12 @@ def first_group(graph: StageGraph) -> FirstGroup:
 
     meshes = []
     for mesh in graph.meshes:
-        dp = mesh.dp // graph.num_groups
+        dp = mesh.dp // graph.num_groups * num_groups
         tp_groups = [mesh.tp_group(stage, replica) for stage in range(mesh.pp) for replica in range(dp)]
         mesh_ranks = tuple(rank for tp_group in tp_groups for rank in renumbered(tp_group))
         meshes.append(replace(mesh, dp=dp, ranks=mesh_ranks))
     stages = []
     for stage in graph.stages:
-        dp = graph.mesh(stage.id.unit).dp // graph.num_groups
+        dp = graph.mesh(stage.id.unit).dp // graph.num_groups * num_groups
         stages.append(replace(stage, tp_groups=tuple(renumbered(tp_group) for tp_group in stage.tp_groups[:dp])))
     return FirstGroup(replace(graph, meshes=tuple(meshes), stages=tuple(stages)), ranks)

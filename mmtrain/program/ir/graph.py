@@ -8,10 +8,13 @@ data-parallel degrees, group q holds replicas [q * dp_u / g, (q + 1) * dp_u / g)
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from mmtrain.errors import ProgramError
 
 LLM = "llm"  # the unit whose first and last stage may share an embedding matrix
+# What is balanced over the replicas of sharded units: every unit's work by itself, the LLM's alone, or nothing.
+DispatchMode = Literal["all", "llm", "none"]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -42,7 +45,8 @@ class UnitMesh:
     """A unit's `tp x pp x dp` over its list of global ranks, tp fastest, then dp, then pp.
 
     `num_microbatches` counts each replica's microbatches in one step. With `shard` the replicas hold the unit together,
-    each `shard` of them one copy, and every forward and backward exchanges weights and gradients. With `vpp` model
+    each `shard` of them one copy, and every forward and backward exchanges weights and gradients; with `dispatch` "all"
+    any replica may compute an item, and a collective of all replicas moves what it becomes. With `vpp` model
     chunks the stages go round the pipeline ranks `vpp` times: stage s is chunk s // pp of pipeline rank s % pp. The
     last round may end early.
     """
@@ -55,6 +59,7 @@ class UnitMesh:
     num_microbatches: int
     vpp: int = 1
     shard: int | None = None
+    dispatch: DispatchMode | None = None
 
     def tp_group(self, stage: int, replica: int) -> tuple[int, ...]:
         """Return the global ranks of the TP group that holds the unit's stage number `stage` of `replica`."""
@@ -173,6 +178,10 @@ class StageGraph:
     def world_size(self) -> int:
         """Number of ranks that hold a stage."""
         return len({r for m in self.meshes for r in m.ranks})
+
+    def dispatches(self, edge: Edge) -> bool:
+        """Return whether rows flow along the edge by collectives of all replicas (`Dispatch`), not by messages."""
+        return edge.crosses_units and self.mesh(edge.src.unit).dispatch == "all"
 
     def group_of(self, mb: Microbatch) -> int:
         """Return the replica group that the microbatch belongs to."""

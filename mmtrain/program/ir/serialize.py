@@ -13,6 +13,7 @@ from mmtrain.program.ir.actions import (
     Backward,
     Compute,
     Direction,
+    Dispatch,
     Fill,
     Forward,
     GatherParams,
@@ -33,7 +34,7 @@ _PAYLOAD: dict[str, Payload] = {letter: payload for payload, letter in _LETTER.i
 _PART: dict[str, Direction] = {"PF": "F", "PB": "B"}
 _FORMS = (
     "F STAGE MB, B STAGE MB, PF|PB STAGE MB LO:HI, any of these followed by |GAP| PF ..., PB ..., "
-    "SA|SG|RA|RG EDGE MB MB @RANK, XA|XG EDGE MB, RS UNIT CHUNK, GP UNIT CHUNK, RT NAME, STEP, "
+    "SA|SG|RA|RG EDGE MB MB @RANK, DA|DG EDGE INDEX INDEX, XA|XG EDGE MB, RS UNIT CHUNK, GP UNIT CHUNK, RT NAME, STEP, "
     "with STAGE like llm.0, MB like llm:0.3, EDGE like vision.0>llm.0"
 )
 
@@ -55,6 +56,8 @@ def action_to_text(action: Action) -> str:
             return f"R{_LETTER[payload]} {edge} {src} {dst} @{peer}"
         case Share(edge, mb, payload):
             return f"X{_LETTER[payload]} {edge} {mb}"
+        case Dispatch(edge, src_index, dst_index, payload):
+            return f"D{_LETTER[payload]} {edge} {src_index} {dst_index}"
         case ReduceGrads(unit, chunk):
             return f"RS {unit} {chunk}"
         case ReduceShared(name):
@@ -86,6 +89,8 @@ def action_from_text(line: str) -> Action:
             return Recv(_edge(edge), _microbatch(src), _microbatch(dst), _rank(peer), _PAYLOAD[verb[1]])
         case ["XA" | "XG" as verb, edge, mb]:
             return Share(_edge(edge), _microbatch(mb), _PAYLOAD[verb[1]])
+        case ["DA" | "DG" as verb, edge, src, dst]:
+            return Dispatch(_edge(edge), int(src), int(dst), _PAYLOAD[verb[1]])
         case ["RS", unit, chunk]:
             return ReduceGrads(unit, int(chunk))
         case ["RT", name]:

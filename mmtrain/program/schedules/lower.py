@@ -8,6 +8,7 @@ from mmtrain.program.ir.actions import Action, ComputeTask, Recv, ReduceGrads, R
 from mmtrain.program.ir.data_dependencies import (
     EMBEDDINGS,
     covers_shared_embeddings,
+    dispatches_before,
     gradient_buckets,
     parameter_gathers,
     participants,
@@ -28,10 +29,11 @@ def lower(program: Program, reduce_last: bool = False) -> Program:
     """Insert communication into a program of compute actions.
 
     A receive is posted one compute action ahead of its consumer, or several where layers are cut into pieces, so that
-    the transfer overlaps with compute. A send starts right after its producer, and a TP group shares right before the
-    consumer. The reduction of a model chunk's gradients starts after its last backward on the rank. That of shared
-    weights comes after the last backward of the LLM, just before the reduction of the chunk that holds them. The
-    optimizer step follows. What it updates is gathered in the next step, which starts with gathering all parameters.
+    the transfer overlaps with compute. A send starts right after its producer; a TP group shares, and replicas
+    dispatch, right before the consumer. The reduction of a model chunk's gradients starts after its last backward on
+    the rank. That of shared weights comes after the last backward of the LLM, just before the reduction of the chunk
+    that holds them. The optimizer step follows. What it updates is gathered in the next step, which starts with
+    gathering all parameters.
 
     Args:
         reduce_last: reduce all gradients after all compute, in one order everywhere, as is also done where ranks end
@@ -95,6 +97,7 @@ def _lower_rank(
     for index, action in enumerate(compute):
         if index + ahead < len(posts):
             lowered += posts[index + ahead]
+        lowered += dispatches_before(graph, action)
         lowered += shares_before(graph, action)
         lowered.append(action)
         lowered += sends_after(graph, rank, action)

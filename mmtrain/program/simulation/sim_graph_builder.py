@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from mmtrain.program.ir.actions import Collective, Compute, GatherParams, Partial, Pass, ReduceGrads, Step
+from mmtrain.program.ir.actions import Collective, Compute, Dispatch, GatherParams, Partial, Pass, ReduceGrads, Step
 from mmtrain.program.ir.graph import StageGraph
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import finished_pass, pass_of
@@ -90,7 +90,7 @@ def _is_of_all_groups(graph: StageGraph, action: Compute | Collective) -> bool:
     """Return whether the ranks of all replica groups run the action together."""
     if isinstance(action, Compute):
         return graph.mesh(action.stage.unit).shard is not None
-    return isinstance(action, ReduceGrads | GatherParams | Step)
+    return isinstance(action, Dispatch | ReduceGrads | GatherParams | Step)
 
 
 def _participations(graph: StageGraph, matched: MatchedActions, num_groups: int) -> Iterator[Participation]:

@@ -17,6 +17,7 @@ from mmtrain.program.ir.actions import (
     Collective,
     Compute,
     Direction,
+    Dispatch,
     Forward,
     GatherParams,
     Partial,
@@ -155,6 +156,8 @@ class ModelTiming:
                 reader = Forward(edge.dst, mb) if payload == "activation" else Backward(edge.src, mb)
                 nbytes = sum(self._flow_bytes(f) for f in input_flows(self.graph, reader) if f.edge == edge)
                 seconds = self.costs.collective("broadcast", nbytes, layout) if nbytes else 0.0
+            case Dispatch():
+                return self._dispatch(action)
             case ReduceGrads():
                 nbytes = self._reduced_bytes(rank, action)
                 seconds = self.costs.collective("reduce_scatter", nbytes, layout)
@@ -170,6 +173,31 @@ class ModelTiming:
                 nbytes = NORM_BYTES
                 seconds = self.costs.collective("all_reduce", nbytes, layout) + self._optimizer_s
         return TransferCost(seconds, nbytes)
+
+    def _dispatch(self, action: Dispatch) -> TransferCost:
+        """Return the cost of an all-to-all, and the bytes that leave the rank which sends most.
+
+        It ends with the rank that sends or receives most. What stays on a node and what leaves it use different links
+        at the same time. Rows that stay on their rank are not sent.
+        """
+        if action not in self._dispatch_costs:
+            src, dst = action.edge.src.unit, action.edge.dst.unit
+            spans = [
+                (*(self.graph.mesh(mb.unit).ranks[mb.replica] for mb in pair), int(rows[:, 2].sum()))
+                for pair, rows in self.loads.routes[src, dst].spans.items()
+                if (pair[0].index, pair[1].index) == (action.src, action.dst)
+            ]
+            sender, receiver, rows = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+            nbytes = rows * (self._widths[action.edge] * self.element_bytes) * (sender != receiver)
+            same_node = sender // self.ranks_per_node == receiver // self.ranks_per_node
+            seconds, largest = 0.0, 0
+            for on_link, is_on_node in ((nbytes * same_node, True), (nbytes * ~same_node, False)):
+                sent, received = (int(np.bincount(ranks, on_link).max(initial=0)) for ranks in (sender, receiver))
+                largest += sent
+                if most := max(sent, received):
+                    seconds = max(seconds, self.costs.transfer(most, is_on_node))
+            self._dispatch_costs[action] = TransferCost(seconds, largest)
+        return self._dispatch_costs[action]
 
     def link_class(self, ranks: tuple[int, ...]) -> GroupLayout:
         """Return how the ranks lie on nodes."""
@@ -203,11 +231,12 @@ class ModelTiming:
             if kind == "B":
                 layers = tuple(held for held in reversed(layers) if held.layer.trainable or held.input_grad)
             of_replicas = [Microbatch(mb.unit, replica, mb.index) for replica in range(mesh.dp)]
-            # Where a group of replicas stands for all, the others have no load.
-            loads = [self.loads.loads[of_replica] for of_replica in of_replicas if of_replica in self.loads.loads]
-            compute = [
-                max(self._seconds(kind, (held,), 1, load) if load.tokens else 0.0 for load in loads) for held in layers
-            ]
+            loads = {load for of_replica in of_replicas if (load := self.loads.loads[of_replica]).tokens}
+            longest = {
+                held: max((self._seconds(kind, (held,), 1, load) for load in loads), default=0.0)
+                for held in dict.fromkeys(layers)
+            }
+            compute = [longest[held] for held in layers]
             prices = self._sharded_layers[mb.unit]
             is_last = mb.index == mesh.num_microbatches - 1
             gathers = [prices.gather_seconds(held.layer) for held in layers]
@@ -312,6 +341,11 @@ class ModelTiming:
         num_slices = self.graph.mesh(edge.src.unit).tp if self.graph.stage(edge.src).sp else 1
         tokens = -(-load.tokens // num_slices)
         return self._entered[edge].input_elements(tokens, load.num_sequences) * self.element_bytes
+
+    @cached_property
+    def _dispatch_costs(self) -> dict[Dispatch, TransferCost]:
+        """Cache of `_dispatch`."""
+        return {}
 
     @cached_property
     def _widths(self) -> dict[Edge, int]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mmtrain.program.ir.actions import Collective, Compute, GatherParams, Partial, Pass, Share, Step
+from mmtrain.program.ir.actions import Collective, Compute, Dispatch, GatherParams, Partial, Pass, Share, Step
 from mmtrain.program.ir.segments import direction, pass_of
 from mmtrain.program.trace.timeline import BUBBLE_KINDS, BubbleKind
 
@@ -16,11 +16,11 @@ class BubbleAccount:
 
     A wait for data is `pp_warmup` before the rank's first compute, `pp_cooldown` after its last forward, and
     `pp_other` between them. A wait for other stages before shared weights are reduced and before the step is
-    `pp_cooldown` too. Collectives that hold the rank are bubbles: `tp` (sharing in a TP group), `dp_gather`, or
-    `dp_reduce` (shared weights, the norm). Reductions of gradients hold it in `Step` only: that wait is `dp_reduce`
-    while a reduction runs, and `imbalance` while one waits for other replicas. The gathering of a chunk's parameters
-    holds it in the chunk's first forward: that wait is `dp_gather` until they are there. Tensor parallelism inside
-    compute counts as compute, but a wait before a later part of a forward or backward, for the collective that
+    `pp_cooldown` too. Collectives that hold the rank are bubbles: `tp` (sharing in a TP group), `dispatch`,
+    `dp_gather`, or `dp_reduce` (shared weights, the norm). Reductions of gradients hold it in `Step` only: that wait is
+    `dp_reduce` while a reduction runs, and `imbalance` while one waits for other replicas. The gathering of a chunk's
+    parameters holds it in the chunk's first forward: that wait is `dp_gather` until they are there. Tensor parallelism
+    inside compute counts as compute, but a wait before a later part of a forward or backward, for the collective that
     the part before left under way, is `tp`.
     """
 
@@ -79,7 +79,7 @@ class BubbleAccount:
 
     def _waiting_kind(self, action: Compute | Collective) -> BubbleKind:
         """Return the kind of bubble of a wait before `action`."""
-        if isinstance(action, Compute | Share):
+        if isinstance(action, Compute | Share | Dispatch):
             if isinstance(action, Partial) and pass_of(action) in self.started:
                 return "tp"
             if not self.has_computed:
@@ -96,4 +96,6 @@ def _own_kind(action: Collective) -> BubbleKind:
     """Return the kind of bubble of a collective itself: no rank computes during it."""
     if isinstance(action, Share):
         return "tp"
+    if isinstance(action, Dispatch):
+        return "dispatch"
     return "dp_gather" if isinstance(action, GatherParams) else "dp_reduce"

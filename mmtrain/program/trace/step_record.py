@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmtrain.program.ir.actions import Action, GatherParams, Recv, ReduceGrads, ReduceShared, Send, Share
+from mmtrain.program.ir.actions import Action, Collective, Recv, Send, Step
 from mmtrain.program.ir.graph import Edge
 
 
@@ -70,7 +70,7 @@ class StepRecord:
         split = {"compute": 0.0, "communication": 0.0, "wait": drained_s}
         for record in self.actions:
             split["wait"] += record.wait_s
-            moves_data = isinstance(record.action, Send | Recv | Share | ReduceGrads | ReduceShared | GatherParams)
+            moves_data = isinstance(record.action, Send | Recv | Collective) and not isinstance(record.action, Step)
             split["communication" if moves_data else "compute"] += record.busy_s
         return split
 

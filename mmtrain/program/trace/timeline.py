@@ -10,6 +10,7 @@ from mmtrain.program.ir.actions import (
     AsyncCollective,
     Backward,
     Compute,
+    Dispatch,
     Fill,
     Forward,
     GatherParams,
@@ -23,7 +24,7 @@ from mmtrain.program.ir.actions import (
 )
 from mmtrain.program.ir.segments import direction
 
-BubbleKind = Literal["dp_gather", "dp_reduce", "pp_warmup", "pp_cooldown", "pp_other", "tp", "imbalance"]
+BubbleKind = Literal["dp_gather", "dp_reduce", "pp_warmup", "pp_cooldown", "pp_other", "tp", "dispatch", "imbalance"]
 BUBBLE_KINDS: tuple[BubbleKind, ...] = (
     "dp_gather",
     "dp_reduce",
@@ -31,6 +32,7 @@ BUBBLE_KINDS: tuple[BubbleKind, ...] = (
     "pp_cooldown",
     "pp_other",
     "tp",
+    "dispatch",
     "imbalance",
 )
 
@@ -159,6 +161,9 @@ def _describe(span: Span, pipeline_ranks: Mapping[str, int]) -> tuple[str, dict[
             return f"{payload} {src} to {dst}", {"kind": "p2p", "edge": str(edge), "bytes": span.nbytes}
         case Share(edge, mb, payload):
             return f"share {payload} {mb}", {"kind": "broadcast", "edge": str(edge), "bytes": span.nbytes}
+        case Dispatch(edge, src_index, dst_index, payload):
+            name = f"dispatch {payload}s {edge} {src_index} {dst_index}"
+            return name, {"kind": "all_to_all", "edge": str(edge), "bytes": span.nbytes}
         case ReduceGrads(unit, chunk):
             return f"reduce {unit} chunk {chunk}", {"kind": "reduce_scatter", "bytes": span.nbytes}
         case GatherParams(unit, chunk):

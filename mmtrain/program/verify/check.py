@@ -16,6 +16,7 @@ from mmtrain.program.ir.actions import (
     AtomicAction,
     Backward,
     Compute,
+    Dispatch,
     Forward,
     Partial,
     Pass,
@@ -30,6 +31,8 @@ from mmtrain.program.ir.data_dependencies import (
     EMBEDDINGS,
     Flow,
     covers_shared_embeddings,
+    dispatched,
+    dispatches_before,
     gradient_buckets,
     holds_shared_embeddings,
     input_flows,
@@ -79,8 +82,8 @@ def check_program(program: Program, memory: MemoryLimit | None = None) -> None:
     Only group 0 is looked at: the other replica groups are its copies. What is proved:
 
     * every rank runs exactly the actions that the stage graph asks of it, each once: forwards, backwards where
-      something trainable lies in the stage or upstream, sends, receives, shares, reductions, the step; a forward or
-      backward that runs in parts has all its segments, each once and in order;
+      something trainable lies in the stage or upstream, sends, receives, shares, dispatches, reductions, the step; a
+      forward or backward that runs in parts has all its segments, each once and in order;
     * whatever an action reads was computed, received or shared on its rank before it, and the gathering of its stage's
       parameters was started; what runs in the gap of another action does so between the two parts of that action;
     * the messages of every channel (edge, payload, sender, receiver) are sent and received in the same order;
@@ -123,6 +126,7 @@ def expected_actions(graph: StageGraph, rank: int) -> Counter[Action]:
             for action in compute:
                 expected[action] += 1
                 expected.update(recvs_before(graph, rank, action))
+                expected.update(dispatches_before(graph, action))
                 expected.update(shares_before(graph, action))
                 expected.update(sends_after(graph, rank, action))
     expected.update(list(gradient_buckets(graph, rank)))
@@ -208,12 +212,15 @@ def _before(graph: StageGraph, rank: int, action: Action) -> list[Action]:
         case Forward() | Backward() | Partial():
             starts_backward = isinstance(started_pass(graph, action), Backward)
             before: list[Action] = [Forward(action.stage, action.mb)] if starts_backward else []
+            before += dispatches_before(graph, action)
             for flow in input_flows(graph, action):
                 if needs_share(graph, flow.edge, flow.receiver, flow.payload):
                     before.append(Share(flow.edge, flow.receiver, flow.payload))
                 else:
                     before.append(_source(graph, rank, flow))
             return before
+        case Dispatch():
+            return [dispatched(graph, rank, action).producer]
         case Share(edge, mb, payload):
             if rank != receiving_tp_group(graph, edge, mb, payload)[0]:
                 return []

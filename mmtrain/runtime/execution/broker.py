@@ -3,20 +3,21 @@
 Inside a unit a whole tensor goes from stage to stage. Between units, items of several source microbatches go to
 several destination microbatches; the step's route says which rows go where, so no shape is ever negotiated. Sends
 and receives are posted asynchronously in the order of the program. A receive is waited for where its data is needed,
-a send when too many others have been posted after it on its channel, or when the step ends.
+a send when too many others have been posted after it on its channel, or when the step ends. Where replicas dispatch,
+one collective moves the rows of all of them instead.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmtrain.program import Action, Edge, Microbatch, Recv, Send, Share, StageGraph, StepLoads
+from mmtrain.program import Action, Dispatch, Edge, Microbatch, Recv, Send, Share, StageGraph, StepLoads
 from mmtrain.program.ir.actions import ComputeTask, Payload
-from mmtrain.program.ir.data_dependencies import input_flows
+from mmtrain.program.ir.data_dependencies import dispatched, input_flows
 from mmtrain.program.ir.step_loads import IntArray
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.process_groups import Pending, Transport
@@ -44,8 +45,8 @@ class _Posted(NamedTuple):
 class Broker:
     """Delivers activations and gradients to the stages of one rank.
 
-    A stage's result is `put`; the actions `Send`, `Recv` and `Share` move it; a stage `take`s what it needs, assembled
-    from local and received parts.
+    A stage's result is `put`; the actions `Send`, `Recv`, `Share` and `Dispatch` move it; a stage `take`s what it
+    needs, assembled from local and received parts.
 
     At most `send_limit` sends are under way on a channel (edge, payload, peer): one more waits for the oldest, which
     ends no sooner than the peer has posted its receive. `program.verify.send_window` proves that the program cannot
@@ -66,6 +67,7 @@ class Broker:
         actions = list(actions)
         self._num_uses = _count_uses(graph, actions, transport.rank)
         self._pairs = _route_pairs(graph, actions)
+        self._dispatched = {a: dispatched(graph, transport.rank, a) for a in actions if isinstance(a, Dispatch)}
         self._clear()
 
     @property
@@ -75,7 +77,11 @@ class Broker:
 
     def host_rows(self, loads: StepLoads) -> dict[RoutePair, RouteRows]:
         """List, on the host, the rows of all pairs of this rank between which more than one span of rows flows."""
-        spans_of_pairs = {pair: self._route_spans(*pair, loads) for pair in self._pairs}
+        pairs = set(self._pairs)
+        for action in self._dispatched:
+            sent, received = self._exchanged_pairs(action, loads)
+            pairs.update(sent, received)
+        spans_of_pairs = {pair: self._route_spans(*pair, loads) for pair in pairs}
         return {pair: _rows_of(spans) for pair, spans in spans_of_pairs.items() if len(spans) > 1}
 
     def start_step(self, loads: StepLoads, rows: Mapping[RoutePair, RouteRows] | None = None) -> None:
@@ -127,6 +133,34 @@ class Broker:
         if len(tensor):
             self._transport.share(tensor, action, first_rank)
         self._shared[action.edge, action.mb, action.payload] = tensor
+
+    def dispatch(self, action: Dispatch) -> None:
+        """Send the rows that other replicas need, and put those that they send in their places.
+
+        Ranks without rows take part too. No rank does where all rows stay on their rank, which every rank knows.
+        """
+        edge, payload, flow = action.edge, action.payload, self._dispatched[action]
+        forward = payload == "activation"
+        tensor = self._use((edge, flow.src if forward else flow.dst, payload))
+        sent, received = self._exchanged_pairs(action, self._loads)
+        rows = self._all_picked(tensor, sent, forward)
+        if self._leaves_its_rank(action):
+            num_replicas = self._graph.mesh(edge.src.unit).dp
+            ends = (1, 0) if forward else (0, 1)
+            num_sent, num_received = (
+                self._rows_by_replica(pairs, end, num_replicas)
+                for pairs, end in zip((sent, received), ends, strict=True)
+            )
+            rows = self._transport.exchange(rows.contiguous(), num_sent, num_received, action)
+        key = (edge, flow.receiver, payload)
+        if key not in self._shared:  # else another dispatch has brought other rows of the same microbatch
+            self._shared[key] = self._zeros(self._total_rows(*key), edge)
+        first = 0
+        for src, dst in received:
+            spans = self._route_spans(src, dst, self._loads)
+            num_rows = int(spans[:, 2].sum())
+            self._place(self._shared[key], rows[first : first + num_rows], src, dst, spans, forward)
+            first += num_rows
 
     def take(self, edge: Edge, mb: Microbatch, payload: Payload) -> Tensor:
         """Return what `mb` needs over `edge`, as (rows, width); wait for what has not arrived.
@@ -200,6 +234,35 @@ class Broker:
         message.work.wait()
         self._activity.arrived(message.rows.nbytes)
 
+    def _exchanged_pairs(self, action: Dispatch, loads: StepLoads) -> tuple[list[RoutePair], list[RoutePair]]:
+        """Return the pairs of microbatches whose rows leave this rank, and come to it, in the order of the replicas."""
+        flow = self._dispatched[action]
+        pairs = self._routed_pairs(action, loads)
+        from_src = sorted(pair for pair in pairs if pair[0] == flow.src)
+        into_dst = sorted(pair for pair in pairs if pair[1] == flow.dst)
+        return (from_src, into_dst) if action.payload == "activation" else (into_dst, from_src)
+
+    def _routed_pairs(self, action: Dispatch, loads: StepLoads) -> list[RoutePair]:
+        """Return the pairs between which an action moves rows, of all replicas."""
+        route = loads.routes[action.edge.src.unit, action.edge.dst.unit]
+        return [pair for pair in route.spans if (pair[0].index, pair[1].index) == (action.src, action.dst)]
+
+    def _leaves_its_rank(self, action: Dispatch) -> bool:
+        """Return whether any row that the action moves goes to another rank, on whatever rank it is."""
+        return any(src.replica != dst.replica for src, dst in self._routed_pairs(action, self._loads))
+
+    def _rows_by_replica(self, pairs: Sequence[RoutePair], end: int, num_replicas: int) -> list[int]:
+        """Count the rows of some pairs by the replica at one of their ends: 0 the source, 1 the destination."""
+        num_rows = [0] * num_replicas
+        for pair in pairs:
+            num_rows[pair[end].replica] += int(self._route_spans(*pair, self._loads)[:, 2].sum())
+        return num_rows
+
+    def _all_picked(self, tensor: Tensor, pairs: Sequence[RoutePair], forward: bool) -> Tensor:
+        """Return the rows of some pairs, pair by pair."""
+        picked = [self._pick(tensor, *pair, self._route_spans(*pair, self._loads), forward) for pair in pairs]
+        return picked[0] if len(picked) == 1 else torch.cat([tensor[:0], *picked])
+
     def _spans(self, edge: Edge, src: Microbatch, dst: Microbatch) -> IntArray | None:
         """Return (src_offset, dst_offset, length) of spans between units; None inside a unit, where all rows travel."""
         return self._route_spans(src, dst, self._loads) if edge.crosses_units else None
@@ -242,6 +305,9 @@ class Broker:
     def _total_rows(self, edge: Edge, mb: Microbatch, payload: Payload) -> int:
         if payload == "gradient":
             return self._loads.rows_out[mb]
+        if self._graph.dispatches(edge):
+            route = self._loads.routes[edge.src.unit, edge.dst.unit]
+            return sum(int(spans[:, 2].sum()) for (_, dst), spans in route.spans.items() if dst == mb)
         return sum(self._num_rows(edge, src, mb) for src in self._graph.sources(edge, mb))
 
     def _empty(self, rows: int, edge: Edge) -> Tensor:
@@ -259,6 +325,9 @@ def _count_uses(graph: StageGraph, actions: Iterable[Action], rank: int) -> Coun
         if isinstance(action, Send):
             producer = action.src if action.payload == "activation" else action.dst
             uses[action.edge, producer, action.payload] += 1
+        elif isinstance(action, Dispatch):
+            flow = dispatched(graph, rank, action)
+            uses[action.edge, flow.src if action.payload == "activation" else flow.dst, action.payload] += 1
         elif isinstance(action, ComputeTask):
             for flow in input_flows(graph, action):
                 if rank in graph.tp_group(flow.producer.stage, flow.producer.mb.replica):

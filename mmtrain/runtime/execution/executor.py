@@ -19,6 +19,7 @@ from mmtrain.program import (
     Action,
     Backward,
     Compute,
+    Dispatch,
     Forward,
     GatherParams,
     Microbatch,
@@ -171,6 +172,8 @@ class Executor:
                 self._broker.receive(action)
             case Share():
                 self._broker.share(action)
+            case Dispatch():
+                self._broker.dispatch(action)
             case _:
                 assert self._optimizer is not None, "a program without optimizer holds no optimizer actions"
                 self._update(self._optimizer, action)

@@ -9,7 +9,7 @@ ranks that start with different groups would wait for each other forever, so com
 action runs, and in the order of their creation, which is the same on all ranks.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.models.fully_sharded import require_fsdp2, shard_mesh
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.program import Edge, Recv, Send, Share, StageGraph, UnitMesh
+from mmtrain.program import Dispatch, Edge, Recv, Send, Share, StageGraph, UnitMesh
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages
 from mmtrain.program.verify.channels import Channel, graph_channels
 from mmtrain.runtime.execution.activity import Activity
@@ -80,6 +80,18 @@ class Transport:
         """Broadcast what the first rank of a TP group received, `root`, to the rest of it."""
         unit = (share.edge.dst if share.payload == "activation" else share.edge.src).unit
         dist.broadcast(tensor, src=root, group=self.groups.units[unit].tp)
+
+    def exchange(
+        self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int], dispatch: Dispatch
+    ) -> Tensor:
+        """Send rows to all replicas and return those that they send, both in the order of the replicas.
+
+        All replicas call this together. num_sent, num_received: rows to and from each of them.
+        """
+        received = rows.new_empty(sum(num_received), rows.shape[1])
+        group = self.groups.units[dispatch.edge.src.unit].dp
+        dist.all_to_all_single(received, rows, list(num_received), list(num_sent), group=group)
+        return received
 
 
 def channel_text(channel: Channel) -> str:

@@ -6,7 +6,7 @@ as long as it is less than they take.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.program import (
     Backward,
     Compute,
+    Dispatch,
     Forward,
     GatherParams,
     Microbatch,
@@ -160,6 +161,14 @@ class TimedTransport(Transport):
         super().share(tensor, share, root)
         unit = (share.edge.dst if share.payload == "activation" else share.edge.src).unit
         _run_collective(self.rehearsal, share, self.groups.units[unit].tp)
+
+    def exchange(
+        self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int], dispatch: Dispatch
+    ) -> Tensor:
+        """See `Transport`."""
+        received = super().exchange(rows, num_sent, num_received, dispatch)
+        _run_collective(self.rehearsal, dispatch, self.groups.units[dispatch.edge.src.unit].dp)
+        return received
 
     def _seconds(self, sender: int, message: Send) -> float:
         return self.rehearsal.timing.message(sender, message).seconds

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from mmtrain.balance import BatchMeta, SampleLengths, assign
+from mmtrain.balance import BatchMeta, SampleLengths, StepTargets, assign
 from mmtrain.data import BatchBuilder, DataIndex
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import PayloadNeed
@@ -101,7 +101,8 @@ class _Verified:
         counts = self.plan.schedule.num_microbatches
         dp = {name: unit.dp for name, unit in self.plan.units.items()}
         groups = draw_groups(self.index.lengths, dp[LLM] * counts[LLM], step)
-        return assign(step, 0, groups, self.index.lengths, dp, counts)
+        targets = StepTargets(dispatch=self.plan.dispatch == "all")
+        return assign(step, 0, groups, self.index.lengths, dp, counts, targets)
 
 
 def verify_plan(request: VerifyRequest) -> Verification:
