@@ -236,12 +236,18 @@ def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, prec
 def _head_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision) -> float:
     """Return the bytes that a head makes besides what it keeps: gradients of logits are written over these.
 
-    The softmax of some logits is computed in fp32. If the loss is computed by chunks, a chunk's logits come to it.
-    Gradients of hidden states, in and behind the norm, are as large as the states.
+    The softmax of some logits is computed in fp32. If the loss is computed by chunks, a chunk's logits come to it, and
+    what a smaller microbatch, whose loss is computed with all logits, needs beyond that. Gradients of hidden states, in
+    and behind the norm, are as large as the states.
     """
     sizes = analytic.loss_sizes(held.layer, load, ELEMENT_BYTES[precision], held.tp)
     states = (load.tokens + 2 * load.num_targets) * held.layer.hidden * ELEMENT_BYTES[precision]
-    return states + (sizes.chunk_bytes if sizes.uses_chunks else sizes.softmax_bytes)
+    if not sizes.uses_chunks:
+        return states + sizes.softmax_bytes
+    most = replace(sizes, tokens=sizes.most_tokens_at_once or 0)
+    normalized = most.tokens * held.layer.hidden * ELEMENT_BYTES[precision]  # is kept for the gradient of the matrix
+    at_once = most.logits_bytes + most.softmax_bytes + normalized
+    return states + sizes.chunk_bytes + max(0, at_once - sizes.kept_bytes - sizes.chunk_bytes)
 
 
 def _matrix_gradient_bytes(held: RankLayer, precision: Precision) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, num_parameters, preset, rank_memory, state_bytes
-from mmtrain.costs.rank_memory import MEMORY_MARGIN, RankLayer, layer_activation_bytes
+from mmtrain.costs.rank_memory import MEMORY_MARGIN, RankLayer, layer_activation_bytes, layer_working_bytes
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import LayerShape
 from mmtrain.models.stage_inputs import UnitInput
@@ -213,3 +213,17 @@ def test_sequence_parallelism_saves_what_autograd_no_longer_keeps() -> None:
         ]
         assert predicted[0] - predicted[1] == pytest.approx(saved[unit, False] - saved[unit, True], rel=0.03)
         assert predicted == pytest.approx([saved[unit, False], saved[unit, True]], rel=0.03)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_no_smaller_microbatch_needs_more_than_the_largest(trainable: bool) -> None:
+    """A loss by chunks needs less than one with all logits, which smaller microbatches take."""
+    head = LayerShape("head", hidden=1536, out=1536, vocab=151_936, rms_norm=True, trainable=trainable)
+    costs = AnalyticCosts(preset("h100-80g"), "bf16")
+    needs = []
+    for targets in range(256, 8193, 32):
+        load = TokenLoad(8192, 8192**2, 8192, 1, targets=targets)
+        held = RankLayer(head, 1, recompute=False, sp=False, input_grad=True)
+        activations = layer_activation_bytes(held, load, costs, "bf16")
+        needs.append(activations + layer_working_bytes(held, load, costs, "bf16"))
+    assert needs == sorted(needs)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from mmtrain.models.kernels import liger
 from mmtrain.models.kernels.activations import activate_gated
 from mmtrain.models.kernels.choice import describe_kernels, kernel_choices, uses_fused_kernels
 from mmtrain.models.kernels.rotation import apply_rotary, rotate_heads
+from mmtrain.models.loss_chunks import LossSizes
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
 from mmtrain.models.stage_module import StageSpec
 from mmtrain.recipe.train_settings import KernelSetting
@@ -137,6 +139,24 @@ def test_a_cpu_uses_the_forms_in_torch_and_says_why() -> None:
     )
     assert "gradients of weights by their GEMM" in line
     assert "gradients of weights by autograd" in describe_kernels(kernel_choices("torch", CPU, torch.bfloat16))
+
+
+def test_the_form_of_the_loss_is_said_with_its_reason() -> None:
+    """Of 152,064 ids on two ranks, 3,584 wide in bf16; `doctor` knows no sizes."""
+    sizes = LossSizes(8192, 76_032, 3584, 2, trains_matrix=True)
+    lines = [
+        describe_kernels(kernel_choices("torch", CPU, torch.float32, loss))
+        for loss in (None, sizes, replace(sizes, tokens=8459), replace(sizes, ids=512, hidden=896))
+    ]
+    parts = [line.partition("loss over the vocabulary by ")[2].partition("; AdamW")[0] for line in lines]
+    targets_only = "torch, for tokens with a target only"
+    in_doctor, at_once, by_chunks, never = parts
+    assert in_doctor.startswith(f"{targets_only}, with all logits or by 1,024 tokens at a time (chunks where")
+    assert "liger-kernel's knows no padded ids" in in_doctor
+    reason = "chunks save 25% of the loss's memory from 8,459 tokens on; the largest microbatch has"
+    assert at_once == f"{targets_only}, with all logits ({reason} 8,192 targets, for 76,032 ids on each rank)"
+    assert by_chunks.startswith(f"{targets_only}, by 1,024 tokens at a time ({reason} 8,459 targets")
+    assert never.startswith(f"{targets_only}, with all logits (chunks never save 25%")
 
 
 def test_fused_kernels_that_cannot_run_are_an_error() -> None:

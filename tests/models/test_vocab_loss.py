@@ -195,18 +195,25 @@ def test_chunks_in_half_precision_sum_the_gradient_of_the_matrix_in_fp32(monkeyp
     ("tokens", "ids", "hidden", "element_bytes", "trains_matrix", "uses_chunks"),
     [
         (1024, 151_936, 896, 4, True, False),  # one chunk
-        (1200, 151_936, 896, 4, True, True),
-        (1200, 151_936, 896, 4, False, True),
+        (1200, 151_936, 896, 4, False, False),  # saves less than a quarter
+        (1677, 151_936, 896, 4, True, False),
+        (1678, 151_936, 896, 4, True, True),
+        (1678, 151_936, 896, 4, False, True),
         (2048, 512, 896, 4, True, False),  # gradients of hidden states are larger than all logits
         (4096, 152_064, 3584, 2, True, False),  # the gradient of the matrix takes twice as much in fp32
         (8192, 152_064, 3584, 2, True, True),
         (4096, 152_064, 3584, 2, False, True),
     ],
 )
-def test_chunks_are_used_where_they_need_less_memory(
+def test_chunks_are_used_where_they_save_a_quarter_of_the_memory(
     tokens: int, ids: int, hidden: int, element_bytes: int, trains_matrix: bool, uses_chunks: bool
 ) -> None:
-    assert LossSizes(tokens, ids, hidden, element_bytes, trains_matrix).uses_chunks is uses_chunks
+    sizes = LossSizes(tokens, ids, hidden, element_bytes, trains_matrix)
+    assert sizes.uses_chunks is uses_chunks
+    most = sizes.most_tokens_at_once
+    assert uses_chunks is (most is not None and tokens > most)
+    if most is not None:
+        assert [replace(sizes, tokens=number).uses_chunks for number in (most, most + 1)] == [False, True]
 
 
 def test_nothing_but_rows_with_targets_reaches_the_head() -> None:

@@ -8,6 +8,7 @@ import torch
 from mmtrain.errors import UserError
 from mmtrain.models.kernels.liger import fused_problem
 from mmtrain.models.kernels.weight_gradient import weight_gradient_problem
+from mmtrain.models.loss_chunks import CHUNK_TOKENS, MIN_SAVED_SHARE, LossSizes
 from mmtrain.recipe.train_settings import KernelSetting
 
 
@@ -37,8 +38,12 @@ def uses_fused_kernels(setting: KernelSetting, device: torch.device) -> bool:
     return setting != "torch" and problem is None
 
 
-def kernel_choices(setting: KernelSetting, device: torch.device, dtype: torch.dtype) -> tuple[KernelChoice, ...]:
+def kernel_choices(
+    setting: KernelSetting, device: torch.device, dtype: torch.dtype, loss: LossSizes | None = None
+) -> tuple[KernelChoice, ...]:
     """Return the form of each operation on this device, with weights in `dtype`, and why.
+
+    loss: the sizes of the loss over the vocabulary in the largest microbatch, where a plan is known.
 
     Raises:
         UserError: see `uses_fused_kernels`.
@@ -59,11 +64,25 @@ def kernel_choices(setting: KernelSetting, device: torch.device, dtype: torch.dt
             "autograd" if problem else "their GEMM",
             problem or "adds them to the optimizer's buffer",
         ),
-        KernelChoice(
-            "loss over the vocabulary", "torch", "for tokens with a target only, by chunks where all logits take more"
-        ),
+        _loss_choice(loss),
         KernelChoice("AdamW", "torch's fused kernel", "it clips while it reads gradients"),
     )
+
+
+def _loss_choice(sizes: LossSizes | None) -> KernelChoice:
+    """Return the form of the loss over the vocabulary: Megatron-core's and liger-kernel's are never used."""
+    operation, saved = "loss over the vocabulary", f"{MIN_SAVED_SHARE:.0%} of the loss's memory"
+    form, chunks = "torch, for tokens with a target only", f"by {CHUNK_TOKENS:,} tokens at a time"
+    if sizes is None:
+        form += f", with all logits or {chunks}"
+        liger = "liger-kernel's knows no padded ids, no tensor parallelism and not the optimizer's buffer"
+        return KernelChoice(operation, form, f"chunks where they save {saved}; {liger}")
+    most, largest = sizes.most_tokens_at_once, f"the largest microbatch has {sizes.tokens:,} targets"
+    reason = f"{largest}, for {sizes.ids:,} ids on each rank"
+    if most is None:
+        return KernelChoice(operation, f"{form}, with all logits", f"chunks never save {saved} here; {reason}")
+    form += f", {chunks}" if sizes.uses_chunks else ", with all logits"
+    return KernelChoice(operation, form, f"chunks save {saved} from {most + 1:,} tokens on; {reason}")
 
 
 def describe_kernels(choices: Iterable[KernelChoice]) -> str:

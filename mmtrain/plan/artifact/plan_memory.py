@@ -3,15 +3,16 @@
 from dataclasses import dataclass
 
 from mmtrain.costs import RankMemory, TokenLoad, costs_for, machine_for, state_bytes
-from mmtrain.costs.hardware import GIB
+from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
+from mmtrain.costs.layer_arithmetic import loss_sizes
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import ModelShape
+from mmtrain.models.model_shape import LossSizes, ModelShape
 from mmtrain.plan.artifact.communicators import communicator_bytes
 from mmtrain.plan.artifact.graph_memory import GraphMemory, peak_in_flight
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.artifact.plan_precision import plan_precision
-from mmtrain.program.ir.graph import StageGraph
+from mmtrain.program.ir.graph import LLM, StageGraph
 from mmtrain.program.schedules.builder import build_compute, in_flight_microbatches
 from mmtrain.program.verify.check import MemoryLimit
 from mmtrain.recipe.schema import Recipe
@@ -66,6 +67,15 @@ def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMe
 def plan_memory(recipe: Recipe, plan: Plan, shape: ModelShape) -> dict[int, RankMemory]:
     """Count what every rank of the plan's first replica group holds at its peak."""
     return _memory_by_rank(recipe, plan, stage_graph(plan, shape), _graph_memory(recipe, plan, shape))
+
+
+def planned_loss(recipe: Recipe, plan: Plan, shape: ModelShape) -> LossSizes | None:
+    """Return the sizes of the loss over the vocabulary in the largest microbatch, if the plan states it."""
+    if plan.data is None or plan.data.largest_microbatch is None:
+        return None
+    largest = TokenLoad(**plan.data.largest_microbatch[LLM].model_dump())
+    element_bytes = ELEMENT_BYTES[plan_precision(plan, recipe)]
+    return loss_sizes(shape.unit(LLM).layers[-1], largest, element_bytes, plan.units[LLM].tp)
 
 
 def _graph_memory(recipe: Recipe, plan: Plan, shape: ModelShape) -> GraphMemory:

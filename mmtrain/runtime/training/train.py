@@ -11,8 +11,8 @@ from rich.console import Console
 from mmtrain.data import build_index
 from mmtrain.durable_files import disk_errors_named
 from mmtrain.errors import LaunchError, StoppedAndSaved
-from mmtrain.models import build_model_shape
 from mmtrain.models.kernels.choice import kernel_choices
+from mmtrain.plan.artifact.plan_memory import planned_loss
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
 from mmtrain.report.run_summary import run_summary
@@ -204,8 +204,9 @@ def _train_on_plan(session: RankSession, world: World, chosen: ChosenPlan) -> St
         activity.start(RESTORING)
         position = restore_run(request, patient_world, rank_context, session.index, console)
     activity.start(INDEXING)
-    attention = describe_attention(recipe, build_model_shape(recipe), world.device, rank_context.dtype)
-    kernels = kernel_choices(recipe.train.kernels, world.device, rank_context.dtype)
+    attention = describe_attention(recipe, rank_context.shape, world.device, rank_context.dtype)
+    loss = planned_loss(recipe, chosen.plan, rank_context.shape)
+    kernels = kernel_choices(recipe.train.kernels, world.device, rank_context.dtype, loss)
     introduce_run(console, request, chosen, session.index, position.first_step, attention, kernels)
     end = run_steps(RankRun(session, rank_context, chosen, position, memory))
     if end.new_plan is not None:
