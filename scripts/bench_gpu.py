@@ -28,10 +28,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mmtrain.models.attention import backend_problems
+from mmtrain.models.attention import backend_problems, choose_backend
+from mmtrain.models.attention.backends import USUAL_HEAD_DIM
 from mmtrain.models.kernels.liger import fused_problem
 from scripts.gpu.cases import DRY_TOKENS, MODELS, TINY_MODELS, TOKENS, BenchCase, bench_cases, kernel_choices
-from scripts.gpu.limited import Deadline, python_command, run_limited
+from scripts.gpu.limited import Deadline, kernel_cache, python_command, run_limited
 
 CASE_LIMIT_S = 240.0
 MINUTES = 8.0
@@ -66,16 +67,31 @@ def _parse() -> argparse.Namespace:
 
 
 def usable_backends(dry: bool) -> list[str]:
-    """Return `auto` and all attention backends that work here, but for the quadratic reference."""
-    device = torch.device("cuda" if torch.cuda.is_available() and not dry else "cpu")
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return ["auto", *(n for n, problem in backend_problems(device, dtype).items() if not problem and n != "reference")]
+    """Return `auto`, and the attention backends that work here besides the one it takes and the quadratic reference."""
+    device, dtype = _device(dry)
+    problems = backend_problems(device, dtype)
+    automatic = choose_backend("auto", device, dtype, USUAL_HEAD_DIM)
+    return ["auto", *(name for name in problems if not problems[name] and name not in (automatic, "reference"))]
 
 
 def usable_kernels(dry: bool) -> list[str | None]:
-    """Return the values of `train.kernels` that work here."""
+    """Return `auto`, and `torch` where that is another choice; None where recipes do not have `train.kernels`."""
+    device, _ = _device(dry)
+    return [
+        name for name in kernel_choices() if name in (None, "auto") or (name == "torch" and not fused_problem(device))
+    ]
+
+
+def automatic_choices(dry: bool) -> dict[str, str]:
+    """Return what `auto` takes here, by setting."""
+    device, dtype = _device(dry)
+    kernels = "torch" if fused_problem(device) else "fused"
+    return {"attention": choose_backend("auto", device, dtype, USUAL_HEAD_DIM), "kernels": kernels}
+
+
+def _device(dry: bool) -> tuple[torch.device, torch.dtype]:
     device = torch.device("cuda" if torch.cuda.is_available() and not dry else "cpu")
-    return [name for name in kernel_choices() if name != "fused" or fused_problem(device) is None]
+    return device, torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def run_cases(cases: Sequence[BenchCase], out: Path, deadline: Deadline, with_kernels: bool = False) -> list[Row]:
@@ -102,7 +118,7 @@ def run_case(case: BenchCase, stem: Path, limit_s: float, with_kernels: bool = F
     command = python_command("-m", "scripts.gpu.measure_case", json.dumps(asdict(case)), result_file.absolute())
     command += ["--profile"] if with_kernels else []
     command += ["--trace", str(trace.absolute())] if trace is not None else []
-    ended = run_limited(command, limit_s, log, env=cpu_only() if case.dry else None)
+    ended = run_limited(command, limit_s, log, env=cpu_only() if case.dry else kernel_cache(stem.parent.parent))
     if ended.code == 0 and result_file.exists():
         row: Row = json.loads(result_file.read_text(encoding="utf-8"))
         if row["kernels"]:

@@ -22,6 +22,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.gpu.requirements import missing_packages
+
+if missing := missing_packages():
+    sys.exit(f"first_gpu: not installed here: {', '.join(missing)}. Install mmtrain: pip install -e '.[dev,cuda]'")
+
 import torch
 
 from scripts.gpu.blocks import DRY_LIMITS_FACTOR, BlockContext, check_correctness, list_kernels, measure_mfu
@@ -42,7 +47,7 @@ class Block:
 BLOCKS = {
     1: Block("correctness", check_correctness, 540),
     2: Block("MFU", measure_mfu, 540),
-    3: Block("a run", train_and_resume, 570),
+    3: Block("a run", train_and_resume, 540),
     4: Block("kernels", list_kernels, 360),
 }
 

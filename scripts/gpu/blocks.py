@@ -1,6 +1,5 @@
 """Blocks 1, 2 and 4 of `first_gpu.py`: correctness, the table of MFU, and kernels. Block 3 is in `training_run.py`."""
 
-import importlib.util
 import json
 import shutil
 from dataclasses import dataclass
@@ -9,11 +8,17 @@ from typing import Any
 
 from scripts import bench_gpu
 from scripts.gpu.cases import DRY_TOKENS, MODELS, TINY_MODELS, TOKENS, BenchCase, bench_cases, kernel_choices
-from scripts.gpu.findings import BlockReport, Finding, describe_machine
-from scripts.gpu.limited import CommandResult, Deadline, python_command, run_limited
+from scripts.gpu.findings import BlockReport, Finding, Verdict, describe_machine
+from scripts.gpu.limited import CommandResult, Deadline, kernel_cache, python_command, run_limited
+from scripts.gpu.requirements import missing_test_packages
 
 NVIDIA_SMI_LIMIT_S, CEILINGS_LIMIT_S, COMPARISONS_LIMIT_S, PYTEST_LIMIT_S, DOCTOR_LIMIT_S = 20, 60, 300, 120, 60
 DRY_LIMITS_FACTOR = 6  # a dry run shows that everything runs, beside whatever else a CPU does
+PYTEST_TESTS_FAILED = 1  # its exit code
+# Of a 7B model's head, with all tokens of a microbatch as targets, and with half.
+LOSS_SIZES = ("--tokens", "8192", "--hidden", "3584", "--vocab", "152064", "--targets", "1.0", "0.5", "--rounds", "5")
+DRY_LOSS_SIZES = ("--tokens", "32", "--hidden", "16", "--vocab", "64", "--targets", "1.0", "--rounds", "2")
+LOSS_LIMIT_S = 90
 DEVICE_TESTS = ("tests/models/test_cuda.py", "tests/runtime/test_recorder.py")
 
 
@@ -28,7 +33,7 @@ class BlockContext:
     @property
     def environment(self) -> dict[str, str]:
         """What a command's environment has besides this one's."""
-        return dict(bench_gpu.cpu_only()) if self.dry else {}
+        return dict(bench_gpu.cpu_only()) if self.dry else kernel_cache(self.folder)
 
     def limit_s(self, seconds: float) -> float:
         """Return the limit of a command that may take `seconds`, within what is left of the block."""
@@ -45,7 +50,7 @@ class BlockContext:
 
 
 def check_correctness(context: BlockContext, report: BlockReport) -> None:
-    """Block 1: versions, ceilings, comparisons with the CPU, the tests that need a GPU, and `mmtrain doctor`."""
+    """Block 1: versions, ceilings, comparisons with the CPU, `mmtrain doctor`, and the tests that need a GPU."""
     for name, value in describe_machine().items():
         report.add(name, value)
     if shutil.which("nvidia-smi") and not context.dry:
@@ -53,24 +58,33 @@ def check_correctness(context: BlockContext, report: BlockReport) -> None:
         report.add("nvidia-smi", context.run("nvidia-smi", query, NVIDIA_SMI_LIMIT_S).output.strip())
     _run_rows(context, report, "ceilings", CEILINGS_LIMIT_S)
     _run_rows(context, report, "correctness", COMPARISONS_LIMIT_S)
-    if report.is_wrong:
-        return
-    if importlib.util.find_spec("pytest") is None:
-        report.add("tests of the device", "pytest is not installed", "left out")
-    else:
-        options = ["-q", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
-        ended = context.run("pytest", python_command("-m", "pytest", *DEVICE_TESTS, *options), PYTEST_LIMIT_S)
-        report.add(f"pytest {' '.join(DEVICE_TESTS)}", _how_ended(ended), "ok" if ended.code == 0 else "WRONG")
+    _ask_doctor(context, report)
+    _run_device_tests(context, report)
+
+
+def _ask_doctor(context: BlockContext, report: BlockReport) -> None:
     links = ["--no-links"] if context.dry else []
     doctor = python_command("-m", "mmtrain", "doctor", "--json", "--run-dir", context.folder.absolute(), *links)
     ended = context.run("doctor", doctor, DOCTOR_LIMIT_S)
-    if ended.code == 0:
-        found = json.loads(ended.output[ended.output.index("{") :])
-        report.add("mmtrain doctor", f"{found['flops'] / 1e12:.4g} TFLOP/s of GEMMs, preset {found['preset']}", "ok")
-        for finding in found["findings"]:
-            report.add(f"doctor: {finding['kind']}", f"{finding['what']}: {finding['remedy']}")
-    else:
+    if ended.code != 0:
         report.add("mmtrain doctor", _how_ended(ended), "failed")
+        return
+    found = json.loads(ended.output[ended.output.index("{") :])
+    report.add("mmtrain doctor", f"{found['flops'] / 1e12:.4g} TFLOP/s of GEMMs, preset {found['preset']}", "ok")
+    for finding in found["findings"]:
+        report.add(f"doctor: {finding['kind']}", f"{finding['what']}: {finding['remedy']}")
+
+
+def _run_device_tests(context: BlockContext, report: BlockReport) -> None:
+    """Run the tests last: where kernels are compiled at their first use, they may take all that is left."""
+    if missing := missing_test_packages():
+        report.add("tests of the device", f"not installed: {', '.join(missing)}", "left out")
+        return
+    options = ["-q", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
+    ended = context.run("pytest", python_command("-m", "pytest", *DEVICE_TESTS, *options), PYTEST_LIMIT_S)
+    # Whatever else ends pytest, such as a missing plugin or the limit, says nothing about numbers.
+    verdicts: dict[int | None, Verdict] = {0: "ok", PYTEST_TESTS_FAILED: "WRONG"}
+    report.add(f"pytest {' '.join(DEVICE_TESTS)}", _how_ended(ended), verdicts.get(ended.code, "failed"))
 
 
 def _run_rows(context: BlockContext, report: BlockReport, module: str, limit_s: float) -> None:
@@ -93,6 +107,8 @@ def _how_ended(ended: CommandResult) -> str:
 
 def measure_mfu(context: BlockContext, report: BlockReport) -> None:
     """Block 2: `bench_gpu.py` on every combination that there is time for."""
+    for setting, value in bench_gpu.automatic_choices(context.dry).items():
+        report.add(f"train.{setting}: auto", value)
     models = list(TINY_MODELS if context.dry else MODELS)
     tokens = DRY_TOKENS[:1] if context.dry else TOKENS
     attention = bench_gpu.usable_backends(context.dry)[: 1 if context.dry else None]
@@ -122,7 +138,15 @@ def describe_row(row: dict[str, Any]) -> str:
 
 
 def list_kernels(context: BlockContext, report: BlockReport) -> None:
-    """Block 4: the best case of block 2 again, with the kernels that take most time, a timeline and the allocator."""
+    """Block 4: forms of the loss; the best case of block 2 again, with kernels, a timeline and the allocator."""
+    loss = python_command("scripts/bench_loss.py", *(DRY_LOSS_SIZES if context.dry else LOSS_SIZES))
+    ended = context.run("loss", loss, LOSS_LIMIT_S)
+    for line in ended.output.splitlines():
+        share, separator, figures = line.partition(" with a target: ")
+        if separator:
+            report.add(f"loss, {share} of the tokens with a target", figures)
+    if ended.code != 0:
+        report.add("loss", _how_ended(ended), "failed")
     case = best_case(context.folder / "mfu" / bench_gpu.RESULT_FILE, context.dry)
     trace = context.folder / "step-trace.json.gz"
     limit_s = context.limit_s(bench_gpu.CASE_LIMIT_S)

@@ -116,11 +116,15 @@ def kernel_choices() -> list[str | None]:
 def bench_cases(
     models: Sequence[str], tokens: Sequence[int], attention: Sequence[str], kernels: Sequence[str | None], dry: bool
 ) -> list[BenchCase]:
-    """Return every combination, the first choices of every model and length first: time may not suffice for all."""
-    choices = [(backend, kernel) for kernel in kernels for backend in attention]
-    return [
-        BenchCase(model, length, backend, kernel, dry)
-        for backend, kernel in choices
-        for length in tokens
-        for model in models
-    ]
+    """Return every combination, those first that say most: time may not suffice for all.
+
+    That is every model with the first choices and the first length, then the other choices for the model in the middle,
+    then the other lengths.
+    """
+    first, *others = [(backend, kernel) for kernel in kernels for backend in attention]
+    middle = models[len(models) // 2]
+    ordered = [(model, tokens[0], first) for model in models]
+    ordered += [(middle, tokens[0], choice) for choice in others]
+    ordered += [(model, length, first) for length in tokens for model in models]
+    ordered += [(model, length, choice) for choice in others for length in tokens for model in models]
+    return [BenchCase(model, length, *choice, dry) for model, length, choice in dict.fromkeys(ordered)]

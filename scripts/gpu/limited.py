@@ -43,6 +43,17 @@ class CommandResult:
         return lines[-1].strip() if lines else ""
 
 
+def kernel_cache(folder: Path) -> dict[str, str]:
+    """Return the environment in which processes share the kernels that FlashAttention-4 compiles at their first use.
+
+    Compiling takes seconds for each mask, width and direction, and every case runs in a process of its own.
+    """
+    return {
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder.absolute() / "compiled-kernels"),
+    }
+
+
 def python_command(*arguments: object) -> list[str]:
     """Return a command that runs this interpreter with `arguments`."""
     return [sys.executable, *map(str, arguments)]

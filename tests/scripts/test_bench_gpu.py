@@ -10,7 +10,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.recipe import recipe_fingerprint
 from scripts import bench_gpu
-from scripts.gpu.cases import MODELS, TOKENS, BenchCase, bench_cases, kernel_choices
+from scripts.gpu.cases import MODELS, TOKENS, BenchCase, bench_cases
 from scripts.gpu.kernel_profile import union_length
 from scripts.gpu.limited import Deadline, python_command, run_limited
 from scripts.gpu.synthetic import SIZES, SyntheticSamples
@@ -34,13 +34,30 @@ def test_the_models_have_the_sizes_of_their_names_and_fit_on_one_h200(model: str
     assert 0.3 < plan.predicted.mfu < 0.76
 
 
-def test_every_combination_is_a_case_and_the_first_choices_come_first() -> None:
-    cases = bench_cases(list(MODELS), TOKENS, ["auto", "sdpa"], kernel_choices(), dry=False)
-    assert len(cases) == len(set(cases)) == len(MODELS) * len(TOKENS) * 2 * len(kernel_choices())
-    first = cases[: len(MODELS) * len(TOKENS)]
-    assert {(case.model, case.tokens) for case in first} == {(model, n) for model in MODELS for n in TOKENS}
-    assert {case.attention for case in first} == {"auto"}
-    assert {case.kernels for case in first} == {kernel_choices()[0]}
+def test_every_combination_is_a_case_and_those_that_say_most_come_first() -> None:
+    cases = bench_cases(list(MODELS), TOKENS, ["auto", "sdpa"], ["auto", "torch"], dry=False)
+    assert len(cases) == len(set(cases)) == len(MODELS) * len(TOKENS) * 4
+    models, choices, lengths = cases[:3], cases[3:6], cases[6:9]
+    assert [case.model for case in models] == [case.model for case in lengths] == list(MODELS)
+    assert {(case.attention, case.kernels) for case in (*models, *lengths)} == {("auto", "auto")}
+    assert [case.tokens for case in (*models, *choices, *lengths)] == [TOKENS[0]] * 6 + [TOKENS[1]] * 3
+    assert {(case.model, case.attention, case.kernels) for case in choices} == {
+        ("0.6B + 3B", "sdpa", "auto"),
+        ("0.6B + 3B", "auto", "torch"),
+        ("0.6B + 3B", "sdpa", "torch"),
+    }
+
+
+def test_what_auto_takes_is_no_case_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench_gpu.usable_backends(dry=True) == ["auto"]
+    assert bench_gpu.usable_kernels(dry=True) == ["auto"]
+    assert bench_gpu.automatic_choices(dry=True) == {"attention": "sdpa", "kernels": "torch"}
+    usable = {"flash_attn_4": None, "varlen": None, "flash_attn": "not installed", "sdpa": None, "reference": None}
+    monkeypatch.setattr(bench_gpu, "backend_problems", lambda *_: usable)
+    monkeypatch.setattr(bench_gpu, "choose_backend", lambda *_: "flash_attn_4")
+    monkeypatch.setattr(bench_gpu, "fused_problem", lambda _: None)
+    assert bench_gpu.usable_backends(dry=False) == ["auto", "varlen", "sdpa"]
+    assert bench_gpu.usable_kernels(dry=False) == ["auto", "torch"]
 
 
 def test_kernels_that_overlap_count_once() -> None:

@@ -1,7 +1,10 @@
 """`scripts/first_gpu.py`, with this machine's CPU in place of a GPU."""
 
+import importlib.metadata
 import json
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,9 +12,10 @@ import torch
 
 from mmtrain.models.attention import attend
 from scripts import bench_gpu, first_gpu
-from scripts.gpu import correctness
+from scripts.gpu import blocks, correctness, requirements
 from scripts.gpu.blocks import BlockContext, best_case
 from scripts.gpu.findings import BlockReport
+from scripts.gpu.limited import CommandResult, Deadline
 
 CPU = torch.device("cpu")
 
@@ -37,6 +41,54 @@ def test_backends_that_agree_are_told_from_one_that_does_not(monkeypatch: pytest
     assert _verdicts()[sdpa[0]] == "WRONG"
     monkeypatch.setattr(correctness, "attend", lambda *a: right(*a) * (float("nan") if a[-1].backend == "sdpa" else 1))
     assert _verdicts()[sdpa[0]] == "WRONG"
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict"), [(0, "ok"), (1, "WRONG"), (4, "failed"), (-signal.SIGABRT, "failed"), (None, "failed")]
+)
+def test_only_tests_that_fail_say_that_numbers_are_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, verdict: str
+) -> None:
+    """Not a plugin that is missing, nor kernels whose compilation takes all the time."""
+    monkeypatch.setattr(blocks, "run_limited", lambda *_, **__: CommandResult(code, "the last line", 3.0))
+    report = BlockReport(1, "correctness")
+    blocks._run_device_tests(BlockContext(tmp_path, Deadline(60), dry=False), report)
+    [finding] = report.findings
+    assert (finding.verdict, finding.check) == (verdict, f"pytest {' '.join(blocks.DEVICE_TESTS)}")
+
+
+def test_comparisons_go_on_after_a_wrong_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [correctness.Row("first", 1.0, 1e-3), correctness.Row("second", 0.0, 1e-3)]
+    monkeypatch.setattr(correctness, "rows", lambda *_, **__: iter(rows))
+    monkeypatch.setattr(sys, "argv", ["correctness", str(tmp_path / "rows.json"), "--dry-run"])
+    correctness.main()
+    assert [row["verdict"] for row in json.loads((tmp_path / "rows.json").read_text())] == ["WRONG", "ok"]
+
+
+def test_kernels_that_must_be_compiled_are_compared_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correctness, "_worst_attention_difference", lambda *_: 0.0)
+    monkeypatch.setattr(correctness, "training_rows", lambda *_: iter([correctness.Row("training", 0.0)]))
+    monkeypatch.setattr(correctness, "mesh_rows", lambda *_: iter([correctness.Row("mesh", 0.0)]))
+    checks = [row.check for row in correctness.rows(CPU, 1, correctness.train_here)]
+    assert [check.startswith("attention flash_attn_4") for check in checks].index(True) == checks.index("mesh") + 1
+    assert all(check.startswith("attention flash_attn_4") for check in checks[checks.index("mesh") + 1 :])
+
+
+def test_missing_packages_are_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert requirements.missing_packages() == requirements.missing_test_packages() == []
+    monkeypatch.setattr(importlib.metadata, "version", _version_without("megatron-core", "hypothesis"))
+    assert requirements.missing_test_packages() == ["hypothesis"]
+    [missing] = requirements.missing_packages()
+    assert missing.startswith("megatron-core==")
+
+
+def _version_without(*names: str) -> Callable[[str], str]:
+    def version(name: str) -> str:
+        if name in names:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1"
+
+    return version
 
 
 def test_a_wrong_row_ends_it_all(
