@@ -13,8 +13,8 @@ from mmtrain.balance.check_lengths import check_lengths
 from mmtrain.balance.node_volume import NodeVolume
 from mmtrain.balance.placement_by_need import place_by_need
 
-SENDER_EXPONENTS = 8, 4, 16, 2, 32, 1  # one greedy start each; more than the first where there is time
-MAX_PIECES_OF_ALL_STARTS = 50_000  # pieces times greedy starts that there is time for
+SENDER_EXPONENTS = 8, 4, 16, 2, 32, 1  # one greedy start each, as far as there is time
+MAX_SIZE_OF_ALL_STARTS = 16_384  # greedy starts, times pieces and four times the replicas, that there is time for
 MAX_EXCHANGES_PER_SENDER = 60  # exchanges that are tried for one worst sender
 MAX_WAYS_TO_FILL_NODE = 2_000  # up to which the best placement is searched for
 MAX_SEARCH_STEPS = 20_000  # after which that search gives up
@@ -30,9 +30,10 @@ def rearrange_across_nodes(
     are `per_node` consecutive replicas. Returns (num_replicas,) the replica of each batch, each replica once.
 
     New batches cost the same wherever they are computed. Placing them is a min-max assignment; to solve it exactly
-    takes minutes at hundreds of replicas. Here batches are first placed greedily, by the bytes they keep on a node,
-    where bytes of heavy senders count more; then at most `swaps` exchanges of two batches relieve the worst sender. The
-    result is the bound that `place_by_need` has to beat.
+    takes minutes at hundreds of replicas. `place_by_need` bisects the least bound for which senders find what they must
+    keep. Among few replicas (64 with 60 pieces each, 512 with 8), where a node can take a large part of the batches,
+    this starts from placements that are made greedily, by the bytes they keep on a node, where bytes of heavy senders
+    count more; before and after it at most `swaps` exchanges of two batches relieve the worst sender.
     Where a node can be filled in few ways (4 of 16 batches) an exact search starts from the result. The placement is
     never worse than leaving batch j on replica j. Raises ValueError if nodes are not all full, and for bytes that are
     not whole numbers from 0 to 2^40.
@@ -41,16 +42,16 @@ def rearrange_across_nodes(
     if num_replicas % per_node:
         raise ValueError(f"{num_replicas} replicas do not fill nodes of {per_node}")
     volume = NodeVolume(source, batch, num_bytes, num_replicas, per_node)
-    num_starts = max(MAX_PIECES_OF_ALL_STARTS // max(len(source), 1), 1)
+    num_starts = MAX_SIZE_OF_ALL_STARTS // (len(source) + 4 * num_replicas)
     placements = [
         _relieve_worst_sender(volume, _place_greedily(volume, exponent), swaps)
         for exponent in SENDER_EXPONENTS[:num_starts]
     ]
     placements.append(np.arange(num_replicas, dtype=np.int64) // per_node)
     best = min(placements, key=lambda node: float(volume.off_node(node).max(initial=0.0)))
-    known = int(volume.off_node(best).max(initial=0.0))
-    by_need = place_by_need(volume, known)
-    best = best if by_need is None else _relieve_worst_sender(volume, by_need, swaps)
+    by_need = place_by_need(volume, int(volume.off_node(best).max(initial=0.0)))
+    if by_need is not None:
+        best = _relieve_worst_sender(volume, by_need, swaps) if num_starts else by_need
     if comb(num_replicas, per_node) <= MAX_WAYS_TO_FILL_NODE:
         best = _search_exactly(volume, best)
     return _replicas(best)

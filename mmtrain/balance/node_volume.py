@@ -1,7 +1,8 @@
 """What replicas send to new batches: the sparse matrix that node-wise rearrangement works on."""
 
+from functools import cached_property
+
 import numpy as np
-import numpy.typing as npt
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.rearrangement import stable_order
@@ -14,22 +15,28 @@ class NodeVolume:
         self, source: IntArray, batch: IntArray, num_bytes: IntArray, num_replicas: int, per_node: int
     ) -> None:
         self.num_replicas, self.per_node = num_replicas, per_node
-        order = stable_order(source)
-        self.source, self.batch = source[order], batch[order]
-        self.num_bytes: FloatArray = num_bytes[order].astype(np.float64)
-        self.total: FloatArray = self._by_source(np.ones(len(source), dtype=bool))
+        if (source[1:] < source[:-1]).any():  # most callers list pieces by source
+            order = stable_order(source)
+            source, batch, num_bytes = source[order], batch[order], num_bytes[order]
+        self.source, self.batch = source, batch
+        self.num_bytes: FloatArray = num_bytes.astype(np.float64)
+        self.total: FloatArray = self._by_source(self.num_bytes)
         self.of_source = np.searchsorted(self.source, np.arange(num_replicas + 1))
-        self.by_batch = stable_order(self.batch)
-        self.of_batch = np.searchsorted(self.batch[self.by_batch], np.arange(num_replicas + 1))
 
-    def _by_source(self, pieces: npt.NDArray[np.bool_]) -> FloatArray:
-        """(d,) sum of the bytes of some pieces by source."""
-        sums = np.bincount(self.source[pieces], weights=self.num_bytes[pieces], minlength=self.num_replicas)
-        return sums.astype(np.float64)
+    @cached_property
+    def _by_batch(self) -> tuple[IntArray, IntArray]:
+        """The pieces by batch, and where those of each batch begin."""
+        order = stable_order(self.batch)
+        return order, np.searchsorted(self.batch[order], np.arange(self.num_replicas + 1))
+
+    def _by_source(self, num_bytes: FloatArray) -> FloatArray:
+        """(d,) sum of `num_bytes`, which belong to the pieces, by source."""
+        return np.bincount(self.source, weights=num_bytes, minlength=self.num_replicas).astype(np.float64)
 
     def off_node(self, node: IntArray) -> FloatArray:
         """Return (d,) the bytes that each source sends off its node when batch j goes to node[j]."""
-        return self._by_source(node[self.batch] != self.source // self.per_node)
+        node_of_source = np.arange(self.num_replicas) // self.per_node
+        return self._by_source(self.num_bytes * (node[self.batch] != node_of_source[self.source]))
 
     def row(self, source: int) -> tuple[IntArray, FloatArray]:
         """Return the batches of a source's pieces and their bytes."""
@@ -38,5 +45,6 @@ class NodeVolume:
 
     def column(self, batch: int) -> tuple[IntArray, FloatArray]:
         """Return the sources of a batch and their bytes."""
-        rows = self.by_batch[self.of_batch[batch] : self.of_batch[batch + 1]]
+        order, of_batch = self._by_batch
+        rows = order[of_batch[batch] : of_batch[batch + 1]]
         return self.source[rows], self.num_bytes[rows]

@@ -1,19 +1,23 @@
 """Place new batches on nodes for a bound on what a replica sends off its node: senders above it take what they need.
 
 A replica that sends less than the bound altogether is free. Every other one, the largest first, takes batches with its
-own largest pieces onto its node until it keeps enough; bisection finds the least bound for which that works.
+own pieces onto its node until it keeps enough; bisection finds the least bound for which that works.
 """
 
-from collections import defaultdict
+from bisect import bisect_left
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.balance.node_volume import NodeVolume
+from mmtrain.balance.rearrangement import stable_order
 
-NUM_BISECTIONS = 7  # of the range between a lower bound and the known result: to a hundredth of it
-MAX_ATTEMPTS = 6  # for each bound; more help little
+BOUND_TOLERANCE = 0.002  # of the bound, at which the bisection ends
+MAX_ATTEMPTS = 12  # for each bound; twice as many help little (scripts/bench_shapes.py)
+MAX_PLACED = 30_000  # batches placed in all attempts, after which a bound gets one attempt: bounds the time
 NUM_SENDERS_OF_BOUND = 64  # the largest, by which the lower bound is found
+NUM_SENDERS_READ_AT_ONCE = 256
 
 
 def place_by_need(volume: NodeVolume, known: int) -> IntArray | None:
@@ -21,13 +25,12 @@ def place_by_need(volume: NodeVolume, known: int) -> IntArray | None:
 
     None if no bound below `known` was reached.
     """
-    needs = _Needs(volume)
-    low, high, best = needs.lower_bound(), known, None
-    for _ in range(NUM_BISECTIONS):
+    low, high = _lower_bound(volume), known
+    senders = _Senders(volume, low)
+    best: dict[int, int] | None = None
+    while high - low > max(BOUND_TOLERANCE * high, 1):
         bound = (low + high) // 2
-        if not low < bound < high:
-            break
-        placed = needs.place(bound)
+        placed = senders.place(bound)
         if placed is None:
             low = bound
         else:
@@ -35,81 +38,122 @@ def place_by_need(volume: NodeVolume, known: int) -> IntArray | None:
     return None if best is None else _fill_nodes(best, volume.num_replicas, volume.per_node)
 
 
-class _Needs:
-    """The pieces of the senders that may have to keep some, listed when a sender is first met."""
+def _lower_bound(volume: NodeVolume) -> int:
+    """Return bytes that some source sends at least: all but its share of the `per_node` batches of its node."""
+    bound = 0
+    for source in np.argsort(-volume.total, kind="stable")[:NUM_SENDERS_OF_BOUND].tolist():
+        by_batch = np.sort(np.bincount(*volume.row(source)))
+        bound = max(bound, int(volume.total[source] - by_batch[-volume.per_node :].sum()))
+    return bound
 
-    def __init__(self, volume: NodeVolume) -> None:
+
+@dataclass
+class _Attempt:
+    """Batches that senders have taken onto their nodes for one bound."""
+
+    bound: int
+    room: list[int]  # of each node
+    kept: list[int]  # bytes that each sender keeps on its node
+    node_of: dict[int, int] = field(default_factory=dict)  # by batch
+
+
+class _Senders:
+    """The sources that send more than a lower bound, by descending bytes; pieces are read when a sender needs some."""
+
+    def __init__(self, volume: NodeVolume, lower_bound: int) -> None:
         self._volume = volume
-        self._per_node = volume.per_node
+        sources = np.argsort(-volume.total, kind="stable")
+        self._sources: IntArray = sources[: int((volume.total > lower_bound).sum())]
+        self._total: list[int] = volume.total[self._sources].astype(np.int64).tolist()
+        self._node: list[int] = (self._sources // volume.per_node).tolist()
         self._num_nodes = volume.num_replicas // volume.per_node
-        self._in_order: list[int] = np.argsort(-volume.total, kind="stable").tolist()
-        self._total: list[int] = volume.total.astype(np.int64).tolist()
-        self._pieces: dict[int, list[tuple[float, int]]] = {}  # source -> (bytes, batch), the largest first
-        self._senders: dict[int, list[tuple[int, float]]] = {}  # batch -> (source, bytes)
-
-    def lower_bound(self) -> int:
-        """Return bytes that some source sends at least: all but its share of the `per_node` batches of its node."""
-        bound = 0
-        for sender in self._in_order[:NUM_SENDERS_OF_BOUND]:
-            by_batch = np.sort(np.bincount(*self._volume.row(sender)))
-            bound = max(bound, int(self._total[sender] - by_batch[-self._per_node :].sum()))
-        return bound
-
-    def _pieces_of(self, sender: int) -> list[tuple[float, int]]:
-        if sender not in self._pieces:
-            batch, size = self._volume.row(sender)
-            self._pieces[sender] = sorted(zip(size.tolist(), batch.tolist(), strict=True), reverse=True)
-        return self._pieces[sender]
-
-    def _senders_of(self, batch: int) -> list[tuple[int, float]]:
-        if batch not in self._senders:
-            source, size = self._volume.column(batch)
-            self._senders[batch] = list(zip(source.tolist(), size.tolist(), strict=True))
-        return self._senders[batch]
+        self._on_node: list[list[int]] = [[] for _ in range(self._num_nodes)]
+        for sender, node in enumerate(self._node):
+            self._on_node[node].append(sender)
+        self._turns = list(range(len(self._total)))  # who takes batches first
+        self._sizes: list[list[int]] = []  # of each sender's pieces, ascending, as far as they are read
+        self._batches: list[list[int]] = []  # in the same order
+        self._size_of: list[dict[int, int] | None] = [None] * len(self._total)  # bytes of each sender by batch
+        self._num_placed = 0
 
     def place(self, bound: int) -> dict[int, int] | None:
         """Return the node of the batches that senders take so that each sends at most `bound`; None if one cannot.
 
         A sender that cannot keep enough comes first in the next attempt.
         """
-        for _ in range(MAX_ATTEMPTS):
-            node_of, failed = self._attempt(bound)
+        for _ in range(MAX_ATTEMPTS if self._num_placed < MAX_PLACED else 1):
+            attempt = _Attempt(bound, [self._volume.per_node] * self._num_nodes, [0] * len(self._total))
+            failed = self._take_all(attempt)
+            self._num_placed += len(attempt.node_of)
             if failed is None:
-                return node_of
-            self._in_order.remove(failed)
-            self._in_order.insert(0, failed)
+                return attempt.node_of
+            self._turns.remove(failed)
+            self._turns.insert(0, failed)
         return None
 
-    def _attempt(self, bound: int) -> tuple[dict[int, int], int | None]:
-        """Return the node of the batches that senders take, and the first sender that cannot keep enough, if any."""
-        node_of: dict[int, int] = {}
-        room = [self._per_node] * self._num_nodes
-        kept: defaultdict[int, float] = defaultdict(float)
-        for sender in self._in_order:
-            node = sender // self._per_node
-            if self._total[sender] <= bound:
-                continue
-            while self._total[sender] - kept[sender] > bound:
-                batch = self._best_batch(sender, self._total[sender] - kept[sender] - bound, node_of)
-                if batch is None or room[node] == 0:
-                    return node_of, sender
-                node_of[batch] = node
-                room[node] -= 1
-                for other, size in self._senders_of(batch):
-                    if other // self._per_node == node:
-                        kept[other] += size
-        return node_of, None
+    def _take_all(self, attempt: _Attempt) -> int | None:
+        """Take batches for all senders in turn; return the first that cannot keep enough, None if there is none."""
+        total, kept, bound = self._total, attempt.kept, attempt.bound
+        for sender in self._turns:
+            while (need := total[sender] - kept[sender] - bound) > 0:
+                node = self._node[sender]
+                batch = self._best_batch(sender, need, attempt.node_of) if attempt.room[node] else None
+                if batch is None:
+                    return sender
+                attempt.node_of[batch] = node
+                attempt.room[node] -= 1
+                for other in self._on_node[node]:
+                    if total[other] <= bound:
+                        break
+                    pieces = self._size_of[other] or self._read(other)
+                    if batch in pieces:
+                        kept[other] += pieces[batch]
+        return None
 
-    def _best_batch(self, sender: int, need: float, node_of: dict[int, int]) -> int | None:
-        """The batch with the smallest piece that suffices, else with the largest, among those without a node."""
-        best: int | None = None
-        for size, batch in self._pieces_of(sender):
-            if batch in node_of:
-                continue
-            if best is not None and size < need:
-                break
-            best = batch
-        return best
+    def _best_batch(self, sender: int, need: int, node_of: dict[int, int]) -> int | None:
+        """Return the batch with the smallest piece that suffices, else with the largest, of those without a node."""
+        if self._size_of[sender] is None:
+            self._read(sender)
+        batches = self._batches[sender]
+        least = bisect_left(self._sizes[sender], need)
+        for batch in batches[least:]:
+            if batch not in node_of:
+                return batch
+        for batch in reversed(batches[:least]):
+            if batch not in node_of:
+                return batch
+        return None
+
+    def _read(self, sender: int) -> dict[int, int]:
+        """Read the pieces of a sender, and return the bytes that it has for each batch."""
+        while len(self._sizes) <= sender:
+            self._read_more()
+        sizes, batches = self._sizes[sender], self._batches[sender]
+        pieces = dict(zip(batches, sizes, strict=True))
+        if len(pieces) < len(batches):  # several pieces of one batch
+            pieces = dict.fromkeys(batches, 0)
+            for batch, size in zip(batches, sizes, strict=True):
+                pieces[batch] += size
+            self._batches[sender] = sorted(pieces, key=pieces.__getitem__)
+            self._sizes[sender] = sorted(pieces.values())
+        self._size_of[sender] = pieces
+        return pieces
+
+    def _read_more(self) -> None:
+        """Read the pieces of the next senders, each sender's by ascending size."""
+        volume = self._volume
+        sources = self._sources[len(self._sizes) :][:NUM_SENDERS_READ_AT_ONCE]
+        counts = volume.of_source[sources + 1] - volume.of_source[sources]
+        ends = np.cumsum(counts)
+        pieces = np.arange(int(counts.sum())) + np.repeat(volume.of_source[sources] - (ends - counts), counts)
+        pieces = pieces[np.argsort(volume.num_bytes[pieces], kind="stable")]
+        place_of_source = np.zeros(volume.num_replicas, dtype=np.int64)
+        place_of_source[sources] = np.arange(len(sources))
+        pieces = pieces[stable_order(place_of_source[volume.source[pieces]])]
+        sizes, batches = volume.num_bytes[pieces].astype(np.int64).tolist(), volume.batch[pieces].tolist()
+        for end, count in zip(ends.tolist(), counts.tolist(), strict=True):
+            self._sizes.append(sizes[end - count : end])
+            self._batches.append(batches[end - count : end])
 
 
 def _fill_nodes(node_of: dict[int, int], num_replicas: int, per_node: int) -> IntArray:

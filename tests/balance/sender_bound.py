@@ -1,8 +1,45 @@
-"""The linear-programming bound of node-wise rearrangement."""
+"""Lower bounds of what the largest sender of node-wise rearrangement sends off its node."""
 
 import numpy as np
-from scipy.optimize import linprog
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_matrix, vstack
+
+REL_GAP = 1e-3  # of the best fill of a node, at which its search ends: the bound is what it proves
+
+
+def single_node_bound(
+    source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num_replicas: int, per_node: int, least: float
+) -> float:
+    """Return bytes that the largest sender sends off its node at least, if each node could choose any whole batches.
+
+    A node takes `per_node` batches, and its replicas keep what they have for those alone. So the best choice of one
+    node, with all batches to itself, bounds every placement. least: another lower bound; nodes that reach it are not
+    searched further.
+    """
+    bound = least
+    total = np.bincount(source, weights=sizes, minlength=num_replicas)
+    for first in range(0, num_replicas, per_node):
+        sends = total[first : first + per_node]
+        if sends.max(initial=0) <= bound:
+            continue
+        is_of_node = source // per_node == first // per_node
+        batches, column = np.unique(batch[is_of_node], return_inverse=True)
+        volume = np.zeros((per_node, len(batches) + 1))
+        np.add.at(volume, (source[is_of_node] - first, column), sizes[is_of_node])
+        volume[:, -1] = 1
+        solution = milp(
+            np.eye(len(batches) + 1)[-1],
+            constraints=[
+                LinearConstraint(volume, sends, np.inf),
+                LinearConstraint(np.append(np.ones(len(batches)), 0)[None], 0, per_node),
+            ],
+            integrality=np.append(np.ones(len(batches)), 0),
+            bounds=Bounds(np.append(np.zeros(len(batches)), bound), np.append(np.ones(len(batches)), np.inf)),
+            options={"mip_rel_gap": REL_GAP, "time_limit": 20},
+        )
+        if solution.mip_dual_bound is not None:  # HiGHS gives up on a few nodes, which then bound nothing
+            bound = max(bound, float(solution.mip_dual_bound))
+    return bound
 
 
 def largest_sender_bound(

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from mmtrain.balance import BatchCost, node_rearrangement, rebalance
+from mmtrain.balance import BatchCost, node_rearrangement, placement_by_need, rebalance
 from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_nodes
 from mmtrain.balance.node_volume import NodeVolume
 from mmtrain.balance.placement_by_need import place_by_need
-from tests.balance.sender_bound import largest_sender_bound
+from tests.balance.sender_bound import largest_sender_bound, single_node_bound
 
 
 def _pieces(seed: int, num_replicas: int, per_replica: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -103,24 +103,40 @@ def test_placement_by_need_keeps_its_bound_on_heavy_tails(seed: int, per: int, s
     assert off_node_bytes(source, batch, sizes, replica, per_node).max(initial=0) <= known
 
 
-def test_the_largest_sender_comes_near_the_linear_programming_bound() -> None:
-    source, batch, sizes = _pieces(0, 128, 6)
-    replica = rearrange_across_nodes(source, batch, sizes, 128, 8, 20)
+@pytest.mark.parametrize("has_starts", [True, False])
+@pytest.mark.parametrize(
+    ("num_replicas", "per_replica"),
+    [(96, 3), pytest.param(640, 3, marks=pytest.mark.slow), pytest.param(320, 30, marks=pytest.mark.slow)],
+)
+def test_the_largest_sender_comes_near_what_single_nodes_need(
+    num_replicas: int, per_replica: int, has_starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_starts:  # as where there are more pieces
+        monkeypatch.setattr(node_rearrangement, "MAX_SIZE_OF_ALL_STARTS", 0)
+    source, batch, sizes = _pieces(0, num_replicas, per_replica)
+    replica = rearrange_across_nodes(source, batch, sizes, num_replicas, 8, 20)
     worst = int(off_node_bytes(source, batch, sizes, replica, 8).max())
-    bound = largest_sender_bound(source, batch, sizes, 128, 8, worst)
-    assert bound - 1e-6 <= worst <= 1.4 * bound
+    shared = largest_sender_bound(source, batch, sizes, num_replicas, 8, worst)
+    bound = single_node_bound(source, batch, sizes, num_replicas, 8, shared)
+    assert bound - 1e-6 <= worst <= 1.05 * bound
 
 
-def test_placement_by_need_betters_exchanges_among_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = np.random.default_rng(0).lognormal(6, 0.7, 512 * 60).astype(np.int64)
-    source = np.repeat(np.arange(512), 60)
-    batch = rebalance(sizes, source, 512, BatchCost()).dest_rank
-    worst = []
-    for _ in range(2):
-        replica = rearrange_across_nodes(source, batch, sizes, 512, 8, 20)
-        worst.append(int(off_node_bytes(source, batch, sizes, replica, 8).max()))
-        monkeypatch.setattr(node_rearrangement, "place_by_need", lambda volume, known: None)
-    assert worst[0] < 0.97 * worst[1]
+def test_no_placement_betters_the_bound_of_single_nodes() -> None:
+    source, batch, sizes = _pieces(1, 16, 6)
+    bound = single_node_bound(source, batch, sizes, 16, 4, 0)
+    assert 0 < bound <= _optimum(source, batch, sizes, 16, 4) * 1.001
+
+
+def test_thousands_of_equal_ranks_end_in_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = np.random.default_rng(5).integers(990, 1011, 1024 * 8)
+    source = np.repeat(np.arange(1024), 8)
+    batch = rebalance(sizes, source, 1024, BatchCost()).dest_rank
+    volume = NodeVolume(source, batch, sizes, 1024, 8)
+    known = int(volume.off_node(np.arange(1024) // 8).max())
+    monkeypatch.setattr(placement_by_need, "MAX_PLACED", 0)
+    node = place_by_need(volume, known)
+    assert node is not None
+    assert volume.off_node(node).max() < known
 
 
 def test_nodes_must_be_full() -> None:
