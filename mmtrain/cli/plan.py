@@ -63,7 +63,9 @@ def plan(
     explain: Annotated[
         bool,
         typer.Option(
-            "--explain", help="Show every alternative, why it is slower, and how evenly each fills its ranks."
+            "--explain",
+            help="Show every alternative, why it is slower, how evenly each fills its ranks, and what the choice is "
+            "sensitive to.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -148,9 +150,9 @@ def plan(
     allocations: list[Allocation] = []
     with planning_bar() as progress:
         watch = AllocationWatch(time.perf_counter, allocations.append) if explain and not as_json else None
-        request = PlanRequest(top, explain, baseline, timer, cuts, progress, watch, progress.announce)
+        request = PlanRequest(top, explain, baseline, timer, cuts, progress, watch, progress.announce, sensitivity=True)
         if gpu_counts is not None:
-            one_line = replace(request, num_alternatives=1, explain=False, allocation_watch=None)
+            one_line = replace(request, num_alternatives=1, explain=False, allocation_watch=None, sensitivity=False)
             plan_for = partial(plan_here, lengths=lengths, request=one_line)
             typer.echo(_compare_gpu_counts(settings, gpu_counts, plan_for, as_json))
             return
@@ -166,7 +168,7 @@ def plan(
     if out is not None:
         with writing("--out", out, "plan"):
             chosen.save(out)
-    typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen, text_width(), with_balance=explain))
+    typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen, text_width(), with_details=explain))
     if allocations:
         typer.echo(str(allocations[-1]))
     for hint in hints:

@@ -17,6 +17,7 @@ from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.memory_lower_bound import describe_excluded
 from mmtrain.plan.estimate.program_proof import verify_program
 from mmtrain.plan.explain.baselines import BaselinePlanner, reject_baseline
+from mmtrain.plan.explain.sensitivity import choice_sensitivity
 from mmtrain.plan.explain.suggestions import suggest_changes
 from mmtrain.plan.finish import best_alternatives, describe_loser, finish_plan, reject_slower
 from mmtrain.plan.formulate import formulate_problem, require_feasible
@@ -81,7 +82,11 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
     losers = rank_losers(results, baselines, evaluator)
     num_shown = len(losers) if request.explain or request.measure is not None else request.num_alternatives
     excluded = excluded_by_memory_bound(evaluator, results)
-    return finish_plan(chosen, evaluator, best_alternatives([*losers, *excluded], num_shown))
+    finished = finish_plan(chosen, evaluator, best_alternatives([*losers, *excluded], num_shown))
+    if not request.sensitivity or request.measure is not None:
+        return finished
+    request.say("changing the constants of the costs")
+    return finished.model_copy(update={"sensitivity": choice_sensitivity(results.candidates, evaluator)})
 
 
 def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[Evaluator, SearchResults]:

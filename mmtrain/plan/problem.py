@@ -27,6 +27,7 @@ class PlanRequest:
     progress: Progress | None = None
     allocation_watch: AllocationWatch | None = None  # is told how ranks were allocated to units, and how long that took
     announce: Callable[[str], None] | None = None  # called with what is done when candidates are settled
+    sensitivity: bool = False  # simulate the best plans again under changed costs (`explain.sensitivity`)
 
     def say(self, text: str) -> None:
         """Announce what is done next, if somebody wants to know."""

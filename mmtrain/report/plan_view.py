@@ -11,6 +11,7 @@ from mmtrain.report.idle_time import idle_text
 from mmtrain.report.metrics_record import compact_number
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, seconds_text
 from mmtrain.report.rank_groups import RankGroup, ranges_text, rank_groups
+from mmtrain.report.sensitivity_view import SENSITIVITY_LEGEND, fragile_sentences, sensitivity_table
 
 BALANCE_LEGEND = (
     "Variances of the parameters in billions, of the number of layers, and of the forward of one LLM microbatch in ms; "
@@ -18,10 +19,11 @@ BALANCE_LEGEND = (
 )
 
 
-def plan_table(plan: Plan, width: int = DEFAULT_WIDTH, *, with_balance: bool = False) -> str:
+def plan_table(plan: Plan, width: int = DEFAULT_WIDTH, *, with_details: bool = False) -> str:
     """Write a plan as text `width` columns wide: units, ranks, prediction, the reason for the choice, alternatives.
 
-    with_balance: also how evenly each plan that was simulated fills its pipeline ranks.
+    with_details: also how evenly each plan that was simulated fills its pipeline ranks, and the steps of the closest
+        plans under changed costs.
     """
     parts: list[RenderableType] = [
         _unit_table(plan),
@@ -33,8 +35,10 @@ def plan_table(plan: Plan, width: int = DEFAULT_WIDTH, *, with_balance: bool = F
     ]
     if plan.alternatives:
         parts += ["", _alternative_table(plan)]
-    if with_balance:
+    if with_details:
         parts += ["", _balance_table(plan), BALANCE_LEGEND]
+        if plan.sensitivity is not None and plan.sensitivity.rankings:
+            parts += ["", sensitivity_table(plan.sensitivity), SENSITIVITY_LEGEND]
     return render_text(*parts, width=width)
 
 
@@ -162,6 +166,8 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if predicted.scheduling_efficiency is not None:
         yield f"{predicted.scheduling_efficiency:.0%} of the encoders' work runs inside the LLM's own step."
     yield from _choice_sentences(plan)
+    if plan.sensitivity is not None:
+        yield from fragile_sentences(plan.sensitivity)
 
 
 def _memory_sum_text(kinds_gib: dict[str, float], memory_gib: float | None) -> str:

@@ -142,8 +142,11 @@ def test_the_table_fits_the_terminal(plan: RunMmtrain) -> None:
 def test_explain_shows_every_alternative(plan: RunMmtrain) -> None:
     arguments = ["--json", "--set", "parallel.placement=auto", "--top", "1"]
     top = json.loads(plan(*arguments).stdout)["alternatives"]
-    every = json.loads(plan(*arguments, "--explain").stdout)["alternatives"]
-    assert len(top) == 1 < len(every)
+    explained = json.loads(plan(*arguments, "--explain").stdout)
+    assert len(top) == 1 < len(explained["alternatives"])
+    sensitivity = explained["sensitivity"]
+    assert len(sensitivity["plans"]) > 1
+    assert [len(ranking["steps"]) for ranking in sensitivity["rankings"]] == [len(sensitivity["plans"])] * 8
 
 
 @pytest.mark.slow

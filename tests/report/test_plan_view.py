@@ -83,7 +83,7 @@ def test_the_balance_of_each_simulated_plan_is_shown_on_request() -> None:
         summary="unified: tp2", placement="unified", step_time_s=0.5, peak_memory_gib=1.0, reason="", balance=balance
     )
     assert "Balance over" not in plan_table(plan(even))
-    rows = plan_table(plan(even), with_balance=True).partition("Balance over")[2].splitlines()
+    rows = plan_table(plan(even), with_details=True).partition("Balance over")[2].splitlines()
     expected = ("unified: tp2", "0.25", "2", "1.23e+03", "1.5 GiB", "3 to 20 GiB", "12.5")
     assert any(_in_order(expected, row) for row in rows)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mmtrain.costs.hardware import Precision
+from mmtrain.plan.artifact.choice_sensitivity import Sensitivity
 from mmtrain.program.ir.graph import DispatchMode
 from mmtrain.program.schedules.builder import ScheduleKind
 
@@ -208,6 +209,7 @@ class Plan(_Frozen):
     data: PlannedData | None = None
     predicted: Prediction
     measured: MeasuredPlan | None = None  # None where it was not run
+    sensitivity: Sensitivity | None = None  # None where it was not asked for, or in files that do not have it
     alternatives: tuple[Alternative, ...] = Field(())
 
     @property
@@ -233,8 +235,9 @@ class Plan(_Frozen):
         }
         if self.precision is None:
             unstated["precision"] = True
-        if self.measured is None:
-            unstated["measured"] = True
+        for name in ("measured", "sensitivity"):
+            if getattr(self, name) is None:
+                unstated[name] = True
         if self.data is not None and self.data.largest_microbatch is None:
             unstated["data"] = {"largest_microbatch": True}
         added_later = ("memory_gib", "balance", "text_only_tokens_per_s_per_gpu")

@@ -13,6 +13,7 @@ from mmtrain.balance import BatchMeta
 from mmtrain.balance.padding import without_padding
 from mmtrain.costs import (
     ComputeKind,
+    CostModel,
     RankMemory,
     StateBytes,
     TokenLoad,
@@ -158,6 +159,14 @@ class LayerCosts:
         changed.recompute = self.recompute if recompute is None else recompute
         changed.sp = self.sp if sp is None else sp
         changed.state_bytes = self.state_bytes if state is None else state
+        changed._unit_costs = {}
+        return changed
+
+    def with_costs(self, costs: CostModel) -> "LayerCosts":
+        """Return the same layers and loads under another cost model. Seconds and bytes are computed anew."""
+        changed = copy(self)
+        changed.costs = costs
+        changed._unit_times = {}
         changed._unit_costs = {}
         return changed
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +27,12 @@ from mmtrain.program.ir.step_loads import Route, StepLoads
 from mmtrain.program.schedules.builder import build_compute
 from mmtrain.program.schedules.lower import lower
 from mmtrain.program.simulation.rank_equivalence import representative_ranks
-from mmtrain.program.simulation.simulate import simulate
-from mmtrain.program.simulation.timing import ModelTiming, TransferCost
+from mmtrain.program.simulation.simulate import simulate, step_seconds
+from mmtrain.program.simulation.timing import ModelTiming, Timing, TransferCost
 from mmtrain.program.trace.timeline import Timeline
 
 IntArray = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -165,17 +167,7 @@ class _CandidateProgram:
         budget: EvaluationBudget,
         programs: LoweredPrograms | None = None,
     ) -> "_CandidateProgram":
-        seconds = layer_costs.stage_seconds(graph)
-        is_one_group = _num_passes(graph) > budget.max_passes_of_all_groups
-        heaviest = np.zeros(len(layer_costs.batches.groups), dtype=np.int64)
-        if is_one_group:
-            heaviest = _heaviest_groups(graph, seconds)
-        timings = []
-        for batch, loads in enumerate(layer_costs.step_loads(batch_split_of(graph))):
-            first_replica = _first_replicas(graph, int(heaviest[batch]))
-            group_loads = _loads_of_group(graph, loads, first_replica) if is_one_group else loads
-            model = model_timing(graph, layer_costs, group_loads, machine)
-            timings.append(SampledBatchTiming(model, seconds, batch, first_replica))
+        timings = _batch_timings(graph, layer_costs, machine, budget)
 
         def build() -> tuple[Program, Program]:
             ranks = representative_ranks(graph, timings[0].link_class)
@@ -183,20 +175,82 @@ class _CandidateProgram:
             return compute, lower(compute)
 
         compute, program = build() if programs is None else programs.get(graph, schedule, build)
-        return cls(schedule, compute, program, timings, 1 if is_one_group else graph.num_groups)
+        return cls(schedule, compute, program, timings, 1 if _stands_for_all(graph, budget) else graph.num_groups)
 
     def simulate(self, timings: "Sequence[SampledBatchTiming]") -> list[Timeline]:
         """Simulate the step on each batch.
 
         The program is not verified: `planner.plan` does that for the chosen one.
         """
+        return self._run(simulate, timings)
+
+    def step_seconds(self, timings: "Sequence[SampledBatchTiming]") -> list[float]:
+        """Return the step time alone on each batch."""
+        return self._run(step_seconds, timings)
+
+    def _run(self, run: Callable[[Program, Timing, int], T], timings: "Sequence[SampledBatchTiming]") -> list[T]:
         try:
-            return [simulate(self.program, timing, self.num_groups) for timing in timings]
+            return [run(self.program, timing, self.num_groups) for timing in timings]
         except ProgramError:  # ranks wait for each other's reductions of shared weights
             if self.schedule.kind != "explicit":
                 raise
             program = lower(self.compute, reduce_last=True)
-            return [simulate(program, timing, self.num_groups) for timing in timings]
+            return [run(program, timing, self.num_groups) for timing in timings]
+
+
+@dataclass(frozen=True)
+class RetimedLayout:
+    """A layout whose program is written once, to be simulated under several cost models."""
+
+    graph: StageGraph
+    machine: Hardware
+    budget: EvaluationBudget
+    _program: _CandidateProgram
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        schedule: SchedulePlan,
+        layer_costs: LayerCosts,
+        machine: Hardware,
+        budget: EvaluationBudget = DEFAULT_BUDGET.evaluation,
+    ) -> "RetimedLayout":
+        """Write the program of a layout."""
+        graph = scheduled_graph(layout, schedule, layer_costs)
+        program = _CandidateProgram.build(graph, schedule, layer_costs, machine, budget)
+        return cls(graph, machine, budget, program)
+
+    def step_seconds(self, layer_costs: LayerCosts, num_batches: int | None = None) -> list[float]:
+        """Return the step time on the first sampled batches, all by default; their mean is that of `simulate_layout`.
+
+        layer_costs: of the same model and batches as those that the program was written with.
+        """
+        timings = _batch_timings(self.graph, layer_costs, self.machine, self.budget)
+        return self._program.step_seconds(timings[:num_batches])
+
+
+def _batch_timings(
+    graph: StageGraph, layer_costs: LayerCosts, machine: Hardware, budget: EvaluationBudget
+) -> "list[SampledBatchTiming]":
+    """Return what every action of a graph's program takes in each sampled batch."""
+    seconds = layer_costs.stage_seconds(graph)
+    is_one_group = _stands_for_all(graph, budget)
+    heaviest = np.zeros(len(layer_costs.batches.groups), dtype=np.int64)
+    if is_one_group:
+        heaviest = _heaviest_groups(graph, seconds)
+    timings = []
+    for batch, loads in enumerate(layer_costs.step_loads(batch_split_of(graph))):
+        first_replica = _first_replicas(graph, int(heaviest[batch]))
+        group_loads = _loads_of_group(graph, loads, first_replica) if is_one_group else loads
+        model = model_timing(graph, layer_costs, group_loads, machine)
+        timings.append(SampledBatchTiming(model, seconds, batch, first_replica))
+    return timings
+
+
+def _stands_for_all(graph: StageGraph, budget: EvaluationBudget) -> bool:
+    """Return whether the replica group with most work stands for all: there are too many to simulate each."""
+    return _num_passes(graph) > budget.max_passes_of_all_groups
 
 
 def _busiest_rank(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> tuple[tuple[StageId, ...], float]:

@@ -16,7 +16,7 @@ own time, whatever the rank does meanwhile.
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.ir.actions import Compute, Partial, Send
@@ -34,6 +34,15 @@ from mmtrain.program.verify.live_activations import peak_of_events
 T = TypeVar("T")
 
 
+class _Run(NamedTuple):
+    """The events of a step, what each of them costs, and when it happens."""
+
+    graph: SimGraph
+    task_costs: Sequence[TransferCost]
+    message_costs: Sequence[TransferCost]
+    times: EventTimes
+
+
 def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
     """Predict one step of the first `num_groups` replica groups.
 
@@ -45,16 +54,7 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
     Raises:
         ProgramError: the program gets stuck; `check_program` says why.
     """
-    graph = build_sim_graph(program, num_groups, timing.link_class)
-    task_costs = [_task_cost(timing, task) if task else NO_TRANSFER for task in graph.tasks]
-    message_costs = [timing.message(message.senders[0], message.send) for message in graph.messages]
-    if any(cost.posting_s for cost in message_costs):
-        task_costs = _with_posting(graph, task_costs, message_costs)
-    under_way = {task: _left_under_way(timing, graph.tasks[task]) for task in graph.resumed_by}
-    seconds = [cost.seconds for cost in task_costs]
-    transit = [cost.seconds if cost.nbytes else None for cost in message_costs]
-    times = run_events(graph, seconds, transit, under_way)
-    _raise_if_stuck(graph, times)
+    graph, task_costs, message_costs, times = _run(program, timing, num_groups)
     step_time = max(times.ended)
     bubbles = [_bubbles(graph, sim_rank, times, step_time) for sim_rank in range(len(graph.ranks))]
     memory = [peak_of_events(events, timing.activation_bytes)[0] for events in graph.activation_events]
@@ -67,6 +67,30 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
         pipeline_ranks={mesh.unit: mesh.pp for mesh in program.graph.meshes},
         critical_path=LazySpans(partial(critical_path, graph, times, task_costs, message_costs)),
     )
+
+
+def step_seconds(program: Program, timing: Timing, num_groups: int = 1) -> float:
+    """Return the step time alone that `simulate` predicts, without accounts of idle time and memory.
+
+    Raises:
+        ProgramError: the program gets stuck; `check_program` says why.
+    """
+    return max(_run(program, timing, num_groups).times.ended)
+
+
+def _run(program: Program, timing: Timing, num_groups: int) -> "_Run":
+    """Price what a step consists of, and let it happen."""
+    graph = build_sim_graph(program, num_groups, timing.link_class)
+    task_costs = [_task_cost(timing, task) if task else NO_TRANSFER for task in graph.tasks]
+    message_costs = [timing.message(message.senders[0], message.send) for message in graph.messages]
+    if any(cost.posting_s for cost in message_costs):
+        task_costs = _with_posting(graph, task_costs, message_costs)
+    under_way = {task: _left_under_way(timing, graph.tasks[task]) for task in graph.resumed_by}
+    seconds = [cost.seconds for cost in task_costs]
+    transit = [cost.seconds if cost.nbytes else None for cost in message_costs]
+    times = run_events(graph, seconds, transit, under_way)
+    _raise_if_stuck(graph, times)
+    return _Run(graph, task_costs, message_costs, times)
 
 
 def _task_cost(timing: Timing, task: SimTask) -> TransferCost:

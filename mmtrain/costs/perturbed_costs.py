@@ -1,0 +1,149 @@
+"""Cost models in which one kind of work is faster or slower than stated: what a choice of plan is sensitive to.
+
+A modelled cost is computed anew from changed hardware. A measured one is scaled as the model's cost for the same layer,
+load and group is: a table has the seconds of whole layers, and only the model knows how much of them are GEMMs.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mmtrain.costs.analytic_costs import AnalyticCosts
+from mmtrain.costs.block_pieces import scale_pieces
+from mmtrain.costs.collectives import CollectiveKind, GroupLayout
+from mmtrain.costs.cost_model import ComputeKind, CostModel, PieceCost, TokenLoad
+from mmtrain.costs.hardware import Hardware, Link
+from mmtrain.costs.measured_costs import MeasuredCosts
+from mmtrain.models.model_shape import LayerShape
+
+CostConstant = Literal["GEMM efficiency", "attention efficiency", "launch time", "link speeds"]
+COST_CONSTANTS: tuple[CostConstant, ...] = ("GEMM efficiency", "attention efficiency", "launch time", "link speeds")
+LARGEST_CHANGE = 1.25  # no perturbation multiplies a time by more, or divides it by more
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """One constant of the hardware at so many times its stated value."""
+
+    constant: CostConstant
+    ratio: float
+
+    def __str__(self) -> str:
+        return f"{self.constant} {self.ratio:g}x"
+
+
+PERTURBATIONS = tuple(
+    Perturbation(constant, ratio) for constant in COST_CONSTANTS for ratio in (1 / LARGEST_CHANGE, LARGEST_CHANGE)
+)
+
+
+def perturbed_hardware(hardware: Hardware, perturbation: Perturbation) -> Hardware:
+    """Return the hardware with one constant changed, under a name that says so.
+
+    Link speeds change everything that messages and collectives take: bandwidths, latencies, and what a collective
+    takes to start. An efficiency above 1 is allowed, as it only says how long a GEMM takes.
+    """
+    ratio = perturbation.ratio
+    changed = replace(hardware, name=f"{hardware.name}, {perturbation}")
+    match perturbation.constant:
+        case "GEMM efficiency":
+            return replace(changed, gemm_efficiency=ratio * hardware.gemm_efficiency)
+        case "attention efficiency":
+            return replace(
+                changed,
+                attention_efficiency=ratio * hardware.attention_efficiency,
+                attention_backward_efficiency=ratio * hardware.attention_backward_efficiency,
+            )
+        case "launch time":
+            return replace(changed, kernel_launch_s=ratio * hardware.kernel_launch_s)
+        case "link speeds":
+            return replace(
+                changed,
+                intra_node=_at_speed(hardware.intra_node, ratio),
+                inter_node=_at_speed(hardware.inter_node, ratio),
+                collective_start_s=hardware.collective_start_s / ratio,
+            )
+
+
+def _at_speed(link: Link, ratio: float) -> Link:
+    return Link(ratio * link.bytes_per_s, link.latency_s / ratio, link.step_s / ratio)
+
+
+def perturbed_costs(costs: CostModel, perturbation: Perturbation) -> CostModel:
+    """Return the costs with one constant of the hardware changed.
+
+    Raises:
+        TypeError: the cost model is neither modelled nor measured, so that what its seconds consist of is unknown.
+    """
+    if isinstance(costs, AnalyticCosts):
+        return _perturbed_model(costs, perturbation)
+    if isinstance(costs, MeasuredCosts):
+        return PerturbedTable(costs, _perturbed_model(costs.model, perturbation))
+    raise TypeError(f"{type(costs).__name__} has no constants to change")
+
+
+def _perturbed_model(model: AnalyticCosts, perturbation: Perturbation) -> AnalyticCosts:
+    return replace(model, hardware=perturbed_hardware(model.hardware, perturbation))
+
+
+@dataclass(frozen=True)
+class PerturbedTable:
+    """A `CostModel` of measured costs, each scaled as the model of the same work changes."""
+
+    measured: MeasuredCosts
+    model: AnalyticCosts  # with the changed constant
+
+    @property
+    def source(self) -> str:
+        """Where the table's entries come from, and what was changed."""
+        return f"{self.measured.source}; scaled to {self.model.hardware.name}"
+
+    def seconds(
+        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
+    ) -> float:
+        """Return the seconds one rank of `tp` spends on `layer`; see `CostModel`."""
+        seconds = self.measured.seconds(layer, tp, load, kind, input_grad=input_grad)
+        changed = self.model.seconds(layer, tp, load, kind, input_grad=input_grad)
+        return _scaled(seconds, changed, self.measured.model.seconds(layer, tp, load, kind, input_grad=input_grad))
+
+    def pieces(
+        self,
+        layer: LayerShape,
+        tp: int,
+        load: TokenLoad,
+        kind: ComputeKind,
+        *,
+        input_grad: bool = True,
+        sp: bool = False,
+    ) -> tuple[PieceCost, ...]:
+        """Divide `seconds` among the layer's pieces, in the proportions of the changed model."""
+        modelled = self.model.pieces(layer, tp, load, kind, input_grad=input_grad, sp=sp)
+        return scale_pieces(modelled, self.seconds(layer, tp, load, kind, input_grad=input_grad))
+
+    def activation_bytes(
+        self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
+    ) -> int:
+        """Return the bytes one rank keeps between forward and backward of `layer`, which no constant changes."""
+        return self.measured.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
+
+    def transfer(self, nbytes: int, same_node: bool) -> float:
+        """Return the seconds of one message of `nbytes` between two ranks."""
+        seconds = self.measured.transfer(nbytes, same_node)
+        return _scaled(seconds, self.model.transfer(nbytes, same_node), self.measured.model.transfer(nbytes, same_node))
+
+    def posting(self) -> float:
+        """Return how many seconds each end of a message keeps its rank from computing, which is not the link's time."""
+        return self.measured.posting()
+
+    def collective(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
+        """Return the seconds of a collective over `group`; `nbytes` is the whole (gathered or reduced) tensor."""
+        seconds = self.measured.collective(kind, nbytes, group)
+        changed = self.model.collective(kind, nbytes, group)
+        return _scaled(seconds, changed, self.measured.model.collective(kind, nbytes, group))
+
+    def optimizer(self, parameters: int) -> float:
+        """Return the seconds of an optimizer step, which moves memory and depends on no constant that is changed."""
+        return self.measured.optimizer(parameters)
+
+
+def _scaled(measured_s: float, changed_s: float, modelled_s: float) -> float:
+    return measured_s * changed_s / modelled_s if modelled_s else measured_s
