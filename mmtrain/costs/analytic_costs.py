@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mmtrain.costs import layer_arithmetic as analytic
-from mmtrain.costs.block_pieces import BlockSeconds, PassDirection, block_pieces
+from mmtrain.costs.block_pieces import (
+    QKV,
+    UP,
+    BlockSeconds,
+    PassDirection,
+    PieceCollective,
+    piece_collectives,
+    piece_compute,
+    pieces_of,
+)
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout, collective_seconds
 from mmtrain.costs.cost_model import ComputeKind, PieceCost, TokenLoad
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
@@ -114,8 +123,8 @@ class AnalyticCosts:
     ) -> tuple[PieceCost, ...]:
         """Divide `seconds` among the layer's pieces; see `block_pieces`. A single piece includes its collectives.
 
-        A layer that runs piece by piece starts its collectives between pieces, so that gradients of its own weights
-        hide none of them: all of each collective is left for other work.
+        Where a pass stops behind a piece, gradients of the piece's own weights hide nothing of its collective, and all
+        of it is left for other work.
         """
         total = self.seconds(layer, tp, load, kind, input_grad=input_grad)
         if num_pieces(layer.kind) == 1:
@@ -123,6 +132,24 @@ class AnalyticCosts:
         if not total:
             return (PieceCost(0.0, 0.0),) * num_pieces(layer.kind)
         direction: PassDirection = "backward" if kind == "backward" else "forward"
+        compute = self.block_compute(layer, tp, load, direction, input_grad=input_grad)
+        beside = self.compute_beside_reductions(layer, tp, load, direction, input_grad=input_grad)
+        nbytes = load.tokens * layer.hidden * self.element_bytes
+        collectives = {
+            piece: PieceCollective(
+                name,
+                self.collective(name, nbytes, GroupLayout(tp)),
+                self.overlap_slowdown(name, nbytes, GroupLayout(tp)),
+                0.0 if name == "all_gather" else beside.get(piece, 0.0),
+            )
+            for piece, name in piece_collectives(direction, sp=sp).items()
+        }
+        return pieces_of(compute, collectives if tp > 1 else {})
+
+    def block_compute(
+        self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection, *, input_grad: bool
+    ) -> list[float]:
+        """Return the seconds that each piece of a block computes, collectives of its tensor-parallel group left out."""
         if direction == "backward":
             weight_grad, input_grad = analytic.needed_gradients(layer, input_grad)
             passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
@@ -138,9 +165,18 @@ class AnalyticCosts:
             elementwise=self._elementwise(layer, tp, load, direction),
             launches=self._launches(layer),
             kv_gather=self._kv_gather(layer, tp, load),
-            all_reduces=TP_ALL_REDUCES[layer.kind][direction == "backward"] * self._tp_reduce(layer, tp, load),
         )
-        return block_pieces(layer, tp, direction, seconds, sp=sp)
+        return piece_compute(layer, tp, direction, seconds)
+
+    def compute_beside_reductions(
+        self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection, *, input_grad: bool
+    ) -> dict[int, float]:
+        """Return, by piece of a block, the seconds of its own GEMMs beside the reduction that follows the piece."""
+        if direction == "forward" or not analytic.needed_gradients(layer, input_grad)[0]:
+            return {}
+        gemms = analytic.gemms(layer, load, tp)
+        beside = REDUCED_BESIDE_WEIGHT_GRADIENT[layer.kind]
+        return {piece: self._gemm(gemms[i]) for piece, i in zip((QKV, UP), beside, strict=True)}
 
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
@@ -164,6 +200,14 @@ class AnalyticCosts:
     def collective(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
         """Return the seconds of a collective over `group`; `nbytes` is the whole (gathered or reduced) tensor."""
         return collective_seconds(self.hardware, kind, nbytes, group)
+
+    def overlap_slowdown(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
+        """Return the share of a collective's seconds that compute beside it loses: that of the hardware."""
+        return self.hardware.overlap_slowdown
+
+    def cut(self) -> float:
+        """Return the seconds that a pass loses each time it stops inside a layer and goes on later."""
+        return self.hardware.cut_s
 
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step over `parameters` of one rank."""

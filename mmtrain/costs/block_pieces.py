@@ -1,7 +1,8 @@
 """The seconds of a block piece by piece: compute, and the tensor-parallel collectives between the pieces.
 
 The pieces of a block are `BLOCK_PIECES`; any other layer is one piece. A collective at the end of a piece leaves the
-compute stream free until the next piece starts: that is a tensor-parallel bubble (Optimus, arXiv 2408.03505).
+compute stream free until the next piece starts: that is a tensor-parallel bubble (Optimus, arXiv 2408.03505). It is
+shorter than the collective by what the collective takes from the rank itself: `overlap_slowdown`.
 
 In forward there is an all-reduce after `projection` and after `down`, which sums their outputs; in backward there is
 one after `qkv` and after `up`, which sums the gradients of their inputs. With sequence parallelism each all-reduce
@@ -9,10 +10,11 @@ becomes a reduce-scatter at the same place, and an all-gather before the GEMMs t
 `norm` and `norm_mlp`, in backward after `add` and `norm_mlp` (Korthikanti et al., arXiv 2205.05198).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mmtrain.costs.collectives import CollectiveKind
 from mmtrain.costs.cost_model import PieceCost
 from mmtrain.costs.layer_arithmetic import head_elements
 from mmtrain.models.model_shape import BLOCK_PIECES, LayerShape
@@ -35,13 +37,49 @@ class BlockSeconds:
     elementwise: float  # of all element-wise work
     launches: float  # of starting all kernels
     kv_gather: float  # of joining keys and values where there are fewer heads than ranks; nothing runs beside it
-    all_reduces: float  # of all tensor-parallel all-reduces
 
 
-def block_pieces(
-    layer: LayerShape, tp: int, direction: PassDirection, seconds: BlockSeconds, *, sp: bool
-) -> tuple[PieceCost, ...]:
-    """Divide a block's seconds among its pieces, in the order of `BLOCK_PIECES`; `sp`: with sequence parallelism."""
+@dataclass(frozen=True)
+class PieceCollective:
+    """The tensor-parallel collective at the end of a piece."""
+
+    kind: CollectiveKind
+    seconds: float
+    slowdown: float  # share of the seconds that compute beside it loses
+    beside_s: float = 0.0  # of the piece's own compute, which runs beside it unless the pass stops behind the piece
+
+    @property
+    def lengthening_s(self) -> float:
+        """By how much it lengthens a pass that goes on behind the piece."""
+        return self.seconds - self._hidden_s
+
+    @property
+    def _hidden_s(self) -> float:
+        return (1 - self.slowdown) * min(self.seconds, self.beside_s)
+
+    def cost(self, compute_s: float) -> PieceCost:
+        """Return the cost of a piece that computes so long and ends with this collective."""
+        taken_s = self.slowdown * self.seconds
+        return PieceCost(compute_s + taken_s, self.seconds - taken_s, self._hidden_s)
+
+
+def piece_collectives(direction: PassDirection, *, sp: bool) -> dict[int, CollectiveKind]:
+    """Return which collective follows which piece; `sp`: with sequence parallelism."""
+    reduced: CollectiveKind = "reduce_scatter" if sp else "all_reduce"
+    kinds = dict.fromkeys(_REDUCED[direction], reduced)
+    return kinds | dict.fromkeys(_GATHERED[direction] if sp else (), "all_gather")
+
+
+def pieces_of(compute: Sequence[float], collectives: Mapping[int, PieceCollective]) -> tuple[PieceCost, ...]:
+    """Return the costs of pieces from what each computes and the collectives that follow some of them."""
+    return tuple(
+        collectives[piece].cost(compute_s) if piece in collectives else PieceCost(compute_s, 0.0)
+        for piece, compute_s in enumerate(compute)
+    )
+
+
+def piece_compute(layer: LayerShape, tp: int, direction: PassDirection, seconds: BlockSeconds) -> list[float]:
+    """Divide what a block computes among its pieces, in the order of `BLOCK_PIECES`."""
     compute = [0.0] * len(BLOCK_PIECES)
     for piece, gemm_s in zip((QKV, PROJECTION, UP, DOWN), seconds.gemms, strict=True):
         compute[piece] = gemm_s
@@ -52,18 +90,14 @@ def block_pieces(
     for piece in range(len(compute)):
         elementwise_s = seconds.elementwise * elements[piece] / sum(elements)
         compute[piece] += elementwise_s + seconds.launches * kernels[piece] / sum(kernels)
-    collective = [0.0] * len(compute)
-    ends = [*_REDUCED[direction], *(_GATHERED[direction] if sp else ())]
-    for piece in ends:
-        collective[piece] += seconds.all_reduces / len(ends)
-    return tuple(map(PieceCost, compute, collective))
+    return compute
 
 
 def scale_pieces(pieces: Sequence[PieceCost], total_s: float) -> tuple[PieceCost, ...]:
     """Return the pieces in the same proportions, with `total_s` seconds in all."""
-    current_s = sum(map(sum, pieces))
+    current_s = sum(piece.total_s for piece in pieces)
     factor = total_s / current_s if current_s else 0.0
-    return tuple(PieceCost(compute * factor, collective * factor) for compute, collective in pieces)
+    return tuple(PieceCost(*(seconds * factor for seconds in piece)) for piece in pieces)
 
 
 def _elements(layer: LayerShape, tp: int) -> list[float]:

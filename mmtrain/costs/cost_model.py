@@ -58,10 +58,19 @@ class TokenLoad:
 
 
 class PieceCost(NamedTuple):
-    """The seconds of a piece of a layer on one rank."""
+    """The seconds of a piece of a layer on one rank.
+
+    What a collective takes from the rank that computes beside it counts as the rank's compute.
+    """
 
     compute_s: float
     collective_s: float  # of the collective at its end, during which the rank may compute something else
+    hidden_s: float = 0.0  # of these, what the piece's own compute hides unless the pass stops behind the piece
+
+    @property
+    def total_s(self) -> float:
+        """The seconds of the piece in a pass that goes on behind it."""
+        return self.compute_s + self.collective_s - self.hidden_s
 
 
 class CostModel(Protocol):
@@ -114,6 +123,14 @@ class CostModel(Protocol):
 
     def collective(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
         """Return the seconds of a collective over `group`; `nbytes` is the whole (gathered or reduced) tensor."""
+        ...
+
+    def overlap_slowdown(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
+        """Return the share of a collective's seconds that compute beside it loses: 0 to 1, which leaves no time."""
+        ...
+
+    def cut(self) -> float:
+        """Return the seconds that a pass loses each time it stops inside a layer and goes on later."""
         ...
 
     def optimizer(self, parameters: int) -> float:

@@ -34,6 +34,7 @@ TimedPass = Literal["forward", "forward_only", "recompute", "backward", "backwar
 Source = Literal["measured", "modelled"]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # 0: what recomputation adds may be lost in noise
 Duration = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LayerFields = Annotated[dict[str, Any], AfterValidator(checked_layer_fields)]  # see `layer_fields`
@@ -102,6 +103,8 @@ class MessageEntry(_Frozen):
     source: Source = "measured"
     nbytes: Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(min_length=1)]  # ascending; of the whole tensor
     seconds: tuple[Duration, ...]
+    # Of a collective, by size: the share of its time that compute beside it loses; empty: not measured.
+    overlap_slowdown: tuple[Share, ...] = ()
 
     @model_validator(mode="after")
     def _require_even_groups_and_one_time_per_size(self) -> Self:
@@ -111,6 +114,11 @@ class MessageEntry(_Frozen):
             raise ValueError(f"p2p: a message has 2 ranks, found size {self.size}")
         if len(self.seconds) != len(self.nbytes) or list(self.nbytes) != sorted(set(self.nbytes)):
             raise ValueError(f"{self.kind} needs ascending nbytes, and one time for each; found {self.nbytes}")
+        if self.overlap_slowdown and (self.kind == "p2p" or len(self.overlap_slowdown) != len(self.nbytes)):
+            raise ValueError(
+                f"{self.kind}: overlap_slowdown has {len(self.overlap_slowdown)} shares; a collective has one for each "
+                f"of its {len(self.nbytes)} sizes, or none, and a message has none"
+            )
         return self
 
 

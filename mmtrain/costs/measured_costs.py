@@ -1,6 +1,6 @@
 """`MeasuredCosts`: a cost model that interpolates what `mmtrain profile` measured."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -10,14 +10,24 @@ import numpy.typing as npt
 
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.analytic_costs import AnalyticCosts
-from mmtrain.costs.block_pieces import scale_pieces
+from mmtrain.costs.block_pieces import PassDirection, PieceCollective, piece_collectives, pieces_of, scale_pieces
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
 from mmtrain.costs.cost_model import ComputeKind, PieceCost, TokenLoad
-from mmtrain.costs.cost_table import CostTable, LayerEntry, LayerSample, TimedPass, layer_fields, layer_key
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.costs.cost_table import (
+    CostTable,
+    LayerEntry,
+    LayerSample,
+    MessageEntry,
+    TimedPass,
+    layer_fields,
+    layer_key,
+)
+from mmtrain.models.model_shape import LayerShape, num_pieces
 
 FloatArray = npt.NDArray[np.float64]
 Quantity = TimedPass | Literal["bytes"]
+MIN_COMPUTE_SHARE = 0.05  # of a layer's measured time that is not spent on collectives; chosen by hand
+FACTOR_BISECTIONS = 40  # a relative error below 1e-12
 MIN_NODE_SPACING = 0.1  # relative; measured loads whose numbers of tokens differ by less share a node
 _COMPARED: tuple[TimedPass, ...] = ("forward", "backward")
 
@@ -158,9 +168,50 @@ class MeasuredCosts:
         input_grad: bool = True,
         sp: bool = False,
     ) -> tuple[PieceCost, ...]:
-        """Divide the measured seconds of the layer among its pieces, in the modelled proportions."""
-        modelled = self.model.pieces(layer, tp, load, kind, input_grad=input_grad, sp=sp)
-        return scale_pieces(modelled, self.seconds(layer, tp, load, kind, input_grad=input_grad))
+        """Divide the measured seconds of the layer among its pieces.
+
+        Where the table knows the layer and the collectives of its tensor-parallel group, these take what was measured,
+        and the rest is divided in the modelled proportions. Else everything is.
+        """
+        total_s = self.seconds(layer, tp, load, kind, input_grad=input_grad)
+        if num_pieces(layer.kind) == 1 or not total_s or not self._knows_collectives(layer, tp, sp=sp):
+            return scale_pieces(self.model.pieces(layer, tp, load, kind, input_grad=input_grad, sp=sp), total_s)
+        direction: PassDirection = "backward" if kind == "backward" else "forward"
+        compute = self.model.block_compute(layer, tp, load, direction, input_grad=input_grad)
+        beside = self.model.compute_beside_reductions(layer, tp, load, direction, input_grad=input_grad)
+        measured = self._piece_collectives(layer, tp, load, direction, beside, sp=False)  # as the layer was profiled
+        factor = _compute_factor(sum(compute), measured.values(), total_s)
+        scaled_beside = {piece: factor * seconds for piece, seconds in beside.items()}
+        collectives = self._piece_collectives(layer, tp, load, direction, scaled_beside, sp=sp)
+        return pieces_of([factor * seconds for seconds in compute], collectives)
+
+    def _knows_collectives(self, layer: LayerShape, tp: int, *, sp: bool) -> bool:
+        """Return whether the table holds the layer, and the collectives of its tensor-parallel group on one node."""
+        kinds = ("all_reduce", *(("reduce_scatter", "all_gather") if sp else ()))
+        is_measured = tp > 1 and self._entry(layer, tp) is not None
+        return is_measured and all((kind, tp, 1) in self.table.by_message for kind in kinds)
+
+    def _piece_collectives(
+        self,
+        layer: LayerShape,
+        tp: int,
+        load: TokenLoad,
+        direction: PassDirection,
+        beside: Mapping[int, float],
+        *,
+        sp: bool,
+    ) -> dict[int, PieceCollective]:
+        """Return the measured collectives behind the pieces of a block; `beside`: see `PieceCollective`."""
+        nbytes = load.tokens * layer.hidden * self.model.element_bytes
+        return {
+            piece: PieceCollective(
+                kind,
+                self.collective(kind, nbytes, GroupLayout(tp)),
+                self.overlap_slowdown(kind, nbytes, GroupLayout(tp)),
+                0.0 if kind == "all_gather" else beside.get(piece, 0.0),
+            )
+            for piece, kind in piece_collectives(direction, sp=sp).items()
+        }
 
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
@@ -191,6 +242,17 @@ class MeasuredCosts:
         seconds = self.model.collective(kind, nbytes, group) if measured is None else measured
         return seconds * self.table.reduction_scale
 
+    def overlap_slowdown(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
+        """Return the share of a collective's seconds that compute beside it loses."""
+        entry = self._message_entry(kind, group)
+        if entry is None or not entry.overlap_slowdown:
+            return self.model.overlap_slowdown(kind, nbytes, group)
+        return float(np.interp(nbytes, entry.nbytes, entry.overlap_slowdown))
+
+    def cut(self) -> float:
+        """Return the seconds that a pass loses each time it stops inside a layer and goes on; always modelled."""
+        return self.model.cut()
+
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step over `parameters` of one rank, on a line through the measurements."""
         if not self.table.optimizer:
@@ -210,9 +272,12 @@ class MeasuredCosts:
                 return start, slope
         return 0.0, float(np.mean(seconds / counts))
 
-    def _message(self, kind: str, group: GroupLayout, nbytes: int) -> float | None:
+    def _message_entry(self, kind: str, group: GroupLayout) -> MessageEntry | None:
         is_even = group.fewest_per_node * group.nodes == group.size  # only such groups are measured
-        entry = self.table.by_message.get((kind, group.size, group.nodes)) if is_even else None
+        return self.table.by_message.get((kind, group.size, group.nodes)) if is_even else None
+
+    def _message(self, kind: str, group: GroupLayout, nbytes: int) -> float | None:
+        entry = self._message_entry(kind, group)
         if entry is None:
             return None
         largest, seconds = entry.nbytes[-1], entry.seconds
@@ -234,6 +299,26 @@ class MeasuredCosts:
             lo, hi = curve.tokens[[0, -1]].astype(int).tolist()
             self.extrapolated.add(f"{layer.kind} tp{entry.tp} beyond {lo} to {hi} tokens")
         return curve.at(attended_load(layer, load))
+
+
+def _compute_factor(compute_s: float, collectives: Iterable[PieceCollective], total_s: float) -> float:
+    """Return by what the modelled compute of a layer must be multiplied so that it takes `total_s` with collectives.
+
+    What its own compute hides of a collective grows with that factor, so it is found by bisection. At least
+    `MIN_COMPUTE_SHARE` of the layer is compute: ranks that come to a collective one after another make a measured one
+    longer than those inside a layer.
+    """
+    of_layer = list(collectives)
+
+    def seconds(factor: float) -> float:
+        scaled = [replace(collective, beside_s=factor * collective.beside_s) for collective in of_layer]
+        return factor * compute_s + sum(collective.lengthening_s for collective in scaled)
+
+    lowest, highest = MIN_COMPUTE_SHARE * total_s / compute_s, total_s / compute_s
+    for _ in range(FACTOR_BISECTIONS):
+        middle = (lowest + highest) / 2
+        lowest, highest = (middle, highest) if seconds(middle) < total_s else (lowest, middle)
+    return lowest
 
 
 def interpolation_errors(entry: LayerEntry, held_out: Sequence[LayerSample]) -> list[float]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mmtrain.costs.analytic_costs import AnalyticCosts
-from mmtrain.costs.block_pieces import scale_pieces
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
 from mmtrain.costs.cost_model import ComputeKind, CostModel, PieceCost, TokenLoad
 from mmtrain.costs.hardware import Hardware, Link
@@ -115,9 +114,12 @@ class PerturbedTable:
         input_grad: bool = True,
         sp: bool = False,
     ) -> tuple[PieceCost, ...]:
-        """Divide `seconds` among the layer's pieces, in the proportions of the changed model."""
-        modelled = self.model.pieces(layer, tp, load, kind, input_grad=input_grad, sp=sp)
-        return scale_pieces(modelled, self.seconds(layer, tp, load, kind, input_grad=input_grad))
+        """Return the measured pieces of the layer, the compute and the collective of each scaled by itself."""
+        measured, changed, modelled = (
+            costs.pieces(layer, tp, load, kind, input_grad=input_grad, sp=sp)
+            for costs in (self.measured, self.model, self.measured.model)
+        )
+        return tuple(PieceCost(*map(_scaled, *of_piece)) for of_piece in zip(measured, changed, modelled, strict=True))
 
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
@@ -139,6 +141,14 @@ class PerturbedTable:
         seconds = self.measured.collective(kind, nbytes, group)
         changed = self.model.collective(kind, nbytes, group)
         return _scaled(seconds, changed, self.measured.model.collective(kind, nbytes, group))
+
+    def overlap_slowdown(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
+        """Return the share of a collective's seconds that compute beside it loses, which no constant changes."""
+        return self.measured.overlap_slowdown(kind, nbytes, group)
+
+    def cut(self) -> float:
+        """Return the seconds that a pass loses each time it stops inside a layer, which no constant changes."""
+        return self.measured.cut()
 
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step, which moves memory and depends on no constant that is changed."""

@@ -99,12 +99,12 @@ class ColocatedBudget:
     # Of those, the fastest: tried with fewer microbatches of the encoders.
     max_layouts_with_merged_microbatches: int = 3
     recompute_shares: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a stage's layers
-    max_layouts_in_pieces: int = 2  # of those simulated, the fastest
+    fills_tp_bubbles: bool = True  # with pieces of layers, wherever the LLM's collectives leave the rank time
     # The coarse order is simulated unless another is faster than this share of its bound, which sampled batches and
     # reductions that overlap make inexact.
     coarse_bound_share: float = 0.95
-    # Layouts so many times as slow as the fastest colocated one get rougher figures: without the coarse order and
-    # without pieces, which shortened steps by 4% at most (docs/benchmarks.md, "Encoders in the LLM's bubbles").
+    # Layouts so many times as slow as the fastest colocated one get rougher figures, without the coarse order. Where
+    # the LLM waits for collectives, which pieces of layers may fill, that ratio is as much larger as it could shrink.
     far_ratio: float = 1.1
     # Encoder pieces with no communication between them are joined to kernels of at most this share of the LLM's longest
     # communication gap, so that a kernel fits into the gap.
@@ -170,5 +170,5 @@ DEFAULT_BUDGET = SearchBudget()
 # For a plan that is compared and not shown: about the anchor partition of each mesh, and few colocated layouts.
 QUICK_BUDGET = SearchBudget(
     partitions=PartitionBudget(max_jitters_per_assignment=8, max_jitter_rounds=1, num_runner_ups=0, min_simulated=1),
-    colocated=ColocatedBudget(max_simulated_layouts=1, max_layouts_with_merged_microbatches=0, max_layouts_in_pieces=0),
+    colocated=ColocatedBudget(max_simulated_layouts=1, max_layouts_with_merged_microbatches=0, fills_tp_bubbles=False),
 )

@@ -8,12 +8,13 @@ import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, GroupLayout, MeasuredCosts, TokenLoad, preset
 from mmtrain.costs.block_pieces import ADD, DOWN, NORM, NORM_MLP, PROJECTION, QKV, UP
-from mmtrain.costs.cost_table import LayerEntry, LayerSample, layer_fields
+from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, layer_fields
 from mmtrain.models.model_shape import BLOCK_PIECES
 from tests.models.factory import settings, shape_of
 
 MACHINE = preset("h100-80g")
-COSTS = AnalyticCosts(replace(MACHINE, overlap_slowdown=1.0), "bf16")  # hides no collective in a whole layer either
+COSTS = AnalyticCosts(MACHINE, "bf16")
+LEFT_FREE = 1 - MACHINE.overlap_slowdown  # share of a collective in which the rank computes at full speed
 LOAD = TokenLoad.of(np.array([300, 212]))
 LAYERS = [layer for unit in shape_of(settings()).units for layer in unit.layers]
 BLOCK = next(layer for layer in LAYERS if layer.kind == "decoder_block")
@@ -29,8 +30,9 @@ def test_pieces_add_up_to_their_layer(tp: int, sp: bool, kind: Literal["forward"
             changed = replace(layer, trainable=trains)
             pieces = COSTS.pieces(changed, tp, LOAD, kind, input_grad=input_grad, sp=sp)
             total = COSTS.seconds(changed, tp, LOAD, kind, input_grad=input_grad)
-            assert sum(map(sum, pieces)) == pytest.approx(total, rel=1e-12)
-            assert all(p.compute_s >= 0 and p.collective_s >= 0 for p in pieces)
+            if not sp or tp == 1:  # else reduce-scatters and all-gathers take the place of all-reduces
+                assert sum(piece.total_s for piece in pieces) == pytest.approx(total, rel=1e-12)
+            assert all(p.compute_s >= 0 and 0 <= p.hidden_s <= p.collective_s for p in pieces)
             assert tp > 1 or not any(p.collective_s for p in pieces)
 
 
@@ -46,19 +48,27 @@ def test_pieces_add_up_to_their_layer(tp: int, sp: bool, kind: Literal["forward"
 def test_blocks_communicate_around_their_gemms(kind: Literal["forward", "backward"], sp: bool, ends: set[int]) -> None:
     pieces = COSTS.pieces(BLOCK, 2, LOAD, kind, sp=sp)
     assert {i for i, piece in enumerate(pieces) if piece.collective_s} == ends
-    reduce = COSTS.collective("all_reduce", LOAD.tokens * BLOCK.hidden * COSTS.element_bytes, GroupLayout(2))
-    assert sum(piece.collective_s for piece in pieces) == pytest.approx(2 * reduce)
+    nbytes = LOAD.tokens * BLOCK.hidden * COSTS.element_bytes
+    names = ("reduce_scatter", "all_gather") if sp else ("all_reduce",)
+    seconds = sum(COSTS.collective(name, nbytes, GroupLayout(2)) for name in names)  # type: ignore[arg-type]
+    assert sum(piece.collective_s for piece in pieces) == pytest.approx(2 * seconds * LEFT_FREE)
 
 
-def test_only_a_whole_backward_hides_reductions_beside_gradients_of_weights() -> None:
-    """Pieces start their collectives themselves, so all of these stay open for other work."""
-    hiding = AnalyticCosts(MACHINE, "bf16")
-    pieces, whole_s = hiding.pieces(BLOCK, 2, LOAD, "backward"), hiding.seconds(BLOCK, 2, LOAD, "backward")
-    assert sum(map(sum, pieces)) > whole_s > sum(piece.compute_s for piece in pieces)
+def test_a_collective_that_takes_the_whole_rank_leaves_no_gap() -> None:
+    """As gloo's do: the pass takes as long, and nothing can run beside them."""
+    taking_all = AnalyticCosts(replace(MACHINE, overlap_slowdown=1.0), "bf16")
+    for kind in KINDS:
+        pieces = taking_all.pieces(BLOCK, 2, LOAD, kind)
+        assert not any(piece.collective_s or piece.hidden_s for piece in pieces)
+        assert sum(piece.compute_s for piece in pieces) == pytest.approx(taking_all.seconds(BLOCK, 2, LOAD, kind))
+
+
+def test_a_pass_that_stops_hides_no_reduction_beside_gradients_of_weights() -> None:
+    pieces = COSTS.pieces(BLOCK, 2, LOAD, "backward")
+    assert {i for i, piece in enumerate(pieces) if piece.hidden_s} == {QKV, UP}
     frozen = replace(BLOCK, trainable=False)
-    assert sum(map(sum, hiding.pieces(frozen, 2, LOAD, "backward"))) == pytest.approx(
-        hiding.seconds(frozen, 2, LOAD, "backward")
-    )
+    assert not any(piece.hidden_s for piece in COSTS.pieces(frozen, 2, LOAD, "backward"))
+    assert not any(piece.hidden_s for piece in COSTS.pieces(BLOCK, 2, LOAD, "forward"))
 
 
 def test_no_tokens_and_no_gradient_take_no_time() -> None:
@@ -71,18 +81,50 @@ def test_no_tokens_and_no_gradient_take_no_time() -> None:
         assert sum(map(sum, pieces)) == 0
 
 
-def test_measured_seconds_are_divided_as_modelled() -> None:
+def measured_costs(*messages: MessageEntry) -> MeasuredCosts:
+    """Return costs of a block that takes 0.5 s forward and 0.75 s backward, and of these collectives."""
     sample = LayerSample(
         tokens=LOAD.tokens, sum_sq=LOAD.sum_sq, max_len=LOAD.max_len, num_sequences=LOAD.num_sequences,
         seconds={"forward": 0.5, "backward": 0.75, "recompute": 0.5}, activation_bytes=1,
     )  # fmt: skip
-    entry = LayerEntry(layer=layer_fields(BLOCK), tp=2, samples=(sample,))
     table = CostTable(
-        hardware="h100-80g", device="test", precision="bf16", date="2026-01-01", software={}, layers=(entry,)
+        hardware="h100-80g",
+        device="test",
+        precision="bf16",
+        date="2026-01-01",
+        software={},
+        layers=(LayerEntry(layer=layer_fields(BLOCK), tp=2, samples=(sample,)),),
+        messages=messages,
     )
-    costs = MeasuredCosts(table, COSTS)
+    return MeasuredCosts(table, COSTS)
+
+
+def test_measured_seconds_are_divided_as_modelled() -> None:
     for kind, measured in (("forward", 0.5), ("backward", 0.75)):
-        pieces, modelled = (c.pieces(BLOCK, 2, LOAD, kind) for c in (costs, COSTS))  # type: ignore[arg-type]
-        assert sum(map(sum, pieces)) == pytest.approx(measured)
+        pieces, modelled = (c.pieces(BLOCK, 2, LOAD, kind) for c in (measured_costs(), COSTS))  # type: ignore[arg-type]
+        assert sum(piece.total_s for piece in pieces) == pytest.approx(measured)
         ratios = {a.compute_s / b.compute_s for a, b in zip(pieces, modelled, strict=True)}
         assert max(ratios) == pytest.approx(min(ratios))
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.25])
+def test_measured_collectives_leave_the_gaps_that_were_measured(slowdown: float) -> None:
+    """The rest of the layer's measured time is compute, of which backward hides a part beside its reductions."""
+    reduce = MessageEntry(
+        kind="all_reduce", size=2, nbytes=(1, 2**30), seconds=(0.1, 0.1), overlap_slowdown=(slowdown, slowdown)
+    )
+    costs = measured_costs(reduce)
+    forward = costs.pieces(BLOCK, 2, LOAD, "forward")
+    assert [i for i, piece in enumerate(forward) if piece.collective_s] == [PROJECTION, DOWN]
+    assert forward[DOWN].collective_s == pytest.approx(0.1 * (1 - slowdown))
+    assert sum(piece.total_s for piece in forward) == pytest.approx(0.5)
+    backward = costs.pieces(BLOCK, 2, LOAD, "backward")
+    assert sum(piece.total_s for piece in backward) == pytest.approx(0.75)
+    assert 0 < backward[UP].hidden_s < backward[UP].collective_s == pytest.approx(0.1 * (1 - slowdown))
+    assert sum(piece.compute_s for piece in backward) > 0.75 - 2 * 0.1
+
+
+def test_collectives_measured_longer_than_their_layer_leave_some_compute() -> None:
+    reduce = MessageEntry(kind="all_reduce", size=2, nbytes=(1, 2**30), seconds=(9.0, 9.0))
+    pieces = measured_costs(reduce).pieces(BLOCK, 2, LOAD, "forward")
+    assert sum(piece.compute_s for piece in pieces) > 0.05 * 0.5

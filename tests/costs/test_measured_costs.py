@@ -134,6 +134,18 @@ def test_the_source_names_what_was_modelled_or_extrapolated() -> None:
     assert "extrapolated: decoder_block tp1 beyond 64 to 512 tokens" in costs.source
 
 
+def test_what_compute_loses_beside_collectives_is_interpolated_where_it_was_measured() -> None:
+    reduce = MessageEntry(
+        kind="all_reduce", size=2, nbytes=(1000, 3000), seconds=(1e-3, 3e-3), overlap_slowdown=(0.2, 0.6)
+    )
+    costs = MeasuredCosts(_table(messages=(reduce,)), MODEL)
+    pair = GroupLayout(2)
+    assert costs.overlap_slowdown("all_reduce", 2000, pair) == pytest.approx(0.4)
+    assert costs.overlap_slowdown("all_reduce", 9000, pair) == pytest.approx(0.6)
+    assert costs.overlap_slowdown("all_gather", 2000, pair) == MODEL.hardware.overlap_slowdown == 1.0
+    assert MeasuredCosts(_table(), MODEL).overlap_slowdown("all_reduce", 2000, pair) == 1.0
+
+
 def test_messages_are_interpolated_and_large_ones_go_by_bandwidth() -> None:
     costs = MeasuredCosts(_table(), MODEL)
     assert costs.transfer(1000, same_node=True) == pytest.approx(1e-4)
@@ -220,6 +232,9 @@ _LAYER = layer_fields(BLOCK)
         (("messages", 0, "nbytes"), [7, 7], "p2p needs ascending nbytes"),
         (("messages", 0, "nbytes", 0), 0, "nbytes.0 .*greater than 0 .found 0"),
         (("messages", 0, "size"), 4, "p2p: a message has 2 ranks, found size 4"),
+        (("messages", 0, "overlap_slowdown"), [0.5, 0.5], "p2p: overlap_slowdown has 2 shares; .* a message has none"),
+        (("messages", 1, "overlap_slowdown"), [0.5], "all_reduce: overlap_slowdown has 1 shares; .* each of its 2"),
+        (("messages", 1, "overlap_slowdown"), [0.5, 1.5], "overlap_slowdown.1 .*less than or equal to 1"),
         (("layer_scales",), [{"layer": _LAYER, "forward": 0.0}], "layer_scales.0.forward .*greater than 0"),
         (("held_out_error",), float("nan"), "held_out_error: .*finite"),
         (("software",), None, "software: .*object .found null"),

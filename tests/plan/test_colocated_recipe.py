@@ -140,7 +140,7 @@ def test_pieces_of_layers_fill_the_gaps_inside_the_llms_layers(with_sp: bool, re
         assert num_faster
 
 
-def test_the_fastest_candidates_are_scheduled_in_pieces_where_that_is_faster() -> None:
+def test_candidates_are_scheduled_in_pieces_where_that_is_faster() -> None:
     wide = {"hidden": 2048, "heads": 16, "ffn": 4096}
     settings = recipe(vision={**VISION, "hidden": 512, "ffn": 1024}, llm=wide, parallel={"llm": {"tp": 4, "pp": 1}})
     machine = machine_for(settings, "h100-80g")
@@ -148,7 +148,7 @@ def test_the_fastest_candidates_are_scheduled_in_pieces_where_that_is_faster() -
     layer_costs = evaluator.layer_costs
     candidates = search_colocated(evaluator, 4).candidates
     in_pieces = [candidate for candidate in candidates if candidate.schedule.pieces]
-    assert 0 < len(in_pieces) <= 2
+    assert len(in_pieces) > 2, "it was tried wherever it may be the fastest"
     for candidate in in_pieces:
         order = plan_encoder_order(layout_graph(candidate.layout, layer_costs), layer_costs, machine)
         counts = dict(candidate.layout.num_microbatches)

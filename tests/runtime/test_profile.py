@@ -68,6 +68,8 @@ def test_every_kind_of_layer_is_in_the_table(table: CostTable) -> None:
         (kind, 2) for kind in ("p2p", "all_reduce", "all_gather", "reduce_scatter", "broadcast")
     }
     assert all(seconds > 0 for message in table.messages for seconds in message.seconds)
+    overlapped = {message.kind for message in table.messages if len(message.overlap_slowdown) == len(message.nbytes)}
+    assert overlapped == {"all_reduce", "all_gather", "reduce_scatter"}
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from mmtrain.plan.colocated.colocated_layouts import (
 from mmtrain.plan.colocated.encoder_order import max_ahead_choices, plan_encoder_order
 from mmtrain.plan.colocated.llm_alone import min_in_flight, simulate_llm_alone
 from mmtrain.plan.colocated.stage_kernels import compute_share
-from mmtrain.plan.colocated.tp_bubbles import fill_tp_bubbles, overlaps_collectives
+from mmtrain.plan.colocated.tp_bubbles import fill_tp_bubbles
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, LayerCosts, num_microbatches_of
 from mmtrain.plan.problem import PlanningProblem
@@ -80,8 +80,9 @@ def search_colocated(evaluator: Evaluator, num_ranks: int, progress: Progress | 
     simulated: list[Candidate] = []
     rejected: list[Rejected] = []
     levels = _recompute_levels(evaluator.layer_costs, budget.recompute_shares)
+    bound = _StepBound(evaluator.layer_costs)
     num_scheduled, fastest_s = 0, math.inf
-    for candidate in sorted(_enumerate(evaluator, num_ranks), key=_search_order):
+    for candidate in sorted(_enumerate(evaluator, num_ranks, bound), key=_search_order):
         if candidate.time_lower_bound_s > fastest_s * EQUAL_STEP_TIME_RATIO:  # so are all candidates that follow
             slower = f"at least {candidate.time_lower_bound_s / fastest_s:.2f}x slower"
             rejected.append(Rejected(candidate, f"{slower}: its work cannot be done sooner"))
@@ -90,7 +91,12 @@ def search_colocated(evaluator: Evaluator, num_ranks: int, progress: Progress | 
             break
         if progress is not None:
             progress(num_scheduled, budget.max_simulated_layouts)
-        trial = _Trial(candidate, evaluator, levels, _Limits.beside(simulated, budget.far_ratio))
+        trial = _Trial(
+            candidate,
+            evaluator,
+            levels,
+            _Limits.beside(simulated, budget.far_ratio / bound.llm_compute_share(candidate.assignment)),
+        )
         outcome = trial.run()
         num_scheduled += trial.num_scheduled
         if isinstance(outcome, Candidate):
@@ -98,12 +104,12 @@ def search_colocated(evaluator: Evaluator, num_ranks: int, progress: Progress | 
             fastest_s = min(fastest_s, outcome.step_time_s)
         elif outcome is not None:
             rejected.append(outcome)
-    simulated += _with_merged_microbatches(simulated, evaluator, levels)
+    simulated += _with_merged_microbatches(simulated, evaluator, levels, bound)
     return SearchResults(fill_tp_bubbles(simulated, evaluator), tuple(rejected))
 
 
 def _with_merged_microbatches(
-    simulated: Sequence[Candidate], evaluator: Evaluator, levels: list[RecomputeShares]
+    simulated: Sequence[Candidate], evaluator: Evaluator, levels: list[RecomputeShares], bound: "_StepBound"
 ) -> list[Candidate]:
     """Return the fastest few again with fewer, larger microbatches of their encoders, where that is faster."""
     budget, choices, layer_costs = evaluator.budget, evaluator.problem.choices, evaluator.layer_costs
@@ -115,7 +121,7 @@ def _with_merged_microbatches(
         for counts in merged_microbatch_counts(choices, encoders, meshes[LLM], budget.meshes.merged_microbatches):
             split = layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()}, counts)
             assignment = MeshAssignment("colocated", meshes, num_microbatches_of(split))
-            merged = evaluator.enumerated(assignment).bounded(candidate.time_lower_bound_s)
+            merged = evaluator.enumerated(assignment).bounded(bound.seconds(assignment))
             outcome = _Trial(merged, evaluator, levels, _Limits(fastest_s, math.inf, math.inf)).run()
             if isinstance(outcome, Candidate) and outcome.step_time_s < fastest_s:
                 merged_candidates.append(outcome)
@@ -190,10 +196,9 @@ def _search_order(candidate: Candidate) -> tuple[float, int, int]:
     return candidate.time_lower_bound_s, llm.pp, llm.tp
 
 
-def _enumerate(evaluator: Evaluator, num_ranks: int) -> Iterator[Candidate]:
+def _enumerate(evaluator: Evaluator, num_ranks: int, bound: "_StepBound") -> Iterator[Candidate]:
     """List every colocated mesh assignment with the lower bound of its step."""
     layer_costs, choices = evaluator.layer_costs, evaluator.problem.choices
-    bound = _StepBound(layer_costs, overlaps_collectives(evaluator.problem.hardware))
     colocated_vpp = evaluator.budget.meshes.colocated_vpp
     for llm_mesh in llm_mesh_sizes(choices, num_ranks):
         for llm in _with_chunks(llm_mesh, choices[LLM], colocated_vpp):
@@ -218,38 +223,39 @@ class _StepBound:
     """The least seconds of a colocated step, for mean microbatches and without messages."""
 
     layer_costs: LayerCosts
-    is_overlapped: bool  # one unit's collectives may run while another computes
-    # Rank-seconds of an encoder's work over all replicas, by unit and tp. Taken from the first mesh with that tp: how
-    # items are divided over replicas hardly changes it.
-    encoder_work: dict[tuple[str, int], float] = field(default_factory=dict)
-    llm_compute_share: dict[int, float] = field(default_factory=dict)  # by tp
+    # Rank-seconds of an encoder's work over all replicas, by unit, tp and microbatches. Taken from the first such mesh:
+    # how items are divided over replicas hardly changes it.
+    encoder_work: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    llm_compute_shares: dict[int, float] = field(default_factory=dict)  # by tp
 
     def seconds(self, assignment: MeshAssignment) -> float:
         """Return the seconds of the LLM's pipeline alone, or of one rank's share of all work if that is more."""
         llm = assignment.meshes[LLM]
         encoders = {unit: mesh for unit, mesh in assignment.meshes.items() if unit != LLM}
         num_llm = assignment.num_microbatches[LLM]
-        for unit, mesh in encoders.items():
-            if (unit, mesh.tp) not in self.encoder_work:
-                self.encoder_work[unit, mesh.tp] = self._encoder_work(unit, mesh, assignment)
         times = self.layer_costs.unit_times(LLM, llm.tp, assignment.batch_split)
         llm_rank_s = times.mean[:, [FORWARD, BACKWARD]].sum() / llm.pp * num_llm
         pipeline_s = llm_rank_s * (1 + (llm.pp - 1) / llm.vpp / num_llm)
-        if self.is_overlapped:
-            llm_rank_s *= self._llm_compute_share(llm.tp, assignment)
-        encoder_rank_s = sum(self.encoder_work[unit, mesh.tp] / mesh.ranks for unit, mesh in encoders.items())
+        llm_rank_s *= self.llm_compute_share(assignment)
+        encoder_rank_s = sum(self._encoder_work(unit, mesh, assignment) / mesh.ranks for unit, mesh in encoders.items())
         return float(max(pipeline_s, llm_rank_s + encoder_rank_s))
 
     def _encoder_work(self, unit: str, mesh: MeshSize, assignment: MeshAssignment) -> float:
-        split = assignment.batch_split
-        share = compute_share(self.layer_costs, unit, mesh.tp, split) if self.is_overlapped else 1.0
-        microbatch_s = float(self.layer_costs.unit_costs(unit, mesh.tp, split).seconds.sum())
-        return microbatch_s / mesh.pp * assignment.num_microbatches[unit] * mesh.ranks * share
+        num_microbatches = assignment.num_microbatches[unit]
+        key = (unit, mesh.tp, num_microbatches)
+        if key not in self.encoder_work:
+            split = assignment.batch_split
+            share = compute_share(self.layer_costs, unit, mesh.tp, split)
+            microbatch_s = float(self.layer_costs.unit_costs(unit, mesh.tp, split).seconds.sum())
+            self.encoder_work[key] = microbatch_s / mesh.pp * num_microbatches * mesh.ranks * share
+        return self.encoder_work[key]
 
-    def _llm_compute_share(self, tp: int, assignment: MeshAssignment) -> float:
-        if tp not in self.llm_compute_share:
-            self.llm_compute_share[tp] = compute_share(self.layer_costs, LLM, tp, assignment.batch_split)
-        return self.llm_compute_share[tp]
+    def llm_compute_share(self, assignment: MeshAssignment) -> float:
+        """Return the share of the LLM's passes in which its rank cannot compute anything else."""
+        tp = assignment.meshes[LLM].tp
+        if tp not in self.llm_compute_shares:
+            self.llm_compute_shares[tp] = compute_share(self.layer_costs, LLM, tp, assignment.batch_split)
+        return self.llm_compute_shares[tp]
 
 
 def _recompute_levels(layer_costs: LayerCosts, shares: tuple[float, ...]) -> list[RecomputeShares]:

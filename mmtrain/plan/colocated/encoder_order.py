@@ -71,11 +71,12 @@ def plan_encoder_order(
         for stage in graph.stages
         for kind in _DIRECTIONS
     }
-    gaps = {key: communication_gaps(segments) for key, segments in costs.items() if key[0].unit == LLM}
+    cut_s = layer_costs.costs.cut()
+    gaps = {key: communication_gaps(segments, cut_s) for key, segments in costs.items() if key[0].unit == LLM}
     longest_gap_s = max((gap.end - gap.start for in_pass in gaps.values() for gap in in_pass), default=0.0)
     max_kernel_s = longest_gap_s * layer_costs.budget.colocated.max_kernel_share_of_gap
     spans = with_delayed_forwards(graph, llm_alone)
-    llm = find_bubbles(graph, llm_alone, spans, costs)
+    llm = find_bubbles(graph, llm_alone, spans, gaps)
     passes = _RankPasses()
     _add_llm_passes(passes, graph, spans)
     for mesh in (m for m in graph.meshes if m.unit != LLM):

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mmtrain.costs import Hardware, PieceCost
+from mmtrain.costs import Hardware
 from mmtrain.plan.colocated.bubble_schedule import LlmTimeline
 from mmtrain.plan.colocated.bubbles import FreeTime
 from mmtrain.plan.colocated.latest_forwards import delay_forwards
-from mmtrain.plan.colocated.stage_kernels import communication_gaps
+from mmtrain.plan.colocated.stage_kernels import CommunicationGap
 from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
 from mmtrain.plan.estimate.layout_simulation import PrecomputedTiming, model_timing
 from mmtrain.program.ir.actions import Compute, Direction, Forward, Pass, ReduceGrads, ReduceShared
@@ -68,7 +68,10 @@ def with_delayed_forwards(graph: StageGraph, alone: Timeline) -> list[Span]:
 
 
 def find_bubbles(
-    graph: StageGraph, alone: Timeline, spans: Sequence[Span], costs: Mapping[StagePass, Sequence[PieceCost]]
+    graph: StageGraph,
+    alone: Timeline,
+    spans: Sequence[Span],
+    gaps_of: Mapping[StagePass, Sequence[CommunicationGap]],
 ) -> LlmTimeline:
     """Return the LLM's free times, and when it starts and ends each microbatch at the first stage an encoder enters.
 
@@ -79,7 +82,7 @@ def find_bubbles(
         graph: the layout's stage graph.
         alone: what `simulate_llm_alone` returns.
         spans: what `with_delayed_forwards` returns.
-        costs: of every stage's segments; they say when a rank of the LLM communicates inside its layers.
+        gaps_of: when a rank communicates inside each of the LLM's passes.
     """
     mesh = graph.mesh(LLM)
     pipeline_rank = {mesh.tp_group(p, 0)[0]: p for p in range(mesh.pp)}
@@ -89,7 +92,7 @@ def find_bubbles(
         start, end = span.start_s, span.start_s + span.duration_s
         p = pipeline_rank[span.rank]
         if isinstance(span.action, Compute):
-            gaps = communication_gaps(costs[span.action.stage, direction(span.action)])
+            gaps = gaps_of[span.action.stage, direction(span.action)]
             link_busy[p].update((start + gap.start, start + gap.end) for gap in gaps)
             bounds = [start, *(start + t for gap in gaps for t in (gap.start, gap.end)), end]
             busy[p].update((lo, hi) for lo, hi in zip(bounds[::2], bounds[1::2], strict=True) if hi > lo)

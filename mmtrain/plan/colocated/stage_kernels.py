@@ -73,19 +73,24 @@ def compute_share(layer_costs: LayerCosts, unit: str, tp: int, split: BatchSplit
         for kind in _COMPUTE_KINDS
         for piece in layer_costs.costs.pieces(layer, tp, load, kind, input_grad=input_grad)
     ]
-    total_s = sum(count * sum(piece) for count, piece in counted_pieces)
+    total_s = sum(count * piece.total_s for count, piece in counted_pieces)
     return sum(count * piece.compute_s for count, piece in counted_pieces) / total_s if total_s else 1.0
 
 
-def communication_gaps(segments: Sequence[PieceCost]) -> tuple[CommunicationGap, ...]:
-    """Return the gaps between the segments of a pass, in the order of time."""
+def communication_gaps(segments: Sequence[PieceCost], cut_s: float) -> tuple[CommunicationGap, ...]:
+    """Return the gaps between the segments of a pass, in the order of time.
+
+    A pass that stops for other work loses `cut_s`, and what its own compute would hide of the collective. So there is a
+    gap only where more is left than is lost.
+    """
     gaps: list[CommunicationGap] = []
     clock = 0.0
-    for i, (compute_s, collective_s) in enumerate(segments[:-1]):
-        clock += compute_s
-        if collective_s:
-            gaps.append(CommunicationGap(clock, clock + collective_s, i + 1))
-        clock += collective_s
+    for i, segment in enumerate(segments[:-1]):
+        clock += segment.compute_s
+        gap_s = segment.collective_s - segment.hidden_s
+        if gap_s > segment.hidden_s + cut_s:
+            gaps.append(CommunicationGap(clock, clock + gap_s, i + 1))
+        clock += gap_s
     return tuple(gaps)
 
 
@@ -111,7 +116,8 @@ def stage_kernels(segments: Sequence[PieceCost], kind: Direction, max_kernel_s: 
 def _joined_segments(segments: Sequence[PieceCost], max_kernel_s: float) -> Iterator[tuple[int, int, float, float]]:
     """Return runs [lo, hi) of segments, their compute seconds, and those of the collective at their end."""
     lo, total_s = 0, 0.0
-    for i, (compute_s, collective_s) in enumerate(segments):
+    for i, segment in enumerate(segments):
+        compute_s, collective_s = segment.compute_s, segment.collective_s
         if i > lo and total_s + compute_s > max_kernel_s:
             yield lo, i, total_s, 0.0
             lo, total_s = i, 0.0

@@ -1,42 +1,38 @@
 """The last step of the bubble schedule: pieces of encoder layers in the gaps inside the LLM's layers.
 
 In the coarse order, encoders run before and after the LLM's work. Then their layers go into its pipeline's bubbles.
-Here, for the few fastest layouts, pieces of these layers run during the LLM's tensor-parallel collectives (Optimus,
-arXiv 2408.03505, section 4.3).
+Here pieces of these layers run during the LLM's tensor-parallel collectives (Optimus, arXiv 2408.03505, section 4.3).
 """
 
 from collections.abc import Sequence
 
-from mmtrain.costs import Hardware
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import split_into_pieces
 from mmtrain.plan.candidate import Candidate
 from mmtrain.plan.colocated.encoder_order import max_ahead_choices, plan_encoder_order
 from mmtrain.plan.colocated.llm_alone import simulate_llm_alone
+from mmtrain.plan.colocated.stage_kernels import compute_share
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.program.ir.graph import LLM
 
 
-def overlaps_collectives(machine: Hardware) -> bool:
-    """Return whether ranks compute at full speed while they communicate: on a CPU, gloo takes the core for it."""
-    return machine.name != "cpu-core"
-
-
 def fill_tp_bubbles(candidates: Sequence[Candidate], evaluator: Evaluator) -> tuple[Candidate, ...]:
-    """Return the candidates, the fastest few with orders in pieces where these are faster and fit.
+    """Return the candidates, those whose LLM leaves gaps with orders in pieces where these are faster and fit.
 
-    Candidates whose LLM alone takes as long as the fastest so far stay as they are, and so do those far behind.
+    The LLM leaves gaps where it has tensor parallelism and the costs say that a collective does not take all of the
+    rank. Candidates that would be slower than the fastest so far even without the gaps stay as they are.
     """
-    if not overlaps_collectives(evaluator.problem.hardware) or not candidates:
+    if not candidates or not evaluator.budget.colocated.fills_tp_bubbles:
         return tuple(candidates)
     by_step_time = sorted(candidates, key=lambda candidate: candidate.step_time_s)
-    with_collectives = [candidate for candidate in by_step_time if candidate.layout.units[LLM].tp > 1]
     fastest_s, in_pieces = by_step_time[0].step_time_s, {}
-    budget = evaluator.budget.colocated
-    for candidate in with_collectives[: budget.max_layouts_in_pieces]:
-        if candidate.step_time_s > budget.far_ratio * fastest_s:
-            break  # pieces gain too little, also for those that follow
+    for candidate in by_step_time:
+        split = candidate.assignment.batch_split
+        llm_compute_share = compute_share(evaluator.layer_costs, LLM, candidate.layout.units[LLM].tp, split)
+        without_gaps_s = max(candidate.time_lower_bound_s, candidate.step_time_s * llm_compute_share)
+        if llm_compute_share == 1 or without_gaps_s >= fastest_s:
+            continue
         in_pieces[candidate.id] = _with_pieces(candidate, evaluator, fastest_s)
         fastest_s = min(fastest_s, in_pieces[candidate.id].step_time_s)
     return tuple(in_pieces.get(candidate.id, candidate) for candidate in candidates)
@@ -61,6 +57,8 @@ def _with_pieces(candidate: Candidate, evaluator: Evaluator, fastest_s: float) -
         )
         fitted = evaluator.fit_schedule(candidate, layout, schedule)
         if isinstance(fitted, Candidate):
-            simulated = evaluator.simulate(fitted)
-            return simulated if simulated.step_time_s < candidate.step_time_s else candidate
+            simulated = evaluator.simulate_unless_slow(fitted, candidate.first_batch_step_s)
+            if simulated is None or simulated.step_time_s >= candidate.step_time_s:
+                return candidate
+            return simulated
     return candidate

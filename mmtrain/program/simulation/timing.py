@@ -278,11 +278,15 @@ class ModelTiming:
                 for held, num_pieces in zip(content.layers, stage.pieces, strict=True)
                 for piece in self._of_layer(kind, held, num_pieces, content.tp, load, stage.sp)
             ]
-            sums = [0.0, *accumulate(map(sum, pieces))]
-            self._pieces[key] = sums, [piece.collective_s for piece in pieces]
-        sums, collectives = self._pieces[key]
-        last = action.hi - 1 if kind == "F" else action.lo
-        return sums[action.hi] - sums[action.lo], 0.0 if finished_pass(self.graph, action) else collectives[last]
+            self._pieces[key] = [0.0, *accumulate(piece.total_s for piece in pieces)], pieces
+        sums, pieces = self._pieces[key]
+        seconds_in_pass = sums[action.hi] - sums[action.lo]
+        if finished_pass(self.graph, action):
+            return seconds_in_pass, 0.0
+        last = pieces[action.hi - 1 if kind == "F" else action.lo]
+        cut_s = self.costs.cut() if self.loads.loads[mb].tokens else 0.0
+        # Nothing that follows in the pass hides the collective.
+        return seconds_in_pass + cut_s + last.hidden_s, last.collective_s
 
     def _of_layer(
         self, kind: Direction, held: StageLayer, num_pieces: int, tp: int, load: TokenLoad, sp: bool
@@ -293,8 +297,8 @@ class ModelTiming:
         return self.costs.pieces(held.layer, tp, load, name, input_grad=held.input_grad, sp=sp)
 
     @cached_property
-    def _pieces(self) -> dict[tuple[int, Direction, int, int], tuple[list[float], list[float]]]:
-        """Seconds before each segment and of its collective, by number of the stage, kind, replica and index."""
+    def _pieces(self) -> dict[tuple[int, Direction, int, int], tuple[list[float], list[PieceCost]]]:
+        """Seconds before each segment, and the segments, by number of the stage, kind, replica and index."""
         return {}
 
     @cached_property

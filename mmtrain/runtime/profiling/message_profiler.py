@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,9 +18,14 @@ from mmtrain.runtime.world import Address, World
 
 WARM_UP_REPEATS = 2
 REPEATS = 7
+# Sides of the GEMMs that are timed beside collectives: short beside a collective, and on a GPU of all multiprocessors.
+BESIDE_GEMM_SIDE = {"cpu": 64, "cuda": 2048}
+GEMMS_PER_REPEAT = 8  # of timing one
+MAX_BESIDE_GEMMS = 4096
 MESSAGE_BYTES = tuple(2**k for k in (10, 14, 18, 20, 22, 24))
 MessageKind = Literal["p2p"] | CollectiveKind
 _COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+_OVERLAPPED = ("all_reduce", "all_gather", "reduce_scatter")  # those of tensor parallelism
 
 
 @dataclass(frozen=True)
@@ -31,11 +37,17 @@ class _Members:
     group: dist.ProcessGroup | None  # None: the default group, or this rank only waits for the others
 
 
-def measure_messages(world: World, sizes: tuple[int, ...] = MESSAGE_BYTES) -> list[MessageEntry]:
-    """Time messages of `sizes` bytes between the first two ranks, and collectives over all ranks, on one node."""
+def measure_messages(
+    world: World, sizes: tuple[int, ...] = MESSAGE_BYTES, with_overlap: bool = False
+) -> list[MessageEntry]:
+    """Time messages of `sizes` bytes between the first two ranks, and collectives over all ranks, on one node.
+
+    with_overlap: also time the collectives beside GEMMs, to find what these lose.
+    """
     everyone = _Members(tuple(range(world.size)), 1, None)
     kinds: tuple[MessageKind, ...] = ("p2p", *_COLLECTIVES)
-    return [_measure(world, kind, everyone, sizes) for kind in kinds]
+    entries = [_measure(world, kind, everyone, sizes) for kind in kinds]
+    return [_with_overlap(world, entry, everyone) for entry in entries] if with_overlap else entries
 
 
 def measure_node_links(world: World, address: Address, sizes: tuple[int, ...] = MESSAGE_BYTES) -> list[MessageEntry]:
@@ -95,8 +107,60 @@ def _measure(world: World, kind: MessageKind, members: _Members, sizes: tuple[in
     return MessageEntry(kind=kind, size=size, nodes=members.nodes, nbytes=sizes, seconds=tuple(seconds))
 
 
-def _operation(kind: MessageKind, data: Tensor, members: _Members, rank: int) -> Callable[[], object]:
-    """Return what a rank does in one message or collective of `data`."""
+def _with_overlap(world: World, entry: MessageEntry, members: _Members) -> MessageEntry:
+    """Return the entry of a collective with the share of its time that GEMMs beside it lose, by size."""
+    if entry.kind not in _OVERLAPPED:
+        return entry
+    slowdowns = tuple(
+        _overlap_slowdown(world, entry.kind, members, nbytes, seconds)
+        for nbytes, seconds in zip(entry.nbytes, entry.seconds, strict=True)
+    )
+    return entry.model_copy(update={"overlap_slowdown": slowdowns})
+
+
+def _overlap_slowdown(world: World, kind: MessageKind, members: _Members, nbytes: int, collective_s: float) -> float:
+    """Return the share of a collective's seconds by which it lengthens GEMMs that take about as long and run beside it.
+
+    The least of several repeats counts: other work on the machine makes each longer, and the difference of medians of
+    short times would be that of the other work.
+    """
+    device = world.device
+    data = torch.zeros(nbytes // 4 // len(members.ranks) * len(members.ranks), device=device)
+    start_collective = _operation(kind, data, members, world.rank, async_op=True)
+    side = BESIDE_GEMM_SIDE[device.type]
+    matrix = torch.randn(side, side, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    def compute(num_gemms: int) -> None:
+        for _ in range(num_gemms):
+            torch.mm(matrix, matrix)
+
+    def both(num_gemms: int) -> None:
+        work = start_collective()
+        compute(num_gemms)
+        work.wait()  # type: ignore[attr-defined]
+
+    def elapsed(run: Callable[[int], None], num_gemms: int) -> float:
+        world.barrier()
+        start_s = _now_s(device)
+        run(num_gemms)
+        return _now_s(device) - start_s
+
+    gemm_s = min(elapsed(compute, GEMMS_PER_REPEAT) for _ in range(REPEATS)) / GEMMS_PER_REPEAT
+    num_gemms = world.broadcast(min(MAX_BESIDE_GEMMS, max(1, round(collective_s / gemm_s))))
+    assert isinstance(num_gemms, int)
+    times = [
+        (elapsed(compute, num_gemms), elapsed(both, 0), elapsed(both, num_gemms))
+        for _ in range(WARM_UP_REPEATS + REPEATS)
+    ]
+    gemms_s, alone_s, both_s = np.array(times[WARM_UP_REPEATS:]).min(axis=0).tolist()
+    lost_s = both_s - max(gemms_s, alone_s)
+    return float(np.clip(lost_s / min(gemms_s, alone_s), 0.0, 1.0))
+
+
+def _operation(
+    kind: MessageKind, data: Tensor, members: _Members, rank: int, async_op: bool = False
+) -> Callable[[], object]:
+    """Return what a rank does in one message or collective of `data`; with `async_op` a collective is only started."""
     ranks, group = members.ranks, members.group
     own_part = data.chunk(len(ranks))[ranks.index(rank) if rank in ranks else 0].clone()
     # torch 2.13 renamed these and warns of the old names.
@@ -106,13 +170,13 @@ def _operation(kind: MessageKind, data: Tensor, members: _Members, rank: int) ->
         case "p2p":
             return lambda: dist.send(data, ranks[1]) if rank == ranks[0] else _receive(data, ranks, rank)
         case "all_reduce":
-            return lambda: dist.all_reduce(data, group=group)
+            return lambda: dist.all_reduce(data, group=group, async_op=async_op)
         case "broadcast":
             return lambda: dist.broadcast(data, src=ranks[0], group=group)
         case "all_gather":
-            return lambda: gather(data, own_part, group=group)
+            return lambda: gather(data, own_part, group=group, async_op=async_op)
         case "reduce_scatter":
-            return lambda: scatter(own_part, data, group=group)
+            return lambda: scatter(own_part, data, group=group, async_op=async_op)
 
 
 def _receive(data: Tensor, ranks: tuple[int, ...], rank: int) -> None:

@@ -184,8 +184,8 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
 
 
 def _measure_messages(world: World) -> _Measurements:
-    """Time messages and collectives between all ranks of this launch."""
-    return _Measurements(messages=measure_messages(world))
+    """Time messages and collectives between all ranks of this launch, and what compute loses beside collectives."""
+    return _Measurements(messages=measure_messages(world, with_overlap=True))
 
 
 def _tp_groups(world: World, tp: int) -> ParallelGroups:
