@@ -9,6 +9,7 @@ def test_prepare_megatron_sets_the_device_and_can_be_undone() -> None:
     for _ in range(2):
         prepare_megatron(CPU)
         assert torch.cuda.current_device() == CPU
+        torch.cuda.current_stream()  # without CUDA torch itself would raise
     prepare_megatron(torch.device("cuda"))
     assert torch.cuda.current_device.__module__ == "torch.cuda"
     prepare_megatron(CPU)

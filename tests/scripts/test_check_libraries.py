@@ -16,7 +16,7 @@ def test_the_installed_libraries_have_every_name_that_is_used() -> None:
 def test_imports_and_keywords_of_megatron_are_found() -> None:
     used = used_of_megatron()
     config = used["megatron.core.transformer.transformer_config", "TransformerConfig"]
-    assert {"kv_channels", "layernorm_zero_centered_gamma", "cuda_graph_scope"} <= config
+    assert {"kv_channels", "layernorm_zero_centered_gamma", "qk_layernorm"} <= config
     assert "init_state_fn" in used["megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"]
 
 

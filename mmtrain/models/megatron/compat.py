@@ -1,4 +1,4 @@
-"""What Megatron-core 0.16.1 needs to run on a CPU; on CUDA this module changes nothing.
+"""What Megatron-core needs to run on a CPU, where on CUDA this module changes nothing; and what its versions rename.
 
 Megatron-core asks `torch.cuda.current_device()` for "the" device and compares tensor types with CUDA names.
 `prepare_megatron` answers the first question for the whole process. The second one comes up only while an optimizer is
@@ -10,6 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ with warnings.catch_warnings(), _nothing_compiled():
     import megatron.core.transformer.transformer_layer  # noqa: F401
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _CPU = torch.device("cpu")
 _CUDA_TYPE_NAMES = {
@@ -58,10 +60,17 @@ def _do_nothing(*_: object, **__: object) -> None:
 
 _REPLACED: dict[str, Callable[..., Any]] = {
     "current_device": lambda: _CPU,  # Megatron-core passes it as `device=` when it allocates buffers
+    "current_stream": _do_nothing,  # 0.19 asks for it before each reduction, and uses it for CUDA graphs only
     "synchronize": _do_nothing,
     "empty_cache": _do_nothing,
 }
 _ORIGINAL = {name: getattr(torch.cuda, name) for name in _REPLACED}
+
+
+def no_cuda_graphs() -> dict[str, list[str]]:
+    """Return the argument of `TransformerConfig` that leaves out CUDA graphs; 0.19 renamed it."""
+    names = {field.name for field in fields(TransformerConfig)}
+    return {"cuda_graph_modules" if "cuda_graph_modules" in names else "cuda_graph_scope": []}
 
 
 def prepare_megatron(device: torch.device) -> None:

@@ -35,6 +35,7 @@ from mmtrain.models.kernels.norms import rms_norm
 from mmtrain.models.kernels.rotation import rotate_heads
 from mmtrain.models.kernels.vocab_loss import vocab_parallel_losses
 from mmtrain.models.layer_shape import LayerShape, LoraShape
+from mmtrain.models.megatron import compat
 from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, ScaledAdd
 from mmtrain.models.megatron.block_segments import run_block
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear, add_adapter
@@ -191,6 +192,7 @@ class LayerFactory:
             layernorm_zero_centered_gamma=shape.zero_centered_norms,
             add_bias_linear=shape.linear_bias,
             add_qkv_bias=shape.qkv_bias,
+            qk_layernorm=shape.qk_norm or shape.joint_qk_norm,  # 0.19 rejects such norms in the spec without it
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=self.groups.tp_size,
@@ -203,7 +205,7 @@ class LayerFactory:
             bias_dropout_fusion=False,
             masked_softmax_fusion=False,
             gradient_accumulation_fusion=False,
-            cuda_graph_scope=[],
+            **compat.no_cuda_graphs(),
         )
 
     @cached_property
@@ -318,7 +320,15 @@ class LayerFactory:
     def _head_norm(self) -> Any:
         """Say to Megatron-core how to build the norms of queries and of keys."""
         if self.block.joint_qk_norm:
-            return ModuleSpec(module=JointHeadNorm, params={"tp_group": self.groups.tp})
+            tp_group = self.groups.tp
+
+            class NormOfGroup(JointHeadNorm):
+                """The norm for this group: 0.16 takes a class or a ModuleSpec here, 0.19 calls what it gets."""
+
+                def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+                    super().__init__(config, hidden_size, eps, tp_group)
+
+            return NormOfGroup
         return HeadNorm if self.block.qk_norm else None
 
     def projector_norm(self, shape: LayerShape, width: int, eps: float | None) -> Norm:

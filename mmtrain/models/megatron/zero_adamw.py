@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmtrain.models.bf16_moments import Bf16MomentsAdamW
 from mmtrain.models.clip_factors import ClipFactors, set_clip_factors
-from mmtrain.models.megatron.compat import optimizer_scope
+from mmtrain.models.megatron.compat import no_cuda_graphs, optimizer_scope
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.named_shards import MOMENTS, NamedShard
 from mmtrain.models.parameter_specs import ParamSpec, WeightSource
@@ -258,7 +258,7 @@ class ZeroAdamW:
 def _buffers(chunk: nn.ModuleList, groups: ParallelGroups) -> DistributedDataParallel:
     # Megatron reads only `calculate_per_token_loss` of this config: it turns off averaging over replicas.
     config = TransformerConfig(
-        num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True, cuda_graph_scope=[]
+        num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True, **no_cuda_graphs()
     )
     buffers = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
