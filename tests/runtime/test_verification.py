@@ -21,7 +21,7 @@ from mmtrain.recipe import load_recipe
 from mmtrain.runtime.verification.compare_gradients import compare_gradients
 from mmtrain.runtime.verification.fewer_replicas import RankLimit, cut_replicas
 from mmtrain.runtime.verification.shrink_model import shrink_model
-from mmtrain.runtime.verification.verify_plan import draw_groups
+from mmtrain.runtime.verification.verify_plan import _limit, draw_groups
 from tests.flow import cases
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "whatif"
@@ -204,6 +204,15 @@ def test_a_plan_that_is_cut_says_what_is_left_and_what_is_not_verified() -> None
     assert notes["four of sixteen shards, two copies"] == (
         "Cut to 8 of the plan's 16 ranks: 2 of its 4 copies of the weights."
     )
+
+
+def test_gpus_limit_the_ranks_where_there_are_fewer_than_processes_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _limit(8).reason == "--ranks-here allows 8 processes"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert (_limit(8).ranks, _limit(8).reason) == (4, "this machine has 4 GPUs")
+    assert "--cpu" in _limit(8).remedy
+    assert (_limit(3).ranks, _limit(3).reason) == (3, "--ranks-here allows 3 processes")
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def _limit(max_processes: int) -> RankLimit:
     """Return how many ranks may run here."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else max_processes
     if num_gpus < max_processes:
-        reason = f"this machine has {num_gpus} GPUs"
+        reason = f"this machine has {num_gpus} GPU{'s' * (num_gpus != 1)}"
         return RankLimit(num_gpus, reason, "Run it with processes on the CPU (--cpu)")
     return RankLimit(
         max_processes,
