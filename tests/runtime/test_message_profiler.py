@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mmtrain.costs import CostTable
 from mmtrain.errors import LaunchError
-from mmtrain.runtime.profiling.message_profiler import measure_node_links
+from mmtrain.runtime.profiling.message_profiler import gemm_slowdown, measure_node_links, processor_share
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile_node_links
 from mmtrain.runtime.resilience.launch import free_port
-from mmtrain.runtime.world import Address, World
+from mmtrain.runtime.world import Address, World, join, leave
 from tests.distributed import fork_ranks
 from tests.plan import factory
 
@@ -38,3 +39,22 @@ def test_ranks_on_one_node_or_unevenly_spread_are_rejected(size: int, per_node: 
     address = Address(0, size, 0, "127.0.0.1", 1, "torchrun", ranks_per_node=per_node)
     with pytest.raises(LaunchError, match=rf"found {size} ranks with 2 on a node; to measure the links"):
         measure_node_links(World(0, size, torch.device("cpu")), address)
+
+
+def _losses_beside_an_all_reduce(rank: int, size: int, folder: Path, port: int) -> tuple[float, float]:
+    world = join(Address(rank, size, rank, "127.0.0.1", port, "mmtrain"))
+    data = torch.zeros(2**18)
+
+    def start_collective() -> object:
+        return dist.all_reduce(data, async_op=True)
+
+    shares = processor_share(world, start_collective), gemm_slowdown(world, start_collective, 1e-4, side=32)
+    leave()
+    return shares
+
+
+@pytest.mark.slow
+def test_what_compute_loses_beside_a_collective_is_a_share_of_it() -> None:
+    for processor, gemms in fork_ranks(2, _losses_beside_an_all_reduce, free_port(), timeout=60):
+        assert 0.0 < processor <= 1.0, "gloo uses the core"
+        assert 0.0 <= gemms <= 1.0

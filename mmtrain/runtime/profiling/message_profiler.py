@@ -18,10 +18,8 @@ from mmtrain.runtime.world import Address, World
 
 WARM_UP_REPEATS = 2
 REPEATS = 7
-# Sides of the GEMMs that are timed beside collectives: short beside a collective, and on a GPU of all multiprocessors.
-BESIDE_GEMM_SIDE = {"cpu": 64, "cuda": 2048}
+BESIDE_GEMM_SIDE = 2048  # of those timed beside collectives: each occupies all multiprocessors of a GPU
 GEMMS_PER_REPEAT = 8  # of timing one
-MAX_BESIDE_GEMMS = 4096
 MESSAGE_BYTES = tuple(2**k for k in (10, 14, 18, 20, 22, 24))
 MessageKind = Literal["p2p"] | CollectiveKind
 _COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
@@ -42,7 +40,7 @@ def measure_messages(
 ) -> list[MessageEntry]:
     """Time messages of `sizes` bytes between the first two ranks, and collectives over all ranks, on one node.
 
-    with_overlap: also time the collectives beside GEMMs, to find what these lose.
+    with_overlap: also measure what compute beside the collectives loses.
     """
     everyone = _Members(tuple(range(world.size)), 1, None)
     kinds: tuple[MessageKind, ...] = ("p2p", *_COLLECTIVES)
@@ -108,26 +106,41 @@ def _measure(world: World, kind: MessageKind, members: _Members, sizes: tuple[in
 
 
 def _with_overlap(world: World, entry: MessageEntry, members: _Members) -> MessageEntry:
-    """Return the entry of a collective with the share of its time that GEMMs beside it lose, by size."""
+    """Return the entry of a collective with the share of its time that compute beside it loses, by size."""
     if entry.kind not in _OVERLAPPED:
         return entry
-    slowdowns = tuple(
-        _overlap_slowdown(world, entry.kind, members, nbytes, seconds)
-        for nbytes, seconds in zip(entry.nbytes, entry.seconds, strict=True)
-    )
-    return entry.model_copy(update={"overlap_slowdown": slowdowns})
+    slowdowns = []
+    for nbytes, collective_s in zip(entry.nbytes, entry.seconds, strict=True):
+        data = torch.zeros(nbytes // 4 // entry.size * entry.size, device=world.device)
+        start_collective = _operation(entry.kind, data, members, world.rank, async_op=True)
+        if world.device.type == "cpu":
+            slowdowns.append(processor_share(world, start_collective))
+        else:
+            slowdowns.append(gemm_slowdown(world, start_collective, collective_s, BESIDE_GEMM_SIDE))
+    return entry.model_copy(update={"overlap_slowdown": tuple(slowdowns)})
 
 
-def _overlap_slowdown(world: World, kind: MessageKind, members: _Members, nbytes: int, collective_s: float) -> float:
-    """Return the share of a collective's seconds by which it lengthens GEMMs that take about as long and run beside it.
+def processor_share(world: World, start_collective: Callable[[], object]) -> float:
+    """Return the share of a collective's time in which it occupies the core of its rank, least of several repeats.
 
-    The least of several repeats counts: other work on the machine makes each longer, and the difference of medians of
-    short times would be that of the other work.
+    Processor time and not what GEMMs beside it lose: of a few milliseconds, other work on the machine takes more.
+    """
+    times = []
+    for _ in range(WARM_UP_REPEATS + REPEATS):
+        world.barrier()
+        start_s, start_processor_s = time.perf_counter(), time.process_time()
+        start_collective().wait()  # type: ignore[attr-defined]
+        times.append((time.process_time() - start_processor_s, time.perf_counter() - start_s))
+    processor_s, elapsed_s = np.array(times[WARM_UP_REPEATS:]).min(axis=0).tolist()
+    return float(np.clip(processor_s / elapsed_s, 0.0, 1.0))
+
+
+def gemm_slowdown(world: World, start_collective: Callable[[], object], collective_s: float, side: int) -> float:
+    """Return the share of a collective's time by which it lengthens GEMMs that take about as long and run beside it.
+
+    The least of several repeats counts, since other work on the machine makes each longer. The GEMMs are (side, side).
     """
     device = world.device
-    data = torch.zeros(nbytes // 4 // len(members.ranks) * len(members.ranks), device=device)
-    start_collective = _operation(kind, data, members, world.rank, async_op=True)
-    side = BESIDE_GEMM_SIDE[device.type]
     matrix = torch.randn(side, side, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
 
     def compute(num_gemms: int) -> None:
@@ -146,7 +159,7 @@ def _overlap_slowdown(world: World, kind: MessageKind, members: _Members, nbytes
         return _now_s(device) - start_s
 
     gemm_s = min(elapsed(compute, GEMMS_PER_REPEAT) for _ in range(REPEATS)) / GEMMS_PER_REPEAT
-    num_gemms = world.broadcast(min(MAX_BESIDE_GEMMS, max(1, round(collective_s / gemm_s))))
+    num_gemms = world.broadcast(max(1, round(collective_s / gemm_s)))
     assert isinstance(num_gemms, int)
     times = [
         (elapsed(compute, num_gemms), elapsed(both, 0), elapsed(both, num_gemms))

@@ -1,0 +1,126 @@
+"""Measure what unequal shares of microbatches would bring to colocated plans of recipes.
+
+    python -m scripts.bench_shares [optimus_14b optimus_186b ...]
+
+Optimus (arXiv 2408.03505, section 4.2) gives each of the m encoder pipelines on an LLM replica a number of microbatches
+of its own, N_1 to N_m, and lets the i-th forward to end become LLM microbatch i. A recipe's plan gives each pipeline
+one of every m LLM microbatches, all due with the first of them. Here the bubble scheduler places the encoder of the
+fastest colocated layouts with m > 1 in four ways: as in a plan; with each forward due for its own LLM microbatch; also
+renumbered; and with the best shares. Seconds are those of the scheduler: on mean microbatches, without messages, and
+with nothing recomputed.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from mmtrain.cli.recipe_index import index_recipe
+from mmtrain.plan.artifact.layout import Layout, MeshSize
+from mmtrain.plan.artifact.plan import SchedulePlan
+from mmtrain.plan.candidate import Candidate
+from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, LlmTimeline, schedule_encoder
+from mmtrain.plan.colocated.colocated_layouts import colocated_layout
+from mmtrain.plan.colocated.colocated_search import search_colocated
+from mmtrain.plan.colocated.llm_alone import find_bubbles, simulate_llm_alone, with_delayed_forwards
+from mmtrain.plan.colocated.stage_kernels import communication_gaps, segment_costs, stage_kernels
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.estimate.layout_simulation import scheduled_graph
+from mmtrain.plan.formulate import formulate_problem
+from mmtrain.plan.search.sequence_parallel import choose_sequence_parallelism
+from mmtrain.program.ir.graph import LLM
+from mmtrain.recipe import load_recipe
+from scripts.kernel_tables.encoder_search import search_shares, step_time_lower_bound
+
+RECIPES = ("optimus_14b", "optimus_186b", "optimus_197b")
+MAX_LAYOUTS = 6  # of each recipe, the fastest with several encoder pipelines on an LLM replica
+
+
+def main() -> None:
+    """Print a table for each recipe."""
+    for name in sys.argv[1:] or RECIPES:
+        recipe = load_recipe(Path(f"recipes/whatif/{name}.yaml")).recipe
+        problem = formulate_problem(
+            recipe,
+            index_recipe(recipe).lengths,
+            world_size=recipe.cluster.ranks or 1,
+            hardware=recipe.cluster.hardware,
+            recipe_sha256="",
+        )
+        evaluator = Evaluator(problem)
+        sp = choose_sequence_parallelism(problem, evaluator.layer_costs)
+        evaluator = Evaluator(problem, layer_costs=evaluator.layer_costs.with_settings(sp=sp))
+        print(f"{name}: layout | m | plan | LLM | blocks | own deadlines | renumbered | best shares | bound | shares")
+        shown: list[str] = []
+        candidates = search_colocated(evaluator, problem.cluster.num_ranks).candidates
+        for candidate in sorted(candidates, key=lambda candidate: candidate.step_time_s):
+            meshes = candidate.assignment.meshes
+            key = ", ".join(f"{unit} {mesh}" for unit, mesh in meshes.items())
+            if meshes["vision"].dp > meshes[LLM].dp and key not in shown and len(shown) < MAX_LAYOUTS:
+                shown.append(key)
+                print(table_row(key, candidate, evaluator), flush=True)
+
+
+def table_row(key: str, candidate: Candidate, evaluator: Evaluator) -> str:
+    """Return the row of a candidate's meshes."""
+    meshes = candidate.assignment.meshes
+    num_llm = candidate.assignment.num_microbatches[LLM]
+    m = meshes["vision"].dp // meshes[LLM].dp
+    if num_llm % m:
+        return f"{key} | {m}: {num_llm} LLM microbatches cannot be shared out evenly"
+    llm, plan = scheduled_problem(candidate.layout, evaluator, num_llm // m)
+    blocks = replace(
+        llm,
+        first_forwards=llm.first_forwards.reshape(-1, m).min(axis=1).repeat(m),
+        last_backwards=llm.last_backwards.reshape(-1, m).max(axis=1).repeat(m),
+    )
+    in_turn = np.arange(num_llm) % m
+    best = search_shares(llm, plan)
+    columns = [
+        candidate.step_time_s,
+        llm.step_time,
+        schedule_encoder(blocks, plan, in_turn).step_time,
+        schedule_encoder(llm, plan, in_turn).step_time,
+        schedule_encoder(llm, plan, in_turn, renumber=True).step_time,
+        best.step_time,
+        step_time_lower_bound(llm, plan),
+    ]
+    shares = " ".join(map(str, np.bincount(best.owner, minlength=m)))
+    return f"{key} | {m} | " + " | ".join(f"{seconds:.4f}" for seconds in columns) + f" | {shares}"
+
+
+def scheduled_problem(layout: Layout, evaluator: Evaluator, num_encoder: int) -> tuple[LlmTimeline, EncoderPlan]:
+    """Return the LLM's timeline, and the encoder with `num_encoder` microbatches, as plans in pieces place it."""
+    layer_costs, hardware = evaluator.layer_costs, evaluator.problem.hardware
+    sizes = {name: MeshSize(unit.tp, unit.pp, unit.dp, unit.vpp) for name, unit in layout.units.items()}
+    llm_size = sizes.pop(LLM)
+    counts = {**dict(layout.num_microbatches), "vision": num_encoder}
+    changed = colocated_layout(layer_costs, sizes, llm_size, None, counts)
+    assert changed is not None, "only the number of microbatches changed"
+    schedule = SchedulePlan(kind="explicit", num_microbatches=counts, order={}, pieces=True)
+    graph = scheduled_graph(changed, schedule, layer_costs)
+    costs = {
+        (stage.id, kind): segment_costs(layer_costs, graph, stage.id, kind)  # type: ignore[arg-type]
+        for stage in graph.stages
+        for kind in ("F", "B")
+    }
+    cut_s = layer_costs.costs.cut()
+    gaps = {key: communication_gaps(segments, cut_s) for key, segments in costs.items() if key[0].unit == LLM}
+    longest_gap_s = max((gap.end - gap.start for of_pass in gaps.values() for gap in of_pass), default=0.0)
+    max_kernel_s = longest_gap_s * layer_costs.budget.colocated.max_kernel_share_of_gap
+    alone = simulate_llm_alone(graph, layer_costs, hardware)
+    llm = find_bubbles(graph, alone, with_delayed_forwards(graph, alone), gaps)  # type: ignore[arg-type]
+    stages = [stage.id for stage in graph.stages if stage.id.unit == "vision"]
+    plan = EncoderPlan(
+        tp=sizes["vision"].tp,
+        pp=sizes["vision"].pp,
+        tp_groups_per_rank=llm_size.tp // sizes["vision"].tp,
+        forward=tuple((stage_kernels(costs[stage, "F"], "F", max_kernel_s).kernels,) for stage in stages),
+        backward=tuple((stage_kernels(costs[stage, "B"], "B", max_kernel_s).kernels,) for stage in stages),
+    )
+    return llm, plan
+
+
+if __name__ == "__main__":
+    main()
