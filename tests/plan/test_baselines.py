@@ -12,7 +12,7 @@ from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate, SearchResults
-from mmtrain.plan.estimate.layer_costs import FORWARD
+from mmtrain.plan.estimate.layer_costs import FORWARD, UnitSplit
 from mmtrain.plan.explain.baselines import (
     BASELINES,
     FLOPS_BASELINE,
@@ -96,7 +96,7 @@ def test_ranks_are_in_proportion_to_flops(world_size: int) -> None:
     assert baseline is not None
     evaluator = planner.evaluator
     choices = evaluator.problem.choices
-    undivided = tuple((unit, 1, 8) for unit in choices)
+    undivided = tuple(UnitSplit(unit, 1, 8) for unit in choices)
     flops = {}
     for unit in choices:
         loads = [evaluator.layer_costs.microbatch_loads(unit, undivided).total(batch) for batch in range(3)]

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from mmtrain.plan.budget import DEFAULT_BUDGET
-from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
+from mmtrain.plan.estimate.layer_costs import LayerCosts, UnitSplit, batch_split_of
 from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.plan.search.mesh_enumeration import mesh_assignments
 from tests.plan import factory
 
-SPLIT = (("vision", 1, 8), ("llm", 1, 8))
+SPLIT = (UnitSplit("vision", 1, 8), UnitSplit("llm", 1, 8))
 SURPLUS = DEFAULT_BUDGET.sampling.unsampled_load_ratio
 
 
