@@ -3,12 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from mmtrain.balance.batch_meta import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths, item_rows
 from mmtrain.balance.dispatch_items import dispatch_items
-from mmtrain.balance.lpt import longest_first
+from mmtrain.balance.lpt import bins_of_sorted
 from mmtrain.balance.microbatch_order import order_microbatches
 from mmtrain.balance.node_placement import place_items
 from mmtrain.balance.step_targets import LLM, SampleWork, SequenceCost, StepTargets
@@ -181,22 +182,29 @@ def _assign_to_microbatches(costs: IntArray, block: IntArray, blocks: _Blocks) -
     num_slots = blocks.num_replicas * blocks.num_microbatches
     if num_slots == 1:
         return block // blocks.per_step, block % blocks.per_step
-    replica, index = np.empty_like(block), np.empty_like(block)
-    replica_loads = np.zeros(blocks.num_replicas, dtype=np.int64)
-    by_block = np.argsort(block, kind="stable")
-    bounds = np.searchsorted(block[by_block], np.arange(block.max(initial=-1) + 2))
-    for b in range(len(bounds) - 1):
-        items = by_block[bounds[b] : bounds[b + 1]]
+    longest_first = np.lexsort((-costs, block))  # block by block
+    bounds = np.searchsorted(block[longest_first], np.arange(block.max(initial=-1) + 2)).tolist()
+    costs_in_order = costs[longest_first].tolist()
+    replicas = range(blocks.num_replicas)
+    replica_of_item: list[int] = []
+    index_of_item: list[int] = []
+    replica_loads = [0] * blocks.num_replicas
+    for b, (lo, hi) in enumerate(pairwise(bounds)):  # blocks are many and small: lists are faster than arrays
         group, in_step = divmod(b, blocks.per_step)
         if in_step == 0:
-            replica_loads = np.zeros(blocks.num_replicas, dtype=np.int64)
-        slot = longest_first(costs[items], num_slots)
-        slot_loads = np.zeros(num_slots, dtype=np.int64)
-        np.add.at(slot_loads, slot, costs[items])
-        share_loads = slot_loads.reshape(blocks.num_microbatches, blocks.num_replicas).sum(axis=0)
-        replica_of_share = np.empty(blocks.num_replicas, dtype=np.int64)
-        replica_of_share[np.argsort(-share_loads, kind="stable")] = np.argsort(replica_loads, kind="stable")
-        replica_loads[replica_of_share] += share_loads
-        replica[items] = group * blocks.num_replicas + replica_of_share[slot % blocks.num_replicas]
-        index[items] = in_step * blocks.num_microbatches + slot // blocks.num_replicas
+            replica_loads = [0] * blocks.num_replicas
+        slots = bins_of_sorted(costs_in_order[lo:hi], num_slots)
+        share_loads = [0] * blocks.num_replicas
+        for slot, cost in zip(slots, costs_in_order[lo:hi], strict=True):
+            share_loads[slot % blocks.num_replicas] += cost
+        heaviest_shares = sorted(replicas, key=share_loads.__getitem__, reverse=True)
+        least_loaded = sorted(replicas, key=replica_loads.__getitem__)
+        replica_of_share = dict(zip(heaviest_shares, least_loaded, strict=True))
+        for share, load in enumerate(share_loads):
+            replica_loads[replica_of_share[share]] += load
+        first_replica, first_index = group * blocks.num_replicas, in_step * blocks.num_microbatches
+        replica_of_item += [first_replica + replica_of_share[slot % blocks.num_replicas] for slot in slots]
+        index_of_item += [first_index + slot // blocks.num_replicas for slot in slots]
+    replica, index = np.empty_like(block), np.empty_like(block)
+    replica[longest_first], index[longest_first] = replica_of_item, index_of_item
     return replica, index

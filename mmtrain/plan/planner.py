@@ -5,11 +5,12 @@ Read `plan` first. `formulate.py` builds its problem, `strategies.py` lists how 
 """
 
 import math
+from collections.abc import Mapping
 
 from mmtrain.balance import SampleLengths
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
-from mmtrain.plan.artifact.plan import Alternative, Plan
+from mmtrain.plan.artifact.plan import Alternative, Placement, Plan
 from mmtrain.plan.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate, Rejected, SearchResults
 from mmtrain.plan.estimate.evaluator import Evaluator
@@ -70,7 +71,7 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
         planned = reject_for_baseline(results.candidates[0], baseline)
         return finish_plan(baseline, evaluator, [describe_loser(planned, evaluator)])
     request.say("comparing with rules of thumb")
-    baselines: Baselines = baseline_planner.plan_all(max_step_s=slowest_shown_s(results, request))
+    baselines: Baselines = baseline_planner.plan_all(slowest_shown_by_placement(results, request))
     if request.measure is None:
         faster = [baseline for baseline in baselines.values() if baseline.step_time_s < results.fastest_s]
         results = results.merged(SearchResults(tuple(faster)))
@@ -125,12 +126,28 @@ def run_strategies(evaluator: Evaluator) -> SearchResults:
     return results
 
 
-def slowest_shown_s(results: SearchResults, request: PlanRequest) -> float:
-    """Return the step time above which a candidate is not among the alternatives that are shown."""
-    num_shown = request.num_alternatives
-    if request.explain or request.measure is not None or len(results.candidates) <= num_shown:
-        return math.inf
-    return results.candidates[num_shown].step_time_s
+def slowest_shown_by_placement(results: SearchResults, request: PlanRequest) -> Mapping[Placement, float]:
+    """Return the step times above which no further candidate of a placement is among the alternatives shown.
+
+    They are the fastest of each placement, then the fastest of all others, see `best_alternatives`. The chosen
+    candidate itself is none of them. Placements that are left out have no such limit.
+    """
+    if request.explain or request.measure is not None:
+        return {}
+    losers = results.candidates[1:]
+    fastest: dict[Placement, float] = {}
+    others_s: list[float] = []
+    for loser in sorted(losers, key=lambda candidate: candidate.step_time_s):
+        if loser.placement in fastest:
+            others_s.append(loser.step_time_s)
+        else:
+            fastest[loser.placement] = loser.step_time_s
+    num_others_shown = max(request.num_alternatives - len(fastest), 0)
+    if num_others_shown > len(others_s):
+        return {}
+    last_other_s = others_s[num_others_shown - 1] if num_others_shown else 0.0
+    may_win_s = results.fastest_s * EQUAL_STEP_TIME_RATIO
+    return {placement: max(step_s, last_other_s, may_win_s) for placement, step_s in fastest.items()}
 
 
 def rank_losers(results: SearchResults, baselines: Baselines, evaluator: Evaluator) -> list[Alternative]:

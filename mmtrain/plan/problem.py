@@ -29,6 +29,11 @@ class PlanRequest:
     announce: Callable[[str], None] | None = None  # called with what is done when candidates are settled
     sensitivity: bool = False  # simulate the best plans again under changed costs (`explain.sensitivity`)
 
+    @property
+    def names_losers(self) -> bool:
+        """Whether more is asked for than the fastest plan, so that the best of each placement is sought."""
+        return self.num_alternatives > 0 or self.explain or self.measure is not None
+
     def say(self, text: str) -> None:
         """Announce what is done next, if somebody wants to know."""
         if self.announce is not None:

@@ -53,16 +53,18 @@ class ColocatedStrategy:
         incumbent: Candidate | None,
         progress: Progress | None = None,
     ) -> SearchResults:
-        """Search every number of ranks by itself, whatever other placements reach: the ranking shows the best plan."""
+        """Search every number of ranks by itself; where losers are named, whatever other placements reach."""
         counts = problem.cluster.rank_counts
         of_counts = [
-            search_colocated(evaluator, num_ranks, progress_of_part(progress, part, 1, len(counts)))
+            search_colocated(evaluator, num_ranks, progress_of_part(progress, part, 1, len(counts)), incumbent)
             for part, num_ranks in enumerate(counts)
         ]
         return SearchResults().merged(*of_counts)
 
 
-def search_colocated(evaluator: Evaluator, num_ranks: int, progress: Progress | None = None) -> SearchResults:
+def search_colocated(
+    evaluator: Evaluator, num_ranks: int, progress: Progress | None = None, incumbent: Candidate | None = None
+) -> SearchResults:
     """Schedule and simulate the colocated layouts on `num_ranks` ranks that may be the fastest.
 
     Layouts are tried in the order of their lower bounds. Of each, the encoders' layers are put into the LLM's bubbles,
@@ -71,6 +73,9 @@ def search_colocated(evaluator: Evaluator, num_ranks: int, progress: Progress | 
     Where no order fits into memory, encoders are kept closer to the LLM, which then waits for them. Where nothing fits
     otherwise and the recipe leaves it open, layers are recomputed, encoders' before the LLM's. Models with a unit
     behind the LLM have no colocated layouts, nor those without encoders.
+
+    incumbent: the fastest candidate of other placements. Layouts that cannot be faster, or are far behind it, get
+        rougher figures, and none if no loser is named.
     """
     shape = evaluator.problem.shape
     encoders = {edge.src for edge in shape.edges if edge.dst == LLM}
@@ -81,7 +86,8 @@ def search_colocated(evaluator: Evaluator, num_ranks: int, progress: Progress | 
     rejected: list[Rejected] = []
     levels = _recompute_levels(evaluator.layer_costs, budget.recompute_shares)
     bound = _StepBound(evaluator.layer_costs)
-    num_scheduled, fastest_s = 0, math.inf
+    rivals = [incumbent] if incumbent is not None and not evaluator.problem.request.names_losers else []
+    num_scheduled, fastest_s = 0, min((rival.step_time_s for rival in rivals), default=math.inf)
     for candidate in sorted(_enumerate(evaluator, num_ranks, bound), key=_search_order):
         if candidate.time_lower_bound_s > fastest_s * EQUAL_STEP_TIME_RATIO:  # so are all candidates that follow
             slower = f"at least {candidate.time_lower_bound_s / fastest_s:.2f}x slower"
@@ -91,12 +97,8 @@ def search_colocated(evaluator: Evaluator, num_ranks: int, progress: Progress | 
             break
         if progress is not None:
             progress(num_scheduled, budget.max_simulated_layouts)
-        trial = _Trial(
-            candidate,
-            evaluator,
-            levels,
-            _Limits.beside(simulated, budget.far_ratio / bound.llm_compute_share(candidate.assignment)),
-        )
+        far_ratio = budget.far_ratio / bound.llm_compute_share(candidate.assignment)
+        trial = _Trial(candidate, evaluator, levels, _Limits.beside([*rivals, *simulated], incumbent, far_ratio))
         outcome = trial.run()
         num_scheduled += trial.num_scheduled
         if isinstance(outcome, Candidate):
@@ -104,14 +106,22 @@ def search_colocated(evaluator: Evaluator, num_ranks: int, progress: Progress | 
             fastest_s = min(fastest_s, outcome.step_time_s)
         elif outcome is not None:
             rejected.append(outcome)
-    simulated += _with_merged_microbatches(simulated, evaluator, levels, bound)
-    return SearchResults(fill_tp_bubbles(simulated, evaluator), tuple(rejected))
+    rival_s = math.inf if incumbent is None else incumbent.step_time_s * EQUAL_STEP_TIME_RATIO
+    simulated += _with_merged_microbatches(simulated, evaluator, levels, bound, rival_s)
+    return SearchResults(fill_tp_bubbles(simulated, evaluator, rival_s), tuple(rejected))
 
 
 def _with_merged_microbatches(
-    simulated: Sequence[Candidate], evaluator: Evaluator, levels: list[RecomputeShares], bound: "_StepBound"
+    simulated: Sequence[Candidate],
+    evaluator: Evaluator,
+    levels: list[RecomputeShares],
+    bound: "_StepBound",
+    rival_s: float,
 ) -> list[Candidate]:
-    """Return the fastest few again with fewer, larger microbatches of their encoders, where that is faster."""
+    """Return the fastest few again with fewer, larger microbatches of their encoders, where that is faster.
+
+    rival_s: the step time of another placement; a layout whose LLM alone takes longer is left as it is.
+    """
     budget, choices, layer_costs = evaluator.budget, evaluator.problem.choices, evaluator.layer_costs
     by_step_time = sorted(simulated, key=lambda candidate: candidate.step_time_s)
     merged_candidates = []
@@ -122,7 +132,7 @@ def _with_merged_microbatches(
             split = layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()}, counts)
             assignment = MeshAssignment("colocated", meshes, num_microbatches_of(split))
             merged = evaluator.enumerated(assignment).bounded(bound.seconds(assignment))
-            outcome = _Trial(merged, evaluator, levels, _Limits(fastest_s, math.inf, math.inf)).run()
+            outcome = _Trial(merged, evaluator, levels, _Limits(min(fastest_s, rival_s), math.inf, math.inf)).run()
             if isinstance(outcome, Candidate) and outcome.step_time_s < fastest_s:
                 merged_candidates.append(outcome)
                 fastest_s = outcome.step_time_s
@@ -146,13 +156,15 @@ class _Limits:
     planned_s: float  # of the planned order: the coarse one is not simulated
 
     @classmethod
-    def beside(cls, simulated: Sequence[Candidate], far_ratio: float) -> "_Limits":
+    def beside(cls, simulated: Sequence[Candidate], incumbent: Candidate | None, far_ratio: float) -> "_Limits":
         """Return the limits where some layouts are simulated: those that are far behind get rougher figures."""
+        incumbent_s = math.inf if incumbent is None else incumbent.step_time_s
         if not simulated:
-            return cls(math.inf, math.inf, math.inf)
+            return cls(math.inf, math.inf, far_ratio * incumbent_s)
         best = min(simulated, key=lambda candidate: candidate.step_time_s)
         fastest_s = best.step_time_s
-        return cls(fastest_s * EQUAL_STEP_TIME_RATIO, far_ratio * best.first_batch_step_s, far_ratio * fastest_s)
+        planned_s = far_ratio * min(fastest_s, incumbent_s)
+        return cls(fastest_s * EQUAL_STEP_TIME_RATIO, far_ratio * best.first_batch_step_s, planned_s)
 
 
 @dataclass

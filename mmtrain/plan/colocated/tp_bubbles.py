@@ -4,6 +4,7 @@ In the coarse order, encoders run before and after the LLM's work. Then their la
 Here pieces of these layers run during the LLM's tensor-parallel collectives (Optimus, arXiv 2408.03505, section 4.3).
 """
 
+import math
 from collections.abc import Sequence
 
 from mmtrain.plan.artifact.plan import SchedulePlan
@@ -17,16 +18,21 @@ from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.program.ir.graph import LLM
 
 
-def fill_tp_bubbles(candidates: Sequence[Candidate], evaluator: Evaluator) -> tuple[Candidate, ...]:
+def fill_tp_bubbles(
+    candidates: Sequence[Candidate], evaluator: Evaluator, rival_s: float = math.inf
+) -> tuple[Candidate, ...]:
     """Return the candidates, those whose LLM leaves gaps with orders in pieces where these are faster and fit.
 
     The LLM leaves gaps where it has tensor parallelism and the costs say that a collective does not take all of the
     rank. Candidates that would be slower than the fastest so far even without the gaps stay as they are.
+
+    rival_s: the step time of the fastest candidate of other placements.
     """
     if not candidates or not evaluator.budget.colocated.fills_tp_bubbles:
         return tuple(candidates)
     by_step_time = sorted(candidates, key=lambda candidate: candidate.step_time_s)
-    fastest_s, in_pieces = by_step_time[0].step_time_s, {}
+    fastest_s = min(by_step_time[0].step_time_s, rival_s)
+    in_pieces: dict[int, Candidate] = {}
     for candidate in by_step_time:
         split = candidate.assignment.batch_split
         llm_compute_share = compute_share(evaluator.layer_costs, LLM, candidate.layout.units[LLM].tp, split)

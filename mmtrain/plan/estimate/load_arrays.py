@@ -57,9 +57,23 @@ class LoadArrays:
     @cached_property
     def distinct(self) -> tuple[list[TokenLoad], IntArray]:
         """Every load that occurs, and for each microbatch the index of its load."""
-        stacked = np.stack([column.ravel() for column in self._columns], axis=1)
-        rows, index = np.unique(stacked, axis=0, return_inverse=True)
-        return [TokenLoad(*map(int, row)) for row in rows], index.reshape(self.tokens.shape)
+        _, number = np.unique(self.tokens, return_inverse=True)
+        for column in self._columns[1:]:  # np.unique of whole rows takes many times as long
+            values, of_column = np.unique(column, return_inverse=True)
+            _, number = np.unique(number * len(values) + of_column, return_inverse=True)
+        number = number.ravel()
+        _, first = np.unique(number, return_index=True)
+        rows = np.stack([column.ravel()[first] for column in self._columns], axis=1)
+        return [TokenLoad(*row) for row in rows.tolist()], number.reshape(self.tokens.shape)
+
+    def has_at_most(self, num_loads: int) -> bool:
+        """Return whether at most so many different loads occur."""
+        return self._num_token_counts <= num_loads and len(self.distinct[0]) <= num_loads
+
+    @cached_property
+    def _num_token_counts(self) -> int:
+        """Different numbers of tokens, which are no more than different loads and sooner counted."""
+        return len(np.unique(self.tokens))
 
     @property
     def _columns(self) -> tuple[IntArray, ...]:
@@ -92,8 +106,8 @@ def seconds_of_loads(seconds: LoadSeconds, loads: LoadArrays, budget: LoadBudget
     Up to `max_exact_loads` different loads each is asked for; more are interpolated between `num_token_nodes` numbers
     of tokens. Between nodes the cost is linear in tokens, in squared lengths and in sequences.
     """
-    distinct, index = loads.distinct
-    if len(distinct) <= budget.max_exact_loads:
+    if loads.has_at_most(budget.max_exact_loads):
+        distinct, index = loads.distinct
         return np.array([seconds(load) for load in distinct])[index]
     return _interpolated_seconds(seconds, loads, budget.num_token_nodes)
 

@@ -15,6 +15,7 @@ import numpy as np
 from mmtrain.costs import model_flops
 from mmtrain.errors import PlanError
 from mmtrain.plan.artifact.layout import MeshSize
+from mmtrain.plan.artifact.plan import Placement
 from mmtrain.plan.candidate import Candidate, MeshAssignment, Rejected
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import FORWARD, UnitSplit
@@ -117,9 +118,14 @@ class BaselinePlanner:
     evaluator: Evaluator
     enumerated: Sequence[Candidate]  # with lower bounds of their step times
 
-    def plan_all(self, max_step_s: float = math.inf) -> dict[str, Candidate]:
-        """Return every baseline that is possible and fits, by name, without those estimated above `max_step_s`."""
-        baselines = {name: self.plan_baseline(name, max_step_s) for name in BASELINES}
+    def plan_all(self, max_step_s: Mapping[Placement, float] | None = None) -> dict[str, Candidate]:
+        """Return every baseline that is possible and fits, by name, without those estimated above `max_step_s`.
+
+        max_step_s: seconds by placement; no limit where a placement is left out.
+        """
+        baselines = {
+            name: self.plan_baseline(name, (max_step_s or {}).get(_placement_of(name), math.inf)) for name in BASELINES
+        }
         return {name: candidate for name, candidate in baselines.items() if candidate is not None}
 
     def plan_requested(self, name: str) -> Candidate:
@@ -141,7 +147,8 @@ class BaselinePlanner:
     def plan_baseline(self, name: str, max_step_s: float = math.inf) -> Candidate | None:
         """Return the baseline of this name on its fastest mesh, simulated.
 
-        None if it is not possible, does not fit, or its step is estimated to take more than `max_step_s` seconds.
+        The meshes are tried in rounds of a few, in the order of their bounds, until one of a round fits. None if it is
+        not possible, does not fit, or its step is estimated to take more than `max_step_s` seconds.
         """
         if name == FLOPS_BASELINE:
             rounds = self._in_proportion_to_flops()
@@ -157,12 +164,19 @@ class BaselinePlanner:
             ]
             promising = [candidate for candidate in estimated if _estimate_of(candidate) <= max_step_s]
             for candidate in sorted(promising, key=_estimate_of):
-                assert candidate.partition is not None
-                in_flight = self._estimator.in_flight(candidate.assignment, candidate.partition)
-                fitted = self.evaluator.fit(candidate, in_flight)
+                fitted = self._fit(candidate)
                 if isinstance(fitted, Candidate):
                     return self.evaluator.simulate(fitted)
+            # Of later rounds it takes meshes only where none of this one fits.
+            others = (candidate for candidate, _ in partitioned if candidate.id not in {c.id for c in promising})
+            if any(isinstance(self._fit(candidate), Candidate) for candidate in others):
+                break
         return None
+
+    def _fit(self, candidate: Candidate) -> Candidate | Rejected:
+        assert candidate.partition is not None
+        in_flight = self._estimator.in_flight(candidate.assignment, candidate.partition)
+        return self.evaluator.fit(candidate, in_flight)
 
     @property
     def _estimator(self) -> StepTimeEstimator:
@@ -280,6 +294,10 @@ class BaselinePlanner:
 
     def _splits_tp_group(self, assignment: MeshAssignment) -> bool:
         return assignment.tp_group_across_nodes(self.evaluator.problem.hardware.ranks_per_node) is not None
+
+
+def _placement_of(name: str) -> Placement:
+    return "disaggregated" if name in DISAGGREGATED_RULES else "unified"
 
 
 def reject_baseline(name: str, baseline: Candidate, chosen: Candidate) -> Rejected:

@@ -50,8 +50,8 @@ def best_first_search(
 ) -> SearchResults:
     """Simulate layouts in the order of their lower bounds until no other can be faster than the best one found.
 
-    Then each other placement is searched to its own end, so that the ranking shows its best layout and not one that was
-    met on the way.
+    Then, if losers are named, each other placement is searched to its own end, so that the ranking shows its best
+    layout and not one that was met on the way.
 
     Args:
         candidates: mesh assignments with lower bounds.
@@ -106,7 +106,8 @@ class _Search:
             self._advance(node)
         if not self.is_exhaustive:
             self._simulate_runner_ups()
-        self._settle_placements()
+        if self.evaluator.problem.request.names_losers:
+            self._settle_placements()
         self._reject_unsearched()
         self._report(len(candidates), len(candidates))
         return SearchResults(rank_candidates(self.best.values()), tuple(self.rejected))

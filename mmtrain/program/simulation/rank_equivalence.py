@@ -28,6 +28,14 @@ class _Connection(NamedTuple):
     group: tuple[int, ...]  # of all replica groups
 
 
+class _Component(NamedTuple):
+    """Connected ranks of group 0: see `equivalent_ranks`."""
+
+    ranks: RanksByRole
+    key: frozenset[object]  # equivalent components have the same
+    key_inside_units: frozenset[object]  # so have those that differ in nothing but whether they talk to other units
+
+
 def equivalent_ranks(
     graph: StageGraph,
     ranks: Collection[int],
@@ -42,42 +50,97 @@ def equivalent_ranks(
     their connections cost the same in all groups of `mirrors`.
 
     Args:
-        ranks: those whose actions are known; a component without any of them is taken to do as an equivalent one.
+        ranks: those whose actions are known; a component without any of them is taken to do as an equivalent one, or as
+            one that does the same and talks to other units besides (see `representative_ranks`).
         mirrors: for each replica group, rank of group 0 -> rank of the group.
     """
-    connections, roles = list(_connections(graph)), _roles(graph)
-    equivalent: defaultdict[frozenset[object], list[RanksByRole]] = defaultdict(list)
-    for members, own_connections in _components(roles, connections):
-        component = {roles[rank]: rank for rank in members}
-        # Where a role is not unique, position k cannot be matched to position k: such a component stays alone.
-        unmatched = members if len(component) < len(members) or _visits_twice(component) else ()
-        costs = {
-            (tuple(roles[rank] for rank in connection.ranks), *_link_classes(connection, mirrors, link_class))
-            for connection in own_connections
-        }
-        equivalent[frozenset([*component, *costs, *unmatched])].append(component)
+    equivalent: defaultdict[frozenset[object], list[_Component]] = defaultdict(list)
+    for component in _all_components(graph, mirrors, link_class):
+        equivalent[component.key].append(component)
     followed: dict[int, tuple[int, ...]] = {}
+    known_alike: dict[frozenset[object], _Component] = {}
+    left_out: list[_Component] = []
     for components in equivalent.values():
-        unknown = [c for c in components if not any(rank in ranks for rank in c.values())]
+        unknown = [c for c in components if not any(rank in ranks for rank in c.ranks.values())]
         known = [c for c in components if c not in unknown]
-        for first, *others in _doing_the_same(known, same_actions):
+        if not known:
+            left_out += unknown
+            continue
+        known_alike[known[0].key_inside_units] = known[0]
+        for first, *others in _doing_the_same([c.ranks for c in known], same_actions):
             for role, rank in first.items():
-                followed[rank] = (rank, *(component[role] for component in [*others, *unknown]))
+                followed[rank] = (rank, *(ranks_of[role] for ranks_of in [*others, *(c.ranks for c in unknown)]))
             unknown = []  # they were given to the first of the known components
+    for component in left_out:
+        if component.key_inside_units in known_alike:
+            own = {_inside_unit(role): rank for role, rank in component.ranks.items()}
+            for role, rank in known_alike[component.key_inside_units].ranks.items():
+                followed[rank] = (*followed[rank], own[_inside_unit(role)])
     return {rank: followed[rank] for rank in sorted(followed) if rank in ranks}
 
 
 def representative_ranks(graph: StageGraph, link_class: LinkClass) -> tuple[int, ...]:
-    """Return ranks of group 0 whose actions are enough to simulate all groups: every other rank does as one of them.
+    """Return ranks of group 0 whose actions are enough to know the step of all groups.
+
+    Every other rank does as one of them, but for two differences: it sends and receives nothing between units, and its
+    messages may leave sooner. Forwards and backwards wait for the whole TP group, so its first rank, which talks to
+    other units besides, decides when they start. Only where a tied embedding matrix is reduced between the ends of a
+    pipeline, at the same position of both TP groups, all positions are followed.
 
     This holds for programs that give ranks which hold the same stages the same order, as the builders do.
     """
     mirrors = symmetry(graph).mirrors
-    return tuple(equivalent_ranks(graph, mirrors[0], lambda rank, other: True, mirrors, link_class))
+    components = list(_all_components(graph, mirrors, link_class))
+    first_of_key: dict[frozenset[object], _Component] = {}
+    for component in components:
+        first_of_key.setdefault(component.key, component)
+    talking = set()
+    if not shared_embedding_stages(graph):
+        talking = {c.key_inside_units for c in components if _talks_wherever_others_do(graph, c)}
+    followed = [
+        component
+        for component in first_of_key.values()
+        if component.key_inside_units not in talking or _talks_wherever_others_do(graph, component)
+    ]
+    return tuple(sorted(rank for component in followed for rank in component.ranks.values()))
+
+
+def _all_components(
+    graph: StageGraph, mirrors: Sequence[Mapping[int, int]], link_class: LinkClass
+) -> Iterator[_Component]:
+    """List the components of group 0."""
+    connections, roles = list(_connections(graph)), _roles(graph)
+    for members, own_connections in _components(roles, connections):
+        component = {roles[rank]: rank for rank in members}
+        # Where a role is not unique, position k cannot be matched to position k: such a component stays alone.
+        unmatched = members if len(component) < len(members) or _visits_twice(component) else ()
+        costs = [(connection.ranks, *_link_classes(connection, mirrors, link_class)) for connection in own_connections]
+        key = [(tuple(roles[rank] for rank in linked), *cost) for linked, *cost in costs]
+        inside = [(tuple(_inside_unit(roles[rank]) for rank in linked), *cost) for linked, *cost in costs]
+        yield _Component(
+            component,
+            frozenset([*component, *key, *unmatched]),
+            frozenset([*map(_inside_unit, component), *inside, *unmatched]),
+        )
+
+
+def _inside_unit(role: RankRole) -> RankRole:
+    """Return the role of a rank with the same stages that does not talk to other units."""
+    return tuple((stage, replica, False) for stage, replica, _ in role)
+
+
+def _talks_wherever_others_do(graph: StageGraph, component: _Component) -> bool:
+    """Return whether every rank of the component is first in its TP groups wherever data enters or leaves a unit."""
+    at_unit_border = _stages_at_unit_border(graph)
+    return all(talks == (stage in at_unit_border) for role in component.ranks for stage, _, talks in role)
+
+
+def _stages_at_unit_border(graph: StageGraph) -> set[StageId]:
+    return {stage for e in graph.edges if e.crosses_units for stage in (e.src, e.dst)}
 
 
 def _roles(graph: StageGraph) -> dict[int, RankRole]:
-    at_unit_border = {stage for e in graph.edges if e.crosses_units for stage in (e.src, e.dst)}
+    at_unit_border = _stages_at_unit_border(graph)
     held: defaultdict[int, list[tuple[StageId, int, bool]]] = defaultdict(list)
     for stage in graph.stages:
         for replica, tp_group in enumerate(_tp_groups(graph, stage)):

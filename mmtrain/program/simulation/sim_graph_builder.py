@@ -176,4 +176,7 @@ def _messages(
     mirror = program.symmetry.mirrors[group]
     mirrored = {rank: tuple(mirror[other] for other in others) for rank, others in equivalents.items()}
     for sender, send, _ in matched.messages:
-        yield SimMessage(program.translate(send, group), mirrored[sender], mirrored[send.peer])
+        senders, peers = mirrored[sender], mirrored[send.peer]
+        if send.edge.crosses_units:  # only first ranks send and receive it, whoever else does as they do
+            senders, peers = senders[:1], peers[:1]
+        yield SimMessage(program.translate(send, group), senders, peers)
