@@ -22,6 +22,7 @@ from mmtrain.program.ir.graph import LLM, StageGraph, StageId, microbatches_per_
 from mmtrain.program.ir.segments import direction
 from mmtrain.program.schedules.builder import build_1f1b, in_flight_microbatches
 from mmtrain.program.schedules.lower import lower
+from mmtrain.program.simulation.rank_equivalence import representative_ranks
 from mmtrain.program.simulation.simulate import simulate
 from mmtrain.program.trace.timeline import Span, Timeline
 
@@ -38,7 +39,8 @@ def simulate_llm_alone(graph: StageGraph, layer_costs: LayerCosts, machine: Hard
         if stage.unit == LLM
     }
     model = model_timing(llm_graph, layer_costs, layer_costs.step_loads(batch_split_of(graph))[0], machine)
-    return simulate(lower(build_1f1b(llm_graph)), _MeanTiming(model, seconds), 1)
+    program = lower(build_1f1b(llm_graph, representative_ranks(llm_graph, model.link_class)))
+    return simulate(program, _MeanTiming(model, seconds), 1)
 
 
 def min_in_flight(graph: StageGraph) -> dict[StageId, int]:

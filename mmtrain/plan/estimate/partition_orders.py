@@ -20,6 +20,7 @@ from mmtrain.plan.candidate import LayerPartition, MeshAssignment
 from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.vectorized_1f1b import ComputeOrder, compute_order
 from mmtrain.plan.search.layer_partition import LayerChain, partitioned_layout
+from mmtrain.plan.search.span_recompute import SpanRecompute
 from mmtrain.program.ir.graph import LLM, Edge, Stage, StageGraph, StageId, UnitMesh
 
 FloatArray = npt.NDArray[np.float64]
@@ -177,22 +178,21 @@ class PartitionOrders:
 
 
 def recomputed_shares(
-    chains: Sequence[LayerChain], partitions: Sequence[LayerPartition], recompute_s: Sequence[FloatArray | None]
+    chains: Sequence[LayerChain], partitions: Sequence[LayerPartition], recompute: Sequence[SpanRecompute | None]
 ) -> dict[str, FloatArray | None]:
     """Return by unit, (n, chunks) the share of each chunk that is recomputed so that it fits into memory.
 
-    recompute_s: of every chain, seconds of recomputation by chunk and span (`recompute_to_fit`); None: none is needed.
+    recompute: of every chain, see `recompute_to_fit`; None: none is needed.
     """
     shares: dict[str, FloatArray | None] = {}
-    for k, (chain, seconds) in enumerate(zip(chains, recompute_s, strict=True)):
+    for k, (chain, of_chain) in enumerate(zip(chains, recompute, strict=True)):
         share = None
-        if seconds is not None:
+        if of_chain is not None:
             cuts = np.asarray([partition[k] for partition in partitions])
             all_until = np.concatenate([[0.0], np.cumsum(chain.costs.recompute_seconds)])
             everything = np.maximum(np.diff(all_until[cuts], axis=1), 1e-30)
-            needed = seconds[np.arange(chain.num_chunks), cuts[:, :-1], cuts[:, 1:]]
             # Where a chunk alone would not fit, others on its rank may leave it room: all of it is recomputed then.
-            share = np.minimum(needed / everything, 1.0)
+            share = np.minimum(of_chain.of_partitions(cuts) / everything, 1.0)
         shares |= dict.fromkeys(chain.units, share)
     return shares
 

@@ -27,6 +27,7 @@ from mmtrain.plan.estimate.partition_orders import (
     recomputed_shares,
 )
 from mmtrain.plan.search.layer_partition import LayerChain
+from mmtrain.plan.search.span_recompute import SpanRecompute
 from mmtrain.program.ir.graph import StageId
 from mmtrain.program.simulation.timing import NORM_BYTES
 
@@ -53,16 +54,16 @@ class StepTimeEstimator:
         assignment: MeshAssignment,
         chains: Sequence[LayerChain],
         partitions: Sequence[LayerPartition],
-        recompute_s: Sequence[FloatArray | None],
+        recompute: Sequence[SpanRecompute | None],
     ) -> FloatArray:
         """Return (n,) seconds of a step under each of n layer partitions, at least, mean over the sampled batches.
 
-        recompute_s: of every chain, seconds of recomputation by chunk and span (`recompute_to_fit`), or None.
+        recompute: of every chain, see `recompute_to_fit`, or None.
         """
         groups = self._heaviest_groups(assignment)
         run = _EstimateRun(self.layer_costs, self.machine, assignment, groups)
         step_time_s = np.zeros(len(partitions))
-        shares = recomputed_shares(chains, partitions, recompute_s)
+        shares = recomputed_shares(chains, partitions, recompute)
         for alike in self._orders.group_by_order(assignment, partitions, shares):
             at_once = max(1, MAX_END_TABLE_NUMBERS // (alike.order.num_actions * groups.size))
             for first in range(0, len(alike), at_once):

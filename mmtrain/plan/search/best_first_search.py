@@ -39,10 +39,11 @@ from mmtrain.plan.search.layer_partition import (
     partitioned_layout,
     recompute_to_fit,
 )
+from mmtrain.plan.search.span_recompute import SpanRecompute
 from mmtrain.plan.search_progress import Progress
 from mmtrain.program.ir.graph import LLM, StageId
 
-RecomputeToFit = list[FloatArray | None]  # by chain, see `recompute_to_fit`; None where the anchor needs none
+RecomputeToFit = list[SpanRecompute | None]  # by chain, see `recompute_to_fit`; None where the anchor needs none
 
 
 def best_first_search(
@@ -200,8 +201,8 @@ class _Search:
         """Estimate the anchor alone, so that candidates far behind wait until the others are settled."""
         recompute = self._recompute_to_fit(node.candidate, chains)
         partition = tuple(
-            anchor_partition(chain, recompute_s) or chain.anchor or ()
-            for chain, recompute_s in zip(chains, recompute, strict=True)
+            anchor_partition(chain, of_chain) or chain.anchor or ()
+            for chain, of_chain in zip(chains, recompute, strict=True)
         )
         estimate_s = float(self._estimate(node.candidate, chains, [partition], recompute)[0])
         bound_s = max(node.bound_s, estimate_s * self.budget.anchor_estimate_discount)
@@ -224,8 +225,7 @@ class _Search:
         """Estimate partitions near the anchor; simulate the best, or let it wait for the simulator."""
         recompute = self._recompute_to_fit(node.candidate, chains)
         options = [
-            self._partitions_near_anchor(chain, recompute_s)
-            for chain, recompute_s in zip(chains, recompute, strict=True)
+            self._partitions_near_anchor(chain, of_chain) for chain, of_chain in zip(chains, recompute, strict=True)
         ]
         if not all(options):
             self._reject_for_memory(node.candidate, chains)
@@ -265,8 +265,8 @@ class _Search:
             if best_s > self._fastest_s() * self.budget.max_estimate_ratio:
                 break
             options = [
-                jittered_partitions(chain, around, recompute_s, self.budget) or [around]
-                for chain, around, recompute_s in zip(chains, best, recompute, strict=True)
+                jittered_partitions(chain, around, of_chain, self.budget) or [around]
+                for chain, around, of_chain in zip(chains, best, recompute, strict=True)
             ]
         return estimates
 
@@ -304,11 +304,11 @@ class _Search:
             return [None] * len(chains)
         return [recompute_to_fit(chain, in_flight_by_chunk(chain, num_in_flight), memory_bytes) for chain in chains]
 
-    def _partitions_near_anchor(self, chain: LayerChain, recompute_s: FloatArray | None) -> list[ChainPartition]:
+    def _partitions_near_anchor(self, chain: LayerChain, recompute: SpanRecompute | None) -> list[ChainPartition]:
         """Return the partitions of one chain that are worth estimating."""
-        around = anchor_partition(chain, recompute_s)
+        around = anchor_partition(chain, recompute)
         if around is not None:
-            return jittered_partitions(chain, around, recompute_s, self.budget)
+            return jittered_partitions(chain, around, recompute, self.budget)
         if chain.vpp > 1 and chain.anchor is not None:  # one chunk of a rank may leave room for another
             return jittered_partitions(chain, chain.anchor, None, self.budget)
         return []

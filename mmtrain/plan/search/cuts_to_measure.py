@@ -10,11 +10,11 @@ from itertools import product
 from mmtrain.plan.candidate import Candidate, LayerPartition, SearchResults, rank_candidates
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.search.layer_partition import (
-    FloatArray,
     in_flight_by_chunk,
     jittered_partitions,
     recompute_to_fit,
 )
+from mmtrain.plan.search.span_recompute import SpanRecompute
 
 
 def cuts_to_measure(results: SearchResults, evaluator: Evaluator, num_sizes: int, num_cuts: int) -> list[Candidate]:
@@ -65,7 +65,7 @@ def _estimated_neighbours(size: Candidate, evaluator: Evaluator) -> list[Candida
     budget = evaluator.budget.partitions
     estimator = evaluator.estimator(budget.num_estimated_replica_groups)
     chains = evaluator.layer_chains(size)
-    recompute: list[FloatArray | None] = [None] * len(chains)
+    recompute: list[SpanRecompute | None] = [None] * len(chains)
     if any(stage.recompute for stage in size.graph.stages):
         in_flight = estimator.in_flight(size.assignment, size.partition)
         recompute = [
@@ -73,8 +73,8 @@ def _estimated_neighbours(size: Candidate, evaluator: Evaluator) -> list[Candida
         ]
     num_of_chain = max(2, int(budget.max_jitters_per_assignment ** (1 / len(chains))))
     options = [
-        jittered_partitions(chain, around, seconds, budget)[:num_of_chain]
-        for chain, around, seconds in zip(chains, size.partition, recompute, strict=True)
+        jittered_partitions(chain, around, of_chain, budget)[:num_of_chain]
+        for chain, around, of_chain in zip(chains, size.partition, recompute, strict=True)
     ]
     partitions: list[LayerPartition] = [cut for cut in product(*options) if cut != size.partition]
     if not partitions:

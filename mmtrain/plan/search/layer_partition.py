@@ -20,9 +20,15 @@ from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.plan.budget import DEFAULT_BUDGET, PartitionBudget
 from mmtrain.plan.candidate import LayerPartition, MeshAssignment
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, UnitLayerCosts
-from mmtrain.plan.estimate.recompute import span_recompute
 from mmtrain.plan.search.constraints import UnitChoices
-from mmtrain.plan.search.min_max_partition import BoolArray, min_max_span_partition
+from mmtrain.plan.search.min_max_partition import (
+    BoolArray,
+    band,
+    longest_span_within,
+    min_max_band_partition,
+    min_max_span_partition,
+)
+from mmtrain.plan.search.span_recompute import SpanRecompute, prefix_sums
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 from mmtrain.program.schedules.builder import in_flight_microbatches
 
@@ -136,34 +142,56 @@ def partition_time_lower_bound(chain: LayerChain, partition: ChainPartition) -> 
     return float(chunk_s.reshape(chain.vpp, chain.pp).sum(axis=0).max()) * chain.num_microbatches
 
 
-def anchor_partition(chain: LayerChain, recompute_s: FloatArray | None = None) -> ChainPartition | None:
+def anchor_partition(chain: LayerChain, recompute: SpanRecompute | None = None) -> ChainPartition | None:
     """Divide a chain so that the chunk that asks for the longest step asks for least, and otherwise most evenly.
 
-    recompute_s: (chunks, L + 1, L + 1) seconds of recomputation that chunk p needs with layers [lo, hi) to fit into
-    memory, infinite where it cannot. Returns None if no partition is allowed and fits.
+    recompute: what chunks must recompute to fit into memory. Returns None if no partition is allowed and fits.
     """
-    seconds = chain.costs.seconds
-    if not 1 <= chain.num_chunks <= len(seconds):
+    if not 1 <= chain.num_chunks <= len(chain.costs.seconds):
         return None
-    step_s = _step_seconds_of_spans(chain, recompute_s)
+    if recompute is not None and not chain.masks:
+        return _anchor_that_fits(chain, recompute)
+    lo, hi = _all_spans(chain)
+    chunks = np.arange(chain.num_chunks)[:, None, None]
+    recompute_s = None if recompute is None else recompute.seconds(chunks, lo, hi)
+    step_s, work = _step_seconds(chain, lo, hi, recompute_s), _work_seconds(chain, lo, hi, recompute_s)
     # Where one chunk decides, the others are to have equal work: with the way to them counted, later ones would get
     # less, and the first ones recompute more than all need together.
-    work = _span_sums(seconds)[None] if recompute_s is None else _span_sums(seconds)[None] + recompute_s
-    best_of_masks = [min_max_span_partition(step_s, chain.num_chunks, mask, work) for mask in chain.masks or (None,)]
+    best_of_masks = [
+        min_max_span_partition(_by_chunk(step_s), chain.num_chunks, mask, _by_chunk(work))
+        for mask in chain.masks or (None,)
+    ]
     partitions = [partition for partition in best_of_masks if partition is not None]
     return min(partitions, key=lambda partition: _slowest_chunk_seconds(chain, partition), default=None)
+
+
+def _anchor_that_fits(chain: LayerChain, recompute: SpanRecompute) -> ChainPartition | None:
+    """Return the anchor under a limit of memory.
+
+    Only spans are looked at that fit, and that alone take no longer than the anchor without that limit would.
+    """
+    assert chain.anchor is not None
+    chunks, lo, hi = np.arange(chain.num_chunks), np.asarray(chain.anchor[:-1]), np.asarray(chain.anchor[1:])
+    limit_s = float(_step_seconds(chain, lo, hi, recompute.seconds(chunks, lo, hi)).max())
+    lo, hi = _all_spans(chain)
+    least_s = np.where((lo < hi) & recompute.may_fit(), _step_seconds(chain, lo, hi), np.inf)
+    lo, hi = band(chain.bounds[-1], longest_span_within(least_s[None], limit_s))
+    starts = np.maximum(lo, 0)
+    recompute_s = np.where(lo < 0, np.inf, recompute.seconds(chunks[:, None, None], starts, hi))
+    step_s = _step_seconds(chain, starts, hi, recompute_s)
+    return min_max_band_partition(step_s, chain.num_chunks, _work_seconds(chain, starts, hi, recompute_s))
 
 
 def jittered_partitions(
     chain: LayerChain,
     around: ChainPartition,
-    recompute_s: FloatArray | None = None,
+    recompute: SpanRecompute | None = None,
     budget: PartitionBudget = DEFAULT_BUDGET.partitions,
 ) -> list[ChainPartition]:
     """Return partitions near `around`, that one first, ordered by how uneven chunks are and how much crosses them.
 
     Each boundary moves by up to `max_boundary_shift` layers; both terms of the score are divided by their mean.
-    recompute_s: see `anchor_partition`.
+    recompute: see `anchor_partition`.
     """
     if chain.num_chunks == 1:
         return [around]
@@ -175,7 +203,7 @@ def jittered_partitions(
     partitions = np.concatenate([first, inner, last], axis=1)
     partitions = partitions[(np.diff(partitions, axis=1) > 0).all(axis=1)]  # no bound lies outside of the layers
     partitions = partitions[_allowed(chain, partitions)]
-    seconds = chunk_seconds(chain, partitions, recompute_s)
+    seconds = chunk_seconds(chain, partitions, recompute)
     can_fit = np.isfinite(seconds).all(axis=1)
     partitions, seconds = partitions[can_fit], seconds[can_fit]
     if not len(partitions):
@@ -201,13 +229,11 @@ def all_chain_partitions(chain: LayerChain) -> list[ChainPartition]:
     return [tuple(row) for row in partitions[_allowed(chain, partitions)].tolist()] if len(partitions) else []
 
 
-def chunk_seconds(chain: LayerChain, partitions: IntArray, recompute_s: FloatArray | None = None) -> FloatArray:
+def chunk_seconds(chain: LayerChain, partitions: IntArray, recompute: SpanRecompute | None = None) -> FloatArray:
     """Return (n, chunks) mean seconds of each chunk under each of n partitions, (n, chunks + 1)."""
     prefix = np.concatenate([[0.0], np.cumsum(chain.costs.seconds)])
     seconds = np.diff(prefix[partitions], axis=1)
-    if recompute_s is None:
-        return seconds
-    return seconds + recompute_s[np.arange(chain.num_chunks), partitions[:, :-1], partitions[:, 1:]]
+    return seconds if recompute is None else seconds + recompute.of_partitions(partitions)
 
 
 def partitioned_layout(
@@ -253,8 +279,8 @@ def anchored_partition(
     num_in_flight = in_flight_microbatches(layout_graph(layout, layer_costs))
     fitting = []
     for chain in chains:
-        recompute_s = recompute_to_fit(chain, in_flight_by_chunk(chain, num_in_flight), memory_bytes)
-        partition = anchor_partition(chain, recompute_s)
+        recompute = recompute_to_fit(chain, in_flight_by_chunk(chain, num_in_flight), memory_bytes)
+        partition = anchor_partition(chain, recompute)
         if partition is None:
             return None
         fitting.append(partition)
@@ -266,34 +292,27 @@ def layout_graph(layout: Layout, layer_costs: LayerCosts) -> StageGraph:
     return build_stage_graph(layout.units, layout.num_microbatches, layer_costs.shape)
 
 
-def recompute_to_fit(chain: LayerChain, num_in_flight: IntArray, memory_bytes: float) -> FloatArray:
-    """Return (chunks, L + 1, L + 1) seconds of recomputation that chunk p needs with layers [lo, hi) to fit.
+def recompute_to_fit(chain: LayerChain, num_in_flight: IntArray, memory_bytes: float) -> SpanRecompute:
+    """Return what recomputes as much of every span of layers as a chunk needs to fit into memory.
 
-    Infinite where it cannot fit. num_in_flight: (L, chunks) from `in_flight_by_chunk`. With several chunks on a rank,
-    each may take its share of the memory.
+    num_in_flight: (L, chunks) from `in_flight_by_chunk`. With several chunks on a rank, each may take its share of the
+    memory.
     """
     costs = chain.costs
-    limit = memory_bytes / (1 + MEMORY_MARGIN) / chain.vpp
-    state_and_kept = _span_sums((costs.kept_bytes[:, None] * num_in_flight).T) + _span_sums(costs.state_bytes)
-    excess = state_and_kept - limit
-    plain = excess + _span_working(costs.working_bytes, costs.input_bytes) / chain.vpp
-    seconds = np.where(plain <= 0, 0.0, np.inf)
-    saved = costs.saved_bytes[:, None] * num_in_flight
-    excess += _span_working(costs.recompute_working_bytes, costs.input_bytes) / chain.vpp
-    # Few spans need some recomputation and fit with it; only for these the seconds are worked out.
-    is_span = ~np.tri(len(saved) + 1, dtype=np.bool_)
-    chunk, lo, hi = np.nonzero((plain > 0) & (excess <= _span_sums(saved.T)) & is_span)
     kinds = np.flatnonzero(np.bincount(costs.kind))
     first_of_kind = np.array([int(np.flatnonzero(costs.kind == kind)[0]) for kind in kinds])
-    is_kind = costs.kind[:, None] == kinds
-    num_before = np.concatenate([np.zeros((1, len(kinds))), np.cumsum(is_kind, axis=0)])
-    seconds[chunk, lo, hi] = span_recompute(
-        saved[first_of_kind].T[chunk],
-        costs.recompute_seconds[first_of_kind],
-        num_before[hi] - num_before[lo],
-        excess[chunk, lo, hi],
+    saved = costs.saved_bytes[:, None] * num_in_flight
+    return SpanRecompute(
+        limit_bytes=memory_bytes / (1 + MEMORY_MARGIN) / chain.vpp,
+        kept_until=prefix_sums((costs.kept_bytes[:, None] * num_in_flight).T),
+        saved_until=prefix_sums(saved.T),
+        state_until=prefix_sums(costs.state_bytes),
+        working=_span_working(costs.working_bytes, costs.input_bytes) / chain.vpp,
+        recompute_working=_span_working(costs.recompute_working_bytes, costs.input_bytes) / chain.vpp,
+        saved_of_kind=saved[first_of_kind].T,
+        seconds_of_kind=costs.recompute_seconds[first_of_kind],
+        num_of_kind_until=prefix_sums((costs.kind[:, None] == kinds).T.astype(np.float64)).T,
     )
-    return seconds
 
 
 def in_flight_by_chunk(chain: LayerChain, num_in_flight: Mapping[StageId, int]) -> IntArray:
@@ -334,32 +353,54 @@ def _join_costs(units: Sequence[UnitLayerCosts], per_llm_microbatch: Sequence[fl
     return UnitLayerCosts(**columns)
 
 
-def _step_seconds_of_spans(chain: LayerChain, recompute_s: FloatArray | None = None) -> FloatArray:
-    """Return (1 or chunks, L + 1, L + 1) the least seconds of a step in which chunk p holds layers [lo, hi).
+def _all_spans(chain: LayerChain) -> tuple[IntArray, IntArray]:
+    """Return lo and hi, (L + 1, L + 1) both, of all spans of a chain's layers."""
+    lo, hi = np.indices((chain.bounds[-1] + 1,) * 2)
+    return lo, hi
+
+
+def _by_chunk(seconds: FloatArray) -> FloatArray:
+    """Return seconds with an axis of chunks in front, of one where they are the same for all."""
+    return seconds if seconds.ndim == 3 else seconds[None]
+
+
+def _work_seconds(chain: LayerChain, lo: IntArray, hi: IntArray, recompute_s: FloatArray | None) -> FloatArray:
+    """Return the seconds of one microbatch in chunks that hold layers [lo, hi)."""
+    until = prefix_sums(chain.costs.seconds)
+    work = until[hi] - until[lo]
+    return np.asarray(work if recompute_s is None else work + recompute_s)
+
+
+def _step_seconds(chain: LayerChain, lo: IntArray, hi: IntArray, recompute_s: FloatArray | None = None) -> FloatArray:
+    """Return the least seconds of a step in which a chunk holds layers [lo, hi).
 
     A chunk works for all microbatches, starts no sooner than the first has come down to it, and its last backward still
     has to travel up. Besides, its first backward waits until the first microbatch has come down to the end and back,
     and then all backwards follow; likewise all forwards come before the last microbatch's way to the end and back.
     Interleaved chunks take turns on a rank, so there only their work counts.
 
-    recompute_s: see `anchor_partition`.
+    recompute_s: seconds of recomputation of a microbatch in these chunks.
     """
-    n, backward_s = chain.num_microbatches, _span_sums(chain.costs.backward_seconds)[None]
-    forward_s = _span_sums(chain.costs.seconds)[None] - backward_s
+    n, until, backward_until = (
+        chain.num_microbatches,
+        prefix_sums(chain.costs.seconds),
+        prefix_sums(chain.costs.backward_seconds),
+    )
+    backward_s = backward_until[hi] - backward_until[lo]
+    forward_s = until[hi] - until[lo] - backward_s
     if recompute_s is not None:
         backward_s = backward_s + recompute_s
     work_s = n * (forward_s + backward_s)
     if chain.vpp > 1:
         return np.asarray(work_s)
-    reached_s = chain.round_trip_s[:, None]
-    elsewhere_s = chain.round_trip_s[-1] - (chain.round_trip_s[None, :] - reached_s)  # of one microbatch
+    reached_s = chain.round_trip_s[lo]
+    elsewhere_s = chain.round_trip_s[-1] - (chain.round_trip_s[hi] - reached_s)  # of one microbatch
     return np.asarray(np.maximum(reached_s + work_s, elsewhere_s + n * np.maximum(forward_s, backward_s)))
 
 
 def _slowest_chunk_seconds(chain: LayerChain, partition: ChainPartition) -> float:
     """Return the least seconds of a step under a partition, as its slowest chunk has it."""
-    lo, hi = np.asarray(partition[:-1]), np.asarray(partition[1:])
-    return float(_step_seconds_of_spans(chain)[0, lo, hi].max())
+    return float(_step_seconds(chain, np.asarray(partition[:-1]), np.asarray(partition[1:])).max())
 
 
 def _boundary_shifts(num_boundaries: int, budget: PartitionBudget) -> Iterator[tuple[int, ...]]:
@@ -391,12 +432,6 @@ def _allowed(chain: LayerChain, partitions: IntArray) -> BoolArray:
     chunks, lo, hi = np.arange(chain.num_chunks), partitions[:, :-1], partitions[:, 1:]
     allowed_by_mask = [mask[chunks, lo, hi].all(axis=1) for mask in chain.masks]
     return np.asarray(np.any(allowed_by_mask, axis=0))
-
-
-def _span_sums(values: FloatArray) -> FloatArray:
-    """Return (..., L + 1, L + 1) sums of [lo, hi), of values (..., L)."""
-    prefix = np.concatenate([np.zeros_like(values[..., :1]), np.cumsum(values, axis=-1)], axis=-1)
-    return np.asarray(prefix[..., None, :] - prefix[..., :, None])
 
 
 def _span_working(working: FloatArray, inputs: FloatArray) -> FloatArray:

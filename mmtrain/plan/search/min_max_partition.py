@@ -40,14 +40,42 @@ def min_max_span_partition(
     if not 1 <= num_chunks < spans.shape[1]:
         return None
     costs = _allowed_spans(spans, num_chunks, allowed)
-    largest, _ = _solve(costs, num_chunks, np.maximum)
-    optimum = largest[-1, -1]
+    longest = longest_span_within(costs, _cost_of_even_partition(costs, num_chunks))
+    lo, hi = band(spans.shape[1] - 1, longest)
+    in_band = np.where(lo < 0, np.inf, costs[:, lo, hi])
+    return min_max_band_partition(in_band, num_chunks, in_band if evened is None else evened[:, lo, hi])
+
+
+def min_max_band_partition(costs: FloatArray, num_chunks: int, evened: FloatArray) -> tuple[int, ...] | None:
+    """Do the same for runs of at most B layers.
+
+    costs, evened: (1 or chunks, L + 1, B) of the runs of `band`; costs are infinite where lo is negative.
+    """
+    lo, _ = band(costs.shape[1] - 1, costs.shape[2])
+    starts = np.maximum(lo, 0)
+    largest, _ = _solve(costs, starts, num_chunks, np.maximum)
+    optimum = largest[-1]
     if not np.isfinite(optimum):
         return None
-    squares = (costs if evened is None else evened) ** 2
-    squares_within = np.where(costs <= optimum * (1 + OPTIMUM_TOLERANCE), squares, np.inf)
-    _, last_starts = _solve(squares_within, num_chunks, np.add)
+    squares_within = np.where(costs <= optimum * (1 + OPTIMUM_TOLERANCE), evened**2, np.inf)
+    _, last_starts = _solve(squares_within, starts, num_chunks, np.add)
     return _read_bounds(last_starts)
+
+
+def band(num_layers: int, longest: int) -> tuple[IntArray, IntArray]:
+    """Return lo and hi, (L + 1, longest) both, of the runs of at most so many layers; lo may be negative."""
+    hi = np.arange(num_layers + 1)[:, None]
+    lo = hi - longest + np.arange(longest)
+    return lo, np.broadcast_to(hi, lo.shape)
+
+
+def longest_span_within(costs: FloatArray, limit: float) -> int:
+    """Return the layers of the longest run that costs at most `limit` in some chunk, and at least 1.
+
+    Where a partition costs `limit`, no run of a best partition is longer, so that most runs need not be looked at.
+    """
+    _, lo, hi = np.nonzero((costs <= limit) & np.isfinite(costs))
+    return int(max((hi - lo).max(initial=1), 1))
 
 
 def _allowed_spans(spans: FloatArray, num_chunks: int, allowed: BoolArray | None) -> FloatArray:
@@ -59,19 +87,37 @@ def _allowed_spans(spans: FloatArray, num_chunks: int, allowed: BoolArray | None
     return np.where(allowed, np.broadcast_to(costs, (num_chunks, width, width)), np.inf)
 
 
-def _solve(costs: FloatArray, num_chunks: int, combine: np.ufunc) -> tuple[FloatArray, IntArray]:
-    """Return the best value of the first p chunks over the first j layers, and where chunk p starts then.
+def _cost_of_even_partition(costs: FloatArray, num_chunks: int) -> float:
+    """Return the cost of a partition by the layers' own costs: not the least, but near it."""
+    num_layers = costs.shape[1] - 1
+    layers = np.arange(num_layers)
+    own = costs[0, layers, layers + 1]
+    until = np.cumsum(np.where(np.isfinite(own), own, 0.0))
+    shares = until[-1] * np.arange(1, num_chunks) / num_chunks
+    bounds = [0]
+    for number, cut in enumerate(np.searchsorted(until, shares).tolist(), start=1):
+        bounds.append(min(max(cut, bounds[-1] + 1), num_layers - (num_chunks - number)))
+    lo, hi = np.array(bounds), np.array([*bounds[1:], num_layers])
+    chunks = np.arange(num_chunks) if len(costs) > 1 else np.zeros(num_chunks, dtype=np.int64)
+    return float(costs[chunks, lo, hi].max())
 
-    combine: how costs of chunks make a value, their maximum or their sum. Both arrays: (chunks + 1, L + 1).
+
+def _solve(costs: FloatArray, starts: IntArray, num_chunks: int, combine: np.ufunc) -> tuple[FloatArray, IntArray]:
+    """Return the best value of all chunks over the first j layers, (L + 1,), and where chunk p starts then.
+
+    costs: (1 or chunks, L + 1, B), of runs that start at `starts`, (L + 1, B). combine: how costs of chunks make a
+    value, their maximum or their sum. The starts returned: (chunks + 1, L + 1).
     """
     width = costs.shape[1]
-    best = np.full((num_chunks + 1, width), np.inf)
-    best[0, 0] = 0.0
+    best = np.full(width, np.inf)
+    best[0] = 0.0
+    rows = np.arange(width)
     last_starts = np.zeros((num_chunks + 1, width), dtype=np.int64)
-    for chunk, chunk_costs in enumerate(np.broadcast_to(costs, (num_chunks, width, width))):
-        values = combine(best[chunk][:, None], chunk_costs)
-        last_starts[chunk + 1] = values.argmin(axis=0)
-        best[chunk + 1] = values.min(axis=0)
+    for chunk, chunk_costs in enumerate(np.broadcast_to(costs, (num_chunks, *costs.shape[1:]))):
+        values = combine(best[starts], chunk_costs)
+        least = values.argmin(axis=1)
+        last_starts[chunk + 1] = starts[rows, least]
+        best = values[rows, least]
     return best, last_starts
 
 

@@ -225,4 +225,6 @@ def _reachable(neighbors: Mapping[StageId, Iterable[StageId]]) -> dict[StageId, 
     for place, stage in enumerate(stages):
         via, onwards = bit[stage], reach[place]
         reach = [bits | onwards if bits & via else bits for bits in reach]
-    return {stage: {s for s in stages if bits & bit[s]} for stage, bits in zip(stages, reach, strict=True)}
+    # In a pipeline with several chunks on a rank every stage reaches every other: few sets are different.
+    members = {bits: {s for s in stages if bits & bit[s]} for bits in set(reach)}
+    return {stage: members[bits] for stage, bits in zip(stages, reach, strict=True)}

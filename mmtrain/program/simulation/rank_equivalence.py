@@ -114,9 +114,11 @@ def _all_components(
         component = {roles[rank]: rank for rank in members}
         # Where a role is not unique, position k cannot be matched to position k: such a component stays alone.
         unmatched = members if len(component) < len(members) or _visits_twice(component) else ()
-        costs = [(connection.ranks, *_link_classes(connection, mirrors, link_class)) for connection in own_connections]
-        key = [(tuple(roles[rank] for rank in linked), *cost) for linked, *cost in costs]
-        inside = [(tuple(_inside_unit(roles[rank]) for rank in linked), *cost) for linked, *cost in costs]
+        costs = [
+            (connection.ranks, tuple(_link_classes(connection, mirrors, link_class))) for connection in own_connections
+        ]
+        key = [(tuple(roles[rank] for rank in linked), cost) for linked, cost in costs]
+        inside = [(tuple(_inside_unit(roles[rank]) for rank in linked), cost) for linked, cost in costs]
         yield _Component(
             component,
             frozenset([*component, *key, *unmatched]),
