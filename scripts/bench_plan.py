@@ -2,7 +2,7 @@
 
     python -m scripts.bench_plan                    # all but the measured part; processor seconds, one core
     python -m scripts.bench_plan --only speed       # or: exact, larger, milp; --first 5 --instances 5 for some of them
-    python -m scripts.bench_plan --only sizes       # seconds by number of GPUs
+    python -m scripts.bench_plan --only sizes       # seconds of the command by number of GPUs
     python -m scripts.bench_plan --only measured    # runs plans of three tiny models on two ranks here, for minutes
 
 `exact`, `larger` and `milp` need the tools of the tests, so run it from the root of a checkout.
@@ -10,6 +10,11 @@
 
 import argparse
 import math
+import os
+import resource
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -18,17 +23,29 @@ from pathlib import Path
 import numpy as np
 
 from mmtrain.balance import ItemLengths, SampleLengths
-from mmtrain.data import build_index
 from mmtrain.plan import Plan
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO
 from mmtrain.plan.planner import plan_recipe
-from mmtrain.recipe import load_recipe
 from mmtrain.recipe.schema import Recipe
 from tests.plan import factory
 from tests.plan.exhaustive import Instance, by_placement, fastest_found, larger_instance, least_step, random_instance
 from tests.plan.milp import pipeline, solve
 
-SIZES_RECIPE = Path(__file__).parents[1] / "recipes" / "whatif" / "qwen2_vl_7b.yaml"
+WHAT_IF = Path(__file__).parents[1] / "recipes" / "whatif"
+# Ranks, global batch, and GiB of a rank where it is not the hardware's; the first is what the others are compared with.
+SIZES = (
+    (16, 128, None),
+    (7, 128, None),
+    (8, 128, None),
+    (13, 128, None),
+    (16, 64, None),
+    (16, 61, None),
+    (16, 128, 4),
+    (64, 128, None),
+    (97, 128, None),
+    (256, 256, None),
+    (1024, 1024, None),
+)
 CLOSE = 1.01  # of the best: how far the search may be behind where it does not try everything
 
 TILE, FEATURES = (
@@ -143,22 +160,46 @@ def speed() -> None:
 
 
 def sizes() -> None:
-    """Print the processor seconds of plans by number of GPUs, odd ones too, as rows of docs/benchmarks.md."""
-    cases = [(8, 128), (13, 128), (16, 128), (16, 64), (16, 61), (64, 128), (97, 128), (256, 256), (1024, 1024)]
-    for ranks, batch in cases:
+    """Print the seconds of `mmtrain plan` by number of GPUs, odd ones too, as rows of docs/benchmarks.md.
+
+    They include imports, data, the LLM alone, hints and the proof. Processor seconds hardly depend on what else runs.
+    """
+    normal_s = 0.0
+    for ranks, batch, memory_gib in SIZES:
         changes = [f"train.global_batch={batch}", "cluster.hardware=h100-80g", f"cluster.ranks={ranks}"]
-        settings = load_recipe(SIZES_RECIPE, changes).recipe
-        _print_row(f"7B on {ranks:,}, batch {batch:,}", settings, build_index(settings).lengths, ranks)
-    _print_row("197B on 3,072, batch 1,536", model_197b(), tiles(), 3072)
+        name = f"7B on {ranks:,}, batch {batch:,}"
+        if memory_gib is not None:
+            changes.append(f"cluster.memory_gib={memory_gib}")
+            name = f"7B on {ranks:,} of {memory_gib} GiB, batch {batch:,}"
+        normal_s = _print_row(name, [str(WHAT_IF / "qwen2_vl_7b.yaml"), *_as_arguments(changes)], normal_s) or normal_s
+    _print_row("197B on 3,072, batch 1,536", [str(WHAT_IF / "optimus_197b.yaml")], normal_s)
 
 
-def _print_row(name: str, settings: Recipe, lengths: SampleLengths, ranks: int) -> None:
-    start = time.process_time()
-    chosen = plan_recipe(settings, lengths, world_size=ranks, hardware="h100-80g", recipe_sha256="0" * 64)
-    seconds = time.process_time() - start
-    llm = chosen.units["llm"]
-    found = f"{chosen.placement}, LLM tp{llm.tp} pp{llm.pp} vpp{llm.vpp} dp{llm.dp}"
-    print(f"| {name} | {seconds:.1f} | {found} | {chosen.predicted.step_time_s:.2f} s |", flush=True)
+def _as_arguments(changes: list[str]) -> list[str]:
+    return [argument for change in changes for argument in ("--set", change)]
+
+
+def _print_row(name: str, arguments: list[str], normal_s: float) -> float | None:
+    """Plan once and print the row; return its processor seconds if it is the first, which others are compared with."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        command = [sys.executable, "-m", "mmtrain", "plan", *arguments, "--out", str(path)]
+        used, start = _processor_seconds(), time.perf_counter()
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, check=False)
+        seconds, clock_s = _processor_seconds() - used, time.perf_counter() - start
+        found = "none fits | "
+        if done.returncode == 0:
+            chosen = Plan.model_validate_json(path.read_text(encoding="utf-8"))
+            llm, step_s = chosen.units["llm"], chosen.predicted.step_time_s
+            found = f"{chosen.placement}, LLM tp{llm.tp} pp{llm.pp} vpp{llm.vpp} dp{llm.dp} | {step_s:.2f} s"
+    ratio = f"{seconds / normal_s:.1f}" if normal_s else "1"
+    print(f"| {name} | {seconds:.1f} | {clock_s:.0f} | {ratio} | {found} |", flush=True)
+    return None if normal_s else seconds
+
+
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def summarize(chosen: Plan) -> str:

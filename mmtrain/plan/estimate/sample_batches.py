@@ -46,6 +46,10 @@ class SampledBatches:
         ]
         return [pad_microbatches(batch) for batch in batches] if self.pad else batches
 
+    def without_items(self) -> "SampledBatches":
+        """Return the same batches for the LLM alone, which are laid out much sooner."""
+        return replace(self, lengths=replace(self.lengths, items={}))
+
 
 def sample_batches(
     lengths: SampleLengths, grouping: Grouping, seed: int, budget: SamplingBudget = DEFAULT_BUDGET.sampling

@@ -144,9 +144,33 @@ class ModelTiming:
 
         Gradients are as large as the activations.
         """
-        nbytes = self._flow_bytes(Flow(action.edge, action.src, action.dst, action.payload))
         same_node = sender // self.ranks_per_node == action.peer // self.ranks_per_node
+        if action.edge.crosses_units:
+            flow = Flow(action.edge, action.src, action.dst, action.payload)
+            return self._transfer(self._flow_bytes(flow), same_node)
+        # Inside a unit, most messages of a step are alike: each microbatch passes many edges, there and back.
+        key = (self._edge_numbers[action.edge], action.src.replica, action.src.index, same_node)
+        if key not in self._transfers:
+            flow = Flow(action.edge, action.src, action.dst, action.payload)
+            self._transfers[key] = self._transfer(self._flow_bytes(flow), same_node)
+        return self._transfers[key]
+
+    def _transfer(self, nbytes: int, same_node: bool) -> TransferCost:
         return TransferCost(self.costs.transfer(nbytes, same_node), nbytes, self._posting_s) if nbytes else NO_TRANSFER
+
+    @cached_property
+    def _transfers(self) -> dict[tuple[int, int, int, bool], TransferCost]:
+        """Cache of `message` inside units, by number of the edge, replica and index of the microbatch, and link."""
+        return {}
+
+    @cached_property
+    def _edge_numbers(self) -> dict[Edge, int]:
+        """Numbers of the edges inside units; over edges of one number, a microbatch takes as many bytes."""
+        numbers: dict[tuple[str, LayerShape, int], int] = {}
+        return {
+            edge: numbers.setdefault((edge.src.unit, layer, self._num_slices(edge)), len(numbers))
+            for edge, layer in self._entered.items()
+        }
 
     def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
         """Return the cost of a collective; gradients are reduce-scattered and parameters all-gathered (ZeRO-1)."""
@@ -341,10 +365,12 @@ class ModelTiming:
             rows = self.loads.routes[edge.src.unit, edge.dst.unit].rows(flow.src, flow.dst)
             return rows * self._widths[edge] * self.element_bytes
         load = self.loads.loads[flow.src]
-        # With sequence parallelism each rank of the TP group sends its own slice of the tokens.
-        num_slices = self.graph.mesh(edge.src.unit).tp if self.graph.stage(edge.src).sp else 1
-        tokens = -(-load.tokens // num_slices)
+        tokens = -(-load.tokens // self._num_slices(edge))
         return self._entered[edge].input_elements(tokens, load.num_sequences) * self.element_bytes
+
+    def _num_slices(self, edge: Edge) -> int:
+        """Return 1; with sequence parallelism, the ranks of a TP group, each of which sends a slice of the tokens."""
+        return self.graph.mesh(edge.src.unit).tp if self.graph.stage(edge.src).sp else 1
 
     @cached_property
     def _dispatch_costs(self) -> dict[Dispatch, TransferCost]:
