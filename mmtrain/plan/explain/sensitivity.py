@@ -17,13 +17,8 @@ from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.layout_simulation import RetimedLayout
 
 
-def choice_sensitivity(
-    candidates: Sequence[Candidate], evaluator: Evaluator, perturbations: Sequence[Perturbation] = PERTURBATIONS
-) -> Sensitivity:
+def choice_sensitivity(candidates: Sequence[Candidate], evaluator: Evaluator) -> Sensitivity:
     """Return the steps of the chosen plan and of its closest rivals, with each constant of the costs changed.
-
-    Each of them is simulated on the first sampled batch. Where a rival comes near the chosen plan or ahead of it,
-    both are simulated on all batches.
 
     candidates: simulated; the chosen one first, then by step time.
 
@@ -31,15 +26,23 @@ def choice_sensitivity(
         TypeError: the cost model has no constants to change, see `perturbed_costs`.
     """
     rivals = closest_rivals(candidates, evaluator)
-    near = [candidates[0], *rivals]
-    rankings: tuple[PerturbedRanking, ...] = ()
-    if rivals:
-        retimed = [_RetimedCandidate.of(candidate, evaluator) for candidate in near]
-        margin = evaluator.budget.sensitivity.first_batch_margin
-        rankings = tuple(_rank(retimed, evaluator, perturbation, margin) for perturbation in perturbations)
+    return simulate_again([candidates[0], *rivals], evaluator, PERTURBATIONS if rivals else ())
+
+
+def simulate_again(
+    candidates: Sequence[Candidate], evaluator: Evaluator, perturbations: Sequence[Perturbation]
+) -> Sensitivity:
+    """Return the steps of simulated candidates, the chosen one first, under each perturbation.
+
+    All of them are simulated on the first sampled batch. Where one comes near the chosen plan or ahead of it, both are
+    simulated on all batches.
+    """
+    retimed = [_RetimedCandidate.of(candidate, evaluator) for candidate in candidates] if perturbations else []
+    margin = evaluator.budget.sensitivity.first_batch_margin
     described = tuple(
-        ComparedPlan(summary=c.layout.summary, placement=c.placement, step_time_s=c.step_time_s) for c in near
+        ComparedPlan(summary=c.layout.summary, placement=c.placement, step_time_s=c.step_time_s) for c in candidates
     )
+    rankings = tuple(_rank(retimed, evaluator, perturbation, margin) for perturbation in perturbations)
     return Sensitivity(plans=described, rankings=rankings)
 
 

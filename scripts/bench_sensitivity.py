@@ -1,0 +1,147 @@
+"""Print how the choice of a placement depends on the constants of the costs: the best plan of each, under changed ones.
+
+    python -m scripts.bench_sensitivity [RECIPE...] [--ratios 0.8 1.25]   # recipes of recipes/whatif; all by default
+    python -m scripts.bench_sensitivity qwen2_vl_7b --anew                # search again under each change, too
+
+A row holds one plan beside the chosen one: how many times as long its step is with the costs as stated, and with one
+constant at so many times that. Unlike `mmtrain plan`, every placement is shown however far it is behind. `replicated`
+is predicted with its samples balanced, which `plan` does not choose. A cell in bold is over 1% faster than the chosen
+plan.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mmtrain.costs.perturbed_costs import COST_CONSTANTS, Perturbation, perturbed_costs, perturbed_hardware
+from mmtrain.data import build_index
+from mmtrain.plan.artifact.plan import AS_FAST_RATIO
+from mmtrain.plan.budget import DEFAULT_BUDGET
+from mmtrain.plan.candidate import Candidate
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.explain.baselines import BaselinePlanner
+from mmtrain.plan.explain.sensitivity import closest_rivals, simulate_again
+from mmtrain.plan.formulate import formulate_problem
+from mmtrain.plan.planner import search_placements
+from mmtrain.plan.problem import PlanningProblem
+from mmtrain.plan.replicated.replicated_step import ReplicatedPredictor
+from mmtrain.recipe import load_recipe, recipe_fingerprint
+
+FOLDER = Path(__file__).resolve().parents[1] / "recipes/whatif"
+NO_RECIPES = ("common",)  # what others extend
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plan beside the chosen one."""
+
+    name: str
+    stated: float  # its step over the chosen one's
+    changed: tuple[float, ...]  # the same under each perturbation
+
+
+def main() -> None:
+    """Print a Markdown table of all recipes, and what changes in a sentence for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipes", nargs="*", help="names of recipes/whatif")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.8, 1.25])
+    parser.add_argument("--anew", action="store_true", help="search again under each change")
+    asked = parser.parse_args()
+    names = asked.recipes or sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in NO_RECIPES)
+    perturbations = [Perturbation(constant, ratio) for constant in COST_CONSTANTS for ratio in asked.ratios]
+    columns = ["recipe", "plan", "as stated", *map(str, perturbations)]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+    for name in names:
+        problem = _problem(name)
+        candidates, evaluator = search(problem)
+        chosen = candidates[0]
+        layout = chosen.layout.summary
+        print(
+            f"| `{name}` | {problem.cluster.num_ranks} {problem.hardware.name}: {layout} | {chosen.step_time_s:.3g} s |"
+        )
+        for row in rows(candidates, evaluator, perturbations):
+            cells = map(_cell, [row.stated, *row.changed])
+            print(f"| | {row.name} | {' | '.join(cells)} |", flush=True)
+        if asked.anew:
+            for perturbation in perturbations:
+                print(f"| | searched anew, {perturbation} | {searched_anew(problem, perturbation)} |", flush=True)
+
+
+def rows(candidates: Sequence[Candidate], evaluator: Evaluator, perturbations: Sequence[Perturbation]) -> Iterator[Row]:
+    """Yield the closest plan of the chosen placement, the best plan of each other one, and `replicated`."""
+    chosen = candidates[0]
+    near = [rival for rival in closest_rivals(candidates, evaluator) if rival.placement == chosen.placement]
+    others = [best for best in _first_by_placement(candidates) if best.placement != chosen.placement]
+    beside = [*near, *others]
+    again = simulate_again([chosen, *beside], evaluator, perturbations)
+    for number, candidate in enumerate(beside, start=1):
+        changed = tuple(r.steps[number].step_time_s / r.steps[0].step_time_s for r in again.rankings)
+        yield Row(candidate.layout.summary, candidate.step_time_s / chosen.step_time_s, changed)
+    problem = evaluator.problem
+    if "replicated" in problem.constraints.placements and chosen.placement != "replicated":
+        stated_s = _replicated_s(problem)
+        if stated_s is not None:
+            changed_s = [_replicated_s(_changed(problem, perturbation)) for perturbation in perturbations]
+            changed = tuple(
+                (seconds or float("nan")) / ranking.steps[0].step_time_s
+                for seconds, ranking in zip(changed_s, again.rankings, strict=True)
+            )
+            yield Row("replicated, predicted only", stated_s / chosen.step_time_s, changed)
+
+
+def searched_anew(problem: PlanningProblem, perturbation: Perturbation) -> str:
+    """Return the best step of each placement where the whole search runs under the perturbation."""
+    candidates, _ = search(_changed(problem, perturbation))
+    bests = _first_by_placement(candidates)
+    return "; ".join(f"{best.layout.summary} {best.step_time_s / candidates[0].step_time_s:.3f}" for best in bests)
+
+
+def _problem(name: str) -> PlanningProblem:
+    recipe = load_recipe(FOLDER / f"{name}.yaml").recipe
+    assert recipe.cluster.ranks is not None
+    return formulate_problem(
+        recipe,
+        build_index(recipe).lengths,
+        world_size=recipe.cluster.ranks,
+        hardware=recipe.cluster.hardware,
+        recipe_sha256=recipe_fingerprint(recipe),
+    )
+
+
+def search(problem: PlanningProblem) -> tuple[Sequence[Candidate], Evaluator]:
+    """Return what `plan` ranks: simulated candidates, with rules of thumb where they are faster."""
+    evaluator, results = search_placements(problem, DEFAULT_BUDGET)
+    rules = BaselinePlanner(evaluator, results.enumerated).plan_all(max_step_s=results.fastest_s)
+    faster = [rule for rule in rules.values() if rule.step_time_s < results.fastest_s]
+    fastest = replace(results, candidates=tuple(faster), rejected=(), predicted_only=(), enumerated=())
+    return results.merged(fastest).candidates, evaluator
+
+
+def _changed(problem: PlanningProblem, perturbation: Perturbation) -> PlanningProblem:
+    """Return the problem on hardware of the same name with one constant changed."""
+    hardware = replace(perturbed_hardware(problem.hardware, perturbation), name=problem.hardware.name)
+    cluster = replace(problem.cluster, hardware=hardware)
+    return replace(problem, cluster=cluster, costs=perturbed_costs(problem.costs, perturbation))
+
+
+def _replicated_s(problem: PlanningProblem) -> float | None:
+    """Return the step of `replicated` with its samples balanced; None where it does not fit."""
+    fitting, _ = ReplicatedPredictor.of(problem).predict_all()
+    return fitting[0].step_time_s if fitting else None
+
+
+def _first_by_placement(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the best candidate of each placement, fastest first."""
+    best: dict[str, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda c: c.step_time_s):
+        best.setdefault(candidate.placement, candidate)
+    return list(best.values())
+
+
+def _cell(ratio: float) -> str:
+    return f"**{ratio:.3f}**" if ratio * AS_FAST_RATIO < 1 else f"{ratio:.3f}"
+
+
+if __name__ == "__main__":
+    main()
