@@ -5,8 +5,7 @@
 
 A row holds one plan beside the chosen one: how many times as long its step is with the costs as stated, and with one
 constant at so many times that. Unlike `mmtrain plan`, every placement is shown however far it is behind. `replicated`
-is predicted with its samples balanced, which `plan` does not choose. A cell in bold is over 1% faster than the chosen
-plan.
+is the line that `plan` predicts and does not choose. A cell in bold is over 1% faster than the chosen plan.
 """
 
 import argparse
@@ -42,7 +41,7 @@ class Row:
 
 
 def main() -> None:
-    """Print a Markdown table of all recipes, and what changes in a sentence for each."""
+    """Print a Markdown table with the rows of each recipe."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipes", nargs="*", help="names of recipes/whatif")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.8, 1.25])
