@@ -20,7 +20,6 @@ from mmtrain.data import build_index
 from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.planner import plan
 from mmtrain.plan.problem import PlanningProblem
-from mmtrain.plan.replicated.replicated_step import ReplicatedLayout, ReplicatedPredictor
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 from scripts.known_runs import KNOWN_RUNS, KnownRun
 
@@ -66,16 +65,7 @@ def predicted_seconds(known: KnownRun, folder: Path) -> float:
     In a pipeline the planner's division of layers gives each chunk equally many blocks, as Megatron-LM does, where they
     can be divided so.
     """
-    problem = planning_problem(known, folder)
-    if not known.mesh:
-        recompute = frozenset(["llm"] if known.recompute == "all" else [])
-        num_rounds = known.num_microbatches // known.ranks
-        layout = ReplicatedLayout(known.ranks, known.ranks, num_rounds, recompute)
-        predictor = ReplicatedPredictor.of(problem)
-        if not known.execution.overlaps_shards:
-            predictor.overlap_slowdown = 1.0
-        return predictor.predict(layout).step_time_s
-    return plan(problem).predicted.step_time_s
+    return plan(planning_problem(known, folder)).predicted.step_time_s
 
 
 def planning_problem(known: KnownRun, folder: Path) -> PlanningProblem:
@@ -90,6 +80,8 @@ def planning_problem(known: KnownRun, folder: Path) -> PlanningProblem:
     )
     hardware = replace(known.hardware, memory_bytes=problem.hardware.memory_bytes)
     costs = AnalyticCosts(hardware, problem.precision, known.execution)
+    if not known.execution.overlaps_shards:
+        hardware = replace(hardware, overlap_slowdown=1.0)
     return replace(problem, costs=costs, cluster=replace(problem.cluster, hardware=hardware))
 
 
@@ -98,7 +90,9 @@ def _write_recipe(known: KnownRun, folder: Path) -> Path:
     (folder / "lengths.csv").write_text(f"count,text\n4096,{known.sequence}\n", encoding="utf-8")
     # Packing fills a microbatch to a little less than its limit, so the limit lies a little above what was published.
     seq_len = known.sequence * known.per_microbatch + known.sequence // 4
-    parallel = {"placement": "unified", "llm": {"sp": True, **known.mesh, "recompute": known.recompute}}
+    parallel: dict[str, object] = {"placement": "replicated", "shard": "all", "llm": {"recompute": known.recompute}}
+    if known.mesh:
+        parallel = {"placement": "unified", "llm": {"sp": True, **known.mesh, "recompute": known.recompute}}
     recipe = {
         "name": known.name.replace(" ", "-").replace(",", ""),
         "model": {"llm": dict(known.llm)},
@@ -107,7 +101,7 @@ def _write_recipe(known: KnownRun, folder: Path) -> Path:
         "train": {"steps": 1, "global_batch": known.num_microbatches, "optimizer": {"lr": 1e-4}},
     }
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe | ({"parallel": parallel} if known.mesh else {})), encoding="utf-8")
+    path.write_text(yaml.safe_dump(recipe | {"parallel": parallel}), encoding="utf-8")
     return path
 
 

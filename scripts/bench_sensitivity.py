@@ -24,7 +24,7 @@ from mmtrain.plan.explain.sensitivity import closest_rivals, simulate_again
 from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.planner import search_placements
 from mmtrain.plan.problem import PlanningProblem
-from mmtrain.plan.replicated.replicated_step import ReplicatedPredictor
+from mmtrain.plan.replicated.replicated_search import ReplicatedStrategy
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes/whatif"
@@ -86,7 +86,7 @@ def rows(candidates: Sequence[Candidate], evaluator: Evaluator, perturbations: S
                 (seconds or float("nan")) / ranking.steps[0].step_time_s
                 for seconds, ranking in zip(changed_s, again.rankings, strict=True)
             )
-            yield Row("replicated, predicted only", stated_s / chosen.step_time_s, changed)
+            yield Row("replicated, if asked for", stated_s / chosen.step_time_s, changed)
 
 
 def searched_anew(problem: PlanningProblem, perturbation: Perturbation) -> str:
@@ -111,9 +111,10 @@ def _problem(name: str) -> PlanningProblem:
 def search(problem: PlanningProblem) -> tuple[Sequence[Candidate], Evaluator]:
     """Return what `plan` ranks: simulated candidates, with rules of thumb where they are faster."""
     evaluator, results = search_placements(problem, DEFAULT_BUDGET)
-    rules = BaselinePlanner(evaluator, results.enumerated).plan_all(max_step_s=results.fastest_s)
+    limits_s = dict.fromkeys(problem.constraints.placements, results.fastest_s)
+    rules = BaselinePlanner(evaluator, results.enumerated).plan_all(max_step_s=limits_s)
     faster = [rule for rule in rules.values() if rule.step_time_s < results.fastest_s]
-    fastest = replace(results, candidates=tuple(faster), rejected=(), predicted_only=(), enumerated=())
+    fastest = replace(results, candidates=tuple(faster), rejected=(), shown_only=(), enumerated=())
     return results.merged(fastest).candidates, evaluator
 
 
@@ -125,9 +126,10 @@ def _changed(problem: PlanningProblem, perturbation: Perturbation) -> PlanningPr
 
 
 def _replicated_s(problem: PlanningProblem) -> float | None:
-    """Return the step of `replicated` with its samples balanced; None where it does not fit."""
-    fitting, _ = ReplicatedPredictor.of(problem).predict_all()
-    return fitting[0].step_time_s if fitting else None
+    """Return the step of the best plan of `replicated`, as if it were asked for; None where it does not fit."""
+    asked_for = replace(problem, constraints=replace(problem.constraints, chooses_replicated=True))
+    best = ReplicatedStrategy().search(asked_for, Evaluator(asked_for), DEFAULT_BUDGET, None).best
+    return None if best is None else best.step_time_s
 
 
 def _first_by_placement(candidates: Sequence[Candidate]) -> list[Candidate]:

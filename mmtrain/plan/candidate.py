@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Protocol
 
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
@@ -275,20 +274,13 @@ class Rejected:
         )
 
 
-class PredictedOnly(Protocol):
-    """The best layout of a placement that the runtime cannot run."""
-
-    def alternative(self, chosen_step_s: float) -> Alternative:
-        """Return the line of the ranking, beside the chosen plan's step time."""
-
-
 @dataclass(frozen=True)
 class SearchResults:
     """Everything that one search learned, or several together."""
 
     candidates: tuple[Candidate, ...] = ()  # simulated; the chosen one first, then by step time
     rejected: tuple[Rejected, ...] = ()
-    predicted_only: tuple[PredictedOnly, ...] = ()
+    shown_only: tuple[Candidate, ...] = ()  # simulated; they run if a recipe asks for them, and are not chosen else
     enumerated: tuple[Candidate, ...] = ()  # all candidates of `unified` and `disaggregated`, with their bounds
 
     @property
@@ -307,7 +299,7 @@ class SearchResults:
         return SearchResults(
             rank_candidates(candidate for results in every for candidate in results.candidates),
             tuple(loser for results in every for loser in results.rejected),
-            tuple(prediction for results in every for prediction in results.predicted_only),
+            tuple(candidate for results in every for candidate in results.shown_only),
             tuple(candidate for results in every for candidate in results.enumerated),
         )
 

@@ -8,7 +8,7 @@ from itertools import chain, groupby
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
 from mmtrain.plan.artifact.data_drift import summarize_data
-from mmtrain.plan.artifact.plan import Alternative, MeasuredPlan, Plan, Prediction
+from mmtrain.plan.artifact.plan import AS_FAST_RATIO, Alternative, MeasuredPlan, Plan, Prediction
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate, CandidateStage, Rejected
 from mmtrain.plan.colocated.encoder_order import scheduling_efficiency
 from mmtrain.plan.estimate.evaluator import Evaluator
@@ -81,6 +81,15 @@ def reject_slower(loser: Candidate, chosen: Candidate) -> Rejected:
     else:
         reason = explain_slower(loser, chosen)
     return Rejected(loser, reason)
+
+
+def reject_unasked(candidate: Candidate, chosen: Candidate) -> Rejected:
+    """Return why a candidate was not chosen whose placement a recipe must ask for."""
+    ratio = chosen.step_time_s / candidate.step_time_s
+    if ratio < AS_FAST_RATIO:
+        return reject_slower(candidate, chosen)
+    setting = f"parallel.placement: {candidate.placement}"
+    return Rejected(candidate, f"{ratio:.2f}x faster by prediction; runs if asked for (`{setting}`)")
 
 
 def describe_loser(loser: Rejected, evaluator: Evaluator) -> Alternative:

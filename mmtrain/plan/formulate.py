@@ -46,7 +46,7 @@ def formulate_problem(
         recompute={name: recipe.parallel.of(name).recompute for name in choices},
         sequence_parallel={name: recipe.parallel.of(name).sp for name in choices},
         encoder_microbatches=encoder_microbatches(recipe, shape),
-        runs_replicated=recipe.parallel.placement == "replicated",
+        chooses_replicated=recipe.parallel.placement == "replicated",
     )
     return PlanningProblem(
         recipe=recipe,
@@ -76,19 +76,19 @@ def require_feasible(problem: PlanningProblem) -> None:
         unit_choices, shape=problem.shape, ranks_per_node=problem.hardware.ranks_per_node
     )
     raise PlanError(
-        explain_infeasible(recipe, problem.choices, max_ranks, problem.constraints.runnable_placements, choices_of)
+        explain_infeasible(recipe, problem.choices, max_ranks, problem.constraints.chosen_placements, choices_of)
     )
 
 
 def placements_to_search(
     recipe: Recipe, choices: Mapping[str, UnitChoices], world_size: int, request: PlanRequest
 ) -> tuple[Placement, ...]:
-    """Return the placements that the recipe allows; where it leaves them open, `replicated` is predicted too."""
+    """Return the placements that the recipe allows; where it leaves them open, `replicated` is shown too."""
     if recipe.parallel.placement != "auto":
         return (recipe.parallel.placement,)
-    runnable: tuple[Placement, ...] = ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
+    chosen: tuple[Placement, ...] = ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
     is_ranked = world_size > 1 and request.baseline is None
-    return (*runnable, "replicated") if is_ranked else runnable
+    return (*chosen, "replicated") if is_ranked else chosen
 
 
 def rank_counts(recipe: Recipe, constraints: Constraints, world_size: int, budget: MeshBudget) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ def rank_counts(recipe: Recipe, constraints: Constraints, world_size: int, budge
     limit = recipe.parallel.max_gpus
 
     def is_possible(count: int) -> bool:
-        return any(has_meshes(constraints.choices, count, placement) for placement in constraints.runnable_placements)
+        return any(has_meshes(constraints.choices, count, placement) for placement in constraints.chosen_placements)
 
     if limit is None:
         return (world_size,) if is_possible(world_size) else ()

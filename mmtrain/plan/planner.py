@@ -20,7 +20,7 @@ from mmtrain.plan.estimate.program_proof import verify_program
 from mmtrain.plan.explain.baselines import BaselinePlanner, reject_baseline
 from mmtrain.plan.explain.sensitivity import choice_sensitivity
 from mmtrain.plan.explain.suggestions import suggest_changes
-from mmtrain.plan.finish import best_alternatives, describe_loser, finish_plan, reject_slower
+from mmtrain.plan.finish import best_alternatives, describe_loser, finish_plan, reject_slower, reject_unasked
 from mmtrain.plan.formulate import formulate_problem, require_feasible
 from mmtrain.plan.measured_choice import Baselines, choose_by_measurement
 from mmtrain.plan.problem import PlanningProblem, PlanRequest
@@ -151,7 +151,7 @@ def slowest_shown_by_placement(results: SearchResults, request: PlanRequest) -> 
 
 
 def rank_losers(results: SearchResults, baselines: Baselines, evaluator: Evaluator) -> list[Alternative]:
-    """Return a line for every candidate that lost, every slower baseline, and what is only predicted."""
+    """Return a line for every candidate that lost, every slower baseline, and what runs only if asked for."""
     chosen, *slower = results.candidates
     limit_s = chosen.step_time_s * EQUAL_STEP_TIME_RATIO
     rejected = [reject_slower(loser, chosen) for loser in slower]
@@ -159,8 +159,8 @@ def rank_losers(results: SearchResults, baselines: Baselines, evaluator: Evaluat
     for name, baseline in baselines.items():
         if baseline.measured_step_s is not None or baseline.step_time_s > limit_s:
             rejected.append(reject_baseline(name, baseline, chosen))
-    predicted = [prediction.alternative(chosen.step_time_s) for prediction in results.predicted_only]
-    return [*(describe_loser(loser, evaluator) for loser in rejected), *predicted]
+    rejected += [reject_unasked(candidate, chosen) for candidate in results.shown_only]
+    return [describe_loser(loser, evaluator) for loser in rejected]
 
 
 def reject_for_baseline(planned: Candidate, baseline: Candidate) -> Rejected:

@@ -44,17 +44,17 @@ class PlanRequest:
 class Constraints:
     """What the recipe and the model allow, by unit."""
 
-    placements: tuple[Placement, ...]  # those that are searched or predicted
+    placements: tuple[Placement, ...]  # those that are searched
     choices: Mapping[str, UnitChoices]  # mesh sizes
     recompute: Mapping[str, RecomputeMode]
     sequence_parallel: Mapping[str, SequenceParallelSetting]
     encoder_microbatches: Mapping[str, int]  # of units whose number of microbatches the recipe fixes
-    runs_replicated: bool = False  # whether `replicated` is searched, beside being predicted
+    chooses_replicated: bool = False  # whether `replicated` may be chosen, not only shown
 
     @property
-    def runnable_placements(self) -> tuple[Placement, ...]:
-        """Those that the runtime can run."""
-        return tuple(placement for placement in self.placements if placement != "replicated" or self.runs_replicated)
+    def chosen_placements(self) -> tuple[Placement, ...]:
+        """Those of which the plan may be."""
+        return tuple(placement for placement in self.placements if placement != "replicated" or self.chooses_replicated)
 
 
 @dataclass(frozen=True)

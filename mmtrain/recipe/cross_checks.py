@@ -183,17 +183,10 @@ def check_isf(recipe: Recipe) -> Iterator[Problem]:
 
 
 def check_padding(recipe: Recipe) -> Iterator[Problem]:
-    """Only the baselines that count samples are padded, on placements whose prediction counts padding."""
-    if not recipe.data.pad:
-        return
-    if recipe.data.grouping in ("matched", "isf"):
+    """Only the baselines that count samples are padded."""
+    if recipe.data.pad and recipe.data.grouping in ("matched", "isf"):
         text = (
             f"found true with data.grouping: {recipe.data.grouping}, which packs; allowed with random, length, device"
-        )
-        yield Problem(("data", "pad"), text)
-    if recipe.parallel.placement == "replicated":
-        text = (
-            "found true with parallel.placement: replicated, which is predicted without padding; use another placement"
         )
         yield Problem(("data", "pad"), text)
 

@@ -16,6 +16,7 @@ from tests.flow.runs import request_for, run_all, run_one_rank
 SETTINGS = ("data.grouping=random", "data.pad=true", "train.steps=3", "train.global_batch=8")
 TOGETHER = ("parallel.placement=unified", "parallel.llm.dp=2")
 PIPELINE = ("parallel.placement=unified", "parallel.llm.pp=2")
+SHARDED = ("parallel.placement=replicated", "parallel.dispatch=all")
 
 
 def _as_it_is(meta: BatchMeta) -> BatchMeta:
@@ -29,7 +30,7 @@ def _run_unpadded_rank(rank: int, world_size: int, folder: Path, *args: Any) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [TOGETHER, PIPELINE], ids=["two replicas", "two stages"])
+@pytest.mark.parametrize("layout", [TOGETHER, PIPELINE, SHARDED], ids=["two replicas", "two stages", "sharded"])
 def test_losses_and_gradients_are_those_without_padding(data: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
     padded, plain = (request_for(data, tmp_path / name, *SETTINGS, *layout) for name in ("padded", "plain"))
     assert run_all(padded, padded) == ["", ""]

@@ -95,7 +95,8 @@ def test_planned_orders_pass_the_checker_and_are_evaluated_as_they_run(
             planned = simulated(layout, evaluator, SchedulePlan(kind="explicit", num_microbatches=counts, order=order))
             times = [
                 simulate(
-                    program, SampledBatchTiming(model_timing(graph, layer_costs, loads, MACHINE), seconds, batch)
+                    program,
+                    SampledBatchTiming(model_timing(graph, layer_costs, loads, MACHINE), seconds, batch, layer_costs),
                 ).step_time_s
                 for batch, loads in enumerate(layer_costs.step_loads(batch_split_of(graph)))
             ]

@@ -166,14 +166,14 @@ class PlannedData(_Frozen):
 
 
 class Alternative(_Frozen):
-    """A plan that was considered and not chosen, and why. One that is not `runnable` may be faster than the chosen."""
+    """A plan that was considered and not chosen, and why. `replicated` may be faster where it was not asked for."""
 
     summary: str
     placement: Placement
     step_time_s: float | None
     peak_memory_gib: float | None
     reason: str
-    runnable: bool = True  # by the runtime of this version
+    runnable: bool = True  # False only in files of versions that could not run `replicated` with dispatch
     balance: StageBalance | None = None  # None where it was not simulated, or in files that do not have it
 
 

@@ -210,7 +210,8 @@ class LayerCosts:
         key = (unit, _relevant_split(unit, split))
         if key not in self._loads and unit == LLM and split not in self._laid_out and split[0].dispatch is None:
             [of_llm] = _relevant_split(LLM, split)
-            batches = self.batches.without_items().lay_out({LLM: of_llm.dp}, {LLM: of_llm.num_microbatches})
+            alone = self.batches.without_items()
+            batches = alone.lay_out({LLM: of_llm.dp}, {LLM: of_llm.num_microbatches}, of_llm.dispatch)
             self._loads[key] = load_arrays(LLM, batches, of_llm.dp, of_llm.num_microbatches)
         if key not in self._loads:
             batches = self._lay_out(split)

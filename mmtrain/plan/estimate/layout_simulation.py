@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -18,9 +19,9 @@ from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import split_into_pieces
 from mmtrain.plan.budget import DEFAULT_BUDGET, EvaluationBudget
 from mmtrain.plan.candidate import Simulation
-from mmtrain.plan.estimate.layer_costs import LayerCosts, StageSeconds, batch_split_of
+from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, StageSeconds, batch_split_of
 from mmtrain.plan.search.layer_partition import layout_graph
-from mmtrain.program.ir.actions import Collective, Compute, Forward, Partial, Send
+from mmtrain.program.ir.actions import Collective, Compute, Direction, Forward, Partial, Send
 from mmtrain.program.ir.graph import Microbatch, StageGraph, StageId
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.step_loads import Route, StepLoads
@@ -28,7 +29,7 @@ from mmtrain.program.schedules.builder import build_compute
 from mmtrain.program.schedules.lower import lower
 from mmtrain.program.simulation.rank_equivalence import representative_ranks
 from mmtrain.program.simulation.simulate import simulate, step_seconds
-from mmtrain.program.simulation.timing import ModelTiming, Timing, TransferCost
+from mmtrain.program.simulation.timing import ModelTiming, StageLayer, Timing, TransferCost
 from mmtrain.program.trace.timeline import Timeline
 
 IntArray = npt.NDArray[np.int64]
@@ -237,20 +238,28 @@ def _batch_timings(
     seconds = layer_costs.stage_seconds(graph)
     is_one_group = _stands_for_all(graph, budget)
     heaviest = np.zeros(len(layer_costs.batches.groups), dtype=np.int64)
-    if is_one_group:
+    if is_one_group and not _is_sharded(graph):
         heaviest = _heaviest_groups(graph, seconds)
     timings = []
     for batch, loads in enumerate(layer_costs.step_loads(batch_split_of(graph))):
         first_replica = _first_replicas(graph, int(heaviest[batch]))
         group_loads = _loads_of_group(graph, loads, first_replica) if is_one_group else loads
         model = model_timing(graph, layer_costs, group_loads, machine)
-        timings.append(SampledBatchTiming(model, seconds, batch, first_replica))
+        timings.append(SampledBatchTiming(model, seconds, batch, layer_costs, first_replica))
     return timings
 
 
 def _stands_for_all(graph: StageGraph, budget: EvaluationBudget) -> bool:
-    """Return whether the replica group with most work stands for all: there are too many to simulate each."""
-    return _num_passes(graph) > budget.max_passes_of_all_groups
+    """Return whether one replica group stands for all.
+
+    There are too many to simulate each, and the one with most work does; or units are sharded, and all replicas run
+    every pass together.
+    """
+    return _is_sharded(graph) or _num_passes(graph) > budget.max_passes_of_all_groups
+
+
+def _is_sharded(graph: StageGraph) -> bool:
+    return any(mesh.shard is not None for mesh in graph.meshes)
 
 
 def _busiest_rank(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> tuple[tuple[StageId, ...], float]:
@@ -319,15 +328,30 @@ class SampledBatchTiming(PrecomputedTiming):
 
     seconds: Mapping[StageId, StageSeconds]
     batch: int
+    layer_costs: LayerCosts
     first_replica: Mapping[str, int] = field(default_factory=dict)
 
     def compute(self, action: Compute) -> float:
-        """Return the seconds of a forward or backward; the model has those of segments and of sharded units."""
-        if isinstance(action, Partial) or self.model.graph.mesh(action.mb.unit).shard is not None:
+        """Return the seconds of a forward or backward; the model has those of segments."""
+        if isinstance(action, Partial):
             return self.model.compute(action)
+        if self.model.graph.mesh(action.mb.unit).shard is not None:
+            return self.model.sharded_pass(action, partial(self._slowest_replica, action.mb))
         stage, mb = self.seconds[action.stage], action.mb
         seconds = stage.forward if isinstance(action, Forward) else stage.backward
         return float(seconds[self.batch, mb.replica + self.first_replica.get(mb.unit, 0), mb.index])
+
+    def _slowest_replica(self, mb: Microbatch, kind: Direction, held: StageLayer) -> float:
+        """Return what a layer of a sharded unit takes on the replica that computes it longest."""
+        layer_costs = self.layer_costs
+        times = layer_costs.unit_times(mb.unit, 1, batch_split_of(self.model.graph))
+        layers = zip(layer_costs.shape.unit(mb.unit).layers, layer_costs.input_grad[mb.unit], strict=True)
+        number = next(i for i, layer in enumerate(layers) if layer == (held.layer, held.input_grad))
+        of_replicas = times.by_kind[times.kind[number], :, self.batch, :, mb.index]  # (3, dp)
+        seconds = (
+            of_replicas[FORWARD] if kind == "F" else of_replicas[BACKWARD] + held.recompute * of_replicas[RECOMPUTE]
+        )
+        return float(seconds.max())
 
 
 def _num_passes(graph: StageGraph) -> int:
@@ -346,7 +370,7 @@ def _loads_of_group(graph: StageGraph, loads: StepLoads, first_replica: Mapping[
 
     Replicas of sharded units wait for each other in every layer, so there the loads of all of them remain.
     """
-    if any(mesh.shard is not None for mesh in graph.meshes):
+    if _is_sharded(graph):
         return loads
     name = {
         Microbatch(mesh.unit, first_replica[mesh.unit] + replica, index): Microbatch(mesh.unit, replica, index)

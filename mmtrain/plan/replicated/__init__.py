@@ -1,5 +1,5 @@
-"""The `replicated` placement: every rank runs every unit, sharded, and items move between phases (OrchMLLM).
+"""The `replicated` placement: every rank runs every unit, sharded, and any rank may compute an item (OrchMLLM).
 
-Start with `replicated_search`: what the runtime runs. `replicated_step` predicts a step with mini-batches of any size,
-whose samples `phase_dispatch` balances over the ranks.
+Read `replicated_search`. What the passes of sharded units take is in `program/simulation/timing.py`; which rank
+computes what is decided in `balance`, for predictions and for training alike.
 """

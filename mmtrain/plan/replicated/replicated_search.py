@@ -1,19 +1,21 @@
-"""Search the `replicated` placement as the runtime runs it: every rank runs every unit.
+"""Search the `replicated` placement: every rank runs every unit, sharded over the ranks (FSDP, arXiv 2304.11277).
 
-Candidates differ in how many ranks hold one copy of the state, and in what is balanced over the ranks; layers are
-recomputed where memory demands it.
+Candidates differ in how many ranks hold one copy of the state (hybrid sharding where that is not all of them), and in
+what is balanced over the ranks (OrchMLLM, arXiv 2503.23830); layers are recomputed where memory demands it. Every layer
+makes all ranks wait for the slowest, so a pass is simulated as one of all of them.
 """
 
+import math
+from collections.abc import Sequence
 from itertools import product
 
 from mmtrain.errors import PlanError
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.budget import SearchBudget
-from mmtrain.plan.candidate import Candidate, MeshAssignment, Rejected, SearchResults
+from mmtrain.plan.candidate import Candidate, MeshAssignment, Rejected, SearchResults, rank_candidates
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import num_microbatches_of
 from mmtrain.plan.problem import PlanningProblem
-from mmtrain.plan.replicated.replicated_step import ReplicatedPredictor, shard_sizes
 from mmtrain.plan.search.layer_partition import layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import has_replicated_mesh
 from mmtrain.plan.search_progress import Progress
@@ -22,11 +24,11 @@ from mmtrain.program.schedules.builder import in_flight_microbatches
 
 
 class ReplicatedStrategy:
-    """Simulates one candidate for every size of shards, and predicts the placement with dispatch."""
+    """Simulates one candidate for every size of shards and way to dispatch."""
 
     def num_searches(self, problem: PlanningProblem) -> int:
-        """Return 1 if plans are searched; a prediction alone reports no progress."""
-        return int("replicated" in problem.constraints.runnable_placements)
+        """Return 1 if a plan is chosen from them; what is only shown beside other plans reports no progress."""
+        return int("replicated" in problem.constraints.chosen_placements)
 
     def search(
         self,
@@ -36,30 +38,33 @@ class ReplicatedStrategy:
         incumbent: Candidate | None,
         progress: Progress | None = None,
     ) -> SearchResults:
-        """Return simulated candidates where the runtime may run them, and what predicts dispatch beside other plans."""
+        """Return simulated candidates where the recipe asks for them, else the best of them to be shown."""
+        is_asked_for = "replicated" in problem.constraints.chosen_placements
+        if not is_asked_for and incumbent is None:
+            return SearchResults()
         simulated: list[Candidate] = []
         rejected: list[Rejected] = []
-        if "replicated" in problem.constraints.runnable_placements:
-            candidates = _enumerate(problem, evaluator)
-            for num_settled, candidate in enumerate(candidates, start=1):
-                fit = _fit(candidate, evaluator)
-                if isinstance(fit, Rejected):
-                    rejected.append(fit)
-                else:
-                    simulated.append(evaluator.simulate(fit))
-                if progress is not None:
-                    progress(num_settled, len(candidates))
-        is_predicted = incumbent is not None and problem.cluster.num_ranks > 1
-        predicted = (ReplicatedPredictor.of(problem),) if is_predicted else ()
-        return SearchResults(tuple(simulated), tuple(rejected), predicted).merged()
+        candidates = _enumerate(problem, evaluator)
+        if is_asked_for and not candidates:
+            counts = " or ".join(map(str, problem.cluster.rank_counts))
+            shard = problem.recipe.parallel.shard
+            raise PlanError(f"parallel.shard {shard} does not divide {counts} ranks; use a divisor of them, or `all`")
+        for num_settled, candidate in enumerate(candidates, start=1):
+            fit = _fit(candidate, evaluator)
+            if isinstance(fit, Rejected):
+                rejected.append(fit)
+            else:
+                simulated.append(evaluator.simulate(fit))
+            if is_asked_for and progress is not None:
+                progress(num_settled, len(candidates))
+        if is_asked_for:
+            return SearchResults(tuple(simulated), tuple(rejected)).merged()
+        closest = sorted(rejected, key=lambda loser: loser.need_gib or math.inf)[: 0 if simulated else 1]
+        return SearchResults(rejected=tuple(closest), shown_only=rank_candidates(simulated)[:1])
 
 
 def _enumerate(problem: PlanningProblem, evaluator: Evaluator) -> list[Candidate]:
-    """Return a candidate for every number of ranks, size of shards and way to dispatch that the recipe allows.
-
-    Raises:
-        PlanError: the shards that the recipe fixes divide no number of ranks.
-    """
+    """Return a candidate for every number of ranks, size of shards and way to dispatch that the recipe allows."""
     fixed = problem.recipe.parallel.shard
     candidates = []
     for num_ranks in problem.cluster.rank_counts:
@@ -74,9 +79,6 @@ def _enumerate(problem: PlanningProblem, evaluator: Evaluator) -> list[Candidate
         for shard, dispatch in product(sizes, _dispatch_modes(problem, num_ranks)):
             assignment = MeshAssignment("replicated", meshes, num_microbatches_of(split), shard, dispatch)
             candidates.append(evaluator.enumerated(assignment))
-    if not candidates:
-        counts = " or ".join(map(str, problem.cluster.rank_counts))
-        raise PlanError(f"parallel.shard {fixed} does not divide {counts} ranks; use a divisor of them, or `all`")
     return candidates
 
 
@@ -95,3 +97,12 @@ def _fit(candidate: Candidate, evaluator: Evaluator) -> Candidate | Rejected:
     assert candidate.partition is not None
     layout = partitioned_layout(candidate.assignment, layer_costs, candidate.partition)
     return evaluator.fit(candidate, in_flight_microbatches(layout_graph(layout, layer_costs)))
+
+
+def shard_sizes(num_ranks: int, ranks_per_node: int) -> Sequence[int]:
+    """Return sizes of shard groups: divisors of a node's ranks, and whole nodes by powers of two, up to all ranks."""
+    common = math.gcd(num_ranks, ranks_per_node)
+    in_node = [size for size in range(1, ranks_per_node + 1) if common % size == 0]
+    num_nodes = num_ranks // ranks_per_node if num_ranks % ranks_per_node == 0 else 0
+    across_nodes = [ranks_per_node << i for i in range(1, num_nodes.bit_length()) if num_nodes % (1 << i) == 0]
+    return sorted({*in_node, *across_nodes, num_ranks})

@@ -1,6 +1,7 @@
 """`StepLoads`: what changes from step to step, while the program is fixed for the run."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,12 @@ class Route:
     """
 
     spans: dict[tuple[Microbatch, Microbatch], IntArray]  # (src, dst) -> (k, 3): src_offset, dst_offset, length
+
+    @cached_property
+    def pairs(self) -> IntArray:
+        """(pairs, 5): replica and index of the source, those of the destination, and the rows that travel."""
+        rows = [(s.replica, s.index, d.replica, d.index, spans[:, 2].sum()) for (s, d), spans in self.spans.items()]
+        return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
     def rows(self, src: Microbatch, dst: Microbatch) -> int:
         """Return the number of feature rows that travel from `src` to `dst`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -41,6 +41,10 @@ class StageLayer(NamedTuple):
     layer: LayerShape
     input_grad: bool  # whether its backward computes the gradient of its input
     recompute: bool
+
+
+# What a layer takes on the replica that computes it longest: its direction, its layer -> seconds.
+SlowestReplica = Callable[[Direction, StageLayer], float]
 
 
 class StageContent(NamedTuple):
@@ -121,7 +125,7 @@ class ModelTiming:
         """Return the seconds of a forward or backward, or of some of its segments."""
         content, mb = self._contents[action.stage], action.mb
         if self.graph.mesh(mb.unit).shard is not None:
-            return self._sharded_pass(action)
+            return self.sharded_pass(action)
         if isinstance(action, Partial):
             if self.graph.stage(action.stage).pieces:
                 total, under_way = self._cut(action)
@@ -206,12 +210,10 @@ class ModelTiming:
         """
         if action not in self._dispatch_costs:
             src, dst = action.edge.src.unit, action.edge.dst.unit
-            spans = [
-                (*(self.graph.mesh(mb.unit).ranks[mb.replica] for mb in pair), int(rows[:, 2].sum()))
-                for pair, rows in self.loads.routes[src, dst].spans.items()
-                if (pair[0].index, pair[1].index) == (action.src, action.dst)
-            ]
-            sender, receiver, rows = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+            src_replica, src_index, dst_replica, dst_index, rows = self.loads.routes[src, dst].pairs.T
+            rows = rows * ((src_index == action.src) & (dst_index == action.dst))
+            sender = np.array(self.graph.mesh(src).ranks)[src_replica]
+            receiver = np.array(self.graph.mesh(dst).ranks)[dst_replica]
             nbytes = rows * (self._widths[action.edge] * self.element_bytes) * (sender != receiver)
             same_node = sender // self.ranks_per_node == receiver // self.ranks_per_node
             seconds, largest = 0.0, 0
@@ -245,8 +247,11 @@ class ModelTiming:
             )
         return self._kept_bytes[key]
 
-    def _sharded_pass(self, action: Compute) -> float:
-        """Return the seconds of a forward or backward of all replicas of a sharded unit."""
+    def sharded_pass(self, action: Compute, slowest: SlowestReplica | None = None) -> float:
+        """Return the seconds of a forward or backward of all replicas of a sharded unit.
+
+        slowest: where it is known, the seconds of a layer on the replica that computes it longest.
+        """
         content, mesh, mb = self._contents[action.stage], self.graph.mesh(action.mb.unit), action.mb
         kind = direction(action)
         key = (content.number, kind, 0, len(content.layers), 0, mb.index)
@@ -254,12 +259,8 @@ class ModelTiming:
             layers = content.layers
             if kind == "B":
                 layers = tuple(held for held in reversed(layers) if held.layer.trainable or held.input_grad)
-            of_replicas = [Microbatch(mb.unit, replica, mb.index) for replica in range(mesh.dp)]
-            loads = {load for of_replica in of_replicas if (load := self.loads.loads[of_replica]).tokens}
-            longest = {
-                held: max((self._seconds(kind, (held,), 1, load) for load in loads), default=0.0)
-                for held in dict.fromkeys(layers)
-            }
+            slowest = slowest or partial(self._slowest_replica, mb.unit, mb.index)
+            longest = {held: slowest(kind, held) for held in dict.fromkeys(layers)}
             compute = [longest[held] for held in layers]
             prices = self._sharded_layers[mb.unit]
             is_last = mb.index == mesh.num_microbatches - 1
@@ -268,6 +269,10 @@ class ModelTiming:
             arrays = (np.array(compute), np.array(gathers), np.array(reductions))
             self._compute_s[key] = float(overlapped_seconds(*arrays, self.overlap_slowdown))
         return self._compute_s[key]
+
+    def _slowest_replica(self, unit: str, index: int, kind: Direction, held: StageLayer) -> float:
+        loads = [self.loads.loads[Microbatch(unit, replica, index)] for replica in range(self.graph.mesh(unit).dp)]
+        return max(self._seconds(kind, (held,), 1, load) if load.tokens else 0.0 for load in loads)
 
     @cached_property
     def _sharded_layers(self) -> dict[str, ShardedLayers]:

@@ -1,0 +1,253 @@
+"""Measure what dispatch brings on lopsided data: `python -m scripts.bench_dispatch`.
+
+Four ranks train the same steps of `replicated` with `parallel.dispatch` none, llm and all, in turns: samples of text
+alone, with one image, with eight images, and with long speech. Every layer waits for the slowest rank, so an action of
+a step takes as long as on the rank that computes longest. The bound is a step in which all ranks compute the mean.
+
+This counts the processor time of the thread that computes, in which waiting is not counted: what a step takes where
+each rank has a core of its own, also on a machine with fewer. Beside it stands the time by the clock, which means
+something on an idle machine with a core for each rank. The prediction is
+the planner's, for the modelled `cpu-core`.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mmtrain.balance import Grouping, SampleLengths
+from mmtrain.balance.batch_meta import BatchMeta, ItemLengths
+from mmtrain.data import GroupStream
+from mmtrain.data.loading.batch_builder import StepData
+from mmtrain.data.loading.payload import build_encoder_payload, build_text_payload
+from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, EncodedSample
+from mmtrain.plan import Plan
+from mmtrain.plan.artifact.balancing_targets import derive_step_targets
+from mmtrain.plan.planner import plan_recipe
+from mmtrain.program import Action, Dispatch, DispatchMode
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.executor import Executor
+from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
+from mmtrain.runtime.resilience.launch import launch_local
+from mmtrain.runtime.world import Address, join, leave
+
+MODES: tuple[DispatchMode, ...] = ("none", "llm", "all")
+NUM_RANKS, NUM_WARM_UP, NUM_SAMPLES, SEED = 4, 1, 2000, 7
+SHARES = {"text": 0.55, "one image": 0.25, "eight images": 0.1, "long speech": 0.1}  # of the samples
+SIDE, MERGE, STACK, FRAMES = 16, 2, 4, 1024  # patches of an image's side; log-mel frames of a clip
+IMAGE_ID, AUDIO_ID, FIRST_WORD_ID = 3, 2, 8
+ITEM_IDS = {"vision": (IMAGE_ID,), "audio": (AUDIO_ID,)}
+ENCODER = {"layers": 4, "hidden": 192, "heads": 4, "ffn": 768}
+SETTINGS: Mapping[str, Any] = {
+    "name": "bench-dispatch",
+    "model": {
+        "vision": {**ENCODER, "patch": 8, "max_side": SIDE, "downsample": "pixel_shuffle", "merge": MERGE},
+        "audio": {**ENCODER, "mel_bins": 40, "max_frames": FRAMES, "downsample": STACK},
+        "llm": {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "vocab": 512},
+    },
+    "data": {"sources": [{"path": "none.json"}], "tokenizer": "none.json", "seq_len": 1024},
+    "train": {"steps": 100, "global_batch": 2 * NUM_RANKS, "seed": SEED, "optimizer": {"lr": 0.001}},
+    "parallel": {"placement": "replicated", "shard": "all"},
+    "cluster": {"ranks": NUM_RANKS, "hardware": "cpu-core"},
+}
+FloatArray = NDArray[np.float64]
+
+
+class LopsidedSamples:
+    """Samples of four kinds, whose work lies in different units."""
+
+    def __init__(self) -> None:
+        """Draw the lengths; payload is made where a rank needs it."""
+        rng = np.random.default_rng(SEED)
+        kind = rng.choice(len(SHARES), NUM_SAMPLES, p=list(SHARES.values()))
+        num_images = np.array([0, 1, 8, 0])[kind]
+        num_clips = np.array([0, 0, 0, 1])[kind]
+        self._num_image_tokens = num_images * (SIDE // MERGE) ** 2
+        self._num_clip_tokens = num_clips * (FRAMES // (2 * STACK))
+        words = np.where(kind == 0, rng.integers(30, 600, NUM_SAMPLES), rng.integers(20, 60, NUM_SAMPLES))
+        tokens = self._num_image_tokens + self._num_clip_tokens + words
+        items = {"vision": _items(num_images, SIDE, SIDE, SIDE**2, (SIDE // MERGE) ** 2)}
+        items["audio"] = _items(num_clips, FRAMES, 1, FRAMES // 2, FRAMES // (2 * STACK))
+        self.lengths = SampleLengths(tokens, words - 1, items)
+        self._cells = {
+            "vision": rng.standard_normal((SIDE**2, 3 * 8**2)).astype(np.float32),
+            "audio": rng.standard_normal((FRAMES, 40)).astype(np.float32),
+        }
+
+    def batch(self, recipe: Recipe, plan: Plan, step: int) -> BatchMeta:
+        """Lay a step out as a run under this plan does."""
+        stream = GroupStream(self.lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed)
+        dp = {name: unit.dp for name, unit in plan.units.items()}
+        targets = derive_step_targets(recipe, plan, self.lengths)
+        return stream.batch(step, recipe.train.global_batch, dp, plan.schedule.num_microbatches, targets)
+
+    def step_data(self, context: RankContext, meta: BatchMeta) -> StepData:
+        """Return what this rank needs of a step."""
+        data = StepData(meta, {}, {}, ())
+        for need in context.needs:
+            for index in range(context.num_microbatches[need.unit]):
+                key = (need.replica, index)
+                if need.unit == "llm":
+                    data.text[key] = build_text_payload(meta, need, index, ITEM_IDS, self._encode)
+                else:
+                    cells = self._cells[need.unit]
+                    load = partial(_load, cells) if need.media else None
+                    payload = build_encoder_payload(meta, need.unit, *key, cells.shape[1], load)
+                    data.encoders.setdefault(need.unit, {})[key] = payload
+        return data
+
+    def _encode(self, sample: int) -> EncodedSample:
+        num_tokens, num_targets = int(self.lengths.tokens[sample]), int(self.lengths.targets[sample])
+        ids = np.random.default_rng([SEED, sample]).integers(FIRST_WORD_ID, 512, num_tokens)
+        num_images, num_heard = int(self._num_image_tokens[sample]), int(self._num_clip_tokens[sample])
+        ids[:num_images] = IMAGE_ID
+        ids[num_images : num_images + num_heard] = AUDIO_ID
+        labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
+        labels[-num_targets - 1 : -1] = ids[-num_targets:]
+        return EncodedSample(ids, labels)
+
+
+def _items(counts: NDArray[np.int64], rows: int, cols: int, tokens: int, features: int) -> ItemLengths:
+    columns = (np.full(int(counts.sum()), value, dtype=np.int64) for value in (rows, cols, tokens, features))
+    return ItemLengths(np.concatenate([[0], np.cumsum(counts)]), *columns)
+
+
+def _load(cells: NDArray[np.float32], sample: int, position: int, rows: int, cols: int) -> NDArray[np.float32]:
+    return cells[: rows * cols]
+
+
+@dataclass(frozen=True)
+class ModeTimes:
+    """What the steps of one mode took, on all ranks."""
+
+    seconds: FloatArray  # (steps, ranks, actions) of the thread that computes
+    is_dispatch: NDArray[np.bool_]  # (actions,)
+    clock_s: FloatArray  # (steps,) until the last rank had ended
+    loss: float  # of all steps
+
+    @property
+    def step_s(self) -> FloatArray:
+        """(steps,) seconds with a core for each rank: each action takes as long as on the slowest rank."""
+        return np.asarray(self.seconds.max(axis=1).sum(axis=1))
+
+    @property
+    def bound_s(self) -> FloatArray:
+        """(steps,) seconds if all ranks computed the mean, without any dispatch."""
+        return np.asarray(self.seconds.mean(axis=1)[:, ~self.is_dispatch].sum(axis=1))
+
+    @property
+    def dispatch_s(self) -> FloatArray:
+        """(steps,) seconds of dispatches."""
+        return np.asarray(self.seconds.max(axis=1)[:, self.is_dispatch].sum(axis=1))
+
+
+def main() -> None:
+    """Plan each mode, run them in turns, and print a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=12)
+    num_steps = parser.parse_args().steps
+    samples = LopsidedSamples()
+    plans = {}
+    for mode in MODES:
+        recipe = _recipe(mode)
+        plans[mode] = plan_recipe(recipe, samples.lengths, world_size=NUM_RANKS, hardware="cpu-core", recipe_sha256="")
+    print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
+    kinds = ", ".join(f"{share:.0%} {name}" for name, share in SHARES.items())
+    print(f"{NUM_RANKS} ranks, {num_steps} steps of {2 * NUM_RANKS} groups of at most 1,024 tokens; samples: {kinds}")
+    launch_local(NUM_RANKS, partial(_run_rank, samples, plans, num_steps))
+
+
+def _recipe(mode: DispatchMode) -> Recipe:
+    parallel = {**SETTINGS["parallel"], "dispatch": mode}
+    return Recipe.model_validate({**SETTINGS, "parallel": parallel})
+
+
+def _run_rank(samples: LopsidedSamples, plans: Mapping[DispatchMode, Plan], num_steps: int, address: Address) -> None:
+    torch.set_num_threads(1)
+    world = join(address)
+    contexts = {mode: build_rank_context(_recipe(mode), plan, world) for mode, plan in plans.items()}
+    taken: dict[DispatchMode, list[tuple[list[float], float, float]]] = {mode: [] for mode in MODES}
+    for step in range(NUM_WARM_UP + num_steps):
+        for mode, context in contexts.items():
+            data = samples.step_data(context, samples.batch(context.recipe, plans[mode], step))
+            world.barrier()
+            start = time.perf_counter()
+            with _TimedActions() as seconds:
+                outcome = context.train(data, lr=0.0)
+            if step >= NUM_WARM_UP:
+                taken[mode].append((seconds, time.perf_counter() - start, outcome.loss))
+    by_rank = world.all_gather(taken)
+    if world.is_first:
+        for mode in MODES:
+            actions = contexts[mode].train_executor._actions
+            _print_row(mode, _times(actions, [of_rank[mode] for of_rank in by_rank]), samples, plans[mode], num_steps)
+    leave()
+
+
+class _TimedActions:
+    """Counts the thread time of each action that the executor runs."""
+
+    def __enter__(self) -> list[float]:
+        self._run, seconds = Executor._run, []  # type: ignore[var-annotated]
+
+        def timed(executor: Executor, action: Action) -> None:
+            start = time.thread_time()
+            self._run(executor, action)
+            seconds.append(time.thread_time() - start)
+
+        Executor._run = timed  # type: ignore[method-assign]
+        return seconds
+
+    def __exit__(self, *error: object) -> None:
+        Executor._run = self._run  # type: ignore[method-assign]
+
+
+def _times(actions: Any, by_rank: list[list[tuple[list[float], float, float]]]) -> ModeTimes:
+    seconds = np.array([[step[0] for step in of_rank] for of_rank in by_rank]).transpose(1, 0, 2)
+    return ModeTimes(
+        seconds,
+        np.array([isinstance(action, Dispatch) for action in actions]),
+        np.array([[step[1] for step in of_rank] for of_rank in by_rank]).max(axis=0),
+        sum(step[2] for of_rank in by_rank for step in of_rank),
+    )
+
+
+def _print_row(mode: DispatchMode, times: ModeTimes, samples: LopsidedSamples, plan: Plan, num_steps: int) -> None:
+    """Print what a mode took beside its bound, and how even its loads were."""
+    recipe = _recipe(mode)
+    imbalance: dict[str, list[float]] = {"llm": [], "vision": [], "audio": []}
+    for meta in (samples.batch(recipe, plan, NUM_WARM_UP + step) for step in range(num_steps)):
+        for unit, loads in _loads(meta, plan):
+            imbalance[unit].append(loads)
+    even = ", ".join(f"{unit} {statistics.mean(ratios):.2f}" for unit, ratios in imbalance.items())
+    step_s, bound_s = float(np.median(times.step_s)), float(np.median(times.bound_s))
+    print(
+        f"dispatch {mode}: {step_s:.3f} s a step, bound {bound_s:.3f} s ({step_s / bound_s:.2f}x), dispatches "
+        f"{np.median(times.dispatch_s / times.step_s):.1%} of it; by the clock {np.median(times.clock_s):.2f} s; "
+        f"fullest over mean rank in a mini-batch: {even}; loss {times.loss / num_steps:.6f}; "
+        f"predicted {plan.predicted.step_time_s:.3f} s"
+    )
+
+
+def _loads(meta: BatchMeta, plan: Plan) -> Iterator[tuple[str, float]]:
+    """Yield for each unit and mini-batch of a step the tokens of the fullest rank over the mean rank's."""
+    tables = {"llm": meta, **meta.items}
+    for unit, table in tables.items():
+        for index in range(plan.schedule.num_microbatches[unit]):
+            mine = table.index == index
+            tokens = np.bincount(table.replica[mine], table.tokens[mine], NUM_RANKS)
+            if tokens.any():
+                yield unit, float(tokens.max() / tokens.mean())
+
+
+if __name__ == "__main__":
+    main()
