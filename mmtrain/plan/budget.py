@@ -41,6 +41,9 @@ class MeshBudget:
     # Share of a step that an encoder's pipeline must take to fill before chunks are tried; below, chunks changed no
     # plan of the what-if recipes (commit 96f3cbb).
     min_fill_share_for_chunks: float = 0.01
+    # Of the memory, for the lower bounds by which ranks are allocated again where no layout of `disaggregated` fits:
+    # ranks hold up to twice what the bound counts ("Where memory is tight, ranks are allocated again").
+    roomier_shares: tuple[float, ...] = (0.7, 0.5)
     num_rank_counts: int = 8  # with parallel.max_gpus: numbers of ranks that are tried, in steps of ...
     rank_count_divisor: int = 16  # ... this part of the largest; both chosen by hand
 

@@ -8,8 +8,9 @@ import pytest
 from mmtrain.plan.candidate import MeshAssignment
 from mmtrain.plan.estimate.memory_lower_bound import UnitMemoryBound
 from mmtrain.plan.search.layer_partition import layer_chains, layout_graph, partitioned_layout
-from mmtrain.plan.search.mesh_enumeration import mesh_assignments
-from mmtrain.program.ir.graph import LLM
+from mmtrain.plan.search.mesh_enumeration import in_flight_behind, mesh_assignments
+from mmtrain.program.ir.graph import LLM, StageId
+from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.plan.exhaustive import everything, random_instance
 from tests.plan.factory import VISION, evaluator_for, recipe
 
@@ -27,12 +28,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 def min_bytes(bound: UnitMemoryBound, assignment: MeshAssignment) -> dict[str, float]:
     """Return the lower bound of each unit."""
-    num_microbatches = assignment.num_microbatches
     bounds = {}
     for unit, mesh in assignment.meshes.items():
         behind = 0
         if assignment.placement == "disaggregated" and unit != LLM:
-            behind = assignment.meshes[LLM].pp * num_microbatches[unit] // num_microbatches[LLM]
+            behind = in_flight_behind(assignment, unit)
         asked = (unit, mesh, assignment.pipeline_microbatches[unit], behind)
         bounds[unit] = bound(*asked)
         for ratio in (0.9, 1.0, 1.01, 1.5, 3.0):  # the quick answer is that of the bound
@@ -73,3 +73,22 @@ def test_the_bound_excludes_nothing_that_fits(seed: int) -> None:
         bound = max(min_bytes(instance.evaluator.memory_lower_bound, candidate.assignment).values())
         for simulated in everything(replace(instance, candidates=[candidate])):
             assert bound <= simulated.peak_bytes
+
+
+@pytest.mark.parametrize("merged", [1, 2])
+def test_encoders_hold_no_fewer_microbatches_than_the_bound_counts(merged: int) -> None:
+    """Before LLMs of all depths, interleaved or not: the first stage of an encoder holds the most."""
+    evaluator = evaluator_for(recipe(llm={"layers": 14}, global_batch=24))
+    layer_costs, choices = evaluator.layer_costs, evaluator.problem.choices
+    num_interleaved = 0
+    for num_ranks in (3, 5, 6):
+        for assignment in mesh_assignments(choices, num_ranks):
+            vision, num_vision = assignment.meshes["vision"], assignment.num_microbatches["vision"]
+            if assignment.placement != "disaggregated" or num_vision * merged != assignment.num_microbatches[LLM]:
+                continue
+            chains = layer_chains(assignment, layer_costs, choices)
+            layout = partitioned_layout(assignment, layer_costs, tuple(chain.anchor or () for chain in chains))
+            held = in_flight_microbatches(layout_graph(layout, layer_costs))[StageId("vision", 0)]
+            assert held >= min(vision.pp + in_flight_behind(assignment, "vision"), num_vision), assignment
+            num_interleaved += assignment.meshes[LLM].vpp > 1
+    assert num_interleaved > 3

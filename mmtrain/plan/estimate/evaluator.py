@@ -63,7 +63,11 @@ class Evaluator:
     @cached_property
     def time_lower_bound(self) -> UnitTimeBound:
         """The least seconds of a unit's mesh in a step; infinite where it cannot fit into memory."""
-        return unit_time_bound(self.layer_costs, self.memory_lower_bound, self.memory_bytes, self.budget.bounds)
+        return self.time_lower_bound_within(1.0)
+
+    def time_lower_bound_within(self, share: float) -> UnitTimeBound:
+        """Return the bound that is infinite where a unit cannot fit into this share of the memory."""
+        return unit_time_bound(self.layer_costs, self.memory_lower_bound, share * self.memory_bytes, self.budget.bounds)
 
     def enumerated(self, assignment: MeshAssignment) -> Candidate:
         """Return a new candidate, under a number of its own."""

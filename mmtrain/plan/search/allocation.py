@@ -18,16 +18,24 @@ from mmtrain.plan.search.mesh_enumeration import (
 )
 
 
-def allocate_ranks(evaluator: Evaluator, budget: SearchBudget, watch: AllocationWatch | None = None) -> list[Candidate]:
+def allocate_ranks(
+    evaluator: Evaluator,
+    budget: SearchBudget,
+    watch: AllocationWatch | None = None,
+    bound: UnitTimeBound | None = None,
+) -> list[Candidate]:
     """List the mesh assignments of all placements that are searched, on every number of ranks, with their bounds.
 
     watch: learns the best allocation of the largest number of ranks, where units may have ranks of their own.
+    bound: of a unit's mesh; by default the evaluator's.
     """
+    bound = bound or evaluator.time_lower_bound
     problem = evaluator.problem
     start_s = 0.0 if watch is None else watch.clock()
     candidates = []
+    ranks_per_node = problem.hardware.ranks_per_node
     for num_ranks in problem.cluster.rank_counts:
-        bounded = bounded_mesh_assignments(problem.choices, num_ranks, evaluator.time_lower_bound, budget.meshes)
+        bounded = bounded_mesh_assignments(problem.choices, num_ranks, bound, budget.meshes, ranks_per_node)
         for bound_s, assignment in bounded:
             if assignment.placement in problem.constraints.placements:
                 candidates.append(evaluator.enumerated(assignment).bounded(bound_s))
@@ -36,7 +44,7 @@ def allocate_ranks(evaluator: Evaluator, budget: SearchBudget, watch: Allocation
         best = _best_allocated(candidates)
         if best is not None:
             ranks = {unit: mesh.ranks for unit, mesh in best.assignment.meshes.items()}
-            relaxed_s = relaxed_step_s(problem.choices, sum(ranks.values()), evaluator.time_lower_bound)
+            relaxed_s = relaxed_step_s(problem.choices, sum(ranks.values()), bound)
             watch.report(Allocation(ranks, best.time_lower_bound_s, relaxed_s, len(candidates), seconds))
     return candidates
 

@@ -56,6 +56,14 @@ class BoundedUnitMesh(NamedTuple):
     microbatches: MicrobatchRule
 
 
+class _LlmKind(NamedTuple):
+    """What decides how many microbatches encoders hold before an LLM."""
+
+    dp: int
+    pp: tuple[int, ...]  # one of these depths
+    vpp: tuple[int, ...]  # and one of these numbers of model chunks per rank
+
+
 class UnitMeshes(NamedTuple):
     """A mesh for each of the first units, and the bound of the slowest of them."""
 
@@ -95,20 +103,26 @@ def mesh_assignments(
 
 
 def bounded_mesh_assignments(
-    choices: Choices, num_ranks: int, bound: UnitTimeBound | None = None, budget: MeshBudget = DEFAULT_BUDGET.meshes
+    choices: Choices,
+    num_ranks: int,
+    bound: UnitTimeBound | None = None,
+    budget: MeshBudget = DEFAULT_BUDGET.meshes,
+    ranks_per_node: int | None = None,
 ) -> Iterator[tuple[float, MeshAssignment]]:
     """List mesh assignments that use exactly `num_ranks` ranks, each with a lower bound of its step's seconds.
 
     On more than `max_ranks_to_enumerate_all` ranks, and with a bound, `disaggregated` has only the assignments that are
     fastest by their bounds, and none whose bound is infinite. If all are infinite, it has those that split units most,
     so that the planner can say why they do not fit.
+
+    ranks_per_node: keep none of those whose tensor-parallel groups lie on two nodes; None where nodes are not known.
     """
     for assignment in _unified_assignments(choices, num_ranks):
         yield 0.0 if bound is None else sum(_unit_bounds(bound, assignment)), assignment
     if len(choices) == 1:
         return
     if bound is not None and num_ranks > budget.max_ranks_to_enumerate_all:
-        fastest = _fastest_disaggregated(choices, num_ranks, bound, budget)
+        fastest = _fastest_disaggregated(choices, num_ranks, bound, budget, ranks_per_node)
         for bound_s, assignment in fastest:
             slow_to_fill = _units_slow_to_fill(assignment, bound_s, bound, budget)
             yield from ((bound_s, variant) for variant in _with_encoder_chunks(choices, assignment, slow_to_fill))
@@ -231,23 +245,28 @@ def _all_disaggregated(choices: Choices, num_ranks: int, budget: MeshBudget) -> 
 
 
 def _fastest_disaggregated(
-    choices: Choices, num_ranks: int, bound: UnitTimeBound, budget: MeshBudget
+    choices: Choices, num_ranks: int, bound: UnitTimeBound, budget: MeshBudget, ranks_per_node: int | None
 ) -> list[tuple[float, MeshAssignment]]:
     """Return the `disaggregated` assignments that are fastest by their bounds.
 
     They are sought for each number of the LLM's replicas, because that decides how large an encoder's microbatches are,
-    and for each depth of its pipeline, because that decides how many of them an encoder holds.
+    and for each depth and kind of its pipeline, because these decide how many of them an encoder holds.
     """
     assignments: list[tuple[float, MeshAssignment]] = []
     limit = budget.max_assignments_per_rank_count
+    depths = _runs_within_a_doubling(choices[LLM].pp)
+    chunks = [part for part in (choices[LLM].vpp[:1], choices[LLM].vpp[1:]) if part]
     for can_fit in (True, False):
-        for llm_dp, llm_pp in product(choices[LLM].dp, _runs_within_a_doubling(choices[LLM].pp)):
-            units = list(_meshes_beside_llm(choices, (llm_dp, llm_pp), num_ranks, bound, can_fit, budget))
+        for llm_dp, llm_pp, vpp in product(choices[LLM].dp, depths, chunks):
+            kind = _LlmKind(llm_dp, llm_pp, vpp)
+            units = list(_meshes_beside_llm(choices, kind, num_ranks, bound, can_fit, budget))
             if not all(units):
                 continue
             for combined in _combine(units, num_ranks, 4 * limit):
                 assignment = _disaggregated_assignment(choices, combined.chosen)
-                if assignment is not None:
+                if assignment is None or _splits_tp_group(assignment, ranks_per_node):
+                    continue
+                if not can_fit or _may_encoders_fit(assignment, bound):
                     assignments.append((combined.bound_s, assignment))
         if assignments:
             break
@@ -266,25 +285,54 @@ def _runs_within_a_doubling(depths: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(run) for _, run in groupby(sorted(depths), key=int.bit_length)]
 
 
+def in_flight_behind(assignment: MeshAssignment, encoder: str) -> int:
+    """Return how many microbatches of an encoder are in flight in the LLM's pipeline at least, on ranks of its own."""
+    llm, num_llm = assignment.meshes[LLM], assignment.num_microbatches[LLM]
+    return min(_in_flight(llm.pp, llm.vpp), num_llm) * assignment.num_microbatches[encoder] // num_llm
+
+
+def _in_flight(depth: int, vpp: int) -> int:
+    """Return the microbatches that an encoder's last stage has run forward before the LLM returns the first of them.
+
+    An interleaved pipeline of P ranks begins 2 P - 1 of them before the first comes back: its warm-up has 2 (P - 1) +
+    (V - 1) P passes, in rounds of P microbatches. And so that it need not wait, most of a round is ready beforehand,
+    see `PipelinePosition.buffered_waves`.
+    """
+    return depth if vpp == 1 else 2 * depth - 1 + depth - depth // vpp - 1
+
+
+def _splits_tp_group(assignment: MeshAssignment, ranks_per_node: int | None) -> bool:
+    """Return whether a tensor-parallel group lies on two nodes."""
+    return ranks_per_node is not None and assignment.tp_group_across_nodes(ranks_per_node) is not None
+
+
+def _may_encoders_fit(assignment: MeshAssignment, bound: UnitTimeBound) -> bool:
+    """Return whether the encoders may fit before this very LLM, the least of whose kind the bound knew so far."""
+    return all(
+        bound(unit, mesh, assignment.num_microbatches[unit], in_flight_behind(assignment, unit)) < math.inf
+        for unit, mesh in takewhile(lambda item: item[0] != LLM, assignment.meshes.items())
+    )
+
+
 def _meshes_beside_llm(
     choices: Choices,
-    llm_dp_and_pp: tuple[int, tuple[int, ...]],
+    kind: _LlmKind,
     num_ranks: int,
     bound: UnitTimeBound,
     can_fit: bool,
     budget: MeshBudget,
 ) -> Iterator[list[BoundedUnitMesh]]:
-    """List each unit's meshes beside an LLM of this data-parallel degree and one of these depths.
+    """List each unit's meshes beside an LLM of this kind.
 
     can_fit: only those with a finite bound; else all, the most split first.
     """
-    llm_dp, llm_pp = llm_dp_and_pp
     llm = choices[LLM]
-    num_llm = llm.global_batch // llm_dp
+    num_llm = llm.global_batch // kind.dp
+    least_in_flight = _in_flight(min(kind.pp), min(kind.vpp))
     encoders = set(takewhile(LLM.__ne__, choices))
 
     def bounded(unit: UnitChoices, max_ranks: int) -> list[BoundedUnitMesh]:
-        depth_behind = min(llm_pp) if unit.name in encoders else 0
+        depth_behind = least_in_flight if unit.name in encoders else 0
         meshes = []
         for mesh, rule in _meshes_of(unit, max_ranks, llm, budget):
             count = rule.count(num_llm)
@@ -295,7 +343,8 @@ def _meshes_beside_llm(
             return [entry for entry in meshes if entry.bound_s < math.inf]
         return sorted(meshes, key=lambda entry: -entry.mesh.tp * entry.mesh.pp)
 
-    llm_meshes = bounded(replace(llm, dp=(llm_dp,), pp=llm_pp), num_ranks)
+    llm_meshes = bounded(replace(llm, dp=(kind.dp,), pp=kind.pp), num_ranks)
+    llm_meshes = [entry for entry in llm_meshes if entry.mesh.vpp in kind.vpp]
     max_ranks = num_ranks - min((entry.mesh.ranks for entry in llm_meshes), default=num_ranks)
     for unit in choices.values():
         yield llm_meshes if unit.name == LLM else bounded(unit, max_ranks)

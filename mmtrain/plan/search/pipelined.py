@@ -1,5 +1,7 @@
 """The placements `unified` and `disaggregated`, searched together: their candidates compete in one queue."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mmtrain.plan.budget import SearchBudget
@@ -26,12 +28,31 @@ class PipelinedStrategy:
         incumbent: Candidate | None,
         progress: Progress | None = None,
     ) -> SearchResults:
-        """Allocate ranks to units in every way, and search the layer partitions of these, best first."""
+        """Allocate ranks to units in every way, and search the layer partitions of these, best first.
+
+        Where no layout of `disaggregated` fits, ranks are allocated again, to meshes that should leave more room.
+        """
         request = problem.request
-        candidates = allocate_ranks(evaluator, budget, request.allocation_watch)
         num_wanted = request.num_alternatives + 1
         if request.measure is not None:  # where the best sizes have few layer partitions, as many sizes are run
             num_wanted = max(num_wanted, request.num_measured)
         num_simulated = max(budget.partitions.min_simulated, num_wanted)
-        results = best_first_search(candidates, evaluator, num_simulated, progress)
-        return replace(results, enumerated=tuple(candidates))
+        candidates = allocate_ranks(evaluator, budget, request.allocation_watch)
+        results = _search(candidates, evaluator, num_simulated, progress)
+        for share in budget.meshes.roomier_shares:
+            of_placement = [c for c in results.enumerated if c.placement == "disaggregated"]
+            if not any(math.isfinite(c.time_lower_bound_s) for c in of_placement):
+                break  # excluded by the recipe, or by what ranks hold at least
+            if any(c.placement == "disaggregated" for c in results.candidates):
+                break
+            roomier = allocate_ranks(evaluator, budget, bound=evaluator.time_lower_bound_within(share))
+            roomier = [c for c in roomier if c.placement == "disaggregated" and math.isfinite(c.time_lower_bound_s)]
+            results = results.merged(_search(roomier, evaluator, num_simulated, progress))
+        return results
+
+
+def _search(
+    candidates: Sequence[Candidate], evaluator: Evaluator, num_simulated: int, progress: Progress | None
+) -> SearchResults:
+    results = best_first_search(candidates, evaluator, num_simulated, progress)
+    return replace(results, enumerated=tuple(candidates))
