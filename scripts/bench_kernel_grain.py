@@ -1,0 +1,209 @@
+"""Measure kernel grain: encoder kernels in the gaps of the LLM's tensor-parallel communication.
+
+    python -m scripts.bench_kernel_grain                     # collectives take 40 ms more each, then nothing more
+    python -m scripts.bench_kernel_grain --delay-ms 20 --steps 40
+
+On a CPU, gloo's collectives take the core that computes, so encoders gain nothing from them. Here every all-reduce,
+reduce-scatter and all-gather of the processes takes a fixed time more, in a background thread that leaves the core
+free, as a slow link would. `mmtrain profile` measures the costs under that delay. From them two colocated plans are
+made, one that places layers between the LLM's forwards and backwards (layer grain), one that also places pieces of
+layers inside them. Both are trained, in turn step by step in the same processes, and the second one by `mmtrain train`
+too. Printed are the predicted and the measured shortening, medians of pairs, and that of the fastest steps, which other
+work on the machine disturbed least. Target: at least 80% of what was predicted; without a delay at most 2% longer.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Before Megatron-core is imported, which keeps these functions under names of its own.
+_COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+_RENAMED = ("reduce_scatter_single", "all_gather_single")  # the same in torch 2.13
+_ORIGINALS = {name: getattr(dist, name) for name in (*_COLLECTIVES, *_RENAMED) if hasattr(dist, name)}
+NUM_RANKS = 2
+SETTINGS = (
+    "model.vision={layers: 4, hidden: 128, heads: 4, ffn: 512, patch: 12, max_side: 8, positions: grid}",
+    "model.llm={layers: 2, hidden: 128, heads: 4, kv_heads: 4, ffn: 384, vocab: 512}",
+    "data.image={scheme: fixed, size: 96}",
+    "data.validation=[]",
+    "parallel.placement=colocated",
+    "parallel.llm={tp: 2, pp: 1, sp: false}",
+    "parallel.vision={tp: 1, pp: 1}",
+    "cluster.hardware=cpu-core",
+    f"cluster.ranks={NUM_RANKS}",
+    "train.global_batch=8",
+    "train.validate_every=0",
+    "train.checkpoint.every=1000",
+)
+
+
+@dataclass(frozen=True)
+class DelayedWork:
+    """A collective that ends some time after it has really ended."""
+
+    ended: Future[None]
+
+    def wait(self, timeout: object = None) -> bool:
+        """Wait for the late end."""
+        self.ended.result()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the late end is over."""
+        return self.ended.done()
+
+
+class _Link:
+    """The thread of a process in which its collectives take their time, one after another."""
+
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s = delay_s
+        self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: ranks are forked, and threads do not survive
+
+    def start(self, work: Any) -> DelayedWork:
+        """Return the work that ends `delay_s` after `work`."""
+        thread = self._threads.setdefault(os.getpid(), ThreadPoolExecutor(1))
+        return DelayedWork(thread.submit(self._pass, work))
+
+    def _pass(self, work: Any) -> None:
+        with torch.no_grad():  # gloo copies into what it gathers
+            work.wait()
+        time.sleep(self.delay_s)
+
+
+def delay_collectives(delay_s: float) -> None:
+    """Let collectives of this process and of those that it forks take `delay_s` longer, with the core free."""
+    link = _Link(delay_s)
+    for name, original in _ORIGINALS.items():
+        setattr(dist, name, _delayed(original, link) if delay_s else original)
+
+
+def _delayed(collective: Callable[..., Any], link: _Link) -> Callable[..., Any]:
+    def run(*tensors: Any, async_op: bool = False, **options: Any) -> DelayedWork | None:
+        work = collective(*tensors, async_op=True, **options)
+        if work is None:  # of a group without this rank, or coalesced with others: whoever waits for those waits
+            return None
+        delayed = link.start(work)
+        if async_op:
+            return delayed
+        delayed.wait()
+        return None
+
+    return run
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds of a step at both grains."""
+
+    predicted: tuple[float, float]  # layers between passes, pieces inside them too
+    measured: tuple[list[float], list[float]]  # step by step
+    trained_s: float  # of the second plan, median of a run of `mmtrain train`
+    num_fills: int  # lines of the second plan's order in which an encoder runs inside a pass of the LLM
+
+    @property
+    def predicted_shortening(self) -> float:
+        """Share of the step at layer grain."""
+        return 1 - self.predicted[1] / self.predicted[0]
+
+    @property
+    def measured_shortening(self) -> float:
+        """The same, median of the pairs."""
+        return statistics.median(1 - fine / coarse for coarse, fine in zip(*self.measured, strict=True))
+
+
+def main() -> None:
+    """Compare the grains with and without delayed collectives."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--delay-ms", type=float, nargs="+", default=[40.0, 0.0])
+    parser.add_argument("--steps", type=int, default=30, help="pairs of steps")
+    parser.add_argument("--rounds", type=int, default=1, help="times that costs are measured and plans made and run")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        recipe_arguments = make_recipe(Path(folder))
+        for delay_ms in options.delay_ms:
+            for number in range(options.rounds):
+                delay_collectives(delay_ms / 1e3)
+                place = Path(folder) / f"{delay_ms:g}-{number}"
+                place.mkdir()
+                print_comparison(delay_ms, compare(recipe_arguments, place, options.steps))
+
+
+def make_recipe(folder: Path) -> list[str]:
+    """Draw data; return the arguments of `mmtrain` that say what is trained."""
+    from mmtrain.data.synthetic.demo import generate_demo
+
+    data = folder / "data"
+    generate_demo(data, seed=0, train=400, heldout=10)
+    settings = [
+        *SETTINGS,
+        f"data.sources=[{{path: {data / 'train.json'}}}]",
+        f"data.tokenizer={data / 'tokenizer.json'}",
+    ]
+    demo = Path(__file__).parents[1] / "recipes" / "demo.yaml"
+    return [str(demo), *(argument for setting in settings for argument in ("--set", setting))]
+
+
+def compare(recipe_arguments: list[str], folder: Path, num_steps: int) -> Comparison:
+    """Measure costs, make a plan at each grain from them, and run both."""
+    from mmtrain.cli.app import app
+    from mmtrain.cli.recipe_index import index_recipe
+    from mmtrain.plan.budget import DEFAULT_BUDGET
+    from mmtrain.plan.formulate import formulate_problem
+    from mmtrain.plan.planner import plan
+    from mmtrain.recipe import load_recipe
+    from mmtrain.report import read_metrics
+    from mmtrain.runtime.profiling.measure_plans import measure_step_times
+
+    table, plan_file, run = folder / "costs.json", folder / "plan.json", folder / "run"
+    app(["profile", *recipe_arguments, "--tp", "1,2", "--out", str(table)], standalone_mode=False)
+    recipe_arguments = [*recipe_arguments, "--set", f"cluster.costs={table}"]
+    recipe = load_recipe(Path(recipe_arguments[0]), recipe_arguments[2::2]).recipe
+    problem = formulate_problem(
+        recipe, index_recipe(recipe).lengths, world_size=NUM_RANKS, hardware="cpu-core", recipe_sha256=""
+    )
+    at_layers = replace(DEFAULT_BUDGET, colocated=replace(DEFAULT_BUDGET.colocated, fills_tp_bubbles=False))
+    by_layers = plan(problem, budget=at_layers)
+    app(["plan", *recipe_arguments, "--out", str(plan_file)], standalone_mode=False)
+    in_pieces = type(by_layers).model_validate_json(plan_file.read_text(encoding="utf-8"))
+    measured = measure_step_times(recipe, [by_layers, in_pieces], num_steps)
+    steps = ["--set", f"train.steps={max(10, num_steps // 2)}"]
+    app(["train", *recipe_arguments, *steps, "--plan", str(plan_file), "--run-dir", str(run)], standalone_mode=False)
+    trained = [step["step_time_s"] for step in read_metrics(run)]
+    order = in_pieces.schedule.order or {0: ()}
+    return Comparison(
+        predicted=(by_layers.predicted.step_time_s, in_pieces.predicted.step_time_s),
+        measured=(measured[0], measured[1]),
+        trained_s=statistics.median(trained[len(trained) // 4 :]),
+        num_fills=sum(line.startswith(("PF llm", "PB llm")) or "|" in line for line in order[0]),
+    )
+
+
+def print_comparison(delay_ms: float, comparison: Comparison) -> None:
+    """Print what was predicted and measured."""
+    layers_s, pieces_s = (statistics.median(seconds) for seconds in comparison.measured)
+    fastest_layers_s, fastest_pieces_s = map(min, comparison.measured)
+    predicted, measured = comparison.predicted_shortening, comparison.measured_shortening
+    print(f"collectives take {delay_ms:g} ms more: {comparison.num_fills} parts and fills of the LLM on rank 0")
+    print(f"  predicted: {comparison.predicted[0]:.3f} s by layers, {comparison.predicted[1]:.3f} s in pieces")
+    print(f"  measured:  {layers_s:.3f} s, {pieces_s:.3f} s; by `mmtrain train` {comparison.trained_s:.3f} s")
+    print(f"  fastest steps: {fastest_layers_s:.3f} s, {fastest_pieces_s:.3f} s")
+    fastest = 1 - fastest_pieces_s / fastest_layers_s
+    print(
+        f"  shortening: predicted {predicted:.1%}, measured {measured:.1%}, of the fastest steps {fastest:.1%}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
