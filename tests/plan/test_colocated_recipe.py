@@ -17,7 +17,7 @@ from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import split_into_pieces, stage_graph
 from mmtrain.plan.candidate import Candidate
 from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_mesh_sizes, llm_mesh_sizes
-from mmtrain.plan.colocated.colocated_search import search_colocated
+from mmtrain.plan.colocated.colocated_search import _by_bound, _enumerate, _StepBound, search_colocated
 from mmtrain.plan.colocated.encoder_order import plan_encoder_order, scheduling_efficiency
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
@@ -242,3 +242,13 @@ def test_orders_that_hold_too_much_are_replaced_by_ones_that_fit() -> None:
 def test_an_impossible_colocated_plan_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan_recipe(recipe(**changes), lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f")
+
+
+def test_layouts_come_in_the_order_of_their_whole_bounds() -> None:
+    evaluator = evaluator_for(recipe())
+    bound = _StepBound(evaluator.layer_costs)
+    assignments = [candidate.assignment for candidate in _enumerate(evaluator, 8, bound)]
+    in_order = list(_by_bound(evaluator, 8, _StepBound(evaluator.layer_costs)))
+    assert len(assignments) > 5
+    assert [c.time_lower_bound_s for c in in_order] == sorted(map(bound.seconds, assignments))
+    assert {str(c.assignment) for c in in_order} == set(map(str, assignments))

@@ -1,5 +1,6 @@
 """The fastest `colocated` candidates: meshes in the order of their lower bounds, with the best order of encoders."""
 
+import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,7 +89,7 @@ def search_colocated(
     bound = _StepBound(evaluator.layer_costs)
     rivals = [incumbent] if incumbent is not None and not evaluator.problem.request.names_losers else []
     num_scheduled, fastest_s = 0, min((rival.step_time_s for rival in rivals), default=math.inf)
-    for candidate in sorted(_enumerate(evaluator, num_ranks, bound), key=_search_order):
+    for candidate in _by_bound(evaluator, num_ranks, bound):
         if candidate.time_lower_bound_s > fastest_s * EQUAL_STEP_TIME_RATIO:  # so are all candidates that follow
             slower = f"at least {candidate.time_lower_bound_s / fastest_s:.2f}x slower"
             rejected.append(Rejected(candidate, f"{slower}: its work cannot be done sooner"))
@@ -203,13 +204,31 @@ class _Trial:
         return outcome
 
 
+def _by_bound(evaluator: Evaluator, num_ranks: int, bound: "_StepBound") -> Iterator[Candidate]:
+    """Yield every colocated mesh assignment in the order of the lower bounds of their steps.
+
+    The bound of the LLM alone is known sooner, and few mesh assignments are ever asked for: the encoders' work is added
+    when an assignment's turn comes by it, and decides about its place then.
+    """
+    waiting: list[tuple[float, int, int, int, Candidate, bool]] = []
+    for candidate in _enumerate(evaluator, num_ranks, bound):
+        heapq.heappush(waiting, (*_search_order(candidate), candidate.id, candidate, False))
+    while waiting:
+        *_, candidate, is_complete = heapq.heappop(waiting)
+        if is_complete:
+            yield candidate
+        else:
+            candidate = candidate.bounded(bound.seconds(candidate.assignment))
+            heapq.heappush(waiting, (*_search_order(candidate), candidate.id, candidate, True))
+
+
 def _search_order(candidate: Candidate) -> tuple[float, int, int]:
     llm = candidate.assignment.meshes[LLM]
     return candidate.time_lower_bound_s, llm.pp, llm.tp
 
 
 def _enumerate(evaluator: Evaluator, num_ranks: int, bound: "_StepBound") -> Iterator[Candidate]:
-    """List every colocated mesh assignment with the lower bound of its step."""
+    """List every colocated mesh assignment with the lower bound of the LLM's step alone."""
     layer_costs, choices = evaluator.layer_costs, evaluator.problem.choices
     colocated_vpp = evaluator.budget.meshes.colocated_vpp
     for llm_mesh in llm_mesh_sizes(choices, num_ranks):
@@ -220,7 +239,8 @@ def _enumerate(evaluator: Evaluator, num_ranks: int, bound: "_StepBound") -> Ite
                 }
                 split = layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()})
                 assignment = MeshAssignment("colocated", meshes, num_microbatches_of(split))
-                yield evaluator.enumerated(assignment).bounded(bound.seconds(assignment))
+                bound.add(assignment)
+                yield evaluator.enumerated(assignment).bounded(bound.llm_seconds(assignment))
 
 
 def _with_chunks(mesh: MeshSize, unit: UnitChoices, open_vpp: tuple[int, ...]) -> Iterator[MeshSize]:
@@ -238,35 +258,53 @@ class _StepBound:
     # Rank-seconds of an encoder's work over all replicas, by unit, tp and microbatches. Taken from the first such mesh:
     # how items are divided over replicas hardly changes it.
     encoder_work: dict[tuple[str, int, int], float] = field(default_factory=dict)
-    llm_compute_shares: dict[int, float] = field(default_factory=dict)  # by tp
+    llm_compute_shares: dict[int, float] = field(default_factory=dict)  # by tp, of the first such mesh
+    first_with_encoder: dict[tuple[str, int, int], MeshAssignment] = field(default_factory=dict)
+    first_with_llm: dict[int, MeshAssignment] = field(default_factory=dict)
+
+    def add(self, assignment: MeshAssignment) -> None:
+        """Remember an assignment as the first of its kind if it is; what that takes is worked out when asked for."""
+        for unit, mesh in assignment.meshes.items():
+            if unit == LLM:
+                self.first_with_llm.setdefault(mesh.tp, assignment)
+            else:
+                key = (unit, mesh.tp, assignment.num_microbatches[unit])
+                self.first_with_encoder.setdefault(key, assignment)
 
     def seconds(self, assignment: MeshAssignment) -> float:
         """Return the seconds of the LLM's pipeline alone, or of one rank's share of all work if that is more."""
-        llm = assignment.meshes[LLM]
         encoders = {unit: mesh for unit, mesh in assignment.meshes.items() if unit != LLM}
-        num_llm = assignment.num_microbatches[LLM]
-        times = self.layer_costs.unit_times(LLM, llm.tp, assignment.batch_split)
-        llm_rank_s = times.mean[:, [FORWARD, BACKWARD]].sum() / llm.pp * num_llm
-        pipeline_s = llm_rank_s * (1 + (llm.pp - 1) / llm.vpp / num_llm)
-        llm_rank_s *= self.llm_compute_share(assignment)
+        llm_rank_s = self._llm_rank_seconds(assignment) * self.llm_compute_share(assignment)
         encoder_rank_s = sum(self._encoder_work(unit, mesh, assignment) / mesh.ranks for unit, mesh in encoders.items())
-        return float(max(pipeline_s, llm_rank_s + encoder_rank_s))
+        return float(max(self.llm_seconds(assignment), llm_rank_s + encoder_rank_s))
+
+    def llm_seconds(self, assignment: MeshAssignment) -> float:
+        """Return the seconds of the LLM's pipeline alone."""
+        llm, num_llm = assignment.meshes[LLM], assignment.num_microbatches[LLM]
+        return self._llm_rank_seconds(assignment) * (1 + (llm.pp - 1) / llm.vpp / num_llm)
+
+    def _llm_rank_seconds(self, assignment: MeshAssignment) -> float:
+        """Return the seconds of one rank's share of the LLM's work."""
+        llm, num_llm = assignment.meshes[LLM], assignment.num_microbatches[LLM]
+        times = self.layer_costs.unit_times(LLM, llm.tp, assignment.batch_split)
+        return float(times.mean[:, [FORWARD, BACKWARD]].sum() / llm.pp * num_llm)
 
     def _encoder_work(self, unit: str, mesh: MeshSize, assignment: MeshAssignment) -> float:
-        num_microbatches = assignment.num_microbatches[unit]
-        key = (unit, mesh.tp, num_microbatches)
+        key = (unit, mesh.tp, assignment.num_microbatches[unit])
         if key not in self.encoder_work:
-            split = assignment.batch_split
+            first = self.first_with_encoder.setdefault(key, assignment)
+            split, mesh = first.batch_split, first.meshes[unit]
             share = compute_share(self.layer_costs, unit, mesh.tp, split)
             microbatch_s = float(self.layer_costs.unit_costs(unit, mesh.tp, split).seconds.sum())
-            self.encoder_work[key] = microbatch_s / mesh.pp * num_microbatches * mesh.ranks * share
+            self.encoder_work[key] = microbatch_s / mesh.pp * first.num_microbatches[unit] * mesh.ranks * share
         return self.encoder_work[key]
 
     def llm_compute_share(self, assignment: MeshAssignment) -> float:
         """Return the share of the LLM's passes in which its rank cannot compute anything else."""
         tp = assignment.meshes[LLM].tp
         if tp not in self.llm_compute_shares:
-            self.llm_compute_shares[tp] = compute_share(self.layer_costs, LLM, tp, assignment.batch_split)
+            first = self.first_with_llm.setdefault(tp, assignment)
+            self.llm_compute_shares[tp] = compute_share(self.layer_costs, LLM, tp, first.batch_split)
         return self.llm_compute_shares[tp]
 
 
