@@ -12,9 +12,11 @@ from mmtrain.balance.batch_meta import FloatArray, IntArray
 
 EXTRA_PLACES = 2  # of a group, empty at first: what a group may hold more samples than the largest had
 PAIRS_AT_A_TIME = 64  # their arrays fit into a core's cache
+MAX_PARTNERS = 8  # that a group tries at once in a round of few groups: takes little longer than one
+MAX_GROUPS_OF_SEVERAL_PARTNERS = 8  # of a round: with more groups, one partner each in more rounds gains more
 MAX_PLACES_TRIED = 8  # of each of two groups in a round; larger groups try other places in the next one
 FIRST_LIMIT_WEIGHT = 2**-6  # of what a group is above a budget, beside loads: at 1, images move for a few tokens
-ROUNDS_TO_DOUBLE_WEIGHT = 18
+PARTNERS_TO_DOUBLE_WEIGHT = 18
 ROUNDING = 1e-9  # of shares of the mean load
 MIN_GAIN = 1e-9  # of squared shares of the mean load: less is rounding
 
@@ -79,15 +81,16 @@ class GroupTable:
         """Exchange samples between the groups that are furthest above and below their target of one load.
 
         A round pairs the groups whose excess passes `tolerance`, the largest with the smallest, and shifts the partners
-        from round to round. num_exchanged: places (1 or 2) of each group in an exchange. passes_on: whether every
-        second round hands the whole excess of a group on to one without: among coarse loads, the samples of another
-        group often fit where these did not.
+        from round to round; few groups try several partners each, which count as rounds. num_exchanged: places (1 or 2)
+        of each group in an exchange. passes_on: whether every second round hands the whole excess of a group on to one
+        without: among coarse loads, the samples of another group often fit where these did not.
         """
         num_groups = len(self.members)
+        num_tried = 0  # partners of a group
         for turn in range(rounds):
             excess = self.excess[load]
             is_off = np.abs(excess) > tolerance
-            if not is_off.any():
+            if num_groups < 2 or not is_off.any() or num_tried >= rounds:
                 return
             if passes_on and turn % 2:
                 partners = np.flatnonzero(~is_off)
@@ -101,25 +104,24 @@ class GroupTable:
             num_pairs = max(int((excess > tolerance).sum()), int((excess < -tolerance).sum()))
             num_pairs = min(num_pairs, num_groups // 2)
             ascending = np.argsort(excess, kind="stable")
-            low = np.roll(ascending[: num_groups // 2], -(turn // 2 if passes_on else turn))
-            self._exchange(ascending[::-1][:num_pairs], low[:num_pairs], turn, num_exchanged)
+            most = MAX_PARTNERS if num_pairs <= MAX_GROUPS_OF_SEVERAL_PARTNERS and not passes_on else 1
+            low = _partners(ascending[: num_groups // 2], num_pairs, turn // 2 if passes_on else num_tried, most)
+            self._exchange(ascending[::-1][:num_pairs], low, turn, num_exchanged)
+            num_tried += len(low) // num_pairs
 
     def bring_within_limits(self, rounds: int) -> None:
         """Bring groups above a budget below it by exchanges that do the loads little harm; later rounds allow more."""
         for number, (_, used, budget) in enumerate(self._limits):
+            num_tried = 0  # partners of a group
             for turn in range(rounds):
                 num_pairs = min(int((used > budget).sum()), len(used) // 2)
-                if num_pairs == 0:
+                if num_pairs == 0 or num_tried >= rounds:
                     break
                 ascending = np.argsort(used, kind="stable")
-                low = np.roll(ascending[: len(used) // 2], -turn)[:num_pairs]
-                self._exchange(
-                    ascending[::-1][:num_pairs],
-                    low,
-                    turn,
-                    num_exchanged=2,
-                    limit=(number, FIRST_LIMIT_WEIGHT * 2 ** (turn / ROUNDS_TO_DOUBLE_WEIGHT)),
-                )
+                low = _partners(ascending[: len(used) // 2], num_pairs, num_tried, MAX_PARTNERS)
+                weight = FIRST_LIMIT_WEIGHT * 2 ** (num_tried / PARTNERS_TO_DOUBLE_WEIGHT)
+                self._exchange(ascending[::-1][:num_pairs], low, turn, num_exchanged=2, limit=(number, weight))
+                num_tried += len(low) // num_pairs
 
     def _exchange(
         self,
@@ -130,25 +132,31 @@ class GroupTable:
         passed_load: int | None = None,
         limit: tuple[int, float] | None = None,
     ) -> None:
-        """Make the best exchange of each pair (P,) of groups; no group is in two.
+        """Make the best exchange of each group of `high` (P,) with one of its partners; no group is in two exchanges.
 
-        passed_load: a load of which each `high` hands its whole excess on to `low`; other loads may become worse.
-        limit: the number of one that each `high` passes, and what passing it counts beside the squares of the excess,
-        in shares of the budget.
+        low: (P * K,) the partners of each group, those of the first group first. passed_load: a load of which each
+        `high` hands its whole excess on to `low`; other loads may become worse. limit: the number of one that each
+        `high` passes, and what passing it counts beside the squares of the excess, in shares of the budget.
         """
+        if len(high) == 0:
+            return
         offers = [self._offers(shift, num_exchanged) for shift in (turn, turn // 2)]
-        for start in range(0, len(high), PAIRS_AT_A_TIME):
-            pairs = high[start : start + PAIRS_AT_A_TIME], low[start : start + PAIRS_AT_A_TIME]
-            self._exchange_some(pairs, offers, passed_load, limit)
+        num_partners = len(low) // len(high)
+        pairs = np.repeat(high, num_partners), low
+        groups_at_a_time = PAIRS_AT_A_TIME // num_partners * num_partners
+        for start in range(0, len(low), groups_at_a_time):
+            some = slice(start, start + groups_at_a_time)
+            self._exchange_some((pairs[0][some], pairs[1][some]), num_partners, offers, passed_load, limit)
 
     def _exchange_some(
         self,
         pairs: tuple[IntArray, IntArray],
+        num_partners: int,
         offers: list[IntArray],
         passed_load: int | None,
         limit: tuple[int, float] | None,
     ) -> None:
-        """Make the best exchange of each of the pairs, by the places (O, num_exchanged) that both sides offer."""
+        """Make the best exchange of each run of `num_partners` pairs; offers: places (O, num_exchanged) of both."""
         high, low = pairs
         given, taken = self.members[high[:, None, None], offers[0]], self.members[low[:, None, None], offers[1]]
         change, scratch = self._change_of_squares(pairs, given, taken)  # given, taken: (P, O, places)
@@ -164,13 +172,16 @@ class GroupTable:
                 change += (np.maximum(-room_high - moved, 0) + room_high) * (limit[1] / budget)
             np.copyto(change, np.inf, where=moved > np.maximum(room_low, 0))
             np.copyto(change, np.inf, where=moved < -np.maximum(room_high, 0))
-        number_of_pair = np.arange(len(high))
-        flat = change.reshape(len(high), -1)
+        flat = change.reshape(len(high) // num_partners, -1)
         best = flat.argmin(axis=1)
+        least = flat[np.arange(len(flat)), best]
+        partner, best = np.divmod(best, change[0].size)
+        number_of_pair = np.arange(len(flat)) * num_partners + partner
+        high, low = high[number_of_pair], low[number_of_pair]
         i, j = np.divmod(best, len(offers[1]))
         leaving, entering = given[number_of_pair, i], taken[number_of_pair, j]
         growth = (leaving == self._empty).sum(axis=1) - (entering == self._empty).sum(axis=1)  # of `high`
-        is_made = flat[number_of_pair, best] < (-MIN_GAIN if passed_load is None else np.inf)
+        is_made = least < (-MIN_GAIN if passed_load is None else np.inf)
         is_made &= (self._sizes[high] + growth > 0) & (self._sizes[low] - growth > 0)
         if is_made.any():
             places = offers[0][i[is_made]], offers[1][j[is_made]]
@@ -245,6 +256,16 @@ class GroupTable:
             offers = tried[np.array(list(combinations(range(len(tried)), num_exchanged)))]
             self._offers_of_turn[first, num_exchanged] = offers
         return offers
+
+
+def _partners(low: IntArray, num_pairs: int, turn: int, most: int) -> IntArray:
+    """Choose (num_pairs * K,) partners for groups, those of the first group first; later turns choose others.
+
+    low: at least `num_pairs` groups, those that should be chosen first in front. most: K at most.
+    """
+    num_partners = max(min(most, PAIRS_AT_A_TIME // num_pairs, len(low) // num_pairs), 1)
+    chosen = np.concatenate([low[turn % len(low) :], low[: turn % len(low)]])[: num_pairs * num_partners]
+    return chosen.reshape(num_partners, num_pairs).T.ravel()
 
 
 def _moved(column: FloatArray, given: IntArray, taken: IntArray, out: FloatArray) -> FloatArray:

@@ -35,7 +35,7 @@ Matching = Literal["step", "row"]
 GROUPING_METHODS: tuple[GroupingMethod, ...] = ("matched", "isf", "random", "length", "device")
 # Raise a method's version with every change after which it makes other steps of the same samples, so that no run that
 # began before continues on other steps unnoticed. `tests/data/test_group_stream.py` pins the steps of each method.
-GROUPING_VERSIONS: Mapping[GroupingMethod, int] = {"matched": 3, "isf": 2, "random": 1, "length": 1, "device": 1}
+GROUPING_VERSIONS: Mapping[GroupingMethod, int] = {"matched": 4, "isf": 2, "random": 1, "length": 1, "device": 1}
 LIGHT_UNIT_SHARE = 0.05  # of all tokens; below it a unit's balance is worth little
 TARGET_ROW_SIZE = 64  # groups in a row of near-equal ones; more make steps less random, with fewer more replicas wait
 

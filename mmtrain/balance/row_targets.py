@@ -12,11 +12,11 @@ MIN_COARSE_SHARE = 0.01  # of a group's mean load: smaller units are fine
 MIN_DENSITY_RATIO = 1.2  # of dense to light samples, in load per token: below it all count as dense
 LIGHT_QUANTILE, DENSE_QUANTILE = 0.1, 0.9  # of the samples, by load per token
 USABLE_LIGHT_SHARE = 0.95  # of the LLM tokens of light samples: the rest fills gaps in other rows
-MAX_LACK_SHARE = 0.03  # of a row's load, that groups which cannot reach the row's target may lack together
+MAX_LACK_SHARE = 0.015  # of a row's load, that groups which cannot reach the row's target may lack together
 MAX_TARGETS_TRIED = 64  # of a row
 MIN_SAMPLES_PER_GROUP = 2  # of a row, that alone have the units of its target
 ROUNDING = 1e-9  # of units
-CAP_ROUNDING = 0.3  # of a unit: samples of many tokens per unit make room that the mean sample does not
+CAP_ROUNDING = 0.15  # of a unit: samples of many tokens per unit make room that the mean sample does not
 
 
 def load_unit(load: IntArray) -> int:

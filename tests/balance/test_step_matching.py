@@ -108,6 +108,18 @@ def test_a_group_above_the_budget_gives_to_others() -> None:
     assert sorted(np.concatenate(table.groups()).tolist()) == list(range(8))
 
 
+def test_a_group_alone_above_a_budget_finds_the_partner_that_can_take_its_tokens_in_one_round() -> None:
+    tokens = np.array([60, 50, 85, 86, 87, 50, 38, 95, 96, 97])
+    group = np.array([0, 0, 1, 2, 3, 4, 4, 5, 6, 7])
+    table = GroupTable(group, 8, tokens[:, None] / 88, np.ones((8, 1)), np.ones(1))
+    table.limit(tokens, 100)
+    table.bring_within_limits(1)
+    assert table.is_within_limits
+    assert [members.tolist() for number, members in enumerate(table.groups()) if number not in (0, 4)] == [
+        np.flatnonzero(group == number).tolist() for number in (1, 2, 3, 5, 6, 7)
+    ]
+
+
 def test_a_row_with_a_text_that_fills_a_group_gets_few_images() -> None:
     units = np.repeat([0, 5, 4], [16, 20, 1])  # of samples
     tokens = np.repeat([300, 100, 4000], [1, 1, 1])[np.repeat([0, 1, 2], [16, 20, 1])]
