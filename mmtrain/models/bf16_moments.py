@@ -17,7 +17,7 @@ class Bf16MomentsAdamW(AdamW):
 
     An update computes in fp32 and stores the moments with stochastic rounding. Rounding to nearest would lose every
     change below half a unit of bf16's 8 bits, which is each change of `exp_avg_sq` where beta2 is near 1: see "Moments
-    in bf16" in docs/decisions.md. The random bits depend on `num_updates` only, so a resumed run repeats them.
+    in bf16" in docs/decisions/training.md. The random bits depend on `num_updates` only, so a resumed run repeats them.
 
     The caller creates the state of each parameter (`step`, `exp_avg`, `exp_avg_sq`) before the first update.
     """

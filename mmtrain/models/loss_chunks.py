@@ -12,7 +12,7 @@ FP32_BYTES = 4
 # GEMM on a CPU (`scripts/bench_loss.py`); its traffic is the same for each chunk.
 CHUNK_TOKENS = 1024
 # Of the memory of all logits. By chunks the loss takes up to 3% longer (`scripts/bench_loss.py`); where it saves less
-# than this, computing a layer again in backward frees as many bytes in less time (docs/decisions.md).
+# than this, computing a layer again in backward frees as many bytes in less time (docs/decisions/models.md).
 MIN_SAVED_SHARE = 0.25
 MAX_TOKENS = 1 << 24  # of a microbatch, when the number is searched from which on chunks are used
 CHUNK_LOGITS = 1 << 24  # that are held in fp32 at once where activations are not in fp32: 64 MiB

@@ -14,7 +14,7 @@ from mmtrain.models.attention.sdpa import attend_by_sdpa
 from mmtrain.models.attention.sequence_layout import SequenceLayout
 from mmtrain.models.attention.spans import replace_span_rows
 
-# The order in which `auto` tries them; why: "One order of attention kernels" in docs/decisions.md.
+# The order in which `auto` tries them; why: "One order of attention kernels" in docs/decisions/models.md.
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 USUAL_HEAD_DIM = 128  # of a question about a machine and not about a model
 

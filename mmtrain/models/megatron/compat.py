@@ -78,7 +78,7 @@ def prepare_megatron(device: torch.device) -> None:
     functions = _REPLACED if device.type == "cpu" else _ORIGINAL
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
-    # Suppress its advice to set CUDA_DEVICE_MAX_CONNECTIONS=1: see "One hardware queue" in docs/decisions.md.
+    # Suppress its advice to set CUDA_DEVICE_MAX_CONNECTIONS=1: see "One hardware queue" in docs/decisions/training.md.
     tensor_parallel_layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
     # torch 2.13 renamed these functions, and Megatron-core calls them in every reduction.
     renamed = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
