@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmtrain.checkpoint import find, open_newest_good
+from mmtrain.checkpoint import find, latest, open_newest_good
 from mmtrain.plan.artifact.plan_files import load_plan
 from mmtrain.program import Action
 from mmtrain.report import read_metrics
@@ -36,7 +36,10 @@ PLANNING_S = 60
 
 
 class RankIsGone(FaultPoints):
-    """Kills one rank in every start with more than `num_left` ranks, once there is a plan for one rank fewer."""
+    """Kills one rank in every start with more than `num_left` ranks.
+
+    It does so once there are a plan for one rank fewer and a checkpoint of these ranks, so that their steps remain.
+    """
 
     def __init__(self, rank: int, num_left: int, run_dir: Path) -> None:
         self.rank, self.num_left, self.run_dir = rank, num_left, run_dir
@@ -52,8 +55,18 @@ class RankIsGone(FaultPoints):
             return
         self.last_step = step
         if standby_plan_path(self.run_dir, dist.get_world_size() - 1).exists():
-            os.kill(os.getpid(), signal.SIGKILL)
+            if _num_ranks_of_newest_checkpoint(self.run_dir) == dist.get_world_size():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return
         poll(lambda: not _is_planning(os.getppid()), PLANNING_S)  # rank 0 takes up the plan after this step
+
+
+def _num_ranks_of_newest_checkpoint(run_dir: Path) -> int | None:
+    """Return how many ranks wrote the newest checkpoint; None before the first."""
+    newest = latest(run_dir / CHECKPOINTS_FOLDER)
+    if newest is None:
+        return None
+    return len(list(newest.glob("rank-*.json")))
 
 
 def _is_planning(launcher_pid: int) -> bool:
