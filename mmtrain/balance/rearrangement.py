@@ -12,8 +12,7 @@ class Rearrangement:
     """A move of pieces (samples, or items) between ranks: piece i goes to slot `dest_slot[i]` of `dest_rank[i]`.
 
     On its source rank a piece has the slot of its row among the rows of that rank. The destination slots of a rank are
-    0, 1, 2, ... without gaps. The loader uses
-    neither the inverse nor the composition: each rank reads what it computes.
+    0, 1, 2, ... without gaps. The loader needs neither inverse nor composition: each rank reads what it computes.
     """
 
     source_rank: IntArray  # (n,)

@@ -29,7 +29,7 @@ def first_group(graph: StageGraph) -> FirstGroup:
         ProgramError: the graph's parts do not fit together, see `symmetry`.
     """
     groups = symmetry(graph).mirrors
-    num_groups = len(groups) if any(mesh.dispatch == "all" for mesh in graph.meshes) else 1
+    num_groups = len(groups) if graph.dispatches_items else 1
     ranks = tuple(sorted(rank for group in groups[:num_groups] for rank in group.values()))
     number_of = {rank: number for number, rank in enumerate(ranks)}
 

@@ -179,6 +179,16 @@ class StageGraph:
         """Number of ranks that hold a stage."""
         return len({r for m in self.meshes for r in m.ranks})
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether replicas hold units together, so that all of them run every forward and backward."""
+        return any(mesh.shard is not None for mesh in self.meshes)
+
+    @property
+    def dispatches_items(self) -> bool:
+        """Whether any replica of an encoder may compute an item."""
+        return any(mesh.dispatch == "all" for mesh in self.meshes)
+
     def dispatches(self, edge: Edge) -> bool:
         """Return whether rows flow along the edge by collectives of all replicas (`Dispatch`), not by messages."""
         return edge.crosses_units and self.mesh(edge.src.unit).dispatch == "all"

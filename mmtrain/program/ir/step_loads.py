@@ -30,6 +30,18 @@ class Route:
         rows = [(s.replica, s.index, d.replica, d.index, spans[:, 2].sum()) for (s, d), spans in self.spans.items()]
         return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
+    @cached_property
+    def _pairs_by_indices(self) -> dict[tuple[int, int], list[tuple[Microbatch, Microbatch]]]:
+        """Pairs that exchange rows, of all replicas, by the indices of their microbatches."""
+        pairs: dict[tuple[int, int], list[tuple[Microbatch, Microbatch]]] = {}
+        for src, dst in self.spans:
+            pairs.setdefault((src.index, dst.index), []).append((src, dst))
+        return pairs
+
+    def pairs_between(self, src: int, dst: int) -> list[tuple[Microbatch, Microbatch]]:
+        """Return the pairs that exchange rows from microbatches number `src` to those number `dst`, of all replicas."""
+        return self._pairs_by_indices.get((src, dst), [])
+
     def rows(self, src: Microbatch, dst: Microbatch) -> int:
         """Return the number of feature rows that travel from `src` to `dst`."""
         spans = self.spans.get((src, dst))

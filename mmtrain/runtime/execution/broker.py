@@ -245,7 +245,7 @@ class Broker:
     def _routed_pairs(self, action: Dispatch, loads: StepLoads) -> list[RoutePair]:
         """Return the pairs between which an action moves rows, of all replicas."""
         route = loads.routes[action.edge.src.unit, action.edge.dst.unit]
-        return [pair for pair in route.spans if (pair[0].index, pair[1].index) == (action.src, action.dst)]
+        return route.pairs_between(action.src, action.dst)
 
     def _leaves_its_rank(self, action: Dispatch) -> bool:
         """Return whether any row that the action moves goes to another rank, on whatever rank it is."""
@@ -254,8 +254,8 @@ class Broker:
     def _rows_by_replica(self, pairs: Sequence[RoutePair], end: int, num_replicas: int) -> list[int]:
         """Count the rows of some pairs by the replica at one of their ends: 0 the source, 1 the destination."""
         num_rows = [0] * num_replicas
-        for pair in pairs:
-            num_rows[pair[end].replica] += int(self._route_spans(*pair, self._loads)[:, 2].sum())
+        for src, dst in pairs:
+            num_rows[(src, dst)[end].replica] += self._loads.routes[src.unit, dst.unit].rows(src, dst)
         return num_rows
 
     def _all_picked(self, tensor: Tensor, pairs: Sequence[RoutePair], forward: bool) -> Tensor:

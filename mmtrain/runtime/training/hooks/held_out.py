@@ -25,7 +25,7 @@ class Validation(StepHook):
             rank_context.dp,
             rank_context.num_microbatches,
             recipe.train.validate_batches,
-            dispatch=any(mesh.dispatch == "all" for mesh in rank_context.graph.meshes),
+            dispatch=rank_context.graph.dispatches_items,
         )
         builder = BatchBuilder(index, recipe, rank_context.needs, rank_context.num_microbatches)
         # Media are decoded in a thread: else the device would wait for each batch, one after another.
