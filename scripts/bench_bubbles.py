@@ -9,9 +9,7 @@ encoders' compute inside the LLM's own step. Seconds are processor time to plan 
 
 import sys
 import time
-from pathlib import Path
 
-from mmtrain.cli.recipe_index import index_recipe
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.colocated.colocated_layouts import colocated_layout
@@ -19,9 +17,8 @@ from mmtrain.plan.colocated.encoder_order import plan_encoder_order, scheduling_
 from mmtrain.plan.colocated.llm_alone import simulate_llm_alone
 from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.layout_simulation import scheduled_graph, simulate_layout
-from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.search.sequence_parallel import choose_sequence_parallelism
-from mmtrain.recipe import load_recipe
+from scripts.whatif_problems import whatif_problem
 
 LAYOUTS = (
     ("optimus_14b", "1,1,8,1", "8,1,1,1"),
@@ -39,11 +36,7 @@ def main() -> None:
 
 def table_row(name: str, encoder: MeshSize, llm: MeshSize) -> str:
     """Return the row of one layout under the three schedules."""
-    recipe = load_recipe(Path(f"recipes/whatif/{name}.yaml")).recipe
-    lengths = index_recipe(recipe).lengths
-    problem = formulate_problem(
-        recipe, lengths, world_size=llm.ranks, hardware=recipe.cluster.hardware, recipe_sha256=""
-    )
+    problem = whatif_problem(name, world_size=llm.ranks)
     layer_costs = LayerCosts(problem)
     layer_costs = layer_costs.with_settings(sp=choose_sequence_parallelism(problem, layer_costs))
     layout = colocated_layout(layer_costs, {"vision": encoder}, llm)

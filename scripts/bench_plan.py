@@ -27,11 +27,11 @@ from mmtrain.plan import Plan
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.recipe.schema import Recipe
+from scripts.whatif_problems import WHAT_IF_FOLDER
 from tests.plan import factory
 from tests.plan.exhaustive import Instance, by_placement, fastest_found, larger_instance, least_step, random_instance
 from tests.plan.milp import pipeline, solve
 
-WHAT_IF = Path(__file__).parents[1] / "recipes" / "whatif"
 # Ranks, global batch, and GiB of a rank where it is not the hardware's; the first is what the others are compared with.
 SIZES = (
     (16, 128, None),
@@ -171,8 +171,10 @@ def sizes() -> None:
         if memory_gib is not None:
             changes.append(f"cluster.memory_gib={memory_gib}")
             name = f"7B on {ranks:,} of {memory_gib} GiB, batch {batch:,}"
-        normal_s = _print_row(name, [str(WHAT_IF / "qwen2_vl_7b.yaml"), *_as_arguments(changes)], normal_s) or normal_s
-    _print_row("197B on 3,072, batch 1,536", [str(WHAT_IF / "optimus_197b.yaml")], normal_s)
+        normal_s = (
+            _print_row(name, [str(WHAT_IF_FOLDER / "qwen2_vl_7b.yaml"), *_as_arguments(changes)], normal_s) or normal_s
+        )
+    _print_row("197B on 3,072, batch 1,536", [str(WHAT_IF_FOLDER / "optimus_197b.yaml")], normal_s)
 
 
 def _as_arguments(changes: list[str]) -> list[str]:

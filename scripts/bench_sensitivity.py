@@ -11,23 +11,19 @@ is the line that `plan` predicts and does not choose. A cell in bold is over 1% 
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from mmtrain.costs.perturbed_costs import COST_CONSTANTS, Perturbation, perturbed_costs, perturbed_hardware
-from mmtrain.data import build_index
 from mmtrain.plan.artifact.plan import AS_FAST_RATIO
 from mmtrain.plan.budget import DEFAULT_BUDGET
 from mmtrain.plan.candidate import Candidate
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.explain.baselines import BaselinePlanner
 from mmtrain.plan.explain.sensitivity import closest_rivals, simulate_again
-from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.planner import search_placements
 from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.replicated.replicated_search import ReplicatedStrategy
-from mmtrain.recipe import load_recipe, recipe_fingerprint
+from scripts.whatif_problems import WHAT_IF_FOLDER, whatif_problem
 
-FOLDER = Path(__file__).resolve().parents[1] / "recipes/whatif"
 NO_RECIPES = ("common",)  # what others extend
 
 
@@ -47,12 +43,12 @@ def main() -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.8, 1.25])
     parser.add_argument("--anew", action="store_true", help="search again under each change")
     asked = parser.parse_args()
-    names = asked.recipes or sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in NO_RECIPES)
+    names = asked.recipes or sorted(path.stem for path in WHAT_IF_FOLDER.glob("*.yaml") if path.stem not in NO_RECIPES)
     perturbations = [Perturbation(constant, ratio) for constant in COST_CONSTANTS for ratio in asked.ratios]
     columns = ["recipe", "plan", "as stated", *map(str, perturbations)]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     for name in names:
-        problem = _problem(name)
+        problem = whatif_problem(name)
         candidates, evaluator = search(problem)
         chosen = candidates[0]
         layout = chosen.layout.summary
@@ -94,18 +90,6 @@ def searched_anew(problem: PlanningProblem, perturbation: Perturbation) -> str:
     candidates, _ = search(_changed(problem, perturbation))
     bests = _first_by_placement(candidates)
     return "; ".join(f"{best.layout.summary} {best.step_time_s / candidates[0].step_time_s:.3f}" for best in bests)
-
-
-def _problem(name: str) -> PlanningProblem:
-    recipe = load_recipe(FOLDER / f"{name}.yaml").recipe
-    assert recipe.cluster.ranks is not None
-    return formulate_problem(
-        recipe,
-        build_index(recipe).lengths,
-        world_size=recipe.cluster.ranks,
-        hardware=recipe.cluster.hardware,
-        recipe_sha256=recipe_fingerprint(recipe),
-    )
 
 
 def search(problem: PlanningProblem) -> tuple[Sequence[Candidate], Evaluator]:

@@ -12,11 +12,9 @@ with nothing recomputed.
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
-from mmtrain.cli.recipe_index import index_recipe
 from mmtrain.plan.artifact.layout import Layout, MeshSize
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.candidate import Candidate
@@ -24,14 +22,13 @@ from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, LlmTimeline, sch
 from mmtrain.plan.colocated.colocated_layouts import colocated_layout
 from mmtrain.plan.colocated.colocated_search import search_colocated
 from mmtrain.plan.colocated.llm_alone import find_bubbles, simulate_llm_alone, with_delayed_forwards
-from mmtrain.plan.colocated.stage_kernels import communication_gaps, segment_costs, stage_kernels
+from mmtrain.plan.colocated.stage_kernels import GraphSegments, stage_kernels
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layout_simulation import scheduled_graph
-from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.search.sequence_parallel import choose_sequence_parallelism
 from mmtrain.program.ir.graph import LLM
-from mmtrain.recipe import load_recipe
 from scripts.kernel_tables.encoder_search import search_shares, step_time_lower_bound
+from scripts.whatif_problems import whatif_problem
 
 RECIPES = ("optimus_14b", "optimus_186b", "optimus_197b")
 MAX_LAYOUTS = 6  # of each recipe, the fastest with several encoder pipelines on an LLM replica
@@ -40,14 +37,7 @@ MAX_LAYOUTS = 6  # of each recipe, the fastest with several encoder pipelines on
 def main() -> None:
     """Print a table for each recipe."""
     for name in sys.argv[1:] or RECIPES:
-        recipe = load_recipe(Path(f"recipes/whatif/{name}.yaml")).recipe
-        problem = formulate_problem(
-            recipe,
-            index_recipe(recipe).lengths,
-            world_size=recipe.cluster.ranks or 1,
-            hardware=recipe.cluster.hardware,
-            recipe_sha256="",
-        )
+        problem = whatif_problem(name)
         evaluator = Evaluator(problem)
         sp = choose_sequence_parallelism(problem, evaluator.layer_costs)
         evaluator = Evaluator(problem, layer_costs=evaluator.layer_costs.with_settings(sp=sp))
@@ -100,17 +90,10 @@ def scheduled_problem(layout: Layout, evaluator: Evaluator, num_encoder: int) ->
     assert changed is not None, "only the number of microbatches changed"
     schedule = SchedulePlan(kind="explicit", num_microbatches=counts, order={}, pieces=True)
     graph = scheduled_graph(changed, schedule, layer_costs)
-    costs = {
-        (stage.id, kind): segment_costs(layer_costs, graph, stage.id, kind)  # type: ignore[arg-type]
-        for stage in graph.stages
-        for kind in ("F", "B")
-    }
-    cut_s = layer_costs.costs.cut()
-    gaps = {key: communication_gaps(segments, cut_s) for key, segments in costs.items() if key[0].unit == LLM}
-    longest_gap_s = max((gap.end - gap.start for of_pass in gaps.values() for gap in of_pass), default=0.0)
-    max_kernel_s = longest_gap_s * layer_costs.budget.colocated.max_kernel_share_of_gap
+    segments = GraphSegments.of(graph, layer_costs)
+    costs, max_kernel_s = segments.costs, segments.max_kernel_s
     alone = simulate_llm_alone(graph, layer_costs, hardware)
-    llm = find_bubbles(graph, alone, with_delayed_forwards(graph, alone), gaps)  # type: ignore[arg-type]
+    llm = find_bubbles(graph, alone, with_delayed_forwards(graph, alone), segments.gaps)
     stages = [stage.id for stage in graph.stages if stage.id.unit == "vision"]
     plan = EncoderPlan(
         tp=sizes["vision"].tp,

@@ -9,15 +9,11 @@ the same quantity by the cost model, and no GPU has confirmed it; "not comparabl
 import argparse
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-from mmtrain.data import build_index
 from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.plan.planner import plan
 from mmtrain.plan.problem import PlanRequest
-from mmtrain.recipe import load_recipe, recipe_fingerprint
-
-FOLDER = Path(__file__).resolve().parents[1] / "recipes/whatif"
+from scripts.whatif_problems import whatif_problem
 
 
 @dataclass(frozen=True)
@@ -86,16 +82,7 @@ def main() -> None:
 @cache
 def planned(name: str) -> Plan:
     """Plan a recipe on the cluster that it names, with every loser explained."""
-    recipe = load_recipe(FOLDER / f"{name}.yaml").recipe
-    assert recipe.cluster.ranks is not None
-    return plan_recipe(
-        recipe,
-        build_index(recipe).lengths,
-        world_size=recipe.cluster.ranks,
-        hardware=recipe.cluster.hardware,
-        recipe_sha256=recipe_fingerprint(recipe),
-        request=PlanRequest(explain=True),
-    )
+    return plan(whatif_problem(name, request=PlanRequest(explain=True)))
 
 
 def describe(plan: Plan) -> str:

@@ -9,7 +9,6 @@ from mmtrain.costs.block_pieces import (
     UP,
     BlockSeconds,
     PassDirection,
-    PieceCollective,
     piece_collectives,
     piece_compute,
     pieces_of,
@@ -135,16 +134,8 @@ class AnalyticCosts:
         compute = self.block_compute(layer, tp, load, direction, input_grad=input_grad)
         beside = self.compute_beside_reductions(layer, tp, load, direction, input_grad=input_grad)
         nbytes = load.tokens * layer.hidden * self.element_bytes
-        collectives = {
-            piece: PieceCollective(
-                name,
-                self.collective(name, nbytes, GroupLayout(tp)),
-                self.overlap_slowdown(name, nbytes, GroupLayout(tp)),
-                0.0 if name == "all_gather" else beside.get(piece, 0.0),
-            )
-            for piece, name in piece_collectives(direction, sp=sp).items()
-        }
-        return pieces_of(compute, collectives if tp > 1 else {})
+        collectives = piece_collectives(self, nbytes, tp, direction, beside, sp=sp) if tp > 1 else {}
+        return pieces_of(compute, collectives)
 
     def block_compute(
         self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection, *, input_grad: bool

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mmtrain.costs.collectives import CollectiveKind
-from mmtrain.costs.cost_model import PieceCost
+from mmtrain.costs.collectives import CollectiveKind, GroupLayout
+from mmtrain.costs.cost_model import CostModel, PieceCost
 from mmtrain.costs.layer_arithmetic import head_elements
 from mmtrain.models.model_shape import BLOCK_PIECES, LayerShape
 
@@ -63,11 +63,27 @@ class PieceCollective:
         return PieceCost(compute_s + taken_s, self.seconds - taken_s, self._hidden_s)
 
 
-def piece_collectives(direction: PassDirection, *, sp: bool) -> dict[int, CollectiveKind]:
-    """Return which collective follows which piece; `sp`: with sequence parallelism."""
+def piece_collectives(
+    costs: CostModel, nbytes: int, tp: int, direction: PassDirection, beside: Mapping[int, float], *, sp: bool
+) -> dict[int, PieceCollective]:
+    """Return the collectives that follow pieces of a block in its tensor-parallel group.
+
+    nbytes: of the hidden states. beside: by piece, the seconds of its own compute beside the reduction that follows it.
+    sp: with sequence parallelism.
+    """
     reduced: CollectiveKind = "reduce_scatter" if sp else "all_reduce"
     kinds = dict.fromkeys(_REDUCED[direction], reduced)
-    return kinds | dict.fromkeys(_GATHERED[direction] if sp else (), "all_gather")
+    kinds |= dict.fromkeys(_GATHERED[direction] if sp else (), "all_gather")
+    group = GroupLayout(tp)
+    return {
+        piece: PieceCollective(
+            kind,
+            costs.collective(kind, nbytes, group),
+            costs.overlap_slowdown(kind, nbytes, group),
+            0.0 if kind == "all_gather" else beside.get(piece, 0.0),
+        )
+        for piece, kind in kinds.items()
+    }
 
 
 def pieces_of(compute: Sequence[float], collectives: Mapping[int, PieceCollective]) -> tuple[PieceCost, ...]:

@@ -1,6 +1,6 @@
 """`MeasuredCosts`: a cost model that interpolates what `mmtrain profile` measured."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -179,10 +179,11 @@ class MeasuredCosts:
         direction: PassDirection = "backward" if kind == "backward" else "forward"
         compute = self.model.block_compute(layer, tp, load, direction, input_grad=input_grad)
         beside = self.model.compute_beside_reductions(layer, tp, load, direction, input_grad=input_grad)
-        measured = self._piece_collectives(layer, tp, load, direction, beside, sp=False)  # as the layer was profiled
+        nbytes = load.tokens * layer.hidden * self.model.element_bytes
+        measured = piece_collectives(self, nbytes, tp, direction, beside, sp=False)  # as the layer was profiled
         factor = _compute_factor(sum(compute), measured.values(), total_s)
         scaled_beside = {piece: factor * seconds for piece, seconds in beside.items()}
-        collectives = self._piece_collectives(layer, tp, load, direction, scaled_beside, sp=sp)
+        collectives = piece_collectives(self, nbytes, tp, direction, scaled_beside, sp=sp)
         return pieces_of([factor * seconds for seconds in compute], collectives)
 
     def _knows_collectives(self, layer: LayerShape, tp: int, *, sp: bool) -> bool:
@@ -190,28 +191,6 @@ class MeasuredCosts:
         kinds = ("all_reduce", *(("reduce_scatter", "all_gather") if sp else ()))
         is_measured = tp > 1 and self._entry(layer, tp) is not None
         return is_measured and all((kind, tp, 1) in self.table.by_message for kind in kinds)
-
-    def _piece_collectives(
-        self,
-        layer: LayerShape,
-        tp: int,
-        load: TokenLoad,
-        direction: PassDirection,
-        beside: Mapping[int, float],
-        *,
-        sp: bool,
-    ) -> dict[int, PieceCollective]:
-        """Return the measured collectives behind the pieces of a block; `beside`: see `PieceCollective`."""
-        nbytes = load.tokens * layer.hidden * self.model.element_bytes
-        return {
-            piece: PieceCollective(
-                kind,
-                self.collective(kind, nbytes, GroupLayout(tp)),
-                self.overlap_slowdown(kind, nbytes, GroupLayout(tp)),
-                0.0 if kind == "all_gather" else beside.get(piece, 0.0),
-            )
-            for piece, kind in piece_collectives(direction, sp=sp).items()
-        }
 
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from mmtrain.plan.artifact.choice_sensitivity import PerturbedStep, Sensitivity
+from mmtrain.plan.artifact.choice_sensitivity import PerturbedRanking, PerturbedStep, Sensitivity
 from mmtrain.plan.artifact.plan import AS_FAST_RATIO
 from mmtrain.report.plain_text import seconds_text
 
@@ -19,7 +19,7 @@ def fragile_sentences(sensitivity: Sensitivity) -> Iterator[str]:
     """Name each rival that a changed constant makes faster than the chosen plan, by more than 1%."""
     chosen, *rivals = sensitivity.plans
     for number, rival in enumerate(rivals, start=1):
-        changes = [str(ranking) for ranking in sensitivity.where_faster(number, AS_FAST_RATIO)]
+        changes = [_where(ranking) for ranking in sensitivity.where_faster(number, AS_FAST_RATIO)]
         if changes:
             percent = max(1, math.ceil(100 * (rival.step_time_s / chosen.step_time_s - 1)))
             where = " or ".join(changes)
@@ -39,9 +39,12 @@ def sensitivity_table(sensitivity: Sensitivity) -> Table:
     for ranking in sensitivity.rankings:
         first, *others = ranking.steps
         cells = (f"{_mark(step)}{step.step_time_s / first.step_time_s:.3f}x" for step in others)
-        name = f"{ranking.constant} {ranking.ratio:g}x"
-        table.add_row(name, f"{_mark(first)}{seconds_text(first.step_time_s)}", *cells)
+        table.add_row(str(ranking.perturbation), f"{_mark(first)}{seconds_text(first.step_time_s)}", *cells)
     return table
+
+
+def _where(ranking: PerturbedRanking) -> str:
+    return f"{ranking.constant} {'are' if ranking.constant.endswith('s') else 'is'} {ranking.ratio:g}x"
 
 
 def _mark(step: PerturbedStep) -> str:

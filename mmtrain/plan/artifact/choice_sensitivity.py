@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict
 
-from mmtrain.costs.perturbed_costs import CostConstant
+from mmtrain.costs.perturbed_costs import CostConstant, Perturbation
 
 
 class _Frozen(BaseModel):
@@ -34,13 +34,10 @@ class PerturbedRanking(_Frozen):
     ratio: float
     steps: tuple[PerturbedStep, ...]
 
-    def __str__(self) -> str:
-        return f"{self.constant} {self.verb} {self.ratio:g}x"
-
     @property
-    def verb(self) -> str:
-        """The word that follows the constant's name."""
-        return "are" if self.constant.endswith("s") else "is"
+    def perturbation(self) -> Perturbation:
+        """What was changed."""
+        return Perturbation(self.constant, self.ratio)
 
 
 class Sensitivity(_Frozen):
@@ -50,7 +47,7 @@ class Sensitivity(_Frozen):
     rankings: tuple[PerturbedRanking, ...]  # empty without rivals
 
     def where_faster(self, rival: int, ratio: float) -> Iterator[PerturbedRanking]:
-        """yield the rankings in which plan number `rival` is faster than the chosen plan by more than `ratio`."""
+        """Yield the rankings in which plan number `rival` is faster than the chosen plan by more than `ratio`."""
         for ranking in self.rankings:
             if ranking.steps[rival].step_time_s * ratio < ranking.steps[0].step_time_s:
                 yield ranking

@@ -45,9 +45,8 @@ class UnitPlan(_Frozen):
     vpp: int = 1
     sp: bool = False  # sequence parallelism: the ranks of a TP group share the tokens between GEMMs
     shard: int | None = None  # replicas that hold one copy of the unit together (FSDP); None: each holds it whole
-    dispatch: DispatchMode | None = (
-        None  # what is balanced over sharded replicas; None without `shard`, or in old files
-    )
+    # What is balanced over sharded replicas; None without `shard`, or in old files.
+    dispatch: DispatchMode | None = None
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
 

@@ -20,17 +20,15 @@ from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, EncoderSchedule, LlmTimeline, schedule_encoder
 from mmtrain.plan.colocated.bubbles import FloatArray
 from mmtrain.plan.colocated.emit_order import TimedPass, emit_rank_order
-from mmtrain.plan.colocated.llm_alone import StagePass, find_bubbles, simulate_llm_alone, with_delayed_forwards
-from mmtrain.plan.colocated.stage_kernels import StageKernels, communication_gaps, segment_costs, stage_kernels
+from mmtrain.plan.colocated.llm_alone import find_bubbles, simulate_llm_alone, with_delayed_forwards
+from mmtrain.plan.colocated.stage_kernels import DIRECTIONS, GraphSegments, StageKernels, StagePass, stage_kernels
 from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.layout_simulation import simulate_first_batch
-from mmtrain.program.ir.actions import Backward, Compute, Direction, Forward
+from mmtrain.program.ir.actions import Backward, Compute, Forward
 from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph, StageId, UnitMesh, microbatches_per_block
 from mmtrain.program.trace.timeline import Span, Timeline
 
 RankOrders = dict[int, tuple[str, ...]]  # by rank, its forwards and backwards as text
-
-_DIRECTIONS: tuple[Direction, Direction] = ("F", "B")
 
 
 @dataclass(frozen=True)
@@ -66,23 +64,15 @@ def plan_encoder_order(
         llm_alone: what `simulate_llm_alone` returns for the same LLM, to save simulating it again.
     """
     llm_alone = llm_alone or simulate_llm_alone(graph, layer_costs, machine)
-    costs = {
-        (stage.id, kind): segment_costs(layer_costs, graph, stage.id, kind)
-        for stage in graph.stages
-        for kind in _DIRECTIONS
-    }
-    cut_s = layer_costs.costs.cut()
-    gaps = {key: communication_gaps(segments, cut_s) for key, segments in costs.items() if key[0].unit == LLM}
-    longest_gap_s = max((gap.end - gap.start for in_pass in gaps.values() for gap in in_pass), default=0.0)
-    max_kernel_s = longest_gap_s * layer_costs.budget.colocated.max_kernel_share_of_gap
+    segments = GraphSegments.of(graph, layer_costs)
     spans = with_delayed_forwards(graph, llm_alone)
-    llm = find_bubbles(graph, llm_alone, spans, gaps)
+    llm = find_bubbles(graph, llm_alone, spans, segments.gaps)
     passes = _RankPasses()
     _add_llm_passes(passes, graph, spans)
     for mesh in (m for m in graph.meshes if m.unit != LLM):
         kernels = {
-            (stage, kind): stage_kernels(segments, kind, max_kernel_s)
-            for (stage, kind), segments in costs.items()
+            (stage, kind): stage_kernels(costs, kind, segments.max_kernel_s)
+            for (stage, kind), costs in segments.costs.items()
             if stage.unit == mesh.unit
         }
         schedule = _schedule_encoder(graph, kernels, llm, mesh)
@@ -94,7 +84,7 @@ def plan_encoder_order(
     for rank, indices in sorted(passes.by_rank.items()):
         key = tuple(indices)
         if key not in order_of:
-            order_of[key] = tuple(emit_rank_order(graph, [passes.passes[i] for i in indices], gaps))
+            order_of[key] = tuple(emit_rank_order(graph, [passes.passes[i] for i in indices], segments.gaps))
         orders[rank] = order_of[key]
     return orders
 
@@ -184,7 +174,7 @@ def _encoder_passes(
     replicas_per_pipeline = mesh.dp // graph.num_groups // num_pipelines
     llm_starts = schedule.llm.first_forwards[::num_pipelines]
     llm_ends = schedule.llm.last_backwards[::num_pipelines]
-    for kind, placed_by_stage in zip(_DIRECTIONS, (schedule.forward, schedule.backward), strict=True):
+    for kind, placed_by_stage in zip(DIRECTIONS, (schedule.forward, schedule.backward), strict=True):
         for (pipeline, stage_index), placed in placed_by_stage.items():
             stage = StageId(mesh.unit, stage_index)
             # The stages of an encoder work on different microbatches at a time, too: earlier ones are further ahead.

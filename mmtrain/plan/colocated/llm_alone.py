@@ -14,10 +14,10 @@ from mmtrain.costs import Hardware
 from mmtrain.plan.colocated.bubble_schedule import LlmTimeline
 from mmtrain.plan.colocated.bubbles import FreeTime
 from mmtrain.plan.colocated.latest_forwards import delay_forwards
-from mmtrain.plan.colocated.stage_kernels import CommunicationGap
+from mmtrain.plan.colocated.stage_kernels import CommunicationGap, StagePass
 from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
 from mmtrain.plan.estimate.layout_simulation import PrecomputedTiming, model_timing
-from mmtrain.program.ir.actions import Compute, Direction, Forward, Pass, ReduceGrads, ReduceShared
+from mmtrain.program.ir.actions import Compute, Forward, Pass, ReduceGrads, ReduceShared
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId, microbatches_per_block
 from mmtrain.program.ir.segments import direction
 from mmtrain.program.schedules.builder import build_1f1b, in_flight_microbatches
@@ -26,7 +26,6 @@ from mmtrain.program.simulation.rank_equivalence import representative_ranks
 from mmtrain.program.simulation.simulate import simulate
 from mmtrain.program.trace.timeline import Span, Timeline
 
-StagePass = tuple[StageId, Direction]  # all forwards, or all backwards, of a stage
 Interval = tuple[float, float]
 
 

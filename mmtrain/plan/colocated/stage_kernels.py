@@ -5,7 +5,7 @@ the collectives of the LLM's segments are gaps in which encoder kernels compute.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmtrain.costs import ComputeKind, PieceCost
@@ -13,9 +13,11 @@ from mmtrain.costs.block_pieces import scale_pieces
 from mmtrain.plan.colocated.bubbles import KernelSequence
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, BatchSplit, LayerCosts, batch_split_of
 from mmtrain.program.ir.actions import Direction
-from mmtrain.program.ir.graph import StageGraph, StageId
+from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 from mmtrain.program.ir.segments import segment_layers
 
+StagePass = tuple[StageId, Direction]  # all forwards, or all backwards, of a stage
+DIRECTIONS: tuple[Direction, Direction] = ("F", "B")
 _COMPUTE_KINDS: tuple[ComputeKind, ComputeKind] = ("forward", "backward")
 
 
@@ -34,6 +36,28 @@ class CommunicationGap:
     start: float
     end: float
     num_segments_before: int  # that the pass has run when the gap starts
+
+
+@dataclass(frozen=True)
+class GraphSegments:
+    """What the segments of a colocated graph's stages cost, and where the LLM's leave room for kernels."""
+
+    costs: Mapping[StagePass, tuple[PieceCost, ...]]
+    gaps: Mapping[StagePass, tuple[CommunicationGap, ...]]  # of the LLM's passes
+    max_kernel_s: float  # of a kernel of the encoders, so that it fits into a gap
+
+    @classmethod
+    def of(cls, graph: StageGraph, layer_costs: LayerCosts) -> "GraphSegments":
+        """Cost the segments of all stages."""
+        costs = {
+            (stage.id, kind): segment_costs(layer_costs, graph, stage.id, kind)
+            for stage in graph.stages
+            for kind in DIRECTIONS
+        }
+        cut_s = layer_costs.costs.cut()
+        gaps = {key: communication_gaps(segments, cut_s) for key, segments in costs.items() if key[0].unit == LLM}
+        longest_gap_s = max((gap.end - gap.start for in_pass in gaps.values() for gap in in_pass), default=0.0)
+        return cls(costs, gaps, longest_gap_s * layer_costs.budget.colocated.max_kernel_share_of_gap)
 
 
 def segment_costs(layer_costs: LayerCosts, graph: StageGraph, stage: StageId, kind: Direction) -> tuple[PieceCost, ...]:

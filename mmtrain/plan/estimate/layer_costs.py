@@ -150,23 +150,19 @@ class LayerCosts:
         recompute: Mapping[str, RecomputeMode] | None = None,
         sp: SpSizes | None = None,
         state: StateBytes | None = None,
+        costs: CostModel | None = None,
     ) -> "LayerCosts":
-        """Return the same costs under other recompute modes, sequence parallelism, or bytes of a parameter's state.
+        """Return the same layers under other recompute modes, sequence parallelism, bytes of state, or cost model.
 
-        Loads and seconds depend on none of them and stay shared; bytes are computed anew.
+        Loads depend on none of them and stay shared, seconds on the cost model only; bytes are computed anew.
         """
         changed = copy(self)
+        if costs is not None:
+            changed.costs = costs
+            changed._unit_times = {}
         changed.recompute = self.recompute if recompute is None else recompute
         changed.sp = self.sp if sp is None else sp
         changed.state_bytes = self.state_bytes if state is None else state
-        changed._unit_costs = {}
-        return changed
-
-    def with_costs(self, costs: CostModel) -> "LayerCosts":
-        """Return the same layers and loads under another cost model. Seconds and bytes are computed anew."""
-        changed = copy(self)
-        changed.costs = costs
-        changed._unit_times = {}
         changed._unit_costs = {}
         return changed
 

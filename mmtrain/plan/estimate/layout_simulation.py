@@ -238,7 +238,7 @@ def _batch_timings(
     seconds = layer_costs.stage_seconds(graph)
     is_one_group = _stands_for_all(graph, budget)
     heaviest = np.zeros(len(layer_costs.batches.groups), dtype=np.int64)
-    if is_one_group and not _is_sharded(graph):
+    if is_one_group and not graph.is_sharded:
         heaviest = _heaviest_groups(graph, seconds)
     timings = []
     for batch, loads in enumerate(layer_costs.step_loads(batch_split_of(graph))):
@@ -255,11 +255,7 @@ def _stands_for_all(graph: StageGraph, budget: EvaluationBudget) -> bool:
     There are too many to simulate each, and the one with most work does; or units are sharded, and all replicas run
     every pass together.
     """
-    return _is_sharded(graph) or _num_passes(graph) > budget.max_passes_of_all_groups
-
-
-def _is_sharded(graph: StageGraph) -> bool:
-    return any(mesh.shard is not None for mesh in graph.meshes)
+    return graph.is_sharded or _num_passes(graph) > budget.max_passes_of_all_groups
 
 
 def _busiest_rank(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> tuple[tuple[StageId, ...], float]:
@@ -335,7 +331,7 @@ class SampledBatchTiming(PrecomputedTiming):
         """Return the seconds of a forward or backward; the model has those of segments."""
         if isinstance(action, Partial):
             return self.model.compute(action)
-        if self.model.graph.mesh(action.mb.unit).shard is not None:
+        if self.model.graph.is_sharded:
             return self.model.sharded_pass(action, partial(self._slowest_replica, action.mb))
         stage, mb = self.seconds[action.stage], action.mb
         seconds = stage.forward if isinstance(action, Forward) else stage.backward
@@ -370,7 +366,7 @@ def _loads_of_group(graph: StageGraph, loads: StepLoads, first_replica: Mapping[
 
     Replicas of sharded units wait for each other in every layer, so there the loads of all of them remain.
     """
-    if _is_sharded(graph):
+    if graph.is_sharded:
         return loads
     name = {
         Microbatch(mesh.unit, first_replica[mesh.unit] + replica, index): Microbatch(mesh.unit, replica, index)

@@ -103,7 +103,7 @@ def _rank(
 ) -> PerturbedRanking:
     """Return the steps of all plans with one constant changed."""
     costs = perturbed_costs(evaluator.problem.costs, perturbation)
-    layer_costs = evaluator.layer_costs.with_costs(costs)
+    layer_costs = evaluator.layer_costs.with_settings(costs=costs)
     steps = [candidate.scaled(layer_costs) for candidate in retimed]
     limit_s = margin * steps[0].step_time_s
     near = [number for number, step in enumerate(steps) if step.step_time_s <= limit_s]

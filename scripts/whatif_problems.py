@@ -1,0 +1,25 @@
+"""The planning problems of recipes/whatif, which several benchmarks look at from the inside."""
+
+from pathlib import Path
+
+from mmtrain.data import build_index
+from mmtrain.plan.formulate import formulate_problem
+from mmtrain.plan.problem import PlanningProblem, PlanRequest
+from mmtrain.recipe import load_recipe, recipe_fingerprint
+
+WHAT_IF_FOLDER = Path(__file__).resolve().parents[1] / "recipes/whatif"
+
+
+def whatif_problem(name: str, world_size: int | None = None, request: PlanRequest | None = None) -> PlanningProblem:
+    """Return the problem of planning a recipe, by default on as many ranks as it names."""
+    recipe = load_recipe(WHAT_IF_FOLDER / f"{name}.yaml").recipe
+    world_size = world_size or recipe.cluster.ranks
+    assert world_size is not None, "what-if recipes name a cluster"
+    return formulate_problem(
+        recipe,
+        build_index(recipe).lengths,
+        world_size=world_size,
+        hardware=recipe.cluster.hardware,
+        recipe_sha256=recipe_fingerprint(recipe),
+        request=request,
+    )
