@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ from mmtrain.recipe.schema import Recipe
 VISION: dict[str, Any] = {
     "layers": 3, "hidden": 96, "heads": 4, "ffn": 256, "patch": 8, "max_side": 8,
     "downsample": "pixel_shuffle", "merge": 2,
+}  # fmt: skip
+AUDIO: dict[str, Any] = {"layers": 2, "hidden": 96, "heads": 4, "ffn": 256, "max_frames": 400, "downsample": 2}
+UNET: dict[str, Any] = {
+    "kind": "unet", "widths": (16, 32), "heads": (2, 4), "layers": 1, "context_width": 24, "context_tokens": 8,
 }  # fmt: skip
 LLM: dict[str, Any] = {"layers": 4, "hidden": 128, "heads": 4, "ffn": 320, "vocab": 512}
 
@@ -59,6 +64,34 @@ def lengths(num_samples: int = 300, seed: int = 0) -> SampleLengths:
     tokens = text + np.array([features[a:b].sum() for a, b in pairwise(first)])
     items = ItemLengths(first, rows, cols, rows * cols, features)
     return SampleLengths(tokens.astype(np.int64), text.astype(np.int64) // 2, {"vision": items})
+
+
+def with_generator(settings: Recipe, file: Path, generator: dict[str, Any]) -> Recipe:
+    """Return the recipe with some images to generate, as `file` then states the lengths of all samples."""
+    file.write_text("count,text,vision,generator\n40,60,16,64\n20,100,36,\n20,30,,2x64\n", encoding="utf-8")
+    plain = settings.model_dump()
+    plain["model"]["generator"] = generator
+    plain["data"] |= {"sources": [{"path": file}], "tokenizer": None}
+    return Recipe.model_validate(plain)
+
+
+def speech(vision: dict[str, Any] | None = VISION, parallel: dict[str, Any] | None = None) -> Recipe:
+    plain = recipe(vision=vision, parallel=parallel).model_dump()
+    plain["model"]["audio"] = AUDIO
+    plain["data"]["audio"] = {"max_seconds": 4.0}
+    return Recipe.model_validate(plain)
+
+
+def heard(settings: Recipe) -> SampleLengths:
+    """Return the factory's samples, with an audio clip in every third of them."""
+    samples = lengths()
+    frames = 4 * np.random.default_rng(1).integers(5, 60, len(samples) // 3)
+    first = (np.arange(len(samples) + 1, dtype=np.int64) + 2) // 3
+    clips = ItemLengths(first, frames, np.ones_like(frames), frames // 2, frames // 4)
+    counts = np.zeros(len(samples), dtype=np.int64)
+    counts[::3] = clips.features
+    items = {"audio": clips} | (samples.items if settings.model.vision else {})
+    return SampleLengths(samples.tokens + counts, samples.targets, items)
 
 
 def text_lengths(num_samples: int = 300) -> SampleLengths:

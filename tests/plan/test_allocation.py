@@ -1,18 +1,23 @@
 """The allocation of ranks to units is the best of all, and no better than the continuous one."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mmtrain.data import build_index
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.budget import DEFAULT_BUDGET
 from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.problem import PlanningProblem, PlanRequest
 from mmtrain.plan.search.allocation import allocate_ranks, relaxed_step_s
 from mmtrain.plan.search.allocation_watch import Allocation, AllocationWatch
-from tests.plan.factory import evaluator_for, problem_for, recipe
+from mmtrain.plan.search.constraints import UnitChoices
+from tests.plan.factory import UNET, evaluator_for, heard, problem_for, recipe, speech, with_generator
 
 MODELS: dict[str, dict[str, Any]] = {
     "alike": {},
@@ -35,23 +40,34 @@ def allocated(problem: PlanningProblem, enumerates_all: bool = False) -> Allocat
 
 
 def best_bound_s(evaluator: Evaluator, num_ranks: int) -> float:
-    """Try every pair of meshes of encoder and LLM on all ranks; return the least bound of the slower one."""
+    """Try every mesh of the LLM with every division of the other ranks among the other units; return the least bound.
+
+    The bound of an allocation is that of its slowest unit. At most three units.
+    """
     choices, bound = evaluator.problem.choices, evaluator.time_lower_bound
-    vision, llm = choices["vision"], choices["llm"]
+    llm = choices["llm"]
+    others = [unit for unit in choices.values() if unit.name != "llm"]
+
+    @cache
+    def least_s(unit: UnitChoices, ranks: int, num_llm: int) -> float:
+        merged = [size for size in DEFAULT_BUDGET.meshes.merged_microbatches if num_llm % size == 0]
+        pairs = product(unit.meshes(ranks), merged)
+        return min((bound(unit.name, mesh, num_llm // size) for mesh, size in pairs), default=float("inf"))
+
     best_s = float("inf")
-    for llm_tp, llm_dp, llm_pp, vpp in product(llm.tp, llm.dp, llm.pp, llm.vpp):
-        num_llm = llm.global_batch // llm_dp
-        is_useful = vpp == 1 or (1 < llm_pp <= num_llm and llm_pp * vpp <= llm.num_layers)
-        rest = num_ranks - llm_tp * llm_dp * llm_pp
-        if rest < 1 or not is_useful:
+    for tp, dp, pp, vpp in product(llm.tp, llm.dp, llm.pp, llm.vpp):
+        num_llm = llm.global_batch // dp
+        is_useful = vpp == 1 or (1 < pp <= num_llm and pp * vpp <= llm.num_layers)
+        rest = num_ranks - tp * dp * pp
+        if rest < len(others) or not is_useful:
             continue
-        llm_s = bound("llm", MeshSize(llm_tp, llm_pp, llm_dp, vpp), num_llm)
+        llm_s = bound("llm", MeshSize(tp, pp, dp, vpp), num_llm)
         if llm_s >= best_s:
             continue
-        for mesh in vision.meshes(rest):
-            for merged in DEFAULT_BUDGET.meshes.merged_microbatches:
-                if num_llm % merged == 0:
-                    best_s = min(best_s, max(llm_s, bound("vision", mesh, num_llm // merged)))
+        for of_first in range(1, rest + 1) if len(others) == 2 else [rest]:
+            shares = [of_first, rest - of_first][: len(others)]
+            of_others = (least_s(unit, ranks, num_llm) for unit, ranks in zip(others, shares, strict=True))
+            best_s = min(best_s, max(llm_s, *of_others))
     return best_s
 
 
@@ -64,6 +80,20 @@ def test_allocation_is_the_best_of_all_and_no_better_than_a_continuous_one(model
     assert allocation.bound_s == pytest.approx(best_bound_s(evaluator, num_ranks), rel=1e-12)
     assert allocated(problem, enumerates_all=True).bound_s == allocation.bound_s
     assert sum(allocation.ranks.values()) == num_ranks
+    assert allocation.relaxed_s <= allocation.bound_s
+
+
+@pytest.mark.parametrize("num_ranks", [3, 12, 64])
+@pytest.mark.parametrize("third", ["audio", "generator"])
+def test_three_units_are_allocated_as_well_as_by_exhaustive_search(tmp_path: Path, third: str, num_ranks: int) -> None:
+    settings = speech() if third == "audio" else with_generator(recipe(), tmp_path / "lengths.csv", UNET)
+    samples = heard(settings) if third == "audio" else build_index(settings).lengths
+    problem = formulate_problem(settings, samples, world_size=num_ranks, hardware="cpu-core", recipe_sha256="f" * 64)
+    allocation = allocated(problem)
+    assert len(allocation.ranks) == 3
+    assert sum(allocation.ranks.values()) == num_ranks
+    assert allocation.bound_s == pytest.approx(best_bound_s(Evaluator(problem), num_ranks), rel=1e-12)
+    assert allocated(problem, enumerates_all=True).bound_s == allocation.bound_s
     assert allocation.relaxed_s <= allocation.bound_s
 
 

@@ -16,12 +16,7 @@ from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.program import build_program
 from mmtrain.recipe.generator_settings import GeneratorSettings
 from mmtrain.recipe.schema import Recipe
-from tests.plan.factory import recipe
-
-UNET: dict[str, Any] = {
-    "kind": "unet", "widths": (16, 32), "heads": (2, 4), "layers": 1, "context_width": 24, "context_tokens": 8,
-}  # fmt: skip
-
+from tests.plan.factory import UNET, recipe, with_generator
 
 DIT: dict[str, Any] = {
     "kind": "dit", "widths": (64,), "heads": (4,), "layers": 4, "patch": 2, "context_width": 24, "context_tokens": 8,
@@ -31,12 +26,7 @@ DIT: dict[str, Any] = {
 @pytest.fixture
 def unet_recipe(tmp_path: Path) -> Recipe:
     """Make a recipe that generates some images by a U-Net."""
-    file = tmp_path / "lengths.csv"
-    file.write_text("count,text,vision,generator\n40,60,16,64\n20,100,36,\n20,30,,2x64\n", encoding="utf-8")
-    plain = recipe().model_dump()
-    plain["model"]["generator"] = UNET
-    plain["data"] |= {"sources": [{"path": file}], "tokenizer": None}
-    return Recipe.model_validate(plain)
+    return with_generator(recipe(), tmp_path / "lengths.csv", UNET)
 
 
 @pytest.fixture
@@ -59,6 +49,25 @@ def planned(settings: Recipe, world_size: int, **parallel: Any) -> Plan:
         recipe_sha256="f" * 64,
         request=PlanRequest(explain=True),
     )
+
+
+def test_the_baseline_with_stages_gives_the_generator_a_replica_on_each_rank_of_a_tp_group(tmp_path: Path) -> None:
+    """Plan MMScale's Megatron-LM for 32 ranks: a stage for each of encoder and generator, and two for the LLM."""
+    parallel = {"placement": "disaggregated", "llm": {"dp": 1}}
+    settings = recipe(llm={"heads": 8, "kv_heads": 8}, global_batch=16, parallel=parallel)
+    settings = with_generator(settings, tmp_path / "lengths.csv", UNET)
+    baseline = plan_recipe(
+        settings,
+        index(settings).lengths,
+        world_size=32,
+        hardware="a100-80g",
+        recipe_sha256="f" * 64,
+        request=PlanRequest(baseline="megatron-stages"),
+    )
+    sizes = {name: (unit.tp, unit.pp, unit.dp) for name, unit in baseline.units.items()}
+    assert sizes == {"vision": (1, 1, 8), "llm": (8, 2, 1), "generator": (1, 1, 8)}
+    assert baseline.schedule.num_microbatches == dict.fromkeys(sizes, 16)
+    build_program(stage_graph(baseline, build_model_shape(settings)))
 
 
 @pytest.mark.parametrize("placement", ["unified", "disaggregated"])

@@ -13,28 +13,7 @@ from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.problem import PlanRequest
 from mmtrain.program import build_program
 from mmtrain.recipe.schema import Recipe
-from tests.plan.factory import VISION, lengths, recipe
-
-AUDIO: dict[str, Any] = {"layers": 2, "hidden": 96, "heads": 4, "ffn": 256, "max_frames": 400, "downsample": 2}
-
-
-def speech(vision: dict[str, Any] | None = VISION, parallel: dict[str, Any] | None = None) -> Recipe:
-    plain = recipe(vision=vision, parallel=parallel).model_dump()
-    plain["model"]["audio"] = AUDIO
-    plain["data"]["audio"] = {"max_seconds": 4.0}
-    return Recipe.model_validate(plain)
-
-
-def heard(settings: Recipe) -> SampleLengths:
-    """Return the factory's samples, with an audio clip in every third of them."""
-    samples = lengths()
-    frames = 4 * np.random.default_rng(1).integers(5, 60, len(samples) // 3)
-    first = (np.arange(len(samples) + 1, dtype=np.int64) + 2) // 3
-    clips = ItemLengths(first, frames, np.ones_like(frames), frames // 2, frames // 4)
-    counts = np.zeros(len(samples), dtype=np.int64)
-    counts[::3] = clips.features
-    items = {"audio": clips} | (samples.items if settings.model.vision else {})
-    return SampleLengths(samples.tokens + counts, samples.targets, items)
+from tests.plan.factory import VISION, heard, lengths, recipe, speech
 
 
 def planned(settings: Recipe, world_size: int) -> Plan:
