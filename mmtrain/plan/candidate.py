@@ -13,15 +13,18 @@ from enum import IntEnum
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
 from mmtrain.plan.artifact.layout import Layout, MeshSize, replicated_summary
-from mmtrain.plan.artifact.plan import Alternative, Placement, SchedulePlan
+from mmtrain.plan.artifact.plan import AS_FAST_RATIO, Alternative, Placement, SchedulePlan
 from mmtrain.plan.estimate.layer_costs import BatchSplit, UnitSplit
 from mmtrain.program.ir.graph import LLM, DispatchMode, StageGraph, StageId
 
 LayerPartition = tuple[tuple[int, ...], ...]  # for each layer chain the bounds of its model chunks, from 0 to its end
 
-# Step times within this factor count as equal, and the simpler layout is chosen: simulated differences below a tenth of
-# a percent are far below the error of predictions (docs/benchmarks.md).
+# Step times of one placement within this factor count as equal, and the simpler layout is chosen: simulated differences
+# below a tenth of a percent are far below the error of predictions (docs/benchmarks.md).
 EQUAL_STEP_TIME_RATIO = 1.001
+# Ways to run a model, from the simplest, which `MeshAssignment.mechanism` tells apart. Between them, step times within
+# `AS_FAST_RATIO` count as equal ("Within 1%, the plan with fewer mechanisms is chosen").
+MECHANISMS = ("replicas", "one pipeline", "ranks of their own", "shared ranks")
 
 
 class CandidateStage(IntEnum):
@@ -70,6 +73,15 @@ class MeshAssignment:
         if self.placement == "disaggregated":
             return sum(mesh.ranks for mesh in self.meshes.values())
         return self.meshes[LLM].ranks
+
+    @property
+    def mechanism(self) -> int:
+        """Which of `MECHANISMS` it needs: the larger, the more must work for a step to take what is predicted."""
+        if self.placement == "colocated":
+            return MECHANISMS.index("shared ranks")
+        if self.placement == "disaggregated":
+            return MECHANISMS.index("ranks of their own")
+        return MECHANISMS.index("replicas" if self.meshes[LLM].pp == 1 else "one pipeline")
 
     def tp_group_across_nodes(self, ranks_per_node: int) -> tuple[int, ...] | None:
         """Return a tensor-parallel group whose ranks lie on different nodes, if there is one."""
@@ -305,14 +317,20 @@ class SearchResults:
 
 
 def rank_candidates(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Order simulated candidates by step time; of those as fast as the fastest, the simplest is chosen and leads."""
+    """Order simulated candidates by step time; of those as fast as the fastest, the simplest is chosen and leads.
+
+    As fast is within `AS_FAST_RATIO` where they need different mechanisms, and within `EQUAL_STEP_TIME_RATIO` else.
+    """
     ordered = sorted(candidates, key=lambda candidate: (candidate.step_time_s, candidate.layout.complexity))
     if not ordered:
         return ()
-    limit = ordered[0].step_time_s * EQUAL_STEP_TIME_RATIO
-    equal = [position for position, candidate in enumerate(ordered) if candidate.step_time_s <= limit]
-    chosen = min(equal, key=lambda position: (ordered[position].layout.complexity, ordered[position].step_time_s))
-    return (ordered[chosen], *ordered[:chosen], *ordered[chosen + 1 :])
+    as_fast = [candidate for candidate in ordered if candidate.step_time_s <= ordered[0].step_time_s * AS_FAST_RATIO]
+    mechanism = min(candidate.assignment.mechanism for candidate in as_fast)
+    simplest = [candidate for candidate in as_fast if candidate.assignment.mechanism == mechanism]
+    limit_s = simplest[0].step_time_s * EQUAL_STEP_TIME_RATIO
+    equal = [candidate for candidate in simplest if candidate.step_time_s <= limit_s]
+    chosen = min(equal, key=lambda candidate: (candidate.layout.complexity, candidate.step_time_s))
+    return (chosen, *(candidate for candidate in ordered if candidate is not chosen))
 
 
 def partition_of(layout: Layout) -> LayerPartition:

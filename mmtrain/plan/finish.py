@@ -8,8 +8,8 @@ from itertools import chain, groupby
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
 from mmtrain.plan.artifact.data_drift import summarize_data
-from mmtrain.plan.artifact.plan import AS_FAST_RATIO, Alternative, MeasuredPlan, Plan, Prediction
-from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate, CandidateStage, Rejected
+from mmtrain.plan.artifact.plan import AS_FAST_RATIO, AS_FAST_TEXT, Alternative, MeasuredPlan, Plan, Prediction
+from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, MECHANISMS, Candidate, CandidateStage, Rejected
 from mmtrain.plan.colocated.encoder_order import scheduling_efficiency
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import batch_split_of
@@ -76,11 +76,23 @@ def reject_slower(loser: Candidate, chosen: Candidate) -> Rejected:
     """Return why a candidate that fits was not chosen."""
     if loser.stage == CandidateStage.MEASURED:
         reason = explain_measured_slower(loser, chosen)
+    elif loser.step_time_s <= chosen.step_time_s and loser.assignment.mechanism > chosen.assignment.mechanism:
+        reason = f"{AS_FAST_TEXT}, but with {_added_mechanism(loser)}"
     elif loser.step_time_s <= chosen.step_time_s * EQUAL_STEP_TIME_RATIO:
-        reason = "as fast, but with more pipeline ranks, chunks or tensor parallelism"
+        reason = f"{AS_FAST_TEXT}, but with more pipeline ranks, chunks or tensor parallelism"
     else:
         reason = explain_slower(loser, chosen)
     return Rejected(loser, reason)
+
+
+def _added_mechanism(candidate: Candidate) -> str:
+    """Return what the candidate needs that simpler ones do not."""
+    return {
+        "replicas": "replicas",
+        "one pipeline": "a pipeline",
+        "ranks of their own": "units on ranks of their own",
+        "shared ranks": "encoders in the bubbles of the LLM",
+    }[MECHANISMS[candidate.assignment.mechanism]]
 
 
 def reject_unasked(candidate: Candidate, chosen: Candidate) -> Rejected:

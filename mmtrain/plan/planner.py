@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from mmtrain.balance import SampleLengths
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
-from mmtrain.plan.artifact.plan import Alternative, Placement, Plan
+from mmtrain.plan.artifact.plan import AS_FAST_RATIO, Alternative, Placement, Plan
 from mmtrain.plan.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate, Rejected, SearchResults
 from mmtrain.plan.estimate.evaluator import Evaluator
@@ -73,8 +73,7 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
     request.say("comparing with rules of thumb")
     baselines: Baselines = baseline_planner.plan_all(slowest_shown_by_placement(results, request))
     if request.measure is None:
-        faster = [baseline for baseline in baselines.values() if baseline.step_time_s < results.fastest_s]
-        results = results.merged(SearchResults(tuple(faster)))
+        results = results.merged(SearchResults(better_baselines(results, baselines)))
     else:
         results, baselines = choose_by_measurement(results, baselines, evaluator, request)
     chosen = results.candidates[0]
@@ -126,6 +125,20 @@ def run_strategies(evaluator: Evaluator) -> SearchResults:
     return results
 
 
+def better_baselines(results: SearchResults, baselines: Baselines) -> tuple[Candidate, ...]:
+    """Return the baselines that may be chosen: those that beat what was searched of their mechanism, or everything."""
+    fastest_s: dict[int, float] = {}
+    for candidate in results.candidates:
+        mechanism = candidate.assignment.mechanism
+        fastest_s[mechanism] = min(candidate.step_time_s, fastest_s.get(mechanism, math.inf))
+    limit_s = min(fastest_s.values()) * AS_FAST_RATIO
+    return tuple(
+        baseline
+        for baseline in baselines.values()
+        if baseline.step_time_s < min(fastest_s.get(baseline.assignment.mechanism, math.inf), limit_s)
+    )
+
+
 def slowest_shown_by_placement(results: SearchResults, request: PlanRequest) -> Mapping[Placement, float]:
     """Return the step times above which no further candidate of a placement is among the alternatives shown.
 
@@ -146,7 +159,7 @@ def slowest_shown_by_placement(results: SearchResults, request: PlanRequest) -> 
     if num_others_shown > len(others_s):
         return {}
     last_other_s = others_s[num_others_shown - 1] if num_others_shown else 0.0
-    may_win_s = results.fastest_s * EQUAL_STEP_TIME_RATIO
+    may_win_s = results.fastest_s * AS_FAST_RATIO
     return {placement: max(step_s, last_other_s, may_win_s) for placement, step_s in fastest.items()}
 
 
@@ -157,7 +170,8 @@ def rank_losers(results: SearchResults, baselines: Baselines, evaluator: Evaluat
     rejected = [reject_slower(loser, chosen) for loser in slower]
     rejected += results.rejected
     for name, baseline in baselines.items():
-        if baseline.measured_step_s is not None or baseline.step_time_s > limit_s:
+        is_in_ranking = baseline.measured_step_s is None and any(baseline is known for known in results.candidates)
+        if not is_in_ranking and (baseline.measured_step_s is not None or baseline.step_time_s > limit_s):
             rejected.append(reject_baseline(name, baseline, chosen))
     rejected += [reject_unasked(candidate, chosen) for candidate in results.shown_only]
     return [describe_loser(loser, evaluator) for loser in rejected]

@@ -6,7 +6,7 @@ from itertools import chain
 from rich.console import RenderableType
 from rich.table import Table
 
-from mmtrain.plan.artifact.plan import AS_FAST_RATIO, Plan, Prediction, UnitPlan
+from mmtrain.plan.artifact.plan import AS_FAST_RATIO, AS_FAST_TEXT, Plan, Prediction, UnitPlan
 from mmtrain.report.idle_time import idle_text
 from mmtrain.report.metrics_record import compact_number
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, seconds_text
@@ -203,8 +203,15 @@ def _choice_sentences(plan: Plan) -> Iterator[str]:
                 f"Not the fastest by prediction: {next_best.summary} takes {ratio:.2f}x the step time "
                 f"({next_best.reason})."
             )
+        elif ratio < 1 and next_best.reason.startswith(AS_FAST_TEXT):
+            yield (
+                f"Chosen because it is the simplest; {AS_FAST_TEXT}: {next_best.summary}, predicted to be "
+                f"{1 - ratio:.1%} faster."
+            )
+        elif ratio < 1:
+            yield f"{AS_FAST_TEXT.capitalize()}: {next_best.summary} ({next_best.reason})."
         elif ratio < AS_FAST_RATIO:
-            yield f"No plan that fits is predicted to be faster; equally fast: {next_best.summary}."
+            yield f"Chosen because it is the fastest that fits; {AS_FAST_TEXT}: {next_best.summary}."
         else:
             yield f"Chosen because it is the fastest that fits; the next best takes {ratio:.2f}x: {next_best.summary}."
     elif plan.alternatives:

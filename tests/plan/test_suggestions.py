@@ -61,6 +61,23 @@ def test_the_suggested_number_of_ranks_is_enough() -> None:
     suggested(named // 2, 0.04, **UNIFIED)
 
 
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_nothing_is_suggested_that_only_makes_room_with_tensor_parallel_groups_on_two_nodes(world_size: int) -> None:
+    """Plan in nodes of three, where every second group of two ranks lies on two nodes."""
+    tp_2: dict[str, Any] = {unit: {"tp": 2, "recompute": "none"} for unit in ("llm", "vision")}
+    settings = recipe(parallel={"placement": "disaggregated", **tp_2}, cluster={"memory_gib": 0.01})
+
+    def suggested_in_nodes_of(ranks_per_node: int) -> str:
+        cluster = settings.cluster.model_copy(update={"ranks_per_node": ranks_per_node})
+        in_nodes = settings.model_copy(update={"cluster": cluster})
+        with pytest.raises(PlanError) as error:
+            plan_recipe(in_nodes, lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64)
+        return str(error.value).splitlines()[-1]
+
+    assert re.search(r": parallel.*; \d+ ranks; |: \d+ ranks; ", suggested_in_nodes_of(4))
+    assert suggested_in_nodes_of(3).startswith("Any one of these makes room: perhaps a lower data.seq_len.")
+
+
 def test_recomputing_is_suggested_where_it_is_enough() -> None:
     peak = max(planned(1, **UNIFIED).predicted.peak_memory_gib.values())
     again = {unit: {"dp": 1, "recompute": "all"} for unit in ("llm", "vision")}

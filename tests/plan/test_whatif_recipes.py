@@ -72,7 +72,7 @@ def test_few_microbatches_in_a_long_pipeline_are_divided_better_than_by_rules_of
 def test_a_light_model_on_two_nodes_needs_no_pipeline(tmp_path: Path) -> None:
     """Reductions over both nodes go through all ports, so replicas of 0.3B + 1.1B cost less than bubbles.
 
-    Only encoders in the bubbles of a pipeline of two make up for them, by less than predictions can tell apart.
+    Encoders in the bubbles of a pipeline of two gain less on that than predictions can tell apart.
     """
     vision = "{layers: 24, hidden: 1024, heads: 16, ffn: 4096, patch: 14, max_side: 64}"
     llm = "{layers: 16, hidden: 2048, heads: 32, kv_heads: 8, ffn: 8192, vocab: 128256}"
@@ -86,10 +86,5 @@ def test_a_light_model_on_two_nodes_needs_no_pipeline(tmp_path: Path) -> None:
     )
     recipe = load_recipe(path).recipe
     chosen = planned(recipe, num_alternatives=4)
-    if chosen.placement == "unified":
-        assert {(unit.tp, unit.pp, unit.dp) for unit in chosen.units.values()} == {(1, 1, 16)}
-        return
-    unified = next(a for a in chosen.alternatives if a.placement == "unified")  # the fastest first
-    assert unified.summary == "unified: vision tp1 pp1 dp16, llm tp1 pp1 dp16"
-    assert unified.step_time_s is not None
-    assert unified.step_time_s < 1.01 * chosen.predicted.step_time_s
+    assert chosen.placement == "unified"
+    assert {(unit.tp, unit.pp, unit.dp) for unit in chosen.units.values()} == {(1, 1, 16)}

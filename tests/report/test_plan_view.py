@@ -3,7 +3,7 @@
 import pytest
 
 from mmtrain.plan import Alternative, Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
-from mmtrain.plan.artifact.plan import StageBalance
+from mmtrain.plan.artifact.plan import AS_FAST_TEXT, StageBalance
 from mmtrain.report import plan_table
 
 
@@ -120,12 +120,27 @@ def test_a_plan_slower_than_an_alternative_is_not_called_the_fastest() -> None:
     assert "Chosen because" not in text
 
 
-def test_an_equally_fast_alternative_is_named_as_such() -> None:
+@pytest.mark.parametrize(
+    ("step_time_s", "sentence"),
+    [
+        (0.2501, "Chosen because it is the fastest that fits; as fast within 1%: unified: tp2."),
+        (0.2490, "Chosen because it is the simplest; as fast within 1%: unified: tp2, predicted to be 0.4% faster."),
+    ],
+)
+def test_an_equally_fast_alternative_is_named_as_such(step_time_s: float, sentence: str) -> None:
     equal = Alternative(
-        summary="unified: tp2", placement="unified", step_time_s=0.2501, peak_memory_gib=1.0, reason="as fast"
+        summary="unified: tp2", placement="unified", step_time_s=step_time_s, peak_memory_gib=1.0, reason=AS_FAST_TEXT
     )
-    text = " ".join(plan_table(plan(equal)).split())
-    assert "No plan that fits is predicted to be faster; equally fast: unified: tp2." in text
+    assert sentence in " ".join(plan_table(plan(equal)).split())
+
+
+def test_a_plan_by_a_rule_of_thumb_is_not_called_the_simplest() -> None:
+    planned = Alternative(
+        summary="unified: tp2", placement="unified", step_time_s=0.2490, peak_memory_gib=1.0, reason="without a rule"
+    )
+    text = " ".join(plan_table(plan(planned)).split())
+    assert "As fast within 1%: unified: tp2 (without a rule)." in text
+    assert "Chosen because" not in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

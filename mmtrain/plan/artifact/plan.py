@@ -14,6 +14,7 @@ from mmtrain.program.schedules.builder import ScheduleKind
 
 PLAN_VERSION = 1
 AS_FAST_RATIO = 1.01  # predicted step times that differ by less are called equal: no prediction is that exact
+AS_FAST_TEXT = "as fast within 1%"  # what `AS_FAST_RATIO` is called
 Placement = Literal["unified", "disaggregated", "colocated", "replicated"]
 
 

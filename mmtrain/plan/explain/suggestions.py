@@ -63,10 +63,13 @@ def _suggest_bf16_moments(evaluator: Evaluator, assignments: Sequence[MeshAssign
 def _suggest_ranks(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:
     """Suggest the smallest power of two times the ranks on which a plan of the same placements fits."""
     problem, budget = evaluator.problem, evaluator.budget
+    ranks_per_node = problem.hardware.ranks_per_node
     placements = {assignment.placement for assignment in assignments}
     for doubling in range(1, budget.explanations.max_rank_doublings + 1):
         num_ranks = problem.cluster.num_ranks * 2**doubling
-        bounded = bounded_mesh_assignments(problem.choices, num_ranks, evaluator.time_lower_bound, budget.meshes)
+        bounded = bounded_mesh_assignments(
+            problem.choices, num_ranks, evaluator.time_lower_bound, budget.meshes, ranks_per_node
+        )
         larger = (assignment for _, assignment in bounded if assignment.placement in placements)
         if _fits(evaluator, list(islice(larger, budget.explanations.max_meshes_scanned))):
             yield f"{num_ranks} ranks"
@@ -84,7 +87,13 @@ def _fits(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> bool:
     """Return whether one of the assignments fits; of many only the most split ones are tried."""
     layer_costs, choices = evaluator.layer_costs, evaluator.problem.choices
     memory_bytes, budget = evaluator.memory_bytes, evaluator.budget.explanations
-    may_fit = [assignment for assignment in assignments if _min_bytes(evaluator, assignment) <= memory_bytes]
+    ranks_per_node = evaluator.problem.hardware.ranks_per_node
+    may_fit = [
+        assignment
+        for assignment in assignments
+        if assignment.tp_group_across_nodes(ranks_per_node) is None
+        and _min_bytes(evaluator, assignment) <= memory_bytes
+    ]
     for assignment in islice(sorted(may_fit, key=_most_divided_first), budget.max_meshes_per_suggestion):
         partition = anchored_partition(assignment, layer_costs, choices, memory_bytes)
         if partition is None:

@@ -2,7 +2,7 @@
 
 import math
 
-from mmtrain.plan.artifact.plan import AS_FAST_RATIO
+from mmtrain.plan.artifact.plan import AS_FAST_RATIO, AS_FAST_TEXT
 from mmtrain.plan.candidate import Candidate
 from mmtrain.program.ir.graph import StageId
 
@@ -11,7 +11,7 @@ MAX_NAMED_STAGES = 2  # with more stages on the busiest ranks only their units a
 
 def slower_text(ratio: float) -> str:
     """Say how much slower a step is that takes `ratio` times as long as the chosen one."""
-    return f"{ratio:.2f}x slower" if ratio >= AS_FAST_RATIO else "as fast within 1%"
+    return f"{ratio:.2f}x slower" if ratio >= AS_FAST_RATIO else AS_FAST_TEXT
 
 
 def explain_slower(slower: Candidate, chosen: Candidate) -> str:

@@ -9,12 +9,12 @@ at.
 
 import heapq
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 
-from mmtrain.plan.artifact.plan import Placement
+from mmtrain.plan.artifact.plan import AS_FAST_RATIO, Placement
 from mmtrain.plan.candidate import (
     EQUAL_STEP_TIME_RATIO,
     Candidate,
@@ -88,7 +88,7 @@ class _Search:
         self.queue: list[SearchNode] = []
         self.num_queued = 0
         self.is_exhaustive = False
-        self.searched_placement: Placement | None = None  # None: all compete
+        self.searched: Callable[[Candidate], bool] | None = None  # who competes; None: all do
         self.estimator = evaluator.estimator(self.budget.num_estimated_replica_groups)
 
     def run(self, candidates: Sequence[Candidate]) -> SearchResults:
@@ -107,6 +107,7 @@ class _Search:
             self._advance(node)
         if not self.is_exhaustive:
             self._simulate_runner_ups()
+        self._settle_simpler()
         if self.evaluator.problem.request.names_losers:
             self._settle_placements()
         self._reject_unsearched()
@@ -133,21 +134,32 @@ class _Search:
         slack = EQUAL_STEP_TIME_RATIO if self.is_exhaustive else 1.0
         return len(self.best) >= self.num_simulated and first.bound_s > self._fastest_s() * slack
 
+    def _settle_simpler(self) -> None:
+        """Search what is simpler than the fastest candidate, as far as it may be as fast within 1%."""
+        if not self.best:
+            return
+        fastest = min(self.best.values(), key=lambda candidate: candidate.step_time_s)
+        limit_s = fastest.step_time_s * AS_FAST_RATIO
+        for mechanism in range(fastest.assignment.mechanism):
+            self._settle(partial(_has_mechanism, mechanism), limit_s)
+
     def _settle_placements(self) -> None:
         """Search the placements that lost until no other layout of the same placement can be faster than its best."""
-        nodes_of: defaultdict[Placement, list[SearchNode]] = defaultdict(list)
-        for node in self.queue:
-            nodes_of[node.candidate.placement].append(node)
-        unsearched = []
-        for placement in sorted(nodes_of):
-            self.queue = nodes_of[placement]
-            self.searched_placement = placement
-            heapq.heapify(self.queue)
-            while self.queue and math.isfinite(self.queue[0].bound_s) and self.queue[0].bound_s <= self._fastest_s():
-                self._advance(heapq.heappop(self.queue))
-            unsearched += self.queue
-        self.queue = unsearched
-        self.searched_placement = None
+        for placement in sorted({node.candidate.placement for node in self.queue}):
+            self._settle(partial(_has_placement, placement))
+
+    def _settle(self, is_searched: Callable[[Candidate], bool], limit_s: float = math.inf) -> None:
+        """Search some of the candidates by themselves, to their end or up to bounds of `limit_s` seconds."""
+        others = [node for node in self.queue if not is_searched(node.candidate)]
+        self.queue = [node for node in self.queue if is_searched(node.candidate)]
+        self.searched = is_searched
+        heapq.heapify(self.queue)
+        while self.queue and math.isfinite(self.queue[0].bound_s):
+            if self.queue[0].bound_s > min(self._fastest_s(), limit_s):
+                break
+            self._advance(heapq.heappop(self.queue))
+        self.queue += others
+        self.searched = None
 
     def _num_partitions(self, assignments: Iterable[MeshAssignment]) -> int:
         """Count the layer partitions of all assignments, up to the largest number that is tried in full."""
@@ -283,12 +295,12 @@ class _Search:
         return self.estimator.in_flight(candidate.assignment, partition)
 
     def _fastest_s(self) -> float:
-        """Return the seconds of the fastest step so far; while one placement is searched, of that placement."""
+        """Return the seconds of the fastest step so far; while some are searched by themselves, of these."""
         return min(
             (
                 candidate.step_time_s
                 for candidate in self.best.values()
-                if self.searched_placement in (None, candidate.placement)
+                if self.searched is None or self.searched(candidate)
             ),
             default=math.inf,
         )
@@ -379,6 +391,14 @@ class _Search:
                 slowest = _slowest_units(node)
                 reason = f"at least {node.bound_s / fastest_s:.2f}x slower: {slowest} cannot be done sooner"
             self.rejected.append(Rejected(node.candidate, reason))
+
+
+def _has_mechanism(mechanism: int, candidate: Candidate) -> bool:
+    return candidate.assignment.mechanism == mechanism
+
+
+def _has_placement(placement: Placement, candidate: Candidate) -> bool:
+    return candidate.placement == placement
 
 
 def _slowest_units(node: SearchNode) -> str:
