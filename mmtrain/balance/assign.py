@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from mmtrain.balance.batch_meta import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths, item_rows
-from mmtrain.balance.dispatch_items import dispatch_items
+from mmtrain.balance.dispatch_items import DispatchSizes, dispatch_items, replicas_per_node
 from mmtrain.balance.lpt import bins_of_sorted
 from mmtrain.balance.microbatch_order import order_microbatches
 from mmtrain.balance.node_placement import place_items
@@ -41,7 +41,8 @@ def assign(
     Items follow in blocks. The n microbatches of an encoder and the m of the LLM form gcd(n, m) blocks, and the
     encoder's microbatches of a block take exactly the items of the LLM's microbatches of that block in their replica
     group. Where `targets` name several nodes, `place_items` then moves encoder batches between replicas of a group.
-    With `targets.dispatch` all replicas of an encoder share the items of a block, see `dispatch_items`.
+    With `targets.dispatch` all replicas of an encoder share the items of a block, see `dispatch_items`, which heeds
+    nodes too.
     """
     groups_of_samples = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     samples = np.concatenate(groups).astype(np.int64)  # groups of an evaluation may be empty
@@ -144,15 +145,10 @@ def _assign_items(unit: str, items: ItemLengths, sequences: _SampleLayout, targe
     blocks, block = sequences.blocks(unit), sequences.block_of_samples(unit)[sample]
     home = sequences.replica[sample]
     if targets.dispatch:
-        replica, index = dispatch_items(
-            items.tokens[row],
-            items.features[row],
-            home,
-            block % blocks.per_step,
-            cost,
-            sequences.dp[unit],
-            blocks.num_microbatches,
-        )
+        per_node = replicas_per_node(targets.replica_nodes.get(unit, ()))
+        sizes = DispatchSizes(sequences.dp[unit], blocks.num_microbatches, per_node)
+        tokens, features = items.tokens[row], items.features[row]
+        replica, index = dispatch_items(tokens, features, home, block % blocks.per_step, cost, sizes)
     else:
         replica, index = _assign_to_microbatches(cost.of(items.tokens[row]), block, blocks)
         nodes = targets.replica_nodes.get(unit, ())

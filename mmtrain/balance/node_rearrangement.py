@@ -1,6 +1,8 @@
 """Node-wise rearrangement (OrchMLLM, arXiv 2503.23830): place new batches so that little is sent between nodes.
 
-No plan uses this: each rank reads what it computes, so nothing is sent before it is encoded.
+`dispatch_items` calls this: there a piece is an item's features, its new batch the one that encodes the item, and the
+source the replica whose LLM reads the features, which does not move. What the source "sends" to the batch it receives
+from it, and it sends back as many gradients.
 """
 
 from itertools import combinations
@@ -11,7 +13,7 @@ import numpy as np
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.check_lengths import check_lengths
 from mmtrain.balance.node_volume import NodeVolume
-from mmtrain.balance.placement_by_need import place_by_need
+from mmtrain.balance.placement_by_need import gains_on_nodes, place_by_gain, place_by_need
 
 SENDER_EXPONENTS = 8, 4, 16, 2, 32, 1  # one greedy start each, as far as there is time
 MAX_SIZE_OF_ALL_STARTS = 16_384  # greedy starts, times pieces and four times the replicas, that there is time for
@@ -34,9 +36,11 @@ def rearrange_across_nodes(
     keep. Among few replicas (64 with 60 pieces each, 512 with 8), where a node can take a large part of the batches,
     this starts from placements that are made greedily, by the bytes they keep on a node, where bytes of heavy senders
     count more; before and after it at most `swaps` exchanges of two batches relieve the worst sender.
-    Where a node can be filled in few ways (4 of 16 batches) an exact search starts from the result. The placement is
-    never worse than leaving batch j on replica j. Raises ValueError if nodes are not all full, and for bytes that are
-    not whole numbers from 0 to 2^40.
+    Where a node can be filled in few ways (4 of 16 batches) an exact search starts from the result. Exchanges and the
+    exact search can take a second; with `swaps` 0 both are left out, which takes milliseconds. Of greedy placements
+    with the same largest sender the one that sends fewest bytes is taken. The placement is never worse than leaving
+    batch j on replica j. Raises ValueError if nodes are not all full, and for bytes that are not whole numbers from 0
+    to 2^40.
     """
     check_lengths("bytes of pieces", num_bytes)
     if num_replicas % per_node:
@@ -48,11 +52,16 @@ def rearrange_across_nodes(
         for exponent in SENDER_EXPONENTS[:num_starts]
     ]
     placements.append(np.arange(num_replicas, dtype=np.int64) // per_node)
-    best = min(placements, key=lambda node: float(volume.off_node(node).max(initial=0.0)))
+
+    def cost(node: IntArray) -> tuple[float, float]:
+        sent = volume.off_node(node)
+        return float(sent.max(initial=0.0)), float(sent.sum())
+
+    best = min(placements, key=cost)
     by_need = place_by_need(volume, int(volume.off_node(best).max(initial=0.0)))
     if by_need is not None:
         best = _relieve_worst_sender(volume, by_need, swaps) if num_starts else by_need
-    if comb(num_replicas, per_node) <= MAX_WAYS_TO_FILL_NODE:
+    if swaps and comb(num_replicas, per_node) <= MAX_WAYS_TO_FILL_NODE:
         best = _search_exactly(volume, best)
     return _replicas(best)
 
@@ -68,22 +77,8 @@ def off_node_bytes(
 
 def _place_greedily(volume: NodeVolume, exponent: int) -> IntArray:
     """Place batches on nodes, largest gain first; a byte counts more if its source sends more altogether."""
-    d, c = volume.num_replicas, volume.per_node
-    num_nodes = d // c
     weight = (volume.total / max(float(volume.total.max(initial=0.0)), 1.0)) ** exponent
-    gains = np.bincount(volume.batch * num_nodes + volume.source // c, weights=volume.num_bytes * weight[volume.source])
-    key = np.flatnonzero(gains)
-    best_first = key[np.argsort(-gains[key], kind="stable")]
-    node: dict[int, int] = {}
-    room = [c] * num_nodes
-    for batch, best_node in zip((best_first // num_nodes).tolist(), (best_first % num_nodes).tolist(), strict=True):
-        if batch not in node and room[best_node]:
-            node[batch] = best_node
-            room[best_node] -= 1
-    free = [n for n, count in enumerate(room) for _ in range(count)]
-    unplaced = [batch for batch in range(d) if batch not in node]
-    node |= dict(zip(unplaced, free, strict=True))
-    return np.array([node[batch] for batch in range(d)], dtype=np.int64)
+    return place_by_gain(volume, gains_on_nodes(volume, volume.num_bytes * weight[volume.source]), {})
 
 
 def _relieve_worst_sender(volume: NodeVolume, node: IntArray, swaps: int) -> IntArray:

@@ -1,15 +1,17 @@
 """Place new batches on nodes for a bound on what a replica sends off its node: senders above it take what they need.
 
 A replica that sends less than the bound altogether is free. Every other one, the largest first, takes batches with its
-own pieces onto its node until it keeps enough; bisection finds the least bound for which that works.
+own pieces onto its node until it keeps enough; bisection finds the least bound for which that works. Batches that no
+such replica needs then go where most of their pieces are.
 """
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from mmtrain.balance.batch_meta import IntArray
+from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.node_volume import NodeVolume
 from mmtrain.balance.rearrangement import stable_order
 
@@ -18,6 +20,7 @@ MAX_ATTEMPTS = 12  # for each bound; twice as many help little (scripts/bench_sh
 MAX_PLACED = 30_000  # batches placed in all attempts, after which a bound gets one attempt: bounds the time
 NUM_SENDERS_OF_BOUND = 64  # the largest, by which the lower bound is found
 NUM_SENDERS_READ_AT_ONCE = 256
+MAX_GAINS_TO_FILL = 20_000  # the largest, by which batches that nobody needs are placed: bounds the time
 
 
 def place_by_need(volume: NodeVolume, known: int) -> IntArray | None:
@@ -35,7 +38,11 @@ def place_by_need(volume: NodeVolume, known: int) -> IntArray | None:
             low = bound
         else:
             high, best = bound, placed
-    return None if best is None else _fill_nodes(best, volume.num_replicas, volume.per_node)
+    return (
+        None
+        if best is None
+        else place_by_gain(volume, gains_on_nodes(volume, volume.num_bytes), best, MAX_GAINS_TO_FILL)
+    )
 
 
 def _lower_bound(volume: NodeVolume) -> int:
@@ -156,11 +163,29 @@ class _Senders:
             self._batches.append(batches[end - count : end])
 
 
-def _fill_nodes(node_of: dict[int, int], num_replicas: int, per_node: int) -> IntArray:
-    """Put the batches without a node where there is room."""
-    node = np.full(num_replicas, -1, dtype=np.int64)
-    node[list(node_of.keys())] = list(node_of.values())
-    room = per_node - np.bincount(node[node >= 0], minlength=num_replicas // per_node)
-    without = np.flatnonzero(node < 0)
-    node[without] = np.repeat(np.arange(len(room)), room)
+def gains_on_nodes(volume: NodeVolume, num_bytes: FloatArray) -> FloatArray:
+    """Return (d * nodes,) the bytes that stay on node n if it takes batch j, at j * nodes + n; num_bytes: of pieces."""
+    num_nodes = volume.num_replicas // volume.per_node
+    key = volume.batch * num_nodes + volume.source // volume.per_node
+    return np.bincount(key, num_bytes, volume.num_replicas * num_nodes).astype(np.float64)
+
+
+def place_by_gain(
+    volume: NodeVolume, gains: FloatArray, placed: Mapping[int, int], limit: int | None = None
+) -> IntArray:
+    """Return (d,) the node of each batch: largest gain first, beside the batches that are `placed` already.
+
+    limit: the number of gains that are looked at; batches that have none of them go where there is room.
+    """
+    num_nodes = volume.num_replicas // volume.per_node
+    node = np.full(volume.num_replicas, -1, dtype=np.int64)
+    node[list(placed.keys())] = list(placed.values())
+    key = np.flatnonzero((gains > 0) & np.repeat(node < 0, num_nodes))
+    best_first = key[np.argsort(-gains[key], kind="stable")][:limit]
+    room = (volume.per_node - np.bincount(node[node >= 0], minlength=num_nodes)).tolist()
+    for batch, best_node in zip((best_first // num_nodes).tolist(), (best_first % num_nodes).tolist(), strict=True):
+        if room[best_node] and node[batch] < 0:
+            node[batch] = best_node
+            room[best_node] -= 1
+    node[node < 0] = np.repeat(np.arange(num_nodes), room)
     return node

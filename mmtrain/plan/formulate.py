@@ -1,6 +1,7 @@
 """From a recipe, the lengths of its data and a cluster to the planning problem."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -39,6 +40,9 @@ def formulate_problem(
     precision = precision_for(recipe, machine)
     choices = unit_choices(recipe, shape, machine.ranks_per_node, budget.meshes)
     grouping = Grouping.of(recipe.data, recipe.train.global_batch)
+    batches = sample_batches(lengths, grouping, recipe.train.seed, budget.sampling)
+    if recipe.parallel.node_wise:
+        batches = replace(batches, ranks_per_node=machine.ranks_per_node)
     request = request or PlanRequest()
     constraints = Constraints(
         placements=placements_to_search(recipe, choices, world_size, request),
@@ -55,7 +59,7 @@ def formulate_problem(
         costs=costs_for(machine, precision, recipe.cluster.costs),
         precision=precision,
         seq_len=recipe.data.seq_len,
-        batches=sample_batches(lengths, grouping, recipe.train.seed, budget.sampling),
+        batches=batches,
         constraints=constraints,
         cluster=Cluster(machine, world_size, rank_counts(recipe, constraints, world_size, budget.meshes)),
         request=request,

@@ -75,6 +75,13 @@ class ParallelSettings(Section):
         "the rank of its sample. `llm`: the LLM's work; images and clips stay with their samples. `none`: nothing, "
         "samples stay where the stream puts them. `auto`: the faster of `all` and `llm`.",
     )
+    node_wise: bool = setting(
+        True,
+        affects={"plan"},
+        added_later=True,
+        description="Exchange batches of images or clips between replicas of their encoder, which costs no balance, so "
+        "that few features go to other nodes (`cluster.ranks_per_node`). `false`: places do not depend on nodes.",
+    )
     vision: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the vision encoder.")
     audio: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the audio encoder.")
     encoders: dict[str, UnitParallel] = Field({}, description="Parallel degrees of `model.encoders`, by their names.")

@@ -256,20 +256,28 @@ def batch(
     dp: dict[str, int],
     num_microbatches: dict[str, int],
     dispatch: DispatchMode | None = None,
+    ranks_per_node: int | None = None,
 ) -> BatchMeta:
-    """Return the global batch of a step: the samples, in another order every step, in groups of near equal numbers."""
+    """Return the global batch of a step: the samples, in another order every step, in groups of near equal numbers.
+
+    ranks_per_node: of replicas that dispatch node-wise, one on each rank.
+    """
     order = samples.start + np.random.default_rng(step).permutation(len(samples))
     groups = np.array_split(order, dp["llm"] * num_microbatches["llm"])
     found = lengths(dp)
     found = replace(found, items={unit: items for unit, items in found.items.items() if unit in dp})
-    targets = StepTargets(reorder=dispatch != "none", dispatch=dispatch == "all")
+    nodes = tuple(rank // (ranks_per_node or dp["llm"]) for rank in range(dp["llm"]))
+    replica_nodes = dict.fromkeys(dp, nodes) if dispatch == "all" else {}
+    targets = StepTargets(reorder=dispatch != "none", dispatch=dispatch == "all", replica_nodes=replica_nodes)
     return assign(step, 0, groups, found, dp, num_microbatches, targets)
 
 
 def step_data(job: RankContext, step: int, texts_between: bool = False) -> StepData:
     """Return what this rank of the job needs of a step."""
     dispatch = job.graph.mesh("llm").dispatch
-    meta = batch(step, samples_of(step, texts_between), job.dp, job.num_microbatches, dispatch)
+    ranks_per_node = job.recipe.cluster.ranks_per_node if job.recipe.parallel.node_wise else None
+    samples = samples_of(step, texts_between)
+    meta = batch(step, samples, job.dp, job.num_microbatches, dispatch, ranks_per_node)
     encoders: dict[str, dict[tuple[int, int], EncoderPayload]] = {}
     text = {}
     for need in job.needs:

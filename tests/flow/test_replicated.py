@@ -1,6 +1,7 @@
 """Units that are sharded over all ranks (`replicated`) compute what one process does."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +26,7 @@ from tests.distributed import RanksFailed, run_ranks
 from tests.faults import FailAt
 from tests.flow.cases import AUDIO, DEEPSTACK, FINE, Mesh, batch, plan, recipe, samples_of, step_data
 from tests.flow.cells import ADAPTED, FROZEN, LLM_KINDS, RECOMPUTED, VISION_KINDS
-from tests.flow.equality import assert_equals_one_process
+from tests.flow.equality import NUM_STEPS, assert_equals_one_process
 from tests.flow.gather import copy, whole
 from tests.flow.runs import assert_same_end, refuse, request_for, run_all
 
@@ -45,6 +46,7 @@ def replicated(
 
 SPEECH: dict[str, Any] = {"model__audio": AUDIO}
 TIED: dict[str, Any] = {"model__llm__tie_embeddings": True}
+TWO_NODES: dict[str, Any] = {"cluster__ranks_per_node": 2}
 ALL = (0, 1, 2, 3, 4)
 # name -> (recipe changes, ranks, shard, recomputed layers, whether every second step has text alone[, dispatch])
 Case = (
@@ -54,9 +56,17 @@ Case = (
 CASES: dict[str, Case] = {
     "two ranks, one copy": ({}, 2, 2, (), False),
     "four ranks, two copies, audio, tied, recomputed, texts between": (SPEECH | TIED, 4, 2, ALL, True),
-    "all dispatched, audio, texts between": (SPEECH, 4, 2, (), True, "all"),
+    "all dispatched on two nodes, audio, texts between": (SPEECH | TWO_NODES, 4, 2, (), True, "all"),
 }
 MORE: dict[str, Case] = {
+    "all dispatched without regard to two nodes": (
+        SPEECH | TWO_NODES | {"parallel__node_wise": False},
+        4,
+        2,
+        (),
+        True,
+        "all",
+    ),
     "all dispatched, one rank": ({}, 1, 1, (), False, "all"),
     "all dispatched, one copy, recomputed": (SPEECH | TIED, 4, 4, ALL, True, "all"),
     "all dispatched, two copies": (SPEECH, 2, 1, (), True, "all"),
@@ -142,6 +152,22 @@ def test_the_dispatched_steps_of_these_cases_move_items() -> None:
     assert fullest["audio"][1] <= fullest["audio"][0]
 
 
+def test_node_wise_places_differ_and_keep_more_on_two_nodes() -> None:
+    """Else the case with two nodes would show nothing."""
+    dp = dict.fromkeys(("vision", "audio", "llm"), 4)
+    from_other_node: list[int] = []
+    for ranks_per_node in (None, 2):
+        most = 0
+        for step in range(NUM_STEPS):
+            meta = batch(step, samples_of(step), dp, dict.fromkeys(dp, 2), "all", ranks_per_node)
+            for table, index in product(meta.items.values(), range(2)):
+                of_batch, home = table.index == index, meta.replica[table.sample]
+                is_from_other = of_batch & (table.replica // 2 != home // 2)
+                most += int(np.bincount(home[is_from_other], table.features[is_from_other]).max(initial=0))
+        from_other_node.append(most)
+    assert from_other_node[1] < from_other_node[0]
+
+
 def _drawn(number: int) -> tuple[Recipe, Plan, bool]:
     """Draw a model, what of it trains, and how it is sharded; microbatches may have neither image nor clip."""
     choose = Random(number).choice
@@ -150,7 +176,7 @@ def _drawn(number: int) -> tuple[Recipe, Plan, bool]:
     llm_kind = choose([kind for kind in LLM_KINDS if kind != "m-rope" or "model__encoders" not in encoders])
     kinds = {"llm": LLM_KINDS[llm_kind], "vision": VISION_KINDS[choose(list(VISION_KINDS))]}
     of_kinds = {f"model__{unit}__{name}": value for unit, kind in kinds.items() for name, value in kind.items()}
-    batch = {"train__global_batch": num_ranks * choose((1, 2))}
+    batch = {"train__global_batch": num_ranks * choose((1, 2)), "cluster__ranks_per_node": choose((1, 2, 4))}
     settings = recipe(**encoders, **of_kinds, **choose(list(FROZEN.values())), **batch)
     shard = choose([size for size in (1, 2, 4) if size <= num_ranks])
     recompute, texts_between = choose(list(RECOMPUTED.values())), choose((False, True))

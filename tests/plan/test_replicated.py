@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.costs.sharded_layers import overlapped_seconds
 from mmtrain.errors import PlanError
+from mmtrain.plan.artifact.balancing_targets import derive_step_targets
+from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.budget import DEFAULT_BUDGET
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import batch_split_of
@@ -131,3 +133,32 @@ def test_one_rank_stands_for_all_in_the_simulation(dispatch: str) -> None:
     assert len(of_all_ranks.bubbles) == 16
     first_batch_s = simulate_first_batch(graph, candidate.schedule, layer_costs, problem.hardware).step_time_s
     assert first_batch_s == pytest.approx(of_all_ranks.step_time_s, rel=1e-3)
+
+
+def _dispatch_seconds(chosen: Plan) -> float:
+    return chosen.predicted.bubbles["dispatch"] * chosen.predicted.step_time_s
+
+
+@pytest.mark.parametrize("node_wise", [True, False])
+def test_targets_name_nodes_where_places_depend_on_them(node_wise: bool) -> None:
+    settings = factory.recipe(
+        parallel={"placement": "replicated", "dispatch": "all", "node_wise": node_wise}, cluster={"ranks_per_node": 2}
+    )
+    chosen = plan_recipe(settings, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+    targets = derive_step_targets(settings, chosen, factory.lengths())
+    assert targets.replica_nodes == (dict.fromkeys(("vision", "llm"), (0, 0, 1, 1)) if node_wise else {})
+    problem = formulate_problem(
+        settings, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x", budget=DEFAULT_BUDGET
+    )
+    assert problem.batches.ranks_per_node == (2 if node_wise else None)
+
+
+def test_the_simulator_sees_what_node_wise_places_save() -> None:
+    """Eight nodes of two ranks, and features that take longer between nodes than on them."""
+    seconds = []
+    for node_wise in (True, False):
+        parallel = {"placement": "replicated", "shard": 16, "dispatch": "all", "node_wise": node_wise}
+        settings = factory.recipe(parallel=parallel, cluster={"ranks_per_node": 2}, global_batch=16)
+        chosen = plan_recipe(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
+        seconds.append(_dispatch_seconds(chosen))
+    assert 0 < seconds[0] < seconds[1]

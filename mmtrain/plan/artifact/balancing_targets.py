@@ -93,7 +93,8 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
 
     Sharded units wait for each other in every phase, so the sum of a rank's work matters little: samples are balanced
     by their cost in the LLM. Items are dispatched by their cost in their encoder if the plan says `all`, and stay with
-    their samples otherwise; with `none` samples stay where the stream puts them, too.
+    their samples otherwise; with `none` samples stay where the stream puts them, too. Without `parallel.node_wise` the
+    targets name no nodes.
     """
     shape, machine = build_model_shape(recipe), machine_for(recipe, plan.hardware)
     graph = stage_graph(plan, shape)
@@ -119,7 +120,7 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
         pipeline=pipeline,
         schedule_table=table,
         item_costs={unit: _to_integer(_unit_cost(ranks, unit), scale) for unit in encoders},
-        replica_nodes={mesh.unit: _replica_nodes(graph, mesh.unit, machine.ranks_per_node) for mesh in graph.meshes},
+        replica_nodes=_nodes_by_unit(graph, machine.ranks_per_node) if recipe.parallel.node_wise else {},
         reorder=reorder,
         dispatch=plan.dispatch == "all",
     )
@@ -237,6 +238,10 @@ def _to_integers(costs: UnitCosts, scale: float) -> dict[str, SequenceCost]:
 
 def _to_integer(cost: MarginalCost, scale: float) -> SequenceCost:
     return SequenceCost(round(cost.linear * scale), round(cost.quadratic * scale))
+
+
+def _nodes_by_unit(graph: StageGraph, ranks_per_node: int) -> dict[str, tuple[int, ...]]:
+    return {mesh.unit: _replica_nodes(graph, mesh.unit, ranks_per_node) for mesh in graph.meshes}
 
 
 def _replica_nodes(graph: StageGraph, unit: str, ranks_per_node: int) -> tuple[int, ...]:

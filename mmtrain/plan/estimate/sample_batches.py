@@ -25,6 +25,7 @@ class SampledBatches:
     targets: StepTargets = NO_TARGETS
     pad: bool = False  # samples to the longest of their microbatch
     unmatched: tuple[Sequence[IntArray], ...] = ()  # the same steps as the stream has them, where `groups` are matched
+    ranks_per_node: int | None = None  # None: batches of items are placed without regard to nodes
 
     @property
     def global_batch(self) -> int:
@@ -36,9 +37,13 @@ class SampledBatches:
     ) -> list[BatchMeta]:
         """Assign every batch to replicas and microbatches as a plan with these data-parallel degrees would.
 
-        dispatch: what sharded replicas balance. Costs are taken in proportion to tokens, here and in `targets`.
+        dispatch: what sharded replicas balance, one on each rank. Costs are taken in proportion to tokens, here and in
+        `targets`.
         """
         steps, targets = self.groups, replace(self.targets, dispatch=dispatch == "all")
+        if dispatch == "all" and self.ranks_per_node is not None:
+            nodes = {unit: tuple(rank // self.ranks_per_node for rank in range(dp[unit])) for unit in dp}
+            targets = replace(targets, replica_nodes=nodes)
         if dispatch == "none":
             steps, targets = self.unmatched or self.groups, replace(targets, reorder=False)
         batches = [
