@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from mmtrain.errors import RecipeError
 from mmtrain.models.encoder_shapes import ENCODER_SHAPES
+from mmtrain.models.generator_shapes import generator_parameters
 from mmtrain.models.layer_shape import (
     LayerShape,
     LoraShape,
@@ -116,8 +117,8 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
             yield from norm_parameters("norm", layer)
             if not settings.tie_embeddings:
                 yield "output.weight"
-        case _:  # layers of a generator have no modules, so a pattern reaches each of them as a whole
-            yield "weight"
+        case _:
+            yield from generator_parameters(layer)
     for linear in () if layer.lora is None else layer.lora.linears:
         yield from adapter_parameters(linear)
 

@@ -2,18 +2,27 @@
 
 Both predict the noise of one latent image from three inputs: its tokens (positions of the latent; in a transformer
 patches of it), a timestep, and the LLM's outputs. A linear layer maps the outputs to the context that every attention
-block reads. The planner uses these shapes; the runtime trains no generator.
+block reads. Modules of these shapes are in `models.generator`.
 """
 
 from collections.abc import Iterator
 
-from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.layer_shape import LayerShape, linear_parameters
 from mmtrain.recipe.generator_settings import GeneratorSettings
 
 TIMESTEP_WIDTH_FACTOR = 4  # width of the timestep's features / width of the finest level (Stable Diffusion's U-Net)
 GENERATOR_FFN_FACTOR = 4  # inner width of an MLP / width of its block, in both kinds
 NUM_TIMESTEP_FREQUENCIES = 256  # sinusoidal features of a timestep (DiT, arXiv 2212.09748)
 _CONV_TAPS = 9  # inputs of a 3 x 3 convolution for each channel
+_DIT_BLOCK_LINEARS = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "cross_attention.linear_q",
+    "cross_attention.linear_kv",
+    "cross_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
 
 
 def generator_layers(settings: GeneratorSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
@@ -23,6 +32,25 @@ def generator_layers(settings: GeneratorSettings, llm_hidden: int) -> tuple[Laye
     )
     body = _unet(settings) if settings.kind == "unet" else _diffusion_transformer(settings)
     return (context, *body)
+
+
+def generator_parameters(layer: LayerShape) -> Iterator[str]:
+    """Yield the names of a layer's parameters inside the layer, in no particular order."""
+    match layer.kind:
+        case "context_projector":
+            yield from linear_parameters("linear", bias=True)
+        case "dit_embed":
+            for linear in ("proj", "time_fc1", "time_fc2", "modulation"):
+                yield from linear_parameters(linear, bias=True)
+        case "dit_block":
+            yield "modulation"
+            for linear in _DIT_BLOCK_LINEARS:
+                yield from linear_parameters(linear, bias=True)
+        case "dit_out":
+            yield "modulation"
+            yield from linear_parameters("proj", bias=True)
+        case _:  # layers of a U-Net have no modules yet, so a pattern reaches each of them as a whole
+            yield "weight"
 
 
 def _unet(settings: GeneratorSettings) -> Iterator[LayerShape]:

@@ -132,19 +132,21 @@ class LayerShape:
         """Return how many elements a stage that starts with this layer receives from the previous stage.
 
         These are the hidden states of a microbatch, and what travels beside them. Blocks of a diffusion transformer
-        also receive the context and the timestep's modulation. Its embedding receives no hidden states: it draws its
-        own noise.
+        also receive the context, the embedded timestep and its modulation; the last layer receives the embedded
+        timestep. The embedding receives no hidden states: it draws its own noise.
         """
         hidden_elements = 0 if self.kind == "dit_embed" else tokens * self.in_width
         return hidden_elements + self.conditioning_elements(num_items)
 
     def conditioning_elements(self, num_items: int) -> int:
-        """Return the elements of `input_elements` that are not hidden states: context and modulation of each item."""
+        """Return the elements of `input_elements` that are not hidden states: context and timestep of each item."""
         context_elements = self.context * self.context_width
         if self.kind == "dit_embed":
             return num_items * context_elements
         if self.kind == "dit_block":
-            return num_items * (context_elements + NUM_MODULATION_VECTORS * self.hidden)
+            return num_items * (context_elements + (NUM_MODULATION_VECTORS + 1) * self.hidden)
+        if self.kind == "dit_out":
+            return num_items * self.hidden
         return 0
 
 

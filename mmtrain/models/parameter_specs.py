@@ -17,7 +17,11 @@ from torch import Tensor
 
 from mmtrain.models.stage_module import StageModule
 
-_OUTPUT_PROJECTIONS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+_OUTPUT_PROJECTIONS = (
+    "self_attention.linear_proj.weight",
+    "cross_attention.linear_proj.weight",
+    "mlp.linear_fc2.weight",
+)
 _LAYER_SCALES = ("self_attn_bda", "mlp_bda")
 _CONVOLUTIONS = ("conv1", "conv2")
 MAX_ELEMENTS_DRAWN_AT_ONCE = 2**20  # larger parameters are drawn in blocks: 9 ms of a core for a million numbers

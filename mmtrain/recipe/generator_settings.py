@@ -8,6 +8,9 @@ from mmtrain.recipe.presets import GeneratorPreset
 from mmtrain.recipe.settings import PositiveInt, Section, setting
 from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION
 
+_FEATURES_OF_POSITION = 4  # sine and cosine of row and of column
+_POSITION_SCALE_SIDE = 64  # PixArt's positions keep their scale up to this side of the latent image (`diffusers`)
+
 
 class GeneratorSettings(Section):
     """An image generator after the LLM, as a shape to plan with. This version of mmtrain cannot train one.
@@ -44,11 +47,23 @@ class GeneratorSettings(Section):
     context_tokens: PositiveInt = setting(
         77, affects={"plan", "resume"}, description="LLM tokens that condition one image."
     )
+    sample_size: PositiveInt = setting(
+        64,
+        affects={"resume"},
+        added_later=True,
+        description="Side of the latent images that a transformer's fixed positions are made for. Those of an image of "
+        "any size are stretched to it.",
+    )
     freeze: bool = setting(
         False,
         affects={"plan", "resume"},
         description="Do not train the generator. The projector of its context still trains.",
     )
+
+    @property
+    def stretched_side(self) -> float:
+        """Return the side, in patches, to which the positions of a transformer are stretched, as in `diffusers`."""
+        return self.sample_size // self.patch / max(self.sample_size // _POSITION_SCALE_SIDE, 1)
 
     @model_validator(mode="after")
     def _consistent(self) -> "GeneratorSettings":
@@ -60,6 +75,13 @@ class GeneratorSettings(Section):
                 problems.append(f"width {width} is not divisible by {heads} heads")
         if self.kind == "dit" and len(self.widths) > 1:
             problems.append(f"{len(self.widths)} widths, but a transformer (`dit`) has one")
+        if self.kind == "dit" and self.widths[0] % _FEATURES_OF_POSITION:
+            problems.append(
+                f"width {self.widths[0]} is not divisible by {_FEATURES_OF_POSITION}: a transformer's positions are "
+                "sines and cosines of row and column"
+            )
+        if self.kind == "dit" and self.sample_size % self.patch:
+            problems.append(f"sample_size {self.sample_size} is not divisible by patch {self.patch}")
         if self.kind == "unet" and self.patch > 1:
             problems.append(f"patch is {self.patch}, but a U-Net reads every position of the latent: set patch to 1")
         return self._without(problems)

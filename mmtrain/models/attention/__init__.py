@@ -6,6 +6,7 @@ may see each other in both directions. `backends` chooses one for a device; `ref
 """
 
 from mmtrain.models.attention.backends import attend, backend_problems, choose_backend, prepare_attention
+from mmtrain.models.attention.cross_attention import attend_to_context
 from mmtrain.models.attention.fused import FUSED_KERNELS, padded_head_dim
 from mmtrain.models.attention.options import AttentionBackend, AttentionOptions
 from mmtrain.models.attention.sequence_layout import SequenceLayout, Spans
@@ -17,6 +18,7 @@ __all__ = [
     "SequenceLayout",
     "Spans",
     "attend",
+    "attend_to_context",
     "backend_problems",
     "choose_backend",
     "padded_head_dim",

@@ -49,6 +49,7 @@ class SequenceLayout:
     tables: Mapping[str, Tensor] | None = field(default=None, repr=False)  # `host_tables` that came to the device
     _cu_seqlens: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     _length_buckets: dict[torch.device, LengthBuckets] = field(default_factory=dict, repr=False)
+    _sequence_order: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     _span_rows: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     _span_keys: dict[tuple[int, torch.device], list[SpanKeys]] = field(default_factory=dict, repr=False)
     _padded: dict[int, "SequenceLayout"] = field(default_factory=dict, repr=False)
@@ -120,6 +121,13 @@ class SequenceLayout:
                 inverse = self._table("inverse", lambda: np.argsort(order), device)
                 self._length_buckets[device] = LengthBuckets(buckets, on_device, inverse)
         return self._length_buckets[device]
+
+    def sequence_order(self, device: torch.device) -> Tensor:
+        """Return the sequences in the order of `length_buckets`, if all have tokens: (S,) int64."""
+        if device not in self._sequence_order:
+            order = np.argsort(np.asarray(self.lengths), kind="stable")
+            self._sequence_order[device] = torch.from_numpy(order).to(device, non_blocking=True)
+        return self._sequence_order[device]
 
     def span_rows(self, device: torch.device) -> Tensor:
         """Return the tokens of all spans, one after another."""
