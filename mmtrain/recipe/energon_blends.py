@@ -128,7 +128,11 @@ def _read_file(path: Path, split: str, depth: int) -> list[BlendedDataset]:
         raise DataError(f"{path}: cannot be read: {error}") from None
     kind = described.get("__class__") if isinstance(described, dict) else type(described).__name__
     if kind not in _KNOWN_CLASSES:
-        raise DataError(f"{path}: found {kind}, allowed as a source in YAML: {', '.join(_KNOWN_CLASSES)} of Energon")
+        is_recipe = isinstance(described, dict) and "model" in described
+        hint = "; this looks like a recipe, which is no source: name it by --recipe" if is_recipe else ""
+        found = "no `__class__`" if kind is None else kind
+        allowed = ", ".join(_KNOWN_CLASSES)
+        raise DataError(f"{path}: found {found}, allowed as a source in YAML: {allowed} of Energon{hint}")
     splits = described.get("splits")
     if not isinstance(splits, dict) or split not in splits:
         found = ", ".join(map(str, splits)) if isinstance(splits, dict) else "none"

@@ -1,4 +1,7 @@
-"""Serve a folder by HTTP on the loopback, with ranges, ETags and the faults that a test asks for."""
+"""Serve a folder by HTTP on the loopback, with ranges, ETags and the faults that a test asks for.
+
+Its folders also answer S3's requests to list a bucket (ListObjectsV2), with addresses of the form host/bucket/key.
+"""
 
 import hashlib
 import threading
@@ -7,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
 
 DROP = "drop"  # close the connection without an answer
 STALL = "stall"  # answer nothing until the test is over
@@ -50,7 +54,8 @@ class _Handler(BaseHTTPRequestHandler):
             fault = self.files.faults.pop(0) if body and self.files.faults else None
         if self.files.token is not None and self.headers.get("Authorization") != f"Bearer {self.files.token}":
             fault = 403
-        path = self.files.folder / unquote(self.path).lstrip("/")
+        address = urlsplit(self.path)
+        path = self.files.folder / unquote(address.path).lstrip("/")
         if fault == STALL:
             self.files.over.wait()
         if fault in (DROP, STALL):
@@ -58,6 +63,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if isinstance(fault, int):
             self._send(fault, b"", {})
+        elif "list-type=2" in address.query:
+            self._send_bucket(path, parse_qs(address.query))
         elif path.is_dir() and self.path.endswith("/"):
             links = "".join(f'<a href="{entry.name}">{entry.name}</a>' for entry in sorted(path.iterdir()))
             self._send(200, links.encode(), {"Content-Type": "text/html"}, body)
@@ -65,6 +72,26 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"", {})
         else:
             self._send_file(path.read_bytes(), span, fault, body)
+
+    def _send_bucket(self, bucket: Path, asked: dict[str, list[str]]) -> None:
+        """List the keys that begin with a prefix, those below a delimiter as one entry (S3's ListObjectsV2)."""
+        if not bucket.is_dir():
+            self._send(404, b"<Error><Code>NoSuchBucket</Code></Error>", {"Content-Type": "application/xml"})
+            return
+        [prefix], [delimiter] = asked.get("prefix", [""]), asked.get("delimiter", [""])
+        keys, folders = [], set()
+        for file in sorted(file for file in bucket.rglob("*") if file.is_file()):
+            key = str(file.relative_to(bucket))
+            below = key.removeprefix(prefix)
+            if not key.startswith(prefix):
+                continue
+            if delimiter and delimiter in below:
+                folders.add(prefix + below.partition(delimiter)[0] + delimiter)
+            else:
+                keys.append(f"<Contents><Key>{escape(key)}</Key><Size>{file.stat().st_size}</Size></Contents>")
+        common = [f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>" for folder in sorted(folders)]
+        listed = "".join([*keys, *common])
+        self._send(200, f"<ListBucketResult>{listed}</ListBucketResult>".encode(), {"Content-Type": "application/xml"})
 
     def _send_file(self, content: bytes, span: str | None, fault: str | int | None, body: bool) -> None:
         tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'

@@ -232,5 +232,7 @@ def test_metadatasets_of_other_splits_and_units_are_errors(tmp_path: Path) -> No
     with pytest.raises(RecipeError, match="share_unit: found tokens, but weights of a metadataset"):
         _load(tmp_path, "data.share_unit=tokens")
     (tmp_path / "blend.yaml").write_text("name: another recipe")
-    with pytest.raises(RecipeError, match="found None, allowed as a source in YAML: Metadataset, MetadatasetV2"):
+    with pytest.raises(
+        RecipeError, match="found no `__class__`, allowed as a source in YAML: Metadataset, MetadatasetV2"
+    ):
         _load(tmp_path)

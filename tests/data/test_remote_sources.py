@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -231,13 +232,54 @@ def test_file_urls_are_paths_of_this_machine() -> None:
 def test_unknown_protocols_and_missing_packages_are_named(server: FileServer) -> None:
     with pytest.raises(DataError, match="unknown protocol nonsense"):
         open_location("nonsense://host/x")
-    try:
-        import s3fs  # noqa: F401
-    except ImportError:
-        with pytest.raises(DataError, match="the protocol s3 needs the `s3fs` package"):
-            open_location("s3://bucket/x")
+    if find_spec("gcsfs") is None:
+        with pytest.raises(DataError, match="the protocol gs needs the `gcsfs` package"):
+            open_location("gs://bucket/x")
     with pytest.raises(DataError, match=r"rows\.jsonl: no such file"):
         _samples(SourceSettings(path=f"{server.url}/rows.jsonl"))
+
+
+@pytest.fixture
+def bucket(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Make the server an S3 store for this process; return the folder that it serves as s3://bucket."""
+    s3fs = pytest.importorskip("s3fs")
+    server.folder.joinpath("bucket").mkdir()
+    settings = {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y", "MAX_ATTEMPTS": "1"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield server.folder / "bucket"
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "shard-{0..1}.tar", "shard-*.tar", "cells.parquet"])
+def test_samples_of_an_s3_bucket_are_those_of_the_folder(bucket: Path, name: str) -> None:
+    _write_all_formats(bucket)
+    here = _samples(SourceSettings(path=bucket / name))
+    there = _samples(SourceSettings(path=f"s3://bucket/{name}"))
+    assert [(s.id, s.index, s.turns) for s in there] == [(s.id, s.index, s.turns) for s in here]
+    for left, right in zip(here, there, strict=True):
+        assert [_content(medium) for medium in right.images] == [_content(medium) for medium in left.images]
+
+
+@pytest.mark.parametrize("fault", [DROP, TRUNCATE, SHORT, 503])
+def test_a_failed_request_to_s3_is_repeated(server: FileServer, bucket: Path, fault: str | int) -> None:
+    content = np.random.default_rng(0).bytes(1000)
+    (bucket / "file").write_bytes(content)
+    remote_store().version("s3://bucket/file")
+    server.faults = [fault, fault]
+    assert open_location("s3://bucket/file").read() == content
+    assert len(server.ranges_of("bucket/file")) >= 3
+
+
+def test_what_s3_does_not_have_or_denies_is_said_at_once(server: FileServer, bucket: Path) -> None:
+    for missing in ("s3://bucket/none.json", "s3://other/none.json"):
+        with pytest.raises(DataError, match=r"none\.json: no such file"):
+            _samples(SourceSettings(path=missing))
+    (bucket / "file").write_bytes(b"content")
+    server.token = "secret"
+    with pytest.raises(RemoteReadError, match=r"denied.*credentials come from the environment"):
+        open_location("s3://bucket/file").read()
 
 
 def test_other_file_systems_of_fsspec_are_read_and_watched(server: FileServer) -> None:

@@ -236,5 +236,8 @@ def _status(error: BaseException) -> int | None:
         return status
     if isinstance(status := getattr(response, "status_code", None), int):
         return status
+    if isinstance(response, dict):  # of S3, as botocore parses it
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
     code = getattr(error, "code", None)
     return code if isinstance(code, int) and 100 <= code < 600 else None
