@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MAX_EXAMPLES_PER_REASON = 3  # bad samples that are printed for each reason
 NUM_PROGRESS_LINES = 4  # lines of progress where stderr is no terminal
-_PLURALS = {"image": "images", "video": "videos", "audio": "clips"}
+_PLURALS = {"image": "images", "video": "videos", "audio": "clips", "target image": "images to draw"}
 
 
 def check(

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from mmtrain.recipe.data_settings import is_lengths_source
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
+from mmtrain.recipe.generator_settings import NUM_PIXEL_CHANNELS, GeneratorSettings
 from mmtrain.recipe.modalities import dotted_unit, unit_path
 from mmtrain.recipe.parallel_checks import (
     NUM_END_LAYERS,
@@ -127,13 +128,12 @@ def check_sources(recipe: Recipe) -> Iterator[Problem]:
 
 
 def check_generator(recipe: Recipe) -> Iterator[Problem]:
-    """A generator is planned on lengths without samples; a U-Net is not split, so every rank of it holds all layers."""
+    """A generator draws pixels of samples, or is planned on lengths; a U-Net is not split over ranks."""
     model, degrees = recipe.model.generator, recipe.parallel.generator
     if model is None:
         return
     if not all(_lengths_only(recipe)):
-        text = "needs sources that state lengths, because no data format says what to generate; see docs/data.md"
-        yield Problem(("model", "generator"), text)
+        yield from _check_drawn_images(model)
     if degrees.sp is True:
         text = "found true, allowed: false or auto (a generator does not support sequence parallelism)"
         yield Problem(("parallel", "generator", "sp"), text)
@@ -148,6 +148,19 @@ def check_generator(recipe: Recipe) -> Iterator[Problem]:
         if degree not in (None, 1):
             text = f"found {degree}, allowed: 1 (skip connections join the ends of a U-Net; use dp)"
             yield Problem(("parallel", "generator", name), text)
+
+
+def _check_drawn_images(model: GeneratorSettings) -> Iterator[Problem]:
+    """Images of samples are drawn as pixels of one size."""
+    if model.image_size is None:
+        text = "missing; allowed: the side of the images to draw, in pixels (sources that state lengths need none)"
+        yield Problem(("model", "generator", "image_size"), text)
+    if model.channels != NUM_PIXEL_CHANNELS:
+        text = (
+            f"found {model.channels}; allowed with samples: {NUM_PIXEL_CHANNELS}, the colours of a pixel, because this "
+            "version has no autoencoder (sources that state lengths may have latents of any number of channels)"
+        )
+        yield Problem(("model", "generator", "channels"), text)
 
 
 def check_sample_length(recipe: Recipe) -> Iterator[Problem]:

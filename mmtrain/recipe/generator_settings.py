@@ -8,12 +8,15 @@ from mmtrain.recipe.presets import GeneratorPreset
 from mmtrain.recipe.settings import PositiveInt, Section, setting
 from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION
 
+NUM_PIXEL_CHANNELS = 3  # of an image in RGB
 _FEATURES_OF_POSITION = 4  # sine and cosine of row and of column
 _POSITION_SCALE_SIDE = 64  # PixArt's positions keep their scale up to this side of the latent image (`diffusers`)
 
 
 class GeneratorSettings(Section):
     """An image generator after the LLM, as a shape to plan with. This version of mmtrain cannot train one.
+
+    With sources of samples it draws pixels, those of the images in the assistant's turns.
 
     `unet`: Stable Diffusion 2 (arXiv 2112.10752). `dit`: a diffusion transformer with cross-attention (PixArt, arXiv
     2310.00426).
@@ -35,17 +38,28 @@ class GeneratorSettings(Section):
         description="Residual blocks of each level of a U-Net on the way down (one more on the way up); blocks of a "
         "transformer.",
     )
-    channels: PositiveInt = setting(4, affects={"plan", "resume"}, description="Channels of the latent image.")
+    channels: PositiveInt = setting(
+        4,
+        affects={"plan", "steps", "resume"},
+        description="Channels of the latent image; 3 where it draws pixels, as it does with samples.",
+    )
     patch: PositiveInt = setting(
         1,
-        affects={"plan", "resume"},
+        affects={"plan", "lengths", "steps", "resume"},
         description="Side of the square of latent positions that becomes one token. 1 for a U-Net.",
     )
     context_width: PositiveInt = setting(
         affects={"plan", "resume"}, description="Width of the context that cross-attention reads."
     )
     context_tokens: PositiveInt = setting(
-        77, affects={"plan", "resume"}, description="LLM tokens that condition one image."
+        77, affects={"plan", "lengths", "steps", "resume"}, description="LLM tokens that condition one image."
+    )
+    image_size: PositiveInt | None = setting(
+        None,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Side of the square images to draw, in pixels. Images of answers are resized until they cover it, "
+        "and cropped at their centre. Needed with samples; stated lengths say the size of each image.",
     )
     sample_size: PositiveInt = setting(
         64,
@@ -64,6 +78,11 @@ class GeneratorSettings(Section):
     def stretched_side(self) -> float:
         """Return the side, in patches, to which the positions of a transformer are stretched, as in `diffusers`."""
         return self.sample_size // self.patch / max(self.sample_size // _POSITION_SCALE_SIDE, 1)
+
+    @property
+    def cell_features(self) -> int:
+        """Return the elements of a patch of the latent."""
+        return self.channels * self.patch**2
 
     @model_validator(mode="after")
     def _consistent(self) -> "GeneratorSettings":
@@ -84,4 +103,8 @@ class GeneratorSettings(Section):
             problems.append(f"sample_size {self.sample_size} is not divisible by patch {self.patch}")
         if self.kind == "unet" and self.patch > 1:
             problems.append(f"patch is {self.patch}, but a U-Net reads every position of the latent: set patch to 1")
+        if self.image_size is not None and self.image_size % (self.patch * 2 ** (len(self.widths) - 1)):
+            divisor = self.patch * 2 ** (len(self.widths) - 1)
+            what = "the patch" if self.kind == "dit" else "the levels of the U-Net"
+            problems.append(f"image_size is {self.image_size}, but {what} divides it by {divisor}: take a multiple")
         return self._without(problems)

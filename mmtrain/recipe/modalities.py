@@ -49,6 +49,9 @@ AUDIO = Modality("audio", AudioSettings, dict(AUDIO_PRESETS.items()), media=("au
 MODALITIES: dict[str, Modality] = {modality.name: modality for modality in (VISION, AUDIO)}
 
 
+GENERATOR = "generator"  # the unit after the LLM, and the key of its settings under `model` and `parallel`
+
+
 def encoder_names(model: ModelSettings) -> tuple[str, ...]:
     """Return the names of all encoders for which a recipe of this model may have settings."""
     return (*MODALITIES, *model.encoders)
@@ -56,12 +59,12 @@ def encoder_names(model: ModelSettings) -> tuple[str, ...]:
 
 def other_units(model: ModelSettings) -> tuple[str, ...]:
     """Return the names of all units for which a recipe of this model may have settings, but the LLM's."""
-    return (*encoder_names(model), "generator")
+    return (*encoder_names(model), GENERATOR)
 
 
 def unit_path(unit: str) -> tuple[str, ...]:
     """Return the keys of a unit's settings under `model` and `parallel`: its name, for some after `encoders`."""
-    return (unit,) if unit in (*MODALITIES, "llm", "generator") else ("encoders", unit)
+    return (unit,) if unit in (*MODALITIES, "llm", GENERATOR) else ("encoders", unit)
 
 
 def dotted_unit(unit: str) -> str:

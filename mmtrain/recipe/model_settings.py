@@ -53,7 +53,7 @@ class ModelSettings(Section):
     llm: LlmSettings = setting(affects={"plan", "lengths", "resume"}, description="The language model.")
     generator: GeneratorSettings | None = setting(
         None,
-        affects={"plan", "resume"},
+        affects={"plan", "lengths", "steps", "resume"},
         description="An image generator after the LLM, to plan with. `mmtrain train` rejects recipes with one.",
     )
 

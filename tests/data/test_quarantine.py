@@ -191,14 +191,17 @@ def test_every_planted_fault_is_found_with_its_kind(planted: tuple[Recipe, dict[
     assert all(len(q.reason) > 10 for q in report.bad)
     text_only = made.model_copy(update={"model": made.model.model_copy(update={"vision": None, "audio": None})})
     rows = [_with("<image>", image="good.png", id="no_vision"), _with("<audio>", audio="good.wav", id="no_audio")]
+    rows.append({"conversations": [{"from": "human", "value": "draw"}, {"from": "gpt", "value": "<image>"}]})
+    rows[-1] |= {"image": "good.png", "id": "no_generator"}
     path = made.data.sources[0].path.with_name("text.json")
     path.write_text(json.dumps(rows))
     assert {q.kind for q in check_sources_for_recipe(text_only, [SourceSettings(path=path)]).bad} == {
         "no_vision",
         "no_audio",
+        "no_generator",
     }
     found_elsewhere = {"deadly", "chat_template"}  # by workers, and by tokenizers with a template
-    assert {*expected.values(), "no_vision", "no_audio"} | found_elsewhere == set(QUARANTINE_REASONS)
+    assert {*expected.values(), "no_vision", "no_audio", "no_generator"} | found_elsewhere == set(QUARANTINE_REASONS)
 
 
 def test_every_kind_that_the_code_raises_is_registered() -> None:

@@ -256,7 +256,7 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "data.sources.0: states lengths, other sources hold samples",
         ),
         (["data.validation=[{path: a.txt, format: lengths}]"], "data.validation.0: states lengths, which is nothing"),
-        ([GENERATOR], "model.generator: needs sources that state lengths"),
+        ([GENERATOR, "model.generator.image_size=64"], "model.generator.channels: found 4; allowed with samples: 3"),
         (
             [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.generator.tp=2"],
             "parallel.generator.tp: found 2, allowed: 1",

@@ -12,12 +12,15 @@ Media may also be given inside a turn: `content` as a list of parts `{"type": "t
 `{"type": "image", "image": "a.png"}` (or `image_url`, `audio`, `video`; or the path under `path` or `url`). A path
 may be a data URL, which holds the medium itself.
 
+An image in an assistant's turn is one to draw (`Sample.target_images`): `{"role": "assistant", "content": "<image>"}`,
+or a part of it. A mark there is ordinary text if the sample has no more images than marks in its other turns.
+
 A `system` text beside the turns becomes the first turn. Output of tools (`tool`, `function`, `observation`) is context:
 nothing is learned from it. Tools are described in `tools` (or `functions`) and called in `tool_calls` (or
 `function_call`) of an assistant's turn: see `tool_calls`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample, Turn, with_marks_in_front
@@ -110,18 +113,30 @@ def build_sample(
     except BadToolsError as bad:
         raise BadSampleError("tools", f"it {bad}") from None
     template = entry.get("template")
+    images, target_images = _divide_images(media["image"], turns)
     sample = Sample(
         id=entry_id(entry, default_id or str(index)),
         source=source,
         index=index,
         turns=turns,
-        images=tuple(media["image"]),
+        images=images,
         template=template if isinstance(template, str) else None,
         clips=tuple(media["audio"]),
         videos=tuple(media["video"]),
         tools=tools,
+        target_images=target_images,
     )
     return with_marks_in_front(sample) if is_pairs else sample
+
+
+def _divide_images(images: Sequence[Media], turns: Iterable[Turn]) -> tuple[tuple[Media, ...], tuple[Media, ...]]:
+    """Divide images, in the order of their marks in all turns, into those that are shown and those to draw."""
+    marks_by_turn = [(turn.role == "assistant", turn.text.count(IMAGE_MARK)) for turn in turns]
+    is_drawn = [drawn for drawn, num_marks in marks_by_turn for _ in range(num_marks)]
+    if not any(is_drawn) or len(images) != len(is_drawn):
+        return tuple(images), ()
+    shown = tuple(image for image, drawn in zip(images, is_drawn, strict=True) if not drawn)
+    return shown, tuple(image for image, drawn in zip(images, is_drawn, strict=True) if drawn)
 
 
 def caption_to_conversation(entry: Any, media_kinds: Iterable[str]) -> Any:

@@ -13,6 +13,7 @@ QUARANTINE_REASONS = {
     "too_long": "more LLM tokens than `data.max_sample_tokens` or `data.seq_len`",
     "no_vision": "it has images or videos, but the recipe's model has no vision encoder",
     "no_audio": "it has clips, but the recipe's model has no audio encoder",
+    "no_generator": "its answers hold images, but the recipe's model has no generator",
     # the location of its media
     "image_path": "the path of an image leads outside of the source's `image_root`, perhaps by a symbolic link",
     "audio_path": "the path of a clip leads outside of the source's `image_root`, perhaps by a symbolic link",

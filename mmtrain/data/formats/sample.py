@@ -11,7 +11,7 @@ from mmtrain.data.media.media_bytes import Media
 from mmtrain.durable_files import read_log, write_whole
 from mmtrain.recipe.modalities import MediaKind
 
-IMAGE_MARK = "<image>"  # the position of an image in a user turn
+IMAGE_MARK = "<image>"  # the position of an image in a user turn, or of one to draw in an answer
 VIDEO_MARK = "<video>"  # the position of a video; in a sample without videos it is ordinary text
 AUDIO_MARK = "<audio>"  # the position of an audio clip; in a sample without clips it is ordinary text
 Role = Literal["system", "user", "assistant", "tool"]
@@ -45,10 +45,11 @@ class Sample:
     clips: tuple[Media, ...] = ()
     videos: tuple[Media, ...] = ()
     tools: str = ""  # the JSON list of the tools that the assistant may call; empty for none
+    target_images: tuple[Media, ...] = ()  # those that the assistant draws, in the order of the marks in its turns
 
     @property
     def media(self) -> dict[MediaKind, tuple[Media, ...]]:
-        """Its media by kind, each kind in the order of its marks."""
+        """The media that it shows, by kind, each kind in the order of its marks; not those that the assistant draws."""
         return {"image": self.images, "video": self.videos, "audio": self.clips}
 
     def media_of(self, kinds: Iterable[MediaKind]) -> tuple[tuple[MediaKind, Media], ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from mmtrain.data.callbacks import NotifyCallback, ProgressCallback
 from mmtrain.data.formats.read_source import read_samples
@@ -15,11 +16,13 @@ from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, decoded_durati
 from mmtrain.data.media.image_grids import Grid
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError, Media
+from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import AudioDataSettings, DataSettings, LimitSettings, SourceSettings
 from mmtrain.recipe.encoder_settings import EncoderSettings
-from mmtrain.recipe.modalities import MODALITIES, VISION, MediaKind
+from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.modalities import GENERATOR, MODALITIES, VISION, MediaKind
 from mmtrain.recipe.schema import Recipe
 
 _MEDIA_IN_FLIGHT_PER_CORE = 8  # results are returned in order; this bounds how many wait in memory
@@ -52,11 +55,14 @@ class CheckReport:
         return len(self.bad) <= self.allowed_rate * self.samples
 
 
+CheckedKind: TypeAlias = MediaKind | Literal["target image"]
+
+
 @dataclass(frozen=True)
 class _ItemizedMedia:
     """A medium and the grids of its items, from its header."""
 
-    kind: MediaKind
+    kind: CheckedKind
     media: Media
     grids: tuple[Grid, ...]
 
@@ -88,7 +94,7 @@ def check_sources_for_recipe(
             bad.append(entry)
     _check_not_empty(sources, len(samples) + len(bad))
     encoders = [recipe.model.all_encoders[unit] for unit in _first_encoders(recipe).values()]
-    decoder = _Decoder(recipe.data, _encoders_by_kind(encoders))
+    decoder = _Decoder(recipe.data, _encoders_by_kind(encoders), recipe.model.generator)
     return _decode_and_report(samples, bad, decoder, recipe.data.max_bad_rate, progress)
 
 
@@ -134,7 +140,8 @@ def _itemized(measured: MeasuredSample, recipe: Recipe) -> list[_ItemizedMedia]:
         media_of_unit = measured.sample.media_of(MODALITIES[modality].media)
         for (kind, medium), items in zip(media_of_unit, measured.items[unit], strict=True):
             media.append(_ItemizedMedia(kind, medium, items.grids))
-    return media
+    targets = zip(measured.sample.target_images, measured.items.get(GENERATOR, ()), strict=False)
+    return [*media, *(_ItemizedMedia("target image", medium, items.grids) for medium, items in targets)]
 
 
 def _first_encoders(recipe: Recipe) -> dict[str, str]:
@@ -151,7 +158,7 @@ def _encoders_by_kind(encoders: Iterable[EncoderSettings]) -> dict[MediaKind, En
 
 
 def _read_headers(sample: Sample, encoders: Mapping[MediaKind, EncoderSettings]) -> list[_ItemizedMedia] | Quarantined:
-    """Read the headers of a sample's media."""
+    """Read the headers of a sample's media; without a model, images are alike, shown or to draw."""
     unusable = find_unusable(sample, VISION.media)
     if unusable is not None:
         return unusable
@@ -161,6 +168,9 @@ def _read_headers(sample: Sample, encoders: Mapping[MediaKind, EncoderSettings])
             for kind, medium in sample.media_of(modality.media):
                 reader = ITEM_READERS[modality.name](encoders[kind], _ANY_DATA)
                 media.append(_ItemizedMedia(kind, medium, reader.read_items(kind, medium).grids))
+        reader = ITEM_READERS[VISION.name](encoders["image"], _ANY_DATA)
+        for medium in sample.target_images:
+            media.append(_ItemizedMedia("image", medium, reader.read_items("image", medium).grids))
     except BadMediaError as bad:
         return Quarantined.of(sample, bad.kind, str(bad))
     return media
@@ -172,9 +182,14 @@ class _Decoder:
 
     data: DataSettings
     encoders: Mapping[MediaKind, EncoderSettings]  # clips of a kind without encoder are decoded for their length only
+    generator: GeneratorSettings | None = None
 
     def __call__(self, item: _ItemizedMedia) -> BadMediaError | None:
         try:
+            if item.kind == "target image":
+                assert self.generator is not None, "samples with target images are bad without a generator"
+                TargetImageReader(self.generator, self.data).load_cells(item.media, item.grids[0])
+                return None
             settings = self.encoders.get(item.kind)
             if settings is None:
                 decoded_duration_s(item.media)

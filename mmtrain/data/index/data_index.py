@@ -9,7 +9,7 @@ import hashlib
 import io
 from array import array
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,10 +31,11 @@ from mmtrain.data.media.image_grids import MediumGrid, MediumItems
 from mmtrain.data.media.item_readers import tile_join
 from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin, join_media
 from mmtrain.data.text.load_tokenizer import load_tokenizer
-from mmtrain.data.text.sample_tokenizer import ItemTenths, MediaFeatures, split_videos
+from mmtrain.data.text.sample_tokenizer import ItemTenths, MediaFeatures, add_queries, split_videos
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.data_settings import SourceSettings
-from mmtrain.recipe.modalities import VISION
+from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.modalities import GENERATOR, VISION
 from mmtrain.recipe.schema import Recipe
 
 MAX_SAMPLES_IN_MESSAGE = 5
@@ -61,6 +62,7 @@ class DataIndex:
     # Of encoders whose videos are sampled from end to end: (I,) when an item is shown, in tenths of seconds.
     item_tenths: dict[str, IntArray] = field(default_factory=dict)
     sources: SampleSources | None = None  # which source each sample is of; None for samples that no recipe names
+    generator: GeneratorSettings | None = None  # of the model that draws the images in answers
     mixture: Mixture | None = None  # where sources have shares; `weights` are then 1
 
     def media_features(self, sample: int) -> MediaFeatures:
@@ -72,12 +74,15 @@ class DataIndex:
             features[modality] = [
                 num_features + others for num_features, others in zip(of_unit, of_others, strict=True)
             ]
-        if not self.samples[sample].videos:
-            return features
-        readers = {modality: unit for unit, modality in self.modalities.items()}
-        return split_videos(
-            features, self.samples[sample], lambda modality, number: self._items_of(sample, readers[modality], number)
-        )
+        media_features: MediaFeatures = features
+        if self.samples[sample].videos:
+            readers = {modality: unit for unit, modality in self.modalities.items()}
+            media_features = split_videos(
+                features,
+                self.samples[sample],
+                lambda modality, number: self._items_of(sample, readers[modality], number),
+            )
+        return add_queries(media_features, self.samples[sample], self.generator)
 
     def _items_of(self, sample: int, unit: str, number: int) -> tuple[int, ItemTenths]:
         """Return how many items one medium of a sample is for an encoder, and when they are shown if that is known."""
@@ -285,7 +290,7 @@ def _read_sources(
     tokenizer = load_tokenizer(recipe.data.tokenizer_path)
     with _garbage_collection_paused(), io.BytesIO() if cache is None else cache.new_records() as records:
         joined = {unit for unit, encoder in recipe.model.all_encoders.items() if tile_join(encoder, recipe.data)}
-        columns = _IndexColumns(records, list(recipe.model.all_encoders), joined, _timed_units(recipe))
+        columns = _IndexColumns(records, _units_with_items(recipe), joined, _timed_units(recipe))
         quarantined: list[Quarantined] = []
         for entry in notify_progress(measure_samples(recipe, sources, tokenizer), notify):
             if isinstance(entry, MeasuredSample):
@@ -368,6 +373,12 @@ class _IndexColumns:
         return {name: np.array(column, dtype=np.int64) for name, column in columns.items()}
 
 
+def _units_with_items(recipe: Recipe) -> list[str]:
+    """Return the units of the model that compute on media: all but the LLM."""
+    generators = [] if recipe.model.generator is None else [GENERATOR]
+    return [*recipe.model.all_encoders, *generators]
+
+
 def _timed_units(recipe: Recipe) -> tuple[str, ...]:
     """Return the encoders of whose video items is known when they are shown."""
     if recipe.data.video.sampling != "ends":
@@ -393,6 +404,8 @@ def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSe
         if join is not None:
             joins[unit] = join
             image_sizes[unit] = np.stack([arrays[f"{unit}.image_width"], arrays[f"{unit}.image_height"]], axis=1)
+    if recipe.model.generator is not None:
+        items[GENERATOR] = _target_lengths(arrays, recipe.model.generator)
     index = DataIndex(
         samples=stored.samples,
         lengths=SampleLengths(arrays["tokens"], arrays["targets"], items),
@@ -406,5 +419,14 @@ def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSe
         modalities={unit: encoder.modality for unit, encoder in recipe.model.all_encoders.items()},
         content_sha256=stored.content_sha256,
         warnings=stored.warnings,
+        generator=recipe.model.generator,
     )
     return _with_sources(index, recipe, sources, arrays["source"])
+
+
+def _target_lengths(arrays: Mapping[str, IntArray], generator: GeneratorSettings) -> ItemLengths:
+    """Return the lengths of the images that the assistant draws: patches, and queries in the LLM."""
+    first = np.concatenate([[0], np.cumsum(arrays[f"{GENERATOR}.count"])]).astype(np.int64)
+    rows = arrays[f"{GENERATOR}.rows"]
+    cols = arrays[f"{GENERATOR}.cols"]
+    return ItemLengths(first, rows, cols, rows * cols, np.full_like(rows, generator.context_tokens))

@@ -48,7 +48,7 @@ from mmtrain.recipe.source_path import RemotePath, SourcePath
 INDEX_FOLDER_NAME = ".mmtrain-index"
 MIN_SOURCE_BYTES = 1 << 20  # indexing a smaller source takes less than a second
 MAX_INDEXES_PER_FOLDER = 4  # the least recently used ones are removed
-_FORMAT_VERSION = 3
+_FORMAT_VERSION = 4
 _LIBRARIES = (
     "Pillow",
     "tokenizers",

@@ -15,17 +15,20 @@ from mmtrain.data.index.feature_counts import FeatureCounter
 from mmtrain.data.media.image_grids import MediumItems
 from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
+from mmtrain.data.media.target_images import TargetImageReader
+from mmtrain.data.text.chat_tokenizer import DRAW_TOKENS
 from mmtrain.data.text.sample_tokenizer import (
     BadConversationError,
     ItemTenths,
     LengthCounter,
     MediaFeatures,
     SampleTokenizer,
+    add_queries,
     split_videos,
 )
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import DataSettings, SourceSettings
-from mmtrain.recipe.modalities import MODALITIES, MediaKind, dotted_unit
+from mmtrain.recipe.modalities import GENERATOR, MODALITIES, MediaKind, dotted_unit
 from mmtrain.recipe.schema import Recipe
 
 HEADER_THREADS = 4  # reading headers waits for the disk; more threads would only wait for the interpreter's lock
@@ -48,7 +51,8 @@ class MeasuredSample:
     source: int  # the number of the source that it is from
     tokens: int  # LLM tokens
     targets: int  # tokens to predict
-    items: dict[str, list[MediumItems]]  # encoder unit -> those of each medium; the grid of a clip is (frames, 1)
+    # Unit -> those of each medium; the grid of a clip is (frames, 1). The generator: those of each target image.
+    items: dict[str, list[MediumItems]]
 
 
 def measure_samples(
@@ -106,6 +110,11 @@ def check_data_settings(recipe: Recipe, tokenizer: SampleTokenizer) -> None:
                 f"data.tokenizer: {recipe.data.tokenizer} has no token for the features of "
                 f"model.{dotted_unit(unit)}: {reason}"
             )
+    if recipe.model.generator is not None and tokenizer.query_id is None:
+        raise DataError(
+            f"data.tokenizer: {recipe.data.tokenizer} has no place for images that the model draws (model.generator); "
+            f"allowed: a `tokenizers` JSON file with the special tokens {' '.join(DRAW_TOKENS)}"
+        )
 
 
 class _HeaderReader:
@@ -120,6 +129,10 @@ class _HeaderReader:
             for kind in MODALITIES[settings.modality].media:
                 self.headers[unit, kind] = {}
                 self._readers[unit, kind] = reader
+        generator = recipe.model.generator
+        self._target_reader = None if generator is None else TargetImageReader(generator, recipe.data)
+        if generator is not None:
+            self.headers[GENERATOR, "image"] = {}
 
     def read(self, pool: ThreadPoolExecutor, samples: Sequence[Sample]) -> None:
         """Read the headers of all media of the samples into `headers`; earlier ones may be dropped."""
@@ -130,7 +143,12 @@ class _HeaderReader:
                 if kind != "image" or len(sample.images) <= self._max_images  # a sample with more is quarantined
                 for medium in sample.media[kind]
             ]
-            self._read_kind(pool, self.headers[unit, kind], partial(_read_headers, reader, kind), media)
+            read_items = partial(reader.read_items, kind)
+            self._read_kind(pool, self.headers[unit, kind], partial(_read_headers, read_items), media)
+        if self._target_reader is not None:
+            target_images = [medium for sample in samples for medium in sample.target_images[: self._max_images]]
+            read_headers = partial(_read_headers, self._target_reader.read_items)
+            self._read_kind(pool, self.headers[GENERATOR, "image"], read_headers, target_images)
 
     def _read_kind(
         self,
@@ -163,11 +181,11 @@ class _HeaderReader:
         headers.update(zip(new, chain.from_iterable(results), strict=True))
 
 
-def _read_headers(reader: ItemReader, kind: MediaKind, files: Sequence[Media]) -> list[_Header]:
+def _read_headers(read_items: Callable[[Media], MediumItems], files: Sequence[Media]) -> list[_Header]:
     headers: list[_Header] = []
     for file in files:
         try:
-            headers.append(reader.read_items(kind, file))
+            headers.append(read_items(file))
         except BadMediaError as bad:
             headers.append(bad)
     return headers
@@ -203,7 +221,8 @@ class _SampleMeasurer:
         self._data = recipe.data
         self._count_tokens = count_tokens
         self._headers = headers
-        self._read_kinds = {kind for _, kind in headers}
+        self._generator = recipe.model.generator
+        self._read_kinds = {kind for unit, kind in headers if unit != GENERATOR}
         self._missing = [m for m in MODALITIES.values() if not self._read_kinds.issuperset(m.media)]
         self._encoders = [
             _EncoderRule(
@@ -221,7 +240,7 @@ class _SampleMeasurer:
         unusable = find_unusable(sample, self._read_kinds)
         if unusable is not None:
             return unusable
-        num_images = len(sample.images)
+        num_images = len(sample.images) + len(sample.target_images)
         if num_images > data.max_images:
             reason = f"{num_images} images, data.max_images = {data.max_images}"
             return Quarantined.of(sample, "too_many_images", reason)
@@ -230,6 +249,9 @@ class _SampleMeasurer:
                 media_names = " or ".join(PLURALS[kind] for kind in modality.media)
                 reason = f"it has {media_names}, but the recipe's model has no {modality.name} encoder"
                 return Quarantined.of(sample, f"no_{modality.name}", reason)
+        if sample.target_images and self._generator is None:
+            reason = "an assistant turn holds an image, but the recipe's model has no generator"
+            return Quarantined.of(sample, "no_generator", reason)
         items = self._find_items(sample)
         if isinstance(items, Quarantined):
             return items
@@ -260,6 +282,13 @@ class _SampleMeasurer:
                 unit_items.append(header)
             if not self._data.image.tile_several and len(sample.images) > 1:
                 items[encoder.unit] = [_one_tile(of_medium) for of_medium in unit_items]
+        if self._generator is not None:
+            target_items = items[GENERATOR] = []
+            for medium in sample.target_images:
+                header = self._headers[GENERATOR, "image"][_header_key(medium)]
+                if isinstance(header, BadMediaError):
+                    return Quarantined.of(sample, header.kind, str(header))
+                target_items.append(header)
         return items
 
     def _count_frames(self, sample: Sample, items: Mapping[str, Sequence[MediumItems]]) -> int:
@@ -279,6 +308,11 @@ class _SampleMeasurer:
             if of_others is not None:
                 of_unit = [num_features + others for num_features, others in zip(of_unit, of_others, strict=True)]
             features[encoder.modality] = of_unit
+        return add_queries(self._split_videos(features, sample, items), sample, self._generator)
+
+    def _split_videos(
+        self, features: dict[str, list[int]], sample: Sample, items: Mapping[str, Sequence[MediumItems]]
+    ) -> MediaFeatures:
         if not sample.videos:
             return features
         readers = {encoder.modality: encoder.unit for encoder in self._encoders}

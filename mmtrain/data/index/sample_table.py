@@ -58,7 +58,8 @@ def sample_record(sample: Sample, content: str) -> bytes:
     images, clips, videos = (
         ",".join(map(_media_json, media)) for media in (sample.images, sample.clips, sample.videos)
     )
-    return f"[{_json_text(sample.source)},[{images}],[{clips}],[{videos}],{content}]".encode("ascii")
+    drawn = f",[{','.join(map(_media_json, sample.target_images))}]" if sample.target_images else ""
+    return f"[{_json_text(sample.source)},[{images}],[{clips}],[{videos}],{content}{drawn}]".encode("ascii")
 
 
 def content_json(sample: Sample) -> str:
@@ -67,7 +68,8 @@ def content_json(sample: Sample) -> str:
         [f"[{_json_text(turn.role)},{_json_text(turn.text)}{_more(turn.fields)}]" for turn in sample.turns]
     )
     template = "null" if sample.template is None else _json_text(sample.template)
-    return f"{_json_text(sample.id)},{sample.index},[{turns}],{template}{_more(sample.tools)}"
+    tools = ',""' if sample.target_images and not sample.tools else _more(sample.tools)  # the images follow them
+    return f"{_json_text(sample.id)},{sample.index},[{turns}],{template}{tools}"
 
 
 def _more(text: str) -> str:
@@ -77,7 +79,9 @@ def _more(text: str) -> str:
 
 def sample_from_record(record: bytes) -> Sample:
     """Build the sample of a record."""
-    source, images, clips, videos, sample_id, index, turns, template, *tools = json.loads(record)
+    source, images, clips, videos, sample_id, index, turns, template, *more = json.loads(record)
+    tools = more[0] if more else ""
+    target_images = more[1] if len(more) > 1 else ()
     return Sample(
         sample_id,
         source,
@@ -87,7 +91,8 @@ def sample_from_record(record: bytes) -> Sample:
         template,
         tuple(map(_media_from_json, clips)),
         tuple(map(_media_from_json, videos)),
-        *tools,
+        tools,
+        tuple(map(_media_from_json, target_images)),
     )
 
 

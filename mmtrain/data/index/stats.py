@@ -70,7 +70,9 @@ def _measure(entry: Sample | Quarantined) -> tuple[float, ...] | str:
     if isinstance(entry, Quarantined):
         return entry.kind
     try:
-        sizes = [read_image_size(image, ImageSettings().max_source_pixels) for image in entry.images]
+        sizes = [
+            read_image_size(image, ImageSettings().max_source_pixels) for image in (*entry.images, *entry.target_images)
+        ]
         num_frames = sum(read_num_frames(clip, _ANY_LENGTH, 1) for clip in entry.clips)
     except BadMediaError as bad:
         return bad.kind

@@ -21,11 +21,12 @@ from mmtrain.data.loading.payload import (
 from mmtrain.data.media.images import CellArray
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError
+from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.data.text.sample_tokenizer import EncodedSample, SampleTokenizer
 from mmtrain.errors import RunError
-from mmtrain.recipe.modalities import MODALITIES, VISION
+from mmtrain.recipe.modalities import GENERATOR, MODALITIES, VISION
 from mmtrain.recipe.schema import Recipe
 
 
@@ -34,7 +35,7 @@ class StepData:
     """Everything a rank needs for one step. Keys of payloads are (replica, microbatch index)."""
 
     meta: BatchMeta
-    encoders: dict[str, dict[tuple[int, int], EncoderPayload]]  # by unit
+    encoders: dict[str, dict[tuple[int, int], EncoderPayload]]  # by unit; the generator's images are among them
     text: dict[tuple[int, int], TextPayload]
     quarantined: tuple[Quarantined, ...]  # samples of this step with media that could not be decoded
 
@@ -107,6 +108,8 @@ class BatchBuilder:
         self._readers = {
             unit: ITEM_READERS[settings.modality](settings, recipe.data) for unit, settings in self._encoders.items()
         }
+        self._generator = recipe.model.generator
+        self._target_reader = None if self._generator is None else TargetImageReader(self._generator, recipe.data)
 
     def build(self, meta: BatchMeta) -> StepData:
         """Load what the needs name. A broken image or clip becomes zeros, and its sample is quarantined.
@@ -126,12 +129,18 @@ class BatchBuilder:
 
     def _encoder(self, meta: BatchMeta, need: PayloadNeed, i: int) -> EncoderPayload:
         load = partial(self._load_cells, need.unit) if need.media else None
-        cell_features = self._encoders[need.unit].cell_features
+        if need.unit == GENERATOR:
+            assert self._generator is not None
+            cell_features = self._generator.cell_features
+        else:
+            cell_features = self._encoders[need.unit].cell_features
         return build_encoder_payload(meta, need.unit, need.replica, i, cell_features, load)
 
     def _text(self, meta: BatchMeta, need: PayloadNeed, i: int) -> TextPayload:
         item_ids = {unit: self._tokenizer.item_ids[settings.modality] for unit, settings in self._encoders.items()}
         join_features = {unit: partial(self._index.joined_features, unit) for unit in self._index.joins}
+        if self._tokenizer.query_id is not None and self._generator is not None:
+            item_ids[GENERATOR] = (self._tokenizer.query_id,)
         return build_text_payload(meta, need, i, item_ids, self._encode, self._find_positions, join_features)
 
     def _encode(self, sample_id: int) -> EncodedSample:
@@ -152,10 +161,13 @@ class BatchBuilder:
 
     def _load_cells(self, unit: str, sample_id: int, position: int, rows: int, cols: int) -> CellArray | None:
         """Return the cells of an item of a sample; None if it cannot be decoded."""
-        settings = self._encoders[unit]
         sample = self._index.samples[sample_id]
         try:
             self._report_read(sample_id)
+            if unit == GENERATOR:
+                assert self._target_reader is not None
+                return self._target_reader.load_cells(sample.target_images[position], (rows, cols))
+            settings = self._encoders[unit]
             number, part, num_parts = self._index.locate_item(sample_id, unit, position)
             kind, medium = sample.media_of(MODALITIES[settings.modality].media)[number]
             return self._readers[unit].load_cells(kind, medium, part, num_parts, (rows, cols))

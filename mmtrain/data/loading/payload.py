@@ -13,6 +13,7 @@ from mmtrain.balance.batch_meta import BatchMeta, IntArray, ItemTable
 from mmtrain.data.media.images import CellArray
 from mmtrain.data.media.joined_tiles import FeatureMix
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, EncodedSample
+from mmtrain.recipe.modalities import GENERATOR
 
 # Sample id, position, rows, cols -> (rows * cols, F); None for an item without anything to see or to hear.
 LoadCells = Callable[[int, int, int, int], CellArray | None]
@@ -27,7 +28,7 @@ class PayloadNeed:
 
     unit: str
     replica: int
-    media: bool = False  # encoder: on its first stage
+    media: bool = False  # encoder: on its first stage; generator: on its first and last stage
     ids: bool = False  # LLM: on the stage with the embedding
     labels: bool = False  # LLM: on the stage with the head
     position_ids: bool = False  # LLM: on all stages, if images have rows and columns there
@@ -60,6 +61,8 @@ class TextPayload:
     # With ids, for encoders whose tiles are joined: what each of their features is made of.
     feature_mixes: dict[str, FeatureMix] = field(default_factory=dict)
     image_spans: tuple[tuple[int, int], ...] = ()  # [start, stop) in [0, T) of the features of each image
+    # (Q,) with ids or labels, for models with a generator: the positions in [0, T) of the queries of images to draw.
+    query_positions: IntArray | None = None
 
 
 def build_encoder_payload(
@@ -103,7 +106,8 @@ def build_text_payload(
 ) -> TextPayload:
     """Build LLM microbatch `index` of a replica with what is needed of its ids, labels, positions and spans.
 
-    item_ids: encoder unit -> the token ids at the positions of its features; encoders of one modality share them.
+    item_ids: encoder unit -> the token ids at the positions of its features; encoders of one modality share them. For a
+        generator: those at the positions of its queries.
     find_positions: for needs with `position_ids`.
     join_features: by encoder unit, for those whose tiles are joined.
     """
@@ -131,7 +135,8 @@ def build_text_payload(
         positions = np.concatenate([np.empty((3, 0), dtype=np.int64), *of_samples], axis=1)
     image_ids = tuple({token for unit in need.image_spans for token in item_ids[unit]})
     spans = _image_spans([e.ids for e in encoded], image_ids) if image_ids else ()
-    return TextPayload(lengths, ids, labels, feature_positions, positions, feature_mixes, spans)
+    queries = np.flatnonzero(np.isin(all_ids, item_ids[GENERATOR])).astype(np.int64) if GENERATOR in item_ids else None
+    return TextPayload(lengths, ids, labels, feature_positions, positions, feature_mixes, spans, queries)
 
 
 def _padded(sample: EncodedSample, num_padding: int, item_ids: Mapping[str, tuple[int, ...]]) -> EncodedSample:
@@ -166,7 +171,8 @@ def _feature_positions(
     """
     units_of_tokens: dict[tuple[int, ...], list[str]] = {}
     for unit in meta.items:
-        units_of_tokens.setdefault(item_ids[unit], []).append(unit)
+        if unit != GENERATOR:  # it sends the LLM no features
+            units_of_tokens.setdefault(item_ids[unit], []).append(unit)
     positions: dict[str, IntArray] = {}
     for tokens, units in units_of_tokens.items():
         of_tokens = np.flatnonzero(np.isin(ids, tokens)).astype(np.int64)

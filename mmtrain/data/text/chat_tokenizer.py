@@ -11,6 +11,11 @@ What an assistant thought (`reasoning_content`) comes in front of its answer, as
     </think>
 
     answer<|end|>
+
+An image that the assistant draws is as many queries as its generator reads, between two marks. The LLM learns to write
+the first mark; the second follows the last query, whatever the LLM would write there:
+
+    <|assistant|>Here it is: <|gen|><|query|><|query|><|/gen|><|end|>
 """
 
 import re
@@ -21,7 +26,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mmtrain.balance.batch_meta import IntArray
-from mmtrain.data.formats.sample import MEDIA_ROLES, Role, Sample, Turn
+from mmtrain.data.formats.sample import IMAGE_MARK, MEDIA_ROLES, Role, Sample, Turn
 from mmtrain.data.formats.tool_calls import read_thought
 from mmtrain.data.text.sample_tokenizer import (
     IGNORE_INDEX,
@@ -35,7 +40,7 @@ from mmtrain.data.text.sample_tokenizer import (
 )
 from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError
-from mmtrain.recipe.modalities import MODALITIES, VISION
+from mmtrain.recipe.modalities import GENERATOR, MODALITIES, VISION
 
 PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
@@ -47,6 +52,8 @@ ROLE_TOKENS: dict[Role, str] = {
     "assistant": "<|assistant|>",
 }
 SPECIAL_TOKENS = (PAD_TOKEN, *dict.fromkeys(ROLE_TOKENS.values()), END_TOKEN, IMAGE_TOKEN)
+DRAW_TOKENS = ("<|gen|>", "<|query|>", "<|/gen|>")  # all of them in tokenizers of models with a generator
+_NUM_DRAW_MARKS = 2  # around the queries of an image
 _NUM_TURN_TOKENS = 2  # of every turn besides its text: its role, and its end
 
 
@@ -70,6 +77,9 @@ class ChatTokenizer:
         self.item_ids: dict[str, tuple[int, ...]] = {
             modality: (self._special_id(token),) for modality, token in placeholders.items()
         }
+        has_draw_tokens = all(tokenizer.token_to_id(token) is not None for token in DRAW_TOKENS)
+        self._draw_ids = [self._special_id(token) for token in DRAW_TOKENS] if has_draw_tokens else []
+        self.query_id = self._draw_ids[1] if has_draw_tokens else None
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     @classmethod
@@ -80,7 +90,7 @@ class ChatTokenizer:
     def encode(self, sample: Sample, features: MediaFeatures) -> EncodedSample:
         """Encode all turns of a sample; see `SampleTokenizer.encode`. Each answer ends with `<|end|>`."""
         _check_no_tools(sample)
-        ids, is_target = self._encode_turns(sample.turns, find_marks(sample), features)
+        ids, is_target = self._encode_turns(sample, sample.turns, features)
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
         labels[:-1] = np.where(is_target[1:], ids[1:], IGNORE_INDEX)
         return EncodedSample(ids, labels)
@@ -101,7 +111,7 @@ class ChatTokenizer:
                 return min_tokens, 0
             first_mark, *other_marks = marks
             for turn in sample.turns:
-                parts = [_text_of(turn)]
+                parts = _answer_parts(turn, sample)
                 if turn.role in MEDIA_ROLES and other_marks:
                     parts = re.split("|".join((first_mark, *other_marks)), turn.text)
                 elif turn.role in MEDIA_ROLES:
@@ -109,7 +119,9 @@ class ChatTokenizer:
                 num_text_tokens = sum(map(count, parts))
                 num_ids += num_text_tokens + _NUM_TURN_TOKENS
                 if turn.role == "assistant":
-                    num_targets += num_text_tokens + 1
+                    num_images = len(parts) - 1
+                    num_ids += _NUM_DRAW_MARKS * num_images
+                    num_targets += num_text_tokens + num_images + 1
             return num_ids, num_targets
 
         return count_sample
@@ -118,7 +130,7 @@ class ChatTokenizer:
         """Encode everything before the last answer, up to and including its `<|assistant|>`: generation starts here."""
         answers = [i for i, turn in enumerate(sample.turns) if turn.role == "assistant"]
         turns = sample.turns[: answers[-1]] if answers else sample.turns
-        ids, _ = self._encode_turns(turns, find_marks(sample), features)
+        ids, _ = self._encode_turns(sample, turns, features)
         return np.append(ids, self._roles["assistant"])
 
     def describe_missing_item_token(self, modality: str) -> str:
@@ -135,21 +147,40 @@ class ChatTokenizer:
         return text
 
     def _encode_turns(
-        self, turns: Sequence[Turn], marks: Mapping[str, str], features: MediaFeatures
+        self, sample: Sample, turns: Sequence[Turn], features: MediaFeatures
     ) -> tuple[IntArray, np.ndarray]:
-        """Return the ids of the turns, and which of them are targets."""
+        """Return the ids of some turns of a sample, and which of them are targets."""
         ids: list[int] = []
         is_target: list[bool] = []
+        marks = find_marks(sample)
         remaining = {modality: iter(counts) for modality, counts in features.items()}
         for turn in turns:
+            if turn.role == "assistant":
+                body, is_body_target = self._encode_answer(_answer_parts(turn, sample), remaining)
+                ids += [self._roles[turn.role], *body, self._end_id]
+                is_target += [False, *is_body_target, True]
+                continue
             if turn.role in MEDIA_ROLES:
                 body = self._encode_with_items(turn.text, marks, remaining)
             else:
-                body = self._encode_text(_text_of(turn))
+                body = self._encode_text(turn.text)
             ids += [self._roles[turn.role], *body, self._end_id]
-            is_answer = turn.role == "assistant"
-            is_target += [False, *[is_answer] * (len(body) + 1)]
+            is_target += [False] * (len(body) + 2)
         return np.array(ids, dtype=np.int64), np.array(is_target, dtype=bool)
+
+    def _encode_answer(
+        self, parts: Sequence[str], remaining: Mapping[str, Iterator[MediumFeatures]]
+    ) -> tuple[list[int], list[bool]]:
+        """Encode the texts of an answer with an image between every two; return ids, and which of them are targets."""
+        ids = self._encode_text(parts[0])
+        is_target = [True] * len(ids)
+        for part in parts[1:]:
+            start_id, query_id, stop_id = self._draw_ids
+            num_queries = total_features(next(remaining[GENERATOR]))
+            text_ids = self._encode_text(part)
+            ids += [start_id, *[query_id] * num_queries, stop_id, *text_ids]
+            is_target += [True, *[False] * (num_queries + 1), *[True] * len(text_ids)]
+        return ids, is_target
 
     def _encode_with_items(
         self, text: str, marks: Mapping[str, str], remaining: Mapping[str, Iterator[MediumFeatures]]
@@ -172,6 +203,15 @@ class ChatTokenizer:
         token_id = self._tokenizer.token_to_id(token)
         assert token_id is not None, token
         return int(token_id)
+
+
+def _answer_parts(turn: Turn, sample: Sample) -> list[str]:
+    """Return the texts of a turn without media: of an answer those before, between and behind the images it draws."""
+    text = _text_of(turn)
+    if turn.role != "assistant" or not sample.target_images:
+        return [text]
+    first, *others = turn.text.split(IMAGE_MARK)
+    return [text.removesuffix(turn.text) + first, *others]
 
 
 def _text_of(turn: Turn) -> str:
@@ -223,6 +263,7 @@ def _mark_special_tokens(tokenizer: Tokenizer, name: str) -> dict[str, str]:
         for modality in MODALITIES.values()
         if tokenizer.token_to_id(modality.placeholder) is not None
     }
-    present = dict.fromkeys((*SPECIAL_TOKENS, *placeholders.values()))
+    draw_tokens = [token for token in DRAW_TOKENS if tokenizer.token_to_id(token) is not None]
+    present = dict.fromkeys((*SPECIAL_TOKENS, *placeholders.values(), *draw_tokens))
     tokenizer.add_special_tokens(list(present))  # their ids stay
     return placeholders

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.formats.sample import Sample
-from mmtrain.recipe.modalities import MODALITIES
+from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.modalities import GENERATOR, MODALITIES
 
 IGNORE_INDEX = -100  # label of positions that do not count in the loss, as in torch's cross_entropy
 
@@ -21,7 +22,8 @@ class TimedItems:
 
 # LLM tokens of a medium, of all encoders together; of a video those of each item, since families write text in between.
 MediumFeatures = int | tuple[int, ...] | TimedItems
-MediaFeatures = Mapping[str, Sequence[MediumFeatures]]  # by modality, of each medium in the order of the media's marks
+# By modality, of each medium in the order of the media's marks. Under `GENERATOR`: the queries of each image to draw.
+MediaFeatures = Mapping[str, Sequence[MediumFeatures]]
 LengthCounter = Callable[[Sample, MediaFeatures], tuple[int, int]]  # -> (number of ids, number of targets)
 
 
@@ -46,6 +48,7 @@ class SampleTokenizer(Protocol):
     """Encodes samples. `encode`, its counter and `prompt_ids` raise `BadConversationError`."""
 
     item_ids: dict[str, tuple[int, ...]]  # modality -> the tokens whose places features of its encoders take
+    query_id: int | None  # the token whose places the queries of an image to draw take; None: there is none
     end_ids: frozenset[int]  # tokens that end an answer
     vocab_size: int  # one more than the largest id
     warnings: tuple[str, ...]  # what the user should know before training with it
@@ -55,7 +58,9 @@ class SampleTokenizer(Protocol):
     def encode(self, sample: Sample, features: MediaFeatures) -> EncodedSample:
         """Encode all turns; medium i of a modality becomes `features[modality][i]` of the modality's tokens.
 
-        Labels are the tokens of the answers, each with the token that ends it, one position ahead.
+        Labels are the tokens of the answers, each with the token that ends it, one position ahead. An image in an
+        answer becomes a token that starts it, which is a label, `features[GENERATOR][i]` queries and a token that ends
+        it, which are none: the generator learns from the queries.
         """
 
     def length_counter(self, max_tokens: int) -> LengthCounter:
@@ -104,6 +109,13 @@ def split_videos(
                 of_items = (of_each,) * (num_items - 1) + (count - of_each * (num_items - 1),)
                 divided[modality][number] = of_items if tenths is None else TimedItems(of_items, tuple(tenths))
     return divided
+
+
+def add_queries(features: MediaFeatures, sample: Sample, generator: GeneratorSettings | None) -> MediaFeatures:
+    """Add the queries of each image that the assistant draws to the LLM tokens of a sample's media."""
+    if generator is None or not sample.target_images:
+        return features
+    return {**features, GENERATOR: [generator.context_tokens] * len(sample.target_images)}
 
 
 def find_marks(sample: Sample) -> dict[str, str]:

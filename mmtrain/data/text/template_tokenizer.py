@@ -59,6 +59,8 @@ class _TextTokens:
 class TemplateTokenizer:
     """A tokenizer that encodes conversations as its chat template writes them."""
 
+    query_id: int | None = None  # templates have no place for images in answers
+
     def __init__(self, folder: TokenizerFolder, family_markups: Markups | None = None) -> None:
         """Probe the folder's template. `family_markups` say how a model family writes media, where the folder does not.
 

@@ -1,0 +1,179 @@
+"""Images in answers: read as targets of the generator, counted, encoded as queries, and decoded to patches."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmtrain.balance import assign
+from mmtrain.data import BatchBuilder, ChatTokenizer, PayloadNeed, build_index
+from mmtrain.data.formats.conversation import build_sample
+from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
+from mmtrain.data.index.sample_table import content_json, sample_from_record, sample_record
+from mmtrain.data.index.stats import compute_stats_for_recipe
+from mmtrain.data.media.media_bytes import FileMedia
+from mmtrain.data.synthetic.byte_level_bpe import train_byte_level_bpe
+from mmtrain.data.text.chat_tokenizer import DRAW_TOKENS, SPECIAL_TOKENS
+from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
+from mmtrain.errors import DataError, RecipeError
+from mmtrain.recipe import require_runnable
+from mmtrain.recipe.schema import Recipe
+from tests.data.archives import png
+from tests.data.rows import Row, row
+
+MakeRecipe = Callable[..., Recipe]
+NUM_QUERIES = 3
+GENERATOR = {
+    "kind": "dit", "widths": (8,), "heads": (2,), "layers": 1, "channels": 3, "patch": 4, "context_width": 8,
+    "context_tokens": NUM_QUERIES, "image_size": 8,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def drawing_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a tokenizer with the tokens around images in answers."""
+    path = tmp_path_factory.mktemp("drawing") / "tokenizer.json"
+    texts = iter(["draw a red square, then a blue one. Here it is: done"])
+    train_byte_level_bpe(texts, (*SPECIAL_TOKENS, *DRAW_TOKENS), 300).save(str(path))
+    return path
+
+
+@pytest.fixture
+def drawing(tmp_path: Path, recipe: MakeRecipe, drawing_tokenizer: Path) -> MakeRecipe:
+    """Write images; make a recipe that reads rows with a generator."""
+    for name, colour, size in (("red.png", "red", (8, 8)), ("blue.png", "blue", (16, 8)), ("see.png", "white", (8, 8))):
+        (tmp_path / name).write_bytes(png(colour, *size))
+
+    def make(rows: list[Row], generator: dict[str, Any] | None = GENERATOR, **data: Any) -> Recipe:
+        plain = recipe(rows, **{"tokenizer": drawing_tokenizer, "seq_len": 256} | data).model_dump()
+        plain["model"]["generator"] = generator
+        return Recipe.model_validate(plain)
+
+    return make
+
+
+def sample(*turns: tuple[str, str], images: tuple[str, ...] = ()) -> Any:
+    entry = {"messages": [{"role": role, "content": text} for role, text in turns], "images": list(images)}
+    return build_sample(entry, "f.json", 0, lambda _, path: FileMedia(path))
+
+
+def test_marks_in_answers_divide_the_images() -> None:
+    made = sample(
+        ("user", "<image>draw it in red"), ("assistant", "<image> and <image>"), ("user", "<image>?"),
+        images=("a", "b", "c", "d"),
+    )  # fmt: skip
+    assert [str(m) for m in made.images] == ["a", "d"]
+    assert [str(m) for m in made.target_images] == ["b", "c"]
+    text_alone = sample(("user", "<image>what is the mark?"), ("assistant", "<image>"), images=("a",))
+    assert [str(m) for m in text_alone.images] == ["a"]
+    assert text_alone.target_images == ()
+
+
+def test_a_record_keeps_them(tmp_path: Path) -> None:
+    made = sample(("user", "draw"), ("assistant", "<image>"), images=("a",))
+    assert sample_from_record(sample_record(made, content_json(made))) == made
+
+
+def test_queries_stand_between_marks_and_are_no_labels(drawing_tokenizer: Path) -> None:
+    tokenizer = ChatTokenizer.load(drawing_tokenizer)
+    made = sample(("user", "draw"), ("assistant", "red <image> blue<image>"), images=("a", "b"))
+    features = {"generator": [2, 1]}
+    encoded = tokenizer.encode(made, features)
+    names = {tokenizer._tokenizer.token_to_id(token): token for token in (*SPECIAL_TOKENS, *DRAW_TOKENS)}
+    show = lambda ids: "".join(names.get(int(i)) or tokenizer.decode([i]) for i in ids)  # noqa: E731
+    first, second = "<|gen|><|query|><|query|><|/gen|>", "<|gen|><|query|><|/gen|>"
+    assert show(encoded.ids) == f"<|user|>draw<|end|><|assistant|>red {first} blue{second}<|end|>"
+    is_label = encoded.labels != IGNORE_INDEX
+    assert show(encoded.labels[is_label]) == "red <|gen|> blue<|gen|><|end|>"
+    positions = np.flatnonzero(is_label)
+    assert (encoded.labels[positions] == encoded.ids[positions + 1]).all()
+    assert tokenizer.length_counter(1000)(made, features) == (len(encoded.ids), int(is_label.sum()))
+
+
+def test_the_index_counts_patches_and_queries(drawing: MakeRecipe) -> None:
+    rows = [
+        row("<image>draw it", "Here: <image> <image>", "see.png", "red.png", "blue.png"),
+        row("draw", "no"),
+        row("draw", "<image>", "red.png"),
+    ]
+    made = drawing(rows)
+    index = build_index(made)
+    items = index.lengths.items["generator"]
+    assert items.first.tolist() == [0, 2, 2, 3]
+    assert set(items.tokens.tolist()) == {4}
+    assert set(items.features.tolist()) == {NUM_QUERIES}
+    tokenizer = ChatTokenizer.load(made.data.tokenizer_path)
+    for number, entry in enumerate(index.samples):
+        encoded = tokenizer.encode(entry, index.media_features(number))
+        assert len(encoded.ids) == index.lengths.tokens[number]
+        assert int((encoded.labels != IGNORE_INDEX).sum()) == index.lengths.targets[number]
+    stats, _ = compute_stats_for_recipe(made, made.data.sources)
+    assert stats.values[:, stats.names.index("generator tokens")].tolist() == [8, 0, 4]
+
+
+def test_a_step_holds_patches_and_the_positions_of_queries(drawing: MakeRecipe) -> None:
+    rows = [row("<image>draw", "<image>", "see.png", "blue.png"), row("x", "y"), row("draw", "it: <image>", "red.png")]
+    made = drawing(rows)
+    index = build_index(made)
+    dp = {"vision": 1, "llm": 1, "generator": 1}
+    meta = assign(0, 0, [np.array([2, 1, 0])], index.lengths, dp, dp)
+    needs = (
+        PayloadNeed("llm", 0, labels=True),
+        PayloadNeed("vision", 0, media=True),
+        PayloadNeed("generator", 0, media=True),
+    )
+    step = BatchBuilder(index, made, needs, dp).build(meta)
+    text, targets = step.text[0, 0], step.encoders["generator"][0, 0]
+    assert text.query_positions is not None
+    assert targets.cells is not None
+    assert len(text.query_positions) == 2 * NUM_QUERIES
+    assert targets.rows == targets.cols == (2, 2)
+    assert targets.cells.shape == (8, 3 * 4 * 4)
+    red, blue = targets.cells[:4].reshape(4, 3, 16), targets.cells[4:].reshape(4, 3, 16)
+    assert (red == np.array([255, 0, 0])[:, None]).all()
+    assert (blue == np.array([0, 0, 255])[:, None]).all()
+
+
+def test_bad_targets_are_named(drawing: MakeRecipe, tmp_path: Path) -> None:
+    whole = png("red", 64, 64)
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.png").write_text("no image")
+    names = ["red.png", "cut.png", "text.png", "none.png"]
+    made = drawing([row("draw", "<image>", name) for name in names])
+    index = build_index(made)
+    assert [q.kind for q in index.quarantined] == ["truncated", "not_an_image", "missing_image"]
+    without = drawing([row("draw", "<image>", "red.png"), row("x", "y")], generator=None)
+    assert [q.kind for q in build_index(without).quarantined] == ["no_generator"]
+
+
+def test_data_check_decodes_them(drawing: MakeRecipe, tmp_path: Path) -> None:
+    broken = bytearray(png("red", 8, 8))
+    broken[45:48] = b"\xff\xff\xff"  # pixels; header and end stay
+    (tmp_path / "broken.png").write_bytes(bytes(broken))
+    made = drawing([row("draw", "<image>", "red.png"), row("draw", "<image>", "broken.png")])
+    report = check_sources_for_recipe(made, made.data.sources)
+    assert (report.media, report.kinds) == ({"target image": 1}, {"undecodable": 1})
+    assert check_sources(made.data.sources).media == {"image": 1}
+
+
+def test_settings_that_cannot_draw_samples_are_named(drawing: MakeRecipe, tokenizer_path: Path) -> None:
+    with pytest.raises(ValueError, match="image_size is 10, but the patch divides it by 4"):
+        drawing([], GENERATOR | {"image_size": 10})
+    with pytest.raises(DataError, match=r"no place for images that the model draws.*<\|query\|>"):
+        build_index(drawing([row("a", "b")], tokenizer=tokenizer_path))
+    with pytest.raises(RecipeError, match=r"model\.generator: this version can plan"):
+        require_runnable(drawing([row("a", "b")]), "train")
+
+
+def test_a_recipe_needs_the_size_and_the_colours(tmp_path: Path, drawing: MakeRecipe) -> None:
+    from mmtrain.recipe import load_recipe
+
+    plain = json.loads(drawing([row("a", "b")]).model_dump_json())
+    plain["model"]["generator"] |= {"image_size": None, "channels": 4}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(plain))
+    with pytest.raises(RecipeError, match=r"(?s)generator\.image_size: missing.*generator\.channels: found 4"):
+        load_recipe(path)
