@@ -1,8 +1,9 @@
 """Measure what dispatch brings on lopsided data: `python -m scripts.bench_dispatch`.
 
-Four ranks train the same steps of `replicated` with `parallel.dispatch` none, llm and all, in turns: samples of text
-alone, with one image, with eight images, and with long speech. Every layer waits for the slowest rank, so an action of
-a step takes as long as on the rank that computes longest. The bound is a step in which all ranks compute the mean.
+Four ranks train the same steps of `replicated` with `parallel.dispatch` none, llm and all, in turns, the last also with
+`parallel.exchange: all_gather`: samples of text alone, with one image, with eight images, and with long speech.
+Every layer waits for the slowest rank, so an action of a step takes as long as on the rank that computes longest. The
+bound is a step in which all ranks compute the mean.
 
 This counts the processor time of the thread that computes, in which waiting is not counted: what a step takes where
 each rank has a core of its own, also on a machine with fewer. Beside it stands the time by the clock, which means
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from mmtrain.balance import BatchCost, Grouping, SampleLengths, rebalance
 from mmtrain.balance.batch_meta import BatchMeta, ItemLengths, ItemTable
@@ -38,14 +40,20 @@ from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, EncodedSample
 from mmtrain.plan import Plan
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.planner import plan_recipe
-from mmtrain.program import Action, Dispatch, DispatchMode
+from mmtrain.program import Action, Dispatch
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.executor import Executor
+from mmtrain.runtime.execution.process_groups import Transport
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
 
-MODES: tuple[DispatchMode, ...] = ("none", "llm", "all")
+MODES: Mapping[str, Mapping[str, str]] = {  # by name: settings of `parallel`
+    "none": {"dispatch": "none"},
+    "llm": {"dispatch": "llm"},
+    "all": {"dispatch": "all"},
+    "all by all-gather": {"dispatch": "all", "exchange": "all_gather"},
+}
 NUM_RANKS, NUM_WARM_UP, NUM_SAMPLES, SEED = 4, 1, 2000, 7
 SHARES = {"text": 0.55, "one image": 0.25, "eight images": 0.1, "long speech": 0.1}  # of the samples
 SIDE, MERGE, STACK, FRAMES = 16, 2, 4, 1024  # patches of an image's side; log-mel frames of a clip
@@ -177,30 +185,36 @@ def main() -> None:
         _print_places_of_many(num_ranks, per_rank)
 
 
-def _recipe(mode: DispatchMode) -> Recipe:
-    parallel = {**SETTINGS["parallel"], "dispatch": mode}
+def _recipe(mode: str) -> Recipe:
+    parallel = {**SETTINGS["parallel"], **MODES[mode]}
     return Recipe.model_validate({**SETTINGS, "parallel": parallel})
 
 
-def _run_rank(samples: LopsidedSamples, plans: Mapping[DispatchMode, Plan], num_steps: int, address: Address) -> None:
+def _run_rank(samples: LopsidedSamples, plans: Mapping[str, Plan], num_steps: int, address: Address) -> None:
     torch.set_num_threads(1)
     world = join(address)
     contexts = {mode: build_rank_context(_recipe(mode), plan, world) for mode, plan in plans.items()}
-    taken: dict[DispatchMode, list[tuple[list[float], float, float]]] = {mode: [] for mode in MODES}
+    taken: dict[str, list[tuple[list[float], float, float]]] = {mode: [] for mode in MODES}
+    traffic: dict[str, list[tuple[int, int]]] = {mode: [] for mode in MODES}
     for step in range(NUM_WARM_UP + num_steps):
         for mode, context in contexts.items():
             data = samples.step_data(context, samples.batch(context.recipe, plans[mode], step))
             world.barrier()
             start = time.perf_counter()
-            with _TimedActions() as seconds:
+            with _TimedActions() as seconds, _CountedExchanges() as exchanges:
                 outcome = context.train(data, lr=0.0)
             if step >= NUM_WARM_UP:
+                traffic[mode].append(
+                    (sum(moved for moved, _ in exchanges), max([held for _, held in exchanges], default=0))
+                )
                 taken[mode].append((seconds, time.perf_counter() - start, outcome.loss))
-    by_rank = world.all_gather(taken)
+    by_rank, traffic_by_rank = world.all_gather(taken), world.all_gather(traffic)
     if world.is_first:
         for mode in MODES:
             actions = contexts[mode].train_executor._actions
             _print_row(mode, _times(actions, [of_rank[mode] for of_rank in by_rank]), samples, plans[mode], num_steps)
+            moved, held = np.array([of_rank[mode] for of_rank in traffic_by_rank]).max(axis=(0, 1)) / 1e6
+            print(f"  exchanges: a rank receives at most {moved:.3f} MB in a step, and holds {held:.3f} MB for one")
     leave()
 
 
@@ -222,6 +236,32 @@ class _TimedActions:
         Executor._run = self._run  # type: ignore[method-assign]
 
 
+class _CountedExchanges:
+    """Counts the bytes that a rank receives from others in each exchange, and those of its buffers."""
+
+    def __enter__(self) -> list[tuple[int, int]]:
+        self._originals = Transport.exchange, Transport.gather_rows
+        exchange, gather_rows = self._originals
+        counted: list[tuple[int, int]] = []
+
+        def exchanged(transport: Transport, rows: Tensor, sent: Any, received: Any, dispatch: Dispatch) -> Tensor:
+            result = exchange(transport, rows, sent, received, dispatch)
+            from_others = sum(received) - received[transport.rank]
+            counted.append((from_others * rows.shape[1] * rows.element_size(), rows.nbytes + result.nbytes))
+            return result
+
+        def gathered(transport: Transport, rows: Tensor, num_rows: int, dispatch: Dispatch) -> Tensor:
+            result = gather_rows(transport, rows, num_rows, dispatch)
+            counted.append((result.nbytes - result[0].nbytes, result[0].nbytes + result.nbytes))
+            return result
+
+        Transport.exchange, Transport.gather_rows = exchanged, gathered  # type: ignore[method-assign]
+        return counted
+
+    def __exit__(self, *error: object) -> None:
+        Transport.exchange, Transport.gather_rows = self._originals  # type: ignore[method-assign]
+
+
 def _times(actions: Any, by_rank: list[list[tuple[list[float], float, float]]]) -> ModeTimes:
     seconds = np.array([[step[0] for step in of_rank] for of_rank in by_rank]).transpose(1, 0, 2)
     return ModeTimes(
@@ -232,7 +272,7 @@ def _times(actions: Any, by_rank: list[list[tuple[list[float], float, float]]]) 
     )
 
 
-def _print_row(mode: DispatchMode, times: ModeTimes, samples: LopsidedSamples, plan: Plan, num_steps: int) -> None:
+def _print_row(mode: str, times: ModeTimes, samples: LopsidedSamples, plan: Plan, num_steps: int) -> None:
     """Print what a mode took beside its bound, and how even its loads were."""
     recipe = _recipe(mode)
     imbalance: dict[str, list[float]] = {"llm": [], "vision": [], "audio": []}

@@ -15,7 +15,7 @@ from mmtrain.costs.hardware import GIB
 from mmtrain.plan.artifact.layout import Layout, MeshSize, replicated_summary
 from mmtrain.plan.artifact.plan import AS_FAST_RATIO, Alternative, Placement, SchedulePlan
 from mmtrain.plan.estimate.layer_costs import BatchSplit, UnitSplit
-from mmtrain.program.ir.graph import LLM, DispatchMode, StageGraph, StageId
+from mmtrain.program.ir.graph import LLM, DispatchMode, Exchange, StageGraph, StageId
 
 LayerPartition = tuple[tuple[int, ...], ...]  # for each layer chain the bounds of its model chunks, from 0 to its end
 
@@ -51,6 +51,7 @@ class MeshAssignment:
     num_microbatches: Mapping[str, int]  # of each replica, by unit
     shard: int | None = None  # in `replicated`: ranks that hold one copy of the state together
     dispatch: DispatchMode | None = None  # in `replicated`: what is balanced over the ranks
+    exchange: Exchange = "all_to_all"  # in `replicated`: by which rows are dispatched
 
     @property
     def pipeline_microbatches(self) -> Mapping[str, int | None]:
@@ -99,7 +100,9 @@ class MeshAssignment:
         if self.placement == "colocated":
             return "colocated: " + ", ".join(f"{unit} {mesh}" for unit, mesh in self.meshes.items())
         if self.shard is not None:
-            return replicated_summary(self.meshes[LLM].dp, self.shard, self.num_microbatches[LLM], self.dispatch)
+            return replicated_summary(
+                self.meshes[LLM].dp, self.shard, self.num_microbatches[LLM], self.dispatch, self.exchange
+            )
         num_llm = self.num_microbatches[LLM]
         suffix = {unit: f" mb{num}" if num != num_llm else "" for unit, num in self.num_microbatches.items()}
         if self.placement == "unified":

@@ -22,7 +22,7 @@ from mmtrain.program.ir.actions import (
     Share,
     Step,
 )
-from mmtrain.program.ir.graph import LLM, DispatchMode, Edge, Microbatch, Stage, StageGraph, StageId, UnitMesh
+from mmtrain.program.ir.graph import LLM, DispatchMode, Edge, Exchange, Microbatch, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.serialize import (
     action_from_text,
@@ -59,6 +59,7 @@ __all__ = [
     "Dispatch",
     "DispatchMode",
     "Edge",
+    "Exchange",
     "Fill",
     "Forward",
     "GatherParams",

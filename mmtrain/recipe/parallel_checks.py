@@ -89,9 +89,9 @@ def check_placement(recipe: Recipe) -> Iterator[Problem]:
     """The placement suits the model's units and their fixed parallel degrees."""
     placement = recipe.parallel.placement
     path = ("parallel", "placement")
-    for name in ("shard", "dispatch"):
+    for name, default in (("shard", "auto"), ("dispatch", "auto"), ("exchange", "all_to_all")):
         value = getattr(recipe.parallel, name)
-        if value != "auto" and placement != "replicated":
+        if value != default and placement != "replicated":
             text = f"found {value} with placement {placement}; it is used in parallel.placement: replicated"
             yield Problem(("parallel", name), text)
     if placement in ("disaggregated", "colocated") and not _present_other_units(recipe):

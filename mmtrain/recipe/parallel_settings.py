@@ -75,6 +75,14 @@ class ParallelSettings(Section):
         "the rank of its sample. `llm`: the LLM's work; images and clips stay with their samples. `none`: nothing, "
         "samples stay where the stream puts them. `auto`: the faster of `all` and `llm`.",
     )
+    exchange: Literal["all_to_all", "all_gather"] = setting(
+        "all_to_all",
+        affects={"plan"},
+        added_later=True,
+        description="In `replicated` with `dispatch: all`: how features go to the rank of their sample. `all_to_all`: "
+        "each rank gets its own. `all_gather`: every rank gets those of all ranks and takes its own, which moves and "
+        "holds more; a baseline.",
+    )
     node_wise: bool = setting(
         True,
         affects={"plan"},

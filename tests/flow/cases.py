@@ -148,6 +148,7 @@ def plan(
             sp=mesh.sp,
             shard=shard,
             dispatch=dispatch,
+            exchange=settings.parallel.exchange,
             ranks=mesh.ranks,
             stages=stages,
         )

@@ -46,6 +46,7 @@ def replicated(
 
 SPEECH: dict[str, Any] = {"model__audio": AUDIO}
 TIED: dict[str, Any] = {"model__llm__tie_embeddings": True}
+BY_ALL_GATHER: dict[str, Any] = {"parallel__placement": "replicated", "parallel__exchange": "all_gather"}
 TWO_NODES: dict[str, Any] = {"cluster__ranks_per_node": 2}
 ALL = (0, 1, 2, 3, 4)
 # name -> (recipe changes, ranks, shard, recomputed layers, whether every second step has text alone[, dispatch])
@@ -59,6 +60,15 @@ CASES: dict[str, Case] = {
     "all dispatched on two nodes, audio, texts between": (SPEECH | TWO_NODES, 4, 2, (), True, "all"),
 }
 MORE: dict[str, Case] = {
+    "all dispatched by all-gather, texts between": (BY_ALL_GATHER | SPEECH, 4, 2, (), True, "all"),
+    "all dispatched by all-gather, microbatches of one sample": (
+        BY_ALL_GATHER | SPEECH | {"train__global_batch": 8},
+        4,
+        4,
+        ALL,
+        False,
+        "all",
+    ),
     "all dispatched without regard to two nodes": (
         SPEECH | TWO_NODES | {"parallel__node_wise": False},
         4,
@@ -177,7 +187,8 @@ def _drawn(number: int) -> tuple[Recipe, Plan, bool]:
     kinds = {"llm": LLM_KINDS[llm_kind], "vision": VISION_KINDS[choose(list(VISION_KINDS))]}
     of_kinds = {f"model__{unit}__{name}": value for unit, kind in kinds.items() for name, value in kind.items()}
     batch = {"train__global_batch": num_ranks * choose((1, 2)), "cluster__ranks_per_node": choose((1, 2, 4))}
-    settings = recipe(**encoders, **of_kinds, **choose(list(FROZEN.values())), **batch)
+    exchange = choose(({}, BY_ALL_GATHER))
+    settings = recipe(**encoders, **of_kinds, **choose(list(FROZEN.values())), **batch, **exchange)
     shard = choose([size for size in (1, 2, 4) if size <= num_ranks])
     recompute, texts_between = choose(list(RECOMPUTED.values())), choose((False, True))
     dispatch = choose(("all", "llm", "none"))
@@ -303,7 +314,7 @@ def test_what_is_dispatched_is_stated_of_all_sharded_units_alike() -> None:
     with pytest.raises(ValueError, match="dispatch is all without `shard`"):
         UnitPlan.model_validate(without_shard)
     llm = chosen.units["llm"].model_copy(update={"dispatch": "llm"})
-    with pytest.raises(ValueError, match="the same `ranks`, `shard` and `dispatch`"):
+    with pytest.raises(ValueError, match="the same `ranks`, `shard`, `dispatch` and `exchange`"):
         Plan.model_validate(chosen.model_dump() | {"units": chosen.model_dump()["units"] | {"llm": llm.model_dump()}})
 
 

@@ -139,6 +139,22 @@ def _dispatch_seconds(chosen: Plan) -> float:
     return chosen.predicted.bubbles["dispatch"] * chosen.predicted.step_time_s
 
 
+def test_an_all_gather_is_predicted_to_take_longer_than_an_all_to_all() -> None:
+    seconds = []
+    for exchange in ("all_to_all", "all_gather"):
+        parallel = {"placement": "replicated", "shard": 8, "dispatch": "all", "exchange": exchange}
+        chosen = plan_recipe(
+            factory.recipe(parallel=parallel, global_batch=8),
+            _lopsided(),
+            world_size=8,
+            hardware="h100-80g",
+            recipe_sha256="x",
+        )
+        assert {unit.exchange for unit in chosen.units.values()} == {exchange}
+        seconds.append(_dispatch_seconds(chosen))
+    assert 0 < seconds[0] < seconds[1]
+
+
 @pytest.mark.parametrize("node_wise", [True, False])
 def test_targets_name_nodes_where_places_depend_on_them(node_wise: bool) -> None:
     settings = factory.recipe(

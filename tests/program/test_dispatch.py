@@ -11,6 +11,7 @@ from mmtrain.models.model_shape import ModelEdge
 from mmtrain.program import (
     Dispatch,
     Edge,
+    Exchange,
     ModelTiming,
     Payload,
     Program,
@@ -115,16 +116,28 @@ class _DispatchSeconds(Seconds):
         return TransferCost(0.5, 100) if isinstance(action, Dispatch) else TransferCost(0.0, 0)
 
 
-def test_a_dispatch_ends_with_the_rank_that_moves_most() -> None:
+@pytest.mark.parametrize(
+    ("exchange", "activations", "gradients"),
+    [
+        ("all_to_all", TransferCost(560.0, 80), TransferCost(560.0, 64)),
+        ("all_gather", TransferCost(3.0 * 4 * 80, 4 * 80), TransferCost(3.0 * 4 * 80, 4 * 80)),
+    ],
+)
+def test_a_dispatch_ends_with_the_rank_that_moves_most(
+    exchange: Exchange, activations: TransferCost, gradients: TransferCost
+) -> None:
     """Two nodes of two ranks; rows of 4 features of 2 bytes, 8 bytes a row; 1 s a byte on a node, 10 s between nodes.
 
     Items of 3, 5 and 2 rows go from rank 0 to ranks 1, 2 and 3, one of 7 rows stays on rank 1. So rank 0 sends 24 bytes
-    on its node (24 s) and 56 to the other one (560 s), at the same time.
+    on its node (24 s) and 56 to the other one (560 s), at the same time. An all-gather takes 3 s a byte of what it
+    gathers, which is four times the rows of the rank that holds most: rank 0 before, rank 1 of gradients.
     """
     ranks = tuple(range(4))
     vision, llm = (Unit(unit, dp=4, ranks=ranks) for unit in ("vision", "llm"))
     graph = chain(vision, llm, n=1)
-    graph = replace(graph, meshes=tuple(replace(mesh, shard=4, dispatch="all") for mesh in graph.meshes))
+    graph = replace(
+        graph, meshes=tuple(replace(mesh, shard=4, dispatch="all", exchange=exchange) for mesh in graph.meshes)
+    )
     numbers, features = np.arange(4), np.array([3, 5, 2, 7])
     zeros = np.zeros(4, dtype=np.int64)
     items = ItemTable(numbers, zeros, zeros, zeros, 4 * features, features, np.array([0, 0, 0, 1]), zeros)
@@ -140,10 +153,10 @@ def test_a_dispatch_ends_with_the_rank_that_moves_most() -> None:
         element_bytes=2,
         ranks_per_node=2,
     )
-    payloads: tuple[Payload, ...] = ("activation", "gradient")
-    for payload in payloads:
+    costs: dict[Payload, TransferCost] = {"activation": activations, "gradient": gradients}
+    for payload, cost in costs.items():
         dispatch = Dispatch(EDGE, 0, 0, payload)
-        assert [timing.collective(rank, dispatch, ranks) for rank in ranks] == [TransferCost(560.0, 80)] * 4
+        assert [timing.collective(rank, dispatch, ranks) for rank in ranks] == [cost] * 4
 
 
 class _LinkCosts(LayerCosts):

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.plan.artifact.plan import Placement, StagePlan, UnitPlan
-from mmtrain.program.ir.graph import LLM, DispatchMode
+from mmtrain.program.ir.graph import LLM, DispatchMode, Exchange
 
 NO_LAYERS: Mapping[str, Collection[int]] = {}
 
@@ -47,7 +47,7 @@ class Layout:
         counts = self.num_microbatches
         llm = self.units[LLM]
         if llm.shard is not None:
-            return replicated_summary(llm.dp, llm.shard, counts[LLM], llm.dispatch)
+            return replicated_summary(llm.dp, llm.shard, counts[LLM], llm.dispatch, llm.exchange)
         counts_differ = len(set(counts.values())) > 1
         meshes = []
         for name, unit in self.units.items():
@@ -65,9 +65,13 @@ class Layout:
         return num_pipeline_ranks, max(unit.vpp for unit in units), max(unit.tp for unit in units), num_counts
 
 
-def replicated_summary(num_ranks: int, shard: int, num_microbatches: int, dispatch: DispatchMode | None) -> str:
+def replicated_summary(
+    num_ranks: int, shard: int, num_microbatches: int, dispatch: DispatchMode | None, exchange: Exchange
+) -> str:
     """Return one line on a layout in which every rank runs every unit."""
     dispatched = "" if dispatch is None else f", dispatch {dispatch}"
+    if exchange != "all_to_all":
+        dispatched += f" by {exchange.replace('_', '-')}"
     return f"replicated: {num_ranks} ranks, shard {shard}, {num_microbatches} mini-batches{dispatched}"
 
 
@@ -76,6 +80,7 @@ def replicated_units(
     num_ranks: int,
     shard: int,
     dispatch: DispatchMode | None,
+    exchange: Exchange,
     recompute: Mapping[str, Collection[int]] = NO_LAYERS,
 ) -> dict[str, UnitPlan]:
     """Give every rank all layers of all units, each `shard` ranks one copy of them.
@@ -85,11 +90,13 @@ def replicated_units(
         num_ranks: data-parallel degree of every unit.
         shard: a divisor of it.
         dispatch: what is balanced over the ranks.
+        exchange: by which collective rows are dispatched.
         recompute: recomputed layers by unit.
     """
     num_layers = sum(len(unit.layers) for unit in shape.units)
     units = unified_units(shape, MeshSize(1, 1, num_ranks), (0, num_layers), recompute)
-    return {name: unit.model_copy(update={"shard": shard, "dispatch": dispatch}) for name, unit in units.items()}
+    sharding = {"shard": shard, "dispatch": dispatch, "exchange": exchange}
+    return {name: unit.model_copy(update=sharding) for name, unit in units.items()}
 
 
 def unified_units(

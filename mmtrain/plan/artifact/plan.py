@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mmtrain.costs.hardware import Precision
 from mmtrain.plan.artifact.choice_sensitivity import Sensitivity
-from mmtrain.program.ir.graph import DispatchMode
+from mmtrain.program.ir.graph import DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
 
 PLAN_VERSION = 1
@@ -20,6 +20,9 @@ Placement = Literal["unified", "disaggregated", "colocated", "replicated"]
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+_UNSTATED_OF_UNITS = {"shard": None, "dispatch": None, "exchange": "all_to_all"}  # what older files do not have
 
 
 class StagePlan(_Frozen):
@@ -48,6 +51,7 @@ class UnitPlan(_Frozen):
     shard: int | None = None  # replicas that hold one copy of the unit together (FSDP); None: each holds it whole
     # What is balanced over sharded replicas; None without `shard`, or in old files.
     dispatch: DispatchMode | None = None
+    exchange: Exchange = "all_to_all"  # by which replicas that dispatch move rows
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
 
@@ -228,9 +232,8 @@ class Plan(_Frozen):
         # Without what the files of older versions do not have, so that traces of older runs still name their plan.
         unstated: dict[str, Any] = {
             "units": {
-                name: {field: True for field in ("shard", "dispatch") if getattr(unit, field) is None}
+                name: {field: True for field, value in _UNSTATED_OF_UNITS.items() if getattr(unit, field) == value}
                 for name, unit in self.units.items()
-                if unit.dispatch is None
             }
         }
         if self.precision is None:
@@ -259,15 +262,15 @@ class Plan(_Frozen):
 
     @model_validator(mode="after")
     def _all_units_sharded_alike(self) -> "Plan":
-        shards = {(unit.shard, unit.dispatch, unit.ranks) for unit in self.units.values()}
-        is_sharded = any(shard is not None for shard, _, _ in shards)
+        shards = {(unit.shard, unit.dispatch, unit.exchange, unit.ranks) for unit in self.units.values()}
+        is_sharded = any(shard is not None for shard, *_ in shards)
         if is_sharded != (self.placement == "replicated"):
             raise ValueError(
                 f"placement is {self.placement}, and shard is {[unit.shard for unit in self.units.values()]}: units of "
                 "`replicated`, and of no other placement, have a `shard`"
             )
         if is_sharded and len(shards) > 1:
-            raise ValueError("in `replicated` all units have the same `ranks`, `shard` and `dispatch`")
+            raise ValueError("in `replicated` all units have the same `ranks`, `shard`, `dispatch` and `exchange`")
         if is_sharded and self.schedule.kind != "1f1b":
             raise ValueError(f"schedule.kind is {self.schedule.kind}; `replicated` runs its units by `1f1b` alone")
         return self

@@ -28,7 +28,16 @@ def build_stage_graph(
     """
     meshes = tuple(
         UnitMesh(
-            name, unit.tp, unit.pp, unit.dp, unit.ranks, num_microbatches[name], unit.vpp, unit.shard, unit.dispatch
+            unit=name,
+            tp=unit.tp,
+            pp=unit.pp,
+            dp=unit.dp,
+            ranks=unit.ranks,
+            num_microbatches=num_microbatches[name],
+            vpp=unit.vpp,
+            shard=unit.shard,
+            dispatch=unit.dispatch,
+            exchange=unit.exchange,
         )
         for name, unit in ((unit_shape.name, units[unit_shape.name]) for unit_shape in shape.units)
     )

@@ -77,7 +77,8 @@ def _enumerate(problem: PlanningProblem, evaluator: Evaluator) -> list[Candidate
         meshes = {unit.name: MeshSize(1, 1, num_ranks) for unit in problem.shape.units}
         split = evaluator.layer_costs.batch_split(dict.fromkeys(meshes, num_ranks))
         for shard, dispatch in product(sizes, _dispatch_modes(problem, num_ranks)):
-            assignment = MeshAssignment("replicated", meshes, num_microbatches_of(split), shard, dispatch)
+            exchange = problem.recipe.parallel.exchange
+            assignment = MeshAssignment("replicated", meshes, num_microbatches_of(split), shard, dispatch, exchange)
             candidates.append(evaluator.enumerated(assignment))
     return candidates
 

@@ -252,7 +252,8 @@ def partitioned_layout(
         units = unified_units(layer_costs.shape, assignment.meshes[LLM], partition[0], recomputed)
     elif assignment.shard is not None:
         num_ranks = assignment.meshes[LLM].dp
-        units = replicated_units(layer_costs.shape, num_ranks, assignment.shard, assignment.dispatch, recomputed)
+        dispatch, exchange = assignment.dispatch, assignment.exchange
+        units = replicated_units(layer_costs.shape, num_ranks, assignment.shard, dispatch, exchange, recomputed)
     else:
         partition_of_unit = dict(zip(assignment.meshes, partition, strict=True))
         units = disaggregated_units(assignment.meshes, partition_of_unit, recomputed)

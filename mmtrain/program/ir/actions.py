@@ -145,11 +145,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Rearrange what flows over `edge` between all replicas of two units (an all-to-all, a collective of all replicas).
+    """Rearrange what flows over `edge` between all replicas of two units (a collective of all replicas).
 
     Each replica of the source sends the rows of its microbatch number `src` that microbatch number `dst` of any replica
-    of the destination needs, or takes back their gradients. Every replica takes part, also one without rows, unless no
-    replica has any: all know that from the route.
+    of the destination needs, or takes back their gradients, by the collective that `UnitMesh.exchange` names. Every
+    replica takes part, also one without rows, unless no replica has any: all know that from the route.
     """
 
     edge: Edge

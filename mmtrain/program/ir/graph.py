@@ -15,6 +15,7 @@ from mmtrain.errors import ProgramError
 LLM = "llm"  # the unit whose first and last stage may share an embedding matrix
 # What is balanced over the replicas of sharded units: every unit's work by itself, the LLM's alone, or nothing.
 DispatchMode = Literal["all", "llm", "none"]
+Exchange = Literal["all_to_all", "all_gather"]  # the collective by which replicas dispatch rows
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -46,9 +47,9 @@ class UnitMesh:
 
     `num_microbatches` counts each replica's microbatches in one step. With `shard` the replicas hold the unit together,
     each `shard` of them one copy, and every forward and backward exchanges weights and gradients; with `dispatch` "all"
-    any replica may compute an item, and a collective of all replicas moves what it becomes. With `vpp` model
-    chunks the stages go round the pipeline ranks `vpp` times: stage s is chunk s // pp of pipeline rank s % pp. The
-    last round may end early.
+    any replica may compute an item, and a collective of all replicas, `exchange`, moves what it becomes. With `vpp`
+    model chunks the stages go round the pipeline ranks `vpp` times: stage s is chunk s // pp of pipeline rank s % pp.
+    The last round may end early.
     """
 
     unit: str
@@ -60,6 +61,7 @@ class UnitMesh:
     vpp: int = 1
     shard: int | None = None
     dispatch: DispatchMode | None = None
+    exchange: Exchange = "all_to_all"
 
     def tp_group(self, stage: int, replica: int) -> tuple[int, ...]:
         """Return the global ranks of the TP group that holds the unit's stage number `stage` of `replica`."""

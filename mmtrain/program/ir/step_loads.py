@@ -42,6 +42,16 @@ class Route:
         """Return the pairs that exchange rows from microbatches number `src` to those number `dst`, of all replicas."""
         return self._pairs_by_indices.get((src, dst), [])
 
+    def exchanged(self, src: int, dst: int, is_back: bool) -> tuple[IntArray, IntArray, IntArray]:
+        """Return (pairs,) the sending and the receiving replica, and the rows, of what a dispatch moves.
+
+        src, dst: numbers of the microbatches. is_back: whether gradients go from the destination to the source.
+        """
+        src_replica, src_index, dst_replica, dst_index, rows = self.pairs.T
+        moved = (src_index == src) & (dst_index == dst)
+        source, destination = src_replica[moved], dst_replica[moved]
+        return (destination, source, rows[moved]) if is_back else (source, destination, rows[moved])
+
     def rows(self, src: Microbatch, dst: Microbatch) -> int:
         """Return the number of feature rows that travel from `src` to `dst`."""
         spans = self.spans.get((src, dst))

@@ -30,7 +30,7 @@ from mmtrain.program.ir.actions import (
 from mmtrain.program.ir.data_dependencies import Flow, gradient_buckets, input_flows
 from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId
 from mmtrain.program.ir.segments import direction, finished_pass
-from mmtrain.program.ir.step_loads import StepLoads
+from mmtrain.program.ir.step_loads import IntArray, StepLoads
 
 NORM_BYTES = 4  # `Step` all-reduces one fp32 number
 
@@ -185,7 +185,7 @@ class ModelTiming:
                 nbytes = sum(self._flow_bytes(f) for f in input_flows(self.graph, reader) if f.edge == edge)
                 seconds = self.costs.collective("broadcast", nbytes, layout) if nbytes else 0.0
             case Dispatch():
-                return self._dispatch(action)
+                return self._dispatch(action, layout)
             case ReduceGrads():
                 nbytes = self._reduced_bytes(rank, action)
                 seconds = self.costs.collective("reduce_scatter", nbytes, layout)
@@ -202,28 +202,40 @@ class ModelTiming:
                 seconds = self.costs.collective("all_reduce", nbytes, layout) + self._optimizer_s
         return TransferCost(seconds, nbytes)
 
-    def _dispatch(self, action: Dispatch) -> TransferCost:
+    def _dispatch(self, action: Dispatch, layout: GroupLayout) -> TransferCost:
+        """Return the cost of an exchange of all replicas. Nothing is sent where all rows stay on their rank."""
+        if action not in self._dispatch_costs:
+            mesh = self.graph.mesh(action.edge.src.unit)
+            route = self.loads.routes[mesh.unit, action.edge.dst.unit]
+            sender, receiver, rows = route.exchanged(action.src, action.dst, action.payload == "gradient")
+            nbytes = rows * (self._widths[action.edge] * self.element_bytes)
+            if (sender == receiver).all():
+                cost = NO_TRANSFER
+            elif mesh.exchange == "all_gather":
+                gathered = mesh.dp * int(np.bincount(sender, nbytes).max())  # each replica's padded to the largest
+                cost = TransferCost(self.costs.collective("all_gather", gathered, layout), gathered)
+            else:
+                ranks = np.array(mesh.ranks)
+                cost = self._all_to_all(ranks[sender], ranks[receiver], nbytes * (sender != receiver))
+            self._dispatch_costs[action] = cost
+        return self._dispatch_costs[action]
+
+    def _all_to_all(self, sender: IntArray, receiver: IntArray, nbytes: IntArray) -> TransferCost:
         """Return the cost of an all-to-all, and the bytes that leave the rank which sends most.
 
+        sender, receiver, nbytes: (pairs,) two ranks and what one sends to the other.
+
         It ends with the rank that sends or receives most. What stays on a node and what leaves it use different links
-        at the same time. Rows that stay on their rank are not sent.
+        at the same time.
         """
-        if action not in self._dispatch_costs:
-            src, dst = action.edge.src.unit, action.edge.dst.unit
-            src_replica, src_index, dst_replica, dst_index, rows = self.loads.routes[src, dst].pairs.T
-            rows = rows * ((src_index == action.src) & (dst_index == action.dst))
-            sender = np.array(self.graph.mesh(src).ranks)[src_replica]
-            receiver = np.array(self.graph.mesh(dst).ranks)[dst_replica]
-            nbytes = rows * (self._widths[action.edge] * self.element_bytes) * (sender != receiver)
-            same_node = sender // self.ranks_per_node == receiver // self.ranks_per_node
-            seconds, largest = 0.0, 0
-            for on_link, is_on_node in ((nbytes * same_node, True), (nbytes * ~same_node, False)):
-                sent, received = (int(np.bincount(ranks, on_link).max(initial=0)) for ranks in (sender, receiver))
-                largest += sent
-                if most := max(sent, received):
-                    seconds = max(seconds, self.costs.transfer(most, is_on_node))
-            self._dispatch_costs[action] = TransferCost(seconds, largest)
-        return self._dispatch_costs[action]
+        same_node = sender // self.ranks_per_node == receiver // self.ranks_per_node
+        seconds, largest = 0.0, 0
+        for on_link, is_on_node in ((nbytes * same_node, True), (nbytes * ~same_node, False)):
+            sent, received = (int(np.bincount(ranks, on_link).max(initial=0)) for ranks in (sender, receiver))
+            largest += sent
+            if most := max(sent, received):
+                seconds = max(seconds, self.costs.transfer(most, is_on_node))
+        return TransferCost(seconds, largest)
 
     def link_class(self, ranks: tuple[int, ...]) -> GroupLayout:
         """Return how the ranks lie on nodes."""

@@ -145,13 +145,9 @@ class Broker:
         sent, received = self._exchanged_pairs(action, self._loads)
         rows = self._all_picked(tensor, sent, forward)
         if self._leaves_its_rank(action):
-            num_replicas = self._graph.mesh(edge.src.unit).dp
-            ends = (1, 0) if forward else (0, 1)
-            num_sent, num_received = (
-                self._rows_by_replica(pairs, end, num_replicas)
-                for pairs, end in zip((sent, received), ends, strict=True)
-            )
-            rows = self._transport.exchange(rows.contiguous(), num_sent, num_received, action)
+            by_all_gather = self._graph.mesh(edge.src.unit).exchange == "all_gather"
+            exchange = self._exchange_by_all_gather if by_all_gather else self._exchange_by_all_to_all
+            rows = exchange(action, rows.contiguous(), (sent, received))
         key = (edge, flow.receiver, payload)
         if key not in self._shared:  # else another dispatch has brought other rows of the same microbatch
             self._shared[key] = self._zeros(self._total_rows(*key), edge)
@@ -233,6 +229,30 @@ class Broker:
         self._activity.wait(message.action)
         message.work.wait()
         self._activity.arrived(message.rows.nbytes)
+
+    def _exchange_by_all_to_all(
+        self, action: Dispatch, rows: Tensor, pairs: tuple[list[RoutePair], list[RoutePair]]
+    ) -> Tensor:
+        """Exchange `rows`; pairs: see `_exchanged_pairs`. Return what other replicas send, in their order."""
+        num_replicas = self._graph.mesh(action.edge.src.unit).dp
+        ends = (1, 0) if action.payload == "activation" else (0, 1)
+        num_sent, num_received = (
+            self._rows_by_replica(of_end, end, num_replicas) for of_end, end in zip(pairs, ends, strict=True)
+        )
+        return self._transport.exchange(rows, num_sent, num_received, action)
+
+    def _exchange_by_all_gather(
+        self, action: Dispatch, rows: Tensor, pairs: tuple[list[RoutePair], list[RoutePair]]
+    ) -> Tensor:
+        """Do what `_exchange_by_all_to_all` does by gathering the rows of all replicas, and taking this one's."""
+        route = self._loads.routes[action.edge.src.unit, action.edge.dst.unit]
+        sender, receiver, num_rows = route.exchanged(action.src, action.dst, action.payload == "gradient")
+        gathered = self._transport.gather_rows(rows, int(np.bincount(sender, num_rows).max()), action)
+        this_replica = self._dispatched[action].receiver.replica
+        is_before, is_mine = receiver < this_replica, receiver == this_replica
+        first = np.bincount(sender[is_before], num_rows[is_before], len(gathered)).astype(np.int64)
+        mine = sorted(zip(sender[is_mine].tolist(), num_rows[is_mine].tolist(), strict=True))
+        return torch.cat([rows[:0], *(gathered[replica].narrow(0, int(first[replica]), num) for replica, num in mine)])
 
     def _exchanged_pairs(self, action: Dispatch, loads: StepLoads) -> tuple[list[RoutePair], list[RoutePair]]:
         """Return the pairs of microbatches whose rows leave this rank, and come to it, in the order of the replicas."""

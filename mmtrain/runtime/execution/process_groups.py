@@ -93,6 +93,18 @@ class Transport:
         dist.all_to_all_single(received, rows, list(num_received), list(num_sent), group=group)
         return received
 
+    def gather_rows(self, rows: Tensor, num_rows: int, dispatch: Dispatch) -> Tensor:
+        """Return the rows of all replicas, as (replicas, num_rows, width); each replica's are padded to `num_rows`.
+
+        All replicas call this together.
+        """
+        group = self.groups.units[dispatch.edge.src.unit].dp
+        padded = rows.new_zeros(num_rows, rows.shape[1])
+        padded[: len(rows)] = rows
+        gathered = rows.new_empty(group.size() * num_rows, rows.shape[1])
+        dist.all_gather_into_tensor(gathered, padded, group=group)
+        return gathered.view(group.size(), num_rows, rows.shape[1])
+
 
 def channel_text(channel: Channel) -> str:
     """Describe a channel for a user."""

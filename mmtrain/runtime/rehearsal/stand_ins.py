@@ -170,6 +170,12 @@ class TimedTransport(Transport):
         _run_collective(self.rehearsal, dispatch, self.groups.units[dispatch.edge.src.unit].dp)
         return received
 
+    def gather_rows(self, rows: Tensor, num_rows: int, dispatch: Dispatch) -> Tensor:
+        """See `Transport`."""
+        gathered = super().gather_rows(rows, num_rows, dispatch)
+        _run_collective(self.rehearsal, dispatch, self.groups.units[dispatch.edge.src.unit].dp)
+        return gathered
+
     def _seconds(self, sender: int, message: Send) -> float:
         return self.rehearsal.timing.message(sender, message).seconds
 
