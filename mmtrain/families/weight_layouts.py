@@ -166,6 +166,37 @@ def joint_query_key_value(name: str, tensor: str, heads: int, head_dim: int, inp
     return ParameterSource(name, tuple(blocks))
 
 
+def by_head(name: str, tensors: Sequence[str], heads: int, shape: Sequence[int]) -> ParameterSource:
+    """Return a joint projection from tensors of one shape: for each head its rows of the first tensor, and so on."""
+    rows, rest = shape[0] // heads, _whole(shape[1:])
+    blocks = []
+    row = 0
+    for head in range(heads):
+        for tensor in tensors:
+            tensor_box = ((head * rows, (head + 1) * rows), *rest)
+            blocks.append(Block(tensor, tensor_box, ((row, row + rows), *rest)))
+            row += rows
+    return ParameterSource(name, tuple(blocks))
+
+
+def swapped_halves(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:
+    """Return a parameter with the second half of the tensor's rows before the first."""
+    half, rest = shape[0] // 2, _whole(shape[1:])
+    lower, upper = ((0, half), *rest), ((half, 2 * half), *rest)
+    return ParameterSource(name, (Block(tensor, upper, lower), Block(tensor, lower, upper)))
+
+
+def channels_first(name: str, tensor: str, positions: int, channels: int, inputs: Sequence[int]) -> ParameterSource:
+    """Return a parameter with rows in the order (channel, position) from a tensor in the order (position, channel)."""
+    rest = _whole(inputs)
+    blocks = []
+    for channel in range(channels):
+        for position in range(positions):
+            ours, theirs = channel * positions + position, position * channels + channel
+            blocks.append(Block(tensor, ((theirs, theirs + 1), *rest), ((ours, ours + 1), *rest)))
+    return ParameterSource(name, tuple(blocks))
+
+
 def _whole(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 

@@ -14,7 +14,7 @@ TIMESTEP_WIDTH_FACTOR = 4  # width of the timestep's features / width of the fin
 GENERATOR_FFN_FACTOR = 4  # inner width of an MLP / width of its block, in both kinds
 NUM_TIMESTEP_FREQUENCIES = 256  # sinusoidal features of a timestep (DiT, arXiv 2212.09748)
 _CONV_TAPS = 9  # inputs of a 3 x 3 convolution for each channel
-_DIT_BLOCK_LINEARS = (
+_ATTENTION_LINEARS = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
     "cross_attention.linear_q",
@@ -23,6 +23,7 @@ _DIT_BLOCK_LINEARS = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
+_WITHOUT_BIAS = ("self_attention.linear_qkv", "cross_attention.linear_q", "cross_attention.linear_kv")  # of a U-Net
 
 
 def generator_layers(settings: GeneratorSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
@@ -44,13 +45,32 @@ def generator_parameters(layer: LayerShape) -> Iterator[str]:
                 yield from linear_parameters(linear, bias=True)
         case "dit_block":
             yield "modulation"
-            for linear in _DIT_BLOCK_LINEARS:
+            for linear in _ATTENTION_LINEARS:
                 yield from linear_parameters(linear, bias=True)
         case "dit_out":
             yield "modulation"
             yield from linear_parameters("proj", bias=True)
-        case _:  # layers of a U-Net have no modules yet, so a pattern reaches each of them as a whole
-            yield "weight"
+        case _:
+            for module in _unet_modules(layer):
+                yield from linear_parameters(module, bias=module not in _WITHOUT_BIAS)
+
+
+def _unet_modules(layer: LayerShape) -> tuple[str, ...]:
+    """Return the names of the modules with parameters inside a layer of a U-Net: linears, convolutions, norms."""
+    match layer.kind:
+        case "unet_embed":
+            return "conv", "time_fc1", "time_fc2"
+        case "unet_residual":
+            shortcut = ("shortcut",) if layer.hidden != layer.out else ()
+            return "norm1", "conv1", "time", "norm2", "conv2", *shortcut
+        case "unet_attention":
+            norms = ("norm", "self_attention_norm", "cross_attention_norm", "mlp_norm")
+            return *norms, "linear_in", *_ATTENTION_LINEARS, "linear_out"
+        case "unet_down" | "unet_up":
+            return ("conv",)
+        case _:
+            assert layer.kind == "unet_out"
+            return "norm", "conv"
 
 
 def _unet(settings: GeneratorSettings) -> Iterator[LayerShape]:

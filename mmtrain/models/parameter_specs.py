@@ -24,6 +24,7 @@ _OUTPUT_PROJECTIONS = (
 )
 _LAYER_SCALES = ("self_attn_bda", "mlp_bda")
 _CONVOLUTIONS = ("conv1", "conv2")
+_DIMS_OF_IMAGE_KERNEL = 4  # output and input channels, rows, columns
 MAX_ELEMENTS_DRAWN_AT_ONCE = 2**20  # larger parameters are drawn in blocks: 9 ms of a core for a million numbers
 MAX_DRAWS = 64  # blocks of a parameter; the largest power of two up to this that divides its split dimension
 
@@ -119,8 +120,11 @@ def _initial_shard(spec: ParamSpec, seed: int, num_blocks: int, tp_rank: int, tp
         return torch.zeros(spec.local_shape(tp))
     if "norm" in module or module in _LAYER_SCALES:
         return torch.ones(spec.local_shape(tp))
-    fan_in_dim = 1 if module in _CONVOLUTIONS else -1
-    std = spec.full_shape[fan_in_dim] ** -0.5
+    if len(spec.full_shape) == _DIMS_OF_IMAGE_KERNEL:
+        fan_in = math.prod(spec.full_shape[1:])
+    else:
+        fan_in = spec.full_shape[1 if module in _CONVOLUTIONS else -1]
+    std = fan_in**-0.5
     if spec.name.endswith(_OUTPUT_PROJECTIONS):
         std /= math.sqrt(2 * num_blocks)
     return _draw_shard(spec, std, seed, tp_rank, tp)

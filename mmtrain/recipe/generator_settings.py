@@ -68,6 +68,12 @@ class GeneratorSettings(Section):
         description="Side of the latent images that a transformer's fixed positions are made for. Those of an image of "
         "any size are stretched to it.",
     )
+    norm_groups: PositiveInt = setting(
+        32,
+        affects={"resume"},
+        added_later=True,
+        description="Groups of channels that each norm of a U-Net normalizes together. Must divide the `widths`.",
+    )
     freeze: bool = setting(
         False,
         affects={"plan", "resume"},
@@ -101,6 +107,12 @@ class GeneratorSettings(Section):
             )
         if self.kind == "dit" and self.sample_size % self.patch:
             problems.append(f"sample_size {self.sample_size} is not divisible by patch {self.patch}")
+        if self.kind == "unet":
+            problems += [
+                f"width {width} is not divisible by norm_groups {self.norm_groups}"
+                for width in self.widths
+                if width % self.norm_groups
+            ]
         if self.kind == "unet" and self.patch > 1:
             problems.append(f"patch is {self.patch}, but a U-Net reads every position of the latent: set patch to 1")
         if self.image_size is not None and self.image_size % (self.patch * 2 ** (len(self.widths) - 1)):

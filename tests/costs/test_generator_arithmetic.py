@@ -1,4 +1,4 @@
-"""Shapes of generators against torch modules: parameters and FLOPs exactly, saved activations closely."""
+"""Costs of generators against their modules: FLOPs exactly, saved activations closely."""
 
 from typing import Any
 
@@ -11,51 +11,32 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmtrain.costs import AnalyticCosts, TokenLoad, preset
 from mmtrain.costs import layer_arithmetic as analytic
+from mmtrain.models.generator.generator_input import GeneratorInput, GeneratorState
 from mmtrain.models.generator_shapes import generator_layers
 from mmtrain.recipe.generator_settings import GeneratorSettings
-from tests.costs.generators import Dit, UNet
+from tests.models.generator.tiny import DIT, LLM_HIDDEN, UNET, build, run
 
-LLM_HIDDEN, IMAGES, SIDE = 24, 3, 8
-UNET = {
-    "kind": "unet",
-    "widths": (16, 32, 32),
-    "heads": (2, 4, 4),
-    "layers": 2,
-    "context_width": 20,
-    "context_tokens": 5,
-}
-DIT = {"kind": "dit", "widths": (32,), "heads": (4,), "layers": 3, "patch": 2, "context_width": 20, "context_tokens": 5}
+IMAGES, SIDE = 3, 8
 
 
-def build_module(settings: dict[str, Any]) -> tuple[GeneratorSettings, nn.Module, Tensor, TokenLoad]:
-    """Return the settings, the module, an input of some images, and its load."""
+def build_module(settings: dict[str, Any]) -> tuple[GeneratorSettings, nn.ModuleList, GeneratorInput, TokenLoad]:
+    """Return the settings, the layers, some noisy images, and their load."""
     g = GeneratorSettings(**settings)
-    if g.kind == "unet":
-        noise = torch.randn(IMAGES, g.channels, SIDE, SIDE)
-        tokens = SIDE**2
-        return g, UNet(g, LLM_HIDDEN), noise, TokenLoad.of(np.full(IMAGES, tokens))
-    tokens = (SIDE // g.patch) ** 2
-    noise = torch.randn(IMAGES, tokens, g.channels * g.patch**2)
-    return g, Dit(g, LLM_HIDDEN), noise, TokenLoad.of(np.full(IMAGES, tokens))
-
-
-@pytest.mark.parametrize("settings", [UNET, DIT], ids=["unet", "dit"])
-def test_parameters_are_exact(settings: dict[str, Any]) -> None:
-    g, module, _, _ = build_module(settings)
-    assert sum(map(analytic.num_parameters, generator_layers(g, LLM_HIDDEN))) == sum(
-        p.numel() for p in module.parameters()
-    )
+    side = SIDE // g.patch
+    cells = torch.randn(IMAGES * side**2, g.channels * g.patch**2)
+    inputs = GeneratorInput((side,) * IMAGES, (side,) * IMAGES, cells, torch.arange(IMAGES))
+    return g, build(g), inputs, TokenLoad.of(np.full(IMAGES, side**2))
 
 
 @pytest.mark.parametrize("llm_trains", [True, False])
 @pytest.mark.parametrize("settings", [UNET, DIT], ids=["unet", "dit"])
 def test_flops_equal_those_torch_counts(settings: dict[str, Any], llm_trains: bool) -> None:
-    g, module, noise, load = build_module(settings)
+    g, modules, inputs, load = build_module(settings)
     layers = generator_layers(g, LLM_HIDDEN)
-    rows = torch.randn(IMAGES, g.context_tokens, LLM_HIDDEN, requires_grad=llm_trains)
+    rows = torch.randn(IMAGES * g.context_tokens, LLM_HIDDEN, requires_grad=llm_trains)
     with sdpa_kernel(SDPBackend.MATH):  # the counter knows no fused attention on a CPU
         with FlopCounterMode(display=False) as forward:
-            out = module(noise, rows)
+            out = run(modules, GeneratorState(rows), inputs)
         with FlopCounterMode(display=False) as backward:
             out.sum().backward()
     assert sum(analytic.forward_flops(x, load) for x in layers) == forward.get_total_flops()
@@ -69,8 +50,8 @@ def test_flops_equal_those_torch_counts(settings: dict[str, Any], llm_trains: bo
 
 @pytest.mark.parametrize("settings", [UNET, DIT], ids=["unet", "dit"])
 def test_activations_are_those_that_autograd_saves(settings: dict[str, Any]) -> None:
-    g, module, noise, load = build_module(settings)
-    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    g, modules, inputs, load = build_module(settings)
+    weights = {p.untyped_storage().data_ptr() for p in modules.parameters()}
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -80,7 +61,7 @@ def test_activations_are_those_that_autograd_saves(settings: dict[str, Any]) -> 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = module(noise, torch.randn(IMAGES, g.context_tokens, LLM_HIDDEN))
+        out = run(modules, GeneratorState(torch.randn(IMAGES * g.context_tokens, LLM_HIDDEN)), inputs)
     assert out.requires_grad
     predicted = sum(analytic.activation_bytes(x, load, 4) for x in generator_layers(g, LLM_HIDDEN))
     assert sum(saved.values()) == pytest.approx(predicted, rel=0.2)

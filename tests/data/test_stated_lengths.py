@@ -53,6 +53,7 @@ def test_a_generated_image_takes_context_tokens_in_the_llm(file: Path) -> None:
     plain = settings.model_dump() | {}
     plain["model"]["generator"] = {
         "kind": "unet", "widths": (8, 8, 8), "heads": (2, 2, 2), "layers": 1, "context_width": 8, "context_tokens": 7,
+        "norm_groups": 4,
     }  # fmt: skip
     lengths = build_index(Recipe.model_validate(plain)).lengths
     images = lengths.items["generator"]

@@ -28,6 +28,7 @@ VISION: dict[str, Any] = {
 AUDIO: dict[str, Any] = {"layers": 2, "hidden": 96, "heads": 4, "ffn": 256, "max_frames": 400, "downsample": 2}
 UNET: dict[str, Any] = {
     "kind": "unet", "widths": (16, 32), "heads": (2, 4), "layers": 1, "context_width": 24, "context_tokens": 8,
+    "norm_groups": 8,
 }  # fmt: skip
 LLM: dict[str, Any] = {"layers": 4, "hidden": 128, "heads": 4, "ffn": 320, "vocab": 512}
 

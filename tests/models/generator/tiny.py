@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmtrain.families.diffusers_pixart import pixart_weights
+from mmtrain.families.diffusers_unet import unet_weights
 from mmtrain.models.generator.generator_input import GeneratorContext, GeneratorInput, GeneratorState
 from mmtrain.models.generator.layer_modules import build_generator_layer
 from mmtrain.models.generator_shapes import generator_layers
@@ -18,6 +20,10 @@ LLM_HIDDEN = 24
 DIT: dict[str, Any] = {
     "kind": "dit", "widths": (32,), "heads": (4,), "layers": 3, "channels": 4, "patch": 2, "context_width": 20,
     "context_tokens": 5, "sample_size": 8,
+}  # fmt: skip
+UNET: dict[str, Any] = {
+    "kind": "unet", "widths": (16, 32, 32), "heads": (2, 4, 8), "layers": 2, "channels": 4, "context_width": 20,
+    "context_tokens": 5, "norm_groups": 4, "sample_size": 8,
 }  # fmt: skip
 
 
@@ -74,36 +80,37 @@ def images_of(patches: Tensor, sizes: list[tuple[int, int]], patch: int) -> list
     return images
 
 
-def load_dit(modules: nn.ModuleList, weights: Mapping[str, Tensor], settings: GeneratorSettings) -> None:
-    """Copy the weights of a `PixArtTransformer2DModel` into our layers, behind the projector of the context."""
-    _, embed, *blocks, out = modules
-    (heads,) = settings.heads
-
-    def set_linear(linear: Any, *names: str) -> None:
-        """Set a linear; of several names, the rows are joined head by head."""
-        for kind in ("weight", "bias"):
-            parts = [weights[f"{name}.{kind}"] for name in names]
-            if len(parts) > 1:
-                split = [part.unflatten(0, (heads, -1)) for part in parts]
-                parts = [torch.cat(split, dim=1).flatten(0, 1)]
-            getattr(linear, kind).copy_(parts[0].reshape(getattr(linear, kind).shape))
-
+def load(modules: nn.ModuleList, tensors: Mapping[str, Tensor], settings: GeneratorSettings) -> None:
+    """Copy the tensors of a model of `diffusers` into our layers behind the projector of the context."""
+    family = {"dit": pixart_weights, "unet": unet_weights}[settings.kind]
+    ours = {f"generator.layers.{name}": param for name, param in modules.named_parameters()}
     with torch.no_grad():
-        set_linear(embed.proj, "pos_embed.proj")
-        set_linear(embed.time_fc1, "adaln_single.emb.timestep_embedder.linear_1")
-        set_linear(embed.time_fc2, "adaln_single.emb.timestep_embedder.linear_2")
-        set_linear(embed.modulation, "adaln_single.linear")
-        for index, block in enumerate(blocks):
-            prefix = f"transformer_blocks.{index}"
-            block.modulation.copy_(weights[f"{prefix}.scale_shift_table"])
-            set_linear(block.self_attention.linear_qkv, *(f"{prefix}.attn1.to_{x}" for x in "qkv"))
-            set_linear(block.self_attention.linear_proj, f"{prefix}.attn1.to_out.0")
-            set_linear(block.cross_attention.linear_q, f"{prefix}.attn2.to_q")
-            set_linear(block.cross_attention.linear_kv, *(f"{prefix}.attn2.to_{x}" for x in "kv"))
-            set_linear(block.cross_attention.linear_proj, f"{prefix}.attn2.to_out.0")
-            set_linear(block.mlp.linear_fc1, f"{prefix}.ff.net.0.proj")
-            set_linear(block.mlp.linear_fc2, f"{prefix}.ff.net.2")
-        out.modulation.copy_(weights["scale_shift_table"])
-        for kind in ("weight", "bias"):  # rows are (row, column, channel) there, (channel, row, column) here
-            rows = weights[f"proj_out.{kind}"].unflatten(0, (settings.patch, settings.patch, -1))
-            getattr(out.proj, kind).copy_(rows.movedim(2, 0).flatten(0, 2))
+        for source in family(settings.model_dump()):
+            param = ours[source.name]
+            source.check_cover(tuple(param.shape))
+            for block in source.blocks:
+                part = tensors[block.tensor][tuple(slice(lo, hi) for lo, hi in block.tensor_box)]
+                region = param[tuple(slice(lo, hi) for lo, hi in block.view_box)]
+                region.copy_(part.reshape(region.shape))
+
+
+def shuffle(model: nn.Module, seed: int = 0) -> None:
+    """Move every parameter off its initial value, so that norms and biases matter too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.1 * torch.randn(param.shape, generator=generator)
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def assert_equal_gradients(ours: nn.ModuleList, theirs: nn.Module, settings: GeneratorSettings) -> None:
+    """Compare the gradients of all layers behind the projector of the context."""
+    expected = build(settings)  # holds their gradients under our names
+    load(expected, {name: param.grad for name, param in theirs.named_parameters() if param.grad is not None}, settings)
+    expected_gradients = dict(expected[1:].named_parameters())
+    for name, param in ours[1:].named_parameters():
+        assert param.grad is not None, name
+        assert relative_error(param.grad, expected_gradients[name]) < 1e-3, name
