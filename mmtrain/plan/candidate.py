@@ -52,6 +52,7 @@ class MeshAssignment:
     shard: int | None = None  # in `replicated`: ranks that hold one copy of the state together
     dispatch: DispatchMode | None = None  # in `replicated`: what is balanced over the ranks
     exchange: Exchange = "all_to_all"  # in `replicated`: by which rows are dispatched
+    encoder_first: bool = False  # in `replicated`: see `StageGraph`
 
     @property
     def pipeline_microbatches(self) -> Mapping[str, int | None]:
@@ -100,9 +101,8 @@ class MeshAssignment:
         if self.placement == "colocated":
             return "colocated: " + ", ".join(f"{unit} {mesh}" for unit, mesh in self.meshes.items())
         if self.shard is not None:
-            return replicated_summary(
-                self.meshes[LLM].dp, self.shard, self.num_microbatches[LLM], self.dispatch, self.exchange
-            )
+            num_ranks, counts = self.meshes[LLM].dp, self.num_microbatches
+            return replicated_summary(num_ranks, self.shard, counts, self.dispatch, self.exchange, self.encoder_first)
         num_llm = self.num_microbatches[LLM]
         suffix = {unit: f" mb{num}" if num != num_llm else "" for unit, num in self.num_microbatches.items()}
         if self.placement == "unified":
@@ -148,7 +148,7 @@ class Candidate:
     partition: LayerPartition | None = None
     estimated_step_s: float | None = None
     fit: FittedLayout | None = None
-    explicit_schedule: SchedulePlan | None = None  # 1F1B where there is none
+    explicit_schedule: SchedulePlan | None = None  # 1F1B or encoder-first where there is none
     simulation: Simulation | None = None
     measured_step_s: float | None = None  # infinite where it could not be run
     memory_ratio: float | None = None  # as run, see `problem.StepMeasurement`
@@ -212,7 +212,7 @@ class Candidate:
     @property
     def schedule(self) -> SchedulePlan:
         """What orders its program; from FITTED on."""
-        return self.explicit_schedule or SchedulePlan(num_microbatches=dict(self.layout.num_microbatches))
+        return self.explicit_schedule or self.layout.default_schedule
 
     @property
     def first_batch_step_s(self) -> float:

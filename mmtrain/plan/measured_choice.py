@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mmtrain.errors import PlanError
+from mmtrain.plan.artifact.graph_memory import schedule_in_flight
 from mmtrain.plan.candidate import Candidate, SearchResults
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.finish import finish_plan
@@ -95,7 +96,7 @@ class _Runs:
         if candidate.explicit_schedule is not None:
             return None
         assert candidate.partition is not None
-        in_flight = self.evaluator.estimator(None).in_flight(candidate.assignment, candidate.partition)
+        in_flight = schedule_in_flight(candidate.fitted_graph, candidate.schedule)
         start = Candidate(candidate.id, candidate.assignment).partitioned(candidate.partition)
         fitted = self.evaluator.fit(start, in_flight, memory_bytes)
         return self.evaluator.simulate(fitted) if isinstance(fitted, Candidate) else None

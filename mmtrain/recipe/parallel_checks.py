@@ -89,7 +89,8 @@ def check_placement(recipe: Recipe) -> Iterator[Problem]:
     """The placement suits the model's units and their fixed parallel degrees."""
     placement = recipe.parallel.placement
     path = ("parallel", "placement")
-    for name, default in (("shard", "auto"), ("dispatch", "auto"), ("exchange", "all_to_all")):
+    defaults = {"shard": "auto", "dispatch": "auto", "exchange": "all_to_all", "schedule": "auto"}
+    for name, default in defaults.items():
         value = getattr(recipe.parallel, name)
         if value != default and placement != "replicated":
             text = f"found {value} with placement {placement}; it is used in parallel.placement: replicated"
@@ -111,7 +112,9 @@ def check_placement(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _check_replicated(recipe: Recipe) -> Iterator[Problem]:
-    """Every rank runs all of every unit, and shards divide the ranks."""
+    """Every rank runs all of every unit, shards divide the ranks, and what runs first exists."""
+    if recipe.parallel.schedule == "encoder_first" and not recipe.model.all_encoders:
+        yield Problem(("parallel", "schedule"), "found encoder_first, but the model has no encoder; use 1f1b or auto")
     if recipe.model.generator is not None:
         text = "found replicated, allowed with model.generator: disaggregated, unified or auto"
         yield Problem(("parallel", "placement"), text)

@@ -90,6 +90,15 @@ class ParallelSettings(Section):
         description="Exchange batches of images or clips between replicas of their encoder, which costs no balance, so "
         "that few features go to other nodes (`cluster.ranks_per_node`). `false`: places do not depend on nodes.",
     )
+    schedule: Literal["auto", "1f1b", "encoder_first"] = setting(
+        "auto",
+        affects={"plan"},
+        added_later=True,
+        description="In `replicated`: when encoders run. `1f1b`: before and after the LLM in every mini-batch. "
+        "`encoder_first`: before the LLM for all mini-batches of a step and after it, keeping features alone between; "
+        "an encoder that trains runs forward twice. It then has fewer, larger mini-batches, as few as memory allows, "
+        "so that weights are gathered less often and items are balanced over the whole step. `auto`: the faster.",
+    )
     vision: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the vision encoder.")
     audio: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the audio encoder.")
     encoders: dict[str, UnitParallel] = Field({}, description="Parallel degrees of `model.encoders`, by their names.")

@@ -46,6 +46,8 @@ def _unit_table(plan: Plan) -> Table:
     title = f"Plan: {plan.placement} on {plan.world_size} x {plan.hardware}"
     if plan.shard is not None:
         title += f", shard {plan.shard}"
+    if plan.schedule.kind == "encoder_first":
+        title += ", encoders first"
     table = Table(title=title, title_justify="left")
     for column in ("unit", "tp x pp x dp", "vpp", "sp", "microbatches", "layers", "recomputed"):
         table.add_column(column)

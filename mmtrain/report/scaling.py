@@ -118,7 +118,8 @@ def scaling_table(points: Sequence[ScalingPoint], width: int = DEFAULT_WIDTH) ->
 
 def layout_text(plan: Plan) -> str:
     """Write a plan in one line: `disaggregated: vision tp1 pp1 dp8, llm tp4 pp2 vpp3 dp8`."""
-    return Layout(plan.placement, plan.units, plan.schedule.num_microbatches).summary
+    is_encoder_first = plan.schedule.kind == "encoder_first"
+    return Layout(plan.placement, plan.units, plan.schedule.num_microbatches, is_encoder_first).summary
 
 
 def scaling_json(points: Sequence[ScalingPoint]) -> Iterator[dict[str, Any]]:

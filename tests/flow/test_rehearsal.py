@@ -9,6 +9,7 @@ import pytest
 from mmtrain.errors import UserError
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.estimate.simulate_plan import plan_timing
+from mmtrain.program.schedules.builder import ScheduleKind
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.rehearsal import rehearse as rehearsal
 from mmtrain.runtime.rehearsal.checkpoint_traffic import CheckpointTraffic, checkpoint_bytes
@@ -43,11 +44,13 @@ def rehearsed(request: RehearsalRequest, min_hang_s: float = 60.0) -> RehearsalR
     return result
 
 
-@pytest.mark.slow  # 5 s
-def test_replicas_that_dispatch_are_rehearsed_together() -> None:
+@pytest.mark.slow  # 5 s each
+@pytest.mark.parametrize("kind", ["1f1b", "encoder_first"])
+def test_replicas_that_dispatch_are_rehearsed_together(kind: ScheduleKind) -> None:
     settings = cases.recipe()
     mesh = Mesh((), (0, 1, 2, 3), dp=4)
-    chosen = cases.plan(settings, shard=2, dispatch="all", vision=mesh, llm=mesh)
+    vision = mesh if kind == "1f1b" else replace(mesh, n=1)
+    chosen = cases.plan(settings, kind, shard=2, dispatch="all", vision=vision, llm=mesh)
     result = rehearsed(_request(settings, chosen))
     assert result.ranks == (0, 1, 2, 3)
     assert result.predicted_bubbles["dispatch"] > 0

@@ -1,6 +1,7 @@
 """Units that are sharded over all ranks (`replicated`) compute what one process does."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -17,6 +18,7 @@ from mmtrain.models.named_shards import NamedShard
 from mmtrain.plan import load_plan
 from mmtrain.plan.artifact.plan import Plan, UnitPlan
 from mmtrain.program import Backward, DispatchMode
+from mmtrain.program.schedules.builder import ScheduleKind
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.checkpointing import SavedRank, checkpoint_ranks, restore_checkpoint, take_snapshot
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
@@ -37,11 +39,16 @@ def replicated(
     shard: int,
     recompute: tuple[int, ...] = (),
     dispatch: DispatchMode | None = None,
+    encoder_first_in: int | None = None,
 ) -> Plan:
-    """Return a plan in which each of `num_ranks` ranks runs every unit, and `shard` of them hold one copy."""
-    units = [*settings.model.all_encoders, "llm"]
+    """Return a plan in which each of `num_ranks` ranks runs every unit, and `shard` of them hold one copy.
+
+    encoder_first_in: mini-batches of encoders that run before and after the LLM.
+    """
     mesh = Mesh((), tuple(range(num_ranks)), dp=num_ranks, recompute=recompute)
-    return plan(settings, shard=shard, dispatch=dispatch, **dict.fromkeys(units, mesh))
+    encoders = dict.fromkeys(settings.model.all_encoders, replace(mesh, n=encoder_first_in or 0))
+    kind: ScheduleKind = "1f1b" if encoder_first_in is None else "encoder_first"
+    return plan(settings, kind, shard=shard, dispatch=dispatch, **encoders, llm=mesh)
 
 
 SPEECH: dict[str, Any] = {"model__audio": AUDIO}
@@ -49,15 +56,20 @@ TIED: dict[str, Any] = {"model__llm__tie_embeddings": True}
 BY_ALL_GATHER: dict[str, Any] = {"parallel__placement": "replicated", "parallel__exchange": "all_gather"}
 TWO_NODES: dict[str, Any] = {"cluster__ranks_per_node": 2}
 ALL = (0, 1, 2, 3, 4)
-# name -> (recipe changes, ranks, shard, recomputed layers, whether every second step has text alone[, dispatch])
+FROZEN_VISION: dict[str, Any] = {"model__vision__freeze": True}
+FROZEN_PROJECTOR: dict[str, Any] = FROZEN_VISION | {"model__vision__projector__freeze": True}
+# name -> (recipe changes, ranks, shard, recomputed layers, whether every second step has text alone[, dispatch[,
+# mini-batches of encoders that run first]])
 Case = (
     tuple[dict[str, Any], int, int, tuple[int, ...], bool]
     | tuple[dict[str, Any], int, int, tuple[int, ...], bool, DispatchMode]
+    | tuple[dict[str, Any], int, int, tuple[int, ...], bool, DispatchMode, int]
 )
 CASES: dict[str, Case] = {
     "two ranks, one copy": ({}, 2, 2, (), False),
     "four ranks, two copies, audio, tied, recomputed, texts between": (SPEECH | TIED, 4, 2, ALL, True),
     "all dispatched on two nodes, audio, texts between": (SPEECH | TWO_NODES, 4, 2, (), True, "all"),
+    "encoders first in one, all dispatched, audio, texts between": (SPEECH, 4, 2, (), True, "all", 1),
 }
 MORE: dict[str, Case] = {
     "all dispatched by all-gather, texts between": (BY_ALL_GATHER | SPEECH, 4, 2, (), True, "all"),
@@ -137,6 +149,29 @@ MORE: dict[str, Case] = {
         False,
     ),
     "microbatches of one sample": ({"train__global_batch": 8}, 2, 2, (), True),
+    "encoders first in as many, all dispatched": (SPEECH, 4, 2, (), True, "all", 2),
+    "encoders first in one, llm dispatched": (SPEECH, 4, 2, (), True, "llm", 1),
+    "encoders first in two, llm dispatched, recomputed": (SPEECH | TIED, 2, 2, ALL, True, "llm", 2),
+    "encoders first in one, nothing dispatched": (SPEECH, 4, 2, (), True, "none", 1),
+    "encoders first in one, all dispatched, recomputed": (SPEECH | TIED, 4, 4, ALL, True, "all", 1),
+    "encoders first in one, all dispatched, two copies": (SPEECH, 2, 1, (), True, "all", 1),
+    "encoders first in one, one rank": ({}, 1, 1, (), True, "all", 1),
+    "encoders first in one, frozen encoder": (FROZEN_VISION | SPEECH, 4, 2, (), True, "all", 1),
+    "encoders first in two, frozen encoder, recomputed": (FROZEN_VISION, 2, 2, ALL, True, "none", 2),
+    "encoders first in one, frozen encoder and projector": (FROZEN_PROJECTOR | SPEECH, 4, 2, (), True, "all", 1),
+    "encoders first in one, frozen llm": ({"model__llm__freeze": True} | SPEECH, 2, 2, (), True, "all", 1),
+    "encoders first in one, ends frozen": (
+        {"train__freeze": ("vision.layers.[01].*", "llm.layers.[04].*")},
+        2,
+        2,
+        (),
+        True,
+        "all",
+        1,
+    ),
+    "encoders first in one, adapters": (ADAPTED, 2, 2, (), True, "all", 1),
+    "encoders first in two, deepstack": (DEEPSTACK | {"train__global_batch": 8}, 2, 2, (), True, "all", 2),
+    "encoders first in one, two encoders of images": ({"model__encoders": {"fine": FINE}}, 4, 2, (), True, "all", 1),
 }
 
 
@@ -192,11 +227,14 @@ def _drawn(number: int) -> tuple[Recipe, Plan, bool]:
     shard = choose([size for size in (1, 2, 4) if size <= num_ranks])
     recompute, texts_between = choose(list(RECOMPUTED.values())), choose((False, True))
     dispatch = choose(("all", "llm", "none"))
-    return settings, replicated(settings, num_ranks, shard, recompute, dispatch), texts_between
+    encoder_first_in = choose(
+        (None, *(number for number in (1, 2) if batch["train__global_batch"] // num_ranks % number == 0))
+    )
+    return settings, replicated(settings, num_ranks, shard, recompute, dispatch, encoder_first_in), texts_between
 
 
 @pytest.mark.slow  # 2 s each
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(24))
 def test_drawn_models_compute_sharded_what_one_process_does(number: int) -> None:
     assert_equals_one_process(*_drawn(number))
 
@@ -322,3 +360,42 @@ def test_a_torch_without_fsdp2_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params")
     with pytest.raises(LaunchError, match=r"lacks FSDPModule.set_reduce_scatter_unused_params; install torch 2.13"):
         fully_sharded.require_fsdp2()
+
+
+def _forwards_of_the_encoder(plans: dict[str, tuple[Recipe, Plan]]) -> dict[str, list[bool]]:
+    """Return of each forward of the encoder's second layer in a step whether autograd kept activations of it."""
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    kept: dict[str, list[bool]] = {}
+    for name, (settings, chosen) in plans.items():
+        context = build_rank_context(settings, chosen, world)
+        [stage] = context.units["vision"].stages.values()
+        record = kept.setdefault(name, [])
+        stage.layers["1"].register_forward_hook(partial(_record_whether_kept, record))
+        context.train(step_data(context, 0), 0.1)
+    return kept
+
+
+def _record_whether_kept(record: list[bool], layer: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+    record.append(output.requires_grad)
+
+
+def test_an_encoder_that_runs_first_runs_again_if_it_trains() -> None:
+    training, frozen = recipe(), recipe(**FROZEN_VISION)
+    plans = {
+        "1f1b": (training, replicated(training, 1, 1)),
+        "first": (training, replicated(training, 1, 1, encoder_first_in=2)),
+        "first, frozen": (frozen, replicated(frozen, 1, 1, encoder_first_in=2)),
+    }
+    [kept] = run_ranks(1, _forwards_of_the_encoder, plans)
+    num_llm = plans["1f1b"][1].schedule.num_microbatches["llm"]
+    assert kept == {"1f1b": [True] * num_llm, "first": [False, False, True, True], "first, frozen": [False, False]}
+
+
+def test_encoders_run_first_in_replicated_alone() -> None:
+    chosen = replicated(recipe(), 2, 2, encoder_first_in=1).model_dump()
+    assert Plan.model_validate(chosen).schedule.kind == "encoder_first"
+    with pytest.raises(ValueError, match="`replicated` runs its units by `1f1b` or `encoder_first`"):
+        Plan.model_validate(chosen | {"schedule": chosen["schedule"] | {"kind": "coarse"}})
+    unified = _unified(recipe()).model_dump()
+    with pytest.raises(ValueError, match=r"schedule.kind is encoder_first with placement unified; allowed: replicated"):
+        Plan.model_validate(unified | {"schedule": unified["schedule"] | {"kind": "encoder_first"}})

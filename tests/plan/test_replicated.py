@@ -1,5 +1,7 @@
 """The replicated placement: what a pass of sharded units takes, how steps are dispatched, and when it is chosen."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -57,7 +59,8 @@ def test_without_a_mesh_of_the_placement_the_plan_is_refused() -> None:
         plan_recipe(three, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
     tight = factory.recipe(parallel={"placement": "replicated"}, cluster={"memory_gib": 0.004})
     with pytest.raises(
-        PlanError, match=r"replicated: 4 ranks, shard 4, 2 mini-batches, dispatch all: does not fit with"
+        PlanError,
+        match=r"replicated: 4 ranks, shard 4, 2 mini-batches, dispatch all, encoders first in 2: does not fit with",
     ):
         plan_recipe(tight, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
 
@@ -118,10 +121,11 @@ def test_the_planner_dispatches_where_items_are_in_few_samples() -> None:
     assert plans["llm"].predicted.bubbles["dispatch"] == 0
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "encoder_first"])
 @pytest.mark.parametrize("dispatch", ["all", "llm", "none"])
-def test_one_rank_stands_for_all_in_the_simulation(dispatch: str) -> None:
+def test_one_rank_stands_for_all_in_the_simulation(dispatch: str, schedule: str) -> None:
     """All run every pass together, for as long as the slowest of them takes."""
-    parallel = {"placement": "replicated", "shard": 8, "dispatch": dispatch}
+    parallel = {"placement": "replicated", "shard": 8, "dispatch": dispatch, "schedule": schedule}
     settings = factory.recipe(parallel=parallel, global_batch=32)
     problem = formulate_problem(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
     evaluator = Evaluator(problem)
@@ -129,7 +133,8 @@ def test_one_rank_stands_for_all_in_the_simulation(dispatch: str) -> None:
     graph, layer_costs = candidate.graph, evaluator.layer_costs
     loads = layer_costs.step_loads(batch_split_of(graph))[0]
     timing = model_timing(graph, layer_costs, loads, problem.hardware)
-    of_all_ranks = simulate(build_program(graph), timing, graph.num_groups)
+    assert candidate.schedule.kind == schedule
+    of_all_ranks = simulate(build_program(graph, kind=candidate.schedule.kind), timing, graph.num_groups)
     assert len(of_all_ranks.bubbles) == 16
     first_batch_s = simulate_first_batch(graph, candidate.schedule, layer_costs, problem.hardware).step_time_s
     assert first_batch_s == pytest.approx(of_all_ranks.step_time_s, rel=1e-3)
@@ -178,3 +183,59 @@ def test_the_simulator_sees_what_node_wise_places_save() -> None:
         chosen = plan_recipe(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
         seconds.append(_dispatch_seconds(chosen))
     assert 0 < seconds[0] < seconds[1]
+
+
+def _plan_schedule(
+    schedule: str,
+    encoder: dict[str, Any] = factory.VISION,
+    encoder_microbatches: int | None = None,
+    memory_gib: float = 80,
+) -> Plan:
+    parallel = {"vision": {"num_microbatches": encoder_microbatches}}
+    settings = factory.recipe(
+        parallel={"placement": "replicated", "shard": "all", "dispatch": "all", "schedule": schedule, **parallel},
+        cluster={"memory_gib": memory_gib},
+        vision=encoder,
+        global_batch=16,
+    )
+    return plan_recipe(settings, _lopsided(), world_size=4, hardware="h100-80g", recipe_sha256="x")
+
+
+def test_encoders_run_first_where_that_is_predicted_to_be_faster() -> None:
+    """A frozen encoder runs once either way, and then gathers its weights once, not in each of four mini-batches."""
+    frozen = factory.VISION | {"freeze": True}
+    plans = {schedule: _plan_schedule(schedule, frozen) for schedule in ("auto", "1f1b", "encoder_first")}
+    step_s = {schedule: chosen.predicted.step_time_s for schedule, chosen in plans.items()}
+    assert step_s["auto"] == step_s["encoder_first"] < step_s["1f1b"]
+    assert plans["auto"].schedule.kind == "encoder_first"
+    assert plans["auto"].schedule.num_microbatches == {"vision": 1, "llm": 4}
+    assert plans["1f1b"].schedule.num_microbatches == {"vision": 4, "llm": 4}
+
+
+def test_an_encoder_that_trains_pays_for_a_second_forward() -> None:
+    """With as many mini-batches as the LLM nothing makes up for it."""
+    plans = {
+        schedule: _plan_schedule(schedule, encoder_microbatches=4) for schedule in ("auto", "1f1b", "encoder_first")
+    }
+    step_s = {schedule: chosen.predicted.step_time_s for schedule, chosen in plans.items()}
+    assert step_s["auto"] == step_s["1f1b"] < step_s["encoder_first"]
+    assert plans["auto"].schedule.kind == "1f1b"
+
+
+def test_encoders_first_keep_features_and_no_activations_beside_the_llm() -> None:
+    """Where the recipe fixes the mini-batches, memory is that of the larger unit and not of both."""
+    held = {}
+    for schedule in ("1f1b", "encoder_first"):
+        chosen = _plan_schedule(schedule, encoder_microbatches=4)
+        [held[schedule]] = chosen.predicted.memory_kinds_gib.values()
+    assert held["encoder_first"]["activations"] < held["1f1b"]["activations"]
+    assert held["encoder_first"]["buffers"] > held["1f1b"]["buffers"]
+
+
+def test_where_memory_is_short_encoders_first_have_more_mini_batches() -> None:
+    deep = factory.VISION | {"layers": 12, "hidden": 256, "ffn": 1024}
+    roomy = _plan_schedule("encoder_first", deep)
+    [needed_gib] = roomy.predicted.peak_memory_gib.values()
+    tight = _plan_schedule("encoder_first", deep, memory_gib=0.8 * needed_gib)
+    assert roomy.schedule.num_microbatches["vision"] == 1
+    assert tight.schedule.num_microbatches["vision"] > 1 or tight.units["vision"].num_recomputed > 0

@@ -186,6 +186,11 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (["parallel.shard=2"], "parallel.shard: found 2 with placement auto"),
         (["parallel.dispatch=all"], "parallel.dispatch: found all with placement auto"),
         (["parallel.exchange=all_gather"], "parallel.exchange: found all_gather with placement auto"),
+        (["parallel.schedule=encoder_first"], "parallel.schedule: found encoder_first with placement auto"),
+        (
+            ["model.vision=null", "parallel.placement=replicated", "parallel.schedule=encoder_first"],
+            "parallel.schedule: found encoder_first, but the model has no encoder",
+        ),
         (
             [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.placement=replicated"],
             "parallel.placement: found replicated, allowed with model.generator: disaggregated",

@@ -95,6 +95,9 @@ def test_the_title_of_a_sharded_plan_says_its_shards() -> None:
     }
     chosen = plan().model_copy(update={"placement": "replicated", "world_size": 4, "units": units})
     assert "Plan: replicated on 4 x h100-80g, shard 2" in plan_table(chosen)
+    schedule = chosen.schedule.model_copy(update={"kind": "encoder_first"})
+    chosen = chosen.model_copy(update={"schedule": schedule})
+    assert "Plan: replicated on 4 x h100-80g, shard 2, encoders first" in plan_table(chosen)
     assert "shard" not in plan_table(plan())
 
 

@@ -57,7 +57,7 @@ class _StageCosts:
     typical: Mapping[str, TokenLoad]  # by unit, a typical microbatch
 
     def of(self, stage: Stage) -> tuple[MarginalCost, MarginalCost]:
-        """Return a stage's forward and its backward, recompute included."""
+        """Return a stage's forward and its backward, with what is computed again in the latter."""
         unit = stage.id.unit
         tp, typical = self.graph.mesh(unit).tp, self.typical[unit]
 
@@ -79,6 +79,8 @@ class _StageCosts:
             by_layer.append(of_layer(layers[i], input_grad[i], i in stage.recompute and has_backward))
         total_forward = sum((forward for forward, _ in by_layer), MarginalCost())
         total_backward = sum((backward for _, backward in by_layer), MarginalCost())
+        if self.graph.reruns_forward(stage.id):
+            total_backward += total_forward
         return total_forward, total_backward
 
 

@@ -9,8 +9,10 @@ from itertools import chain
 from mmtrain.costs import CostModel, HeldLayers, Precision, RankMemory, StateBytes, TokenLoad, input_grad_needed
 from mmtrain.costs.rank_memory import MEMORY_MARGIN, microbatch_activation_bytes, rank_memory
 from mmtrain.models.model_shape import ModelShape
-from mmtrain.program.ir.graph import Microbatch, Stage, StageGraph, StageId
+from mmtrain.plan.artifact.plan import SchedulePlan
+from mmtrain.program.ir.graph import LLM, Microbatch, Stage, StageGraph, StageId
 from mmtrain.program.ir.program import Program
+from mmtrain.program.schedules.builder import build_compute, in_flight_microbatches
 from mmtrain.program.verify.check import MemoryLimit
 from mmtrain.program.verify.live_activations import peak_in_flight_by_stage
 
@@ -47,7 +49,17 @@ class GraphMemory:
             sp=unit in self.sequence_parallel,
             num_microbatches=mesh.num_microbatches,
             shard=mesh.shard,
+            held_features=self._held_features(graph, stage),
         )
+
+    def _held_features(self, graph: StageGraph, stage: Stage) -> int:
+        """Return how many microbatches of features a rank holds that runs its encoders before the LLM.
+
+        They are those of the whole step, and of one microbatch more: the LLM's, which reads its share of them, and then
+        the encoder's, whose gradients are put together.
+        """
+        is_encoder = self.shape.unit(stage.id.unit).kind == "encoder"
+        return graph.mesh(stage.id.unit).num_microbatches + 1 if graph.encoder_first and is_encoder else 0
 
     def by_rank(
         self, graph: StageGraph, num_in_flight: Mapping[StageId, int], communicator_bytes: Mapping[int, float]
@@ -59,7 +71,10 @@ class GraphMemory:
             num_in_flight: microbatches of each stage between forward and backward, at most.
             communicator_bytes: by rank of the first replica group.
         """
-        held = [self.held_layers(graph, stage, num_in_flight[stage.id]) for stage in graph.stages]
+        of_phases = [
+            [self.held_layers(graph, stage, in_flight[stage.id]) for stage in graph.stages]
+            for in_flight in memory_phases(graph, num_in_flight)
+        ]
         held_by_rank: dict[int, list[int]] = {}  # positions in `held`
         for position, stage in enumerate(graph.stages):
             replicas_per_group = graph.mesh(stage.id.unit).dp // graph.num_groups
@@ -70,12 +85,20 @@ class GraphMemory:
             ranks_of.setdefault(tuple(positions), []).append(rank)
         memory: dict[int, RankMemory] = {}
         for positions_held, ranks in ranks_of.items():
-            layers = [held[position] for position in positions_held]
             most_bytes = max(communicator_bytes.get(rank, 0.0) for rank in ranks)
-            of_ranks = rank_memory(
-                layers, self.costs, self.precision, self.state_bytes, graph.tied_embeddings, most_bytes
-            )
-            memory |= dict.fromkeys(ranks, of_ranks)
+            candidates = [
+                rank_memory(
+                    [held[position] for position in positions_held],
+                    self.costs,
+                    self.precision,
+                    self.state_bytes,
+                    graph.tied_embeddings,
+                    most_bytes,
+                )
+                for held in of_phases
+            ]
+            fullest = max(candidates, key=lambda of_phase: of_phase.total)
+            memory |= dict.fromkeys(ranks, fullest)
         return memory
 
     def activation_limit(self, graph: StageGraph, memory: Mapping[int, RankMemory], memory_bytes: float) -> MemoryLimit:
@@ -94,6 +117,27 @@ class GraphMemory:
             managed_bytes = (memory_bytes - of_rank.communicators - of_rank.inputs) / (1 + MEMORY_MARGIN)
             limit_bytes[rank] = math.floor(managed_bytes - fixed + ROUNDING_BYTES)
         return MemoryLimit(bytes_of, limit_bytes)
+
+
+def memory_phases(graph: StageGraph, num_in_flight: Mapping[StageId, int]) -> list[Mapping[StageId, int]]:
+    """Return the microbatches between forward and backward of each stage, in every phase of a step.
+
+    Where encoders run first and their backwards begin with another forward, activations of such an encoder live while
+    it runs backward, when there are none of the LLM or of another such encoder. Elsewhere a step has one phase.
+    """
+    rerun = [stage.id for stage in graph.stages if graph.reruns_forward(stage.id)]
+    if not rerun:
+        return [num_in_flight]
+    of_llm = {**num_in_flight, **dict.fromkeys(rerun, 0)}
+    idle = {stage_id: 0 if stage_id.unit == LLM else count for stage_id, count in of_llm.items()}
+    return [of_llm, *({**idle, stage_id: num_in_flight[stage_id]} for stage_id in rerun)]
+
+
+def schedule_in_flight(graph: StageGraph, schedule: SchedulePlan) -> dict[StageId, int]:
+    """Return the microbatches of each stage between forward and backward, at most, under a schedule."""
+    if schedule.kind == "1f1b":
+        return in_flight_microbatches(graph)
+    return peak_in_flight(build_compute(graph, schedule.kind, schedule.order))
 
 
 def peak_in_flight(program: Program) -> dict[StageId, int]:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mmtrain.models.model_shape import ModelShape
-from mmtrain.plan.artifact.plan import Placement, StagePlan, UnitPlan
+from mmtrain.plan.artifact.plan import Placement, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program.ir.graph import LLM, DispatchMode, Exchange
+from mmtrain.program.schedules.builder import ScheduleKind
 
 NO_LAYERS: Mapping[str, Collection[int]] = {}
 
@@ -37,6 +38,13 @@ class Layout:
     placement: Placement
     units: Mapping[str, UnitPlan]
     num_microbatches: Mapping[str, int]  # of a replica in a step, by unit
+    encoder_first: bool = False  # see `StageGraph`
+
+    @property
+    def default_schedule(self) -> SchedulePlan:
+        """The schedule that it runs by unless another is made for it."""
+        kind: ScheduleKind = "encoder_first" if self.encoder_first else "1f1b"
+        return SchedulePlan(kind=kind, num_microbatches=dict(self.num_microbatches))
 
     @property
     def summary(self) -> str:
@@ -47,7 +55,7 @@ class Layout:
         counts = self.num_microbatches
         llm = self.units[LLM]
         if llm.shard is not None:
-            return replicated_summary(llm.dp, llm.shard, counts[LLM], llm.dispatch, llm.exchange)
+            return replicated_summary(llm.dp, llm.shard, counts, llm.dispatch, llm.exchange, self.encoder_first)
         counts_differ = len(set(counts.values())) > 1
         meshes = []
         for name, unit in self.units.items():
@@ -66,13 +74,23 @@ class Layout:
 
 
 def replicated_summary(
-    num_ranks: int, shard: int, num_microbatches: int, dispatch: DispatchMode | None, exchange: Exchange
+    num_ranks: int,
+    shard: int,
+    num_microbatches: Mapping[str, int],
+    dispatch: DispatchMode | None,
+    exchange: Exchange,
+    encoder_first: bool = False,
 ) -> str:
     """Return one line on a layout in which every rank runs every unit."""
-    dispatched = "" if dispatch is None else f", dispatch {dispatch}"
+    text = f"replicated: {num_ranks} ranks, shard {shard}, {num_microbatches[LLM]} mini-batches"
+    if dispatch is not None:
+        text += f", dispatch {dispatch}"
     if exchange != "all_to_all":
-        dispatched += f" by {exchange.replace('_', '-')}"
-    return f"replicated: {num_ranks} ranks, shard {shard}, {num_microbatches} mini-batches{dispatched}"
+        text += f" by {exchange.replace('_', '-')}"
+    if encoder_first:
+        numbers = dict.fromkeys(str(number) for unit, number in num_microbatches.items() if unit != LLM)
+        text += f", encoders first in {' and '.join(numbers)}"
+    return text
 
 
 def replicated_units(

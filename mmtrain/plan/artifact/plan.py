@@ -271,8 +271,12 @@ class Plan(_Frozen):
             )
         if is_sharded and len(shards) > 1:
             raise ValueError("in `replicated` all units have the same `ranks`, `shard`, `dispatch` and `exchange`")
-        if is_sharded and self.schedule.kind != "1f1b":
-            raise ValueError(f"schedule.kind is {self.schedule.kind}; `replicated` runs its units by `1f1b` alone")
+        is_encoder_first = self.schedule.kind == "encoder_first"
+        if is_sharded and self.schedule.kind != "1f1b" and not is_encoder_first:
+            kinds = "`1f1b` or `encoder_first`"
+            raise ValueError(f"schedule.kind is {self.schedule.kind}; `replicated` runs its units by {kinds}")
+        if is_encoder_first and not is_sharded:
+            raise ValueError(f"schedule.kind is encoder_first with placement {self.placement}; allowed: replicated")
         return self
 
     def save(self, path: Path) -> None:

@@ -10,14 +10,18 @@ from mmtrain.program.ir.graph import Edge, Stage, StageGraph, StageId, UnitMesh
 
 def stage_graph(plan: Plan, shape: ModelShape) -> StageGraph:
     """Build the stage graph of a plan for a model."""
-    graph = build_stage_graph(plan.units, plan.schedule.num_microbatches, shape)
+    is_encoder_first = plan.schedule.kind == "encoder_first"
+    graph = build_stage_graph(plan.units, plan.schedule.num_microbatches, shape, is_encoder_first)
     if not plan.schedule.pieces:
         return graph
     return split_into_pieces(graph, shape, [name for name, unit in plan.units.items() if unit.sp and unit.tp > 1])
 
 
 def build_stage_graph(
-    units: Mapping[str, UnitPlan], num_microbatches: Mapping[str, int], shape: ModelShape
+    units: Mapping[str, UnitPlan],
+    num_microbatches: Mapping[str, int],
+    shape: ModelShape,
+    encoder_first: bool = False,
 ) -> StageGraph:
     """Build the stage graph of units: stages in data-flow order, with edges inside units and between them.
 
@@ -25,6 +29,7 @@ def build_stage_graph(
         units: meshes and stages by unit.
         num_microbatches: of a replica in a step, by unit.
         shape: the model.
+        encoder_first: whether encoders run before and after the LLM, and again where something in them trains.
     """
     meshes = tuple(
         UnitMesh(
@@ -42,7 +47,20 @@ def build_stage_graph(
         for name, unit in ((unit_shape.name, units[unit_shape.name]) for unit_shape in shape.units)
     )
     stages = tuple(stage for mesh in meshes for stage in _stages(mesh, units[mesh.unit], shape))
-    return StageGraph(meshes, stages, tuple(_edges(units, shape)), shape.tied_embeddings)
+    if encoder_first:
+        stages = tuple(replace(stage, reruns_forward=_keeps_too_much(stage, shape)) for stage in stages)
+    return StageGraph(meshes, stages, tuple(_edges(units, shape)), shape.tied_embeddings, encoder_first)
+
+
+def _keeps_too_much(stage: Stage, shape: ModelShape) -> bool:
+    """Return whether an encoder's stage would keep activations of layers below its last one.
+
+    Where these are frozen, the stage keeps what its projector needs alone, as little as features, and a second forward
+    of frozen layers would compute the same again.
+    """
+    unit = shape.unit(stage.id.unit)
+    lo, hi = stage.layers
+    return unit.kind == "encoder" and any(layer.trainable for layer in unit.layers[lo : hi - 1])
 
 
 def split_into_pieces(graph: StageGraph, shape: ModelShape, with_sp: Collection[str]) -> StageGraph:

@@ -8,12 +8,11 @@ from mmtrain.costs.layer_arithmetic import loss_sizes
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import LossSizes, ModelShape
 from mmtrain.plan.artifact.communicators import communicator_bytes
-from mmtrain.plan.artifact.graph_memory import GraphMemory, peak_in_flight
+from mmtrain.plan.artifact.graph_memory import GraphMemory, schedule_in_flight
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.artifact.plan_precision import plan_precision
 from mmtrain.program.ir.graph import LLM, StageGraph
-from mmtrain.program.schedules.builder import build_compute, in_flight_microbatches
 from mmtrain.program.verify.check import MemoryLimit
 from mmtrain.recipe.schema import Recipe
 
@@ -93,11 +92,7 @@ def _graph_memory(recipe: Recipe, plan: Plan, shape: ModelShape) -> GraphMemory:
 
 
 def _memory_by_rank(recipe: Recipe, plan: Plan, graph: StageGraph, counted: GraphMemory) -> dict[int, RankMemory]:
-    schedule = plan.schedule
-    if schedule.kind == "1f1b":
-        num_in_flight = in_flight_microbatches(graph)
-    else:
-        num_in_flight = peak_in_flight(build_compute(graph, schedule.kind, schedule.order))
+    num_in_flight = schedule_in_flight(graph, plan.schedule)
     return counted.by_rank(graph, num_in_flight, communicator_bytes(graph, machine_for(recipe, plan.hardware)))
 
 

@@ -29,4 +29,5 @@ def present_step_s(plan: Plan) -> float:
 
 def plan_layout(plan: Plan) -> Layout:
     """Return the layout of a plan."""
-    return Layout(plan.placement, plan.units, plan.schedule.num_microbatches)
+    is_encoder_first = plan.schedule.kind == "encoder_first"
+    return Layout(plan.placement, plan.units, plan.schedule.num_microbatches, is_encoder_first)

@@ -66,7 +66,7 @@ class StageSeconds:
     """Seconds of one stage for every batch, replica and microbatch: (batches, dp, microbatches) each."""
 
     forward: FloatArray
-    backward: FloatArray  # recompute included
+    backward: FloatArray  # recompute, and a forward that runs again, included
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,11 @@ class LayerCosts:
         """Return the seconds of every stage in each batch."""
         split = batch_split_of(graph)
         times = {mesh.unit: self.unit_times(mesh.unit, mesh.tp, split) for mesh in graph.meshes}
-        return {stage.id: times[stage.id.unit].stage(stage.layers, stage.recompute) for stage in graph.stages}
+        seconds = {stage.id: times[stage.id.unit].stage(stage.layers, stage.recompute) for stage in graph.stages}
+        for stage_id in filter(graph.reruns_forward, seconds):
+            forward, backward = seconds[stage_id].forward, seconds[stage_id].backward
+            seconds[stage_id] = StageSeconds(forward, backward + forward)
+        return seconds
 
     def memory(self, graph: StageGraph, num_in_flight: Mapping[StageId, int] | None = None) -> dict[int, RankMemory]:
         """Return what every rank of the first replica group holds at its peak; all groups hold the same.

@@ -1,12 +1,13 @@
 """Layouts that fit into memory: where the recipe leaves recompute open, as few layers are recomputed as that takes."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
 from mmtrain.costs.rank_memory import MEMORY_MARGIN
+from mmtrain.plan.artifact.graph_memory import memory_phases
 from mmtrain.plan.budget import DEFAULT_BUDGET, EvaluationBudget
 from mmtrain.plan.candidate import FittedLayout, LayerPartition, MeshAssignment
 from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
@@ -38,27 +39,47 @@ def fit_memory(
     memory_bytes: of a rank. num_in_flight: microbatches of each stage between forward and backward, at most.
     """
     recompute: dict[str, frozenset[int]] = {}
-    to_save: defaultdict[TpGroup, float] = defaultdict(float)
+    to_save: defaultdict[int, defaultdict[TpGroup, float]] = defaultdict(lambda: defaultdict(float))  # by phase
     for _ in range(budget.max_fit_rounds):
         layout = partitioned_layout(assignment, layer_costs, partition, recompute)
         graph = layout_graph(layout, layer_costs)
-        memory = layer_costs.memory(graph, num_in_flight)
-        excess = {stage.tp_groups[0]: memory[stage.tp_groups[0][0]].total - memory_bytes for stage in graph.stages}
-        if max(excess.values()) <= 0:
+        phases = memory_phases(graph, num_in_flight)
+        of_phases = [layer_costs.memory(graph, in_flight) for in_flight in phases]
+        memory = max(of_phases, key=_fullest_bytes)
+        if _fullest_bytes(memory) <= memory_bytes:
             return FittedLayout(layout, graph, memory)
         if not any(layer_costs.recompute[mesh.unit] == "auto" for mesh in graph.meshes):
             break
-        for tp_group, nbytes in excess.items():
-            if nbytes > 0:
-                to_save[tp_group] += nbytes / (1 + MEMORY_MARGIN)
-        enough = _layers_to_recompute(graph, layer_costs, to_save, num_in_flight, budget)
-        if enough is None:
+        for phase, of_phase in enumerate(of_phases):
+            excess = {stage.tp_groups[0]: of_phase[stage.tp_groups[0][0]].total for stage in graph.stages}
+            for tp_group, nbytes in excess.items():
+                if nbytes > memory_bytes:
+                    to_save[phase][tp_group] += (nbytes - memory_bytes) / (1 + MEMORY_MARGIN)
+        enough = [
+            _layers_to_recompute(graph, layer_costs, of_phase, phases[phase], budget)
+            for phase, of_phase in to_save.items()
+        ]
+        if None in enough:
             recomputing_layout = partitioned_layout(assignment, layer_costs, partition, _all_free_layers(layer_costs))
             least_memory = layer_costs.memory(layout_graph(recomputing_layout, layer_costs), num_in_flight)
-            memory = min(memory, least_memory, key=lambda of_ranks: max(rank.total for rank in of_ranks.values()))
+            memory = min(memory, least_memory, key=_fullest_bytes)
             break
-        recompute = enough
+        recompute = _joined(layers for layers in enough if layers is not None)
     return explain_misfit(layer_costs, memory, memory_bytes)
+
+
+def _fullest_bytes(memory: Mapping[int, RankMemory]) -> float:
+    """Return the bytes of the rank that holds most."""
+    return max(rank.total for rank in memory.values())
+
+
+def _joined(layers_of_phases: Iterable[Mapping[str, frozenset[int]]]) -> dict[str, frozenset[int]]:
+    """Return by unit the layers that any phase of a step needs recomputed."""
+    joined: dict[str, frozenset[int]] = {}
+    for of_phase in layers_of_phases:
+        for unit, layers in of_phase.items():
+            joined[unit] = joined.get(unit, frozenset()) | layers
+    return joined
 
 
 def explain_misfit(layer_costs: LayerCosts, memory: Mapping[int, RankMemory], memory_bytes: float) -> MemoryMisfit:

@@ -1,15 +1,19 @@
 """Search the `replicated` placement: every rank runs every unit, sharded over the ranks (FSDP, arXiv 2304.11277).
 
-Candidates differ in how many ranks hold one copy of the state (hybrid sharding where that is not all of them), and in
-what is balanced over the ranks (OrchMLLM, arXiv 2503.23830); layers are recomputed where memory demands it. Every layer
-makes all ranks wait for the slowest, so a pass is simulated as one of all of them.
+Candidates differ in how many ranks hold one copy of the state (hybrid sharding where that is not all of them), in what
+is balanced over the ranks (OrchMLLM, arXiv 2503.23830), and in when encoders run; layers are recomputed where memory
+demands it. Every layer makes all ranks wait for the slowest, so a pass is simulated as one of all of them.
+
+Encoders that run before the LLM (`encoder_first`) may have fewer mini-batches than it. Each gathers all weights and
+waits for the slowest rank once, so the fewest that fit are taken, unless more of them spare recomputation.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 from mmtrain.errors import PlanError
+from mmtrain.plan.artifact.graph_memory import schedule_in_flight
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.budget import SearchBudget
 from mmtrain.plan.candidate import Candidate, MeshAssignment, Rejected, SearchResults, rank_candidates
@@ -19,12 +23,11 @@ from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.search.layer_partition import layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import has_replicated_mesh
 from mmtrain.plan.search_progress import Progress
-from mmtrain.program.ir.graph import DispatchMode
-from mmtrain.program.schedules.builder import in_flight_microbatches
+from mmtrain.program.ir.graph import LLM, DispatchMode
 
 
 class ReplicatedStrategy:
-    """Simulates one candidate for every size of shards and way to dispatch."""
+    """Simulates candidates for every size of shards, way to dispatch and schedule."""
 
     def num_searches(self, problem: PlanningProblem) -> int:
         """Return 1 if a plan is chosen from them; what is only shown beside other plans reports no progress."""
@@ -44,27 +47,33 @@ class ReplicatedStrategy:
             return SearchResults()
         simulated: list[Candidate] = []
         rejected: list[Rejected] = []
-        candidates = _enumerate(problem, evaluator)
-        if is_asked_for and not candidates:
+        alternatives = _enumerate(problem, evaluator)
+        if is_asked_for and not alternatives:
             counts = " or ".join(map(str, problem.cluster.rank_counts))
             shard = problem.recipe.parallel.shard
             raise PlanError(f"parallel.shard {shard} does not divide {counts} ranks; use a divisor of them, or `all`")
-        for num_settled, candidate in enumerate(candidates, start=1):
-            fit = _fit(candidate, evaluator)
-            if isinstance(fit, Rejected):
-                rejected.append(fit)
-            else:
+        for num_settled, candidates in enumerate(alternatives, start=1):
+            for candidate in candidates:
+                fit = _fit(candidate, evaluator)
+                if isinstance(fit, Rejected):
+                    rejected.append(fit)
+                    continue
                 simulated.append(evaluator.simulate(fit))
+                if not _recomputes_encoders(fit):
+                    break
             if is_asked_for and progress is not None:
-                progress(num_settled, len(candidates))
+                progress(num_settled, len(alternatives))
         if is_asked_for:
             return SearchResults(tuple(simulated), tuple(rejected)).merged()
         closest = sorted(rejected, key=lambda loser: loser.need_gib or math.inf)[: 0 if simulated else 1]
         return SearchResults(rejected=tuple(closest), shown_only=rank_candidates(simulated)[:1])
 
 
-def _enumerate(problem: PlanningProblem, evaluator: Evaluator) -> list[Candidate]:
-    """Return a candidate for every number of ranks, size of shards and way to dispatch that the recipe allows."""
+def _enumerate(problem: PlanningProblem, evaluator: Evaluator) -> list[list[Candidate]]:
+    """Return candidates for every number of ranks, size of shards, way to dispatch and schedule that the recipe allows.
+
+    Those in one list differ in the number of the encoders' mini-batches alone, which ascends.
+    """
     fixed = problem.recipe.parallel.shard
     candidates = []
     for num_ranks in problem.cluster.rank_counts:
@@ -75,12 +84,45 @@ def _enumerate(problem: PlanningProblem, evaluator: Evaluator) -> list[Candidate
             shard = num_ranks if fixed == "all" else fixed
             sizes = [shard] if num_ranks % shard == 0 else []
         meshes = {unit.name: MeshSize(1, 1, num_ranks) for unit in problem.shape.units}
-        split = evaluator.layer_costs.batch_split(dict.fromkeys(meshes, num_ranks))
-        for shard, dispatch in product(sizes, _dispatch_modes(problem, num_ranks)):
-            exchange = problem.recipe.parallel.exchange
-            assignment = MeshAssignment("replicated", meshes, num_microbatches_of(split), shard, dispatch, exchange)
-            candidates.append(evaluator.enumerated(assignment))
+        numbers = num_microbatches_of(evaluator.layer_costs.batch_split(dict.fromkeys(meshes, num_ranks)))
+        schedules, exchange = _schedules(problem, numbers), problem.recipe.parallel.exchange
+        for shard, dispatch, (encoder_first, numbers_to_try) in product(
+            sizes, _dispatch_modes(problem, num_ranks), schedules
+        ):
+            candidates.append(
+                [
+                    evaluator.enumerated(
+                        MeshAssignment("replicated", meshes, numbers_of_units, shard, dispatch, exchange, encoder_first)
+                    )
+                    for numbers_of_units in numbers_to_try
+                ]
+            )
     return candidates
+
+
+def _schedules(
+    problem: PlanningProblem, num_microbatches: Mapping[str, int]
+) -> list[tuple[bool, list[Mapping[str, int]]]]:
+    """Return whether encoders run first, with the numbers of mini-batches to try, by unit, for each schedule allowed.
+
+    num_microbatches: the LLM's, and for encoders those that the recipe fixes, else as many.
+    """
+    fixed = problem.recipe.parallel.schedule
+    schedules: list[tuple[bool, list[Mapping[str, int]]]] = []
+    if fixed != "encoder_first":
+        schedules.append((False, [num_microbatches]))
+    encoders = [unit.name for unit in problem.shape.units if unit.name != LLM]
+    if fixed != "1f1b" and encoders:
+        free = [name for name in encoders if name not in problem.constraints.encoder_microbatches]
+        num_llm = num_microbatches[LLM]
+        fewest_first = [number for number in range(1, num_llm + 1) if num_llm % number == 0] if free else [num_llm]
+        schedules.append((True, [{**num_microbatches, **dict.fromkeys(free, number)} for number in fewest_first]))
+    return schedules
+
+
+def _recomputes_encoders(candidate: Candidate) -> bool:
+    """Return whether memory makes an encoder compute layers again, which more mini-batches may spare."""
+    return any(unit.num_recomputed for name, unit in candidate.layout.units.items() if name != LLM)
 
 
 def _dispatch_modes(problem: PlanningProblem, num_ranks: int) -> tuple[DispatchMode, ...]:
@@ -97,7 +139,8 @@ def _fit(candidate: Candidate, evaluator: Evaluator) -> Candidate | Rejected:
     candidate = candidate.partitioned(((0, sum(len(unit.layers) for unit in layer_costs.shape.units)),))
     assert candidate.partition is not None
     layout = partitioned_layout(candidate.assignment, layer_costs, candidate.partition)
-    return evaluator.fit(candidate, in_flight_microbatches(layout_graph(layout, layer_costs)))
+    graph = layout_graph(layout, layer_costs)
+    return evaluator.fit(candidate, schedule_in_flight(graph, layout.default_schedule))
 
 
 def shard_sizes(num_ranks: int, ranks_per_node: int) -> Sequence[int]:

@@ -21,8 +21,8 @@ def cuts_to_measure(results: SearchResults, evaluator: Evaluator, num_sizes: int
     """Return at most `num_cuts` simulated candidates, predicted fastest first: the best `num_sizes` sizes with others.
 
     The others are partitions of these sizes with the next best estimates that fit into memory. A `colocated` size has
-    one partition, which its schedule was made for. Where the sizes have too few partitions, the next sizes of the
-    ranking follow, each with its own partitions.
+    one partition, which its schedule was made for, and in `replicated` there is nothing to divide. Where the sizes have
+    too few partitions, the next sizes of the ranking follow, each with its own partitions.
     """
     sizes = results.candidates[: min(num_sizes, num_cuts)]
     chosen = list(sizes)
@@ -41,7 +41,10 @@ def _add_neighbours(chosen: list[Candidate], sizes: Sequence[Candidate], evaluat
     if len(chosen) >= num_cuts:
         return
     neighbours = [
-        cut for size in sizes if size.placement != "colocated" for cut in _estimated_neighbours(size, evaluator)
+        cut
+        for size in sizes
+        if size.placement not in ("colocated", "replicated")
+        for cut in _estimated_neighbours(size, evaluator)
     ]
     neighbours.sort(key=lambda cut: cut.estimated_step_s or 0.0)
     for cut in neighbours:

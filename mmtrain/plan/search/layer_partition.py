@@ -260,7 +260,8 @@ def partitioned_layout(
     with_sp = {
         name: unit.model_copy(update={"sp": True}) for name, unit in units.items() if layer_costs.has_sp(name, unit.tp)
     }
-    return Layout(assignment.placement, units | with_sp, dict(assignment.num_microbatches))
+    num_microbatches = dict(assignment.num_microbatches)
+    return Layout(assignment.placement, units | with_sp, num_microbatches, assignment.encoder_first)
 
 
 def anchored_partition(
@@ -290,7 +291,7 @@ def anchored_partition(
 
 def layout_graph(layout: Layout, layer_costs: LayerCosts) -> StageGraph:
     """Return the layout's stage graph."""
-    return build_stage_graph(layout.units, layout.num_microbatches, layer_costs.shape)
+    return build_stage_graph(layout.units, layout.num_microbatches, layer_costs.shape, layout.encoder_first)
 
 
 def recompute_to_fit(chain: LayerChain, num_in_flight: IntArray, memory_bytes: float) -> SpanRecompute:

@@ -36,7 +36,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run a stage's backward on a microbatch."""
+    """Run a stage's backward on a microbatch; where the stage `reruns_forward`, after another forward."""
 
     stage: StageId
     mb: Microbatch

@@ -89,6 +89,8 @@ class Stage:
     recompute: frozenset[int] = frozenset()  # layers whose activations are computed again in backward
     pieces: tuple[int, ...] = ()  # by layer: its segments, where layers can be cut too; empty: a segment is a layer
     sp: bool = False  # sequence parallelism: between GEMMs each rank of a TP group holds a slice of the tokens
+    # The forward keeps nothing for the backward, which begins with another forward; else activations are kept.
+    reruns_forward: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ class StageGraph:
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
     tied_embeddings: bool = False  # the LLM's first and last stage share one matrix
+    # Encoders run all their forwards before the LLM's first and all their backwards after its last.
+    encoder_first: bool = False
 
     def mesh(self, unit: str) -> UnitMesh:
         """Return the mesh of `unit`."""
@@ -238,6 +242,10 @@ class StageGraph:
     def needs_backward(self, stage_id: StageId) -> bool:
         """Return whether the stage has a backward: something trainable lies in it or upstream of it."""
         return self._backward[stage_id]
+
+    def reruns_forward(self, stage_id: StageId) -> bool:
+        """Return whether the stage's backward begins with another forward, since the first one kept nothing for it."""
+        return self._stages[stage_id].reruns_forward and self.needs_backward(stage_id)
 
     def carries_gradient(self, edge: Edge) -> bool:
         """Return whether gradients flow back along the edge: its source needs a backward."""

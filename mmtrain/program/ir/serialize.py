@@ -148,11 +148,13 @@ def graph_to_json(graph: StageGraph) -> str:
                     "recompute": sorted(stage.recompute),
                     "pieces": stage.pieces,
                     "sp": stage.sp,
+                    "reruns_forward": stage.reruns_forward,
                 }
                 for stage in graph.stages
             ],
             "edges": [str(edge) for edge in graph.edges],
             "tied_embeddings": graph.tied_embeddings,
+            "encoder_first": graph.encoder_first,
         },
         indent=1,
     )
@@ -171,6 +173,7 @@ def graph_from_json(text: str) -> StageGraph:
             stages=tuple(_stage_from_json(stage) for stage in data["stages"]),
             edges=tuple(_edge(edge) for edge in data["edges"]),
             tied_embeddings=data["tied_embeddings"],
+            encoder_first=data.get("encoder_first", False),  # left out in files of older versions
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ProgramError(f"not the JSON of a stage graph: {error!r}; write it with graph_to_json") from error
@@ -186,6 +189,7 @@ def _stage_from_json(stage: dict[str, Any]) -> Stage:
         recompute=frozenset(stage["recompute"]),
         pieces=tuple(stage["pieces"]),
         sp=stage["sp"],
+        reruns_forward=stage.get("reruns_forward", False),
     )
 
 

@@ -32,7 +32,7 @@ from mmtrain.program.ir.serialize import action_from_text
 from mmtrain.program.ir.symmetry import symmetry
 from mmtrain.program.schedules.pipeline_positions import PipelinePosition, find_positions
 
-ScheduleKind = Literal["1f1b", "coarse", "explicit"]
+ScheduleKind = Literal["1f1b", "coarse", "encoder_first", "explicit"]
 _ACCEPTED_LINES = (
     "write forwards and backwards, like `F llm.0 llm:0.3` and `B llm.0 llm:0.3`, or parts of them, like "
     "`PF llm.0 llm:0.3 0:2`; communication is added"
@@ -57,7 +57,7 @@ def build_compute(
     match kind:
         case "1f1b":
             return build_1f1b(graph, ranks)
-        case "coarse":
+        case "coarse" | "encoder_first":  # one order of compute; the graph says what stages keep in between
             return build_coarse(graph, ranks)
         case "explicit":
             lines = order or {}

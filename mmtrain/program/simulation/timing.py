@@ -105,10 +105,10 @@ class ModelTiming:
     """The times of one step: a cost model's layers summed over stages, for the loads of the step.
 
     A stage's backward covers the layers from the first that trains or computes an input gradient; recomputed layers
-    among them cost a forward again. A pass of a sharded unit is one of all replicas: each layer takes as long as on the
-    rank with most work, and hides the weights that come and the gradients that leave meanwhile. `Step` all-reduces the
-    gradient norm and runs the optimizer of the rank with most parameters (replicas share the parameters), since the end
-    of the step waits for it.
+    among them cost a forward again, and so do all layers of a stage that reruns its forward. A pass of a sharded unit
+    is one of all replicas: each layer takes as long as on the rank with most work, and hides the weights that come and
+    the gradients that leave meanwhile. `Step` all-reduces the gradient norm and runs the optimizer of the rank with
+    most parameters (replicas share the parameters), since the end of the step waits for it.
     """
 
     graph: StageGraph
@@ -264,8 +264,15 @@ class ModelTiming:
 
         slowest: where it is known, the seconds of a layer on the replica that computes it longest.
         """
-        content, mesh, mb = self._contents[action.stage], self.graph.mesh(action.mb.unit), action.mb
-        kind = direction(action)
+        kind, mb = direction(action), action.mb
+        seconds = self._gathered_pass(action.stage, kind, mb, slowest)
+        if kind == "B" and self.graph.reruns_forward(action.stage):
+            seconds += self._gathered_pass(action.stage, "F", mb, slowest)
+        return seconds
+
+    def _gathered_pass(self, stage: StageId, kind: Direction, mb: Microbatch, slowest: SlowestReplica | None) -> float:
+        """Return the seconds of a sharded stage's layers in one direction."""
+        content, mesh = self._contents[stage], self.graph.mesh(mb.unit)
         key = (content.number, kind, 0, len(content.layers), 0, mb.index)
         if key not in self._compute_s:
             layers = content.layers

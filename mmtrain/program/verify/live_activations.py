@@ -24,14 +24,15 @@ def activation_events(graph: StageGraph, actions: Sequence[Action]) -> list[Acti
     """Return, in order, where a rank starts and ends to keep the activations of each microbatch.
 
     A microbatch counts in full from the first segment of its forward to the last of its backward. Activations of a
-    stage without backward live during its forward only.
+    stage without backward live during its forward only, those of a stage that reruns its forward during its backward.
     """
     events = []
     for index, action in enumerate(actions):
         for part in expand(graph, action):
             if not isinstance(part, Compute):
                 continue
-            if isinstance(started := started_pass(graph, part), Forward):
+            first_pass = Backward if graph.reruns_forward(part.stage) else Forward
+            if isinstance(started := started_pass(graph, part), first_pass):
                 events.append(ActivationEvent(index, True, started.stage, started.mb))
             finished = finished_pass(graph, part)
             if finished and (isinstance(finished, Backward) or not graph.needs_backward(finished.stage)):

@@ -201,12 +201,16 @@ class Executor:
         if started_pass(self._graph, action):
             self._start_forward(stage, mb)
         microbatch = self._microbatches[stage, mb]
-        with torch.set_grad_enabled(needs_backward):
+        with torch.set_grad_enabled(needs_backward and not microbatch.reruns_forward):
             self._units[stage.unit].forward(microbatch, *self._segments(action))
             if finished_pass(self._graph, action):
                 self._finish_forward(microbatch, mb)
-        if not needs_backward and finished_pass(self._graph, action):
+        if not finished_pass(self._graph, action):
+            return
+        if not needs_backward:
             del self._microbatches[stage, mb]
+        elif microbatch.reruns_forward:
+            microbatch.forget_forward()
 
     def _finish_gather(self, gather: GatherParams) -> None:
         """Wait for the parameters of a stage before its first forward."""
@@ -223,7 +227,10 @@ class Executor:
                 tensor.requires_grad_(self._graph.carries_gradient(edge))
         bounds = self._part_bounds.get((stage, mb), ())
         segments = segment_layers(self._graph, stage) if bounds else ()
-        self._microbatches[stage, mb] = MicrobatchState(stage, mb, self._step.inputs[mb], received, bounds, segments)
+        reruns_forward = self._graph.reruns_forward(stage)
+        self._microbatches[stage, mb] = MicrobatchState(
+            stage, mb, self._step.inputs[mb], received, bounds, segments, reruns_forward
+        )
 
     def _finish_forward(self, microbatch: MicrobatchState, mb: Microbatch) -> None:
         """Give the stage's outputs to the broker, and add its loss."""

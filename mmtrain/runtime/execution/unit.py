@@ -33,6 +33,7 @@ class MicrobatchState:
     received: Mapping[Edge, Tensor]  # hidden states over the edge inside the unit, features over edges between units
     part_bounds: Sequence[int] = ()  # segments at which a forward or backward part starts, and the number of segments
     segments: Sequence[tuple[int, int]] = ()  # (layer, piece) of each; see `program.ir.segments.segment_layers`
+    reruns_forward: bool = False  # the backward begins with another forward, and nothing is kept until then
     context: StageContext | None = None
     part_inputs: list[tuple[Tensor, ...]] = field(default_factory=list)
     part_outputs: list[tuple[Tensor, ...]] = field(default_factory=list)
@@ -46,6 +47,13 @@ class MicrobatchState:
             with torch.no_grad():  # gloo copies into what it gathers
                 self.pending.wait()
             self.pending = None
+
+    def forget_forward(self) -> None:
+        """Drop what the forward computed; another one starts from the inputs."""
+        self.context = None
+        self.part_inputs.clear()
+        self.part_outputs.clear()
+        self.next_inputs = ()
 
     def parts(self, lo: int, hi: int) -> list[tuple[int, int]]:
         """Return the parts [first, last) of the segments [lo, hi); one without bounds is the whole stage."""
@@ -92,8 +100,12 @@ class UnitRunner:
     def backward(self, microbatch: MicrobatchState, lo: int, hi: int) -> None:
         """Run the backward of segments [lo, hi), the last part first, from the microbatch's `output_gradients`.
 
-        Gradients of parameters accumulate; gradients of what the stage received are left in its `.grad`.
+        Gradients of parameters accumulate; gradients of what the stage received are left in its `.grad`. Where the
+        microbatch `reruns_forward`, the forward of all segments comes first, and computes what that of before did:
+        nothing in a stage is random.
         """
+        if microbatch.reruns_forward and not microbatch.part_outputs:
+            self.forward(microbatch, 0, len(microbatch.segments))
         for first, _ in reversed(microbatch.parts(lo, hi)):
             microbatch.wait()
             inputs = microbatch.part_inputs.pop()

@@ -243,6 +243,8 @@ def introduce_run(
     meshes = ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in plan.units.items())
     if plan.shard is not None:
         meshes += f", shard {plan.shard}"
+    if plan.schedule.kind == "encoder_first":
+        meshes += ", encoders first"
     console.print(
         f"{plan.placement} plan on {plan.world_size} ranks: {meshes}; predicted {plan.predicted.step_time_s:.3f} s "
         f"a step ({plan.predicted.cost_source})",
