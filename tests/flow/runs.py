@@ -37,6 +37,10 @@ SMALL = [
 ]
 
 
+# Settings of runs whose ranks hold shards of all units and dispatch images between them.
+REPLICATED = ("parallel.placement=replicated", "parallel.shard=all", "parallel.dispatch=all", "cluster.ranks=2")
+
+
 def request_for(data: Path, run_dir: Path, *changes: str, **options: object) -> TrainRequest:
     """Return a request to train two ranks on `data`; `changes` are settings, `options` are fields of the request."""
     paths = [

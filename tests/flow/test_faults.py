@@ -18,7 +18,7 @@ from mmtrain.checkpoint import Checkpoint, find, open_newest_good
 from mmtrain.checkpoint.verify_files import read_manifest
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.planner import plan_recipe
-from mmtrain.program import Backward, Forward
+from mmtrain.program import Action, Backward, Dispatch, Forward
 from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.failures import read_failures, stacks_path
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, SKIPPED_STEPS_FILE
@@ -28,6 +28,7 @@ from mmtrain.runtime.world import torch_seed
 from tests.faults import SLOW_S, AllOf, FailAt, SignalBeforeSteps
 from tests.flow.runs import (
     NUM_STEPS,
+    REPLICATED,
     assert_same_end,
     assert_same_weights,
     launch,
@@ -38,6 +39,12 @@ from tests.flow.runs import (
 )
 
 # `tests/runtime/test_signals.py` listens to the other two, so here they are long runs.
+# The fixture of the unbroken run, and settings: each unit on a rank of its own, or all units on both ranks.
+DISAGGREGATED, SHARDED = ("unbroken", ()), ("unbroken_replicated", REPLICATED)
+PLACEMENTS = [
+    pytest.param(*DISAGGREGATED, id="disaggregated"),
+    pytest.param(*SHARDED, id="replicated", marks=pytest.mark.slow),
+]
 SLOW_PLANNING_S = 4.0  # of processor time, from the start of the process
 SLOW_SIGNALS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGHUP)]
 
@@ -76,11 +83,27 @@ def test_a_run_that_gets_a_signal_in_its_last_step_is_done(data: Path, tmp_path:
     assert read_run_state(tmp_path)["status"] == "done"
 
 
-def test_a_killed_rank_is_replaced_and_the_run_ends_as_if_unbroken(data: Path, unbroken: Path, tmp_path: Path) -> None:
-    request = request_for(data, tmp_path / "run", max_restarts=1)
-    fault = FailAt(1, 3, "kill", action=Backward, once=tmp_path / "killed")
-    assert launch(request, fault) == (0, "")
-    assert_same_end(tmp_path / "run", unbroken)
+@pytest.mark.parametrize(
+    ("unbroken_run", "settings", "action"),
+    [
+        pytest.param(*DISAGGREGATED, Backward, id="disaggregated"),
+        pytest.param(*SHARDED, Backward, id="replicated", marks=pytest.mark.slow),
+        pytest.param(*SHARDED, Dispatch, id="replicated, in a dispatch", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_is_replaced_and_the_run_ends_as_if_unbroken(
+    data: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    unbroken_run: str,
+    settings: tuple[str, ...],
+    action: type[Action],
+) -> None:
+    train = request_for(data, tmp_path / "run", *settings, max_restarts=1)
+    fault = FailAt(1, 3, "kill", action=action, once=tmp_path / "killed")
+    assert launch(train, fault) == (0, "")
+    assert (tmp_path / "killed").exists()
+    assert_same_end(tmp_path / "run", request.getfixturevalue(unbroken_run))
 
 
 def test_restarts_are_limited_and_wrong_input_is_not_restarted(data: Path, unbroken: Path, tmp_path: Path) -> None:
@@ -116,9 +139,12 @@ def test_a_checkpoint_that_the_disk_corrupts_is_passed_over(data: Path, unbroken
     assert_same_weights(tmp_path / "run", unbroken)
 
 
-def test_a_step_whose_gradient_is_not_finite_changes_no_weight(data: Path, tmp_path: Path) -> None:
-    """In step 3 on the rank of the encoder, in step 5 and in the last one on that of the LLM."""
-    request = request_for(data, tmp_path, "train.checkpoint.every=1", "train.checkpoint.keep=9")
+@pytest.mark.parametrize(("unbroken_run", "settings"), PLACEMENTS)
+def test_a_step_whose_gradient_is_not_finite_changes_no_weight(
+    data: Path, tmp_path: Path, unbroken_run: str, settings: tuple[str, ...]
+) -> None:
+    """In step 3 on the first rank, that of the encoder, in step 5 and in the last one on the other, that of the LLM."""
+    request = request_for(data, tmp_path, "train.checkpoint.every=1", "train.checkpoint.keep=9", *settings)
     assert run_all(request, request, faults=AllOf(FailAt(0, 2, "nan"), FailAt(1, range(4, 6), "nan"))) == ["", ""]
     folders = [tmp_path / CHECKPOINTS_FOLDER / f"step-{step:08d}" for step in range(1, NUM_STEPS + 1)]
     checkpoints = [Checkpoint(folder, read_manifest(folder)) for folder in folders]
@@ -150,10 +176,13 @@ def test_too_many_bad_steps_end_the_run(data: Path, tmp_path: Path) -> None:
     assert read_run_state(tmp_path)["status"] == "failed"
 
 
-def test_training_goes_on_over_a_full_disk(data: Path, unbroken: Path, tmp_path: Path) -> None:
-    request = request_for(data, tmp_path)
-    assert run_all(request, request, faults=FailAt(1, range(5), "disk full")) == ["", ""]
-    assert_same_end(tmp_path, unbroken)
+@pytest.mark.parametrize(("unbroken_run", "settings"), PLACEMENTS)
+def test_training_goes_on_over_a_full_disk(
+    data: Path, tmp_path: Path, request: pytest.FixtureRequest, unbroken_run: str, settings: tuple[str, ...]
+) -> None:
+    train = request_for(data, tmp_path, *settings)
+    assert run_all(train, train, faults=FailAt(1, range(5), "disk full")) == ["", ""]
+    assert_same_end(tmp_path, request.getfixturevalue(unbroken_run))
     assert [f.name for f in (tmp_path / CHECKPOINTS_FOLDER).iterdir() if f.is_dir()] == ["step-00000006"], (
         "no draft is left"
     )
@@ -190,10 +219,13 @@ def test_a_stopped_process_is_named(data: Path, tmp_path: Path) -> None:
     assert [f.rank for f in read_failures(tmp_path)] == [1]
 
 
-def test_a_slow_rank_is_no_hang(data: Path, unbroken: Path, tmp_path: Path) -> None:
-    request = request_for(data, tmp_path, f"train.watchdog_s={4 * SLOW_S}")
-    assert run_all(request, request, faults=FailAt(1, range(2, 4), "slow")) == ["", ""]
-    assert_same_end(tmp_path, unbroken)
+@pytest.mark.parametrize(("unbroken_run", "settings"), PLACEMENTS)
+def test_a_slow_rank_is_no_hang(
+    data: Path, tmp_path: Path, request: pytest.FixtureRequest, unbroken_run: str, settings: tuple[str, ...]
+) -> None:
+    train = request_for(data, tmp_path, f"train.watchdog_s={4 * SLOW_S}", *settings)
+    assert run_all(train, train, faults=FailAt(1, range(2, 4), "slow")) == ["", ""]
+    assert_same_end(tmp_path, request.getfixturevalue(unbroken_run))
 
 
 @pytest.mark.slow  # a save of a run that stops, on the same disk, is in the quick tests

@@ -20,6 +20,7 @@ from mmtrain.plan.artifact.plan import Plan, UnitPlan
 from mmtrain.program import Backward, DispatchMode
 from mmtrain.program.schedules.builder import ScheduleKind
 from mmtrain.recipe import Recipe
+from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.checkpointing import SavedRank, checkpoint_ranks, restore_checkpoint, take_snapshot
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.run_folder import PLAN_FILE
@@ -30,7 +31,7 @@ from tests.flow.cases import AUDIO, DEEPSTACK, FINE, Mesh, batch, plan, recipe, 
 from tests.flow.cells import ADAPTED, FROZEN, LLM_KINDS, RECOMPUTED, VISION_KINDS
 from tests.flow.equality import NUM_STEPS, assert_equals_one_process
 from tests.flow.gather import copy, whole
-from tests.flow.runs import assert_same_end, refuse, request_for, run_all
+from tests.flow.runs import REPLICATED, assert_same_end, refuse, request_for, run_all
 
 
 def replicated(
@@ -257,24 +258,26 @@ def test_bf16_trains_sharded_as_with_whole_weights() -> None:
         np.testing.assert_allclose(outcomes, expected, rtol=1e-4)
 
 
-@pytest.mark.slow  # 20 s
-def test_a_killed_run_is_resumed_bit_for_bit(data: Path, tmp_path: Path) -> None:
-    settings = (
-        "parallel.placement=replicated",
-        "parallel.shard=all",
-        "parallel.dispatch=all",
-        "cluster.ranks=2",
-        "train.validate_every=2",
-    )
-    unbroken, killed = (request_for(data, tmp_path / name, *settings) for name in ("unbroken", "killed"))
-    assert run_all(unbroken, unbroken) == ["", ""]
-    assert load_plan(unbroken.run_dir / PLAN_FILE).units["llm"].shard == 2
-    assert load_plan(unbroken.run_dir / PLAN_FILE).dispatch == "all"
+@pytest.mark.slow  # 20 s each
+@pytest.mark.parametrize("shard_after", ["all", "1"])
+def test_a_killed_run_is_resumed_on_the_same_shards_and_on_others(
+    shard_after: str, data: Path, unbroken_replicated: Path, tmp_path: Path
+) -> None:
+    """Bit for bit on the same shards; sums are rounded otherwise where each rank holds all."""
+    chosen = load_plan(unbroken_replicated / PLAN_FILE)
+    assert (chosen.shard, chosen.dispatch) == (2, "all")
+    settings = (*REPLICATED, "train.validate_every=2")
+    killed = request_for(data, tmp_path, *settings)
     with pytest.raises(RanksFailed, match="rank 1: died without a word"):
         run_all(killed, killed, faults=FailAt(1, 3, "kill", action=Backward))
-    resumed = replace(killed, resume=True)
+    resumed = request_for(data, tmp_path, *settings, f"parallel.shard={shard_after}", resume=True)
     assert run_all(resumed, resumed) == ["", ""]
-    assert_same_end(killed.run_dir, unbroken.run_dir)
+    if shard_after == "all":
+        assert_same_end(tmp_path, unbroken_replicated)
+        return
+    assert load_plan(tmp_path / PLAN_FILE).shard == 1
+    losses, expected = ([step["loss"] for step in read_metrics(run)] for run in (tmp_path, unbroken_replicated))
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def _unified(settings: Recipe) -> Plan:
