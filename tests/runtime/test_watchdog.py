@@ -16,8 +16,7 @@ from mmtrain.runtime.resilience.peer_progress import PeerProgress
 from mmtrain.runtime.resilience.watchdog import Watchdog
 from mmtrain.runtime.run_state import read_run_state
 from mmtrain.runtime.world import World
-
-DEADLINE_S = 5.0
+from tests.waiting import MAX_WAIT_S
 
 
 class _End:
@@ -35,19 +34,20 @@ def _world(rank: int, size: int, store: Store | None = None) -> World:
     return World(rank, size, torch.device("cpu"), store)
 
 
-def test_all_ranks_report_when_one_notices_a_hang(tmp_path: Path) -> None:
+def test_all_ranks_report_when_one_notices_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock_s = [0.0]
     stuck, busy = Activity(clock=lambda: clock_s[0]), Activity(clock=lambda: 0.0)
     stuck.start("loading data")
     busy.start(Step())
     ends = [_End(), _End()]
+    monkeypatch.setattr(watchdog, "REPORT_COLLECTION_S", MAX_WAIT_S)
     with (
         Watchdog(stuck, 1.0, tmp_path, _world(0, 2), ends[0]),
         Watchdog(busy, 1.0, tmp_path, _world(1, 2), ends[1]),
     ):
         assert not ends[0].came.wait(0.6), "not before its time"
         clock_s[0] = 1.0
-        assert all(end.came.wait(DEADLINE_S) for end in ends)
+        assert all(end.came.wait(MAX_WAIT_S) for end in ends)
     assert {f.rank for f in read_failures(tmp_path)} == {0, 1}
     for rank in (0, 1):
         assert "test_all_ranks_report" in stacks_path(tmp_path, rank).read_text()
@@ -56,7 +56,10 @@ def test_all_ranks_report_when_one_notices_a_hang(tmp_path: Path) -> None:
     assert read_run_state(tmp_path)["error"] == ends[0].report
 
 
-def test_a_rank_that_does_not_connect_is_noticed_before_the_first_step(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_connect_is_noticed_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "REPORT_COLLECTION_S", 0.0)  # no other rank reports
     clock_s = [0.0]
     connecting = Activity(clock=lambda: clock_s[0])
     connecting.connect("activations over edge vision.0>llm.0 from rank 0 to rank 1")
@@ -65,7 +68,7 @@ def test_a_rank_that_does_not_connect_is_noticed_before_the_first_step(tmp_path:
         clock_s[0] = 9.0
         connecting.connect("gradients over edge vision.0>llm.0 from rank 1 to rank 0")
         clock_s[0] = 19.0
-        assert end.came.wait(DEADLINE_S)
+        assert end.came.wait(MAX_WAIT_S)
     [failure] = read_failures(tmp_path)
     assert failure.to_text() == (
         "rank 1, in `connecting the ranks: gradients over edge vision.0>llm.0 from rank 1 to rank 0`: "
@@ -92,7 +95,7 @@ def test_a_rank_that_plans_must_compute_and_one_that_waits_for_the_plan_need_not
             used_s[0] += 0.5
             assert planning.stuck_s() == 0
         clock_s[0] = 37.0
-        assert ends[0].came.wait(DEADLINE_S)
+        assert ends[0].came.wait(MAX_WAIT_S)
     assert ends[0].report.startswith("rank 0, in `choosing the plan`: made no progress for 10 s")
     assert waiting.is_collective
     assert waiting.is_starting
@@ -107,7 +110,7 @@ def test_a_thread_that_waits_uses_no_processor_time() -> None:
     idle = threading.Event()
 
     def watch() -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
+        deadline_s = time.monotonic() + MAX_WAIT_S
         while not idle.is_set() and time.monotonic() < deadline_s:
             before_s = progress.changed_s
             idle.wait(0.01)
@@ -183,7 +186,7 @@ def test_the_run_ends_although_its_folder_hangs_too(tmp_path: Path, monkeypatch:
     activity.files.advance(tmp_path / "file", 0)
     with Watchdog(activity, 1.0, tmp_path, _world(0, 1), end):
         clock_s[0] = 2.0
-        assert end.came.wait(DEADLINE_S)
+        assert end.came.wait(MAX_WAIT_S)
     assert end.report.startswith(f"rank 0, in `saving a checkpoint`: no progress with {tmp_path}/file for 2 s")
     assert f"no report could be written to {tmp_path}" in end.report
     released.set()
@@ -212,13 +215,16 @@ def test_a_process_that_does_not_run_is_noticed_by_rank_0_and_rank_0_by_the_othe
 
 
 @pytest.mark.parametrize("phase", [Step(), ENDING])
-def test_a_silent_rank_ends_an_elastic_run_long_before_the_limit_of_a_hang(tmp_path: Path, phase: Action | str) -> None:
+def test_a_silent_rank_ends_an_elastic_run_long_before_the_limit_of_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: Action | str
+) -> None:
+    monkeypatch.setattr(watchdog, "REPORT_COLLECTION_S", 0.0)  # the other rank reports nothing
     store, end = HashStore(), _End()
     activity = Activity(clock=lambda: 0.0)
     activity.start(phase)
     silent = Heartbeats(store, _world(1, 2, store))
     silent.beat()
     with Watchdog(activity, 300.0, tmp_path, _world(0, 2, store), end, silence_limit_s=0.1):
-        assert end.came.wait(DEADLINE_S if phase != ENDING else 0.6) == (phase != ENDING)
+        assert end.came.wait(MAX_WAIT_S if phase != ENDING else 0.6) == (phase != ENDING)
     if phase != ENDING:
         assert end.report.startswith("rank 1 left no report: it is dead, or stopped by the system")

@@ -28,7 +28,9 @@ from mmtrain.runtime.world import World
 WATCHDOG_POLL_S = 0.5
 LOST_RANK_SILENCE_S = 20.0  # of an elastic run; torchrun's agents give each other up after 15 s
 BEATS_PER_SILENCE_LIMIT = 5  # few, since rank 0 asks the store about every rank
-REPORT_COLLECTION_S = 1.0  # how long a rank waits for the reports of the others
+# How long a rank waits for the reports of the others, which look for alarms twice a second. A rank whose report comes
+# later is said to be dead, so this outlasts a busy processor and a slow file server; MAX_REPORT_S bounds it.
+REPORT_COLLECTION_S = 5.0
 REPORT_POLL_S = 0.05
 MAX_LISTENER_END_S = 1.0  # in which the listener ends; one that hangs itself ends with the process
 MAX_REPORT_S = 15.0  # in which a report must be on disk: what hangs may be the storage itself
