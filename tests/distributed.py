@@ -28,6 +28,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import MAX_WAIT_S
+
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
@@ -48,7 +50,7 @@ class RanksFailed(AssertionError):  # noqa: N818 - the outcome of a test, not an
     """A rank raised, died or did not finish in time; the message holds every rank's traceback or stacks."""
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = MAX_WAIT_S) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks of a gloo world; return the results in rank order.
 
     `fn` is a module-level function that leaves no state behind: the processes serve later calls. Arguments and
@@ -61,7 +63,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         raise
 
 
-def fork_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def fork_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = MAX_WAIT_S) -> list[Any]:
     """Call `fn(rank, world_size, folder, *args)` in `world_size` new processes without torch.distributed.
 
     `folder` is empty and common to all of them; environment variables are those of the caller. Raises RanksFailed, and

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from mmtrain.checkpoint import LocalStorage, Storage
 from mmtrain.checkpoint.storage import FileSum
 from mmtrain.program import Action, Forward, Step
 from mmtrain.runtime.execution.fault_points import FaultPoints
-from mmtrain.runtime.resilience.signals import STOP_SIGNALS
+from mmtrain.runtime.resilience.signals import STOP_LISTENER_THREAD, STOP_SIGNALS, StopSignalListener
+from tests.waiting import MAX_WAIT_S, poll
 
 Kind = Literal[
     "kill",
@@ -36,10 +38,11 @@ Kind = Literal[
 ]
 Phase = Literal["start", "step", "save", "evaluate", "shutdown"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-SLOW_S = 0.3  # that an action of kind `slow` takes longer
-NUM_SLOW_PIECES = 8  # of a file that a slow disk writes
+# What runs in which a rank hangs wait for: far more than an action of these small runs takes on a busy machine.
+WATCHDOG_S = 4.0
+SLOW_S = WATCHDOG_S / 5  # that an action of kind `slow` takes longer
+NUM_SLOW_PIECES = 6  # of a file that a slow disk writes; together they take longer than the watchdog waits
 NUM_PIECES_BEFORE_STUCK = 3
-MAX_SIGNAL_DELAY_S = 20.0  # from a fault outside until this rank gets a signal
 _STOPPING: tuple[Kind, ...] = ("signal", "signal launcher", "close terminal")
 _SURVIVED: tuple[Kind, ...] = ("slow", "exception")  # the latter while a checkpoint is saved
 
@@ -50,7 +53,8 @@ class FailAt(FaultPoints):
 
     `nan` replaces the output of the step's forwards; `corrupt`, the kinds of disks concern the
     checkpoint after `step` steps. `once` is a file that records the fault, so that it does not repeat
-    when the run restarts.
+    when the run restarts. After a signal, to itself or to its launcher, the rank waits in the action until it has noted
+    that it is to stop: by itself the signal may arrive in any later step.
     """
 
     rank: int
@@ -71,6 +75,8 @@ class FailAt(FaultPoints):
             return
         self._done_steps.add(step)
         _inject(self.kind, self.number)
+        if self.kind in _STOPPING:
+            poll(_has_noted_a_stop_signal)
 
     def forward_output(self, step: int, action: Action, output: Tensor) -> Tensor:
         """See `FaultPoints`."""
@@ -144,7 +150,7 @@ class FailInEachPhase(FaultPoints):
         self._phase = self.next_phase if self.kind in _SURVIVED else None
         _inject(self.kind, self.number)
         if self.kind in _STOPPING:
-            assert self._signalled.wait(MAX_SIGNAL_DELAY_S), "no signal came"
+            assert self._signalled.wait(MAX_WAIT_S), "no signal came"
 
 
 @dataclass
@@ -158,6 +164,8 @@ class SignalBeforeSteps(FaultPoints):
         """See `FaultPoints`."""
         if rank == self.rank:
             os.kill(os.getpid(), self.number)
+            if self.number != signal.SIGSTOP:
+                poll(_has_noted_a_stop_signal)
 
 
 class AllOf(FaultPoints):
@@ -249,6 +257,19 @@ def _inject(kind: Kind, number: signal.Signals) -> None:
             os.kill(os.getpid(), number)
         case "signal launcher":
             os.kill(os.getppid(), number)
+
+
+def _has_noted_a_stop_signal() -> bool:
+    """Return whether the thread in which this process listens to stop signals has received one."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0) if thread.name == STOP_LISTENER_THREAD else None
+        while frame is not None:
+            listener = frame.f_locals.get("self")
+            if isinstance(listener, StopSignalListener):
+                return listener.stop_requested
+            frame = frame.f_back
+    raise AssertionError("this process does not listen to stop signals")
 
 
 def _delayed(chunks: Iterable[bytes | memoryview], count: int, seconds: float) -> Iterator[bytes | memoryview]:

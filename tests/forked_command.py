@@ -10,7 +10,7 @@ from tests.distributed import fork_ranks
 
 def run_forked(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `mmtrain` with these arguments in a forked process."""
-    [done] = fork_ranks(1, main_here, folder, arguments, timeout=120)
+    [done] = fork_ranks(1, main_here, folder, arguments)
     assert isinstance(done, subprocess.CompletedProcess)
     return done
 

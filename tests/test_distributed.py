@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import RanksFailed, fork_ranks, run_ranks
+from tests.waiting import MAX_WAIT_S
 
 
 def _sum_of_ranks(extra: int) -> float:
@@ -27,9 +28,9 @@ def _one_fails() -> None:
     dist.barrier()
 
 
-def _hangs(rank: int, world_size: int, folder: object) -> None:
-    if rank == 0:
-        time.sleep(60)
+def _hangs() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(MAX_WAIT_S)
 
 
 def test_ranks_talk_to_each_other() -> None:
@@ -61,5 +62,6 @@ def test_ranks_serve_later_calls_until_one_fails() -> None:
 
 
 def test_a_hanging_rank_shows_where_it_hangs() -> None:
+    run_ranks(2, _pid)  # from here on both processes run, so that the time below is only that of the hang
     with pytest.raises(RanksFailed, match=r"rank 0: did not finish(.|\n)*in _hangs"):
-        fork_ranks(2, _hangs, timeout=1.0)
+        run_ranks(2, _hangs, timeout=2.0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mmtrain.checkpoint import FileSum, LocalStorage, Ranks, Shard, ShardSpec
+from tests.waiting import MAX_WAIT_S
 
 T = TypeVar("T")
 
@@ -67,7 +68,7 @@ def disk_full() -> OSError:
 
 def in_threads(world_size: int, work: Callable[[Ranks], T]) -> list[T]:
     """Run `work` on `world_size` ranks, each a thread; return each rank's result, or the exception it raised."""
-    barrier = threading.Barrier(world_size, timeout=20)
+    barrier = threading.Barrier(world_size, timeout=MAX_WAIT_S)
     slots: list[Any] = [None] * world_size
     results: list[Any] = [None] * world_size
 

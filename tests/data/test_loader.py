@@ -15,6 +15,7 @@ from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.errors import RunError, TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
 from tests.data.steps import DP, EVERYTHING, ONE, TWO, Dataset
+from tests.waiting import MAX_WAIT_S
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -168,10 +169,10 @@ def test_prefetch_stays_within_its_bound(made: Dataset, monkeypatch: pytest.Monk
     monkeypatch.setattr(BatchBuilder, "build", counting)
     monkeypatch.setattr(PrefetchWindow, "_claimable", watched)
     with Loader(index, stream, recipe, StepRequest(0, DP, ONE, EVERYTHING)) as loader:
-        assert full.wait(60)
+        assert full.wait(MAX_WAIT_S)
         assert built == [0, 1, 2], "two are ready, a third waits for room, and there is no step to claim"
         next(loader)
-        assert fourth.wait(60)
+        assert fourth.wait(MAX_WAIT_S)
 
 
 def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_quarantined_once(made: Dataset) -> None:

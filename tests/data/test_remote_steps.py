@@ -52,6 +52,7 @@ from mmtrain.recipe import dump_recipe
 from tests.data.fake_step_builders import FailingStepBuilder, FakeStepBuilder
 from tests.data.producers import Served, asking
 from tests.data.steps import DP, EVERYTHING, ONE, Dataset, same
+from tests.waiting import MAX_WAIT_S, poll
 
 FACTS = {"train.seed": "0"}
 
@@ -260,8 +261,8 @@ def step_bytes(step: int) -> bytes:
 def consuming(
     window: PrefetchWindow[StepData],
     *puppets: Any,  # what has an address
-    timeout_s: float = 60.0,
-    step_timeout_s: float = 60.0,
+    timeout_s: float = MAX_WAIT_S,
+    step_timeout_s: float = MAX_WAIT_S,
     keys: CurveKeys | None = None,
     request: RequestOf = request_of,
     clock: Callable[[], float] = time.monotonic,
@@ -359,8 +360,11 @@ def test_a_producer_that_sends_nonsense_loses_its_steps_to_another(
 def test_a_silent_producer_is_given_up(context: Sockets) -> None:
     window = PrefetchWindow[StepData](0, 1)
     puppet = Puppet(context)
-    with consuming(window, puppet, timeout_s=0.2) as notes:
+    clock_s = [0.0]
+    with consuming(window, puppet, timeout_s=0.2, clock=lambda: clock_s[0]) as notes:
         puppet.welcome(credit=1)
+        assert puppet.hear()[1] == Want(request_of(0))
+        clock_s[0] = 0.3
         assert window.take().meta.step == 0
     assert [note for note in notes if "has been silent for 0.2 s; 1 steps go to others" in note]
 
@@ -521,7 +525,7 @@ def test_a_killed_trainer_holds_no_credit(context: Sockets) -> None:
         while (answer_to_second := second.hear()) == Pong():
             pass
         assert answer_to_second == Made(7)
-        while "is gone" not in notes.get(timeout=60):
+        while "is gone" not in notes.get(timeout=MAX_WAIT_S):
             pass
 
 
@@ -539,13 +543,16 @@ def test_a_producer_survives_nonsense_errors_and_silence(context: Sockets) -> No
             stranger.socket.send_multipart(frames)
             assert isinstance(stranger.hear(), Refused)
         trainer = Dealer(context, producer.address)
-        assert trainer.ask(Hello(FACTS, 0.2)) == Welcome(2)
+        assert trainer.ask(Hello(FACTS, MAX_WAIT_S)) == Welcome(2)
         answer = trainer.ask(Want(request_of(1)))
         assert isinstance(answer, Failed)
         assert answer.failure.message == "KeyError: 'lost'"
-        while "has been silent for 0.2 s" not in notes.get(timeout=60):
+        silent = Dealer(context, producer.address)
+        assert silent.ask(Hello(FACTS, 0.2)) == Welcome(2)
+        while "has been silent for 0.2 s" not in notes.get(timeout=MAX_WAIT_S):
             pass
-        assert trainer.ask(Ping()) == Unknown()
+        assert silent.ask(Ping()) == Unknown()
+        assert trainer.ask(Ping()) == Pong()
 
 
 # Trainers and producers that must prove that they belong together.
@@ -560,7 +567,7 @@ def test_a_trainer_and_a_producer_with_one_secret_work_together() -> None:
         consuming(window, producer, keys=ONE_SECRET) as trainer_notes,
     ):
         assert [window.take().meta.step for _ in range(5)] == list(range(5))
-        assert "joined" in notes.get(timeout=60)
+        assert "joined" in notes.get(timeout=MAX_WAIT_S)
     assert trainer_notes == []
 
 
@@ -593,10 +600,13 @@ def test_a_run_reads_the_secret_that_its_recipe_names(made: Dataset, tmp_path: P
 )
 def test_a_stranger_gets_no_step_and_is_told_why(ours: CurveKeys | None, theirs: CurveKeys | None) -> None:
     window = PrefetchWindow[StepData](0, 2)
+    clock_s = [0.0]
     with (
         producing(FakeStepBuilder(), theirs) as (producer, notes),
-        consuming(window, producer, timeout_s=0.5, keys=ours) as trainer_notes,
+        consuming(window, producer, timeout_s=0.5, keys=ours, clock=lambda: clock_s[0]) as trainer_notes,
     ):
+        poll(lambda: bool(trainer_notes))
+        clock_s[0] = 0.6
         assert window.take().meta.step == 0, "built locally"
         assert notes.empty(), "the producer has heard of no trainer"
     assert trainer_notes[0] == (

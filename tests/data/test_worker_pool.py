@@ -32,6 +32,7 @@ from tests.data.fake_step_builders import (
     UnloadableStepBuilder,
 )
 from tests.data.steps import DP, EVERYTHING, Dataset, same
+from tests.waiting import MAX_WAIT_S
 
 
 def request(step: int) -> StepRequest:
@@ -224,7 +225,7 @@ def test_closing_ends_workers_that_never_finish() -> None:
         [host] = hosts()
         processes = [host, *host.children()]
         assert len(processes) == 3
-    assert psutil.wait_procs(processes, timeout=60)[1] == []
+    assert psutil.wait_procs(processes, timeout=MAX_WAIT_S)[1] == []
 
 
 TRAINER = """
@@ -248,7 +249,7 @@ def test_workers_end_with_a_trainer_that_is_killed() -> None:
         processes = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
         trainer.kill()
     assert len(processes) == 3
-    assert psutil.wait_procs(processes, timeout=60)[1] == []
+    assert psutil.wait_procs(processes, timeout=MAX_WAIT_S)[1] == []
 
 
 def test_steps_equal_those_of_a_thread_while_workers_are_killed(made: Dataset) -> None:

@@ -16,6 +16,7 @@ from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Reference, samples_of, step_data
 from tests.flow.gather import copy, whole
+from tests.waiting import MAX_WAIT_S
 
 NUM_STEPS = 3  # the third sees what a step of text alone did to momentum and weight decay
 Step = tuple[float, float, dict[str, Tensor]]  # loss, gradient norm, gradients by name
@@ -25,7 +26,7 @@ def assert_equals_one_process(
     settings: Recipe,
     plan: Plan,
     texts_between: bool = False,
-    timeout: float = 30,
+    timeout: float = MAX_WAIT_S,
     train: Callable[..., Any] | None = None,
     later_tolerance: float | None = None,
 ) -> None:

@@ -11,6 +11,7 @@ from mmtrain.errors import MmtrainError
 from mmtrain.runtime.training.train import run
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.flow.runs import RECIPE, SMALL
+from tests.waiting import MAX_WAIT_S
 
 
 def slurm_task(rank: int, size: int, _: Path, request: TrainRequest, port: int) -> int:
@@ -69,7 +70,7 @@ class StartedProcesses:
         return [child for p in self.processes if p.poll() is None for child in p.children(recursive=True)]
 
     def wait(self) -> list[int]:
-        return [process.wait(60) for process in self.processes]
+        return [process.wait(MAX_WAIT_S) for process in self.processes]
 
 
 def has_ended(process: psutil.Process) -> bool:

@@ -25,36 +25,35 @@ from tests.flow.launched import slurm_task
 from tests.flow.runs import launch_here
 
 NUM_RANKS = 2
-TIMEOUT_S = 120
 PR_SET_PDEATHSIG = 1
 Launcher = Callable[..., list[int]]
 
 
 def alone(request: TrainRequest) -> list[int]:
     """Run `mmtrain train`; return its exit code."""
-    [code] = fork_ranks(1, _alone, request, timeout=TIMEOUT_S)
+    [code] = fork_ranks(1, _alone, request)
     return [code]
 
 
 def torchrun(request: TrainRequest, max_restarts: int = 0) -> list[int]:
     """Run torchrun's agent with `mmtrain train`; return its exit code."""
-    return fork_ranks(1, _agent, _torchrun_rank, request, max_restarts, timeout=TIMEOUT_S)
+    return fork_ranks(1, _agent, _torchrun_rank, request, max_restarts)
 
 
 def torchrun_command(command: Callable[[], int], max_restarts: int = 0) -> list[int]:
     """Run torchrun's agent with processes that do this and exit with what it returns; return the agent's exit code."""
-    return fork_ranks(1, _agent, _torchrun_process, command, max_restarts, timeout=2 * TIMEOUT_S)
+    return fork_ranks(1, _agent, _torchrun_process, command, max_restarts)
 
 
 def slurm(request: TrainRequest) -> list[int]:
     """Run `mmtrain train` as the tasks of a SLURM step; return their exit codes, -9 for one that was killed."""
-    [codes] = fork_ranks(1, _step_daemon, request, timeout=TIMEOUT_S)
+    [codes] = fork_ranks(1, _step_daemon, request)
     return list(codes)
 
 
 def in_terminal(request: TrainRequest, close_when: Callable[[], bool]) -> list[int]:
     """Run `mmtrain train` in a terminal, and close that once `close_when` returns True; return the exit code."""
-    return fork_ranks(1, _terminal, request, close_when, timeout=TIMEOUT_S)
+    return fork_ranks(1, _terminal, request, close_when)
 
 
 def _alone(_rank: int, _size: int, _folder: Path, request: TrainRequest) -> int:

@@ -1,8 +1,7 @@
 """Whole runs of a small demo in processes of this machine, with injected faults."""
 
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,11 +118,3 @@ def _assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 def refuse(text: str) -> None:
     """Fail where a damaged checkpoint is reported."""
     raise AssertionError(text)
-
-
-def poll(found: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until `found` returns True."""
-    deadline_s = time.monotonic() + timeout_s
-    while not found():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.05)

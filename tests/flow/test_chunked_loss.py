@@ -41,4 +41,4 @@ def train_by_chunks(
 def test_a_plan_computes_by_chunks_what_one_process_computes_at_once(case: str) -> None:
     changes, meshes = (CASES | PLAIN | STACKED)[case]
     settings = recipe(**changes)
-    assert_equals_one_process(settings, plan(settings, **meshes), train=train_by_chunks, timeout=120)
+    assert_equals_one_process(settings, plan(settings, **meshes), train=train_by_chunks)

@@ -17,15 +17,15 @@ from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.run_state import read_run_state
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import RanksFailed
-from tests.faults import PHASES, SLOW_S, FailAt, FailInEachPhase, Kind, Phase
+from tests.faults import PHASES, WATCHDOG_S, FailAt, FailInEachPhase, Kind, Phase
 from tests.flow.launchers import Launcher, alone, in_terminal, slurm, torchrun
-from tests.flow.runs import assert_same_end, launch, poll, request_for, run_all
+from tests.flow.runs import assert_same_end, launch, request_for, run_all
+from tests.waiting import poll
 
 pytestmark = pytest.mark.slow
 MAX_STEPS_TO_STOP = 3  # while a rank saves in the background, the others train on
 NUM_STEPS = 14
 EVERY_STEP = (f"train.steps={NUM_STEPS}", "train.checkpoint.every=1", "train.validate_every=1")
-END_S = 30.0  # in which orphans finish their step and save
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_slurm_tasks_that_are_killed_in_each_phase_are_resumed(data: Path, unbro
 
 # Before the first step a rank that hangs cannot be told from one that indexes or plans for long.
 AFTER_START = PHASES[1:]
-WATCHED = "train.watchdog_s=1.5"
+WATCHED = f"train.watchdog_s={WATCHDOG_S}"
 
 
 @pytest.mark.parametrize(("kind", "phases"), [("hang", AFTER_START), ("stop", PHASES)])
@@ -118,7 +118,7 @@ def test_slurm_tasks_that_hang_in_each_phase_end_and_are_resumed(
 
 
 def test_a_rank_that_is_slow_in_each_phase_does_not_hang(data: Path, unbroken_run: Path, tmp_path: Path) -> None:
-    request = _request(data, tmp_path, "slow", f"train.watchdog_s={4 * SLOW_S}")
+    request = _request(data, tmp_path, "slow", WATCHED)
     assert alone(request) == [0]
     _assert_ended_as(request, unbroken_run)
 
@@ -169,7 +169,7 @@ def test_a_launcher_that_is_killed_in_any_phase_leaves_ranks_that_save(
     def start(request: TrainRequest) -> None:
         with pytest.raises(RanksFailed, match="died without a word"):
             launcher(request)
-        poll(lambda: not may_be_owned(request.run_dir), END_S)
+        poll(lambda: not may_be_owned(request.run_dir))
 
     request = _request(data, tmp_path, "signal launcher", number=signal.SIGKILL)
     # torchrun's agent holds the store, without which ranks cannot connect: before the first step they end instead.

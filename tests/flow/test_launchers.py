@@ -21,10 +21,9 @@ from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import RanksFailed, fork_ranks
 from tests.faults import FailAt
 from tests.flow.launched import StartedProcesses, has_ended, slurm_task, train_arguments
-from tests.flow.runs import NUM_STEPS, assert_same_end, poll, request_for, run_all
+from tests.flow.runs import NUM_STEPS, assert_same_end, request_for, run_all
+from tests.waiting import MAX_WAIT_S, poll
 
-ORPHANS_S = 5  # how long a process may outlive the launcher
-SAVE_S = 30  # the same where it finishes its step and saves first
 SBATCH = Path(__file__).parents[2] / "scripts" / "train.sbatch"
 
 
@@ -115,11 +114,11 @@ def test_two_torchrun_nodes_stop_when_one_is_signalled_and_go_on_later(
     data: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     with _torchrun(data, tmp_path, "--set", "train.steps=2000", "--set", "train.checkpoint.every=0") as nodes:
-        poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
+        poll(lambda: len(read_metrics(tmp_path)) >= 2)
         ranks = nodes.offspring()
         nodes.processes[1].send_signal(number)
         assert all(nodes.wait()), "torchrun counts ranks that stopped as failed"
-        assert psutil.wait_procs(ranks, ORPHANS_S)[1] == []
+        assert psutil.wait_procs(ranks, MAX_WAIT_S)[1] == []
     state = read_run_state(tmp_path)
     assert state["status"] == "stopped"
     assert len(read_metrics(tmp_path)) == state["step"] < 2000
@@ -133,7 +132,7 @@ def test_two_torchrun_nodes_stop_when_one_is_signalled_and_go_on_later(
 def test_torchrun_restarts_a_run_from_its_newest_checkpoint(data: Path, tmp_path: Path) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m"]
     with StartedProcesses([*command, *train_arguments(data, tmp_path, "--set", "train.steps=80")]) as started:
-        poll(lambda: any((tmp_path / CHECKPOINTS_FOLDER).glob("step-*")), 120)
+        poll(lambda: any((tmp_path / CHECKPOINTS_FOLDER).glob("step-*")))
         started.offspring()[0].kill()
         assert started.wait() == [0]
     assert read_run_state(tmp_path) == {"status": "done", "step": 80, "error": None}
@@ -146,12 +145,12 @@ def test_no_process_is_left_after_the_save(data: Path, tmp_path: Path, number: s
     with StartedProcesses(
         train_arguments(data, tmp_path, "--set", "train.steps=2000", "--set", "train.checkpoint.every=0")
     ) as started:
-        poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
+        poll(lambda: len(read_metrics(tmp_path)) >= 2)
         ranks = started.offspring()
         assert len(ranks) >= 2
         started.processes[0].send_signal(number)
         assert started.wait() == [75]
-        assert psutil.wait_procs(ranks, ORPHANS_S)[1] == []
+        assert psutil.wait_procs(ranks, MAX_WAIT_S)[1] == []
     assert read_run_state(tmp_path)["status"] == "stopped"
 
 
@@ -175,9 +174,9 @@ def test_a_closed_terminal_saves(data: Path, tmp_path: Path) -> None:
                 os.read(terminal, 1 << 16)  # a terminal that nobody reads from blocks its writers
             return len(read_metrics(tmp_path)) >= 2
 
-        poll(has_trained, 120)
+        poll(has_trained)
         os.close(terminal)
-        assert run.wait(SAVE_S) == 75
+        assert run.wait(MAX_WAIT_S) == 75
     state = read_run_state(tmp_path)
     assert state["status"] == "stopped"
     assert len(read_metrics(tmp_path)) == state["step"] < 2000
@@ -190,10 +189,10 @@ def test_ranks_of_a_torchrun_agent_that_was_ended_save_and_stop(
 ) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     with StartedProcesses([*command, *train_arguments(data, tmp_path, "--set", "train.steps=2000")]) as started:
-        poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
+        poll(lambda: len(read_metrics(tmp_path)) >= 2)
         ranks = started.offspring()
         started.processes[0].send_signal(number)
-        poll(lambda: all(has_ended(process) for process in ranks), SAVE_S)
+        poll(lambda: all(has_ended(process) for process in ranks))
     state = read_run_state(tmp_path)
     assert state["status"] == "stopped"
     assert len(read_metrics(tmp_path)) == state["step"] < 2000
@@ -212,10 +211,10 @@ def test_a_slurm_task_whose_step_daemon_is_gone_saves_and_stops(data: Path, tmp_
     env = os.environ | variables | {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     daemon = psutil.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({task})"], env=env)
     try:
-        poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
+        poll(lambda: len(read_metrics(tmp_path)) >= 2)
         [rank, *_] = daemon.children(recursive=True)
         daemon.kill()
-        poll(lambda: has_ended(rank), SAVE_S)
+        poll(lambda: has_ended(rank))
     finally:
         daemon.kill()
         daemon.wait()

@@ -16,9 +16,8 @@ from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.run_folder import QUARANTINE_FILE
 from tests.data.producers import Served, ServedInTerminal
-from tests.flow.runs import poll, request_for, run_all
-
-PRODUCER_END_S = 20.0
+from tests.flow.runs import request_for, run_all
+from tests.waiting import poll
 
 
 def test_a_run_with_workers_is_the_run_without(data: Path, unbroken: Path, tmp_path: Path) -> None:
@@ -84,7 +83,7 @@ def test_a_run_whose_producer_loses_its_terminal_is_the_run_without(
             assert run_all(again, again) == ["", ""]
             assert not producer.has_ended()
             producer.end_producer()
-        poll(producer.has_ended, PRODUCER_END_S)
+        poll(producer.has_ended)
         assert producer.exit_code == 0
     assert [s["loss"] for s in read_metrics(tmp_path / "run")] == [s["loss"] for s in read_metrics(unbroken)]
 

@@ -370,7 +370,7 @@ def test_gemma_computes_under_any_plan_what_one_process_does(case: str) -> None:
     changes, meshes = GEMMA[case]
     settings, order = recipe(**changes), PIPELINE if "in parts" in case else None
     kind = "explicit" if order else "coarse" if "colocated" in case else "1f1b"
-    assert_equals_one_process(settings, plan(settings, kind, order, **meshes), texts_between=True, timeout=120)
+    assert_equals_one_process(settings, plan(settings, kind, order, **meshes), texts_between=True)
 
 
 def _validate_after_a_step(settings: Recipe, chosen: Plan) -> tuple[float, float]:

@@ -38,6 +38,6 @@ def _measure(_rank: int, _size: int, _folder: Path, data: Path) -> list[float]:
 
 
 def test_every_plan_is_timed_on_the_ranks_of_this_machine(data: Path) -> None:
-    [seconds] = fork_ranks(1, _measure, data, timeout=120)
+    [seconds] = fork_ranks(1, _measure, data)
     assert len(seconds) == 1 + 2 * 2  # one plan by itself, then two that take turns
     assert all(0 < s < 60 for s in seconds)

@@ -133,7 +133,7 @@ def _theirs(runner: UnitRunner, inputs: dict[Microbatch, UnitInput], total_targe
 )
 def test_megatron_core_computes_the_same(mesh: Mesh) -> None:
     settings = recipe(**TEXT_ALONE)
-    ranks = run_ranks(len(mesh.ranks), _ours_and_theirs, settings, plan(settings, llm=mesh), timeout=30)
+    ranks = run_ranks(len(mesh.ranks), _ours_and_theirs, settings, plan(settings, llm=mesh))
     theirs = {name: gradient for _, _, (_, found) in ranks for name, gradient in found.items()}
     assert sum(loss for loss, _, _ in ranks) == pytest.approx(sum(loss for _, _, (loss, _) in ranks), rel=1e-6)
     assert_close(whole([g for _, gradients, _ in ranks for g in gradients]), theirs)

@@ -143,7 +143,7 @@ def test_a_planned_order_in_pieces_computes_what_one_process_does() -> None:
     layer_costs = LayerCosts(replace(problem_for(settings, "h100-80g"), costs=AnalyticCosts(machine, "bf16")))
     order = plan_encoder_order(graph, layer_costs, machine)
     assert any(line.startswith(("PF llm", "PB llm")) for line in order[0]), "the LLM's layers are hosts"
-    assert_equals_one_process(settings, in_pieces(plan(settings, "explicit", order, **meshes)), timeout=60)
+    assert_equals_one_process(settings, in_pieces(plan(settings, "explicit", order, **meshes)))
 
 
 def test_ranks_of_a_host_have_guests_of_their_own() -> None:

@@ -95,7 +95,7 @@ def test_a_step_under_any_plan_equals_one_of_transformers(
     if placement != "disaggregated":
         llm = plan.units["llm"]
         assert (llm.tp, llm.dp, llm.vpp, plan.world_size) == (2, 1, 2, 4)
-    ranks = run_ranks(num_ranks, _train_one_step, recipe, plan, timeout=180)
+    ranks = run_ranks(num_ranks, _train_one_step, recipe, plan)
     assert sum(part for part, _ in ranks) == pytest.approx(theirs.loss, rel=1e-4)
     gradients = whole([shard for _, shards in ranks for shard in shards])
     assert_equal_gradients(theirs.folder, theirs.model, gradients, tiny.untrained)

@@ -20,7 +20,7 @@ from mmtrain.runtime.resilience.stragglers import STRAGGLER_WINDOW_STEPS
 from mmtrain.runtime.run_folder import PLAN_FILE, TRACE_FILE
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
-from tests.faults import AllOf, FailAt
+from tests.faults import WATCHDOG_S, AllOf, FailAt
 from tests.flow.cases import Mesh, plan, recipe, step_data
 from tests.flow.orders import PIPELINE
 from tests.flow.runs import launch, request_for, run_all
@@ -63,7 +63,7 @@ def test_a_run_writes_the_timelines_it_was_asked_for(data: Path, tmp_path: Path)
 @pytest.mark.slow  # `tests/runtime/test_stragglers.py` finds slow ranks in recorded steps
 def test_a_slow_rank_is_named_in_the_metrics_and_in_the_report_of_a_failure(data: Path, tmp_path: Path) -> None:
     request = request_for(
-        data, tmp_path, *TWO_REPLICAS, f"train.steps={STRAGGLER_WINDOW_STEPS + 1}", "train.watchdog_s=2"
+        data, tmp_path, *TWO_REPLICAS, f"train.steps={STRAGGLER_WINDOW_STEPS + 1}", f"train.watchdog_s={WATCHDOG_S}"
     )
     code, message = launch(
         request, AllOf(FailAt(1, range(STRAGGLER_WINDOW_STEPS), "slow"), FailAt(0, STRAGGLER_WINDOW_STEPS, "hang"))

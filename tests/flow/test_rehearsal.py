@@ -16,6 +16,7 @@ from mmtrain.runtime.rehearsal.checkpoint_traffic import CheckpointTraffic, chec
 from mmtrain.runtime.rehearsal.consequences import describe_checkpoint, describe_consequences
 from mmtrain.runtime.rehearsal.rehearse import RehearsalFault, RehearsalRequest, RehearsalResult
 from tests.distributed import fork_ranks
+from tests.faults import WATCHDOG_S
 from tests.flow import cases
 from tests.flow.cases import Mesh
 from tests.flow.cells import CELLS, PLACEMENTS, Cell
@@ -39,7 +40,7 @@ def _rehearse(
 
 def rehearsed(request: RehearsalRequest, min_hang_s: float = 60.0) -> RehearsalResult:
     """Rehearse in a process of its own, which starts the ranks."""
-    [result] = fork_ranks(1, _rehearse, request, min_hang_s, timeout=100)
+    [result] = fork_ranks(1, _rehearse, request, min_hang_s)
     assert isinstance(result, RehearsalResult)
     return result
 
@@ -148,7 +149,7 @@ def test_a_save_that_outlasts_the_steps_between_two_delays_training(
 
 def test_a_lost_message_is_named_with_both_its_ends() -> None:
     request = _request(*_apart(), num_steps=2, stretch=1.0, fault=RehearsalFault("lost", 0))
-    result = rehearsed(request, min_hang_s=1.5)
+    result = rehearsed(request, min_hang_s=WATCHDOG_S)
     assert result.failure is not None
     # The other rank waits as long, for the gradient of the features that never came; either may report first.
     [of_receiver] = [line for line in result.failure.splitlines() if "rank 1, step 2, in `F llm.0 llm:0." in line]

@@ -34,6 +34,7 @@ from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
 from tests.distributed import RanksFailed, fork_ranks
 from tests.flow.runs import request_for, run_one_rank
+from tests.waiting import MAX_WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +42,6 @@ DRIFT_STEPS_HERE = 12  # in the place of fifty, so that runs are short
 NUM_STEPS, SAVE_EVERY = 60, 10
 PLAN_STEP = 30  # from 0: long after the drift is known. Runs wait here for the plan that is made beside them.
 SWITCH_STEP = 40  # from 1: the next checkpoint
-WAIT_S = 50.0
 # A pipeline of two ranks, whose layers are divided by their costs: an encoder that is priced too cheap lies on one rank
 # with much of the LLM.
 PIPELINE = [
@@ -57,7 +57,7 @@ PIPELINE = [
 
 def run_short(request: TrainRequest, faults: FaultPoints | None = None) -> None:
     """Run two ranks in which costs have drifted after a few steps."""
-    errors = fork_ranks(2, _short_rank, [request] * 2, free_port(), faults or FaultPoints(), timeout=110)
+    errors = fork_ranks(2, _short_rank, [request] * 2, free_port(), faults or FaultPoints())
     assert errors == ["", ""]
 
 
@@ -71,7 +71,7 @@ def join_planning() -> None:
     """Wait on the rank that plans until the plan is there."""
     for thread in threading.enumerate():
         if thread.name == "mmtrain-planning":
-            thread.join(WAIT_S)
+            thread.join(MAX_WAIT_S)
             assert not thread.is_alive()
 
 
@@ -194,7 +194,7 @@ def test_a_switch_to_a_plan_that_does_not_fit_any_more_is_refused_and_the_run_go
 ) -> None:
     """Devices have no room at the first switch, as if another process held it, and have room again at the second."""
     request = pipeline_request(data, tmp_path, "train.replan=auto")
-    errors = fork_ranks(2, _short_rank_without_room, [request] * 2, free_port(), AwaitPlan(), timeout=110)
+    errors = fork_ranks(2, _short_rank_without_room, [request] * 2, free_port(), AwaitPlan())
     assert errors == ["", ""]
     refusals = [(tmp_path / f"refusals-{rank}.txt").read_text() for rank in range(2)]
     [refusal] = [text for text in refusals if text]  # one rank decides for all

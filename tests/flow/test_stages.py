@@ -133,7 +133,7 @@ def test_slurm_tasks_train_all_stages_and_go_on_in_the_second_one(
     """The tasks meet in a store of their own, at a port that stays the same."""
     killed = partial(_train_here, tmp_path, (*arguments, "--run-dir", "run"), FailAt(1, 3, "kill"))
     with pytest.raises(RanksFailed):
-        fork_ranks(2, _slurm_task, free_port(), killed, timeout=240)
+        fork_ranks(2, _slurm_task, free_port(), killed)
     resumed = partial(_train_here, tmp_path, (*arguments, "--run-dir", "run", "--resume"), None)
-    assert fork_ranks(2, _slurm_task, free_port(), resumed, timeout=240) == [0, 0]
+    assert fork_ranks(2, _slurm_task, free_port(), resumed) == [0, 0]
     _assert_same_stages(tmp_path / "run", unbroken)

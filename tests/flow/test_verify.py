@@ -74,7 +74,7 @@ def _without_tp_reduction(
 def test_a_lost_reduction_is_found_and_named(data: Path, tmp_path: Path) -> None:
     parallel = ("parallel.llm.tp=2", "parallel.llm.sp=true", "parallel.placement=unified", "cluster.ranks=2")
     arguments = _arguments(data, "cluster.hardware=h100-80g", *parallel)
-    [done] = fork_ranks(1, _without_tp_reduction, tmp_path, arguments, timeout=120)
+    [done] = fork_ranks(1, _without_tp_reduction, tmp_path, arguments)
     assert done.returncode == 1, done.stdout + done.stderr
     first, *_ = [line.strip() for line in done.stdout.splitlines() if line.startswith("  ")]
     assert first.startswith("llm.layers.3.norm.weight: its gradient on rank")  # the last norm, next to the loss
@@ -120,7 +120,7 @@ def _without_dp_reduction(
 
 def test_a_reduction_lost_between_replica_groups_is_found_in_a_cut_plan(data: Path, tmp_path: Path) -> None:
     arguments = (*_arguments(data, *SIXTY_FOUR_GPUS, *COLOCATED), "--ranks-here", "8", "--json")
-    [done] = fork_ranks(1, _without_dp_reduction, tmp_path, arguments, timeout=120)
+    [done] = fork_ranks(1, _without_dp_reduction, tmp_path, arguments)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.count("Cut to 8 of the plan's 64 ranks") == 1
     [step] = json.loads(done.stdout)

@@ -14,16 +14,14 @@ from mmtrain.plan.planner import plan_recipe
 from mmtrain.runtime.training.background_planning import PLANNING_PROCESS_MODULE, BackgroundPlanning, PlanningOutcome
 from mmtrain.runtime.training.planning_process import PLANNING_NICENESS
 from tests.distributed import RanksFailed, fork_ranks
-from tests.flow.runs import poll
 from tests.plan.factory import lengths, recipe
 from tests.runtime.background_planners import end_at_once, fail, plan_for_ever, refuse
-
-WAIT_S = 60.0
+from tests.waiting import MAX_WAIT_S, poll
 
 
 def outcome_of(make_plan: Callable[[], Plan]) -> PlanningOutcome:
     with BackgroundPlanning(make_plan) as planning:
-        outcome = planning.wait(WAIT_S)
+        outcome = planning.wait(MAX_WAIT_S)
     assert outcome is not None
     assert planning.poll() == outcome
     return outcome
@@ -59,7 +57,7 @@ def test_what_cannot_be_sent_leaves_no_process() -> None:
 
 
 def _process_of(pid_file: Path) -> psutil.Process:
-    poll(pid_file.exists, WAIT_S)
+    poll(pid_file.exists)
     return psutil.Process(int(pid_file.read_text().split()[0]))
 
 
@@ -85,4 +83,4 @@ def test_planning_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed):
         fork_ranks(1, _be_killed_while_planning, tmp_path / "pid")
     process_id = int((tmp_path / "pid").read_text().split()[0])
-    poll(lambda: not psutil.pid_exists(process_id) or psutil.Process(process_id).status() == "zombie", WAIT_S)
+    poll(lambda: not psutil.pid_exists(process_id) or psutil.Process(process_id).status() == "zombie")

@@ -18,9 +18,10 @@ from mmtrain.runtime.resilience import folder_lock
 from mmtrain.runtime.resilience.folder_lock import FolderKeeper, FolderLock, Lease, may_be_owned
 from mmtrain.runtime.run_owner import LOCK_FILE, FolderOwner, read_owner
 from tests.full_disk import full_disk
+from tests.waiting import MAX_WAIT_S
 
 QUICK = Lease(renewal_s=0.02, duration_s=0.3)
-DEADLINE_S = 10.0
+PATIENT = replace(QUICK, duration_s=MAX_WAIT_S)  # of who waits for a sign of life that is sure to come
 OWN = "from pathlib import Path; from mmtrain.runtime.resilience.folder_lock import FolderLock\n"
 OWN += "import sys; FolderLock(Path(sys.argv[1])).claim(); print('owned', flush=True); sys.stdin.read()"
 
@@ -123,7 +124,7 @@ def test_an_owner_on_another_machine_is_alive_as_long_as_it_renews(
     with FolderLock(tmp_path, lease=QUICK) as first:
         claim = first.claim()
         monkeypatch.setattr(folder_lock, "_machine", lambda: "another machine")
-        with FolderLock(tmp_path, notes.append, QUICK) as second, pytest.raises(UserError, match="is in use by"):
+        with FolderLock(tmp_path, notes.append, PATIENT) as second, pytest.raises(UserError, match="is in use by"):
             second.claim()
         dead = _owner(tmp_path)
     assert dead.claim_id == claim.claim_id
@@ -132,7 +133,7 @@ def test_an_owner_on_another_machine_is_alive_as_long_as_it_renews(
     with FolderLock(tmp_path, notes.append, QUICK) as third:
         assert third.claim().run_id == claim.run_id
     assert len(notes) == 2
-    assert "waiting up to 0 s for a sign of life from there" in notes[0]
+    assert f"waiting up to {PATIENT.duration_s:.0f} s for a sign of life from there" in notes[0]
 
 
 def test_an_owner_on_another_machine_without_a_sign_of_life_for_long_is_not_waited_for(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_a_folder_taken_by_force_is_lost_to_its_owner(tmp_path: Path) -> None:
         claim.require()
         other = second.claim(force=True)
         assert other.run_id != claim.run_id, "drafts of a run that may be alive are not removed"
-        first._thread.join(DEADLINE_S)
+        first._thread.join(MAX_WAIT_S)
         assert first.is_lost
         with pytest.raises(FolderTaken, match=f"was taken over by process {os.getpid()} on"):
             claim.require()

@@ -87,7 +87,7 @@ def _collects(address: Address) -> None:
 
 
 def test_ranks_do_not_collect_a_process_group_of_the_launcher() -> None:
-    assert fork_ranks(1, _leave_a_group_to_the_collector, timeout=20) == [""]
+    assert fork_ranks(1, _leave_a_group_to_the_collector) == [""]
 
 
 def test_the_first_failure_is_raised_and_the_others_are_ended() -> None:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.waiting import MAX_WAIT_S
+
 PRINTS = """
 import sys
 from mmtrain.runtime.resilience.lost_output import ignore_lost_output
@@ -21,4 +23,4 @@ def test_a_process_goes_on_after_its_reader_is_gone() -> None:
         for stream in (process.stdout, process.stderr, process.stdin):
             assert stream is not None
             stream.close()
-        assert process.wait(30) == 75
+        assert process.wait(MAX_WAIT_S) == 75

@@ -26,7 +26,7 @@ def _profile(rank: int, size: int, folder: Path, port: int) -> str | None:
 
 @pytest.mark.slow
 def test_two_nodes_of_two_ranks_are_measured_whole_and_by_place() -> None:
-    text, *others = fork_ranks(4, _profile, free_port(), timeout=120)
+    text, *others = fork_ranks(4, _profile, free_port())
     assert others == [None] * 3
     table = CostTable.model_validate_json(text)
     whole, by_place = {(kind, 4, 2) for kind in COLLECTIVES}, {(kind, 2, 2) for kind in COLLECTIVES}
@@ -55,6 +55,6 @@ def _losses_beside_an_all_reduce(rank: int, size: int, folder: Path, port: int) 
 
 @pytest.mark.slow
 def test_what_compute_loses_beside_a_collective_is_a_share_of_it() -> None:
-    for processor, gemms in fork_ranks(2, _losses_beside_an_all_reduce, free_port(), timeout=60):
+    for processor, gemms in fork_ranks(2, _losses_beside_an_all_reduce, free_port()):
         assert 0.0 < processor <= 1.0, "gloo uses the core"
         assert 0.0 <= gemms <= 1.0

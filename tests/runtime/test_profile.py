@@ -49,7 +49,7 @@ def table() -> CostTable:
 
     Each group of ranks that is measured starts Python anew, which takes most of the time.
     """
-    [text] = fork_ranks(1, _measure, _recipe(), (1, 2), timeout=200)
+    [text] = fork_ranks(1, _measure, _recipe(), (1, 2))
     return CostTable.model_validate_json(text)
 
 
@@ -99,7 +99,7 @@ def test_the_planner_uses_a_measured_table_and_names_it_as_its_source(table: Cos
 def test_blocks_with_windows_are_measured_apart_from_others_and_planned_by_it(tmp_path: Path) -> None:
     whole = {"tp": 1}
     settings = _recipe(WINDOWED_VISION, WINDOWED_LLM, parallel={"vision": whole, "llm": whole})
-    [text] = fork_ranks(1, _measure, settings, (1,), timeout=200)
+    [text] = fork_ranks(1, _measure, settings, (1,))
     table = CostTable.model_validate_json(text)
     shapes = [entry.shape for entry in table.layers]
     assert {shape.window for shape in shapes if shape.kind == "decoder_block"} == {0, 16}

@@ -6,12 +6,11 @@ import time
 import pytest
 
 from mmtrain.runtime.resilience.signals import STOP_SIGNALS, StopSignalListener
-
-DEADLINE_S = 5.0
+from tests.waiting import MAX_WAIT_S
 
 
 def _until_asked(stop: StopSignalListener) -> bool:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + MAX_WAIT_S
     while not stop.stop_requested and time.monotonic() < deadline:
         time.sleep(0.001)
     return stop.stop_requested
@@ -37,7 +36,7 @@ def test_a_second_interrupt_ends_at_once_but_other_signals_may_repeat() -> None:
             stop.stop_requested = False
         assert not ended.is_set()
         os.kill(os.getpid(), signal.SIGINT)
-        assert ended.wait(DEADLINE_S)
+        assert ended.wait(MAX_WAIT_S)
 
 
 def test_what_the_parent_ignores_stays_ignored() -> None:

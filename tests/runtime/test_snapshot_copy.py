@@ -11,8 +11,7 @@ from mmtrain.recipe.train_settings import OptimizerSettings
 from mmtrain.runtime.execution import snapshot_copy
 from mmtrain.runtime.execution.optimizer import Optimizer
 from mmtrain.runtime.execution.snapshot_copy import SnapshotCopy
-
-TIMEOUT_S = 60.0
+from tests.waiting import MAX_WAIT_S
 
 
 class Unit:
@@ -40,7 +39,7 @@ def test_an_update_waits_until_the_weights_are_copied() -> None:
     update = threading.Thread(target=optimizer.step, args=(1.0,), daemon=True)
     update.start()
     copying.run()
-    update.join(TIMEOUT_S)
+    update.join(MAX_WAIT_S)
     assert copying.copies[0].tolist() == [0, 0, 0]
     assert unit.weight.tolist() == [1, 1, 1]
     optimizer.step(1.0)  # and none after it waits

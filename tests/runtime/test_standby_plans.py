@@ -22,10 +22,10 @@ from mmtrain.runtime.training.standby_plans import (
     standby_plan_path,
 )
 from mmtrain.runtime.training.step_hook import StepContext
-from tests.flow.runs import poll
 from tests.plan.factory import lengths, recipe
 from tests.report.conftest import metrics
 from tests.runtime.background_planners import give, refuse
+from tests.waiting import poll
 
 SHA = "f" * 64
 
@@ -101,7 +101,7 @@ def test_plans_are_made_one_after_another_and_refusals_are_told(tmp_path: Path, 
             hook.after_step(next(steps))
             return len(notes.texts) == 2
 
-        poll(is_done, 60)
+        poll(is_done)
     assert notes.texts[0].startswith("a plan for 2 ranks is ready (predicted ")
     assert notes.texts[1] == "this run could not go on with 1 rank: nothing fits 1 rank"
     assert load_standby_plan(tmp_path, SHA, 2, "cpu-core") == plans[2]

@@ -18,10 +18,10 @@ from mmtrain.runtime.execution.executor import StepInput
 from mmtrain.runtime.execution.input_arena import ArenaCopier, CudaCopier, HostCopier, InputArena, copier_for
 from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
 from mmtrain.runtime.resilience.out_of_memory import is_out_of_memory
+from tests.waiting import MAX_WAIT_S
 
 TEXT = Microbatch("llm", 0, 0)
 IMAGES = Microbatch("vision", 0, 0)
-TIMEOUT_S = 60.0
 
 
 def host_input(data: StepData) -> StepInput:
@@ -95,7 +95,7 @@ def test_closing_ends_a_thread_that_waits_for_a_step() -> None:
     closed = threading.Event()
 
     def no_step() -> Iterator[StepData]:
-        assert closed.wait(TIMEOUT_S)
+        assert closed.wait(MAX_WAIT_S)
         raise DataError("the loader is closed")
         yield
 
@@ -118,7 +118,7 @@ class Journal:
 
     def wait_for(self, line: str) -> None:
         with self._written:
-            assert self._written.wait_for(lambda: line in self.lines, TIMEOUT_S), (line, self.lines)
+            assert self._written.wait_for(lambda: line in self.lines, MAX_WAIT_S), (line, self.lines)
 
 
 class FakeStream:

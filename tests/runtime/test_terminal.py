@@ -302,7 +302,7 @@ CASES: dict[str, tuple[Unit, ...]] = {
 )
 def test_two_losses_and_all_gradients_equal_those_of_one_process(case: str, cut_seed: int | None) -> None:
     units = CASES[case]
-    outcomes = run_ranks(chain(*units).world_size, run, units, cut_seed, timeout=20)
+    outcomes = run_ranks(chain(*units).world_size, run, units, cut_seed)
     [(loss, expected)] = run_ranks(1, one_process, units)
     assert sum(trained for trained, *_ in outcomes) == pytest.approx(loss, rel=1e-12)
     assert sum(validated for _, _, validated, _ in outcomes) == pytest.approx(loss, rel=1e-12)

@@ -16,7 +16,7 @@ from mmtrain.recipe import load_recipe
 from mmtrain.recipe.schema import Recipe
 from mmtrain.weights import FolderTensors
 from tests.distributed import fork_ranks
-from tests.flow.runs import poll
+from tests.waiting import poll
 from tests.weights.comparison import pretrained_of, unit_stage
 from tests.weights.hub_server import COMMIT, StandInHub, serve_model
 from tests.weights.pretrained import qwen2, save
@@ -188,11 +188,11 @@ def test_ranks_that_fetch_at_once_share_what_one_of_them_fetches(model: Path, tm
 
     def wait_for_both(name: str) -> None:
         if name.endswith(".safetensors"):
-            poll(lambda: len(list(tmp_path.glob("rank-*/fetches-weights"))) == 2, 60)
+            poll(lambda: len(list(tmp_path.glob("rank-*/fetches-weights"))) == 2)
 
     with serve_model(REPO, model) as hub:
         hub.before_sending = wait_for_both
-        sums = fork_ranks(2, _fetch_as_one_of_two, hub.constants(tmp_path / "cache"), tmp_path, timeout=120)
+        sums = fork_ranks(2, _fetch_as_one_of_two, hub.constants(tmp_path / "cache"), tmp_path)
     assert sums[0] == sums[1]
     source = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in model.iterdir() if path.is_file()}
     assert sums[0] == {name: total for name, total in source.items() if name not in NOT_FETCHED}

@@ -90,7 +90,7 @@ def test_the_masters_of_a_bf16_run_are_the_fp32_weights(tmp_path: Path) -> None:
     """At tp 2, pp 2 and two replicas, whose optimizers share the masters."""
     theirs = qwen2()
     recipe = recipe_from(save(theirs, tmp_path / "model"), "train.precision=bf16")
-    ranks = run_ranks(8, _masters_at_start, recipe, timeout=120)
+    ranks = run_ranks(8, _masters_at_start, recipe)
     masters = whole([shard for shards in ranks for shard in shards])
     expected = dict(unit_stage(recipe).named_parameters())
     assert masters.keys() == {f"llm.{name}" for name in expected}

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Self
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+STOP_LISTENER_THREAD = "mmtrain-signals"
 _WAKE = b"\0"
 
 
@@ -60,7 +61,7 @@ class StopSignalListener:
 
     def __enter__(self) -> Self:
         self._pipe.__enter__()
-        self._thread = threading.Thread(target=self._listen, name="mmtrain-signals", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name=STOP_LISTENER_THREAD, daemon=True)
         self._thread.start()
         return self
 
