@@ -11,7 +11,7 @@ from mmtrain.cli.options import RunFolder
 
 if TYPE_CHECKING:
     from mmtrain.recipe import Recipe
-    from mmtrain.weights import ExportedFolder
+    from mmtrain.weights import ExportDtype, ExportedFolder
 
 
 class StoredType(StrEnum):
@@ -37,22 +37,37 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the adapters of `train.lora` alone, for peft. Default: merge them.")
     ] = False,
+    generator: Annotated[
+        bool, typer.Option("--generator", help="Write the image generator alone, as a folder of diffusers.")
+    ] = False,
 ) -> None:
     """Write a trained model as a Hugging Face folder.
 
     transformers, vLLM and SGLang open it. Config, tokenizer and templates are those of the folder that the run started
-    from (`model.hf`). A run from random weights gets those of a family that has its settings.
+    from (`model.hf`). A run from random weights gets those of a family that has its settings. An image generator is
+    left out, unless --generator asks for it alone.
     """
     from mmtrain.checkpoint import open_newest_good, open_step
     from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
-    from mmtrain.weights import export_adapter, export_folder
+    from mmtrain.weights import export_adapter, export_folder, export_generator
 
+    if adapter and generator:
+        raise typer.BadParameter("--adapter and --generator write different folders; give one of them")
     recipe = load_run_recipe(run)
     root = run / CHECKPOINTS_FOLDER
     checkpoint = open_newest_good(root, _warn) if step is None else open_step(root, step, _warn)
-    write = export_adapter if adapter else export_folder
-    written = write(recipe, checkpoint, out, None if dtype is None else dtype.value)
-    commands = _adapter_commands(out, recipe.model.hf) if adapter else _model_commands(out, recipe)
+    stored_dtype: ExportDtype | None = None if dtype is None else dtype.value
+    if generator:
+        written = export_generator(recipe, checkpoint, out, stored_dtype)
+        commands = _generator_commands(out, recipe)
+    elif adapter:
+        written = export_adapter(recipe, checkpoint, out, stored_dtype)
+        commands = _adapter_commands(out, recipe.model.hf)
+    else:
+        written = export_folder(recipe, checkpoint, out, stored_dtype)
+        commands = _model_commands(out, recipe)
+        if recipe.model.generator is not None:
+            commands.append("  the image generator is not in it: --generator writes it to a folder of its own")
     typer.echo("\n".join([_summary(written), *commands]))
 
 
@@ -82,3 +97,12 @@ def _model_commands(folder: Path, recipe: "Recipe") -> list[str]:
 def _adapter_commands(folder: Path, base: Path | None) -> list[str]:
     """Return the command that serves the model in `base` with an exported adapter."""
     return [f"  vllm serve {quote(str(base))} --enable-lora --lora-modules adapter={quote(str(folder))}"]
+
+
+def _generator_commands(folder: Path, recipe: "Recipe") -> list[str]:
+    """Return the line of Python that opens an exported generator."""
+    from mmtrain.families.generators import generator_config
+
+    assert recipe.model.generator is not None
+    model_class = generator_config(recipe.model.generator.model_dump())["_class_name"]
+    return [f"  diffusers.{model_class}.from_pretrained({str(folder)!r})"]

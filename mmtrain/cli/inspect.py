@@ -36,7 +36,12 @@ def inspect(
 def _text(summary: "FolderSummary", is_of_hub: bool) -> str:
     from mmtrain.weights.inspect_folder import TEXT_FILES
 
-    lines = [f"{summary.folder}: {summary.family}, training can start from it (model.hf)"]
+    is_generator = any(unit.name == "generator" for unit in summary.units)
+    if is_generator:
+        what = "a recipe can start its generator from it (model.generator.hf)"
+    else:
+        what = "training can start from it (model.hf)"
+    lines = [f"{summary.folder}: {summary.family}, {what}"]
     for unit in summary.units:
         shape = f"{unit.layers} blocks, {unit.hidden} wide, {unit.heads} heads"
         lines.append(f"  {unit.name}: {unit.parameters:,} parameters, {shape}")
@@ -53,6 +58,8 @@ def _text(summary: "FolderSummary", is_of_hub: bool) -> str:
         lines.append(
             f"  weights: {summary.num_bytes / 1e9:,.3g} GB in {files}, {dtypes}; {summary.tensors} tensors, all fit"
         )
+    if is_generator:
+        return "\n".join(lines)
     missing = [name for name in TEXT_FILES if name not in summary.text_files]
     lines.append(f"  beside them: {', '.join(summary.text_files) or 'nothing'}")
     if missing:

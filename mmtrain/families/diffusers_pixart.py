@@ -21,6 +21,8 @@ _FIXED: dict[str, object] = {  # what is built; `diffusers` assumes the same if 
     "upcast_attention": False,
 }
 _WITHOUT_EFFECT = ("norm_num_groups", "num_embeds_ada_norm")
+# The projection of a text encoder's outputs to the context. Here the projector from the LLM's outputs replaces it.
+_CAPTION_PROJECTION = "caption_projection"
 
 
 def pixart_settings(config: ConfigSection) -> Settings:
@@ -35,9 +37,8 @@ def pixart_settings(config: ConfigSection) -> Settings:
     config.require("out_channels", 2 * channels, default=8)
     sample_size = config.integer("sample_size", 128)
     config.require("interpolation_scale", None, max(sample_size // 64, 1), default=None)
-    config.require("caption_channels", None, default=None)
-    # Without the key, `diffusers` decides by the side.
-    config.require("use_additional_conditions", False, default=sample_size == _SIDE_WITH_SIZE_CONDITIONS)
+    config.optional_integer("caption_channels")
+    _reject_size_conditions(config, sample_size)
     return {
         "kind": "dit",
         "widths": (heads * head_dim,),
@@ -48,6 +49,16 @@ def pixart_settings(config: ConfigSection) -> Settings:
         "context_width": config.integer("cross_attention_dim", 1152),
         "sample_size": sample_size,
     }
+
+
+def _reject_size_conditions(config: ConfigSection, sample_size: int) -> None:
+    """Reject conditions on resolution and aspect ratio. Where the key is missing or null, the side decides."""
+    stated = config.value("use_additional_conditions")
+    if stated is None and sample_size == _SIDE_WITH_SIZE_CONDITIONS:
+        text = f"conditions on the image's size, which sample_size {sample_size} implies, are not supported yet"
+        config.reject("use_additional_conditions", f"{text}; supported: false")
+    elif stated is not None:
+        config.require("use_additional_conditions", False, default=False)
 
 
 def pixart_config(settings: Settings) -> dict[str, Any]:
@@ -70,6 +81,13 @@ def pixart_config(settings: Settings) -> dict[str, Any]:
         "sample_size": settings["sample_size"],
         "use_additional_conditions": False,
     }
+
+
+def pixart_ignored() -> tuple[str, ...]:
+    """Return the names of tensors that a folder may have and that this model does not compute."""
+    return tuple(
+        f"{_CAPTION_PROJECTION}.{linear}.{kind}" for linear in ("linear_1", "linear_2") for kind in ("weight", "bias")
+    )
 
 
 def pixart_weights(settings: Settings) -> Iterator[ParameterSource]:

@@ -11,6 +11,7 @@ _KERNEL = (3, 3)
 _SHORTCUT_KERNEL = (1, 1)
 _TIME_FACTOR = 4  # width of the timestep's features / width of the finest level
 _FFN_FACTOR = 4  # inner width of an MLP / width of its level
+_SAMPLE_SIZE = 64  # of a config that states none: a U-Net does not compute with it
 _CLASS = "UNet2DConditionModel"
 _FIXED: dict[str, object] = {  # what is built; `diffusers` assumes the same if a key is missing
     "act_fn": "silu",
@@ -64,7 +65,7 @@ def unet_settings(config: ConfigSection) -> Settings:
         "channels": channels,
         "patch": 1,
         "context_width": config.integer("cross_attention_dim", 1280),
-        "sample_size": config.optional_integer("sample_size") or widths[0],
+        "sample_size": config.optional_integer("sample_size") or _SAMPLE_SIZE,
         "norm_groups": config.integer("norm_num_groups", 32),
     }
 

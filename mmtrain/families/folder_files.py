@@ -3,6 +3,10 @@
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"  # of weights in several files
+DIFFUSERS_SINGLE_FILE = "diffusion_pytorch_model.safetensors"
+DIFFUSERS_INDEX_FILE = "diffusion_pytorch_model.safetensors.index.json"
+WEIGHT_FILES = ((INDEX_FILE, SINGLE_FILE), (DIFFUSERS_INDEX_FILE, DIFFUSERS_SINGLE_FILE))
+PIPELINE_FILE = "model_index.json"  # of a pipeline of `diffusers`, whose models are in folders inside
 GENERATION_FILE = "generation_config.json"
 # The second one holds the processors of all media of a model, that of images under a key of its own.
 IMAGE_PROCESSOR_FILE = "preprocessor_config.json"

@@ -12,9 +12,10 @@ from mmtrain.errors import ModelFolderError
 from mmtrain.families.audio_extractors import read_audio_settings
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Family, FolderSettings, Settings
-from mmtrain.families.folder_files import CONFIG_FILE
+from mmtrain.families.folder_files import CONFIG_FILE, PIPELINE_FILE
+from mmtrain.families.generators import GENERATOR_CLASS_KEY
 from mmtrain.families.image_processors import read_image_settings
-from mmtrain.families.registry import ENCODER_FAMILIES, FAMILIES
+from mmtrain.families.registry import ENCODER_FAMILIES, FAMILIES, GENERATOR_FAMILIES
 from mmtrain.families.video_processors import read_video_settings
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -78,6 +79,10 @@ def _config_bytes(path: Path) -> bytes:
             f"there is no folder {path}; allowed: a folder in the layout of Hugging Face, or a model of the hub "
             "(ORG/NAME, or ORG/NAME@REVISION)"
         )
+    if (path / PIPELINE_FILE).is_file():
+        raise ModelFolderError(
+            f"{path} is a pipeline of diffusers; name the folder of its generator, {path}/unet or {path}/transformer"
+        )
     try:
         return (path / CONFIG_FILE).read_bytes()
     except OSError as error:
@@ -126,12 +131,17 @@ def _forbidden(path: Path, config: Mapping[str, Any]) -> list[str]:
 def find_family(config: Mapping[str, Any], config_path: Path) -> Family:
     """Return the family of a config by its `architectures`, or by its `model_type` if it names none.
 
+    Configs of `diffusers` name a class instead.
+
     Raises ModelFolderError, which says what is supported and what is nearest.
     """
     families = FAMILIES | ENCODER_FAMILIES
     by_architecture = {name: family for family in families.values() for name in family.architectures}
     architectures = config.get("architectures")
-    if isinstance(architectures, list) and architectures:
+    if GENERATOR_CLASS_KEY in config:
+        key, found = GENERATOR_CLASS_KEY, str(config[GENERATOR_CLASS_KEY])
+        known = {name: family for family in GENERATOR_FAMILIES.values() for name in family.architectures}
+    elif isinstance(architectures, list) and architectures:
         key, found, known = "architectures", str(architectures[0]), by_architecture
     else:
         key, found, known = "model_type", str(config.get("model_type")), families

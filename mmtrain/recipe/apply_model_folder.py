@@ -14,7 +14,8 @@ from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, node_at, set
 FOLDER_SETTING = ("model", "hf")
 _TOKENIZER_SETTING = ("data", "tokenizer")
 _GROWING = "vocab"  # of the LLM: a recipe may have more tokens than the folder
-_DATA_SECTIONS = {"vision": ("image", "video"), "audio": ("audio",), "llm": ()}  # that a unit's folder speaks of
+# The sections of `data` that a unit's folder speaks of.
+_DATA_SECTIONS = {"vision": ("image", "video"), "audio": ("audio",), "llm": (), "generator": ()}
 # A folder with one of these is a tokenizer too; one that mmtrain cannot read is reported when it is loaded.
 _TOKENIZER_FILES = (TOKENIZER_FILE, *SLOW_TOKENIZER_FILES)
 
@@ -40,7 +41,7 @@ def is_folder_setting(keys: KeyPath) -> bool:
 
 def _unit_sections(tree: Node) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the section of every unit that may have a folder, and what the unit is called in folders."""
-    for unit in (*MODALITIES, "llm"):
+    for unit in (*MODALITIES, "llm", "generator"):
         yield ("model", unit), unit
     encoders = node_at(tree, ("model", "encoders"))
     for name in encoders.value if encoders is not None and isinstance(encoders.value, dict) else ():

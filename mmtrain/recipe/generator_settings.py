@@ -1,5 +1,6 @@
 """The settings of an image generator after the LLM."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -23,6 +24,13 @@ class GeneratorSettings(Section):
     """
 
     preset: GeneratorPreset | None = setting(None, affects={"resume"}, description=PRESET_DESCRIPTION)
+    hf: Path | None = setting(
+        None,
+        affects={"resume"},
+        added_later=True,
+        description="A folder of `diffusers` with a U-Net (Stable Diffusion 2) or a transformer (PixArt), from whose "
+        "weights the generator starts, without the projector of its context.",
+    )
     kind: Literal["unet", "dit"] = setting(
         affects={"plan", "resume"}, description="A U-Net (`unet`) or a diffusion transformer (`dit`)."
     )

@@ -5,11 +5,13 @@ parameter is made of is data of its family (`mmtrain.families`). Read `import_we
 """
 
 from mmtrain.weights.export_adapter import export_adapter
-from mmtrain.weights.export_weights import ExportDtype, ExportedFolder, export_folder
+from mmtrain.weights.export_generator import export_generator
+from mmtrain.weights.export_weights import export_folder
 from mmtrain.weights.folder_tensors import FolderTensors, StoredWeight
 from mmtrain.weights.import_weights import PretrainedWeights, open_pretrained
 from mmtrain.weights.run_weights import RunWeights
 from mmtrain.weights.start_folders import start_folders
+from mmtrain.weights.write_tensors import ExportDtype, ExportedFolder
 
 __all__ = [
     "ExportDtype",
@@ -20,6 +22,7 @@ __all__ = [
     "StoredWeight",
     "export_adapter",
     "export_folder",
+    "export_generator",
     "open_pretrained",
     "start_folders",
 ]

@@ -14,14 +14,8 @@ from mmtrain.models.layer_shape import LoraShape
 from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights, adapter_names, read_parameter
-from mmtrain.weights.export_weights import (
-    TORCH_NAMES,
-    ExportDtype,
-    ExportedFolder,
-    draft_folder,
-    require_new,
-    source_folder,
-)
+from mmtrain.weights.export_weights import source_folder
+from mmtrain.weights.write_tensors import TORCH_NAMES, ExportDtype, ExportedFolder, draft_folder, require_new
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmtrain.errors import ModelFolderError
-from mmtrain.families.folder_files import INDEX_FILE, SINGLE_FILE
+from mmtrain.families.folder_files import WEIGHT_FILES
 
 if TYPE_CHECKING:
     import torch
@@ -62,11 +62,14 @@ class FolderTensors:
 
 def _file_names(folder: Path) -> list[str]:
     """Return the folder's files of weights, as its index lists them."""
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        if (folder / SINGLE_FILE).is_file():
-            return [SINGLE_FILE]
-        raise ModelFolderError(f"{folder} holds no weights; allowed: {SINGLE_FILE}, or {INDEX_FILE} with its files")
+    indices = [folder / index for index, _ in WEIGHT_FILES if (folder / index).is_file()]
+    if not indices:
+        for _, single in WEIGHT_FILES:
+            if (folder / single).is_file():
+                return [single]
+        allowed = " or ".join(f"{single}, or {index} with its files" for index, single in WEIGHT_FILES)
+        raise ModelFolderError(f"{folder} holds no weights; allowed: {allowed}")
+    index = indices[0]
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

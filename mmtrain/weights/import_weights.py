@@ -167,7 +167,8 @@ def _open(start: StartFolder) -> OpenFolder:
         fresh_modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in matched.fresh))
         return OpenFolder(tensors, matched.sources, tuple(folder.settings.model), fresh_modules)
     sources = {f"{start.unit}.{name.partition('.')[2]}": source for name, source in matched.sources.items()}
-    fresh_modules = () if start.unit == "llm" else (f"the projector of {start.unit}",)
+    projectors = {"llm": (), "generator": ("the projector of the generator's context",)}
+    fresh_modules = projectors.get(start.unit, (f"the projector of {start.unit}",))
     return OpenFolder(tensors, sources, (start.unit,), fresh_modules)
 
 

@@ -11,13 +11,13 @@ from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError
 from mmtrain.families import read_model_folder
+from mmtrain.families.family import Settings
 from mmtrain.families.folder_files import (
     IMAGE_PROCESSOR_FILE,
-    INDEX_FILE,
-    SINGLE_FILE,
     TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
+    WEIGHT_FILES,
 )
 from mmtrain.families.model_folder import ModelFolder
 from mmtrain.recipe.audio_settings import AudioSettings
@@ -35,7 +35,7 @@ class UnitSummary:
     """A unit that training can start from."""
 
     name: str
-    layers: int  # transformer blocks
+    layers: int  # transformer blocks; of a U-Net those of a level
     hidden: int
     heads: int
     parameters: int  # with embeddings and projector, without padding
@@ -65,7 +65,7 @@ def inspect_folder(path: Path) -> FolderSummary:
         unit = source.name.partition(".")[0]
         parameters[unit] += sum(prod(shape) for shape in source.tensor_shapes().values())
     units = tuple(
-        UnitSummary(name, settings["layers"], settings["hidden"], settings["heads"], parameters[name])
+        UnitSummary(name, settings["layers"], *_width_and_heads(settings), parameters[name])
         for name, settings in folder.settings.model.items()
     )
     text_files = tuple(name for name in TEXT_FILES if (path / name).is_file())
@@ -81,7 +81,7 @@ def inspect_folder(path: Path) -> FolderSummary:
         text_problems=_text_problems(path),
         media_tokens=_media_tokens(folder),
     )
-    if not any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+    if not any((path / name).exists() for names in WEIGHT_FILES for name in names):
         return summary
     stored = FolderTensors.of(path)
     match_tensors(folder, stored)
@@ -93,6 +93,13 @@ def inspect_folder(path: Path) -> FolderSummary:
         num_bytes=sum((path / file).stat().st_size for file in files),
         dtypes=tuple(sorted({DTYPES.get(weight.dtype, weight.dtype) for weight in stored.tensors.values()})),
     )
+
+
+def _width_and_heads(settings: Settings) -> tuple[int, int]:
+    """Return the width of a unit and its heads; of a generator those of its widest level."""
+    if "widths" not in settings:
+        return settings["hidden"], settings["heads"]
+    return max(settings["widths"]), max(settings["heads"])
 
 
 def _media_tokens(folder: ModelFolder) -> dict[str, float]:

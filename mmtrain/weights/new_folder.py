@@ -56,12 +56,10 @@ def write_tokenizer_files(source: Path, draft: Path) -> None:
 
 
 def _units(recipe: Recipe) -> dict[str, Mapping[str, Any]]:
-    """Return the settings of every unit, without values that stand for others."""
+    """Return the settings of every unit, without values that stand for others; a generator has a folder of its own."""
     model = recipe.model
     units: dict[str, Mapping[str, Any]] = {name: unit.model_dump() for name, unit in model.all_encoders.items()}
     units["llm"] = {**model.llm.model_dump(), **_resolved(model.llm)}
-    if model.generator is not None:
-        units["generator"] = model.generator.model_dump()
     return units
 
 

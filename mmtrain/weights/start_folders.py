@@ -14,7 +14,7 @@ class StartFolder:
     keys: tuple[str, ...]  # of the setting
     path: Path
     unit: str | None = None  # of the recipe, which alone starts from it; None: all units that the folder holds
-    unit_in_folder: str | None = None
+    unit_in_folder: str | None = None  # of several that the folder may hold
 
     @property
     def setting(self) -> str:
@@ -30,4 +30,7 @@ def start_folders(recipe: Recipe) -> tuple[StartFolder, ...]:
             folders.append(StartFolder(("model", *unit_path(name), "hf"), encoder.hf, name, encoder.modality))
     if recipe.model.llm.hf is not None:
         folders.append(StartFolder(("model", "llm", "hf"), recipe.model.llm.hf, "llm", "llm"))
+    generator = recipe.model.generator
+    if generator is not None and generator.hf is not None:
+        folders.append(StartFolder(("model", "generator", "hf"), generator.hf, "generator"))
     return tuple(folders)

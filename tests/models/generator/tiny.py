@@ -41,9 +41,11 @@ def factory_of(layers: tuple[LayerShape, ...], groups: ParallelGroups | None = N
     )
 
 
-def build(settings: GeneratorSettings, groups: ParallelGroups | None = None, seed: int = 0) -> nn.ModuleList:
+def build(
+    settings: GeneratorSettings, groups: ParallelGroups | None = None, seed: int = 0, llm_hidden: int = LLM_HIDDEN
+) -> nn.ModuleList:
     """Build all layers, the projector of the context first, with random weights."""
-    layers = generator_layers(settings, LLM_HIDDEN)
+    layers = generator_layers(settings, llm_hidden)
     factory = factory_of(layers, groups)
     modules = nn.ModuleList(build_generator_layer(settings, layer, factory) for layer in layers)
     generator = torch.Generator().manual_seed(seed)

@@ -1,0 +1,155 @@
+"""Write tensors of a run to the safetensors files of a new folder, one parameter in memory at a time."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mmtrain.checkpoint import Checkpoint, LocalStorage
+from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
+from mmtrain.errors import UserError, writing
+from mmtrain.families import ParameterSource
+from mmtrain.families.folder_files import INDEX_FILE, SINGLE_FILE
+from mmtrain.models.layer_shape import LoraShape
+from mmtrain.weights.adapters import adapter_names, merge_adapter, read_parameter
+from mmtrain.weights.folder_tensors import FolderTensors
+
+if TYPE_CHECKING:
+    import torch
+
+ExportDtype = Literal["bf16", "fp16", "fp32"]
+MAX_FILE_BYTES = 5_000_000_000  # as `save_pretrained` of transformers splits files
+TORCH_NAMES: Mapping[ExportDtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class ExportedFolder:
+    """What was written."""
+
+    folder: Path
+    step: int
+    num_files: int  # with weights
+    num_bytes: int  # of weights
+    dtypes: tuple[str, ...]  # torch's names
+
+
+@dataclass(frozen=True)
+class TensorTarget:
+    """A tensor to write: a part of one of our parameters, or one that the family has and we do not compute."""
+
+    entry: TensorEntry
+    source: ParameterSource | None
+
+
+def require_new(out: Path) -> None:
+    """Raise UserError for a folder that exists."""
+    if out.exists():
+        raise UserError(f"--out {out}: exists already; name a folder that does not")
+
+
+@contextmanager
+def draft_folder(out: Path, what: str) -> Iterator[Path]:
+    """Yield a folder to write into; it becomes `out` at the end, or vanishes if anything fails.
+
+    Raises UserError, which calls the content `what`, if it cannot be written.
+    """
+    draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
+    with writing("--out", out, what):
+        try:
+            draft.mkdir(parents=True)
+            yield draft
+            draft.rename(out)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def split_targets(
+    targets: Sequence[TensorTarget], max_file_bytes: int, single_file: str = SINGLE_FILE
+) -> dict[str, list[TensorTarget]]:
+    """Divide the tensors over files, named as `transformers` and `diffusers` do from the name of a single one.
+
+    A larger tensor has a file of its own.
+    """
+    groups: list[list[TensorTarget]] = [[]]
+    num_bytes = 0
+    for target in targets:
+        if groups[-1] and num_bytes + target.entry.num_bytes > max_file_bytes:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(target)
+        num_bytes += target.entry.num_bytes
+    if len(groups) == 1:
+        return {single_file: groups[0]}
+    stem, suffix = single_file.rsplit(".", 1)
+    return {f"{stem}-{i:05d}-of-{len(groups):05d}.{suffix}": group for i, group in enumerate(groups, start=1)}
+
+
+class WeightReader:
+    """Reads tensors to write; the parameter that several of them are made of is read once."""
+
+    def __init__(self, stored: FolderTensors | None, checkpoint: Checkpoint, adapted: Mapping[str, LoraShape]) -> None:
+        """Read from a checkpoint with these adapters, and from the folder that the run started from."""
+        self._stored, self._checkpoint, self._adapted = stored, checkpoint, adapted
+        self._parameter: tuple[str, torch.Tensor] | None = None
+
+    def read(self, target: TensorTarget) -> "torch.Tensor":
+        """Return the values of a tensor, in the dtype in which the checkpoint or the source folder holds them."""
+        import torch
+
+        name, shape, source = target.entry.name, target.entry.shape, target.source
+        if source is None and self._stored is None:
+            return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)  # norms without effect
+        if source is None:
+            assert self._stored is not None
+            return self._stored.read(name, tuple((0, size) for size in shape))
+        values = self._values_of(source)
+        tensor = torch.empty(shape, dtype=values.dtype)
+        for block in source.blocks:
+            if block.tensor == name:
+                place = tensor[tuple(slice(lo, hi) for lo, hi in block.tensor_box)]
+                part = values[tuple(slice(lo, hi) for lo, hi in block.view_box)]
+                place.copy_((part.T if block.is_transposed else part).reshape(place.shape))
+        return tensor
+
+    def _values_of(self, source: ParameterSource) -> "torch.Tensor":
+        if self._parameter is None or self._parameter[0] != source.name:
+            self._parameter = None  # free the last one before the next is read
+            weight = read_parameter(self._checkpoint, source.name)
+            source.check_cover(tuple(weight.shape))
+            lora = self._adapted.get(source.name)
+            if lora is not None:
+                a, b = (read_parameter(self._checkpoint, name) for name in adapter_names(source.name))
+                weight = merge_adapter(weight, a, b, lora.scale)
+            self._parameter = (source.name, weight)
+        return self._parameter[1]
+
+
+def write_file(path: Path, targets: Sequence[TensorTarget], reader: WeightReader) -> None:
+    """Write tensors to one file, each in the dtype of its entry."""
+    import torch
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield header_bytes((target.entry for target in targets), metadata={"format": "pt"})
+        for target in targets:
+            yield tensor_bytes(reader.read(target).to(getattr(torch, target.entry.dtype)))
+
+    LocalStorage().write(path, chunks())
+
+
+def write_index(draft: Path, files: Mapping[str, Sequence[TensorTarget]], index_file: str = INDEX_FILE) -> None:
+    """Write the index of several files; a single one needs none."""
+    if len(files) == 1:
+        return
+    total_size = sum(target.entry.num_bytes for targets in files.values() for target in targets)
+    num_parameters = sum(math.prod(target.entry.shape) for targets in files.values() for target in targets)
+    weight_map = {target.entry.name: name for name, targets in files.items() for target in targets}
+    index = {
+        "metadata": {"total_parameters": num_parameters, "total_size": total_size},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (draft / index_file).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
