@@ -30,9 +30,12 @@ IMAGE_ID, AUDIO_ID, VOCAB, PATCH, MERGE, BINS, STACK = 3, 2, 61, 2, 2, 10, 2
 SAMPLES, TEXTS = range(8), range(8, 16)  # those of a step; and those of a step of text alone
 GRIDS = [[], [(2, 4)], [(2, 2), (4, 4), (4, 2), (6, 2)], [], [(4, 6)], [(2, 2)], [(2, 6), (2, 2)], [(8, 4)]]
 GRIDS += [[] for _ in TEXTS]
+HEARD, LONG = range(16, 24), range(24, 32)  # those of a step without any image; and of one with a giant sample
+GRIDS += [[] for _ in HEARD] + [[(8, 8)] * 5 + [(8, 4)] * 4] + [[] for _ in LONG[1:]]
 ITEM_IDS = {"vision": (IMAGE_ID,), "fine": (IMAGE_ID,), "audio": (AUDIO_ID,)}
 CLIPS = [[], [], [8], [12, 4], [], [16], [], []]  # log-mel frames; heard only by models with an audio unit
 CLIPS += [[] for _ in TEXTS]
+CLIPS += [[16, 8], [], [], [4], [], [], [12], []] + [[16] * 4] + [[] for _ in LONG[1:]]
 AUDIO = {
     "layers": 2,
     "hidden": 16,
@@ -63,7 +66,7 @@ DEEPSTACK = {
     "model__llm__rope_sections": (1, 1, 1),
     "model__llm__rope_interleaved": True,
 }
-TEXT_TOKENS = [9, 5, 7, 13, 4, 11, 6, 8] * 2
+TEXT_TOKENS = [9, 5, 7, 13, 4, 11, 6, 8] * 3 + [40, 5, 4, 6, 4, 5, 7, 4]
 GLOBAL_BATCH = 4  # groups of two samples, unless a case says otherwise
 
 
@@ -246,8 +249,13 @@ def position_ids(sample: int, ids: np.ndarray) -> np.ndarray:
     return find_media_positions(ids, (IMAGE_ID,), grids)
 
 
-def samples_of(step: int, texts_between: bool = False) -> range:
-    """Return the samples of a step; with `texts_between` every second step has text alone."""
+def samples_of(step: int, texts_between: bool | range = False) -> range:
+    """Return the samples of a step; with `texts_between` every second step has text alone.
+
+    A range stands for the samples of the first step, and of every second one after it.
+    """
+    if isinstance(texts_between, range):
+        return SAMPLES if step % 2 else texts_between
     return TEXTS if texts_between and step % 2 else SAMPLES
 
 
@@ -273,7 +281,7 @@ def batch(
     return assign(step, 0, groups, found, dp, num_microbatches, targets)
 
 
-def step_data(job: RankContext, step: int, texts_between: bool = False) -> StepData:
+def step_data(job: RankContext, step: int, texts_between: bool | range = False) -> StepData:
     """Return what this rank of the job needs of a step."""
     dispatch = job.graph.mesh("llm").dispatch
     ranks_per_node = job.recipe.cluster.ranks_per_node if job.recipe.parallel.node_wise else None

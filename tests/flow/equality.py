@@ -25,15 +25,15 @@ Step = tuple[float, float, dict[str, Tensor]]  # loss, gradient norm, gradients 
 def assert_equals_one_process(
     settings: Recipe,
     plan: Plan,
-    texts_between: bool = False,
+    texts_between: bool | range = False,
     timeout: float = MAX_WAIT_S,
     train: Callable[..., Any] | None = None,
     later_tolerance: float | None = None,
 ) -> None:
     """Train some steps by the plan and in one process; compare losses and norms, and all gradients of the first step.
 
-    `texts_between`: every second step has samples of text alone. Weights after a step are not compared one by one:
-    Adam turns the rounding error of a tiny gradient into a step of full size. `train` stands for `train_steps`.
+    `texts_between`: see `samples_of`. Weights after a step are not compared one by one: Adam turns the rounding error
+    of a tiny gradient into a step of full size. `train` stands for `train_steps`.
     `later_tolerance`: relative, of losses and norms after an update, where the plan's optimizer rounds otherwise.
     """
     ranks = run_ranks(plan.world_size, train or train_steps, settings, plan, texts_between, timeout=timeout)
@@ -61,7 +61,7 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], scale: 
 
 
 def train_steps(
-    settings: Recipe, plan: Plan, texts_between: bool
+    settings: Recipe, plan: Plan, texts_between: bool | range
 ) -> tuple[list[tuple[float, float]], list[NamedShard]]:
     """Run on every rank: (loss part, norm) of each step, and this rank's gradients of the first."""
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
@@ -79,10 +79,10 @@ def train_steps(
     return steps, gradients
 
 
-_references: dict[tuple[str, str, bool], list[Step]] = {}
+_references: dict[tuple[str, str, bool | range], list[Step]] = {}
 
 
-def _reference(settings: Recipe, texts_between: bool) -> list[Step]:
+def _reference(settings: Recipe, texts_between: bool | range) -> list[Step]:
     """Train in one process; reuse the result for recipes that differ only in what one process does not use."""
     used = settings.train.model_dump_json(exclude={"global_batch"})
     key = (settings.model.model_dump_json(), used, texts_between)
@@ -91,7 +91,7 @@ def _reference(settings: Recipe, texts_between: bool) -> list[Step]:
     return _references[key]
 
 
-def _run_reference(settings: Recipe, texts_between: bool) -> list[Step]:
+def _run_reference(settings: Recipe, texts_between: bool | range) -> list[Step]:
     reference = Reference(settings)
     steps = [reference.step(samples_of(step, texts_between)) for step in range(NUM_STEPS)]
     return [(loss, norm, gradients if step == 0 else {}) for step, (loss, norm, gradients) in enumerate(steps)]

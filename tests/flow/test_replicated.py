@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,7 +27,7 @@ from mmtrain.runtime.run_folder import PLAN_FILE
 from mmtrain.runtime.world import World
 from tests.distributed import RanksFailed, run_ranks
 from tests.faults import FailAt
-from tests.flow.cases import AUDIO, DEEPSTACK, FINE, Mesh, batch, plan, recipe, samples_of, step_data
+from tests.flow.cases import AUDIO, DEEPSTACK, FINE, HEARD, LONG, Mesh, batch, plan, recipe, samples_of, step_data
 from tests.flow.cells import ADAPTED, FROZEN, LLM_KINDS, RECOMPUTED, VISION_KINDS
 from tests.flow.equality import NUM_STEPS, assert_equals_one_process
 from tests.flow.gather import copy, whole
@@ -183,6 +183,68 @@ def test_sharded_units_compute_what_one_process_does(case: str) -> None:
     assert_equals_one_process(settings, replicated(settings, num_ranks, shard, recompute, *dispatch), texts_between)
 
 
+FREEZE: dict[str, dict[str, Any]] = {
+    "nothing": SPEECH,
+    "encoders": FROZEN_VISION | {"model__audio": AUDIO | {"freeze": True}},
+    "llm": SPEECH | {"model__llm__freeze": True},
+}
+# of three modalities: dispatch, node-wise, shard, what is frozen, mini-batches of encoders that run first
+DispatchCell = tuple[DispatchMode, bool, int, str, int | None]
+DISPATCH_MODES: tuple[DispatchMode, ...] = ("all", "llm", "none")
+
+
+def _cells_of_most_pairs(number: int) -> list[DispatchCell]:
+    """Return cells that together show the most pairs of values; of equal ones the first."""
+    left = list(product(DISPATCH_MODES, (True, False), (1, 2, 4), FREEZE, (None, 1, 2)))
+    pairs = {cell: set(combinations(enumerate(cell), 2)) for cell in left}
+    seen: set[Any] = set()
+    chosen = []
+    for _ in range(number):
+        chosen.append(max(left, key=lambda cell: len(pairs[cell] - seen)))
+        left.remove(chosen[-1])
+        seen |= pairs[chosen[-1]]
+    assert seen == set().union(*pairs.values()), "each pair of values is shown"
+    return chosen
+
+
+@pytest.mark.slow  # 3 s each
+@pytest.mark.parametrize("cell", _cells_of_most_pairs(12), ids=lambda cell: "-".join(map(str, cell)))
+def test_three_modalities_compute_what_one_process_does(cell: DispatchCell) -> None:
+    dispatch, node_wise, shard, frozen, encoder_first_in = cell
+    settings = recipe(**FREEZE[frozen] | TWO_NODES | {"parallel__node_wise": node_wise})
+    chosen = replicated(settings, 4, shard, dispatch=dispatch, encoder_first_in=encoder_first_in)
+    assert_equals_one_process(settings, chosen, texts_between=True)
+
+
+# name -> samples of a step, its images, its clips
+UNEVEN = {"clips alone": (HEARD, 0, 4), "a giant sample": (LONG, 9, 4), "one clip": (range(4, 12), 5, 1)}
+
+
+@pytest.mark.slow  # 2 s each
+@pytest.mark.parametrize("uneven", UNEVEN)
+@pytest.mark.parametrize(
+    ("dispatch", "encoder_first_in", "exchange"),
+    [
+        ("all", None, {}),
+        ("all", 1, {}),
+        ("all", None, BY_ALL_GATHER),
+        ("all", 2, BY_ALL_GATHER),
+        ("llm", None, {}),
+        ("none", 1, {}),
+    ],
+)
+def test_phases_that_are_empty_on_some_ranks_or_on_all(
+    dispatch: DispatchMode, encoder_first_in: int | None, exchange: dict[str, Any], uneven: str
+) -> None:
+    """Four ranks with two mini-batches each, of which some or all have no image, and most no clip."""
+    samples, num_images, num_clips = UNEVEN[uneven]
+    settings = recipe(**SPEECH | {"train__global_batch": 8} | exchange)
+    meta = batch(0, samples, dict.fromkeys(("vision", "audio", "llm"), 4), dict.fromkeys(("vision", "audio", "llm"), 2))
+    assert [len(meta.items[unit].sample) for unit in ("vision", "audio")] == [num_images, num_clips]
+    chosen = replicated(settings, 4, 2, dispatch=dispatch, encoder_first_in=encoder_first_in)
+    assert_equals_one_process(settings, chosen, samples)
+
+
 def test_the_dispatched_steps_of_these_cases_move_items() -> None:
     """Else they would show nothing: items leave their sample's rank, and the fullest rank has fewer tokens."""
     fullest: dict[str, list[int]] = {"vision": [], "audio": []}
@@ -235,7 +297,7 @@ def _drawn(number: int) -> tuple[Recipe, Plan, bool]:
 
 
 @pytest.mark.slow  # 2 s each
-@pytest.mark.parametrize("number", range(24))
+@pytest.mark.parametrize("number", range(12))
 def test_drawn_models_compute_sharded_what_one_process_does(number: int) -> None:
     assert_equals_one_process(*_drawn(number))
 
