@@ -104,6 +104,7 @@ class BatchMeta:
     index: IntArray  # (S,) LLM microbatch index
     items: dict[str, ItemTable]  # encoder unit -> its items
     padding: IntArray | None = None  # (S,) how many of `tokens` stand behind a sample to pad it; None: none of any
+    stream_group: IntArray | None = None  # (S,) in which group of the stream's step it is; None: not of the stream
 
     @property
     def sample_tokens(self) -> IntArray:

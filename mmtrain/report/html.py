@@ -10,6 +10,7 @@ from mmtrain.report.comparison import comparison_cells, comparison_head
 from mmtrain.report.drawing import UNIT_COLORS, svg, unit_color
 from mmtrain.report.html_style import STYLE
 from mmtrain.report.idle_time import IDLE_MEANINGS, IDLE_NAMES
+from mmtrain.report.phase_totals import PHASE_HEAD, PHASE_TITLE, phase_rows
 from mmtrain.report.plain_text import memory_text, seconds_text
 from mmtrain.report.plan_picture import plan_drawing
 from mmtrain.report.rank_groups import layers_text, ranges_text, recompute_text, stage_ranks
@@ -44,6 +45,7 @@ def html_page(contents: ReportContents) -> str:
         "Idle time": _idle_time(contents),
         "Peak memory of each rank": _memory(contents),
         "Time per step, predicted and measured" if contents.trace else "Predicted time per step": _comparison(contents),
+        PHASE_TITLE: _phases(contents),
         "Load balance by grouping method": _balance(contents.grouping_scores, contents.grouping_method),
         "Training": _training(contents.metrics),
         "Alternatives": _alternatives(plan),
@@ -211,6 +213,18 @@ def _memory(contents: ReportContents) -> str:
         details = [(row.what, *(f"{row.kinds.get(kind, 0.0):.4g}" for kind in kinds)) for row in rows if row.kinds]
         html += f"<details><summary>By kind, in GiB</summary>{_table(('ranks', *kinds), details)}</details>"
     return html
+
+
+def _phases(contents: ReportContents) -> str:
+    rows = phase_rows(contents.plan, contents.metrics)
+    if not rows:
+        return ""
+    note = (
+        "Sharded ranks wait for each other in every layer, so each mini-batch of a phase takes as long as on its "
+        "fullest rank; tokens of the fullest ranks are summed over mini-batches. Before balancing, samples are where "
+        "the stream has them, and images and clips with their samples."
+    )
+    return _table(PHASE_HEAD, rows) + f"<p>{note}</p>"
 
 
 def _comparison(contents: ReportContents) -> str:

@@ -1,9 +1,11 @@
 """The metrics of one training step, shared by the log and the display."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from mmtrain.balance.phase_loads import PhaseLoad
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,18 @@ class SourceMetrics:
 
 
 @dataclass(frozen=True)
+class DispatchMetrics:
+    """What a step of sharded units dispatched, and how even that made each phase."""
+
+    seconds: float  # of the step in which a rank dispatched or waited for the others to do so, mean over the ranks
+    phases: Mapping[str, PhaseLoad]  # by unit
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the value of `dispatch` in `metrics.jsonl`."""
+        return {"seconds": _finite(self.seconds), "phases": {unit: asdict(load) for unit, load in self.phases.items()}}
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """One step of the whole job, over all ranks."""
 
@@ -70,6 +84,7 @@ class StepMetrics:
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)  # by name; empty for a run on one source
     ranks: int | None = None  # that trained this step; the number changes in elastic runs
     padding: int | None = None  # LLM tokens that only pad samples; None where nothing is padded
+    dispatch: DispatchMetrics | None = None  # None where units are not sharded
     resume_s: float | None = None  # since the last step before; in the first step of an elastic run that was resumed
 
     @property
@@ -86,7 +101,7 @@ class StepMetrics:
         """Return the step as an object of `metrics.jsonl`; numbers that are not finite become null.
 
         `peak_reserved_bytes`, `val_loss`, `val_exact`, `padding`, `bound_sample`, `new_plan`, `ranks` and `resume_s`
-        are left out if they are None, and `sources` if there is one only.
+        are left out if they are None, so is `dispatch`, and `sources` if there is one only.
         """
         values = {
             "step": self.step,
@@ -117,9 +132,16 @@ class StepMetrics:
                 if self.sources
                 else {}
             ),
+            **({} if self.dispatch is None else {"dispatch": self.dispatch.to_json()}),
             "edges": {edge: {"bytes": e.nbytes, "wait_s": e.wait_s} for edge, e in self.edges.items()},
         }
         return {name: _finite(value) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def steady_steps(metrics: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
+    """Return logged steps without the first one, which includes warm-up; a single step stays."""
+    steps = list(metrics or ())
+    return steps[1:] or steps
 
 
 def compact_number(number: float) -> str:

@@ -9,6 +9,7 @@ from rich.table import Table
 from mmtrain.plan.artifact.plan import AS_FAST_RATIO, AS_FAST_TEXT, Plan, Prediction, UnitPlan
 from mmtrain.report.idle_time import idle_text
 from mmtrain.report.metrics_record import compact_number
+from mmtrain.report.phase_totals import predicted_phases
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, seconds_text
 from mmtrain.report.rank_groups import RankGroup, ranges_text, rank_groups
 from mmtrain.report.sensitivity_view import SENSITIVITY_LEGEND, fragile_sentences, sensitivity_table
@@ -16,6 +17,10 @@ from mmtrain.report.sensitivity_view import SENSITIVITY_LEGEND, fragile_sentence
 BALANCE_LEGEND = (
     "Variances of the parameters in billions, of the number of layers, and of the forward of one LLM microbatch in ms; "
     "hidden states sent by the forwards of a step; GPU-days for a million samples."
+)
+PHASE_LEGEND = (
+    "Tokens of the fullest rank over those of the mean rank, before and after balancing, of each unit; seconds of a "
+    "step in which ranks dispatch."
 )
 
 
@@ -37,6 +42,8 @@ def plan_table(plan: Plan, width: int = DEFAULT_WIDTH, *, with_details: bool = F
         parts += ["", _alternative_table(plan)]
     if with_details:
         parts += ["", _balance_table(plan), BALANCE_LEGEND]
+        if (phase_table := _phase_table(plan)).row_count:
+            parts += ["", phase_table, PHASE_LEGEND]
         if plan.sensitivity is not None and plan.sensitivity.rankings:
             parts += ["", sensitivity_table(plan.sensitivity), SENSITIVITY_LEGEND]
     return render_text(*parts, width=width)
@@ -144,6 +151,24 @@ def _balance_table(plan: Plan) -> Table:
     return table
 
 
+def _phase_table(plan: Plan) -> Table:
+    """Write a row for the plan and each alternative with sharded units; none where no plan has them."""
+    table = Table(title="Balance over the ranks of sharded units", title_justify="left")
+    table.add_column("plan")
+    for column in (*plan.units, "dispatches"):
+        table.add_column(column, justify="right")
+    rows = [
+        ("the chosen plan", plan.predicted.balance),
+        *((other.summary, other.balance) for other in plan.alternatives),
+    ]
+    for name, balance in rows:
+        if balance is not None and balance.phases is not None and balance.dispatch_s is not None:
+            ratios = [balance.phases[unit].over_mean for unit in plan.units]
+            cells = (f"{before:.2f} -> {after:.2f}" for before, after in ratios)
+            table.add_row(name, *cells, seconds_text(balance.dispatch_s))
+    return table
+
+
 def _sentences(plan: Plan) -> Iterator[str]:
     """Write the prediction and the reason for the choice."""
     predicted = plan.predicted
@@ -165,6 +190,9 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if kinds_gib := _fullest_rank_kinds(predicted):
         yield f"Memory of the fullest rank: {_memory_sum_text(kinds_gib, predicted.memory_gib)}."
     yield f"Ranks are idle for {idle_text(predicted.bubbles)}."
+    phases = predicted_phases(plan)
+    if phases is not None:
+        yield f"Balance over ranks: {phases.to_text()}."
     if predicted.scheduling_efficiency is not None:
         yield f"{predicted.scheduling_efficiency:.0%} of the encoders' work runs inside the LLM's own step."
     yield from _choice_sentences(plan)

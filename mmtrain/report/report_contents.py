@@ -12,6 +12,8 @@ from mmtrain.plan.artifact.plan import Plan
 from mmtrain.program import BUBBLE_KINDS, Compute, Timeline
 from mmtrain.recipe import Recipe
 from mmtrain.report.comparison import ComparisonRow, RunTrace, critical_path_rows
+from mmtrain.report.metrics_record import steady_steps
+from mmtrain.report.phase_totals import measured_phases, predicted_phases
 from mmtrain.report.rank_groups import num_replica_groups, ranks_to_draw
 from mmtrain.report.run_cost import RunCost, states_costs
 from mmtrain.report.source_totals import sum_sources
@@ -98,6 +100,7 @@ def key_figures(contents: ReportContents) -> list[KeyFigure]:
             None if measured_idle is None else 100 * sum(measured_idle.values()),
             "share of the step in which ranks do not compute",
         ),
+        *_dispatch_figures(contents),
     ]
 
 
@@ -119,11 +122,10 @@ def run_costs(contents: ReportContents) -> dict[str, RunCost]:
 
 def steady_medians(metrics: Sequence[Mapping[str, Any]] | None) -> dict[str, float]:
     """Return medians over the logged steps, without the first one, which includes warm-up."""
-    steps = list(metrics or ())
-    steady_steps = steps[1:] or steps
+    steps = steady_steps(metrics)
     medians = {}
     for key in ("step_time_s", "mfu", "tokens_per_s"):
-        values = [step[key] for step in steady_steps if step.get(key) is not None]
+        values = [step[key] for step in steps if step.get(key) is not None]
         if values:
             medians[key] = median(values)
     return medians
@@ -153,6 +155,27 @@ def _text_only_figures(plan: Plan, measured_tokens_per_s: float | None) -> list[
     measured = None if measured_tokens_per_s is None else 100 * measured_tokens_per_s / (text_only * plan.world_size)
     meaning = "LLM tokens/s as a share of what the LLM alone is predicted to reach on as many tokens of text"
     return [KeyFigure("Text-only efficiency", "%", 100 * predicted_share, measured, meaning)]
+
+
+def _dispatch_figures(contents: ReportContents) -> list[KeyFigure]:
+    """Return the seconds of dispatches; nothing where units are not sharded."""
+    predicted, measured = predicted_phases(contents.plan), measured_phases(contents.metrics)
+    if predicted is None and measured is None:
+        return []
+    shares = [
+        f"{totals.dispatch_share:.1%} {what}"
+        for what, totals in (("predicted", predicted), ("measured", measured))
+        if totals is not None
+    ]
+    return [
+        KeyFigure(
+            "Dispatches",
+            "s",
+            None if predicted is None else predicted.dispatch_s,
+            None if measured is None else measured.dispatch_s,
+            f"moving features between ranks, with waiting for the last of them: {', '.join(shares)} of the step",
+        )
+    ]
 
 
 def idle_shares(contents: ReportContents) -> tuple[dict[str, float], dict[str, float] | None]:
@@ -227,6 +250,13 @@ def report_json(contents: ReportContents) -> dict[str, Any]:
             }
             for score in contents.grouping_scores
         ],
+        "phases": {
+            what: None if totals is None else {**asdict(totals), "dispatch_share": totals.dispatch_share}
+            for what, totals in (
+                ("predicted", predicted_phases(plan)),
+                ("measured", measured_phases(contents.metrics)),
+            )
+        },
         "cost": {what: asdict(cost) for what, cost in run_costs(contents).items()},
         "alternatives": [other.model_dump() for other in plan.alternatives],
         "training": None if contents.metrics is None else _training_json(contents.metrics),

@@ -6,6 +6,7 @@ from typing import Any
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.recipe.parallel_settings import ClusterSettings
 from mmtrain.report.metrics_record import compact_number
+from mmtrain.report.phase_totals import measured_phases
 from mmtrain.report.plain_text import seconds_text
 from mmtrain.report.report_contents import steady_medians
 from mmtrain.report.run_cost import RunCost
@@ -26,4 +27,8 @@ def run_summary(plan: Plan, cluster: ClusterSettings, metrics: Sequence[Mapping[
         parts.append(
             f"{share:.0%} of what the LLM alone is predicted to reach on text ({predicted.text_only_share:.0%} planned)"
         )
-    return f"{', '.join(parts)}; {RunCost.of_logged(cluster, metrics, plan.world_size).to_text()}"
+    sentences = [", ".join(parts), RunCost.of_logged(cluster, metrics, plan.world_size).to_text()]
+    phases = measured_phases(metrics)
+    if phases is not None:
+        sentences.append(phases.to_text())
+    return "; ".join(sentences)

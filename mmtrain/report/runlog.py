@@ -52,12 +52,16 @@ class RunLog:
             time_s = values.pop("time_s")
             edges = values.pop("edges")
             sources = values.pop("sources", {})
+            dispatch = values.pop("dispatch", {"phases": {}})
             scalars = {f"train/{name}": value for name, value in values.items() if name not in NOT_CURVES}
             scalars |= {f"time_s/{name}": value for name, value in time_s.items()}
             for edge, edge_values in edges.items():
                 scalars |= {f"edge_{name}/{edge}": value for name, value in edge_values.items()}
             for source, source_values in sources.items():
                 scalars |= {f"source_{name}/{source}": value for name, value in source_values.items()}
+            for unit, load in dispatch.pop("phases").items():
+                scalars |= {f"phase_{name}/{unit}": value for name, value in load.items()}
+            scalars |= {f"dispatch/{name}": value for name, value in dispatch.items()}
             self._events.add(metrics.step, scalars)
 
     def steps(self) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from mmtrain.report.comparison import COMPUTE_TID, comparison_cells, comparison_head
 from mmtrain.report.live_display import sparkline
+from mmtrain.report.phase_totals import PHASE_HEAD, PHASE_TITLE, phase_rows
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text
 from mmtrain.report.plan_view import plan_table
 from mmtrain.report.report_contents import (
@@ -41,6 +42,8 @@ def report_text(contents: ReportContents, width: int = DEFAULT_WIDTH) -> str:
         rows = [[*cells, bar(share / largest)] for cells, share in path]
         parts.append(_table("Critical path of the simulated step", ("work", "time", "share"), rows, last_left=True))
     parts += [_idle_time(contents, bar), _memory(contents, bar)]
+    if phases := phase_rows(contents.plan, contents.metrics):
+        parts.append(_table(PHASE_TITLE, PHASE_HEAD, phases))
     if contents.comparison:
         is_measured = contents.trace is not None
         title = "Time per step, predicted and measured" if is_measured else "Predicted time per step"

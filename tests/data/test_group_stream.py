@@ -321,6 +321,22 @@ def test_validation_batches_are_fixed_and_use_each_sample_once(seed: int, num_sa
     assert len(limited) == 1
 
 
+def test_a_step_names_the_group_that_the_stream_has_each_sample_in() -> None:
+    """Also where samples change groups to make a step even."""
+    lengths = make_lengths(0, 2000)
+    grouping = Grouping(400, 2000, 16, matching="step")
+    stream, targets = GroupStream(lengths, grouping, 0), token_targets(lengths, grouping)
+    num_moved = 0
+    for step in range(3):
+        batch = stream.batch(step, 16, {"llm": 4, "vision": 4}, {"llm": 4, "vision": 4}, targets)
+        assert batch.stream_group is not None
+        groups = stream.groups(16 * step, 16)
+        assert all(s in groups[g] for s, g in zip(batch.sample_id, batch.stream_group, strict=True))
+        together = batch.replica * 4 + batch.index
+        num_moved += len(np.unique(np.stack([together, batch.stream_group]), axis=1).T) - 16
+    assert num_moved > 0
+
+
 def test_too_few_held_out_samples_are_an_error_of_the_data() -> None:
     index = make_index(make_lengths(0, 3))
     with pytest.raises(DataError, match=r"data\.validation: 3 usable samples, but a global batch needs 4 groups"):

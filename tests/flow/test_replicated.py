@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from mmtrain.checkpoint import save
+from mmtrain.cli.app import app
 from mmtrain.errors import LaunchError
 from mmtrain.models import fully_sharded
 from mmtrain.models.named_shards import NamedShard
@@ -340,6 +342,19 @@ def test_a_killed_run_is_resumed_on_the_same_shards_and_on_others(
     assert load_plan(tmp_path / PLAN_FILE).shard == 1
     losses, expected = ([step["loss"] for step in read_metrics(run)] for run in (tmp_path, unbroken_replicated))
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow  # 20 s, shared with other tests
+def test_a_run_logs_and_reports_its_dispatches(unbroken_replicated: Path) -> None:
+    steps = read_metrics(unbroken_replicated)
+    for step in steps:
+        assert 0 < step["dispatch"]["seconds"] <= step["time_s"]["communication"] + 1e-9
+        vision, llm = (step["dispatch"]["phases"][unit] for unit in ("vision", "llm"))
+        assert llm["mean"] == step["tokens"] / 2
+        assert vision["mean"] <= vision["max_after"] <= vision["max_before"]
+    text = CliRunner().invoke(app, ["report", str(unbroken_replicated)]).output
+    assert "Load of each phase" in text
+    assert [line for line in text.splitlines() if "vision" in line and "measured" in line]
 
 
 def _unified(settings: Recipe) -> Plan:

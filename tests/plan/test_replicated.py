@@ -119,6 +119,16 @@ def test_the_planner_dispatches_where_items_are_in_few_samples() -> None:
     assert step_s["auto"] == step_s["all"] < min(step_s["llm"], step_s["none"])
     assert plans["all"].predicted.bubbles["dispatch"] > 0
     assert plans["llm"].predicted.bubbles["dispatch"] == 0
+    phases = {mode: chosen.predicted.balance.phases for mode, chosen in plans.items() if chosen.predicted.balance}
+    for mode in ("all", "llm", "none"):
+        of_mode = phases[mode]
+        assert of_mode is not None
+        assert of_mode["vision"].max_before == phases["none"]["vision"].max_before > 2 * of_mode["vision"].mean
+    assert all(load.max_after == load.max_before for load in phases["none"].values())
+    assert phases["all"]["vision"].max_after < 1.1 * phases["all"]["vision"].mean < phases["llm"]["vision"].max_after
+    balance = plans["all"].predicted.balance
+    assert balance.dispatch_s == plans["all"].predicted.bubbles["dispatch"] * step_s["all"]
+    assert any(other.balance is not None and other.balance.phases for other in plans["auto"].alternatives)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "encoder_first"])

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 import torch
 
-from mmtrain.program import Edge, Forward, Microbatch, Recv, ReduceGrads, Send, StageId, Step
+from mmtrain.program import Dispatch, Edge, Forward, Microbatch, Recv, ReduceGrads, Send, StageId, Step
 from mmtrain.program.trace.step_record import ActionRecord, MessageRecord, StepRecord
 from mmtrain.runtime.execution import recorder as module
 from mmtrain.runtime.execution.activity import Activity
@@ -77,6 +77,18 @@ def test_waiting_for_reductions_is_no_compute_of_the_optimizer() -> None:
     assert record.actions[-1] == ActionRecord(Step(), 1.0, 4.0, 1.0)
     assert record.messages == ()
     assert record.seconds_by_kind() == {"compute": 2.0, "communication": 1.0, "wait": 1.0}
+
+
+def test_seconds_of_dispatches_are_part_of_communication() -> None:
+    dispatch = Dispatch(EDGE, 0, 0, "activation")
+    recorder = StepRecorder(Ticks())
+    activity = Activity(recorder=recorder)
+    recorder.start_step()
+    for action in (dispatch, Forward(LLM, TEXT), dispatch, ReduceGrads("llm")):
+        activity.start(action)
+    record = recorder.stop_step()
+    assert record.dispatch_s() == 2.0
+    assert record.seconds_by_kind() == {"compute": 1.0, "communication": 3.0, "wait": 0.0}
 
 
 def test_a_shifted_record_is_the_same_on_another_clock() -> None:

@@ -1,7 +1,7 @@
 """The endless stream of groups: which samples train together and when, the same for every plan, rank and worker."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, isqrt
 
 import numpy as np
@@ -20,6 +20,7 @@ from mmtrain.balance.methods import (
 )
 from mmtrain.balance.mixture import Mixture
 from mmtrain.balance.padding import pad_microbatches
+from mmtrain.balance.phase_loads import stream_groups_of
 from mmtrain.balance.regroup_step import match_step
 from mmtrain.balance.step_targets import LLM, SampleWork
 from mmtrain.data.index.data_index import DataIndex
@@ -115,9 +116,11 @@ class GroupStream:
         group and in which order; samples change groups for this only with the grouping method `matched`.
         """
         first = step * global_batch
-        groups = self._even_out(self.groups(first, global_batch), dp[LLM], targets)
+        stream_groups = self.groups(first, global_batch)
+        groups = self._even_out(list(stream_groups), dp[LLM], targets)
         epoch = first // self.groups_per_epoch
         batch = assign(step, epoch, groups, self._lengths, dp, num_microbatches, targets)
+        batch = replace(batch, stream_group=stream_groups_of(batch.sample_id, stream_groups))
         return pad_microbatches(batch) if self._grouping.pad else batch
 
     def epoch(self, epoch: int, num_replicas: int = 1, targets: StepTargets = NO_TARGETS) -> SampleGroups:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mmtrain.balance.phase_loads import PhaseLoad
 from mmtrain.costs.hardware import Precision
 from mmtrain.plan.artifact.choice_sensitivity import Sensitivity
 from mmtrain.program.ir.graph import DispatchMode, Exchange
@@ -125,6 +126,10 @@ class StageBalance(_Frozen):
         str, float
     ]  # by stages, such as `vision.0 llm.0`; below 0 where only a run showed that it fits
     gpu_days_per_million_samples: float
+    # Of sharded units, how evenly each fills the ranks, and the seconds of a step in which ranks dispatch; None of
+    # others, and in files of versions that did not write it.
+    phases: dict[str, PhaseLoad] | None = None
+    dispatch_s: float | None = None
 
 
 class Prediction(_Frozen):
@@ -158,6 +163,13 @@ class LargestMicrobatch(_Frozen):
     max_len: int
     num_sequences: int
     targets: int | None = None
+
+
+def _unstated_of_balance(balance: StageBalance | None) -> dict[str, Any]:
+    """Return what the fingerprint of a plan leaves out of a prediction or an alternative with this balance."""
+    if balance is None:
+        return {"balance": True}
+    return {"balance": {name: True for name in ("phases", "dispatch_s") if getattr(balance, name) is None}}
 
 
 class PlannedData(_Frozen):
@@ -243,11 +255,10 @@ class Plan(_Frozen):
                 unstated[name] = True
         if self.data is not None and self.data.largest_microbatch is None:
             unstated["data"] = {"largest_microbatch": True}
-        added_later = ("memory_gib", "balance", "text_only_tokens_per_s_per_gpu")
+        added_later = ("memory_gib", "text_only_tokens_per_s_per_gpu")
         unstated["predicted"] = {name: True for name in added_later if getattr(self.predicted, name) is None}
-        unstated["alternatives"] = {
-            i: {"balance"} for i, other in enumerate(self.alternatives) if other.balance is None
-        }
+        unstated["predicted"] |= _unstated_of_balance(self.predicted.balance)
+        unstated["alternatives"] = {i: _unstated_of_balance(other.balance) for i, other in enumerate(self.alternatives)}
         return hashlib.sha256(self.model_dump_json(exclude=unstated).encode("utf-8")).hexdigest()
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from mmtrain.balance import BatchMeta
 from mmtrain.balance.padding import without_padding
+from mmtrain.balance.phase_loads import PhaseLoad, mean_phase_loads, phase_loads
 from mmtrain.costs import (
     ComputeKind,
     CostModel,
@@ -200,6 +201,11 @@ class LayerCosts:
         if split not in self._laid_out:
             self._laid_out[split] = self.batches.lay_out(_dp_of(split), num_microbatches_of(split), split[0].dispatch)
         return self._laid_out[split]
+
+    def phase_loads(self, split: BatchSplit) -> dict[str, PhaseLoad]:
+        """Return by unit how evenly sharded units fill the ranks, mean over the sampled batches."""
+        num_microbatches = num_microbatches_of(split)
+        return mean_phase_loads([phase_loads(batch, split[0].dp, num_microbatches) for batch in self._lay_out(split)])
 
     def microbatch_loads(self, unit: str, split: BatchSplit) -> LoadArrays:
         """Return the loads of a unit's microbatches: arrays of (batches, dp, microbatches)."""

@@ -10,6 +10,7 @@ from mmtrain.balance.assign import NO_TARGETS
 from mmtrain.balance.grouping import GroupingSizes
 from mmtrain.balance.methods import arrange_window, group_window, grouping_sizes, unit_tokens
 from mmtrain.balance.padding import pad_microbatches
+from mmtrain.balance.phase_loads import stream_groups_of
 from mmtrain.balance.regroup_step import match_step
 from mmtrain.errors import PlanError
 from mmtrain.plan.budget import DEFAULT_BUDGET, SamplingBudget
@@ -38,7 +39,7 @@ class SampledBatches:
         """Assign every batch to replicas and microbatches as a plan with these data-parallel degrees would.
 
         dispatch: what sharded replicas balance, one on each rank. Costs are taken in proportion to tokens, here and in
-        `targets`.
+        `targets`. With it, batches name the groups of the stream.
         """
         steps, targets = self.groups, replace(self.targets, dispatch=dispatch == "all")
         if dispatch == "all" and self.ranks_per_node is not None:
@@ -49,6 +50,12 @@ class SampledBatches:
         batches = [
             assign(step, 0, groups, self.lengths, dp, num_microbatches, targets) for step, groups in enumerate(steps)
         ]
+        if dispatch is not None:
+            stream_groups = self.unmatched or self.groups
+            batches = [
+                replace(batch, stream_group=stream_groups_of(batch.sample_id, groups))
+                for batch, groups in zip(batches, stream_groups, strict=True)
+            ]
         return [pad_microbatches(batch) for batch in batches] if self.pad else batches
 
     def without_items(self) -> "SampledBatches":

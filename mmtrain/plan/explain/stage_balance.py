@@ -35,6 +35,7 @@ def stage_balance(candidate: Candidate, evaluator: Evaluator) -> StageBalance:
         " ".join(str(stage.id) for stage in stages): round((evaluator.memory_bytes - held.total) / GIB, 4)
         for stages, held in pipeline_ranks.items()
     }
+    dispatches = graph.mesh(LLM).dispatch is not None
     gpu_seconds = candidate.step_time_s * graph.world_size / evaluator.problem.batches.global_batch
     return StageBalance(
         parameter_variance=_variance(np.asarray(parameters) / 1e9),
@@ -43,6 +44,8 @@ def stage_balance(candidate: Candidate, evaluator: Evaluator) -> StageBalance:
         sent_gib=round(_sent_bytes(graph, layer_costs) / GIB, 6),
         memory_left_gib=left_gib,
         gpu_days_per_million_samples=round(gpu_seconds * 1e6 / SECONDS_PER_DAY, 4),
+        phases=layer_costs.phase_loads(batch_split_of(graph)) if dispatches else None,
+        dispatch_s=candidate.bubbles["dispatch"] * candidate.step_time_s if dispatches else None,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmtrain.program.ir.actions import Action, Collective, Recv, Send, Step
+from mmtrain.program.ir.actions import Action, Collective, Dispatch, Recv, Send, Step
 from mmtrain.program.ir.graph import Edge
 
 
@@ -73,6 +73,10 @@ class StepRecord:
             moves_data = isinstance(record.action, Send | Recv | Collective) and not isinstance(record.action, Step)
             split["communication" if moves_data else "compute"] += record.busy_s
         return split
+
+    def dispatch_s(self) -> float:
+        """Return the seconds in which the rank dispatched; it waits for the other ranks in them."""
+        return sum(record.end_s - record.start_s for record in self.actions if isinstance(record.action, Dispatch))
 
     def traffic_by_edge(self) -> Mapping[Edge, EdgeTraffic]:
         """Return bytes sent and seconds waited, by edge."""

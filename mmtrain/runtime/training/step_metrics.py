@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.balance import BatchMeta
+from mmtrain.balance.phase_loads import phase_loads
 from mmtrain.costs import (
     CostModel,
     CostTable,
@@ -28,7 +29,7 @@ from mmtrain.data.loading.batch_builder import stream_position
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.program import LLM, ModelTiming, Stage, StepLoads
 from mmtrain.report import StepMetrics, TimeSplit
-from mmtrain.report.metrics_record import EdgeMetrics, SourceMetrics
+from mmtrain.report.metrics_record import DispatchMetrics, EdgeMetrics, SourceMetrics
 from mmtrain.runtime.execution.executor import StepOutcome
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.out_of_memory import peak_memory_bytes, peak_reserved_bytes
@@ -53,6 +54,7 @@ class StepMetricsReduction:
     loss: float  # mean over the global batch's target tokens
     source_losses: tuple[float, ...]  # the parts of `loss` that come from each source
     time_s: TimeSplit  # mean over the ranks
+    dispatch_s: float  # of `time_s.communication`, in dispatches; they wait for the slowest rank
     peak_memory_bytes: int  # of the rank that needed most
     num_broken_samples: int  # found undecodable in this step; a sample counts on each rank that needs it
     stop_requested: bool  # a signal asked at least one rank to stop
@@ -135,7 +137,7 @@ class StepMetricsReducer:
         world, record = self._context.world, outcome.record
         assert outcome.loads is not None, "an outcome of a step that was run"
         seconds = record.seconds_by_kind()
-        times = [seconds["compute"], seconds["wait"], seconds["communication"], data_wait_s]
+        times = [seconds["compute"], seconds["wait"], seconds["communication"], data_wait_s, record.dispatch_s()]
         traffic = record.traffic_by_edge()
         edges = [value for e in self._context.graph.edges for value in (traffic[e].nbytes, traffic[e].wait_s)]
         timing = self.timing(outcome.loads)
@@ -162,7 +164,8 @@ class StepMetricsReducer:
         return StepMetricsReduction(
             loss=float(losses.sum()),
             source_losses=tuple(all_source_losses.sum(dim=0).tolist()),
-            time_s=TimeSplit(*all_times.mean(dim=0).tolist()),
+            time_s=TimeSplit(*all_times[:, :-1].mean(dim=0).tolist()),
+            dispatch_s=float(all_times[:, -1].mean()),
             peak_memory_bytes=int(peaks.max()),
             num_broken_samples=int(broken.sum()),
             stop_requested=bool(stop_flags.any()),
@@ -215,8 +218,16 @@ class StepMetricsReducer:
             edges=reduction.edges,
             slow_ranks=tuple(straggler.to_text() for straggler in reduction.stragglers),
             ranks=self._context.world.size,
+            dispatch=self._dispatch_metrics(meta, reduction),
             sources={} if self.sources is None else source_metrics(meta, self.sources, reduction.source_losses),
         )
+
+    def _dispatch_metrics(self, meta: BatchMeta, reduction: StepMetricsReduction) -> DispatchMetrics | None:
+        """Describe what sharded units gained by balancing a step of the stream; None in other placements."""
+        if self._context.graph.mesh(LLM).dispatch is None or meta.stream_group is None:
+            return None
+        loads = phase_loads(meta, self._context.dp[LLM], self._context.num_microbatches)
+        return DispatchMetrics(reduction.dispatch_s, loads)
 
 
 def source_metrics(meta: BatchMeta, sources: SampleSources, losses: Sequence[float]) -> dict[str, SourceMetrics]:
