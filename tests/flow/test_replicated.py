@@ -436,6 +436,26 @@ def test_what_is_dispatched_is_stated_of_all_sharded_units_alike() -> None:
         Plan.model_validate(chosen.model_dump() | {"units": chosen.model_dump()["units"] | {"llm": llm.model_dump()}})
 
 
+def _build_without(settings: Recipe, chosen: Plan, missing: str) -> None:
+    """Run on every rank: build its part of the plan with a torch that lacks something."""
+    owner, name = missing.rsplit(".", 1)
+    if owner.endswith("FSDPModule"):
+        delattr(torch.distributed.fsdp.FSDPModule, name)
+    else:
+        delattr(torch.distributed.fsdp, name)
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    build_rank_context(settings, chosen, world)
+
+
+@pytest.mark.slow  # 2 s each
+@pytest.mark.parametrize("missing", ["FSDPModule.set_gradient_divide_factor", "torch.distributed.fsdp.fully_shard"])
+def test_ranks_of_a_torch_without_fsdp2_say_what_to_do(missing: str) -> None:
+    settings = recipe()
+    message = rf"lacks {missing}; install torch 2.13 or later, or plan with `--set parallel.placement=unified`"
+    with pytest.raises(RanksFailed, match=message):
+        run_ranks(2, _build_without, settings, replicated(settings, 2, 2), missing)
+
+
 def test_a_torch_without_fsdp2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params")
     with pytest.raises(LaunchError, match=r"lacks FSDPModule.set_reduce_scatter_unused_params; install torch 2.13"):

@@ -1,5 +1,6 @@
 """The replicated placement: what a pass of sharded units takes, how steps are dispatched, and when it is chosen."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,28 @@ def test_without_a_mesh_of_the_placement_the_plan_is_refused() -> None:
         match=r"replicated: 4 ranks, shard 4, 2 mini-batches, dispatch all, encoders first in 2: does not fit with",
     ):
         plan_recipe(tight, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+
+
+@pytest.mark.parametrize("shard", ["all", "auto", 1])
+def test_a_model_that_fits_on_no_rank_however_sharded_is_refused_with_the_memory_that_it_needs(
+    shard: str | int,
+) -> None:
+    """The LLM alone is too large; what it needs is named, and a run with as much is planned."""
+    settings = {"placement": "replicated", "shard": shard}
+
+    def planned(memory_gib: float) -> Plan:
+        asked = factory.recipe(parallel=settings, cluster={"memory_gib": memory_gib})
+        return plan_recipe(asked, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+
+    with pytest.raises(PlanError) as refused:
+        planned(0.004)
+    message = str(refused.value)
+    least = 1 if shard == 1 else 4
+    assert f"replicated: 4 ranks, shard {least}," in message
+    assert "does not fit with all layers recomputed that may be: rank 0 needs" in message
+    needed = re.search(r"ranks with ([0-9.]+) GiB", message)
+    assert needed is not None
+    assert planned(1.01 * float(needed[1])).shard == least
 
 
 def test_where_it_is_not_asked_for_its_best_plan_is_shown_and_not_chosen() -> None:

@@ -179,6 +179,8 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         ),
         (["parallel.placement=colocated", "parallel.vision.vpp=2"], "parallel.vision.vpp: found 2, allowed: 1"),
         (["parallel.placement=replicated", "parallel.llm.tp=2"], "parallel.llm.tp: found 2, allowed: 1"),
+        (["parallel.placement=replicated", "parallel.vision.tp=4"], "parallel.vision.tp: found 4, allowed: 1"),
+        (["parallel.placement=replicated", "parallel.llm.pp=2"], "parallel.llm.pp: found 2, allowed: 1"),
         (
             ["parallel.placement=replicated", "parallel.shard=3", "cluster.ranks=4"],
             "parallel.shard: 3 does not divide cluster.ranks 4",
