@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from mmtrain.cli import data_check, data_group, data_serve, data_stats, data_tiny_model
+from mmtrain.cli import data_check, data_group, data_latents, data_serve, data_stats, data_tiny_model
 from mmtrain.cli.options import AsJson
 
 app = typer.Typer(help="Generate, check and inspect training data.", no_args_is_help=True, rich_markup_mode=None)
@@ -15,6 +15,7 @@ app.command()(data_stats.stats)
 app.command()(data_group.group)
 app.command()(data_serve.serve)
 app.command()(data_check.check)
+app.command()(data_latents.latents)
 app.command()(data_tiny_model.tiny_model)
 
 

@@ -36,11 +36,13 @@ def inspect(
 def _text(summary: "FolderSummary", is_of_hub: bool) -> str:
     from mmtrain.weights.inspect_folder import TEXT_FILES
 
-    is_generator = any(unit.name == "generator" for unit in summary.units)
-    if is_generator:
-        what = "a recipe can start its generator from it (model.generator.hf)"
-    else:
-        what = "training can start from it (model.hf)"
+    uses = {
+        "generator": "a recipe can start its generator from it (model.generator.hf)",
+        "autoencoder": "a recipe can draw its latents (model.generator.vae)",
+    }
+    what = next((uses[unit.name] for unit in summary.units if unit.name in uses), None)
+    is_of_diffusers = what is not None
+    what = what or "training can start from it (model.hf)"
     lines = [f"{summary.folder}: {summary.family}, {what}"]
     for unit in summary.units:
         shape = f"{unit.layers} blocks, {unit.hidden} wide, {unit.heads} heads"
@@ -58,7 +60,7 @@ def _text(summary: "FolderSummary", is_of_hub: bool) -> str:
         lines.append(
             f"  weights: {summary.num_bytes / 1e9:,.3g} GB in {files}, {dtypes}; {summary.tensors} tensors, all fit"
         )
-    if is_generator:
+    if is_of_diffusers:
         return "\n".join(lines)
     missing = [name for name in TEXT_FILES if name not in summary.text_files]
     lines.append(f"  beside them: {', '.join(summary.text_files) or 'nothing'}")

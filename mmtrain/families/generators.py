@@ -1,6 +1,6 @@
-"""Image generators that were published by themselves, in the folders of `diffusers`: a U-Net or a transformer.
+"""Parts of image generators in folders of `diffusers`: a U-Net or a transformer, and the autoencoder beside it.
 
-These folders are parts of pipelines, beside an autoencoder and a text encoder, neither of which is read here.
+These folders are parts of pipelines, beside a text encoder, which is not read here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,6 +14,13 @@ from mmtrain.families.diffusers_pixart import (
     pixart_weights,
 )
 from mmtrain.families.diffusers_unet import unet_config, unet_settings, unet_weights
+from mmtrain.families.diffusers_vae import (
+    AUTOENCODER,
+    DECODER_PREFIXES,
+    OLDER_ATTENTION,
+    autoencoder_settings,
+    autoencoder_weights,
+)
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.weight_layouts import ParameterSource
 
@@ -36,6 +43,14 @@ def _pixart_weights(settings: FolderSettings) -> Iterator[ParameterSource]:
     yield from pixart_weights(settings.model["generator"])
 
 
+def _autoencoder(config: ConfigSection) -> FolderSettings:
+    return FolderSettings({AUTOENCODER: autoencoder_settings(config)})
+
+
+def _autoencoder_weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+    yield from autoencoder_weights(settings.model[AUTOENCODER])
+
+
 UNET = Family("stable-diffusion-unet", ("UNet2DConditionModel",), _unet, _unet_weights, {})
 PIXART = Family(
     "pixart",
@@ -44,6 +59,15 @@ PIXART = Family(
     _pixart_weights,
     {},
     ignored=lambda _: pixart_ignored(),
+)
+VAE = Family(
+    "autoencoder-kl",
+    ("AutoencoderKL",),
+    _autoencoder,
+    _autoencoder_weights,
+    {},
+    spellings=((), OLDER_ATTENTION),
+    other_models=DECODER_PREFIXES,
 )
 _CONFIGS = {"unet": unet_config, "dit": pixart_config}
 _FAMILIES = {"unet": UNET, "dit": PIXART}

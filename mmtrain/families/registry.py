@@ -4,7 +4,7 @@ from mmtrain.families.encoders import CLIP, SIGLIP, WHISPER
 from mmtrain.families.family import Family
 from mmtrain.families.gemma3 import GEMMA3
 from mmtrain.families.gemma3_text import GEMMA3_TEXT
-from mmtrain.families.generators import PIXART, UNET
+from mmtrain.families.generators import PIXART, UNET, VAE
 from mmtrain.families.internvl import INTERNVL
 from mmtrain.families.llama import LLAMA
 from mmtrain.families.llava import LLAVA
@@ -42,4 +42,4 @@ FAMILIES: dict[str, Family] = {
 # Their folders hold no LLM: a recipe names them for one of its units.
 ENCODER_FAMILIES: dict[str, Family] = {family.name: family for family in (CLIP, SIGLIP, WHISPER)}
 # Parts of pipelines of `diffusers`, for the generator of a recipe.
-GENERATOR_FAMILIES: dict[str, Family] = {family.name: family for family in (PIXART, UNET)}
+GENERATOR_FAMILIES: dict[str, Family] = {family.name: family for family in (PIXART, UNET, VAE)}

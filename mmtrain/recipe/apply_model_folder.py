@@ -6,12 +6,14 @@ from typing import Any
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import CONFIG_FILE, read_model_folder
+from mmtrain.families.diffusers_vae import AUTOENCODER, latent_settings
 from mmtrain.families.folder_files import SLOW_TOKENIZER_FILES, TOKENIZER_FILE
 from mmtrain.families.hub_models import fetch_config, is_hub_name
 from mmtrain.recipe.modalities import MODALITIES
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, node_at, set_node, to_node, to_plain
 
 FOLDER_SETTING = ("model", "hf")
+AUTOENCODER_SETTING = ("model", "generator", "vae")
 _TOKENIZER_SETTING = ("data", "tokenizer")
 _GROWING = "vocab"  # of the LLM: a recipe may have more tokens than the folder
 # The sections of `data` that a unit's folder speaks of.
@@ -31,7 +33,7 @@ def apply_model_folders(tree: Node) -> tuple[Node, list[Problem]]:
     tree = _apply_folder(tree, FOLDER_SETTING, None, problems)
     for section, unit in _unit_sections(tree):
         tree = _apply_folder(tree, (*section, "hf"), unit, problems)
-    return tree, problems
+    return _apply_autoencoder(tree, problems), problems
 
 
 def is_folder_setting(keys: KeyPath) -> bool:
@@ -87,6 +89,31 @@ def _apply_folder(tree: Node, where: tuple[str, ...], unit: str | None, problems
     if unit in (None, "llm") and has_tokenizer and node_at(tree, _TOKENIZER_SETTING) is None:
         tree = _set(tree, _TOKENIZER_SETTING, to_node(str(folder.path), origin))
     return tree
+
+
+def _apply_autoencoder(tree: Node, problems: list[Problem]) -> Node:
+    """Add the size and the channels of latents that the folder of the autoencoder states."""
+    setting = node_at(tree, AUTOENCODER_SETTING)
+    if setting is None or not isinstance(setting.value, str):
+        return tree
+    try:
+        folder = read_model_folder(Path(setting.value))
+        if AUTOENCODER not in folder.settings.model:
+            raise ModelFolderError(f"{folder.path} ({folder.family.name}) is no autoencoder; allowed: AutoencoderKL")
+    except ModelFolderError as error:
+        problems.append(Problem(AUTOENCODER_SETTING, str(error), setting.origin))
+        return tree
+    origin = Origin(str(folder.path / CONFIG_FILE), None, folder.path)
+    latents = latent_settings(folder.settings.model[AUTOENCODER])
+    drawn = node_at(tree, ("model", "generator", "channels"))
+    if drawn is not None and drawn.value != latents["channels"]:
+        text = (
+            f"its latents have {latents['channels']} channels ({origin}), but the generator draws {drawn.value} "
+            f"({drawn.origin}); name the autoencoder of the generator's pipeline, or change model.generator.channels"
+        )
+        problems.append(Problem(AUTOENCODER_SETTING, text, setting.origin))
+        return tree
+    return _fill(tree, AUTOENCODER_SETTING[:-1], latents, origin, problems)
 
 
 def _fill_unit(

@@ -151,14 +151,14 @@ def check_generator(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _check_drawn_images(model: GeneratorSettings) -> Iterator[Problem]:
-    """Images of samples are drawn as pixels of one size."""
+    """Images of samples are drawn in one size: as pixels, or as latents of an autoencoder."""
     if model.image_size is None:
         text = "missing; allowed: the side of the images to draw, in pixels (sources that state lengths need none)"
         yield Problem(("model", "generator", "image_size"), text)
-    if model.channels != NUM_PIXEL_CHANNELS:
+    if model.vae is None and model.channels != NUM_PIXEL_CHANNELS:
         text = (
-            f"found {model.channels}; allowed with samples: {NUM_PIXEL_CHANNELS}, the colours of a pixel, because this "
-            "version has no autoencoder (sources that state lengths may have latents of any number of channels)"
+            f"found {model.channels}; allowed with samples: {NUM_PIXEL_CHANNELS}, the colours of a pixel, or the "
+            "latent channels of an autoencoder that model.generator.vae names (sources that state lengths need none)"
         )
         yield Problem(("model", "generator", "channels"), text)
 

@@ -17,7 +17,7 @@ _POSITION_SCALE_SIDE = 64  # PixArt's positions keep their scale up to this side
 class GeneratorSettings(Section):
     """An image generator after the LLM, as a shape to plan with. This version of mmtrain cannot train one.
 
-    With sources of samples it draws pixels, those of the images in the assistant's turns.
+    With sources of samples it draws the images in the assistant's turns: their pixels, or with `vae` their latents.
 
     `unet`: Stable Diffusion 2 (arXiv 2112.10752). `dit`: a diffusion transformer with cross-attention (PixArt, arXiv
     2310.00426).
@@ -30,6 +30,27 @@ class GeneratorSettings(Section):
         added_later=True,
         description="A folder of `diffusers` with a U-Net (Stable Diffusion 2) or a transformer (PixArt), from whose "
         "weights the generator starts, without the projector of its context.",
+    )
+    vae: Path | None = setting(
+        None,
+        affects={"resume"},
+        added_later=True,
+        description="A folder of `diffusers` with an autoencoder (`AutoencoderKL`), whose latents the generator draws. "
+        "It is frozen. Its number of channels must be that of `channels`. Needs `latents`.",
+    )
+    latents: Path | None = setting(
+        None,
+        affects={"steps"},
+        added_later=True,
+        description="A folder with the latents of all images to draw, which `mmtrain data latents` computes once with "
+        "`vae`.",
+    )
+    latent_scale: PositiveInt = setting(
+        1,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Pixels along a side of the square that becomes one position of the latent. Follows from `vae`; 1 "
+        "where pixels are drawn.",
     )
     kind: Literal["unet", "dit"] = setting(
         affects={"plan", "resume"}, description="A U-Net (`unet`) or a diffusion transformer (`dit`)."
@@ -123,8 +144,15 @@ class GeneratorSettings(Section):
             ]
         if self.kind == "unet" and self.patch > 1:
             problems.append(f"patch is {self.patch}, but a U-Net reads every position of the latent: set patch to 1")
-        if self.image_size is not None and self.image_size % (self.patch * 2 ** (len(self.widths) - 1)):
-            divisor = self.patch * 2 ** (len(self.widths) - 1)
-            what = "the patch" if self.kind == "dit" else "the levels of the U-Net"
-            problems.append(f"image_size is {self.image_size}, but {what} divides it by {divisor}: take a multiple")
+        divisor = self.latent_scale * self.patch * 2 ** (len(self.widths) - 1)
+        if self.image_size is not None and self.image_size % divisor:
+            dividers = "the patch divides" if self.kind == "dit" else "the U-Net divides"
+            if self.latent_scale > 1:
+                dividers = f"the autoencoder and {dividers.removesuffix('s')}"
+            problems.append(f"image_size is {self.image_size}, but {dividers} it by {divisor}: take a multiple")
+        if (self.vae is None) != (self.latents is None):
+            missing, stated = ("vae", "latents") if self.vae is None else ("latents", "vae")
+            problems.append(f"{stated} is set without {missing}: `mmtrain data latents` writes `latents` with `vae`")
+        if self.latent_scale > 1 and self.vae is None:
+            problems.append(f"latent_scale is {self.latent_scale} without a vae, whose config states it: remove it")
         return self._without(problems)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmtrain.errors import RecipeError
 from mmtrain.families.hub_models import is_model_of_hub
-from mmtrain.recipe.apply_model_folder import apply_model_folders, is_folder_setting
+from mmtrain.recipe.apply_model_folder import AUTOENCODER_SETTING, apply_model_folders, is_folder_setting
 from mmtrain.recipe.apply_presets import apply_presets
 from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.energon_blends import apply_blends
@@ -28,6 +28,8 @@ _PATH_SETTINGS = (  # relative paths in these settings start at the folder of th
     ("data", "producer_secret"),
     *_SOURCE_SETTINGS,
     ("train", "init_from"),
+    AUTOENCODER_SETTING,
+    ("model", "generator", "latents"),
     _COST_TABLE,
 )
 
@@ -79,7 +81,7 @@ class WrittenRecipe:
         overrides = [override for override in (*self.overrides, *changes) if not is_about_stages(override)]
         tree = _with_overrides(tree, overrides, files)
         tree, folder_problems = apply_model_folders(_make_paths_absolute(tree))
-        if any(is_folder_setting(problem.where) for problem in folder_problems):
+        if any(is_folder_setting(problem.where) or problem.where == AUTOENCODER_SETTING for problem in folder_problems):
             # Everything that the folder would have supplied is missing; these problems would hide the cause.
             raise RecipeError(_message(self.path, [*files.problems, *folder_problems]))
         tree = apply_presets(tree)

@@ -188,7 +188,7 @@ class _Decoder:
         try:
             if item.kind == "target image":
                 assert self.generator is not None, "samples with target images are bad without a generator"
-                TargetImageReader(self.generator, self.data).load_cells(item.media, item.grids[0])
+                TargetImageReader(self.generator, self.data).load_pixels(item.media)
                 return None
             settings = self.encoders.get(item.kind)
             if settings is None:

@@ -98,18 +98,30 @@ def patchify(frames: Sequence[Image.Image], patch: int, repeats: int = 1) -> Uin
     return np.ascontiguousarray(split.reshape(rows * cols, -1))
 
 
+def read_image_bytes(media: Media) -> bytes:
+    """Return the bytes of an image's file, undecoded. Raises `BadImageError`."""
+    with _image_errors(media), media.open() as file:
+        return file.read()
+
+
 @contextmanager
 def _open_image(media: Media, max_source_pixels: int) -> Iterator[tuple[Image.Image, BinaryIO]]:
     """Open an image; every error, here or in the body of the `with`, becomes a `BadImageError`."""
+    with _image_errors(media), media.open() as file, Image.open(file, formats=supported_formats()) as image:
+        width, height = image.size
+        if width * height > max_source_pixels:
+            raise BadImageError(
+                "too_many_pixels",
+                f"{media}: {width} x {height} is above data.image.max_source_pixels = {max_source_pixels}",
+            )
+        yield image, file
+
+
+@contextmanager
+def _image_errors(media: Media) -> Iterator[None]:
+    """Turn every error in the body of the `with` into a `BadImageError`, but those of a remote source."""
     try:
-        with media.open() as file, Image.open(file, formats=supported_formats()) as image:
-            width, height = image.size
-            if width * height > max_source_pixels:
-                raise BadImageError(
-                    "too_many_pixels",
-                    f"{media}: {width} x {height} is above data.image.max_source_pixels = {max_source_pixels}",
-                )
-            yield image, file
+        yield
     except FileNotFoundError:
         raise BadImageError("missing_image", describe_missing(media)) from None
     except NotAFileError as error:
