@@ -115,6 +115,10 @@ def _check_replicated(recipe: Recipe) -> Iterator[Problem]:
     """Every rank runs all of every unit, shards divide the ranks, and what runs first exists."""
     if recipe.parallel.schedule == "encoder_first" and not recipe.model.all_encoders:
         yield Problem(("parallel", "schedule"), "found encoder_first, but the model has no encoder; use 1f1b or auto")
+    exchange, dispatch = recipe.parallel.exchange, recipe.parallel.dispatch
+    if exchange != "all_to_all" and dispatch not in ("all", "auto"):
+        text = f"found {exchange} with parallel.dispatch {dispatch}, which exchanges nothing; use dispatch all or auto"
+        yield Problem(("parallel", "exchange"), text)
     if recipe.model.generator is not None:
         text = "found replicated, allowed with model.generator: disaggregated, unified or auto"
         yield Problem(("parallel", "placement"), text)

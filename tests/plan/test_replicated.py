@@ -9,16 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import ItemLengths, SampleLengths
+from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.sharded_layers import overlapped_seconds
 from mmtrain.errors import PlanError
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.artifact.replanned import plan_layout
 from mmtrain.plan.budget import DEFAULT_BUDGET
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import batch_split_of
 from mmtrain.plan.estimate.layout_simulation import model_timing, simulate_first_batch
 from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.planner import plan_recipe
+from mmtrain.plan.problem import PlanRequest
 from mmtrain.plan.replicated.replicated_search import ReplicatedStrategy
 from mmtrain.program import build_program, simulate
 from tests.plan import factory
@@ -193,6 +196,29 @@ def test_an_all_gather_is_predicted_to_take_longer_than_an_all_to_all() -> None:
     assert 0 < seconds[0] < seconds[1]
 
 
+def test_an_all_gather_holds_the_features_of_all_ranks() -> None:
+    buffers_gib = {}
+    for exchange in ("all_to_all", "all_gather"):
+        parallel = {"placement": "replicated", "shard": 8, "dispatch": "all", "schedule": "1f1b", "exchange": exchange}
+        settings = factory.recipe(parallel=parallel, global_batch=8)
+        chosen = plan_recipe(settings, _lopsided(), world_size=8, hardware="h100-80g", recipe_sha256="x")
+        [of_ranks] = chosen.predicted.memory_kinds_gib.values()
+        buffers_gib[exchange] = of_ranks["buffers"]
+    gathered_bytes = 8 * _lopsided().tokens.max() * factory.LLM["hidden"] * ELEMENT_BYTES["bf16"]
+    assert buffers_gib["all_gather"] - buffers_gib["all_to_all"] > gathered_bytes / GIB
+
+
+def test_a_plan_that_dispatches_nothing_names_no_exchange() -> None:
+    parallel = {"placement": "replicated", "exchange": "all_gather"}
+    settings = factory.recipe(parallel=parallel, global_batch=8)
+    request = PlanRequest(explain=True)
+    chosen = plan_recipe(settings, _lopsided(), world_size=4, hardware="h100-80g", recipe_sha256="x", request=request)
+    summaries = [other.summary for other in chosen.alternatives]
+    assert any("dispatch llm" in summary for summary in summaries)
+    assert not any("dispatch llm by" in summary for summary in summaries)
+    assert any("dispatch all by all-gather" in summary for summary in (*summaries, plan_layout(chosen).summary))
+
+
 @pytest.mark.parametrize("node_wise", [True, False])
 def test_targets_name_nodes_where_places_depend_on_them(node_wise: bool) -> None:
     settings = factory.recipe(
@@ -223,8 +249,12 @@ def _plan_schedule(
     encoder: dict[str, Any] = factory.VISION,
     encoder_microbatches: int | None = None,
     memory_gib: float = 80,
+    recompute: str = "auto",
 ) -> Plan:
-    parallel = {"vision": {"num_microbatches": encoder_microbatches}}
+    parallel = {
+        "vision": {"num_microbatches": encoder_microbatches, "recompute": recompute},
+        "llm": {"recompute": recompute},
+    }
     settings = factory.recipe(
         parallel={"placement": "replicated", "shard": "all", "dispatch": "all", "schedule": schedule, **parallel},
         cluster={"memory_gib": memory_gib},
@@ -265,10 +295,15 @@ def test_encoders_first_keep_features_and_no_activations_beside_the_llm() -> Non
     assert held["encoder_first"]["buffers"] > held["1f1b"]["buffers"]
 
 
-def test_where_memory_is_short_encoders_first_have_more_mini_batches() -> None:
+@pytest.mark.parametrize(("recompute", "num_microbatches"), [("auto", 1), ("none", 4)])
+def test_where_memory_is_short_encoders_first_are_recomputed_or_have_more_mini_batches(
+    recompute: str, num_microbatches: int
+) -> None:
+    """Recomputation takes less time here than gathering weights more often."""
     deep = factory.VISION | {"layers": 12, "hidden": 256, "ffn": 1024}
-    roomy = _plan_schedule("encoder_first", deep)
+    roomy = _plan_schedule("encoder_first", deep, recompute=recompute)
     [needed_gib] = roomy.predicted.peak_memory_gib.values()
-    tight = _plan_schedule("encoder_first", deep, memory_gib=0.8 * needed_gib)
-    assert roomy.schedule.num_microbatches["vision"] == 1
-    assert tight.schedule.num_microbatches["vision"] > 1 or tight.units["vision"].num_recomputed > 0
+    tight = _plan_schedule("encoder_first", deep, recompute=recompute, memory_gib=0.95 * needed_gib)
+    assert (roomy.schedule.num_microbatches["vision"], roomy.units["vision"].num_recomputed) == (1, 0)
+    assert tight.schedule.num_microbatches["vision"] == num_microbatches
+    assert (tight.units["vision"].num_recomputed > 0) == (recompute == "auto")

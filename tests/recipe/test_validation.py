@@ -188,6 +188,10 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (["parallel.shard=2"], "parallel.shard: found 2 with placement auto"),
         (["parallel.dispatch=all"], "parallel.dispatch: found all with placement auto"),
         (["parallel.exchange=all_gather"], "parallel.exchange: found all_gather with placement auto"),
+        (
+            ["parallel.placement=replicated", "parallel.dispatch=llm", "parallel.exchange=all_gather"],
+            "parallel.exchange: found all_gather with parallel.dispatch llm, which exchanges nothing",
+        ),
         (["parallel.schedule=encoder_first"], "parallel.schedule: found encoder_first with placement auto"),
         (
             ["model.vision=null", "parallel.placement=replicated", "parallel.schedule=encoder_first"],

@@ -85,10 +85,11 @@ def _enumerate(problem: PlanningProblem, evaluator: Evaluator) -> list[list[Cand
             sizes = [shard] if num_ranks % shard == 0 else []
         meshes = {unit.name: MeshSize(1, 1, num_ranks) for unit in problem.shape.units}
         numbers = num_microbatches_of(evaluator.layer_costs.batch_split(dict.fromkeys(meshes, num_ranks)))
-        schedules, exchange = _schedules(problem, numbers), problem.recipe.parallel.exchange
+        schedules = _schedules(problem, numbers)
         for shard, dispatch, (encoder_first, numbers_to_try) in product(
             sizes, _dispatch_modes(problem, num_ranks), schedules
         ):
+            exchange = problem.recipe.parallel.exchange if dispatch == "all" else "all_to_all"
             candidates.append(
                 [
                     evaluator.enumerated(
