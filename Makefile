@@ -17,6 +17,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed      ## demo data, plan, train on CPU, report what it learned
 	$(BIN)/python scripts/demo.py
 
+# Images of containers set it, and then every process that a test starts compiles all modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # One worker per core; the tests of a file stay together, because they share what is expensive to start.
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
