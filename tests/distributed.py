@@ -38,10 +38,12 @@ _SERVER.set_forkserver_preload(
         "torch.utils.tensorboard",
         "mmtrain.models.build_stage",
         "mmtrain.runtime.training.train",
-        # Imported by the first block that is built and by the first image; slower than most runs of a test.
+        # Imported by the first block that is built, image and line; slower than most runs of a test.
         "megatron.core.transformer.moe.experts",
         "PIL.PngImagePlugin",
         "PIL.JpegImagePlugin",
+        "pillow_heif",
+        "rich._emoji_codes",
     ]
 )
 

@@ -88,7 +88,8 @@ def test_steps_are_the_same(made: Dataset, tmp_path: Path, who: str) -> None:
     with ExitStack() as stack:
         if who == "producer":
             recipe = asking(recipe, stack.enter_context(Served(recipe, tmp_path)).address)
-        for ranks in (1, 2, 4):
+        # Each rank starts workers of its own, and starting them takes longer than all steps.
+        for ranks in (1, 2) if who == "workers" else (1, 2, 4):
             assert steps(recipe, index, stream, ranks, FIRST) == expected[FIRST:], f"{ranks} ranks"
 
 

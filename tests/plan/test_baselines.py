@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -160,10 +161,16 @@ def test_encoders_and_generator_get_stages_beside_tp_8(num_replicas: int) -> Non
     assert sorted(vision.ranks + llm.ranks) == list(range(32))
 
 
+@cache
+def small_plan() -> Plan:
+    """Return what is planned for two ranks without a baseline."""
+    return planned(recipe(**SMALL), 2)
+
+
 @pytest.mark.parametrize("name", [name for name in BASELINES if name != STAGES_BASELINE])
 def test_a_baseline_can_be_requested(name: str) -> None:
     settings = recipe(**SMALL)
-    chosen = planned(settings, 2)
+    chosen = small_plan()
     baseline = planned(settings, 2, baseline=name)
     build_program(stage_graph(baseline, build_model_shape(settings)))
     assert baseline.placement == ("disaggregated" if name == FLOPS_BASELINE else "unified")

@@ -77,7 +77,7 @@ def test_merged_microbatches_need_more_memory() -> None:
 
 
 def test_the_number_of_alternatives_can_be_reduced() -> None:
-    assert len(planned(recipe(), 4, top=2).alternatives) == 2
+    assert len(planned(recipe(), 2, top=2).alternatives) == 2
 
 
 def test_one_rank_has_one_plan() -> None:
