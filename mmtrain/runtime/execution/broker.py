@@ -34,6 +34,27 @@ class RouteRows(NamedTuple):
     dst: Tensor  # among those that the destination receives
 
 
+class GatheredRows(NamedTuple):
+    """Rows of this replica among those that all replicas gather from one of them."""
+
+    replica: int  # that they come from
+    first: int
+    num: int
+
+
+class DispatchExchange(NamedTuple):
+    """What one rank sends and receives in a dispatch; lengths alone decide it."""
+
+    sent: tuple[RoutePair, ...]  # in the order of the replicas that receive
+    received: tuple[RoutePair, ...]  # in the order of the replicas that send
+    num_sent: tuple[int, ...]  # rows, by replica
+    num_received: tuple[int, ...]  # rows, by replica
+    num_rows: int  # of the tensor that this and other dispatches fill
+    leaves_rank: bool  # whether any rank sends rows to another
+    num_gathered: int = 0  # by all-gather: rows of the replica that sends most
+    gathered: tuple[GatheredRows, ...] = ()  # by all-gather: where this replica's rows are
+
+
 class _Posted(NamedTuple):
     """A message under way: `rows` must not be freed or read until `work` is done."""
 
@@ -79,18 +100,28 @@ class Broker:
         """List, on the host, the rows of all pairs of this rank between which more than one span of rows flows."""
         pairs = set(self._pairs)
         for action in self._dispatched:
-            sent, received = self._exchanged_pairs(action, loads)
-            pairs.update(sent, received)
+            pairs.update(*self._exchanged_pairs(action, loads))
         spans_of_pairs = {pair: self._route_spans(*pair, loads) for pair in pairs}
         return {pair: _rows_of(spans) for pair, spans in spans_of_pairs.items() if len(spans) > 1}
 
-    def start_step(self, loads: StepLoads, rows: Mapping[RoutePair, RouteRows] | None = None) -> None:
+    def host_exchanges(self, loads: StepLoads) -> dict[Dispatch, DispatchExchange]:
+        """Decide what this rank sends and receives in each dispatch of a step."""
+        return {action: self._decide_exchange(action, loads) for action in self._dispatched}
+
+    def start_step(
+        self,
+        loads: StepLoads,
+        rows: Mapping[RoutePair, RouteRows] | None = None,
+        exchanges: Mapping[Dispatch, DispatchExchange] | None = None,
+    ) -> None:
         """Start a step with these loads and routes; `rows` is what `host_rows` lists, on the device.
 
-        Without it rows are listed where they are needed, and the device waits for a copy.
+        Without it rows are listed where they are needed, and the device waits for a copy. `exchanges` is what
+        `host_exchanges` decides; without it each dispatch decides its own, and the device waits for that.
         """
         self._loads = loads
         self._rows = {} if rows is None else dict(rows)
+        self._exchanges = {} if exchanges is None else exchanges
         self._clear()
 
     def put(self, edge: Edge, mb: Microbatch, payload: Payload, tensor: Tensor) -> None:
@@ -142,17 +173,15 @@ class Broker:
         edge, payload, flow = action.edge, action.payload, self._dispatched[action]
         forward = payload == "activation"
         tensor = self._use((edge, flow.src if forward else flow.dst, payload))
-        sent, received = self._exchanged_pairs(action, self._loads)
-        rows = self._all_picked(tensor, sent, forward)
-        if self._leaves_its_rank(action):
-            by_all_gather = self._graph.mesh(edge.src.unit).exchange == "all_gather"
-            exchange = self._exchange_by_all_gather if by_all_gather else self._exchange_by_all_to_all
-            rows = exchange(action, rows.contiguous(), (sent, received))
+        exchange = self._exchanges.get(action) or self._decide_exchange(action, self._loads)
+        rows = self._all_picked(tensor, exchange.sent, forward)
+        if exchange.leaves_rank:
+            rows = self._move(action, exchange, rows.contiguous())
         key = (edge, flow.receiver, payload)
         if key not in self._shared:  # else another dispatch has brought other rows of the same microbatch
-            self._shared[key] = self._zeros(self._total_rows(*key), edge)
+            self._shared[key] = self._zeros(exchange.num_rows, edge)
         first = 0
-        for src, dst in received:
+        for src, dst in exchange.received:
             spans = self._route_spans(src, dst, self._loads)
             num_rows = int(spans[:, 2].sum())
             self._place(self._shared[key], rows[first : first + num_rows], src, dst, spans, forward)
@@ -230,52 +259,60 @@ class Broker:
         message.work.wait()
         self._activity.arrived(message.rows.nbytes)
 
-    def _exchange_by_all_to_all(
-        self, action: Dispatch, rows: Tensor, pairs: tuple[list[RoutePair], list[RoutePair]]
-    ) -> Tensor:
-        """Exchange `rows`; pairs: see `_exchanged_pairs`. Return what other replicas send, in their order."""
-        num_replicas = self._graph.mesh(action.edge.src.unit).dp
-        ends = (1, 0) if action.payload == "activation" else (0, 1)
-        num_sent, num_received = (
-            self._rows_by_replica(of_end, end, num_replicas) for of_end, end in zip(pairs, ends, strict=True)
-        )
-        return self._transport.exchange(rows, num_sent, num_received, action)
+    def _move(self, action: Dispatch, exchange: DispatchExchange, rows: Tensor) -> Tensor:
+        """Exchange the `rows` of all replicas; return those of this one, in the order of the replicas that send."""
+        if self._graph.mesh(action.edge.src.unit).exchange == "all_to_all":
+            return self._transport.exchange(rows, list(exchange.num_sent), list(exchange.num_received), action)
+        gathered = self._transport.gather_rows(rows, exchange.num_gathered, action)
+        mine = [gathered[replica].narrow(0, first, num) for replica, first, num in exchange.gathered]
+        return torch.cat([rows[:0], *mine])
 
-    def _exchange_by_all_gather(
-        self, action: Dispatch, rows: Tensor, pairs: tuple[list[RoutePair], list[RoutePair]]
-    ) -> Tensor:
-        """Do what `_exchange_by_all_to_all` does by gathering the rows of all replicas, and taking this one's."""
-        route = self._loads.routes[action.edge.src.unit, action.edge.dst.unit]
-        sender, receiver, num_rows = route.exchanged(action.src, action.dst, action.payload == "gradient")
-        gathered = self._transport.gather_rows(rows, int(np.bincount(sender, num_rows).max()), action)
+    def _decide_exchange(self, action: Dispatch, loads: StepLoads) -> DispatchExchange:
+        """Decide what this rank sends and receives in a dispatch."""
+        edge, forward = action.edge, action.payload == "activation"
+        num_replicas = self._graph.mesh(edge.src.unit).dp
+        sent, received = self._exchanged_pairs(action, loads)
+        ends = (1, 0) if forward else (0, 1)
+        num_sent, num_received = (
+            self._rows_by_replica(of_end, end, num_replicas, loads)
+            for of_end, end in zip((sent, received), ends, strict=True)
+        )
+        route = loads.routes[edge.src.unit, edge.dst.unit]
+        all_pairs = route.pairs_between(action.src, action.dst)
+        exchange = DispatchExchange(
+            tuple(sent),
+            tuple(received),
+            tuple(num_sent),
+            tuple(num_received),
+            self._total_rows(edge, self._dispatched[action].receiver, action.payload, loads),
+            any(src.replica != dst.replica for src, dst in all_pairs),
+        )
+        if self._graph.mesh(edge.src.unit).exchange == "all_to_all":
+            return exchange
+        sender, receiver, num_rows = route.exchanged(action.src, action.dst, not forward)
         this_replica = self._dispatched[action].receiver.replica
         is_before, is_mine = receiver < this_replica, receiver == this_replica
-        first = np.bincount(sender[is_before], num_rows[is_before], len(gathered)).astype(np.int64)
+        first = np.bincount(sender[is_before], num_rows[is_before], num_replicas).astype(np.int64)
         mine = sorted(zip(sender[is_mine].tolist(), num_rows[is_mine].tolist(), strict=True))
-        return torch.cat([rows[:0], *(gathered[replica].narrow(0, int(first[replica]), num) for replica, num in mine)])
+        return exchange._replace(
+            num_gathered=int(np.bincount(sender, num_rows).max(initial=0)),
+            gathered=tuple(GatheredRows(replica, int(first[replica]), num) for replica, num in mine),
+        )
 
     def _exchanged_pairs(self, action: Dispatch, loads: StepLoads) -> tuple[list[RoutePair], list[RoutePair]]:
         """Return the pairs of microbatches whose rows leave this rank, and come to it, in the order of the replicas."""
         flow = self._dispatched[action]
-        pairs = self._routed_pairs(action, loads)
+        pairs = loads.routes[action.edge.src.unit, action.edge.dst.unit].pairs_between(action.src, action.dst)
         from_src = sorted(pair for pair in pairs if pair[0] == flow.src)
         into_dst = sorted(pair for pair in pairs if pair[1] == flow.dst)
         return (from_src, into_dst) if action.payload == "activation" else (into_dst, from_src)
 
-    def _routed_pairs(self, action: Dispatch, loads: StepLoads) -> list[RoutePair]:
-        """Return the pairs between which an action moves rows, of all replicas."""
-        route = loads.routes[action.edge.src.unit, action.edge.dst.unit]
-        return route.pairs_between(action.src, action.dst)
-
-    def _leaves_its_rank(self, action: Dispatch) -> bool:
-        """Return whether any row that the action moves goes to another rank, on whatever rank it is."""
-        return any(src.replica != dst.replica for src, dst in self._routed_pairs(action, self._loads))
-
-    def _rows_by_replica(self, pairs: Sequence[RoutePair], end: int, num_replicas: int) -> list[int]:
+    @staticmethod
+    def _rows_by_replica(pairs: Sequence[RoutePair], end: int, num_replicas: int, loads: StepLoads) -> list[int]:
         """Count the rows of some pairs by the replica at one of their ends: 0 the source, 1 the destination."""
         num_rows = [0] * num_replicas
         for src, dst in pairs:
-            num_rows[(src, dst)[end].replica] += self._loads.routes[src.unit, dst.unit].rows(src, dst)
+            num_rows[(src, dst)[end].replica] += loads.routes[src.unit, dst.unit].rows(src, dst)
         return num_rows
 
     def _all_picked(self, tensor: Tensor, pairs: Sequence[RoutePair], forward: bool) -> Tensor:
@@ -322,11 +359,13 @@ class Broker:
             return -(-self._loads.loads[src].tokens // self._transport.token_shards.get(src.unit, 1))
         return int(spans[:, 2].sum())
 
-    def _total_rows(self, edge: Edge, mb: Microbatch, payload: Payload) -> int:
+    def _total_rows(self, edge: Edge, mb: Microbatch, payload: Payload, loads: StepLoads | None = None) -> int:
+        """Return the rows that a microbatch receives; loads: None for those of the step that runs."""
+        loads = self._loads if loads is None else loads
         if payload == "gradient":
-            return self._loads.rows_out[mb]
+            return loads.rows_out[mb]
         if self._graph.dispatches(edge):
-            route = self._loads.routes[edge.src.unit, edge.dst.unit]
+            route = loads.routes[edge.src.unit, edge.dst.unit]
             return sum(int(spans[:, 2].sum()) for (_, dst), spans in route.spans.items() if dst == mb)
         return sum(self._num_rows(edge, src, mb) for src in self._graph.sources(edge, mb))
 

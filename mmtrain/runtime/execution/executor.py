@@ -39,7 +39,7 @@ from mmtrain.program.ir.data_dependencies import parameter_gathers
 from mmtrain.program.ir.segments import direction, expand_all, finished_pass, num_segments, segment_layers, started_pass
 from mmtrain.program.trace.step_record import EMPTY_STEP_RECORD, StepRecord
 from mmtrain.runtime.execution.activity import DRAINING, Activity
-from mmtrain.runtime.execution.broker import Broker, RoutePair, RouteRows
+from mmtrain.runtime.execution.broker import Broker, DispatchExchange, RoutePair, RouteRows
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.execution.unit import MicrobatchState
 
@@ -54,6 +54,7 @@ class StepInput:
     lr: float = 0.0
     step: int = 0  # from 0
     route_rows: Mapping[RoutePair, RouteRows] | None = None  # `Broker.host_rows`, on the device
+    exchanges: Mapping[Dispatch, DispatchExchange] | None = None  # `Broker.host_exchanges`
 
 
 @dataclass
@@ -133,6 +134,10 @@ class Executor:
         """Return `StepInput.route_rows` for a step with these loads, with tensors on the host."""
         return self._broker.host_rows(loads)
 
+    def host_exchanges(self, loads: StepLoads) -> Mapping[Dispatch, DispatchExchange]:
+        """Return `StepInput.exchanges` for a step with these loads."""
+        return self._broker.host_exchanges(loads)
+
     def run(self, step: StepInput) -> StepOutcome:
         """Run one step; without an optimizer, only what the program computes (validation)."""
         self._step = step
@@ -140,7 +145,7 @@ class Executor:
         self._microbatches: dict[tuple[StageId, Microbatch], MicrobatchState] = {}
         self._gathering: dict[StageId, GatherParams] = {}  # stages whose parameters nothing has waited for yet
         self._loss = torch.zeros((), dtype=torch.float64)
-        self._broker.start_step(step.loads, step.route_rows)
+        self._broker.start_step(step.loads, step.route_rows, step.exchanges)
         if self._optimizer:
             self._optimizer.zero_grad()
         self._activity.recorder.start_step()

@@ -97,8 +97,9 @@ class RankContext:
         inputs = host_inputs(data, stages, self.recipe.data.image, sources)
         loss_scale = {LLM: 1.0 / max(1, data.meta.total_targets)}
         loads = step_loads(self.graph, data.meta)
-        rows = self.train_executor.host_rows(loads)  # those of validation are among them
-        return StepInput(inputs, loads, loss_scale, step=data.meta.step, route_rows=rows)
+        # Those of validation are among them.
+        rows, exchanges = self.train_executor.host_rows(loads), self.train_executor.host_exchanges(loads)
+        return StepInput(inputs, loads, loss_scale, step=data.meta.step, route_rows=rows, exchanges=exchanges)
 
     def train_on(self, step: StepInput, lr: float) -> StepOutcome:
         """Run one optimizer step on input that is on the device."""
