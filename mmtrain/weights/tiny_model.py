@@ -18,7 +18,7 @@ from mmtrain.families import FAMILIES, Family, FolderSettings, read_model_folder
 from mmtrain.families.folder_files import SINGLE_FILE
 
 CONVERSATIONS_FOLDER = "conversations"  # below the model, so that export does not carry it along
-NUM_TRAIN, NUM_HELDOUT = 2000, 100
+NUM_TRAIN, NUM_HELDOUT = 2000, 100  # conversations
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TinyModel:
     heldout: int
 
 
-def write_tiny_model(family: Family, out: Path, seed: int) -> TinyModel:
+def write_tiny_model(family: Family, out: Path, seed: int, num_train: int = NUM_TRAIN) -> TinyModel:
     """Write config, random weights, a tokenizer with a chat template, and conversations that suit the model.
 
     The same arguments give the same bytes. Raises `DataError` for a folder that holds anything but a tiny model.
@@ -47,17 +47,17 @@ def write_tiny_model(family: Family, out: Path, seed: int) -> TinyModel:
     settings = read_model_folder(out).settings
     num_parameters = _write_random_weights(family, settings, out, seed)
     if {"vision", "audio"} <= settings.model.keys():
-        write_toy_mixture(conversations, seed, NUM_TRAIN, NUM_HELDOUT)
+        write_toy_mixture(conversations, seed, num_train, NUM_HELDOUT)
     elif "vision" in settings.model:
-        generate_demo(conversations, seed, NUM_TRAIN, NUM_HELDOUT)
+        generate_demo(conversations, seed, num_train, NUM_HELDOUT)
         (conversations / "tokenizer.json").unlink()  # of the demo's own model
     elif "audio" in settings.model:
-        write_toy_clips(conversations, seed, NUM_TRAIN, NUM_HELDOUT)
+        write_toy_clips(conversations, seed, num_train, NUM_HELDOUT)
     else:
-        write_toy_chats(conversations, seed, NUM_TRAIN, NUM_HELDOUT)
+        write_toy_chats(conversations, seed, num_train, NUM_HELDOUT)
     rows = json.loads((conversations / "train.json").read_text(encoding="utf-8"))
     vocab = write_tiny_tokenizer(out, _texts(rows), family)
-    return TinyModel(family.name, num_parameters, vocab, NUM_TRAIN, NUM_HELDOUT)
+    return TinyModel(family.name, num_parameters, vocab, num_train, NUM_HELDOUT)
 
 
 def _texts(rows: list[dict[str, Any]]) -> Iterator[str]:

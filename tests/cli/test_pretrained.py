@@ -9,6 +9,7 @@ from mmtrain.families import FAMILIES
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.cli.conftest import RunMmtrain
 from tests.families.configs import QWEN2, write_config
+from tests.weights.tiny_folders import FEW_CONVERSATIONS
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_a_folder_is_described(run_mmtrain: RunMmtrain, recipe: Path, tmp_path: 
     assert "llm: 7,615,616,512 parameters, 28 blocks, 3584 wide, 28 heads" in done.stdout  # as its model card says
     assert "weights: none; it can be planned for, not trained from" in done.stdout
 
-    write_tiny_model(FAMILIES["llama"], tmp_path / "llama", seed=0)
+    write_tiny_model(FAMILIES["llama"], tmp_path / "llama", seed=0, num_train=FEW_CONVERSATIONS)
     summary = json.loads(run_mmtrain("inspect", tmp_path / "llama", "--json").stdout)
     assert [unit["name"] for unit in summary["units"]] == ["llm"]
     assert summary["dtypes"] == ["float32"]
@@ -65,7 +66,7 @@ def test_a_folder_is_described(run_mmtrain: RunMmtrain, recipe: Path, tmp_path: 
 
 def test_what_images_and_sound_cost_is_shown(run_mmtrain: RunMmtrain, tmp_path: Path) -> None:
     """Use a folder that takes pictures of at most 16 tokens, and Whisper's 50 features a second in pairs."""
-    write_tiny_model(FAMILIES["qwen2_5_omni"], tmp_path / "omni", seed=0)
+    write_tiny_model(FAMILIES["qwen2_5_omni"], tmp_path / "omni", seed=0, num_train=FEW_CONVERSATIONS)
     shown = run_mmtrain("inspect", tmp_path / "omni").stdout
     costs = "image of 336 x 336 16; image of 1280 x 960 12; image of 3840 x 2160 15; second of sound 25"
     assert f"  LLM tokens: {costs}\n" in shown

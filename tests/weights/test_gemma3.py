@@ -28,6 +28,7 @@ from tests.weights.comparison import (
 )
 from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, PATCH, VOCAB, gemma3, recipe_from, save, siglip
 from tests.weights.test_tiny_model import messages_of, tiny_recipe
+from tests.weights.tiny_folders import FEW_CONVERSATIONS
 
 # As on the hub; sections hold what differs from the defaults.
 HUB_CONFIG: dict[str, Any] = {
@@ -94,7 +95,7 @@ def test_image_spans_of_a_batch_are_the_types_of_tokens_of_the_processor(tmp_pat
     import transformers
 
     folder = tmp_path / "model"
-    write_tiny_model(FAMILIES["gemma3"], folder, 3)
+    write_tiny_model(FAMILIES["gemma3"], folder, 3, num_train=FEW_CONVERSATIONS)
     recipe = tiny_recipe(folder)
     index, once = build_index(recipe), {"vision": 1, "llm": 1}
     meta = assign(0, 0, [np.arange(12)], index.lengths, once, once)
@@ -155,7 +156,7 @@ def test_a_folder_does_not_turn_on_pan_and_scan(tmp_path: Path) -> None:
     import transformers
 
     folder = tmp_path / "model"
-    write_tiny_model(FAMILIES["gemma3"], folder, 3)
+    write_tiny_model(FAMILIES["gemma3"], folder, 3, num_train=FEW_CONVERSATIONS)
     path = folder / "preprocessor_config.json"
     whole = tiny_recipe(folder).data.image
     pan_and_scan = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}

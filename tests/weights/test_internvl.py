@@ -37,6 +37,7 @@ from tests.weights.comparison import (
 )
 from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, PATCH, VOCAB, internvl, recipe_from, save
 from tests.weights.test_tiny_model import messages_of, tiny_recipe
+from tests.weights.tiny_folders import FEW_CONVERSATIONS
 
 # As on the hub; sections hold what differs from the defaults.
 HUB_CONFIG: dict[str, Any] = {
@@ -111,7 +112,7 @@ def test_conversations_are_what_the_processor_makes_of_them(tmp_path: Path) -> N
     import transformers
 
     folder = tmp_path / "model"
-    write_tiny_model(FAMILIES["internvl"], folder, 3)
+    write_tiny_model(FAMILIES["internvl"], folder, 3, num_train=FEW_CONVERSATIONS)
     recipe = tiny_recipe(folder)
     assert recipe.model.vision is not None
     assert (recipe.data.image.scheme, recipe.data.image.tile, recipe.data.image.max_tiles) == ("tiles", 32, 4)
@@ -186,7 +187,7 @@ def test_other_internvls_are_rejected_by_the_key(
 def test_a_video_is_written_frame_by_frame(tmp_path: Path) -> None:
     """Lengths from headers are those of the ids; frames are those in the middle of equal parts, a tile each."""
     folder = tmp_path / "model"
-    write_tiny_model(FAMILIES["internvl"], folder, 3)
+    write_tiny_model(FAMILIES["internvl"], folder, 3, num_train=FEW_CONVERSATIONS)
     conversations = folder / "conversations"
     # One second of each shade, 20 frames a second: 60 frames.
     shades = [Image.new("RGB", (64, 48), (shade, shade, shade)) for shade in (20, 120, 220)]

@@ -34,6 +34,7 @@ from tests.weights.comparison import (
 )
 from tests.weights.pretrained import IMAGE_SIDE, IMAGE_TOKEN, VOCAB, llava_next, recipe_from, save, siglip
 from tests.weights.test_tiny_model import messages_of, tiny_recipe
+from tests.weights.tiny_folders import FEW_CONVERSATIONS
 
 # llava-v1.6-mistral-7b-hf
 HUB_CONFIG: dict[str, Any] = {
@@ -144,7 +145,7 @@ def test_conversations_and_pixels_are_what_the_processor_makes_of_them(tmp_path:
     import transformers
 
     folder = tmp_path / "model"
-    write_tiny_model(FAMILIES["llava_next"], folder, 3)
+    write_tiny_model(FAMILIES["llava_next"], folder, 3, num_train=FEW_CONVERSATIONS)
     recipe = tiny_recipe(folder)
     assert recipe.model.vision is not None
     assert (recipe.data.image.scheme, recipe.data.image.tile) == ("pinpoints", 32)

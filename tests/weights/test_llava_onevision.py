@@ -43,6 +43,7 @@ from tests.weights.pretrained import (
 )
 from tests.weights.test_llava_next import row_mix
 from tests.weights.test_tiny_model import messages_of, tiny_recipe
+from tests.weights.tiny_folders import FEW_CONVERSATIONS
 
 # llava-onevision-qwen2-7b-ov-hf
 HUB_CONFIG: dict[str, Any] = {
@@ -182,7 +183,7 @@ def test_tokens_from_headers_are_those_of_the_processor(tmp_path: Path) -> None:
 
 def test_conversations_and_pixels_are_what_the_processor_makes_of_them(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    write_tiny_model(FAMILIES["llava_onevision"], folder, 3)
+    write_tiny_model(FAMILIES["llava_onevision"], folder, 3, num_train=FEW_CONVERSATIONS)
     recipe = tiny_recipe(folder)
     assert recipe.model.vision is not None
     assert (recipe.data.image.tile, recipe.data.image.tile_several) == (32, False)

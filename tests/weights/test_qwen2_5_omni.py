@@ -53,6 +53,7 @@ from tests.weights.pretrained import (
     save,
 )
 from tests.weights.test_tiny_model import tiny_recipe
+from tests.weights.tiny_folders import FEW_CONVERSATIONS
 
 RATE = 16000
 UNITS = ("vision", "audio", "llm")
@@ -389,7 +390,7 @@ def test_conversations_of_the_tiny_model_are_what_its_processors_make_of_them(tm
     import transformers
 
     folder = tmp_path / "model"
-    write_tiny_model(FAMILIES["qwen2_5_omni"], folder, seed=3)
+    write_tiny_model(FAMILIES["qwen2_5_omni"], folder, seed=3, num_train=FEW_CONVERSATIONS)
     recipe = tiny_recipe(folder)
     prepare = transformers.AutoImageProcessor.from_pretrained(folder)
     extract = transformers.AutoFeatureExtractor.from_pretrained(folder)

@@ -30,6 +30,7 @@ from tests.weights.comparison import (
     unit_stage,
 )
 from tests.weights.pretrained import AUDIO_TOKEN, VOCAB, clip_extractor, qwen2_audio, recipe_from, save, specs_of
+from tests.weights.tiny_folders import FEW_CONVERSATIONS
 
 RATE = 16000
 # Samples of clips: an odd number of tokens, an even one after an odd number of frames, whole features, all positions.
@@ -242,7 +243,7 @@ def test_the_template_of_the_release_gives_the_ids_of_its_processor(tmp_path: Pa
     from transformers import AutoFeatureExtractor, AutoTokenizer, Qwen2AudioProcessor
 
     folder = tmp_path / "model"
-    write_tiny_model(FAMILIES["qwen2_audio"], folder, seed=1)
+    write_tiny_model(FAMILIES["qwen2_audio"], folder, seed=1, num_train=FEW_CONVERSATIONS)
     vocabulary = (folder / "tokenizer.json").read_text()
     for token, of_release in (("audio", "AUDIO"), ("image", "audio_bos"), ("video", "audio_eos")):
         vocabulary = vocabulary.replace(f'"<{token}>"', f'"<|{of_release}|>"')

@@ -52,6 +52,7 @@ from tests.weights.pretrained import (
     save,
 )
 from tests.weights.test_tiny_model import messages_of, tiny_recipe
+from tests.weights.tiny_folders import FEW_CONVERSATIONS
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "qwen2_vl": qwen2_vl,
@@ -297,7 +298,7 @@ def test_conversations_of_the_tiny_model_are_what_its_processor_makes_of_them(na
     import transformers
 
     folder = tmp_path / "model"
-    write_tiny_model(FAMILIES[name], folder, seed=3)
+    write_tiny_model(FAMILIES[name], folder, seed=3, num_train=FEW_CONVERSATIONS)
     recipe = tiny_recipe(folder)
     vision = recipe.model.vision
     assert vision is not None
@@ -338,7 +339,7 @@ def test_videos_of_qwen3_vl_are_what_its_processor_makes_of_them(tmp_path: Path)
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
     folder = tmp_path / "model"
-    write_tiny_model(FAMILIES["qwen3_vl"], folder, seed=3)
+    write_tiny_model(FAMILIES["qwen3_vl"], folder, seed=3, num_train=FEW_CONVERSATIONS)
     conversations = folder / "conversations"
     sides = [(64, 48), (96, 40), (33, 90)]
     frames = [1, 31, 100]  # at 20 a second

@@ -19,6 +19,7 @@ from mmtrain.families import FAMILIES, Family
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.weights.tiny_model import find_family_by_name, write_tiny_model
 from tests.pixels import normalized
+from tests.weights.tiny_folders import FEW_CONVERSATIONS
 
 SEED = 3
 NUM_COMPARED = 40
@@ -47,7 +48,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 def test_transformers_opens_it(tmp_path: Path, family: str) -> None:
     import transformers
 
-    summary = write_tiny_model(FAMILIES[family], tmp_path, SEED)
+    summary = write_tiny_model(FAMILIES[family], tmp_path, SEED, num_train=FEW_CONVERSATIONS)
     model_class = getattr(transformers, FAMILIES[family].architectures[0])
     model, loading = model_class.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(loading.values()), loading
@@ -89,7 +90,7 @@ def test_its_conversations_are_what_the_processor_makes_of_them(tmp_path: Path, 
     import transformers
 
     folder = tmp_path / "model"
-    write_tiny_model(VARIANTS[variant], folder, SEED)
+    write_tiny_model(VARIANTS[variant], folder, SEED, num_train=FEW_CONVERSATIONS)
     recipe = tiny_recipe(folder)
     assert recipe.model.vision is not None
     processor = transformers.AutoProcessor.from_pretrained(folder)
@@ -117,7 +118,7 @@ def test_its_clips_are_what_the_processor_makes_of_them(tmp_path: Path) -> None:
     import transformers
 
     folder = tmp_path / "model"
-    write_tiny_model(FAMILIES["qwen2_audio"], folder, SEED)
+    write_tiny_model(FAMILIES["qwen2_audio"], folder, SEED, num_train=FEW_CONVERSATIONS)
     recipe = tiny_recipe(folder)
     assert recipe.model.audio is not None
     processor = transformers.AutoProcessor.from_pretrained(folder)
@@ -176,7 +177,7 @@ def test_no_question_is_both_trained_on_and_held_out(tmp_path: Path) -> None:
 def test_other_folders_and_unknown_families_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
     with pytest.raises(DataError, match="not empty and not a tiny model"):
-        write_tiny_model(FAMILIES["llama"], tmp_path, SEED)
+        write_tiny_model(FAMILIES["llama"], tmp_path, SEED, num_train=FEW_CONVERSATIONS)
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
     with pytest.raises(DataError, match=r"FAMILY: found 'gpt5'; allowed: .*qwen2"):
         find_family_by_name("gpt5")
