@@ -369,7 +369,7 @@ def post_and_nodes(tokens: np.ndarray, exact: bool) -> None:
             target(f"post-balancing {num} x {per}: milliseconds", seconds * 1e3, 40)
             target(f"post-balancing {num} x {per}: max/mean", float(loads.max() / loads.mean()), 1.001)
     batch = rebalance(lengths, source, num, BatchCost()).dest_rank
-    seconds, replica = least_seconds(lambda: rearrange_across_nodes(source, batch, lengths, num, 8, 20))
+    seconds, replica = least_seconds(lambda: rearrange_across_nodes(source, batch, lengths, num, 8))
     before, after = (off_node_bytes(source, batch, lengths, r, 8) for r in (np.arange(num), replica))
     target(f"node-wise, {num} replicas, 320 nodes: milliseconds", seconds * 1e3, 50)
     print(
@@ -380,7 +380,7 @@ def post_and_nodes(tokens: np.ndarray, exact: bool) -> None:
         lengths = np.random.default_rng(num + per).choice(tokens[:, TOKENS], num * per)
         source = np.repeat(np.arange(num), per)
         batch = rebalance(lengths, source, num, BatchCost()).dest_rank
-        replica = rearrange_across_nodes(source, batch, lengths, num, per_node, 400)
+        replica = rearrange_across_nodes(source, batch, lengths, num, per_node)
         worst = off_node_bytes(source, batch, lengths, replica, per_node).max()
         best, proven = _milp(source, batch, lengths, num, per_node)
         name = (

@@ -139,7 +139,7 @@ def node_wise(_lengths: Path) -> None:
         source = np.repeat(np.arange(num), per_rank)
         batch = rebalance(sizes, source, num, BatchCost()).dest_rank
         seconds, replica = least_seconds(
-            lambda s=source, b=batch, x=sizes: rearrange_across_nodes(s, b, x, num, RANKS_PER_NODE, 20)
+            lambda s=source, b=batch, x=sizes: rearrange_across_nodes(s, b, x, num, RANKS_PER_NODE)
         )
         worst = float(off_node_bytes(source, batch, sizes, replica, RANKS_PER_NODE).max())
         shared = largest_sender_bound(source, batch, sizes, num, RANKS_PER_NODE, worst)

@@ -63,7 +63,7 @@ def place_batches_near(batch: IntArray, home: IntArray, features: IntArray, size
     if sizes.per_node is None:
         return near
     near_batch = near[batch]  # numbered by the replicas that they go to anyway, so that nodes never make it worse
-    replica = rearrange_across_nodes(home, near_batch, features, sizes.dp, sizes.per_node, swaps=0)
+    replica = rearrange_across_nodes(home, near_batch, features, sizes.dp, sizes.per_node)
     node = replica // sizes.per_node
     return place_near(near_batch, home, features, sizes.dp, (node, sizes.per_node))[near]
 

@@ -1,7 +1,5 @@
 """What replicas send to new batches: the sparse matrix that node-wise rearrangement works on."""
 
-from functools import cached_property
-
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
@@ -9,7 +7,7 @@ from mmtrain.balance.rearrangement import stable_order
 
 
 class NodeVolume:
-    """Bytes from every source replica to every new batch: a sparse matrix, by source and by batch."""
+    """Bytes from every source replica to every new batch: a sparse matrix, by source."""
 
     def __init__(
         self, source: IntArray, batch: IntArray, num_bytes: IntArray, num_replicas: int, per_node: int
@@ -22,12 +20,6 @@ class NodeVolume:
         self.num_bytes: FloatArray = num_bytes.astype(np.float64)
         self.total: FloatArray = self._by_source(self.num_bytes)
         self.of_source = np.searchsorted(self.source, np.arange(num_replicas + 1))
-
-    @cached_property
-    def _by_batch(self) -> tuple[IntArray, IntArray]:
-        """The pieces by batch, and where those of each batch begin."""
-        order = stable_order(self.batch)
-        return order, np.searchsorted(self.batch[order], np.arange(self.num_replicas + 1))
 
     def _by_source(self, num_bytes: FloatArray) -> FloatArray:
         """(d,) sum of `num_bytes`, which belong to the pieces, by source."""
@@ -42,9 +34,3 @@ class NodeVolume:
         """Return the batches of a source's pieces and their bytes."""
         pieces = slice(self.of_source[source], self.of_source[source + 1])
         return self.batch[pieces], self.num_bytes[pieces]
-
-    def column(self, batch: int) -> tuple[IntArray, FloatArray]:
-        """Return the sources of a batch and their bytes."""
-        order, of_batch = self._by_batch
-        rows = order[of_batch[batch] : of_batch[batch + 1]]
-        return self.source[rows], self.num_bytes[rows]

@@ -23,7 +23,7 @@ ENTRIES: dict[str, Callable[[Any], object]] = {
     "tokens of items": lambda lengths: ItemLengths(FIRST, ZEROS, ZEROS, lengths, ZEROS),
     "features of items": lambda lengths: ItemLengths(FIRST, ZEROS, ZEROS, ZEROS, lengths),
     "lengths of samples": lambda lengths: rebalance(lengths, RANKS, 2, BatchCost("two_key")),
-    "bytes of pieces": lambda lengths: rearrange_across_nodes(RANKS, RANKS, lengths, 2, 1, 8),
+    "bytes of pieces": lambda lengths: rearrange_across_nodes(RANKS, RANKS, lengths, 2, 1),
 }
 BAD = {
     "-1": np.array([3, 0, -1, -2]),

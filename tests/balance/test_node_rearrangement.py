@@ -24,12 +24,12 @@ def _pieces(seed: int, num_replicas: int, per_replica: int) -> tuple[np.ndarray,
 
 
 @given(st.integers(0, 10_000), st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 2), (6, 3), (4, 4)]), st.integers(0, 4))
-def test_placements_are_permutations_as_good_as_the_best_of_all(seed: int, nodes: tuple[int, int], per: int) -> None:
+def test_placements_are_permutations_near_the_best_of_all(seed: int, nodes: tuple[int, int], per: int) -> None:
     num_replicas, per_node = nodes
     rng = np.random.default_rng(seed)
     n = num_replicas * per
     source, batch, sizes = rng.integers(0, num_replicas, n), rng.integers(0, num_replicas, n), rng.integers(1, 50, n)
-    replica = rearrange_across_nodes(source, batch, sizes, num_replicas, per_node, 50)
+    replica = rearrange_across_nodes(source, batch, sizes, num_replicas, per_node)
     assert sorted(replica.tolist()) == list(range(num_replicas))
 
     def worst(placement: np.ndarray) -> int:
@@ -41,7 +41,7 @@ def test_placements_are_permutations_as_good_as_the_best_of_all(seed: int, nodes
     assert worst(replica) == off_node_bytes(source, batch, sizes, replica, per_node).max()
     assert worst(replica) <= worst(np.arange(num_replicas)), "never worse than leaving batches where they are"
     best = min(worst(np.array(placement)) for placement in itertools.permutations(range(num_replicas)))
-    assert worst(replica) == best, "few replicas are placed in the best way"
+    assert worst(replica) <= 2 * best
 
 
 def _optimum(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num_replicas: int, per_node: int) -> float:
@@ -75,17 +75,17 @@ def _optimum(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num_repli
 def test_sixteen_replicas_come_near_the_exact_solution() -> None:
     for seed, per_replica in itertools.product(range(2), (8, 60)):
         source, batch, sizes = _pieces(seed, 16, per_replica)
-        replica = rearrange_across_nodes(source, batch, sizes, 16, 4, 400)
+        replica = rearrange_across_nodes(source, batch, sizes, 16, 4)
         worst = off_node_bytes(source, batch, sizes, replica, 4).max()
-        assert worst <= 1.01 * _optimum(source, batch, sizes, 16, 4)
+        assert worst <= 1.03 * _optimum(source, batch, sizes, 16, 4)
 
 
 def test_the_worst_sender_of_many_nodes_is_relieved() -> None:
     source, batch, sizes = _pieces(0, 256, 60)
-    replica = rearrange_across_nodes(source, batch, sizes, 256, 8, 50)
+    replica = rearrange_across_nodes(source, batch, sizes, 256, 8)
     assert sorted(replica.tolist()) == list(range(256))
     before = off_node_bytes(source, batch, sizes, np.arange(256), 8).max()
-    assert off_node_bytes(source, batch, sizes, replica, 8).max() < 0.95 * before
+    assert off_node_bytes(source, batch, sizes, replica, 8).max() < 0.75 * before
 
 
 @given(st.integers(0, 10_000), st.integers(0, 8), st.sampled_from([0.5, 1.5, 3.0]), st.sampled_from([2, 4, 8]))
@@ -99,7 +99,7 @@ def test_placement_by_need_keeps_its_bound_on_heavy_tails(seed: int, per: int, s
     if node is not None:
         assert np.bincount(node, minlength=32 // per_node).tolist() == [per_node] * (32 // per_node)
         assert volume.off_node(node).max() < known
-    replica = rearrange_across_nodes(source, batch, sizes, 32, per_node, 20)
+    replica = rearrange_across_nodes(source, batch, sizes, 32, per_node)
     assert off_node_bytes(source, batch, sizes, replica, per_node).max(initial=0) <= known
 
 
@@ -114,7 +114,7 @@ def test_the_largest_sender_comes_near_what_single_nodes_need(
     if not has_starts:  # as where there are more pieces
         monkeypatch.setattr(node_rearrangement, "MAX_SIZE_OF_ALL_STARTS", 0)
     source, batch, sizes = _pieces(0, num_replicas, per_replica)
-    replica = rearrange_across_nodes(source, batch, sizes, num_replicas, 8, 20)
+    replica = rearrange_across_nodes(source, batch, sizes, num_replicas, 8)
     worst = int(off_node_bytes(source, batch, sizes, replica, 8).max())
     shared = largest_sender_bound(source, batch, sizes, num_replicas, 8, worst)
     bound = single_node_bound(source, batch, sizes, num_replicas, 8, shared)
@@ -142,4 +142,4 @@ def test_thousands_of_equal_ranks_end_in_bounded_work(monkeypatch: pytest.Monkey
 def test_nodes_must_be_full() -> None:
     none = np.empty(0, dtype=np.int64)
     with pytest.raises(ValueError, match="6 replicas do not fill nodes of 4"):
-        rearrange_across_nodes(none, none, none, 6, 4, 1)
+        rearrange_across_nodes(none, none, none, 6, 4)
