@@ -7,7 +7,7 @@ last one first. Tensor parallelism does not split a U-Net.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -61,9 +61,6 @@ class UnetState:
     def join_kept(self, channels: int) -> "UnetState":
         """Return the state with the last kept input beside the features, if `channels` are more than these have."""
         return replace(self, batches=tuple(_join_kept(batch, channels) for batch in self.batches))
-
-
-AnyGeneratorState: TypeAlias = GeneratorState | UnetState
 
 
 def _join_kept(batch: ImageBatch, channels: int) -> ImageBatch:
