@@ -38,7 +38,7 @@ Kind = Literal[
 ]
 Phase = Literal["start", "step", "save", "evaluate", "shutdown"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-# What runs in which a rank hangs wait for: far more than an action of these small runs takes on a busy machine.
+# `train.watchdog_s` of runs in which a rank hangs: far more than an action of these small runs takes on a busy machine.
 WATCHDOG_S = 4.0
 SLOW_S = WATCHDOG_S / 5  # that an action of kind `slow` takes longer
 NUM_SLOW_PIECES = 6  # of a file that a slow disk writes; together they take longer than the watchdog waits

@@ -38,7 +38,6 @@ from tests.flow.runs import (
     tensors,
 )
 
-# `tests/runtime/test_signals.py` listens to the other two, so here they are long runs.
 # The fixture of the unbroken run, and settings: each unit on a rank of its own, or all units on both ranks.
 DISAGGREGATED, SHARDED = ("unbroken", ()), ("unbroken_replicated", REPLICATED)
 PLACEMENTS = [
@@ -47,6 +46,7 @@ PLACEMENTS = [
 ]
 WATCHED = f"train.watchdog_s={WATCHDOG_S}"
 SLOW_PLANNING_S = 1.5 * WATCHDOG_S  # of processor time, from the start of the process
+# `tests/runtime/test_signals.py` listens to the other two, so here they are long runs.
 SLOW_SIGNALS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGHUP)]
 
 
