@@ -11,6 +11,7 @@ import pytest
 from mmtrain.balance import assign
 from mmtrain.data import BatchBuilder, ChatTokenizer, PayloadNeed, build_index
 from mmtrain.data.formats.conversation import build_sample
+from mmtrain.data.formats.sample import find_unusable
 from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
 from mmtrain.data.index.sample_table import content_json, sample_from_record, sample_record
 from mmtrain.data.index.stats import compute_stats_for_recipe
@@ -70,6 +71,16 @@ def test_marks_in_answers_divide_the_images() -> None:
     text_alone = sample(("user", "<image>what is the mark?"), ("assistant", "<image>"), images=("a",))
     assert [str(m) for m in text_alone.images] == ["a"]
     assert text_alone.target_images == ()
+
+
+def test_marks_in_answers_are_counted_where_images_are_too_many() -> None:
+    made = sample(("user", "<image>in red"), ("assistant", "<image>"), images=("a", "b", "c"))
+    unusable = find_unusable(made, ("image",))
+    assert unusable is not None
+    assert unusable.reason == (
+        "3 images, but 1 <image> marks in its user turns, and 1 in its answers: images are drawn where every mark of "
+        "all turns has one"
+    )
 
 
 def test_a_record_keeps_them(tmp_path: Path) -> None:

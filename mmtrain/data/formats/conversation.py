@@ -13,7 +13,7 @@ Media may also be given inside a turn: `content` as a list of parts `{"type": "t
 may be a data URL, which holds the medium itself.
 
 An image in an assistant's turn is one to draw (`Sample.target_images`): `{"role": "assistant", "content": "<image>"}`,
-or a part of it. A mark there is ordinary text if the sample has no more images than marks in its other turns.
+or a part of it. A mark there is ordinary text unless the sample has an image for every mark of all its turns.
 
 A `system` text beside the turns becomes the first turn. Output of tools (`tool`, `function`, `observation`) is context:
 nothing is learned from it. Tools are described in `tools` (or `functions`) and called in `tool_calls` (or

@@ -132,6 +132,9 @@ def find_unusable(sample: Sample, read_kinds: Container[MediaKind]) -> Quarantin
 
 def _miscounted(sample: Sample, kind: MediaKind, num_media: int, num_marks: int) -> Quarantined:
     reason = f"{num_media} {PLURALS[kind]}, but {num_marks} <{kind}> marks in its user turns"
+    num_in_answers = sum(turn.text.count(f"<{kind}>") for turn in sample.turns if turn.role == "assistant")
+    if kind == "image" and num_in_answers:
+        reason += f", and {num_in_answers} in its answers: images are drawn where every mark of all turns has one"
     if num_media and not num_marks:
         reason += "; unmarked_media: front of its source puts marks in front of the first user turn"
     return Quarantined.of(sample, f"{kind}_count", reason)
