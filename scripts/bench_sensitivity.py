@@ -4,8 +4,8 @@
     python -m scripts.bench_sensitivity qwen2_vl_7b --anew                # search again under each change, too
 
 A row holds one plan beside the chosen one: how many times as long its step is with the costs as stated, and with one
-constant at so many times that. Unlike `mmtrain plan`, every placement is shown however far it is behind. `replicated`
-is the line that `plan` predicts and does not choose. A cell in bold is over 1% faster than the chosen plan.
+constant at so many times that. Unlike `mmtrain plan`, every placement is shown however far it is behind. A cell in bold
+is over 1% faster than the chosen plan.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from mmtrain.plan.explain.baselines import BaselinePlanner
 from mmtrain.plan.explain.sensitivity import closest_rivals, simulate_again
 from mmtrain.plan.planner import search_placements
 from mmtrain.plan.problem import PlanningProblem
-from mmtrain.plan.replicated.replicated_search import ReplicatedStrategy
 from scripts.whatif_problems import WHAT_IF_FOLDER, whatif_problem
 
 NO_RECIPES = ("common",)  # what others extend
@@ -64,7 +63,7 @@ def main() -> None:
 
 
 def rows(candidates: Sequence[Candidate], evaluator: Evaluator, perturbations: Sequence[Perturbation]) -> Iterator[Row]:
-    """Yield the closest plan of the chosen placement, the best plan of each other one, and `replicated`."""
+    """Yield the closest plan of the chosen placement, and the best of each other one."""
     chosen = candidates[0]
     near = [rival for rival in closest_rivals(candidates, evaluator) if rival.placement == chosen.placement]
     others = [best for best in _first_by_placement(candidates) if best.placement != chosen.placement]
@@ -73,16 +72,6 @@ def rows(candidates: Sequence[Candidate], evaluator: Evaluator, perturbations: S
     for number, candidate in enumerate(beside, start=1):
         changed = tuple(r.steps[number].step_time_s / r.steps[0].step_time_s for r in again.rankings)
         yield Row(candidate.layout.summary, candidate.step_time_s / chosen.step_time_s, changed)
-    problem = evaluator.problem
-    if "replicated" in problem.constraints.placements and chosen.placement != "replicated":
-        stated_s = _replicated_s(problem)
-        if stated_s is not None:
-            changed_s = [_replicated_s(_changed(problem, perturbation)) for perturbation in perturbations]
-            changed = tuple(
-                (seconds or float("nan")) / ranking.steps[0].step_time_s
-                for seconds, ranking in zip(changed_s, again.rankings, strict=True)
-            )
-            yield Row("replicated, if asked for", stated_s / chosen.step_time_s, changed)
 
 
 def searched_anew(problem: PlanningProblem, perturbation: Perturbation) -> str:
@@ -98,7 +87,7 @@ def search(problem: PlanningProblem) -> tuple[Sequence[Candidate], Evaluator]:
     limits_s = dict.fromkeys(problem.constraints.placements, results.fastest_s)
     rules = BaselinePlanner(evaluator, results.enumerated).plan_all(max_step_s=limits_s)
     faster = [rule for rule in rules.values() if rule.step_time_s < results.fastest_s]
-    fastest = replace(results, candidates=tuple(faster), rejected=(), shown_only=(), enumerated=())
+    fastest = replace(results, candidates=tuple(faster), rejected=(), enumerated=())
     return results.merged(fastest).candidates, evaluator
 
 
@@ -107,13 +96,6 @@ def _changed(problem: PlanningProblem, perturbation: Perturbation) -> PlanningPr
     hardware = replace(perturbed_hardware(problem.hardware, perturbation), name=problem.hardware.name)
     cluster = replace(problem.cluster, hardware=hardware)
     return replace(problem, cluster=cluster, costs=perturbed_costs(problem.costs, perturbation))
-
-
-def _replicated_s(problem: PlanningProblem) -> float | None:
-    """Return the step of the best plan of `replicated`, as if it were asked for; None where it does not fit."""
-    asked_for = replace(problem, constraints=replace(problem.constraints, chooses_replicated=True))
-    best = ReplicatedStrategy().search(asked_for, Evaluator(asked_for), DEFAULT_BUDGET, None).best
-    return None if best is None else best.step_time_s
 
 
 def _first_by_placement(candidates: Sequence[Candidate]) -> list[Candidate]:

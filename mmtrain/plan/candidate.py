@@ -24,7 +24,7 @@ LayerPartition = tuple[tuple[int, ...], ...]  # for each layer chain the bounds 
 EQUAL_STEP_TIME_RATIO = 1.001
 # Ways to run a model, from the simplest, which `MeshAssignment.mechanism` tells apart. Between them, step times within
 # `AS_FAST_RATIO` count as equal ("Within 1%, the plan with fewer mechanisms is chosen").
-MECHANISMS = ("replicas", "one pipeline", "ranks of their own", "shared ranks")
+MECHANISMS = ("replicas", "one pipeline", "sharded replicas", "ranks of their own", "shared ranks")
 
 
 class CandidateStage(IntEnum):
@@ -83,6 +83,8 @@ class MeshAssignment:
             return MECHANISMS.index("shared ranks")
         if self.placement == "disaggregated":
             return MECHANISMS.index("ranks of their own")
+        if self.placement == "replicated":
+            return MECHANISMS.index("sharded replicas")
         return MECHANISMS.index("replicas" if self.meshes[LLM].pp == 1 else "one pipeline")
 
     def tp_group_across_nodes(self, ranks_per_node: int) -> tuple[int, ...] | None:
@@ -295,7 +297,6 @@ class SearchResults:
 
     candidates: tuple[Candidate, ...] = ()  # simulated; the chosen one first, then by step time
     rejected: tuple[Rejected, ...] = ()
-    shown_only: tuple[Candidate, ...] = ()  # simulated; they run if a recipe asks for them, and are not chosen else
     enumerated: tuple[Candidate, ...] = ()  # all candidates of `unified` and `disaggregated`, with their bounds
 
     @property
@@ -314,7 +315,6 @@ class SearchResults:
         return SearchResults(
             rank_candidates(candidate for results in every for candidate in results.candidates),
             tuple(loser for results in every for loser in results.rejected),
-            tuple(candidate for results in every for candidate in results.shown_only),
             tuple(candidate for results in every for candidate in results.enumerated),
         )
 

@@ -8,7 +8,7 @@ from itertools import chain, groupby
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
 from mmtrain.plan.artifact.data_drift import summarize_data
-from mmtrain.plan.artifact.plan import AS_FAST_RATIO, AS_FAST_TEXT, Alternative, MeasuredPlan, Plan, Prediction
+from mmtrain.plan.artifact.plan import AS_FAST_TEXT, Alternative, MeasuredPlan, Plan, Prediction
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, MECHANISMS, Candidate, CandidateStage, Rejected
 from mmtrain.plan.colocated.encoder_order import scheduling_efficiency
 from mmtrain.plan.estimate.evaluator import Evaluator
@@ -90,18 +90,10 @@ def _added_mechanism(candidate: Candidate) -> str:
     return {
         "replicas": "replicas",
         "one pipeline": "a pipeline",
+        "sharded replicas": "sharded units that wait for each other in every layer",
         "ranks of their own": "units on ranks of their own",
         "shared ranks": "encoders in the bubbles of the LLM",
     }[MECHANISMS[candidate.assignment.mechanism]]
-
-
-def reject_unasked(candidate: Candidate, chosen: Candidate) -> Rejected:
-    """Return why a candidate was not chosen whose placement a recipe must ask for."""
-    ratio = chosen.step_time_s / candidate.step_time_s
-    if ratio < AS_FAST_RATIO:
-        return reject_slower(candidate, chosen)
-    setting = f"parallel.placement: {candidate.placement}"
-    return Rejected(candidate, f"{ratio:.2f}x faster by prediction; runs if asked for (`{setting}`)")
 
 
 def describe_loser(loser: Rejected, evaluator: Evaluator) -> Alternative:
@@ -111,12 +103,20 @@ def describe_loser(loser: Rejected, evaluator: Evaluator) -> Alternative:
     return loser.alternative.model_copy(update={"balance": stage_balance(loser.candidate, evaluator)})
 
 
-def best_alternatives(losers: Sequence[Alternative], num_shown: int) -> tuple[Alternative, ...]:
-    """Return the best losers by step time, those never simulated last; with the best of each placement if possible."""
+def best_alternatives(
+    losers: Sequence[Alternative], num_shown: int, preferred_labels: tuple[str, ...] = ()
+) -> tuple[Alternative, ...]:
+    """Return the best losers by step time, those never simulated last.
+
+    With the best of each placement if possible, and with those whose summary starts with one of `preferred_labels`.
+    """
     ranked = sorted(losers, key=lambda loser: math.inf if loser.step_time_s is None else loser.step_time_s)
     placements = [loser.placement for loser in ranked]
-    is_best_of_placement = [placements.index(placement) == i for i, placement in enumerate(placements)]
-    preferred = sorted(range(len(ranked)), key=lambda i: not is_best_of_placement[i])
+    is_preferred = [
+        placements.index(loser.placement) == i or loser.summary.startswith(preferred_labels)
+        for i, loser in enumerate(ranked)
+    ]
+    preferred = sorted(range(len(ranked)), key=lambda i: not is_preferred[i])
     return tuple(ranked[i] for i in sorted(preferred[:num_shown]))
 
 

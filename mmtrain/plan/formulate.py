@@ -45,12 +45,11 @@ def formulate_problem(
         batches = replace(batches, ranks_per_node=machine.ranks_per_node)
     request = request or PlanRequest()
     constraints = Constraints(
-        placements=placements_to_search(recipe, choices, world_size, request),
+        placements=placements_to_search(recipe, choices, world_size),
         choices=choices,
         recompute={name: recipe.parallel.of(name).recompute for name in choices},
         sequence_parallel={name: recipe.parallel.of(name).sp for name in choices},
         encoder_microbatches=encoder_microbatches(recipe, shape),
-        chooses_replicated=recipe.parallel.placement == "replicated",
     )
     return PlanningProblem(
         recipe=recipe,
@@ -79,20 +78,20 @@ def require_feasible(problem: PlanningProblem) -> None:
     choices_of: Callable[[Recipe], Mapping[str, UnitChoices]] = partial(
         unit_choices, shape=problem.shape, ranks_per_node=problem.hardware.ranks_per_node
     )
-    raise PlanError(
-        explain_infeasible(recipe, problem.choices, max_ranks, problem.constraints.chosen_placements, choices_of)
-    )
+    raise PlanError(explain_infeasible(recipe, problem.choices, max_ranks, problem.constraints.placements, choices_of))
 
 
-def placements_to_search(
-    recipe: Recipe, choices: Mapping[str, UnitChoices], world_size: int, request: PlanRequest
-) -> tuple[Placement, ...]:
-    """Return the placements that the recipe allows; where it leaves them open, `replicated` is shown too."""
+def placements_to_search(recipe: Recipe, choices: Mapping[str, UnitChoices], world_size: int) -> tuple[Placement, ...]:
+    """Return the placements that the recipe allows.
+
+    Where it leaves them open, `replicated` is one of them for several ranks without a generator: on one rank it is
+    `unified`.
+    """
     if recipe.parallel.placement != "auto":
         return (recipe.parallel.placement,)
     chosen: tuple[Placement, ...] = ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
-    is_ranked = world_size > 1 and request.baseline is None
-    return (*chosen, "replicated") if is_ranked else chosen
+    can_replicate = world_size > 1 and "generator" not in choices
+    return (*chosen, "replicated") if can_replicate else chosen
 
 
 def rank_counts(recipe: Recipe, constraints: Constraints, world_size: int, budget: MeshBudget) -> tuple[int, ...]:
@@ -103,7 +102,7 @@ def rank_counts(recipe: Recipe, constraints: Constraints, world_size: int, budge
     limit = recipe.parallel.max_gpus
 
     def is_possible(count: int) -> bool:
-        return any(has_meshes(constraints.choices, count, placement) for placement in constraints.chosen_placements)
+        return any(has_meshes(constraints.choices, count, placement) for placement in constraints.placements)
 
     if limit is None:
         return (world_size,) if is_possible(world_size) else ()

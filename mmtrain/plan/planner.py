@@ -17,10 +17,11 @@ from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.memory_lower_bound import describe_excluded
 from mmtrain.plan.estimate.program_proof import verify_program
-from mmtrain.plan.explain.baselines import BaselinePlanner, reject_baseline
+from mmtrain.plan.explain.baselines import BaselinePlanner, baseline_label, reject_baseline
 from mmtrain.plan.explain.sensitivity import choice_sensitivity
+from mmtrain.plan.explain.sharded_baselines import SHARDED_RULES
 from mmtrain.plan.explain.suggestions import suggest_changes
-from mmtrain.plan.finish import best_alternatives, describe_loser, finish_plan, reject_slower, reject_unasked
+from mmtrain.plan.finish import best_alternatives, describe_loser, finish_plan, reject_slower
 from mmtrain.plan.formulate import formulate_problem, require_feasible
 from mmtrain.plan.measured_choice import Baselines, choose_by_measurement
 from mmtrain.plan.problem import PlanningProblem, PlanRequest
@@ -82,7 +83,9 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
     losers = rank_losers(results, baselines, evaluator)
     num_shown = len(losers) if request.explain or request.measure is not None else request.num_alternatives
     excluded = excluded_by_memory_bound(evaluator, results)
-    finished = finish_plan(chosen, evaluator, best_alternatives([*losers, *excluded], num_shown))
+    # What other trainers do with ranks that all run the whole model stands beside a plan that runs it so.
+    labels = tuple(map(baseline_label, SHARDED_RULES)) if chosen.placement == "replicated" else ()
+    finished = finish_plan(chosen, evaluator, best_alternatives([*losers, *excluded], num_shown, labels))
     if not request.sensitivity or request.measure is not None:
         return finished
     request.say("changing the constants of the costs")
@@ -164,7 +167,7 @@ def slowest_shown_by_placement(results: SearchResults, request: PlanRequest) -> 
 
 
 def rank_losers(results: SearchResults, baselines: Baselines, evaluator: Evaluator) -> list[Alternative]:
-    """Return a line for every candidate that lost, every slower baseline, and what runs only if asked for."""
+    """Return a line for every candidate that lost and every slower baseline."""
     chosen, *slower = results.candidates
     limit_s = chosen.step_time_s * EQUAL_STEP_TIME_RATIO
     rejected = [reject_slower(loser, chosen) for loser in slower]
@@ -173,7 +176,6 @@ def rank_losers(results: SearchResults, baselines: Baselines, evaluator: Evaluat
         is_in_ranking = baseline.measured_step_s is None and any(baseline is known for known in results.candidates)
         if not is_in_ranking and (baseline.measured_step_s is not None or baseline.step_time_s > limit_s):
             rejected.append(reject_baseline(name, baseline, chosen))
-    rejected += [reject_unasked(candidate, chosen) for candidate in results.shown_only]
     return [describe_loser(loser, evaluator) for loser in rejected]
 
 

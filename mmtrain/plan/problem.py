@@ -44,17 +44,11 @@ class PlanRequest:
 class Constraints:
     """What the recipe and the model allow, by unit."""
 
-    placements: tuple[Placement, ...]  # those that are searched
+    placements: tuple[Placement, ...]  # those that are searched, and of which the plan is
     choices: Mapping[str, UnitChoices]  # mesh sizes
     recompute: Mapping[str, RecomputeMode]
     sequence_parallel: Mapping[str, SequenceParallelSetting]
     encoder_microbatches: Mapping[str, int]  # of units whose number of microbatches the recipe fixes
-    chooses_replicated: bool = False  # whether `replicated` may be chosen, not only shown
-
-    @property
-    def chosen_placements(self) -> tuple[Placement, ...]:
-        """Those of which the plan may be."""
-        return tuple(placement for placement in self.placements if placement != "replicated" or self.chooses_replicated)
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ class ParallelSettings(Section):
         affects={"plan"},
         description="How units share ranks. `unified`: one pipeline holds the layers of all units. `disaggregated`: "
         "every unit has ranks of its own. `colocated`: encoders run on the LLM's ranks while these would be idle. "
-        "`replicated`: every rank runs all units, which are sharded over the ranks (FSDP). `auto`: the fastest of the "
-        "first three.",
+        "`replicated`: every rank runs all units, which are sharded over the ranks (FSDP). `auto`: the fastest of "
+        "them, without `replicated` where there is one rank or a generator.",
     )
     shard: PositiveInt | Literal["all", "auto"] = setting(
         "auto",

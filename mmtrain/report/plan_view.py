@@ -218,14 +218,11 @@ def _fullest_rank_kinds(predicted: Prediction) -> dict[str, float]:
 
 
 def _choice_sentences(plan: Plan) -> Iterator[str]:
-    """Compare the plan with the best alternative that might have been chosen, and with a faster one to be asked for."""
+    """Compare the plan with the best alternative."""
     step_time_s = plan.predicted.step_time_s
     simulated = [(other, other.step_time_s) for other in plan.alternatives if other.step_time_s is not None]
-    # Planned for `auto`, a plan never has this placement; see `plan.finish.reject_unasked`.
-    to_be_asked_for = [entry for entry in simulated if entry[0].placement == "replicated" != plan.placement]
-    choosable = [entry for entry in simulated if entry not in to_be_asked_for]
-    if choosable:
-        next_best, seconds = choosable[0]
+    if simulated:
+        next_best, seconds = simulated[0]
         ratio = seconds / step_time_s
         # The planner chooses another plan than the predicted best after measuring plans, or for --baseline.
         if ratio < 1 / AS_FAST_RATIO:
@@ -248,6 +245,3 @@ def _choice_sentences(plan: Plan) -> Iterator[str]:
         yield "Chosen because it is the fastest that fits; the alternatives do not fit or cannot be as fast."
     else:
         yield "Chosen because no other plan fits."
-    faster = [other for other, seconds in to_be_asked_for if seconds < step_time_s / AS_FAST_RATIO]
-    if faster:
-        yield f"Predicted to be faster, and run only if asked for (`parallel.placement`): {faster[0].summary}."

@@ -162,3 +162,49 @@ def test_recordings_of_digits_are_prepared_trained_and_scored(folder: Path) -> N
     scored = run_forked(folder, "evaluate", "runs/spoken-digits", "--json")
     assert scored.returncode == 0, scored.stderr
     assert [t["questions"] for t in json.loads(scored.stdout)["templates"]] == [20]
+
+
+def _write_lopsided(folder: Path) -> Path:
+    """Write a file of long talks, where every eighth sample has four pictures in place of most of its words."""
+    plain = json.loads((folder / "demo-data/train.json").read_text())
+    pictures = [picture for sample in plain for picture in sample.get("image", [])]
+    talks = [sample["conversations"] for sample in plain if "image" not in sample]
+    samples: list[dict[str, object]] = []
+    for i in range(len(plain)):
+        num_rounds = 2 if i % 8 == 0 else 16
+        talk = [dict(turn) for k in range(num_rounds) for turn in talks[(i + k) % len(talks)]]
+        samples.append({"id": str(i), "conversations": talk})
+        if i % 8 == 0:
+            talk[0]["value"] = "<image>" * 4 + talk[0]["value"]
+            samples[-1]["image"] = [pictures[(i + k) % len(pictures)] for k in range(4)]
+    file = folder / "demo-data/lopsided.json"
+    file.write_text(json.dumps(samples))
+    return file
+
+
+@pytest.mark.slow
+def test_auto_plans_replicated_units_and_trains_them(folder: Path) -> None:
+    """Where few samples hold all pictures, ranks that encode each other's are the fastest, and `train` runs that."""
+    settings = _sets(
+        f"data.sources.0.path={_write_lopsided(folder)}",
+        *("parallel.placement=auto", "cluster.ranks=2", "train.global_batch=8", "train.validate_every=0"),
+        *("data.image.size=96", "model.vision.max_side=8", "model.vision.layers=8", "model.vision.ffn=1024"),
+        *("model.llm.ffn=512", "train.steps=3", "train.checkpoint.every=0"),
+    )
+    planned = run_forked(folder, "plan", "recipes/demo.yaml", *settings, "--json")
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)
+    assert plan["placement"] == "replicated"
+    assert {other["placement"] for other in plan["alternatives"]} >= {"unified", "disaggregated", "colocated"}
+    run_dir = folder / "runs/replicated"
+    arguments = ["recipes/demo.yaml", *settings, "--run-dir", str(run_dir)]
+    trained = _run(folder, sys.executable, "-m", "mmtrain", "train", *arguments)
+    assert trained.returncode == 0, trained.stderr
+    assert "replicated plan on 2 ranks" in trained.stdout
+    trained_by = json.loads((run_dir / "plan.json").read_text())
+    assert trained_by["units"] == plan["units"]
+    assert {unit["dispatch"] for unit in trained_by["units"].values()} == {"all"}
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 3
+    verified = run_forked(folder, "verify", "recipes/demo.yaml", *settings)
+    assert verified.returncode == 0, verified.stderr
+    assert "The plan computes what one process computes." in verified.stdout

@@ -14,6 +14,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
 from mmtrain.plan.artifact.plan import AS_FAST_RATIO
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate, SearchResults
+from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import FORWARD, UnitSplit
 from mmtrain.plan.explain.baselines import (
     BASELINES,
@@ -22,6 +23,7 @@ from mmtrain.plan.explain.baselines import (
     STAGES_BASELINE,
     BaselinePlanner,
 )
+from mmtrain.plan.explain.sharded_baselines import SHARDED_RULES
 from mmtrain.plan.planner import plan
 from mmtrain.plan.problem import PlanningProblem, PlanRequest
 from mmtrain.plan.search.best_first_search import best_first_search
@@ -47,7 +49,7 @@ def chain(pp: int, **vision: Any) -> tuple[LayerChain, FloatArray]:
 def baseline_planner(
     settings: Recipe, world_size: int, memory_bytes: float | None = None, hardware: str = "cpu-core"
 ) -> BaselinePlanner:
-    evaluator = evaluator_for(settings, hardware)
+    evaluator = Evaluator(problem_for(settings, hardware, world_size))
     if memory_bytes is not None:
         evaluator = with_memory(evaluator, memory_bytes)
     bounded = bounded_mesh_assignments(evaluator.problem.choices, world_size, evaluator.time_lower_bound)
@@ -140,7 +142,7 @@ def test_a_baseline_faster_than_everything_searched_becomes_the_plan(monkeypatch
     monkeypatch.setattr("mmtrain.plan.search.pipelined.best_first_search", search_slow_ones)
     unrestricted = problem(recipe(**SMALL), 2)
     constraints = replace(unrestricted.constraints, placements=("unified", "disaggregated"))
-    fastest = min(baseline.step_time_s for baseline in baselines.values())
+    fastest = min(baseline.step_time_s for name, baseline in baselines.items() if name not in SHARDED_RULES)
     assert plan(replace(unrestricted, constraints=constraints)).predicted.step_time_s == fastest
 
 
@@ -173,7 +175,8 @@ def test_a_baseline_can_be_requested(name: str) -> None:
     chosen = small_plan()
     baseline = planned(settings, 2, baseline=name)
     build_program(stage_graph(baseline, build_model_shape(settings)))
-    assert baseline.placement == ("disaggregated" if name == FLOPS_BASELINE else "unified")
+    other_placements = {FLOPS_BASELINE: "disaggregated"} | dict.fromkeys(SHARDED_RULES, "replicated")
+    assert baseline.placement == other_placements.get(name, "unified")
     [alternative] = baseline.alternatives
     assert alternative.step_time_s == chosen.predicted.step_time_s
     assert "x faster: what is planned without a baseline" in alternative.reason
@@ -201,3 +204,51 @@ def test_the_error_for_an_impossible_baseline_names_the_possible_ones() -> None:
     disaggregated = recipe(parallel={"placement": "disaggregated"})
     with pytest.raises(PlanError, match=r"--baseline megatron: no plan .* possible here: flops\."):
         planned(disaggregated, 2, baseline="megatron")
+
+
+def test_fsdp_and_ddp_are_plans_of_replicated_that_balance_nothing() -> None:
+    """They take what `replicated` takes with these settings, and are listed where such a plan is chosen."""
+    baselines = baseline_planner(recipe(**SMALL), 4).plan_all()
+    for name, shard in {"fsdp": "all", "ddp": 1}.items():
+        parallel = {"placement": "replicated", "shard": shard, "dispatch": "none", "schedule": "1f1b"}
+        same = planned(recipe(**SMALL, parallel=parallel), 4)
+        assert baselines[name].step_time_s == same.predicted.step_time_s
+        assert baselines[name].layout.units == same.units
+        assert same.dispatch == "none"
+    chosen = planned(recipe(**SMALL, parallel={"placement": "replicated"}), 4)
+    for name in SHARDED_RULES:
+        [listed] = [other for other in chosen.alternatives if other.summary.startswith(f"{name} baseline, replicated")]
+        assert listed.step_time_s == baselines[name].step_time_s
+        assert listed.reason.endswith(SHARDED_RULES[name])
+
+
+def test_ddp_is_left_out_where_only_shards_fit() -> None:
+    keep_all = {"vision": {"recompute": "none"}, "llm": {"recompute": "none"}}
+    settings = recipe(**SMALL, parallel=keep_all)
+    peaks = [
+        baseline.peak_bytes
+        for name, baseline in baseline_planner(settings, 4).plan_all().items()
+        if name in SHARDED_RULES
+    ]
+    assert peaks[0] < peaks[1]
+    between = baseline_planner(settings, 4, sum(peaks) / 2)
+    assert set(between.plan_all()) & set(SHARDED_RULES) == {"fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "possible"),
+    [
+        ({}, {"fsdp", "ddp"}),
+        ({"placement": "unified"}, set()),
+        ({"placement": "replicated"}, {"fsdp", "ddp"}),
+        ({"placement": "replicated", "shard": 4}, {"fsdp"}),
+        ({"placement": "replicated", "shard": "all"}, {"fsdp"}),
+        ({"placement": "replicated", "shard": 1}, {"ddp"}),
+        ({"placement": "replicated", "shard": 2}, set()),
+        ({"placement": "replicated", "dispatch": "none"}, {"fsdp", "ddp"}),
+        ({"placement": "replicated", "dispatch": "all"}, set()),
+        ({"placement": "replicated", "schedule": "encoder_first"}, set()),
+    ],
+)
+def test_sharded_baselines_keep_what_the_recipe_fixes(parallel: dict[str, Any], possible: set[str]) -> None:
+    assert set(baseline_planner(recipe(**SMALL, parallel=parallel), 4).plan_all()) & set(SHARDED_RULES) == possible

@@ -1,6 +1,7 @@
 """The replicated placement: what a pass of sharded units takes, how steps are dispatched, and when it is chosen."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.sharded_layers import overlapped_seconds
+from mmtrain.data import build_index
 from mmtrain.errors import PlanError
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.artifact.plan import Plan
@@ -91,24 +93,47 @@ def test_a_model_that_fits_on_no_rank_however_sharded_is_refused_with_the_memory
     assert planned(1.01 * float(needed[1])).shard == least
 
 
-def test_where_it_is_not_asked_for_its_best_plan_is_shown_and_not_chosen() -> None:
-    settings = factory.recipe()
-    chosen = plan_recipe(settings, factory.lengths(), world_size=4, hardware="h100-80g", recipe_sha256="x")
-    [shown] = [other for other in chosen.alternatives if other.placement == "replicated"]
+def test_auto_chooses_it_where_it_is_predicted_to_be_the_fastest() -> None:
+    """Many images in few samples: elsewhere the rank that has such a sample keeps the others waiting."""
+    in_few_samples = {"lengths": _lopsided(), "world_size": 4, "hardware": "cpu-core", "recipe_sha256": "x"}
+    chosen = plan_recipe(factory.recipe(), **in_few_samples)
+    assert (chosen.placement, chosen.dispatch) == ("replicated", "all")
+    asked_for = plan_recipe(factory.recipe(parallel={"placement": "replicated"}), **in_few_samples)
+    assert chosen.units == asked_for.units
+    assert chosen.predicted.step_time_s == asked_for.predicted.step_time_s
+    others = {other.placement: other for other in reversed(chosen.alternatives) if other.placement != "replicated"}
+    assert set(others) == {"unified", "disaggregated", "colocated"}
+    assert all(other.step_time_s > chosen.predicted.step_time_s for other in others.values() if other.step_time_s)
+    forced = plan_recipe(factory.recipe(parallel={"placement": "unified"}), **in_few_samples)
+    assert forced.predicted.step_time_s == others["unified"].step_time_s
+    assert not [other for other in forced.alternatives if other.placement == "replicated"]
+
+
+def test_auto_shows_it_where_another_placement_is_the_fastest() -> None:
+    chosen = plan_recipe(factory.recipe(), factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+    shown = next(other for other in chosen.alternatives if other.placement == "replicated")
     assert chosen.placement != "replicated"
-    asked_for = factory.recipe(parallel={"placement": "replicated"})
-    best = plan_recipe(asked_for, factory.lengths(), world_size=4, hardware="h100-80g", recipe_sha256="x")
-    assert shown.step_time_s == best.predicted.step_time_s
+    assert shown.step_time_s is not None
+    assert shown.step_time_s > chosen.predicted.step_time_s
     assert shown.balance is not None
-    forced = factory.recipe(parallel={"placement": "unified"})
-    chosen = plan_recipe(forced, factory.lengths(), world_size=4, hardware="h100-80g", recipe_sha256="x")
-    assert not [other for other in chosen.alternatives if other.placement == "replicated"]
+
+
+def test_auto_leaves_it_out_on_one_rank_and_with_a_generator(tmp_path: Path) -> None:
+    generates = factory.with_generator(factory.recipe(), tmp_path / "lengths.csv", factory.UNET)
+    for settings, num_ranks, has_it in (
+        (factory.recipe(), 1, False),
+        (factory.recipe(), 2, True),
+        (generates, 2, False),
+    ):
+        samples = build_index(settings).lengths if settings.model.generator else factory.lengths()
+        problem = formulate_problem(settings, samples, world_size=num_ranks, hardware="cpu-core", recipe_sha256="x")
+        assert ("replicated" in problem.constraints.placements) == has_it
 
 
 def test_where_it_cannot_fit_the_line_says_what_the_least_needs() -> None:
     settings = factory.recipe(vision=None, cluster={"memory_gib": 0.0125})
     chosen = plan_recipe(settings, factory.text_lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
-    [shown] = [other for other in chosen.alternatives if other.placement == "replicated"]
+    shown = next(other for other in chosen.alternatives if other.placement == "replicated")
     assert shown.step_time_s is None
     assert shown.summary == "replicated: 2 ranks, shard 2, 4 mini-batches, dispatch llm"
     assert "does not fit" in shown.reason

@@ -59,7 +59,11 @@ CHANGED: dict[str, Callable[[Hardware, float], Hardware]] = {
 
 
 def _searched(settings: Recipe, hardware: str) -> tuple[SearchResults, Evaluator]:
-    evaluator, results = search_placements(problem_for(settings, hardware, 2), ALL_BATCHES)
+    """Search the placements whose best plans lie apart; `replicated` has several that are as fast as the chosen one."""
+    problem = problem_for(settings, hardware, 2)
+    placements = tuple(placement for placement in problem.constraints.placements if placement != "replicated")
+    apart = replace(problem, constraints=replace(problem.constraints, placements=placements))
+    evaluator, results = search_placements(apart, ALL_BATCHES)
     return results, evaluator
 
 

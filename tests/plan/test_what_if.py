@@ -84,14 +84,12 @@ def test_runs_that_the_best_sizes_do_not_need_go_to_the_next_sizes() -> None:
         asked.append(candidate)
         return StepMeasurement(1.0)
 
-    settings = recipe(vision=None, parallel={"llm": {"pp": 1}})
+    settings = recipe(vision=None, parallel={"placement": "unified", "llm": {"pp": 1}})
     ranking = planned(settings)
     planned(settings, num_alternatives=1, num_measured=3, measure=measure)
     predicted = [run.predicted.step_time_s for run in asked[:3]]
     assert len({(run.units["llm"].tp, run.units["llm"].dp) for run in asked[:3]}) == 3
-    others = sorted(
-        a.step_time_s for a in ranking.alternatives if a.placement != "replicated" and a.step_time_s is not None
-    )
+    others = sorted(a.step_time_s for a in ranking.alternatives if a.step_time_s is not None)
     assert predicted[0] == ranking.predicted.step_time_s
     assert predicted[1:] == pytest.approx(others[:2])
 

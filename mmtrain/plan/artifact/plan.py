@@ -182,7 +182,7 @@ class PlannedData(_Frozen):
 
 
 class Alternative(_Frozen):
-    """A plan that was considered and not chosen, and why. `replicated` may be faster where it was not asked for."""
+    """A plan that was considered and not chosen, and why."""
 
     summary: str
     placement: Placement

@@ -1,8 +1,9 @@
 """Make the plans that rules of thumb and other systems' rules make, to compare the planner's plan with.
 
-`flops` shares the ranks out among the units, and `megatron-stages` puts each unit into stages of its own. All other
-rules divide the one pipeline of a `unified` plan. Each baseline uses the fastest of a few meshes, is fitted into memory
-and simulated like any plan. `mmtrain plan` lists baselines among the alternatives, or returns one with `--baseline`.
+`flops` shares the ranks out among the units, `megatron-stages` puts each unit into stages of its own, and `fsdp` and
+`ddp` run all units on every rank (`sharded_baselines.py`). All other rules divide the one pipeline of a `unified` plan.
+Each baseline uses the fastest of a few meshes, is fitted into memory and simulated like any plan. `mmtrain plan` lists
+baselines among the alternatives, or returns one with `--baseline`.
 """
 
 import math
@@ -20,6 +21,7 @@ from mmtrain.plan.candidate import Candidate, MeshAssignment, Rejected
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import FORWARD, UnitSplit
 from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
+from mmtrain.plan.explain.sharded_baselines import DDP_BASELINE, FSDP_BASELINE, SHARDED_RULES, plan_sharded_baseline
 from mmtrain.plan.explain.why_slower import explain_measured_slower, slower_text
 from mmtrain.plan.search.layer_partition import LayerChain, is_partition_allowed, partition_time_lower_bound
 from mmtrain.plan.search.mesh_enumeration import assignments_near_shares
@@ -92,7 +94,7 @@ DISAGGREGATED_RULES: Mapping[str, str] = {
     FLOPS_BASELINE: "ranks divided among units in proportion to FLOPs",
     STAGES_BASELINE: "encoders and generator in stages of their own, a replica on each rank of the LLM's TP groups",
 }
-BASELINES = (*PARTITION_RULES, *DISAGGREGATED_RULES)
+BASELINES = (*PARTITION_RULES, *DISAGGREGATED_RULES, *SHARDED_RULES)
 
 
 def _llm_bounds(chain: LayerChain) -> tuple[int, int]:
@@ -139,8 +141,9 @@ class BaselinePlanner:
             raise PlanError(
                 f"--baseline {name}: no plan by this rule is possible and fits; possible here: "
                 f"{', '.join(self.plan_all()) or 'none'}. `{FLOPS_BASELINE}` and `{STAGES_BASELINE}` "
-                f"need units on separate ranks (`disaggregated`), the latter also tp {MEGATRON_TP} for the LLM; every "
-                "other rule needs a `unified` plan with pp above 1"
+                f"need units on separate ranks (`disaggregated`), the latter also tp {MEGATRON_TP} for the LLM; "
+                f"`{FSDP_BASELINE}` and `{DDP_BASELINE}` need several ranks that run the whole model (`replicated`) "
+                "without dispatch; every other rule needs a `unified` plan with pp above 1"
             )
         return candidate
 
@@ -148,8 +151,11 @@ class BaselinePlanner:
         """Return the baseline of this name on its fastest mesh, simulated.
 
         The meshes are tried in rounds of a few, in the order of their bounds, until one of a round fits. None if it is
-        not possible, does not fit, or its step is estimated to take more than `max_step_s` seconds.
+        not possible, does not fit, or its step is estimated to take more than `max_step_s` seconds. `fsdp` and `ddp`
+        have one mesh and no estimate.
         """
+        if name in SHARDED_RULES:
+            return plan_sharded_baseline(name, self.evaluator)
         if name == FLOPS_BASELINE:
             rounds = self._in_proportion_to_flops()
         elif name == STAGES_BASELINE:
@@ -297,18 +303,26 @@ class BaselinePlanner:
 
 
 def _placement_of(name: str) -> Placement:
+    if name in SHARDED_RULES:
+        return "replicated"
     return "disaggregated" if name in DISAGGREGATED_RULES else "unified"
 
 
 def reject_baseline(name: str, baseline: Candidate, chosen: Candidate) -> Rejected:
     """Return why a baseline was not chosen; the ranking shows it under its name."""
-    description = DISAGGREGATED_RULES[name] if name in DISAGGREGATED_RULES else PARTITION_RULES[name].description
+    descriptions = {**DISAGGREGATED_RULES, **SHARDED_RULES}
+    description = descriptions[name] if name in descriptions else PARTITION_RULES[name].description
     if baseline.measured_step_s is None:
         slower = slower_text(baseline.step_time_s / chosen.step_time_s)
     else:
         slower = explain_measured_slower(baseline, chosen)
     reason = f"{slower}: {description}"
-    return Rejected(baseline, reason, label=f"{name} baseline")
+    return Rejected(baseline, reason, label=baseline_label(name))
+
+
+def baseline_label(name: str) -> str:
+    """Return what the ranking calls a baseline."""
+    return f"{name} baseline"
 
 
 def _time_lower_bound(candidate: Candidate, chains: tuple[LayerChain, ...]) -> float:

@@ -16,7 +16,7 @@ from mmtrain.errors import PlanError
 from mmtrain.plan.artifact.graph_memory import schedule_in_flight
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.budget import SearchBudget
-from mmtrain.plan.candidate import Candidate, MeshAssignment, Rejected, SearchResults, rank_candidates
+from mmtrain.plan.candidate import Candidate, MeshAssignment, Rejected, SearchResults
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import num_microbatches_of
 from mmtrain.plan.problem import PlanningProblem
@@ -30,8 +30,8 @@ class ReplicatedStrategy:
     """Simulates candidates for every size of shards, way to dispatch and schedule."""
 
     def num_searches(self, problem: PlanningProblem) -> int:
-        """Return 1 if a plan is chosen from them; what is only shown beside other plans reports no progress."""
-        return int("replicated" in problem.constraints.chosen_placements)
+        """Return 1: candidates of all kinds are settled together."""
+        return 1
 
     def search(
         self,
@@ -41,32 +41,31 @@ class ReplicatedStrategy:
         incumbent: Candidate | None,
         progress: Progress | None = None,
     ) -> SearchResults:
-        """Return simulated candidates where the recipe asks for them, else the best of them to be shown."""
-        is_asked_for = "replicated" in problem.constraints.chosen_placements
-        if not is_asked_for and incumbent is None:
-            return SearchResults()
+        """Return simulated candidates, fastest first, and those that do not fit, the closest first.
+
+        Raises:
+            PlanError: the recipe asks for the placement with shards that do not divide the ranks.
+        """
         simulated: list[Candidate] = []
         rejected: list[Rejected] = []
         alternatives = _enumerate(problem, evaluator)
-        if is_asked_for and not alternatives:
+        if not alternatives and problem.recipe.parallel.placement == "replicated":
             counts = " or ".join(map(str, problem.cluster.rank_counts))
             shard = problem.recipe.parallel.shard
             raise PlanError(f"parallel.shard {shard} does not divide {counts} ranks; use a divisor of them, or `all`")
         for num_settled, candidates in enumerate(alternatives, start=1):
             for candidate in candidates:
-                fit = _fit(candidate, evaluator)
+                fit = fit_replicated(candidate, evaluator)
                 if isinstance(fit, Rejected):
                     rejected.append(fit)
                     continue
                 simulated.append(evaluator.simulate(fit))
                 if not _recomputes_encoders(fit):
                     break
-            if is_asked_for and progress is not None:
+            if progress is not None:
                 progress(num_settled, len(alternatives))
-        if is_asked_for:
-            return SearchResults(tuple(simulated), tuple(rejected)).merged()
-        closest = sorted(rejected, key=lambda loser: loser.need_gib or math.inf)[: 0 if simulated else 1]
-        return SearchResults(rejected=tuple(closest), shown_only=rank_candidates(simulated)[:1])
+        closest_first = sorted(rejected, key=lambda loser: loser.need_gib or math.inf)
+        return SearchResults(tuple(simulated), tuple(closest_first)).merged()
 
 
 def _enumerate(problem: PlanningProblem, evaluator: Evaluator) -> list[list[Candidate]]:
@@ -134,8 +133,8 @@ def _dispatch_modes(problem: PlanningProblem, num_ranks: int) -> tuple[DispatchM
     return ("all", "llm") if num_ranks > 1 and len(problem.shape.units) > 1 else ("llm",)
 
 
-def _fit(candidate: Candidate, evaluator: Evaluator) -> Candidate | Rejected:
-    """Recompute as few layers as memory demands."""
+def fit_replicated(candidate: Candidate, evaluator: Evaluator) -> Candidate | Rejected:
+    """Recompute as few layers of a candidate of this placement as memory demands."""
     layer_costs = evaluator.layer_costs
     candidate = candidate.partitioned(((0, sum(len(unit.layers) for unit in layer_costs.shape.units)),))
     assert candidate.partition is not None
