@@ -11,7 +11,8 @@ something on an idle machine with a core for each rank. The prediction is
 the planner's, for the modelled `cpu-core`.
 
 Last it counts, without running them, the bytes of features that leave nodes in steps of 16 ranks on four nodes, with
-`parallel.node_wise` and without, and what that changes for drawn images of up to 2,560 ranks.
+`parallel.node_wise` and without, what that changes for drawn images of up to 2,560 ranks, and how long a rank takes to
+decide what its dispatches move, which it does in the thread that prepares steps.
 """
 
 import argparse
@@ -22,7 +23,8 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,11 +39,14 @@ from mmtrain.data import GroupStream
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import build_encoder_payload, build_text_payload
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, EncodedSample
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
+from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.planner import plan_recipe
-from mmtrain.program import Action, Dispatch
+from mmtrain.program import Action, Dispatch, build_program, step_loads
 from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.executor import Executor
 from mmtrain.runtime.execution.process_groups import Transport
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
@@ -69,7 +74,7 @@ SETTINGS: Mapping[str, Any] = {
     },
     "data": {"sources": [{"path": "none.json"}], "tokenizer": "none.json", "seq_len": 1024},
     "train": {"steps": 100, "global_batch": 2 * NUM_RANKS, "seed": SEED, "optimizer": {"lr": 0.001}},
-    "parallel": {"placement": "replicated", "shard": "all"},
+    "parallel": {"placement": "replicated", "shard": "all", "schedule": "1f1b"},
     "cluster": {"ranks": NUM_RANKS, "hardware": "cpu-core"},
 }
 NUM_NODES, RANKS_PER_NODE = 4, 4  # of the steps that are laid out and not run
@@ -183,6 +188,8 @@ def main() -> None:
         _print_off_node_bytes(node_wise, samples, num_steps)
     for num_ranks, per_rank in ((256, 8), (2560, 4), (2560, 16)):
         _print_places_of_many(num_ranks, per_rank)
+    for num_ranks in (4, 256, 2560):
+        _print_deciding(num_ranks, samples)
 
 
 def _recipe(mode: str) -> Recipe:
@@ -345,6 +352,34 @@ def _print_places_of_many(num_ranks: int, per_rank: int) -> None:
         f"{num_ranks} ranks on nodes of 8, {len(home)} images: node-wise places take {1e3 * seconds[1]:.0f} ms (others "
         f"{1e3 * seconds[0]:.0f}), off-node features of the fullest receiver x {largest[1] / largest[0]:.2f}, of all x "
         f"{total[1] / total[0]:.2f}"
+    )
+
+
+def _print_deciding(num_ranks: int, samples: LopsidedSamples) -> None:
+    """Print what it takes a rank to sum up a step of many ranks, and to decide what its dispatches move."""
+    recipe = _recipe("all")
+    few = plan_recipe(recipe, samples.lengths, world_size=NUM_RANKS, hardware="cpu-core", recipe_sha256="")
+    ranks = tuple(range(num_ranks))
+    units = {name: unit.model_copy(update={"dp": num_ranks, "ranks": ranks}) for name, unit in few.units.items()}
+    plan = few.model_copy(update={"world_size": num_ranks, "units": units})
+    train = recipe.train.model_copy(update={"global_batch": 2 * num_ranks})
+    recipe = recipe.model_copy(update={"train": train})
+    shape = build_model_shape(recipe)
+    graph = stage_graph(plan, shape)
+    actions = build_program(stage_graph(few, shape)).for_rank(0)  # the same on more ranks
+    broker = Broker(graph, actions, cast(Transport, SimpleNamespace(rank=0)), 1)
+    seconds = []
+    for step in range(NUM_WARM_UP + 1):
+        meta = samples.batch(recipe, plan, step)
+        start = time.thread_time()
+        loads = step_loads(graph, meta)
+        summed = time.thread_time()
+        exchanges = broker.host_exchanges(loads)
+        seconds.append((summed - start, time.thread_time() - summed))
+    sum_s, decide_s = np.median(seconds[NUM_WARM_UP:], axis=0)
+    print(
+        f"{num_ranks} ranks, {len(meta.sample_id)} samples: a rank sums up a step in {1e3 * sum_s:.1f} ms and decides "
+        f"what its {len(exchanges)} dispatches move in {1e3 * decide_s:.1f} ms"
     )
 
 
