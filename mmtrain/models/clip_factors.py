@@ -9,12 +9,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Elements whose squares are summed at once: torch makes a copy of them in float64, 128 MiB.
+NORM_CHUNK_ELEMENTS = 2**24
+
 
 class ClipFactors(NamedTuple):
     """How the fused AdamW treats the gradients of a step; scalars in fp32 on the device of the norm."""
 
     divisor: Tensor | None  # of all gradients; None if nothing clips
     skip: Tensor  # 1 if no weight may change, else 0
+
+
+def sum_of_squares(gradient: Tensor) -> Tensor:
+    """Return the sum of the squares of a gradient: a scalar in float64 on its device."""
+    total = torch.zeros((), dtype=torch.float64, device=gradient.device)
+    for part in torch.split(gradient.flatten(), NORM_CHUNK_ELEMENTS):
+        total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    return total
 
 
 def clip_factors(norm: Tensor, limit: float | None) -> ClipFactors:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mmtrain.errors import LaunchError
 from mmtrain.models.bf16_moments import Bf16MomentsAdamW
-from mmtrain.models.clip_factors import ClipFactors, set_clip_factors
+from mmtrain.models.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
 from mmtrain.models.llm_layers import Head
 from mmtrain.models.named_shards import MOMENTS, NamedShard
 from mmtrain.models.parameter_specs import ParamSpec, WeightSource
@@ -195,7 +195,7 @@ class FullyShardedAdamW:
             # Nothing at all reached a parameter without a gradient; its weights decay all the same.
             master.grad = torch.zeros_like(master) if param.grad is None else _local(param.grad)
             if self._is_first_copy:
-                total += torch.linalg.vector_norm(master.grad, dtype=torch.float64).square()
+                total += sum_of_squares(master.grad)
         return total
 
     def step(self, lr: float, clip: ClipFactors) -> None:

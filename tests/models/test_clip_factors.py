@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmtrain.models import clip_factors as module
 from mmtrain.models.bf16_moments import Bf16MomentsAdamW
-from mmtrain.models.clip_factors import clip_factors, set_clip_factors
+from mmtrain.models.clip_factors import clip_factors, set_clip_factors, sum_of_squares
 from tests.models.device_copies import META, DeviceCopies
 
 OPTIMIZERS = [torch.optim.AdamW, Bf16MomentsAdamW]
@@ -65,3 +66,20 @@ def test_the_host_does_not_read_the_norm() -> None:
     with DeviceCopies() as copies:
         update(weight, adam, torch.ones(5, device=META), 0.5)
     assert copies.found == set()
+
+
+def test_no_more_than_a_chunk_of_a_gradient_is_copied_into_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[int] = []
+    vector_norm = torch.linalg.vector_norm
+
+    def watched(x: Tensor, dtype: torch.dtype) -> Tensor:
+        summed.append(x.numel())
+        return vector_norm(x, dtype=dtype)
+
+    monkeypatch.setattr(module, "NORM_CHUNK_ELEMENTS", 10)
+    monkeypatch.setattr(torch.linalg, "vector_norm", watched)
+    gradient = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for given in (gradient, gradient.T):
+        assert torch.allclose(sum_of_squares(given), gradient.double().square().sum())
+    assert summed == [10, 10, 10, 5] * 2
+    assert sum_of_squares(gradient[:0]) == 0

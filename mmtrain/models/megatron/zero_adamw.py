@@ -18,15 +18,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from mmtrain.models.bf16_moments import Bf16MomentsAdamW
-from mmtrain.models.clip_factors import ClipFactors, set_clip_factors
+from mmtrain.models.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
 from mmtrain.models.megatron.compat import no_cuda_graphs, optimizer_scope
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.named_shards import MOMENTS, NamedShard
 from mmtrain.models.parameter_specs import ParamSpec, WeightSource
 from mmtrain.recipe.train_settings import OptimizerSettings
-
-# Elements whose squares are summed at once: torch makes a copy of them in float64, 128 MiB.
-NORM_CHUNK_ELEMENTS = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +128,7 @@ class ZeroAdamW:
                 self._optimizer.prepare_grads()  # the shard's gradients, in fp32, become `.grad` of the shards
             for param, shard in self._shards.items():
                 if self._is_counted_here(param) and shard.grad is not None:
-                    for gradients in torch.split(shard.grad, NORM_CHUNK_ELEMENTS):
-                        total += torch.linalg.vector_norm(gradients, dtype=torch.float64).square()
+                    total += sum_of_squares(shard.grad)
         return total
 
     def step(self, lr: float, clip: ClipFactors) -> None:
