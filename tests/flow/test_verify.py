@@ -77,7 +77,8 @@ def test_a_lost_reduction_is_found_and_named(data: Path, tmp_path: Path) -> None
     [done] = fork_ranks(1, _without_tp_reduction, tmp_path, arguments)
     assert done.returncode == 1, done.stdout + done.stderr
     first, *_ = [line.strip() for line in done.stdout.splitlines() if line.startswith("  ")]
-    assert first.startswith("llm.layers.3.norm.weight: its gradient on rank")  # the last norm, next to the loss
+    # The last norm, next to the loss.
+    assert first.startswith("llm.layers.3.norm.weight of stage llm.0: its gradient on rank")
     assert "The plan does NOT compute what one process computes." in done.stdout
 
 

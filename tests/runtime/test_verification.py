@@ -18,7 +18,7 @@ from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.program import Recv, Send, build_program
 from mmtrain.recipe import load_recipe
-from mmtrain.runtime.verification.compare_gradients import compare_gradients
+from mmtrain.runtime.verification.compare_gradients import Difference, compare_gradients, stage_of_parameter
 from mmtrain.runtime.verification.fewer_replicas import RankLimit, cut_replicas
 from mmtrain.runtime.verification.shrink_model import shrink_model
 from mmtrain.runtime.verification.verify_plan import _limit, draw_groups
@@ -71,6 +71,18 @@ def test_a_wrong_gradient_is_named_with_rank_and_factor_those_nearest_to_the_los
     assert (first.parameter, first.ranks) == ("vision.first", (0, 1))
     assert first.factor == pytest.approx(0.5)
     assert str(first) == "vision.first: its gradient on ranks 0, 1 is 0.5 times that of one process"
+
+
+def test_a_difference_names_the_stage_of_its_parameter() -> None:
+    recipe = cases.recipe()
+    meshes = {"vision": cases.Mesh((), (0,)), "llm": cases.Mesh((1, 2, 3), (1, 2), vpp=2)}
+    graph = stage_graph(cases.plan(recipe, **meshes), build_model_shape(recipe))
+    names = ("vision.layers.3.linear_1.weight", "llm.layers.0.table.weight", "llm.layers.2.a", "llm.layers.4.b")
+    assert [stage_of_parameter(graph, name) for name in names] == ["vision.0", "llm.0", "llm.2", "llm.3"]
+    unknown = ("llm.layers.5.a", "audio.layers.0.a", "llm.layers.x.a", "unknown")
+    assert {stage_of_parameter(graph, name) for name in unknown} == {None}
+    difference = Difference("llm.layers.2.a", (2,), 0.5, 1.0, "llm.2")
+    assert str(difference) == "llm.layers.2.a of stage llm.2: its gradient on rank 2 is 0.5 times that of one process"
 
 
 def test_missing_unknown_and_infinite_gradients_differ() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.parameter_specs import tp_shard
+from mmtrain.program import StageGraph
 
 # Of the distance of a gradient, relative to its norm; and of the norm below which that of all gradients counts.
 MAX_RELATIVE_DISTANCE = 1e-4
@@ -23,16 +24,35 @@ class Difference:
     ranks: tuple[int, ...]  # that hold wrong elements; empty if no rank holds any
     factor: float | None  # on the right gradient, if the wrong one is a multiple of it
     distance: float  # relative to the norm of the right gradient, or to a thousandth of that of all gradients
+    stage: str | None = None  # of the plan, that holds the parameter; None for one that no stage should hold
 
     def __str__(self) -> str:
         """Say what differs and where."""
+        parameter = self.parameter if self.stage is None else f"{self.parameter} of stage {self.stage}"
         if not self.ranks:
-            return f"{self.parameter}: no rank has a gradient for some of its elements"
+            return f"{parameter}: no rank has a gradient for some of its elements"
         where = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
         what = f"off by {self.distance:.1e} of its norm"
         if self.factor is not None:
             what = f"{self.factor:.4g} times that of one process"
-        return f"{self.parameter}: its gradient on {where} is {what}"
+        return f"{parameter}: its gradient on {where} is {what}"
+
+
+def stage_of_parameter(graph: StageGraph, parameter: str) -> str | None:
+    """Return the stage with the layer of a parameter, such as `llm.1` for `llm.layers.3.norm.weight`; None without one.
+
+    Of a matrix that two stages hold, the first is meant: its copy is the one that counts.
+    """
+    unit, _, rest = parameter.partition(".layers.")
+    layer = rest.partition(".")[0]
+    return next(
+        (
+            str(stage.id)
+            for stage in graph.stages
+            if stage.id.unit == unit and layer.isdigit() and int(layer) in range(*stage.layers)
+        ),
+        None,
+    )
 
 
 def compare_gradients(

@@ -21,7 +21,7 @@ from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.resilience.launch import launch_local
-from mmtrain.runtime.verification.compare_gradients import Difference, compare_gradients
+from mmtrain.runtime.verification.compare_gradients import Difference, compare_gradients, stage_of_parameter
 from mmtrain.runtime.verification.fewer_replicas import CutPlan, RankLimit, cut_replicas
 from mmtrain.runtime.verification.one_process import OneProcess
 from mmtrain.runtime.verification.shrink_model import shrink_model
@@ -216,7 +216,10 @@ def _run_rank(shared: _Verified, address: Address) -> None:
         by_rank = cast(list[list[NamedShard]], world.gather_to_first(shards))
         if world.is_first:
             expected_loss, gradients = expected[step]
-            differences = compare_gradients(by_rank, gradients)
+            differences = tuple(
+                replace(found, stage=stage_of_parameter(context.graph, found.parameter))
+                for found in compare_gradients(by_rank, gradients)
+            )
             steps.append(VerifiedStep(loss, expected_loss, differences, len(gradients)))
         if not world.broadcast(not steps or steps[-1].is_equal):
             break
