@@ -49,11 +49,17 @@ def test_any_plan_trains_on_what_behaves_like_nccl(case: str) -> None:
     assert_equals_one_process(settings, wanted, timeout=TIMEOUT_S, train=train_eagerly)
 
 
-# Ranks enter their channels in different orders: the first two as the master test has them, the others with one
+# Ranks enter their channels in different orders: the first five as the master test has them, the others with one
 # microbatch a replica, where nearly every plan does.
+_OF_THE_MASTER_TEST = (
+    "merged over two replicas, dp 1:2",
+    "one encoder microbatch for all of an llm of pp2 vpp2",
+    "disaggregated 2:4, two replica groups",
+    "three units in one pipeline",
+    "colocated, encoders merged and split",
+)
 ENTER_IN_DIFFERENT_ORDERS: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
-    "merged over two replicas, dp 1:2": COUNTS["merged over two replicas, dp 1:2"],
-    "disaggregated 2:4, two replica groups": PLAIN["disaggregated 2:4, two replica groups"],
+    **{case: ALL_CASES[case] for case in _OF_THE_MASTER_TEST},
     "one microbatch, pp2": (
         {"train__global_batch": 1},
         {"vision": Mesh((), (0,)), "llm": Mesh((2,), (0, 1))},
@@ -70,7 +76,7 @@ ENTER_IN_DIFFERENT_ORDERS: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
 def test_ranks_that_enter_channels_in_the_order_of_their_programs_hang(case: str) -> None:
     changes, meshes = ENTER_IN_DIFFERENT_ORDERS[case]
     settings = recipe(**changes)
-    wanted = plan(settings, **meshes)
+    wanted = plan(settings, kind_of(case), **meshes)
     with pytest.raises(RanksFailed, match=r"waits for a communicator of ranks \[\d, \d\]"):
         run_ranks(wanted.world_size, _enter_in_the_order_of_the_program, settings, wanted, timeout=TIMEOUT_S)
     assert_equals_one_process(settings, wanted, timeout=TIMEOUT_S, train=train_lazily)
