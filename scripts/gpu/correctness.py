@@ -10,12 +10,12 @@ recomputed and frozen, in fp32 and bf16; with several GPUs the meshes of the mas
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
-from typing import get_args
+from typing import Protocol, get_args
 
 import numpy as np
 import torch
@@ -28,18 +28,27 @@ from mmtrain.models.attention import (
     backend_problems,
     prepare_attention,
 )
+from mmtrain.program import ScheduleKind
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.resilience.launch import free_port, launch_local
 from mmtrain.runtime.training.lr_schedule import learning_rate
 from mmtrain.runtime.world import Address, World, join, leave
 from scripts.gpu.findings import Finding
+from scripts.gpu.limited import Deadline
 from tests.flow.cases import Mesh, Reference, plan, recipe, step_data
-from tests.flow.test_master import CASES, PLAIN
+from tests.flow.test_master import CASES, COLOCATED, COUNTS, ORDERS, PLAIN, kind_of
+from tests.flow.test_nccl import ENTER_IN_DIFFERENT_ORDERS
 
 Meshes = dict[str, Mesh]
 Curve = list[tuple[float, ...]]  # (loss, gradient norm) of each step
-Run = Callable[[Recipe, Meshes], Curve]  # trains on the machine under test; without meshes, one process on the CPU
+
+
+class Run(Protocol):
+    """Trains on the machine under test by a schedule of this kind; without meshes, in one process on the CPU."""
+
+    def __call__(self, settings: Recipe, meshes: Meshes, kind: ScheduleKind = "1f1b") -> Curve: ...
+
 
 NUM_STEPS = 5
 ALONE: Meshes = {"vision": Mesh((), (0,)), "llm": Mesh((), (0,))}
@@ -51,6 +60,8 @@ FP32, BF16 = {"train__precision": "fp32"}, {"train__precision": "bf16"}
 # GPU differ in the order in which atomic operations add up gradients.
 TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "same": 1e-4}
 COMPILED_AT_FIRST_USE: tuple[AttentionBackend, ...] = ("flash_attn_4",)
+# After which no mesh is started: on a machine with eight GPUs, all would take a quarter of an hour.
+MESHES_LIMIT_S = 150
 HEAD_WIDTHS = (64, 80, 128)  # of Qwen2's and Llama's heads, and of encoders
 
 
@@ -92,7 +103,7 @@ def rows(device: torch.device, num_devices: int, run: Run, max_meshes: int | Non
     names = get_args(AttentionBackend)
     yield from attention_rows(device, [name for name in names if name not in COMPILED_AT_FIRST_USE])
     yield from training_rows(device, run)
-    yield from islice(mesh_rows(num_devices, run), max_meshes)
+    yield from islice(mesh_rows(num_devices, run, Deadline(MESHES_LIMIT_S)), max_meshes)
     yield from attention_rows(device, COMPILED_AT_FIRST_USE)
 
 
@@ -127,13 +138,21 @@ def training_rows(device: torch.device, run: Run) -> Iterator[Row]:
         yield Row(f"train bf16 with {backend}, one device / CPU fp32, losses", losses, TOLERANCE["bf16"])
 
 
-def mesh_rows(num_devices: int, run: Run) -> Iterator[Row]:
-    """Compare the master test's meshes of two or more ranks that fit with one process on the CPU."""
-    for name, (changes, meshes) in (PLAIN | CASES).items():
-        if not 1 < num_ranks(meshes) <= num_devices:
+def mesh_rows(num_devices: int, run: Run, deadline: Deadline) -> Iterator[Row]:
+    """Compare the master test's meshes of two or more ranks that fit with one process on the CPU.
+
+    Those come first that would hang if ranks connected in the order of their programs.
+    """
+    cases = ENTER_IN_DIFFERENT_ORDERS | CASES | COUNTS | COLOCATED | PLAIN
+    for name, (changes, meshes) in cases.items():
+        if name in ORDERS or not 1 < num_ranks(meshes) <= num_devices:
+            continue
+        if not deadline.left_s:
+            yield Row(f"mesh: {name}", "no time")
             continue
         settings = recipe(**{**KERNELS_NEED, **FP32, **changes})
-        yield Row(f"mesh: {name}", difference(run(settings, meshes), run(settings, {})), TOLERANCE["fp32"])
+        curve = run(settings, meshes, kind_of(name))
+        yield Row(f"mesh: {name}", difference(curve, run(settings, {})), TOLERANCE["fp32"])
 
 
 def num_ranks(meshes: Meshes) -> int:
@@ -146,9 +165,9 @@ def difference(actual: Curve, expected: Curve) -> float:
     return float(np.max([abs(a - b) / abs(b) for a, b in pairs]))
 
 
-def train(settings: Recipe, meshes: Meshes, world: World) -> Curve:
+def train(settings: Recipe, meshes: Meshes, kind: ScheduleKind, world: World) -> Curve:
     """Train on this rank of a world that exists."""
-    job = build_rank_context(settings, plan(settings, **meshes), world)
+    job = build_rank_context(settings, plan(settings, kind, **meshes), world)
     curve: Curve = []
     for step in range(NUM_STEPS):
         outcome = job.train(step_data(job, step), learning_rate(settings.train.optimizer, step, NUM_STEPS))
@@ -163,7 +182,7 @@ def train_plainly(settings: Recipe) -> Curve:
     return [reference.step()[:2] for _ in range(NUM_STEPS)]
 
 
-def train_here(settings: Recipe, meshes: Meshes) -> Curve:
+def train_here(settings: Recipe, meshes: Meshes, kind: ScheduleKind = "1f1b") -> Curve:
     """Train in this process, joined as a rank of `mmtrain train` is; meshes of several ranks in processes of theirs."""
     if not meshes:
         try:
@@ -173,7 +192,7 @@ def train_here(settings: Recipe, meshes: Meshes) -> Curve:
     size = num_ranks(meshes)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "curve.json"
-        rank = partial(_train_rank, settings, meshes, out)
+        rank = partial(_train_rank, settings, meshes, kind, out)
         if size == 1:
             rank(Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain"))
         else:
@@ -182,10 +201,10 @@ def train_here(settings: Recipe, meshes: Meshes) -> Curve:
         return curve
 
 
-def _train_rank(settings: Recipe, meshes: Meshes, out: Path, address: Address) -> None:
+def _train_rank(settings: Recipe, meshes: Meshes, kind: ScheduleKind, out: Path, address: Address) -> None:
     world = join(address)
     try:
-        curve = train(settings, meshes, world)
+        curve = train(settings, meshes, kind, world)
         if world.is_first:
             out.write_text(json.dumps(curve), encoding="utf-8")
     finally:

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from mmtrain.models.attention import attend
+from mmtrain.program import ScheduleKind
+from mmtrain.recipe import Recipe
 from scripts import bench_gpu, first_gpu
 from scripts.gpu import blocks, correctness, requirements
 from scripts.gpu.blocks import BlockContext, best_case
 from scripts.gpu.findings import BlockReport
 from scripts.gpu.limited import CommandResult, Deadline
+from tests.flow.test_nccl import ENTER_IN_DIFFERENT_ORDERS
 
 CPU = torch.device("cpu")
 
@@ -72,6 +75,26 @@ def test_kernels_that_must_be_compiled_are_compared_last(monkeypatch: pytest.Mon
     checks = [row.check for row in correctness.rows(CPU, 1, correctness.train_here)]
     assert [check.startswith("attention flash_attn_4") for check in checks].index(True) == checks.index("mesh") + 1
     assert all(check.startswith("attention flash_attn_4") for check in checks[checks.index("mesh") + 1 :])
+
+
+def test_meshes_that_might_hang_come_first_and_none_starts_without_time() -> None:
+    ran: list[tuple[int, str]] = []
+
+    def run(settings: Recipe, meshes: correctness.Meshes, kind: ScheduleKind = "1f1b") -> correctness.Curve:
+        if meshes:
+            ran.append((correctness.num_ranks(meshes), kind))
+        return [(1.0, 2.0)]
+
+    checks = [row.check for row in correctness.mesh_rows(6, run, Deadline(60))]
+    assert checks[: len(ENTER_IN_DIFFERENT_ORDERS)] == [f"mesh: {case}" for case in ENTER_IN_DIFFERENT_ORDERS]
+    assert len(checks) == len(set(checks)) == len(ran) > 50
+    assert {kind for _, kind in ran} == {"1f1b", "coarse"}
+    assert {ranks for ranks, _ in ran} == {2, 3, 4, 5, 6}
+    ran.clear()
+    left_out = list(correctness.mesh_rows(6, run, Deadline(0)))
+    assert ran == []
+    assert [row.check for row in left_out] == checks
+    assert {row.finding().verdict for row in left_out} == {"left out"}
 
 
 def test_missing_packages_are_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
