@@ -12,6 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from mmtrain.plan.artifact.plan import Prediction
+
 Verdict = Literal["ok", "WRONG", "failed", "left out", ""]  # "": a figure, which is neither right nor wrong
 
 
@@ -80,3 +82,13 @@ def describe_machine() -> dict[str, str]:
         machine["cudnn"] = str(torch.backends.cudnn.version())
         machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return machine
+
+
+def predicted_allocation_gib(predicted: Prediction) -> float:
+    """Return the GiB that torch's allocator should hold on the fullest rank at most.
+
+    The margin of a plan is for what nobody can count, and communicators lie outside the allocator.
+    """
+    fullest = max(predicted.peak_memory_gib, key=lambda ranks: predicted.peak_memory_gib[ranks])
+    kinds = predicted.memory_kinds_gib[fullest]
+    return sum(gib for kind, gib in kinds.items() if kind not in ("margin", "communicators"))

@@ -29,6 +29,7 @@ from mmtrain.runtime.resilience.out_of_memory import is_out_of_memory, peak_memo
 from mmtrain.runtime.training.step_metrics import counted_flops
 from mmtrain.runtime.world import Address, detect_hardware, join, leave, limit_threads
 from scripts.gpu.cases import BenchCase
+from scripts.gpu.findings import predicted_allocation_gib
 from scripts.gpu.kernel_profile import profile_step, synchronizing_lines
 from scripts.gpu.synthetic import DRY_SIZES, SIZES, SyntheticSamples
 
@@ -57,7 +58,7 @@ class CaseResult:
     steps: Pace | None = None
     text_steps: Pace | None = None  # of steps as long, without pictures
     predicted_step_s: float = 0.0
-    predicted_gib: float = 0.0
+    predicted_gib: float = 0.0  # of the allocator, without the plan's margin
     allocated_gib: float = 0.0
     reserved_gib: float | None = None
     idle_share: float | None = None  # of the device, in one profiled step
@@ -110,7 +111,7 @@ def _measure(case: BenchCase, result: CaseResult, with_kernels: bool, trace: Pat
     fingerprint = recipe_fingerprint(recipe)
     plan = plan_recipe(recipe, samples.lengths, world_size=1, hardware=result.hardware, recipe_sha256=fingerprint)
     result.predicted_step_s = plan.predicted.step_time_s
-    result.predicted_gib = max(plan.predicted.peak_memory_gib.values())
+    result.predicted_gib = predicted_allocation_gib(plan.predicted)
     result.recomputed_layers = {unit: part.num_recomputed for unit, part in plan.units.items()}
     address = Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain")
     world = join(address)

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from mmtrain.costs.rank_memory import MEMORY_MARGIN
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.recipe import recipe_fingerprint
 from scripts import bench_gpu
 from scripts.gpu.cases import MODELS, TOKENS, BenchCase, bench_cases
+from scripts.gpu.findings import predicted_allocation_gib
 from scripts.gpu.kernel_profile import union_length
 from scripts.gpu.limited import Deadline, python_command, run_limited
 from scripts.gpu.synthetic import SIZES, SyntheticSamples
@@ -32,6 +34,11 @@ def test_the_models_have_the_sizes_of_their_names_and_fit_on_one_h200(model: str
     )
     assert plan.schedule.num_microbatches["llm"] == case.num_microbatches == 4
     assert 0.3 < plan.predicted.mfu < 0.76
+    # Inputs have no margin, and one rank has no communicators.
+    [kinds] = plan.predicted.memory_kinds_gib.values()
+    [peak_gib] = plan.predicted.peak_memory_gib.values()
+    counted_gib = (peak_gib - kinds["inputs"]) / (1 + MEMORY_MARGIN) + kinds["inputs"]
+    assert predicted_allocation_gib(plan.predicted) == pytest.approx(counted_gib, rel=1e-3)
 
 
 def test_every_combination_is_a_case_and_those_that_say_most_come_first() -> None:
