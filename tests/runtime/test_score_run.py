@@ -1,6 +1,7 @@
 """`mmtrain evaluate` on models whose answers are known: an untrained one, and one that was taught three colours."""
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mmtrain.recipe import Recipe
 from mmtrain.report.evaluation_result import TemplateScore
 from mmtrain.runtime.evaluation.qa_eval import HeldOutQuestion, evenly_spaced, prompt_lengths, select_questions
 from mmtrain.runtime.evaluation.score_run import score
+from mmtrain.runtime.world import ALLOCATOR_SETTINGS, ALLOCATOR_VARIABLES
 from tests.data.archives import movie
 from tests.data.model_folders import FAMILIES, write_folder
 from tests.data.rows import Row, row
@@ -49,6 +51,16 @@ def test_a_model_taught_through_a_chat_template_answers_through_it(taught: Taugh
     result = evaluated(run_folder(tmp_path / "run", settings, teach(settings)))
     assert [score.exact for score in result.templates] == [3, 1]
     assert {(e.expected, e.answered) for e in result.examples} == {(c, c) for c in (*COLOURS, "3")}
+
+
+def test_one_rank_chooses_the_allocator_as_the_ranks_of_a_run_do(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(variable, "")  # so that it is put back
+        monkeypatch.delenv(variable)
+    evaluated(run_folder(tmp_path / "run", taught.settings, taught.model))
+    assert os.environ[ALLOCATOR_VARIABLES[0]] == ALLOCATOR_SETTINGS
 
 
 def test_blank_images_makes_the_score_itself_blind(taught: Taught, tmp_path: Path) -> None:

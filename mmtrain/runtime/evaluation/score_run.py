@@ -38,7 +38,7 @@ from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE, load_run_recipe
-from mmtrain.runtime.world import Address, World, find_address, join, leave, limit_threads
+from mmtrain.runtime.world import Address, World, find_address, join, leave, limit_threads, prepare_allocator
 
 NUM_EXAMPLES = 5  # of questions, shown with their answers
 Answers = Mapping[HeldOutQuestion, str]
@@ -78,6 +78,7 @@ def run(request: EvaluateRequest) -> None:
     elif request.ranks > 1:
         launch_local(request.ranks, partial(_evaluate_rank, request, recipe))
     else:
+        prepare_allocator()
         ParallelGroups.single()  # a world of this process alone
         _evaluate(request, recipe, World(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu")))
 
