@@ -35,7 +35,7 @@ class MeshBudget:
     colocated_vpp: tuple[int, ...] = (1, 2, 4)  # the same for the LLM of `colocated`; chosen by hand
     merged_microbatches: tuple[int, ...] = (1, 2, 4)  # LLM microbatches that one of an encoder may serve; by hand
     max_ranks_to_enumerate_all: int = 8  # "On more than eight ranks": tests/plan/exhaustive.py compares up to there
-    max_assignments_per_rank_count: int = 20  # of units on ranks of their own, the fastest by bounds; chosen by hand
+    max_assignments_per_rank_count: int = 20  # of units on ranks of their own, the fastest by estimate; by hand
     # Of these, those with one mesh of the LLM, so that not all are lost where it does not fit (commit 121e677).
     max_assignments_per_llm_mesh: int = 4
     # Share of a step that an encoder's pipeline must take to fill before chunks are tried; below, chunks changed no

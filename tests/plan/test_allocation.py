@@ -17,7 +17,11 @@ from mmtrain.plan.problem import PlanningProblem, PlanRequest
 from mmtrain.plan.search.allocation import allocate_ranks, relaxed_step_s
 from mmtrain.plan.search.allocation_watch import Allocation, AllocationWatch
 from mmtrain.plan.search.constraints import UnitChoices
-from tests.plan.factory import UNET, evaluator_for, heard, problem_for, recipe, speech, with_generator
+from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
+from tests.plan.exhaustive import Instance, all_candidates, fastest_found, least_step
+from tests.plan.factory import UNET, evaluator_for, heard, problem_for, recipe, speech, with_generator, with_memory
+
+MIB = 2**20
 
 MODELS: dict[str, dict[str, Any]] = {
     "alike": {},
@@ -95,6 +99,32 @@ def test_three_units_are_allocated_as_well_as_by_exhaustive_search(tmp_path: Pat
     assert allocation.bound_s == pytest.approx(best_bound_s(Evaluator(problem), num_ranks), rel=1e-12)
     assert allocated(problem, enumerates_all=True).bound_s == allocation.bound_s
     assert allocation.relaxed_s <= allocation.bound_s
+
+
+@pytest.mark.parametrize("memory_mib", [22, 16])  # the fastest plan of all on these ranks needs 31 MiB
+def test_two_assignments_that_are_kept_hold_the_best_of_all_where_memory_is_tight(memory_mib: int) -> None:
+    """By their bounds, which know of no recomputation, the two that are kept fit only with much of it, or not at all.
+
+    The best is that of a simulation of every partition of every assignment.
+    """
+    vision = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 128, "patch": 8, "max_side": 8}
+    settings = recipe(vision=vision, llm={"layers": 4}, parallel={"placement": "disaggregated"})
+    evaluator = with_memory(evaluator_for(settings), memory_mib * MIB)
+    candidates = [c for c in all_candidates(evaluator, 4) if c.placement == "disaggregated"]
+    best_s = least_step(Instance(evaluator, candidates))
+    meshes = replace(DEFAULT_BUDGET.meshes, max_ranks_to_enumerate_all=0, max_assignments_per_rank_count=2)
+    estimate = evaluator.mesh_time_estimate_within(1.0)
+    choices, bound = evaluator.problem.choices, evaluator.time_lower_bound
+    kept_by_bound, kept_by_estimate = (
+        [
+            evaluator.enumerated(assignment).bounded(bound_s)
+            for bound_s, assignment in bounded_mesh_assignments(choices, 4, bound, meshes, estimate=seconds)
+            if assignment.placement == "disaggregated"
+        ]
+        for seconds in (None, estimate)
+    )
+    assert fastest_found(Instance(evaluator, kept_by_bound)) > 1.1 * best_s
+    assert fastest_found(Instance(evaluator, kept_by_estimate)) == pytest.approx(best_s)
 
 
 def test_the_continuous_allocation_is_shared_in_proportion_to_work() -> None:

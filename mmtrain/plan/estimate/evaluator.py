@@ -22,6 +22,7 @@ from mmtrain.plan.estimate.layout_simulation import (
 )
 from mmtrain.plan.estimate.memory_fit import MemoryMisfit, explain_misfit, fit_memory
 from mmtrain.plan.estimate.memory_lower_bound import UnitMemoryBound
+from mmtrain.plan.estimate.mesh_time_estimate import MeshTimeEstimate
 from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
 from mmtrain.plan.estimate.time_lower_bound import unit_time_bound
 from mmtrain.plan.problem import PlanningProblem
@@ -68,6 +69,10 @@ class Evaluator:
     def time_lower_bound_within(self, share: float) -> UnitTimeBound:
         """Return the bound that is infinite where a unit cannot fit into this share of the memory."""
         return unit_time_bound(self.layer_costs, self.memory_lower_bound, share * self.memory_bytes, self.budget.bounds)
+
+    def mesh_time_estimate_within(self, share: float) -> UnitTimeBound:
+        """Return the seconds of a unit's mesh in a step, with the recomputation that this share of the memory needs."""
+        return MeshTimeEstimate(self.layer_costs, self.time_lower_bound_within(share), share * self.memory_bytes)
 
     def enumerated(self, assignment: MeshAssignment) -> Candidate:
         """Return a new candidate, under a number of its own."""

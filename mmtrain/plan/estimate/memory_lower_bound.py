@@ -24,12 +24,13 @@ from mmtrain.program.ir.graph import LLM
 
 
 @dataclass(frozen=True)
-class _KindBytes:
+class KindBytes:
     """Bytes of a unit's kinds of layers at one tensor- and data-parallel size, (K,) each, the margin included."""
 
     count: FloatArray  # layers of the kind
     state: FloatArray
     kept: FloatArray  # of one microbatch, recomputed wherever the recipe lets it be
+    kept_without_recompute: FloatArray  # the same where no layer is recomputed that need not be
     layer_peak: FloatArray  # state, one microbatch and the layer's working memory: no rank with such a layer has less
 
     @cached_property
@@ -41,6 +42,16 @@ class _KindBytes:
     def total_kept(self) -> float:
         """Bytes that one microbatch leaves behind in all layers."""
         return float(self.count @ self.kept)
+
+    @cached_property
+    def total_kept_without_recompute(self) -> float:
+        """The same without recomputation, as far as the recipe leaves it open."""
+        return float(self.count @ self.kept_without_recompute)
+
+    @cached_property
+    def max_working(self) -> float:
+        """Bytes that are alive only while the largest layer is computed."""
+        return float((self.layer_peak - self.state - self.kept).max())
 
     @cached_property
     def max_layer_peak(self) -> float:
@@ -61,7 +72,7 @@ class UnitMemoryBound:
         self._layer_costs = layer_costs
         units = layer_costs.shape.units
         self._unsplit: BatchSplit = tuple(UnitSplit(unit.name, 1, layer_costs.batches.global_batch) for unit in units)
-        self._kinds: dict[tuple[str, int, int, int], _KindBytes] = {}
+        self._kinds: dict[tuple[str, int, int, int], KindBytes] = {}
         self._bounds: dict[tuple[str, MeshSize, int, int], float] = {}
 
     def __call__(self, unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
@@ -102,12 +113,12 @@ class UnitMemoryBound:
             mean -= (1 + MEMORY_MARGIN) * sum(matrix_state(head, mesh.tp, mesh.dp, self._layer_costs.state_bytes))
         return max(mean, kinds.max_layer_peak)
 
-    def _kinds_of(self, unit: str, mesh: MeshSize, num_microbatches: int) -> _KindBytes:
+    def _kinds_of(self, unit: str, mesh: MeshSize, num_microbatches: int) -> KindBytes:
         step_microbatches = 0 if unit == LLM else num_microbatches * mesh.dp
         key = (unit, mesh.tp, mesh.dp, step_microbatches)
         if key not in self._kinds:
             load = self._largest_load(unit, step_microbatches)
-            self._kinds[key] = _kind_bytes(self._layer_costs, unit, mesh, load)
+            self._kinds[key] = kind_bytes(self._layer_costs, unit, mesh, load)
         return self._kinds[key]
 
     def _largest_load(self, unit: str, step_microbatches: int) -> TokenLoad:
@@ -137,24 +148,28 @@ def describe_excluded(
     )
 
 
-def _weighted_mean(kinds: _KindBytes, in_flight: FloatArray) -> float:
+def _weighted_mean(kinds: KindBytes, in_flight: FloatArray) -> float:
     """Return the weighted mean bytes of a rank; a layer counts as on the rank where it counts least."""
     weights = 1 / np.maximum(kinds.total_state + in_flight * kinds.total_kept, 1.0)
     fewest_bytes = np.min(weights[:, None] * (kinds.state + in_flight[:, None] * kinds.kept), axis=0)
     return float(kinds.count @ fewest_bytes / weights.sum())
 
 
-def _kind_bytes(layer_costs: LayerCosts, unit: str, mesh: MeshSize, load: TokenLoad) -> _KindBytes:
+def kind_bytes(layer_costs: LayerCosts, unit: str, mesh: MeshSize, load: TokenLoad) -> KindBytes:
+    """Return the bytes of a unit's kinds of layers, where a microbatch has this load."""
     costs, precision = layer_costs.costs, layer_costs.precision
     tp, sp, mode = mesh.tp, layer_costs.has_sp(unit, mesh.tp), layer_costs.recompute[unit]
     kinds = Counter(zip(layer_costs.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True))
     rows = []
     for (layer, input_grad), count in kinds.items():
         state = sum(layer_state(layer, tp, mesh.dp, layer_costs.state_bytes))
-        kept = min(
-            layer_activation_bytes(RankLayer(layer, tp, input_grad, recompute, sp), load, costs, precision)
-            for recompute in (False, mode != "none")
-        )
+        kept_by_mode = {
+            recompute: layer_activation_bytes(RankLayer(layer, tp, input_grad, recompute, sp), load, costs, precision)
+            for recompute in {False, mode != "none"}
+        }
+        kept, without = min(kept_by_mode.values()), kept_by_mode[mode == "all"]
         working = layer_working_bytes(RankLayer(layer, tp, input_grad, mode == "all", sp), load, costs, precision)
-        rows.append((count, *((1 + MEMORY_MARGIN) * nbytes for nbytes in (state, kept, state + kept + working))))
-    return _KindBytes(*np.array(rows, dtype=np.float64).T)
+        rows.append(
+            (count, *((1 + MEMORY_MARGIN) * nbytes for nbytes in (state, kept, without, state + kept + working)))
+        )
+    return KindBytes(*np.array(rows, dtype=np.float64).T)

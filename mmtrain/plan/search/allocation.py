@@ -1,7 +1,8 @@
 """The allocation of ranks to units: the first step of the search, and how far it is from a continuous one.
 
 MMScale (arXiv 2408.04275) allocates GPUs to encoder, LLM and generator before anything else. Here that is to list the
-mesh assignments with the lower bounds of their steps, which orders the search.
+mesh assignments with the lower bounds of their steps, which orders the search. On large clusters only those are listed
+that seem fastest with the recomputation that their memory needs.
 """
 
 from collections.abc import Sequence
@@ -22,20 +23,21 @@ def allocate_ranks(
     evaluator: Evaluator,
     budget: SearchBudget,
     watch: AllocationWatch | None = None,
-    bound: UnitTimeBound | None = None,
+    memory_share: float = 1.0,
 ) -> list[Candidate]:
     """List the mesh assignments of all placements that are searched, on every number of ranks, with their bounds.
 
     watch: learns the best allocation of the largest number of ranks, where units may have ranks of their own.
-    bound: of a unit's mesh; by default the evaluator's.
+    memory_share: of the ranks' memory, which their meshes are chosen to fit into.
     """
-    bound = bound or evaluator.time_lower_bound
+    bound = evaluator.time_lower_bound_within(memory_share)
+    estimate = evaluator.mesh_time_estimate_within(memory_share)
     problem = evaluator.problem
     start_s = 0.0 if watch is None else watch.clock()
     candidates = []
     ranks_per_node = problem.hardware.ranks_per_node
     for num_ranks in problem.cluster.rank_counts:
-        bounded = bounded_mesh_assignments(problem.choices, num_ranks, bound, budget.meshes, ranks_per_node)
+        bounded = bounded_mesh_assignments(problem.choices, num_ranks, bound, budget.meshes, ranks_per_node, estimate)
         for bound_s, assignment in bounded:
             if assignment.placement in problem.constraints.placements:
                 candidates.append(evaluator.enumerated(assignment).bounded(bound_s))

@@ -1,15 +1,18 @@
 """Every mesh assignment of `unified` and `disaggregated` that the recipe allows, with a lower bound of its step time.
 
-On small clusters all are enumerated. On large ones `disaggregated` has millions, so only the fastest by their bounds
-are kept, separately for each number of the LLM's replicas and each depth of its pipeline.
+On small clusters all are enumerated. On large ones `disaggregated` has millions, so only the fastest are kept, by
+their bounds or by an estimate. They are sought separately for each number of the LLM's replicas and each depth of its
+pipeline.
 """
 
+import heapq
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import groupby, product, takewhile
+from itertools import groupby, product, starmap, takewhile
 from operator import or_
 from typing import NamedTuple, Protocol
 
@@ -64,6 +67,14 @@ class _LlmKind(NamedTuple):
     vpp: tuple[int, ...]  # and one of these numbers of model chunks per rank
 
 
+class _OrderedAssignment(NamedTuple):
+    """An assignment with the seconds by which it is ordered."""
+
+    seconds: float
+    assignment: MeshAssignment
+    is_exact: bool  # whether the seconds know everything that encoders hold before this LLM
+
+
 class UnitMeshes(NamedTuple):
     """A mesh for each of the first units, and the bound of the slowest of them."""
 
@@ -108,22 +119,28 @@ def bounded_mesh_assignments(
     bound: UnitTimeBound | None = None,
     budget: MeshBudget = DEFAULT_BUDGET.meshes,
     ranks_per_node: int | None = None,
+    estimate: UnitTimeBound | None = None,
 ) -> Iterator[tuple[float, MeshAssignment]]:
     """List mesh assignments that use exactly `num_ranks` ranks, each with a lower bound of its step's seconds.
 
     On more than `max_ranks_to_enumerate_all` ranks, and with a bound, `disaggregated` has only the assignments that are
-    fastest by their bounds, and none whose bound is infinite. If all are infinite, it has those that split units most,
-    so that the planner can say why they do not fit.
+    fastest by `estimate` or by their bounds, and none whose bound is infinite. If all are infinite, it has those that
+    split units most, so that the planner can say why they do not fit.
 
     ranks_per_node: keep none of those whose tensor-parallel groups lie on two nodes; None where nodes are not known.
+    estimate: the seconds by which the fastest are chosen; it need not be a bound. By default the bound.
     """
     for assignment in _unified_assignments(choices, num_ranks):
         yield 0.0 if bound is None else sum(_unit_bounds(bound, assignment)), assignment
     if len(choices) == 1:
         return
     if bound is not None and num_ranks > budget.max_ranks_to_enumerate_all:
-        fastest = _fastest_disaggregated(choices, num_ranks, bound, budget, ranks_per_node)
-        for bound_s, assignment in fastest:
+        disaggregated = _Disaggregated(choices, num_ranks, bound, budget, ranks_per_node)
+        fastest = disaggregated.fastest(estimate or bound)
+        if not fastest and estimate is not None:
+            fastest = disaggregated.fastest(bound)  # the estimate sees no room in some meshes that fit
+        for assignment in fastest or disaggregated.most_split():
+            bound_s = max(_unit_bounds(bound, assignment))
             slow_to_fill = _units_slow_to_fill(assignment, bound_s, bound, budget)
             yield from ((bound_s, variant) for variant in _with_encoder_chunks(choices, assignment, slow_to_fill))
         return
@@ -244,39 +261,122 @@ def _all_disaggregated(choices: Choices, num_ranks: int, budget: MeshBudget) -> 
             yield assignment
 
 
-def _fastest_disaggregated(
-    choices: Choices, num_ranks: int, bound: UnitTimeBound, budget: MeshBudget, ranks_per_node: int | None
-) -> list[tuple[float, MeshAssignment]]:
-    """Return the `disaggregated` assignments that are fastest by their bounds.
+@dataclass(frozen=True)
+class _Disaggregated:
+    """The `disaggregated` assignments of one number of ranks.
 
     They are sought for each number of the LLM's replicas, because that decides how large an encoder's microbatches are,
     and for each depth and kind of its pipeline, because these decide how many of them an encoder holds.
     """
-    assignments: list[tuple[float, MeshAssignment]] = []
-    limit = budget.max_assignments_per_rank_count
-    depths = _runs_within_a_doubling(choices[LLM].pp)
-    chunks = [part for part in (choices[LLM].vpp[:1], choices[LLM].vpp[1:]) if part]
-    for can_fit in (True, False):
-        for llm_dp, llm_pp, vpp in product(choices[LLM].dp, depths, chunks):
-            kind = _LlmKind(llm_dp, llm_pp, vpp)
-            units = list(_meshes_beside_llm(choices, kind, num_ranks, bound, can_fit, budget))
-            if not all(units):
-                continue
-            for combined in _combine(units, num_ranks, 4 * limit):
-                assignment = _disaggregated_assignment(choices, combined.chosen)
-                if assignment is None or _splits_tp_group(assignment, ranks_per_node):
-                    continue
-                if not can_fit or _may_encoders_fit(assignment, bound):
-                    assignments.append((combined.bound_s, assignment))
-        if assignments:
-            break
+
+    choices: Choices
+    num_ranks: int
+    bound: UnitTimeBound
+    budget: MeshBudget
+    ranks_per_node: int | None
+
+    def fastest(self, seconds: UnitTimeBound) -> list[MeshAssignment]:
+        """Return those that are fastest by `seconds`, which is the bound or an estimate, infinite where none fits."""
+        fastest: list[_OrderedAssignment] = []
+        max_s = sys.float_info.max
+        for kind, llm_meshes in self._efficient_first(seconds):
+            possible = [entry for entry in llm_meshes if entry.bound_s <= max_s]
+            for assignment_s, assignment in self._combined(kind, possible, seconds, max_s):
+                if _may_encoders_fit(assignment, self.bound):
+                    fastest.append(_OrderedAssignment(assignment_s, assignment, is_exact=False))
+            fastest = _fastest_of(fastest, seconds, self.budget)
+            if len(fastest) == self.budget.max_assignments_per_rank_count:
+                max_s = fastest[-1].seconds  # what takes longer cannot come among them
+        return [entry.assignment for entry in fastest]
+
+    def most_split(self) -> list[MeshAssignment]:
+        """Return those that split units most."""
+        split: list[_OrderedAssignment] = []
+        for kind in self._kinds():
+            llm_meshes = self._llm_meshes(kind, self.bound)
+            combined = self._combined(kind, sorted(llm_meshes, key=_most_split_first), self.bound, math.inf)
+            split += [_OrderedAssignment(seconds, assignment, is_exact=True) for seconds, assignment in combined]
+        return [entry.assignment for entry in _fastest_of(split, self.bound, self.budget)]
+
+    def _kinds(self) -> Iterator[_LlmKind]:
+        llm = self.choices[LLM]
+        chunks = [part for part in (llm.vpp[:1], llm.vpp[1:]) if part]
+        yield from starmap(_LlmKind, product(llm.dp, _runs_within_a_doubling(llm.pp), chunks))
+
+    def _efficient_first(self, seconds: UnitTimeBound) -> list[tuple[_LlmKind, list[BoundedUnitMesh]]]:
+        """List the kinds of the LLM with its meshes, by the least rank-seconds, so that a limit is soon known."""
+        kinds = [(kind, self._llm_meshes(kind, seconds)) for kind in self._kinds()]
+        kinds = [(kind, meshes) for kind, meshes in kinds if any(entry.bound_s < math.inf for entry in meshes)]
+        return sorted(kinds, key=lambda entry: min(mesh.bound_s * mesh.mesh.ranks for mesh in entry[1]))
+
+    def _llm_meshes(self, kind: _LlmKind, seconds: UnitTimeBound) -> list[BoundedUnitMesh]:
+        llm = replace(self.choices[LLM], dp=(kind.dp,), pp=kind.pp)
+        meshes = self._unit_meshes(llm, kind, self.num_ranks, seconds)
+        return [entry for entry in meshes if entry.mesh.vpp in kind.vpp]
+
+    def _unit_meshes(
+        self, unit: UnitChoices, kind: _LlmKind, max_ranks: int, seconds: UnitTimeBound
+    ) -> list[BoundedUnitMesh]:
+        """List the meshes of a unit beside an LLM of this kind."""
+        num_llm = self.choices[LLM].global_batch // kind.dp
+        is_encoder = unit.name in takewhile(LLM.__ne__, self.choices)
+        depth_behind = _in_flight(min(kind.pp), min(kind.vpp)) if is_encoder else 0
+        meshes = []
+        for mesh, rule in _meshes_of(unit, max_ranks, self.choices[LLM], self.budget):
+            count = rule.count(num_llm)
+            if count is not None:
+                unit_s = seconds(unit.name, mesh, count, depth_behind * count // num_llm)
+                meshes.append(BoundedUnitMesh(unit_s, mesh, MicrobatchRule(fixed=count)))
+        return meshes
+
+    def _combined(
+        self, kind: _LlmKind, llm_meshes: list[BoundedUnitMesh], seconds: UnitTimeBound, max_s: float
+    ) -> Iterator[tuple[float, MeshAssignment]]:
+        """Combine meshes of the LLM with those of the other units that take at most `max_s`; the fastest of them."""
+        if not llm_meshes:
+            return
+        max_ranks = self.num_ranks - min(entry.mesh.ranks for entry in llm_meshes)
+        units = []
+        for unit in self.choices.values():
+            meshes = llm_meshes if unit.name == LLM else self._unit_meshes(unit, kind, max_ranks, seconds)
+            if max_s == math.inf and unit.name != LLM:
+                meshes = sorted(meshes, key=_most_split_first)
+            units.append([entry for entry in meshes if entry.bound_s <= max_s])
+            if not units[-1]:
+                return
+        for combined in _combine(units, self.num_ranks, 4 * self.budget.max_assignments_per_rank_count):
+            assignment = _disaggregated_assignment(self.choices, combined.chosen)
+            if assignment is not None and not _splits_tp_group(assignment, self.ranks_per_node):
+                yield combined.bound_s, assignment
+
+
+def _most_split_first(entry: BoundedUnitMesh) -> int:
+    """Return a sort key that puts meshes first that split a unit into most parts."""
+    return -entry.mesh.tp * entry.mesh.pp
+
+
+def _fastest_of(
+    assignments: Sequence[_OrderedAssignment], seconds: UnitTimeBound, budget: MeshBudget
+) -> list[_OrderedAssignment]:
+    """Return the assignments with the least seconds, of which only a few share a mesh of the LLM.
+
+    assignments: what is not exact knows the least of what encoders hold before the LLM, so its seconds may grow.
+    """
+    queue = [(entry.seconds, number, entry.is_exact) for number, entry in enumerate(assignments)]
+    heapq.heapify(queue)
     num_with_llm_mesh = Counter[MeshSize]()
-    fastest: list[tuple[float, MeshAssignment]] = []
-    for bound_s, assignment in sorted(assignments, key=lambda entry: entry[0]):
+    fastest: list[_OrderedAssignment] = []
+    while queue and len(fastest) < budget.max_assignments_per_rank_count:
+        least_s, number, is_exact = heapq.heappop(queue)
+        assignment = assignments[number].assignment
         llm_mesh = assignment.meshes[LLM]
+        if num_with_llm_mesh[llm_mesh] == budget.max_assignments_per_llm_mesh:
+            continue
+        if not is_exact:
+            heapq.heappush(queue, (max(least_s, *_units_beside(seconds, assignment)), number, True))
+            continue
         num_with_llm_mesh[llm_mesh] += 1
-        if num_with_llm_mesh[llm_mesh] <= budget.max_assignments_per_llm_mesh and len(fastest) < limit:
-            fastest.append((bound_s, assignment))
+        fastest.append(_OrderedAssignment(least_s, assignment, is_exact=True))
     return fastest
 
 
@@ -306,48 +406,20 @@ def _splits_tp_group(assignment: MeshAssignment, ranks_per_node: int | None) -> 
     return ranks_per_node is not None and assignment.tp_group_across_nodes(ranks_per_node) is not None
 
 
+def _units_beside(seconds: UnitTimeBound, assignment: MeshAssignment) -> list[float]:
+    """Return the seconds of each unit, with what encoders hold before this very LLM."""
+    encoders = set(takewhile(LLM.__ne__, assignment.meshes))
+    behind = {unit: in_flight_behind(assignment, unit) if unit in encoders else 0 for unit in assignment.meshes}
+    counts = assignment.num_microbatches
+    return [seconds(unit, mesh, counts[unit], behind[unit]) for unit, mesh in assignment.meshes.items()]
+
+
 def _may_encoders_fit(assignment: MeshAssignment, bound: UnitTimeBound) -> bool:
     """Return whether the encoders may fit before this very LLM, the least of whose kind the bound knew so far."""
     return all(
         bound(unit, mesh, assignment.num_microbatches[unit], in_flight_behind(assignment, unit)) < math.inf
         for unit, mesh in takewhile(lambda item: item[0] != LLM, assignment.meshes.items())
     )
-
-
-def _meshes_beside_llm(
-    choices: Choices,
-    kind: _LlmKind,
-    num_ranks: int,
-    bound: UnitTimeBound,
-    can_fit: bool,
-    budget: MeshBudget,
-) -> Iterator[list[BoundedUnitMesh]]:
-    """List each unit's meshes beside an LLM of this kind.
-
-    can_fit: only those with a finite bound; else all, the most split first.
-    """
-    llm = choices[LLM]
-    num_llm = llm.global_batch // kind.dp
-    least_in_flight = _in_flight(min(kind.pp), min(kind.vpp))
-    encoders = set(takewhile(LLM.__ne__, choices))
-
-    def bounded(unit: UnitChoices, max_ranks: int) -> list[BoundedUnitMesh]:
-        depth_behind = least_in_flight if unit.name in encoders else 0
-        meshes = []
-        for mesh, rule in _meshes_of(unit, max_ranks, llm, budget):
-            count = rule.count(num_llm)
-            if count is not None:
-                bound_s = bound(unit.name, mesh, count, depth_behind * count // num_llm)
-                meshes.append(BoundedUnitMesh(bound_s, mesh, MicrobatchRule(fixed=count)))
-        if can_fit:
-            return [entry for entry in meshes if entry.bound_s < math.inf]
-        return sorted(meshes, key=lambda entry: -entry.mesh.tp * entry.mesh.pp)
-
-    llm_meshes = bounded(replace(llm, dp=(kind.dp,), pp=kind.pp), num_ranks)
-    llm_meshes = [entry for entry in llm_meshes if entry.mesh.vpp in kind.vpp]
-    max_ranks = num_ranks - min((entry.mesh.ranks for entry in llm_meshes), default=num_ranks)
-    for unit in choices.values():
-        yield llm_meshes if unit.name == LLM else bounded(unit, max_ranks)
 
 
 def _combine(units: Sequence[Sequence[BoundedUnitMesh]], num_ranks: int, limit: int | None) -> list[UnitMeshes]:

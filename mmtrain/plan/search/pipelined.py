@@ -45,7 +45,7 @@ class PipelinedStrategy:
                 break  # excluded by the recipe, or by what ranks hold at least
             if any(c.placement == "disaggregated" for c in results.candidates):
                 break
-            roomier = allocate_ranks(evaluator, budget, bound=evaluator.time_lower_bound_within(share))
+            roomier = allocate_ranks(evaluator, budget, memory_share=share)
             roomier = [c for c in roomier if c.placement == "disaggregated" and math.isfinite(c.time_lower_bound_s)]
             results = results.merged(_search(roomier, evaluator, num_simulated, progress))
         return results
