@@ -220,6 +220,8 @@ def num_trained_parameters(layer: LayerShape, tp: int = 1) -> int:
     If any of the layer's own matrices trains, all of its parameters count; if any of its norms and biases does, all of
     these.
     """
+    if layer.queries and "table.weight" in layer.frozen:
+        return layer.queries * layer.hidden
     if _trains_matrices(layer):
         return num_parameters(layer, tp)
     num_in_matrices = sum(gemm.n * gemm.k for gemm in gemms(layer, TokenLoad(0, 0, 0, 0), tp))
@@ -261,7 +263,7 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
             of_each = layer.ffn * (width + bias + layer.out) // tp + bias * layer.out
             return of_each * (1 + layer.carried_in) + whole
         case "embedding":
-            return layer.vocab * h // tp
+            return layer.vocab * h // tp + layer.queries * h
         case "head":
             return layer.vocab * h // tp + norm
         case _:

@@ -6,13 +6,14 @@ from typing import Any, get_args, get_type_hints
 
 from mmtrain.models.model_shape import LayerShape
 
-_OF_TRAINING = ("trainable", "frozen", "lora", "trains_adapters_only")  # not measured apart
+# Not measured apart: what trains, and the few vectors that queries are.
+_NOT_MEASURED = ("trainable", "frozen", "lora", "trains_adapters_only", "queries")
 _KINDS: tuple[str, ...] = get_args(get_type_hints(LayerShape)["kind"])
 _NO_WIDTHS = {"hidden": 0, "out": 0}
 _DEFAULTS = {
     field.name: _NO_WIDTHS.get(field.name, field.default)
     for field in fields(LayerShape)
-    if field.name not in _OF_TRAINING and (field.default is not MISSING or field.name in _NO_WIDTHS)
+    if field.name not in _NOT_MEASURED and (field.default is not MISSING or field.name in _NO_WIDTHS)
 }
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from mmtrain.models.attention import AttentionBackend, choose_backend, prepare_attention
+from mmtrain.models.generator.dit_layers import DIT_NORM_EPS
+from mmtrain.models.generator.generator_stage import GeneratorStage
 from mmtrain.models.kernels.choice import uses_fused_kernels
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.models.parameter_specs import WeightSource, initialize_parameters, stage_param_specs
@@ -50,7 +52,8 @@ def build_stage(
     prepare_megatron(options.device)
     prepare_attention(options.device)
     factory = _layer_factory(settings, shape.unit(spec.unit), spec, groups, options)
-    stage = StageModule(settings, shape, spec, factory)
+    is_generator = shape.unit(spec.unit).kind == "generator"
+    stage = (GeneratorStage if is_generator else StageModule)(settings, shape, spec, factory)
     param_specs = stage_param_specs(stage, spec.unit, groups.tp_size)
     initialize_parameters(stage, param_specs, options.seed, groups.tp_rank, groups.tp_size, options.pretrained)
     _freeze(stage)
@@ -62,8 +65,12 @@ def _layer_factory(
 ) -> "LayerFactory":
     from mmtrain.models.megatron import LayerFactory
 
-    block = next(layer for layer in unit.layers if layer.kind in BLOCK_KINDS)
-    if unit.kind == "llm":
+    block = next(layer for layer in unit.layers if layer.kind in (*BLOCK_KINDS, "dit_block"))
+    query_scale = None
+    if unit.kind == "generator":
+        activation: Activation = "gelu_tanh"
+        norm_eps = DIT_NORM_EPS
+    elif unit.kind == "llm":
         activation = _LLM_ACTIVATIONS[settings.llm.mlp]
         norm_eps = settings.llm.norm_eps
         query_scale = settings.llm.query_scale
@@ -71,7 +78,6 @@ def _layer_factory(
         encoder = settings.all_encoders[unit.name]
         activation = encoder.activation
         norm_eps = encoder.norm_eps
-        query_scale = None
     return LayerFactory(
         block=block,
         activation=activation,

@@ -31,6 +31,7 @@ from mmtrain.recipe.llm_settings import LlmSettings
 from mmtrain.recipe.schema import Recipe
 from mmtrain.recipe.train_settings import LoraSettings
 
+QUERIES = "queries"  # the parameter of an embedding with learned vectors for the positions of an image to draw
 AnyUnitSettings: TypeAlias = EncoderSettings | LlmSettings | GeneratorSettings
 
 
@@ -112,6 +113,8 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
                 yield "newline"
         case "embedding":
             yield "table.weight"
+            if layer.queries:
+                yield QUERIES
         case "head":
             assert isinstance(settings, LlmSettings)
             yield from norm_parameters("norm", layer)
@@ -171,7 +174,7 @@ def _mark_layers(unit: UnitShape, settings: AnyUnitSettings, matched: set[str]) 
         )
         trainable = len(frozen) < len(names)
         if layer.kind == "head" and isinstance(settings, LlmSettings) and settings.tie_embeddings:
-            trainable = trainable or layers[0].trainable
+            trainable = trainable or "table.weight" not in layers[0].frozen
         layers.append(replace(layer, frozen=frozen, trainable=trainable))
     return layers
 
@@ -179,11 +182,12 @@ def _mark_layers(unit: UnitShape, settings: AnyUnitSettings, matched: set[str]) 
 def _is_frozen_by_flag(layer: LayerShape, settings: AnyUnitSettings, name: str) -> bool:
     """Return whether a `freeze` flag covers the parameter, or it never trains.
 
-    The projector of a frozen encoder still trains, except for the encoder's last norm, which is part of that layer.
+    The projector of a frozen encoder still trains, except for the encoder's last norm, which is part of that layer. So
+    do the projector of a frozen generator's context, and the queries through which a frozen LLM conditions it.
     """
     if isinstance(settings, AudioSettings) and settings.positions == "fixed" and name == "positions":
         return True
-    if layer.kind == "context_projector":
+    if layer.kind == "context_projector" or name == QUERIES:
         return False
     if layer.kind == "projector" and not name.startswith("post_norm."):
         assert isinstance(settings, EncoderSettings)

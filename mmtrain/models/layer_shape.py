@@ -81,6 +81,7 @@ class LayerShape:
     partial_cells: int = 0  # audio_embed: frames that may be missing in the last token of a clip
     max_side: int = 0  # patch_embed: side of the position table, in patches
     vocab: int = 0  # embedding, head: padded rows
+    queries: int = 0  # embedding: learned vectors for the positions of an image to draw
     joins: int = 1  # projector: tokens merged into one feature, a square of patches or neighbors in time
     pools: bool = False  # projector: merged by their average instead of side by side
     newline: bool = False  # projector: a learned vector follows the features of each item

@@ -123,12 +123,16 @@ class Embedding(nn.Module):
         self.table = factory.vocab_embedding(shape.vocab, shape.out)
         self.num_carried = shape.carried_out
         self.scale = torch.tensor(shape.out**0.5, dtype=factory.dtype).item() if scaled else 1.0
+        self.queries: nn.Parameter | None = None
+        if shape.queries:
+            self.queries = nn.Parameter(torch.empty(shape.queries, shape.out, dtype=factory.dtype))
 
     def forward(self, hidden: None, context: TextContext) -> Tensor:
         """Embed ids (T,) to (T, hidden) and overwrite the rows `feature_positions[unit]` with `features[unit]`.
 
         With DeepStack the result is (T, (1 + blocks) * hidden): zeros beside tokens that are no features.
-        Of an encoder in `feature_mixes`, the features are first made of what it sends.
+        Of an encoder in `feature_mixes`, the features are first made of what it sends. Each image to draw has all
+        queries, in order, at its positions.
         """
         assert context.inputs.ids is not None, "the stage with the embedding needs ids"
         tokens: Tensor = self.table(context.inputs.ids)
@@ -142,6 +146,12 @@ class Embedding(nn.Module):
             if rows.shape[1] < tokens.shape[1]:  # of an encoder that keeps fewer blocks' outputs than another
                 rows = F.pad(rows, (0, tokens.shape[1] - rows.shape[1]))
             tokens = tokens.index_copy(0, context.inputs.feature_positions[unit], rows)
+        if self.queries is not None:
+            positions = context.inputs.query_positions
+            assert positions is not None, "the stage with the embedding needs the positions of queries"
+            queries = F.pad(self.queries, (0, tokens.shape[1] - self.queries.shape[1]))
+            num_images = len(positions) // len(queries)
+            tokens = tokens.index_copy(0, positions, queries.repeat(num_images, 1))
         return tokens
 
 
@@ -187,20 +197,36 @@ class Head(nn.Module):
 
         Under sequence parallelism `hidden` is this rank's shard of the tokens; each rank returns the total sum.
         """
+        return self._loss(hidden, None, context)
+
+    def queries_and_loss(self, hidden: Tensor, context: TextContext) -> tuple[Tensor, Tensor]:
+        """Return what `forward` returns behind the normalized rows of `hidden` at the queries, (Q, hidden)."""
+        positions = context.inputs.query_positions
+        assert positions is not None, "the stage with the head needs the positions of queries"
+        if not self.factory.sequence_parallel:
+            queries: Tensor = self.norm(hidden.index_select(0, positions))
+            return queries, self._loss(hidden, None, context)
+        normed = self.norm(hidden)  # once, since its gradient is summed over shards
+        # Unlike those of logits, every rank's gradients of queries are whole.
+        queries = self.factory.gather_tokens(normed, context.num_tokens).index_select(0, positions)
+        return queries, self._loss(hidden, normed, context)
+
+    def _loss(self, hidden: Tensor, normed_shard: Tensor | None, context: TextContext) -> Tensor:
         labels, rows = context.inputs.labels, context.inputs.target_positions
         assert labels is not None, "the stage with the head needs labels"
         if rows is None:
             rows = torch.nonzero(labels != _IGNORED_LABEL).squeeze(1)
-        normed = self._rows_with_targets(hidden, rows)
+        normed = self._rows_with_targets(hidden, normed_shard, rows)
         (tied,) = self._tied
         weight: Tensor = self.output.weight if tied is None else tied.table.weight  # type: ignore[assignment]
         losses = self.factory.losses_of_targets(normed, weight, labels.index_select(0, rows), self.vocab_size)
         return _sum_by_source(losses, context.inputs)
 
-    def _rows_with_targets(self, hidden: Tensor, rows: Tensor) -> Tensor:
+    def _rows_with_targets(self, hidden: Tensor, normed_shard: Tensor | None, rows: Tensor) -> Tensor:
         """Select rows of hidden (T, hidden), or of the shards of all ranks, and normalize them: (N, hidden)."""
         if self.factory.sequence_parallel:  # the norm's gradient is summed over shards, so it must see its shard
-            return self.factory.gather_inputs(self.norm(hidden)).index_select(0, rows)
+            normed_shard = self.norm(hidden) if normed_shard is None else normed_shard
+            return self.factory.gather_inputs(normed_shard).index_select(0, rows)
         normed: Tensor = self.norm(hidden.index_select(0, rows))
         return self.factory.copy_inputs(normed)
 

@@ -96,17 +96,21 @@ def build_model_shape(recipe: Recipe) -> ModelShape:
         units.append(UnitShape(name, "encoder", layers))
         edges.append(ModelEdge(name, "llm", layer=0, width=layers[-1].out_width))
     num_added = max((unit.layers[-1].carried_out for unit in units), default=0)
-    units.append(UnitShape("llm", "llm", _llm_layers(model.llm, num_added)))
+    num_queries = 0 if model.generator is None else model.generator.context_tokens
+    units.append(UnitShape("llm", "llm", _llm_layers(model.llm, num_added, num_queries)))
     if model.generator is not None:
         units.append(UnitShape("generator", "generator", generator_layers(model.generator, llm_hidden)))
         edges.append(ModelEdge("llm", "generator", layer=0, width=llm_hidden))
     return ModelShape(mark_frozen(units, recipe), tuple(edges), model.llm.tie_embeddings)
 
 
-def _llm_layers(settings: LlmSettings, num_added: int) -> tuple[LayerShape, ...]:
-    """Describe the layers of the LLM, whose first `num_added` blocks add outputs of encoder blocks (DeepStack)."""
-    vocab = padded_vocab(settings.vocab)
-    embedding = LayerShape("embedding", hidden=settings.hidden, out=settings.hidden, vocab=vocab, carried_out=num_added)
+def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tuple[LayerShape, ...]:
+    """Describe the layers of the LLM, whose first `num_added` blocks add outputs of encoder blocks (DeepStack).
+
+    num_queries: positions of an image that a generator draws, each of which has a learned embedding.
+    """
+    vocab, hidden = padded_vocab(settings.vocab), settings.hidden
+    embedding = LayerShape("embedding", hidden, hidden, vocab=vocab, carried_out=num_added, queries=num_queries)
     block = LayerShape(
         "decoder_block",
         hidden=settings.hidden,

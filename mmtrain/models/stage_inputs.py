@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.attention import Spans
+from mmtrain.models.generator.generator_input import GeneratorInput
 from mmtrain.models.kv_cache import KVCache
 from mmtrain.models.pixel_scale import PixelScale
 
@@ -67,6 +68,8 @@ class TextInput:
     target_sources: Tensor | None = None
     num_sources: int = 1
     tables: Mapping[str, Tensor] | None = None  # `StageModule.host_tables`; None: computed in the forward, and copied
+    # (Q,) int64 positions in [0, T) of the queries of images to draw; None for models without a generator.
+    query_positions: Tensor | None = None
 
 
-UnitInput: TypeAlias = EncoderInput | TextInput
+UnitInput: TypeAlias = EncoderInput | TextInput | GeneratorInput

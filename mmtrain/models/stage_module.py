@@ -11,20 +11,22 @@ from torch.utils.checkpoint import checkpoint
 
 from mmtrain.models.deepstack import carry_on, join_rows, split_rows
 from mmtrain.models.encoder_modules import ENCODER_MODULES
+from mmtrain.models.generator.generator_input import DrawingContext
 from mmtrain.models.index_tables import HostTables, TableUser
 from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape
 from mmtrain.models.llm_layers import Embedding, Head, TextContext
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.projector import EncoderContext, Projector
-from mmtrain.models.stage_inputs import TextInput, UnitInput
+from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
 from mmtrain.recipe.modalities import VISION
 from mmtrain.recipe.model_settings import ModelSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory
 
-StageContext: TypeAlias = EncoderContext | TextContext
+StageContext: TypeAlias = EncoderContext | TextContext | DrawingContext
+_BlockContext: TypeAlias = EncoderContext | TextContext  # of units whose blocks pack their tokens
 BLOCK_KINDS = ("vit_block", "decoder_block")
 _SHARDED_KINDS = (*BLOCK_KINDS, "head")  # layers that read this rank's tokens only, under sequence parallelism
 
@@ -63,7 +65,8 @@ class StageModule(nn.Module):
             embedding: nn.Module | None = None
             if is_tied and layer.kind == "head":
                 if "0" not in self.layers:
-                    self.layers["0"] = self._build_layer(self.shape.layers[0])
+                    copied = replace(self.shape.layers[0], queries=0)  # the first stage alone inserts queries
+                    self.layers["0"] = self._build_layer(copied)
                 embedding = self.layers["0"]
             self.layers[str(index)] = self._build_layer(layer, embedding)
             if layer.lora is not None:
@@ -110,6 +113,7 @@ class StageModule(nn.Module):
 
     def run(self, context: StageContext, hidden: Tensor | None, layers: range) -> Tensor:
         """Run consecutive layers of the stage as `forward` does; `context` is the one of the whole stage."""
+        assert not isinstance(context, DrawingContext)
         out, is_sharded = self._run_layers(layers, hidden, context)
         is_unit_output = layers.stop == len(self.shape.layers)
         if not self.factory.sequence_parallel or is_unit_output:
@@ -118,6 +122,24 @@ class StageModule(nn.Module):
         if not num_tokens:
             return out[:0]
         return self._redistribute(out, is_sharded, shard=True, num_tokens=num_tokens)
+
+    @property
+    def feeds_generator(self) -> bool:
+        """Return whether the unit's outputs at queries go to a generator, beside its loss."""
+        return self.shape.kind == "llm" and self._settings.generator is not None
+
+    def run_to_queries(self, context: StageContext, hidden: Tensor | None, layers: range) -> tuple[Tensor, Tensor]:
+        """Run layers up to the head; return the normalized outputs at queries (Q, hidden), and the loss."""
+        assert isinstance(context, TextContext)
+        out, is_sharded = self._run_layers(layers[:-1], hidden, context)
+        shard = self._redistribute(out, is_sharded, self.factory.sequence_parallel, context.num_tokens)
+        head = self._head()
+        if layers[-1] in self.recompute and torch.is_grad_enabled():
+            pair: tuple[Tensor, Tensor] = checkpoint(
+                head.queries_and_loss, shard, context, use_reentrant=False, preserve_rng_state=False
+            )
+            return pair
+        return head.queries_and_loss(shard, context)
 
     def run_pieces(
         self, context: StageContext, state: tuple[Tensor, ...], layer: int, pieces: range
@@ -128,6 +150,7 @@ class StageModule(nn.Module):
         """
         from mmtrain.models.megatron import run_pieces
 
+        assert not isinstance(context, DrawingContext), "layers of a generator run whole"
         packing = context.block_packing(self.shape.layers[layer])
         if not packing.num_tokens:
             is_last = pieces.stop == len(BLOCK_PIECES)
@@ -146,7 +169,7 @@ class StageModule(nn.Module):
 
     def logits(self, hidden: Tensor | None, inputs: TextInput, features: Mapping[str, Tensor] | None = None) -> Tensor:
         """Run a stage that ends with the head; return logits (T, padded vocabulary) and ignore the labels."""
-        context = self.context(inputs, features or {})
+        context = self._block_context(inputs, features)
         out, is_sharded = self._run_layers(self.indices[:-1], hidden, context)
         if not self.factory.sequence_parallel:
             return self._head().logits(out)
@@ -161,7 +184,7 @@ class StageModule(nn.Module):
 
         Only tokens below `vocab_size` are candidates; the rows above it pad the vocabulary.
         """
-        context = self.context(inputs, features or {})
+        context = self._block_context(inputs, features)
         out, is_sharded = self._run_layers(self.indices[:-1], hidden, context)
         # Project the last token of each sequence only: the vocabulary's GEMM is the widest of the model.
         last_tokens = torch.tensor([*itertools.accumulate(inputs.lengths)], dtype=torch.int64, device=out.device) - 1
@@ -172,10 +195,15 @@ class StageModule(nn.Module):
 
     def context(self, inputs: UnitInput, features: Mapping[str, Tensor]) -> StageContext:
         """Derive from a microbatch what all layers of the stage need to know about it."""
+        return self._block_context(inputs, features)
+
+    def _block_context(self, inputs: UnitInput, features: Mapping[str, Tensor] | None = None) -> _BlockContext:
+        features = features or {}
         device = next(self.parameters()).device
         if isinstance(inputs, TextInput):
             head_dim, dtype = self.factory.block.head_dim, self.factory.dtype
             return TextContext(inputs, features, self._settings.llm, head_dim, dtype, device)
+        assert isinstance(inputs, EncoderInput)
         modality = self._settings.all_encoders[self.unit].modality
         return ENCODER_MODULES[modality].context(inputs, self.shape, self.factory.dtype, device)
 
@@ -184,7 +212,7 @@ class StageModule(nn.Module):
 
         They belong into the `tables` of its input, on the device. Any thread may call this.
         """
-        context = self.context(replace(inputs, tables=None), {})
+        context = self._block_context(replace(inputs, tables=None))
         shapes = [self.shape.layers[index] for index in self.indices]
         layouts = {layout.name: layout for layout in map(context.block_layout, filter(_is_block, shapes))}
         tables = context.index_tables() if layouts else {}
@@ -204,7 +232,7 @@ class StageModule(nn.Module):
         assert isinstance(head, Head), f"layer {last} of {self.unit} is no head"
         return head
 
-    def _run_layers(self, indices: Iterable[int], hidden: Tensor | None, context: StageContext) -> tuple[Tensor, bool]:
+    def _run_layers(self, indices: Iterable[int], hidden: Tensor | None, context: _BlockContext) -> tuple[Tensor, bool]:
         """Run layers; return the output of the last one, and whether it is this rank's shard of the tokens."""
         num_tokens = context.num_tokens
         sequence_parallel = self.factory.sequence_parallel
@@ -220,7 +248,7 @@ class StageModule(nn.Module):
             shard = sequence_parallel and kind in _SHARDED_KINDS
             tensors = [self._redistribute(tensor, is_sharded, shard, num_tokens) for tensor in tensors]
             is_sharded = shard
-            argument: PackedSequences | StageContext = context
+            argument: PackedSequences | _BlockContext = context
             if kind in BLOCK_KINDS:
                 windows = (layer_shape.window_side, layer_shape.chunk, layer_shape.window)
                 if windows not in packings:
@@ -232,7 +260,7 @@ class StageModule(nn.Module):
         assert tensors, "a stage has at least one layer, and only the first stage starts without an input"
         return join_rows(tensors), is_sharded
 
-    def _run_layer(self, index: int, tensors: list[Tensor], argument: PackedSequences | StageContext) -> list[Tensor]:
+    def _run_layer(self, index: int, tensors: list[Tensor], argument: PackedSequences | _BlockContext) -> list[Tensor]:
         """Run a layer on the hidden states, if there are any, and what travels beside them; return both."""
         shape, layer = self.shape.layers[index], self.layers[str(index)]
         hidden, carried = (tensors[0], tensors[1:]) if tensors else (None, [])

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmtrain.recipe.presets import GeneratorPreset
-from mmtrain.recipe.settings import PositiveInt, Section, setting
+from mmtrain.recipe.settings import PositiveFloat, PositiveInt, Section, setting
 from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION
 
 NUM_PIXEL_CHANNELS = 3  # of an image in RGB
@@ -15,12 +15,12 @@ _POSITION_SCALE_SIDE = 64  # PixArt's positions keep their scale up to this side
 
 
 class GeneratorSettings(Section):
-    """An image generator after the LLM, as a shape to plan with. This version of mmtrain cannot train one.
+    """An image generator after the LLM.
 
     With sources of samples it draws the images in the assistant's turns: their pixels, or with `vae` their latents.
 
-    `unet`: Stable Diffusion 2 (arXiv 2112.10752). `dit`: a diffusion transformer with cross-attention (PixArt, arXiv
-    2310.00426).
+    `unet`: Stable Diffusion 2 (arXiv 2112.10752), a shape to plan with. `dit`: a diffusion transformer with
+    cross-attention (PixArt, arXiv 2310.00426), which trains.
     """
 
     preset: GeneratorPreset | None = setting(None, affects={"resume"}, description=PRESET_DESCRIPTION)
@@ -53,7 +53,8 @@ class GeneratorSettings(Section):
         "where pixels are drawn.",
     )
     kind: Literal["unet", "dit"] = setting(
-        affects={"plan", "resume"}, description="A U-Net (`unet`) or a diffusion transformer (`dit`)."
+        affects={"plan", "resume"},
+        description="A U-Net (`unet`), to plan with, or a diffusion transformer (`dit`), which trains.",
     )
     widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = setting(
         affects={"plan", "resume"},
@@ -107,6 +108,46 @@ class GeneratorSettings(Section):
         False,
         affects={"plan", "resume"},
         description="Do not train the generator. The projector of its context still trains.",
+    )
+    prediction: Literal["noise", "velocity", "flow"] = setting(
+        "noise",
+        affects={"resume"},
+        added_later=True,
+        description="What the generator learns to predict of a noisy image: its `noise` (DDPM, PixArt), its `velocity` "
+        "(v-prediction, Stable Diffusion 2.1), or the direction to noise on a straight line (`flow` matching).",
+    )
+    noise_schedule: Literal["linear", "scaled_linear", "cosine"] = setting(
+        "linear",
+        affects={"resume"},
+        added_later=True,
+        description="How noise grows over the 1,000 steps of diffusion: `linear` as PixArt's, `scaled_linear` as "
+        "Stable Diffusion's, or `cosine`. Flow matching has straight lines instead, with uniform times.",
+    )
+    loss_weight: PositiveFloat = setting(
+        1.0,
+        affects={"resume"},
+        added_later=True,
+        description="Factor on the generator's loss, the mean squared error over all elements of the step's images, "
+        "where it is added to the LLM's.",
+    )
+    context_dropout: float = setting(
+        0.0,
+        ge=0,
+        lt=1,
+        affects={"resume"},
+        added_later=True,
+        description="Share of images that learn to be drawn without what the LLM says of them, for guidance without a "
+        "classifier.",
+    )
+    lr_scale: float = setting(
+        1.0, ge=0, affects={"resume"}, added_later=True, description="Factor on the learning rate of this unit."
+    )
+    weight_decay: float | None = setting(
+        None,
+        ge=0,
+        affects={"resume"},
+        added_later=True,
+        description="Weight decay of this unit. Default: train.optimizer.weight_decay.",
     )
 
     @property

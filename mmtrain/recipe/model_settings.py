@@ -54,7 +54,7 @@ class ModelSettings(Section):
     generator: GeneratorSettings | None = setting(
         None,
         affects={"plan", "lengths", "steps", "resume"},
-        description="An image generator after the LLM, to plan with. `mmtrain train` rejects recipes with one.",
+        description="An image generator after the LLM, conditioned by the LLM's outputs at learned queries.",
     )
 
     @property

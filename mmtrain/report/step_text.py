@@ -11,9 +11,10 @@ def step_line(metrics: StepMetrics, num_steps: int, left_s: float | None) -> str
 
     `step  120/400  loss 1.2345  lr 3.0e-04  gnorm 0.81  tok/s 12.3k  mfu 3.1%  left 1:38  | compute 71% ...`
     """
+    drawing = "" if metrics.drawing_loss is None else f"  draw {metrics.drawing_loss:.4f}"
     validation = held_out_text(metrics.val_loss, metrics.val_exact)
     return (
-        f"step {metrics.step:>{len(str(num_steps)) + 1}}/{num_steps}  loss {metrics.loss:.4f}{validation}  "
+        f"step {metrics.step:>{len(str(num_steps)) + 1}}/{num_steps}  loss {metrics.loss:.4f}{drawing}{validation}  "
         f"lr {metrics.lr:.1e}  gnorm {metrics.grad_norm:.2f}  tok/s {compact_number(metrics.tokens_per_s)}  "
         f"mfu {metrics.mfu:.1%}  left {clock_text(left_s)}  | {shares_text(metrics)}"
     )

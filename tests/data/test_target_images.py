@@ -175,8 +175,10 @@ def test_settings_that_cannot_draw_samples_are_named(drawing: MakeRecipe, tokeni
         drawing([], GENERATOR | {"image_size": 10})
     with pytest.raises(DataError, match=r"no place for images that the model draws.*<\|query\|>"):
         build_index(drawing([row("a", "b")], tokenizer=tokenizer_path))
-    with pytest.raises(RecipeError, match=r"model\.generator: this version can plan"):
-        require_runnable(drawing([row("a", "b")]), "train")
+    require_runnable(drawing([row("a", "b")]), "train")
+    unet = {"kind": "unet", "widths": (32, 32), "heads": (2, 2), "patch": 1, "norm_groups": 8}
+    with pytest.raises(RecipeError, match=r"model\.generator\.kind: this version can plan for a U-Net"):
+        require_runnable(drawing([row("a", "b")], GENERATOR | unet), "train")
 
 
 def test_a_recipe_needs_the_size_and_the_colours(tmp_path: Path, drawing: MakeRecipe) -> None:

@@ -59,7 +59,7 @@ def _ours_and_theirs(settings: Recipe, wanted: Plan) -> tuple[float, list[NamedS
     transport = replace(job.transport, groups=build_groups(job.graph, world))
     runner = build_units(settings, job.graph, transport)["llm"]
     data = step_data(job, 1, texts_between=True)
-    inputs = unit_inputs(data, {name: unit.stages.values() for name, unit in job.units.items()}, settings.data.image)
+    inputs = unit_inputs(data, {name: unit.stages.values() for name, unit in job.units.items()}, settings)
     found = _theirs(runner, inputs, data.meta.total_targets, wanted.units["llm"].vpp)
     loss = job.train(data, 0.0).loss
     return loss, [copy(g) for g in job.optimizer.units["llm"].gradients()], found

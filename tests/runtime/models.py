@@ -109,7 +109,7 @@ def teach(settings: Recipe) -> dict[str, StageModule]:
     single_replica = dict.fromkeys(units, 1)
     meta = assign(0, 0, [samples], index.lengths, single_replica, single_replica)
     data = BatchBuilder(index, settings, needs, single_replica).build(meta)
-    inputs = unit_inputs(data, {name: [unit] for name, unit in units.items()}, settings.data.image)
+    inputs = unit_inputs(data, {name: [unit] for name, unit in units.items()}, settings)
     adam = torch.optim.AdamW(nn.ModuleDict(units).parameters(), lr=5e-3)
     for _ in range(300):
         features = {name: unit(None, inputs[Microbatch(name, 0, 0)]) for name, unit in units.items() if name != LLM}

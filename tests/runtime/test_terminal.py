@@ -6,6 +6,7 @@ a mean over the tokens or items of its unit. Loss and gradients must equal those
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -67,6 +68,7 @@ class Toy(nn.Module):
     def __init__(self, unit: str, layers: range, last: int, trainable: bool) -> None:
         super().__init__()
         self.unit, self.indices, self.last = unit, layers, last
+        self.feeds_generator, self.shape = unit == "llm", SimpleNamespace(layers=range(last + 1))
         self.layers = nn.ModuleDict()
         for index in layers:
             torch.manual_seed(100 * len(unit) + index)
@@ -76,7 +78,19 @@ class Toy(nn.Module):
     def context(self, inputs: Input, features: Mapping[str, Tensor]) -> tuple[Input, Mapping[str, Tensor]]:
         return inputs, features
 
-    def run(self, context: Any, hidden: Tensor | None, layers: range) -> Tensor | tuple[Tensor, Tensor]:
+    def run(self, context: Any, hidden: Tensor | None, layers: range) -> Tensor:
+        inputs, _ = context
+        hidden = self._run_layers(context, hidden, layers)
+        if self.unit != "generator" or self.last not in layers:
+            return hidden
+        return (hidden - inputs.target).square().sum()
+
+    def run_to_queries(self, context: Any, hidden: Tensor | None, layers: range) -> tuple[Tensor, Tensor]:
+        inputs, _ = context
+        hidden = self._run_layers(context, hidden, layers)
+        return hidden[inputs.handed], (hidden - inputs.target).square().sum()
+
+    def _run_layers(self, context: Any, hidden: Tensor | None, layers: range) -> Tensor:
         inputs, features = context
         for index in layers:
             if index == 0:
@@ -85,10 +99,7 @@ class Toy(nn.Module):
                     hidden = hidden.index_add(0, inputs.places, features["vision"])
             hidden = torch.tanh(self.layers[str(index)](hidden))
         assert hidden is not None
-        if self.unit == "vision" or self.last not in layers:
-            return hidden
-        loss = (hidden - inputs.target).square().sum()
-        return loss if self.unit == "generator" else (hidden[inputs.handed], loss)
+        return hidden
 
 
 class Sums:
@@ -257,7 +268,8 @@ def one_process(units: tuple[Unit, ...]) -> tuple[float, dict[str, Tensor]]:
         out: Any = None
         for (name, _), stage in sorted(stages.items()):
             if name == unit:
-                out = stage.run((inputs, features), out, stage.indices)
+                ends_llm = unit == "llm" and stage.last in stage.indices
+                out = (stage.run_to_queries if ends_llm else stage.run)((inputs, features), out, stage.indices)
         return out
 
     total = torch.zeros((), dtype=torch.float64)

@@ -26,6 +26,9 @@ class GeneratorInput:
     cols: tuple[int, ...]  # (I,)
     cells: Tensor | None = None  # (N, features of a cell), with noise; only for the stage with the embedding
     timesteps: Tensor | None = None  # (I,) as the generator reads them; only for the stage with the embedding
+    targets: Tensor | None = None  # (N, features of a cell) to predict; only for the stage with the loss
+    counted: Tensor | None = None  # (N,) 1 for cells whose loss counts, 0 for those of images that cannot be decoded
+    kept_contexts: Tensor | None = None  # (I,) 1, or 0 for images that are drawn without their context
     tables: Mapping[str, Tensor] | None = None  # index tables that came with the microbatch; None: computed in forward
 
 
@@ -90,6 +93,19 @@ class GeneratorContext:
     @cached_property
     def _image_of_token(self) -> Tensor:
         return brought_or_computed(self.inputs.tables, self.index_tables, self.device)["image_of_token"]
+
+
+@dataclass(frozen=True)
+class DrawingContext:
+    """What the layers of a generator's stage know about a microbatch, and the LLM's outputs at its queries."""
+
+    generator: GeneratorContext
+    outputs: Tensor | None  # (I * context tokens, llm_hidden); only for the stage with the projector
+
+    @property
+    def inputs(self) -> GeneratorInput:
+        """The microbatch."""
+        return self.generator.inputs
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.program import LLM, Microbatch, Program, StageGraph, StageId, Step, StepLoads, build_program, step_loads
 from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.data_settings import ImageSettings
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.channel_probe import probe_channels
@@ -60,17 +59,17 @@ class GreedyGenerator:
         units: Mapping[str, UnitRunner],
         transport: Transport,
         tokenizer: SampleTokenizer,
-        image: ImageSettings,
+        recipe: Recipe,
         activity: Activity | None = None,
         gather_params: Callable[[], None] | None = None,
     ) -> None:
         """Prepare to answer with `units`, this rank's part of `graph`; never generate ids that `tokenizer` lacks.
 
-        image: how pixels are normalized. gather_params: brings the weights of `units` up to date, if training updates
-        them; all ranks answer together.
+        recipe: says how pixels are normalized. gather_params: brings the weights of `units` up to date, if training
+        updates them; all ranks answer together.
         """
         self._gather_params = gather_params
-        self._image = image
+        self._recipe = recipe
         self._transport, self._tokenizer, self.activity = transport, tokenizer, activity or Activity()
         self.prefill_program = build_program(forward_only(_with_microbatches(graph, graph.mesh(LLM).pp)), kind="coarse")
         self._graph = self.prefill_program.graph
@@ -88,10 +87,10 @@ class GreedyGenerator:
     @classmethod
     def of(cls, rank_context: RankContext, tokenizer: SampleTokenizer) -> "GreedyGenerator":
         """Answer with the units of a run in training, with the weights that they have when `generate` is called."""
-        image = rank_context.recipe.data.image
+        recipe = rank_context.recipe
         units, transport = rank_context.units, rank_context.transport
         gather_params = rank_context.optimizer.gather_params
-        return cls(rank_context.graph, units, transport, tokenizer, image, rank_context.activity, gather_params)
+        return cls(rank_context.graph, units, transport, tokenizer, recipe, rank_context.activity, gather_params)
 
     @torch.no_grad()
     def generate(self, data: StepData, max_new_tokens: int) -> dict[int, list[int]]:
@@ -103,7 +102,7 @@ class GreedyGenerator:
         if self._gather_params is not None:
             self._gather_params()
         stages = {name: unit.stages.values() for name, unit in self.units.items()}
-        inputs = unit_inputs(data, stages, self._image)
+        inputs = unit_inputs(data, stages, self._recipe)
         drafts: dict[Microbatch, _Draft] = {}
         if LLM in self.units:
             drafts = {mb: _Draft.of(data, mb, max_new_tokens) for mb in self._microbatches()}
@@ -249,7 +248,7 @@ def load_generator(
     units = build_units(recipe, graph, transport)
     for unit in units.values():
         load_weights(unit, checkpoint)
-    return GreedyGenerator(graph, units, transport, tokenizer, recipe.data.image)
+    return GreedyGenerator(graph, units, transport, tokenizer, recipe)
 
 
 def load_weights(unit: UnitRunner, checkpoint: Checkpoint) -> None:

@@ -62,10 +62,15 @@ def run(request: EvaluateRequest) -> None:
     Evaluates in the processes that a launcher has started, or starts its own. With `blank_images` the model gets zeros
     in place of every image and clip. Damaged checkpoints and unusable samples are reported on stderr and passed over.
 
-    Raises UserError if `run_dir` is no run or its recipe has no held-out data, CheckpointError if no checkpoint is
-    good, TooManyBadSamples above `data.max_bad_rate`, PlanError if the ranks cannot hold the model.
+    Raises UserError if `run_dir` is no run or its recipe has no held-out data or has a generator, CheckpointError if no
+    checkpoint is good, TooManyBadSamples above `data.max_bad_rate`, PlanError if the ranks cannot hold the model.
     """
     recipe = _load_recipe(request.run_dir)
+    if recipe.model.generator is not None:
+        raise UserError(
+            f"{request.run_dir}: a run with model.generator found, but this version evaluates only models without one; "
+            "train.validate_every computes its losses on held-out samples"
+        )
     _require_checkpoint(request.run_dir / CHECKPOINTS_FOLDER, recipe)
     address = find_address()
     if address is not None:

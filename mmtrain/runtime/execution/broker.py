@@ -355,6 +355,10 @@ class Broker:
 
     def _num_rows(self, edge: Edge, src: Microbatch, dst: Microbatch) -> int:
         spans = self._spans(edge, src, dst)
+        reader = self._transport.state_readers.get(edge)
+        if reader is not None:
+            load = self._loads.loads[src]
+            return reader.input_elements(load.tokens, load.num_sequences)
         if spans is None:
             return -(-self._loads.loads[src].tokens // self._transport.token_shards.get(src.unit, 1))
         return int(spans[:, 2].sum())

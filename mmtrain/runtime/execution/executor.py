@@ -7,7 +7,7 @@ gradients go to the broker.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -61,12 +61,17 @@ class StepInput:
 class StepOutcome:
     """What one rank computed in a step."""
 
-    loss: float = 0.0  # this rank's part of the global batch's mean loss, summed over units with a loss
+    unit_losses: dict[str, float] = field(default_factory=dict)  # this rank's part of each unit's loss in the step
     source_losses: tuple[float, ...] = ()  # its parts by source, where the input names sources and this rank has a loss
     grad_norm: float | None = None
     stepped: bool = False  # false in validation, and where a gradient was not finite
     record: StepRecord = EMPTY_STEP_RECORD
     loads: StepLoads | None = None  # of the step
+
+    @property
+    def loss(self) -> float:
+        """This rank's part of the loss of the step: the sum over units with a loss."""
+        return sum(self.unit_losses.values())
 
 
 class StageRunner(Protocol):
@@ -144,7 +149,7 @@ class Executor:
         self._outcome = StepOutcome(loads=step.loads)
         self._microbatches: dict[tuple[StageId, Microbatch], MicrobatchState] = {}
         self._gathering: dict[StageId, GatherParams] = {}  # stages whose parameters nothing has waited for yet
-        self._loss = torch.zeros((), dtype=torch.float64)
+        self._losses: dict[str, Tensor] = {}  # by unit with a loss on this rank
         self._broker.start_step(step.loads, step.route_rows, step.exchanges)
         if self._optimizer:
             self._optimizer.zero_grad()
@@ -159,9 +164,11 @@ class Executor:
         # Here alone the host asks the device for numbers.
         if self._optimizer and self._has_update:
             self._outcome.grad_norm, self._outcome.stepped = self._optimizer.finish_step()
-        losses = self._loss.reshape(-1).tolist()
-        self._outcome.loss = sum(losses)
-        self._outcome.source_losses = tuple(losses) if self._loss.dim() else ()
+        for unit, loss in self._losses.items():
+            parts = loss.reshape(-1).tolist()
+            self._outcome.unit_losses[unit] = sum(parts)
+            if loss.dim():  # the LLM's, by source
+                self._outcome.source_losses = tuple(parts)
         return self._outcome
 
     def _run(self, action: Action) -> None:
@@ -247,7 +254,8 @@ class Executor:
         microbatch.part_outputs[-1] = outputs
         if self._graph.has_loss(stage) and self._units[stage.unit].groups.tp_rank == 0:  # TP ranks see the same loss
             # Stays on the device: fetched here, every microbatch would wait until the GPU has caught up.
-            self._loss = self._loss + outputs[-1].detach().double() * self._step.loss_scale[stage.unit]
+            part = outputs[-1].detach().double() * self._step.loss_scale[stage.unit]
+            self._losses[stage.unit] = self._losses[stage.unit] + part if stage.unit in self._losses else part
         for edge in self._graph.outputs(stage):
             self._broker.put(edge, mb, "activation", outputs[0].detach())
 

@@ -10,7 +10,7 @@ action runs, and in the order of their creation, which is the same on all ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.models.fully_sharded import require_fsdp2, shard_mesh
+from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.program import Dispatch, Edge, Recv, Send, Share, StageGraph, UnitMesh
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages
@@ -63,6 +64,8 @@ class Transport:
     token_shards: Mapping[str, int]  # unit with sequence parallelism -> ranks that shard its tokens between stages
     device: torch.device
     dtype: torch.dtype
+    # Edges inside a generator, over which a flat state goes, with the layer that reads it.
+    state_readers: Mapping[Edge, LayerShape] = field(default_factory=dict)
 
     def send(self, rows: Tensor, message: Send) -> Pending:
         """Start to send rows to the message's peer; they must not change before they have left."""

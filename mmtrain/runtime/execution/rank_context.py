@@ -14,7 +14,7 @@ from mmtrain.models import parameter_specs
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.fully_sharded import FullyShardedAdamW, shard_stage
 from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
-from mmtrain.models.model_shape import ModelShape, build_model_shape
+from mmtrain.models.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.models.parameter_specs import WeightSource
 from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.plan.artifact.plan import Plan, SchedulePlan
@@ -35,7 +35,7 @@ from mmtrain.program import (
 )
 from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.unit_settings import UnitSettings
+from mmtrain.recipe.modalities import GENERATOR
 from mmtrain.runtime.execution.activity import BUILDING, Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.channel_probe import probe_channels
@@ -46,7 +46,7 @@ from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.execution.process_groups import ProcessGroups, Transport, build_groups
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.execution.unit import ShardedUnitRunner, UnitRunner
-from mmtrain.runtime.execution.unit_inputs import host_inputs, map_tensors
+from mmtrain.runtime.execution.unit_inputs import host_inputs, loss_scales, map_tensors
 from mmtrain.runtime.world import World
 
 
@@ -94,8 +94,8 @@ class RankContext:
         With `sources`, the outcome of the step has its loss by source.
         """
         stages = {name: unit.stages.values() for name, unit in self.units.items()}
-        inputs = host_inputs(data, stages, self.recipe.data.image, sources)
-        loss_scale = {LLM: 1.0 / max(1, data.meta.total_targets)}
+        inputs = host_inputs(data, stages, self.recipe, sources)
+        loss_scale = loss_scales(self.recipe, data.meta)
         loads = step_loads(self.graph, data.meta)
         # Those of validation are among them.
         rows, exchanges = self.train_executor.host_rows(loads), self.train_executor.host_exchanges(loads)
@@ -154,7 +154,8 @@ def build_rank_context(
     groups = _connect(graph, world, activity)
     actions = program.for_rank(world.rank)
     sequence_parallel = {name: unit.tp for name, unit in plan.units.items() if unit.sp}
-    transport = Transport(world.rank, groups, edge_widths(graph, model), sequence_parallel, world.device, dtype)
+    widths, readers = edge_widths(graph, model), state_readers(graph, model)
+    transport = Transport(world.rank, groups, widths, sequence_parallel, world.device, dtype, readers)
     units = build_units(recipe, graph, transport, sequence_parallel, pretrained)
     unit_optimizers = {name: _optimizer_of(recipe, unit, world) for name, unit in units.items()}
     optimizer = Optimizer(unit_optimizers, recipe.train.optimizer, world, groups.tied_embeddings)
@@ -198,6 +199,7 @@ def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int)
     """Return the payload a rank with these units computes on.
 
     First layers need media or ids, the head needs labels, and all stages of some LLMs need positions or images' spans.
+    A generator's embedding and its last layer need the images to draw.
     """
     # Not the rank in the unit's data-parallel group: torch orders that group by global rank, whatever the mesh says.
     replica_of = {stage.unit: replica for stage, replica in graph.held_by(rank)}
@@ -206,11 +208,13 @@ def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int)
         has_first_layer = any(0 in stage.indices for stage in unit.stages.values())
         has_last_layer = any(len(stage.shape.layers) - 1 in stage.indices for stage in unit.stages.values())
         is_llm = name == LLM
+        has_embedding = any(1 in stage.indices for stage in unit.stages.values())  # of noisy patches, in a generator
+        needs_media = has_embedding or has_last_layer if name == GENERATOR else has_first_layer
         needs.append(
             PayloadNeed(
                 name,
                 replica_of[name],
-                media=not is_llm and has_first_layer,
+                media=not is_llm and needs_media,
                 ids=is_llm and has_first_layer,
                 labels=is_llm and has_last_layer,
                 position_ids=any(stage.needs_position_ids for stage in unit.stages.values()),
@@ -231,10 +235,18 @@ def edge_widths(graph: StageGraph, model: ModelShape) -> dict[Edge, int]:
     for edge in graph.edges:
         if edge.crosses_units:
             widths[edge] = model.edge(edge.src.unit, edge.dst.unit).width
+        elif edge.src.unit == GENERATOR:
+            widths[edge] = 1  # a flat state, see `state_readers`
         else:
             last_layer = graph.stage(edge.src).layers[1] - 1
             widths[edge] = model.unit(edge.src.unit).layers[last_layer].out_width
     return widths
+
+
+def state_readers(graph: StageGraph, model: ModelShape) -> dict[Edge, LayerShape]:
+    """Return the layer that reads the state that goes over each edge inside a generator."""
+    edges = [edge for edge in graph.edges if edge.dst.unit == GENERATOR and not edge.crosses_units]
+    return {edge: model.unit(GENERATOR).layers[graph.stage(edge.dst).layers[0]] for edge in edges}
 
 
 def build_units(
@@ -324,7 +336,6 @@ def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner, world: Wor
 def _unit_rates(recipe: Recipe, unit: str) -> tuple[float, float]:
     """Return the factor on the learning rate of a unit, and its weight decay."""
     settings = recipe.model.unit(unit)
-    assert isinstance(settings, UnitSettings), "`require_runnable` rejects recipes with a generator"
     default = recipe.train.optimizer.weight_decay
     return settings.lr_scale, default if settings.weight_decay is None else settings.weight_decay
 

@@ -187,19 +187,24 @@ def _run_segments(
     context = microbatch.context
     assert context is not None
     if not microbatch.part_bounds:
-        return _as_tuple(module.run(context, inputs[0] if inputs else None, module.indices))
+        return _run_layers(module, context, inputs, module.indices)
     num_pieces = Counter(layer for layer, _ in microbatch.segments)
     tensors = inputs
     for layer, segments in groupby(microbatch.segments[first:last], key=lambda segment: segment[0]):
         pieces = [piece for _, piece in segments]
         index = module.indices[layer]
         if len(pieces) == num_pieces[layer]:
-            tensors = _as_tuple(module.run(context, tensors[0] if tensors else None, range(index, index + 1)))
+            tensors = _run_layers(module, context, tensors, range(index, index + 1))
         else:
             tensors = module.run_pieces(context, tensors, index, range(pieces[0], pieces[-1] + 1))
     return tensors
 
 
-def _as_tuple(output: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Wrap a single output; a stage that has a loss and feeds another unit returns both as a pair."""
-    return output if isinstance(output, tuple) else (output,)
+def _run_layers(
+    module: StageModule, context: StageContext, tensors: tuple[Tensor, ...], layers: range
+) -> tuple[Tensor, ...]:
+    """Run whole layers; the end of an LLM that feeds a generator returns its outputs at queries, and its loss."""
+    hidden = tensors[0] if tensors else None
+    if module.feeds_generator and layers.stop == len(module.shape.layers):
+        return module.run_to_queries(context, hidden, layers)
+    return (module.run(context, hidden, layers),)

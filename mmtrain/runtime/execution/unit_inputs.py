@@ -8,36 +8,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtrain.balance import IntArray
+from mmtrain.balance import BatchMeta, IntArray
 from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import EncoderPayload, TextPayload
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
+from mmtrain.models.generator.generator_input import GeneratorInput
 from mmtrain.models.pixel_scale import PixelScale
 from mmtrain.models.stage_inputs import EncoderInput, RowMix, TextInput, UnitInput
 from mmtrain.models.stage_module import StageModule
 from mmtrain.program import LLM, Microbatch
+from mmtrain.recipe import Recipe
 from mmtrain.recipe.data_settings import ImageSettings
+from mmtrain.recipe.modalities import GENERATOR
 from mmtrain.runtime.execution.broker import RouteRows
 from mmtrain.runtime.execution.executor import StepInput
+from mmtrain.runtime.execution.noisy_images import noisy_images
 
 StagesOfUnits = Mapping[str, Iterable[StageModule]]
 T = TypeVar("T")
-_MOVED = (StepInput, EncoderInput, TextInput, RowMix)  # dataclasses whose tensors belong to one step
+_MOVED = (StepInput, EncoderInput, TextInput, GeneratorInput, RowMix)  # dataclasses whose tensors belong to one step
 
 
 def host_inputs(
-    data: StepData, stages: StagesOfUnits, image: ImageSettings, sources: SampleSources | None = None
+    data: StepData, stages: StagesOfUnits, recipe: Recipe, sources: SampleSources | None = None
 ) -> dict[Microbatch, UnitInput]:
     """Make the inputs of the stages of this process; tensors are on the host, most of them views of the payload.
 
-    With them come the index tables that the stages need. `image` says how pixels are normalized, on the device. With
-    `sources`, losses are summed by source.
+    With them come the index tables that the stages need. The recipe says how pixels are normalized, on the device, and
+    how much noise the images to draw get. With `sources`, losses are summed by source.
     """
     inputs: dict[Microbatch, UnitInput] = {}
     for unit, payloads in data.encoders.items():
         for (replica, index), encoder_payload in payloads.items():
-            encoder = _encoder_input(encoder_payload, image, _device_of(stages[unit]))
+            encoder: EncoderInput | GeneratorInput
+            if unit == GENERATOR:
+                encoder = noisy_images(encoder_payload, data.meta, (replica, index), recipe)
+            else:
+                encoder = _encoder_input(encoder_payload, recipe.data.image, _device_of(stages[unit]))
             inputs[Microbatch(unit, replica, index)] = replace(encoder, tables=_host_tables(stages[unit], encoder))
     for (replica, index), text_payload in data.text.items():
         text = _text_input(text_payload)
@@ -48,9 +56,23 @@ def host_inputs(
     return inputs
 
 
-def unit_inputs(data: StepData, stages: StagesOfUnits, image: ImageSettings) -> dict[Microbatch, UnitInput]:
+def loss_scales(recipe: Recipe, meta: BatchMeta) -> dict[str, float]:
+    """Return for each unit with a loss what its sum is multiplied by in a step.
+
+    The LLM's is the mean over all target tokens of the global batch, the generator's that over all elements of its
+    images, times its weight.
+    """
+    scales = {LLM: 1.0 / max(1, meta.total_targets)}
+    generator = recipe.model.generator
+    if generator is not None:
+        num_elements = int(meta.items[GENERATOR].tokens.sum()) * generator.cell_features
+        scales[GENERATOR] = generator.loss_weight / max(1, num_elements)
+    return scales
+
+
+def unit_inputs(data: StepData, stages: StagesOfUnits, recipe: Recipe) -> dict[Microbatch, UnitInput]:
     """Make the inputs of stages on their device; the caller waits for the copies."""
-    inputs = host_inputs(data, stages, image)
+    inputs = host_inputs(data, stages, recipe)
     return {mb: map_tensors(inputs[mb], _move_to(_device_of(stages[mb.unit]))) for mb in inputs}
 
 
@@ -113,4 +135,5 @@ def _text_input(payload: TextPayload) -> TextInput:
         {unit: RowMix(torch.from_numpy(mix.rows), torch.from_numpy(mix.weights)) for unit, mix in mixes},
         image_spans=payload.image_spans,
         target_positions=targets,
+        query_positions=None if payload.query_positions is None else torch.from_numpy(payload.query_positions),
     )

@@ -367,8 +367,8 @@ def _build_executor(
         token_shards,
         world.device,
         STAND_IN_DTYPE,
-        rehearsal,
-        faults.loses,
+        rehearsal=rehearsal,
+        loses=faults.loses,
     )
     units = {
         unit: StandInUnit(rehearsal, unit_groups, token_shards.get(unit, 1))

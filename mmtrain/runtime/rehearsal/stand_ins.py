@@ -137,8 +137,8 @@ class TimedTransport(Transport):
     A message waits for its sender's communication stream, as in the simulator.
     """
 
-    rehearsal: Rehearsal
-    loses: Callable[[Send], bool] = field(default=lambda message: False)  # whether a message never leaves
+    rehearsal: Rehearsal = field(kw_only=True)
+    loses: Callable[[Send], bool] = field(default=lambda message: False, kw_only=True)  # whether a message never leaves
 
     def send(self, rows: Tensor, message: Send) -> Pending:
         """See `Transport`."""

@@ -28,6 +28,7 @@ from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import stream_position
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.program import LLM, ModelTiming, Stage, StepLoads
+from mmtrain.recipe.modalities import GENERATOR
 from mmtrain.report import StepMetrics, TimeSplit
 from mmtrain.report.metrics_record import DispatchMetrics, EdgeMetrics, SourceMetrics
 from mmtrain.runtime.execution.executor import StepOutcome
@@ -51,7 +52,8 @@ class RankFlags:
 class StepMetricsReduction:
     """What all ranks measured in a step; equal on all ranks."""
 
-    loss: float  # mean over the global batch's target tokens
+    loss: float  # of all units with a loss
+    drawing_loss: float | None  # of the generator, without its weight
     source_losses: tuple[float, ...]  # the parts of `loss` that come from each source
     time_s: TimeSplit  # mean over the ranks
     dispatch_s: float  # of `time_s.communication`, in dispatches; they wait for the slowest rank
@@ -152,6 +154,7 @@ class StepMetricsReducer:
             float(flags.lost_folder),
             float(flags.has_new_plan),
             float(peak_reserved_bytes(world.device) or 0),
+            outcome.unit_losses.get(GENERATOR, 0.0),
         ]
         num_sources = 0 if self.sources is None else len(self.sources.names)
         source_losses = list(outcome.source_losses) or [0.0] * num_sources  # ranks without the LLM's head have none
@@ -159,10 +162,14 @@ class StepMetricsReducer:
         table = self._all_gather([value for part in parts for value in part])
         ends = list(accumulate(map(len, parts)))[:-1]
         all_scalars, all_source_losses, all_times, all_edges, all_paces, all_drift = table.tensor_split(ends, dim=1)
-        losses, peaks, broken, stop_flags, saved_flags, lost_flags, plan_flags, reserved = all_scalars.unbind(dim=1)
+        losses, peaks, broken, stop_flags, saved_flags, lost_flags, plan_flags, reserved, drawing = all_scalars.unbind(
+            dim=1
+        )
+        generator = self._context.recipe.model.generator
         stragglers, new_stragglers = self._straggler_detector.detect(all_paces.numpy(), record.end_s - record.start_s)
         return StepMetricsReduction(
             loss=float(losses.sum()),
+            drawing_loss=None if generator is None else float(drawing.sum()) / generator.loss_weight,
             source_losses=tuple(all_source_losses.sum(dim=0).tolist()),
             time_s=TimeSplit(*all_times[:, :-1].mean(dim=0).tolist()),
             dispatch_s=float(all_times[:, -1].mean()),
@@ -203,6 +210,7 @@ class StepMetricsReducer:
         return StepMetrics(
             step=meta.step + 1,
             loss=reduction.loss,
+            drawing_loss=reduction.drawing_loss,
             grad_norm=outcome.grad_norm or 0.0,
             lr=lr,
             step_time_s=step_time_s,

@@ -1,7 +1,7 @@
 """Train without a plan: one process, one sample at a time, plain autograd and torch's own AdamW."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,10 @@ from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.stage_inputs import TextInput
 from mmtrain.models.stage_module import StageSpec
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.unit_settings import UnitSettings
+from mmtrain.recipe.modalities import GENERATOR
 from mmtrain.runtime.execution.unit_inputs import unit_inputs
 
 LoadSample = Callable[[int], StepData]  # sample id -> the input of all units, with the sample as the only microbatch
@@ -25,7 +24,7 @@ class OneProcess:
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         """Build the model with the same initial weights as under any plan, in fp32."""
-        self._image = recipe.data.image
+        self._recipe = recipe
         shape, groups = build_model_shape(recipe), ParallelGroups.single()
         options = StageOptions(torch.float32, device, recipe.train.seed, "sdpa")
         stages = {
@@ -36,17 +35,19 @@ class OneProcess:
         self._units = nn.ModuleDict(stages)
         self._adam = _build_adam(recipe, self._units)
 
-    def step(self, samples: Sequence[int], num_targets: int, load: LoadSample) -> tuple[float, dict[str, Tensor]]:
+    def step(
+        self, samples: Sequence[int], loss_scale: Mapping[str, float], load: LoadSample
+    ) -> tuple[float, dict[str, Tensor]]:
         """Train one step on the samples, some of which may occur several times; return the loss and all gradients.
 
-        Parameters that no sample reaches have a gradient of zero, as under a plan, and so their weights decay. The loss
-        is the mean over `num_targets` tokens.
+        Parameters that no sample reaches have a gradient of zero, as under a plan, and so their weights decay.
+        loss_scale: by unit with a loss, what the sum over its targets is multiplied by (`loss_scales`).
         """
         for param in self._units.parameters():
             param.grad = torch.zeros_like(param) if param.requires_grad else None
         loss = 0.0
         for sample, count in Counter(samples).items():
-            part = self._loss(load(sample)) * (count / num_targets)
+            part = self._loss(load(sample), loss_scale) * count
             loss += float(part.detach())
             if part.requires_grad:  # not for text alone through a frozen LLM
                 torch.autograd.backward(part)
@@ -56,14 +57,19 @@ class OneProcess:
         self._adam.step()
         return loss, gradients
 
-    def _loss(self, data: StepData) -> Tensor:
-        """Return the sum of the losses of a sample's targets."""
-        inputs = {mb.unit: unit_input for mb, unit_input in unit_inputs(data, self._stages, self._image).items()}
-        text = inputs.pop(LLM)
-        assert isinstance(text, TextInput)
-        features = {unit: self._units[unit](None, unit_input) for unit, unit_input in inputs.items()}
-        loss: Tensor = self._units[LLM](None, text, features)
-        return loss
+    def _loss(self, data: StepData, loss_scale: Mapping[str, float]) -> Tensor:
+        """Return a sample's part of the loss of a step."""
+        inputs = {mb.unit: unit_input for mb, unit_input in unit_inputs(data, self._stages, self._recipe).items()}
+        text, images = inputs.pop(LLM), inputs.pop(GENERATOR, None)
+        features = {unit: self._stages[unit][0](None, unit_input) for unit, unit_input in inputs.items()}
+        [llm] = self._stages[LLM]
+        if images is None:
+            loss: Tensor = llm(None, text, features) * loss_scale[LLM]
+            return loss
+        queries, llm_loss = llm.run_to_queries(llm.context(text, features), None, llm.indices)
+        [generator] = self._stages[GENERATOR]
+        drawing_loss: Tensor = generator(None, images, {LLM: queries})
+        return llm_loss * loss_scale[LLM] + drawing_loss * loss_scale[GENERATOR]
 
 
 def _build_adam(recipe: Recipe, units: nn.ModuleDict) -> torch.optim.AdamW:
@@ -72,7 +78,6 @@ def _build_adam(recipe: Recipe, units: nn.ModuleDict) -> torch.optim.AdamW:
     groups = []
     for unit, module in units.items():
         of_unit = recipe.model.unit(unit)
-        assert isinstance(of_unit, UnitSettings), "a generator cannot be trained"
         trained = [param for param in module.parameters() if param.requires_grad]
         decay = settings.weight_decay if of_unit.weight_decay is None else of_unit.weight_decay
         for params, weight_decay in (

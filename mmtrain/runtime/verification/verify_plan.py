@@ -20,6 +20,7 @@ from mmtrain.plan.artifact.plan import Plan
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.execution.unit_inputs import loss_scales
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.verification.compare_gradients import Difference, compare_gradients, stage_of_parameter
 from mmtrain.runtime.verification.fewer_replicas import CutPlan, RankLimit, cut_replicas
@@ -190,12 +191,14 @@ def _run_alone(shared: _Verified, address: Address) -> None:
     needs.append(PayloadNeed(LLM, 0, ids=True, labels=True, position_ids=has_positions))
     builder = BatchBuilder(shared.index, recipe, tuple(needs), once)
 
-    def load(sample: int) -> StepData:
-        meta = assign(0, 0, [np.array([sample], dtype=np.int64)], shared.index.lengths, once, once)
+    def load(step: int, sample: int) -> StepData:
+        meta = assign(step, 0, [np.array([sample], dtype=np.int64)], shared.index.lengths, once, once)
         return _with_small_ids(builder.build(meta), recipe)
 
     batches = [shared.batch(step) for step in range(shared.num_steps)]
-    steps = [alone.step(batch.sample_id.tolist(), batch.total_targets, load) for batch in batches]
+    steps = [
+        alone.step(batch.sample_id.tolist(), loss_scales(recipe, batch), partial(load, batch.step)) for batch in batches
+    ]
     torch.save(steps, shared.expected_file)
     leave()
 

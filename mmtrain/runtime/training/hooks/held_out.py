@@ -9,11 +9,15 @@ from mmtrain.data import BadSampleTracker, BatchBuilder, build_index, validation
 from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
+from mmtrain.runtime.execution.unit_inputs import loss_scales
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 
 
 class Validation(StepHook):
-    """Computes the mean loss per target token of the held-out batches every `every` steps, and after the last one."""
+    """Computes the loss of the held-out batches every `every` steps, and after the last one.
+
+    It is what the loss of one step with all their samples would be.
+    """
 
     def __init__(self, rank_context: RankContext, every: int) -> None:
         recipe = rank_context.recipe
@@ -47,12 +51,16 @@ class Validation(StepHook):
         self._steps.close()
 
     def _loss(self) -> float:
-        total_targets = sum(meta.total_targets for meta in self._batches)
+        recipe = self._rank_context.recipe
+        scales = [loss_scales(recipe, meta) for meta in self._batches]
+        # A scale is the inverse of what a loss is the mean over: target tokens, or elements of images to draw.
+        joint_scales = {unit: 1.0 / sum(1.0 / of_batch[unit] for of_batch in scales) for unit in scales[0]}
         loss = 0.0  # this rank's part
-        for meta in self._batches:
+        for of_batch in scales:
             step = next(self._steps)
             self._bad_samples.record_new(step.data.quarantined)
-            loss += self._rank_context.validate_on(step.input).loss * meta.total_targets / total_targets
+            unit_losses = self._rank_context.validate_on(step.input).unit_losses
+            loss += sum(part * joint_scales[unit] / of_batch[unit] for unit, part in unit_losses.items())
         return self._rank_context.world.all_reduce(loss)
 
 

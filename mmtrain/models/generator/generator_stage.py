@@ -1,0 +1,91 @@
+"""One pipeline stage of a generator as a torch module, and its loss."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmtrain.models.generator.generator_input import (
+    DrawingContext,
+    GeneratorContext,
+    GeneratorInput,
+    GeneratorState,
+    join_state,
+    split_state,
+)
+from mmtrain.models.generator.layer_modules import build_generator_layer
+from mmtrain.models.index_tables import HostTables
+from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.stage_inputs import UnitInput
+from mmtrain.models.stage_module import StageContext, StageModule
+
+
+class GeneratorStage(StageModule):
+    """Consecutive layers of a generator. The last stage's output is the sum of the squared errors of its prediction."""
+
+    def context(self, inputs: UnitInput, features: Mapping[str, Tensor]) -> DrawingContext:
+        """Derive from a microbatch what all layers of the stage need to know about it."""
+        assert isinstance(inputs, GeneratorInput)
+        device = next(self.parameters()).device
+        return DrawingContext(GeneratorContext(inputs, device), next(iter(features.values()), None))
+
+    def run(self, context: StageContext, hidden: Tensor | None, layers: range) -> Tensor:
+        """Run consecutive layers on the LLM's outputs, or on what the stage before sends.
+
+        Returns the flat state that the next layer reads (`join_state`) as a column, or the last layer's loss, a scalar
+        in fp32.
+        """
+        assert isinstance(context, DrawingContext)
+        state = self._start_state(context, hidden, layers)
+        for index in layers:
+            layer = self.layers[str(index)]
+            if index in self.recompute and torch.is_grad_enabled():
+                state = checkpoint(layer, state, context.generator, use_reentrant=False, preserve_rng_state=False)
+            else:
+                state = layer(state, context.generator)
+        if layers.stop < len(self.shape.layers):
+            return join_state(state, self.shape.layers[layers.stop])[:, None]
+        assert state.hidden is not None
+        return _sum_of_squares(state.hidden, context.inputs)
+
+    def host_tables(self, inputs: UnitInput) -> HostTables:
+        """Compute, on the host, the index tables that the stage's layers need of a microbatch with these lengths."""
+        assert isinstance(inputs, GeneratorInput)
+        context = GeneratorContext(replace(inputs, tables=None), torch.device("cpu"))
+        tables = context.index_tables()
+        if any(self.shape.layers[index].heads for index in self.indices):
+            tables |= context.layout.host_tables(self.factory.attention)
+        return tables
+
+    def _start_state(self, context: DrawingContext, hidden: Tensor | None, layers: range) -> GeneratorState:
+        if layers.start:
+            assert hidden is not None, "only the first layer starts without an input"
+            generator = context.generator
+            first = self.shape.layers[layers.start]
+            return split_state(hidden.flatten(), first, generator.num_tokens, generator.num_images)
+        outputs, kept = context.outputs, context.inputs.kept_contexts
+        assert outputs is not None, "the stage with the projector reads the LLM's outputs"
+        if kept is not None:  # an image without its context is drawn from the projector's bias
+            rows_per_image = self.shape.layers[0].context
+            outputs = outputs * kept.to(outputs.dtype).repeat_interleave(rows_per_image)[:, None]
+        return GeneratorState(outputs)
+
+    def _build_layer(self, layer: LayerShape, tied_embedding: nn.Module | None = None) -> nn.Module:
+        generator = self._settings.generator
+        assert generator is not None, "a model without a generator has no stage of one"
+        return build_generator_layer(generator, layer, self.factory)
+
+
+def _sum_of_squares(output: Tensor, inputs: GeneratorInput) -> Tensor:
+    """Sum the squared errors of predictions (N, 2 * features of a cell), whose second half is a variance: a scalar.
+
+    Nothing is learned from the variance (`learn_sigma` of `diffusers`), which the simple loss of DDPM does not need.
+    """
+    targets = inputs.targets
+    assert targets is not None, "the stage with the loss needs targets"
+    errors = output[:, : targets.shape[1]].float() - targets.float()
+    if inputs.counted is not None:
+        errors = errors * inputs.counted[:, None]
+    return errors.square().sum()

@@ -1,0 +1,96 @@
+"""Make the input of a generator from the images of a step: noise, keyed by the image, and what is to be predicted."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmtrain.balance import BatchMeta
+from mmtrain.data.loading.payload import EncoderPayload
+from mmtrain.models.generator.generator_input import GeneratorInput
+from mmtrain.models.generator.keyed_noise import (
+    ImageKey,
+    draw_dropped_conditions,
+    draw_flow_times,
+    draw_noise,
+    draw_steps,
+)
+from mmtrain.models.generator.noise_schedules import (
+    DiffusionSchedule,
+    FlowSchedule,
+    Levels,
+    add_noise,
+    prediction_target,
+)
+from mmtrain.recipe import Recipe
+from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.modalities import GENERATOR
+
+_HALF_RANGE = 127.5  # of a byte: pixels become numbers from -1 to 1, as noise schedules assume
+_SCHEDULES = {
+    "linear": DiffusionSchedule("linear", 1e-4, 0.02),  # DDPM (arXiv 2006.11239), PixArt
+    "scaled_linear": DiffusionSchedule("scaled_linear", 0.00085, 0.012),  # Stable Diffusion
+    "cosine": DiffusionSchedule("cosine"),
+}
+_FLOW = FlowSchedule()
+
+
+def noisy_images(
+    payload: EncoderPayload, meta: BatchMeta, microbatch: tuple[int, int], recipe: Recipe
+) -> GeneratorInput:
+    """Add noise to the images of a microbatch (replica, index), on the host.
+
+    Noise, timestep, and whether an image keeps its context depend on seed, step, sample and place in the sample alone,
+    so they are the same under every plan. An image that could not be decoded counts nothing in the loss.
+    """
+    generator = recipe.model.generator
+    assert generator is not None, "only models with a generator have images to draw"
+    table = meta.items[GENERATOR]
+    items = table.microbatch(*microbatch)
+    samples = meta.sample_id[table.sample[items]].tolist()
+    places = table.position[items].tolist()
+    keys = [
+        ImageKey(recipe.train.seed, meta.step, sample, place) for sample, place in zip(samples, places, strict=True)
+    ]
+    kept = None
+    if generator.context_dropout:
+        dropped = draw_dropped_conditions(keys, generator.context_dropout)
+        kept = torch.from_numpy((~dropped).astype(np.float32))
+    if payload.cells is None:
+        return GeneratorInput(payload.rows, payload.cols, kept_contexts=kept)
+    lengths = [rows * cols for rows, cols in zip(payload.rows, payload.cols, strict=True)]
+    image = torch.from_numpy(payload.cells.astype(np.float32))
+    if payload.cells.dtype == np.uint8:
+        image = image / _HALF_RANGE - 1.0
+    noise = torch.from_numpy(draw_noise(keys, lengths, generator.cell_features))
+    levels, timesteps = _draw_levels(generator, keys)
+    image_of_cell = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    of_cells = levels.per_token(image_of_cell)
+    return GeneratorInput(
+        payload.rows,
+        payload.cols,
+        cells=add_noise(image, noise, of_cells),
+        timesteps=timesteps,
+        targets=prediction_target(generator.prediction, image, noise, of_cells),
+        counted=_counted(payload, len(image)),
+        kept_contexts=kept,
+    )
+
+
+def _draw_levels(generator: GeneratorSettings, keys: list[ImageKey]) -> tuple[Levels, Tensor]:
+    """Draw how much noise each image gets; return that, and the timesteps that the generator reads: (images,)."""
+    if generator.prediction == "flow":
+        times = torch.from_numpy(draw_flow_times(keys))
+        return _FLOW.levels(times), _FLOW.timesteps(times)
+    schedule = _SCHEDULES[generator.noise_schedule]
+    steps = torch.from_numpy(draw_steps(keys, schedule.num_steps))
+    return schedule.levels(steps), steps
+
+
+def _counted(payload: EncoderPayload, num_cells: int) -> Tensor | None:
+    """Return 1 for cells of images that were decoded, 0 for others, (num_cells,); None if all were."""
+    if not payload.blank_cells:
+        return None
+    counted = torch.ones(num_cells)
+    for start, stop in payload.blank_cells:
+        counted[start:stop] = 0.0
+    return counted

@@ -1,0 +1,246 @@
+"""A generator trains beside an LLM: as `diffusers` and `transformers` compute it, and alike under every plan."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mmtrain.balance import BatchMeta, IntArray, assign
+from mmtrain.data import BatchBuilder, DataIndex, PayloadNeed, build_index
+from mmtrain.data.loading.batch_builder import StepData
+from mmtrain.errors import RecipeError, UserError
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.named_shards import NamedShard
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.artifact.plan_graph import build_stage_graph
+from mmtrain.program import LLM, Backward, build_program
+from mmtrain.recipe import Recipe, load_recipe
+from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.runtime.evaluation.score_run import EvaluateRequest
+from mmtrain.runtime.evaluation.score_run import run as evaluate_run
+from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.execution.unit_inputs import loss_scales
+from mmtrain.runtime.run_folder import RECIPE_FILE
+from mmtrain.runtime.verification.one_process import OneProcess
+from mmtrain.runtime.world import World
+from tests.distributed import run_ranks
+from tests.flow.cases import Mesh, plan
+from tests.flow.drawing import NUM_SAMPLES, recipe, write_samples
+from tests.flow.equality import assert_close
+from tests.flow.gather import copy, whole
+
+CPU = torch.device("cpu")
+NUM_STEPS = 2
+LR = 0.01
+OPTIMIZER = {"lr": LR, "weight_decay": 0.1, "clip_norm": None, "schedule": "constant", "eps": 1e-3}
+Meshes = dict[str, Mesh]
+APART = {"vision": Mesh((), (0,)), "llm": Mesh((), (1,)), "generator": Mesh((), (2,))}
+
+# name -> (recipe changes, meshes). Layers of the generator: 0 projects its context, 1 embeds patches, 2-3 are blocks.
+CASES: dict[str, tuple[dict[str, Any], Meshes]] = {
+    "one rank": ({}, {unit: Mesh((), (0,)) for unit in APART}),
+    "unified, a stage of its own at the end": (
+        {},
+        {"vision": Mesh((), (0,)), "llm": Mesh((2,), (0, 1)), "generator": Mesh((), (2,))},
+    ),
+    "unified, four ranks, all recomputed": (
+        {},
+        {
+            "vision": Mesh((), (0,), recompute=(0, 1, 2)),
+            "llm": Mesh((2,), (0, 1), recompute=(0, 1, 2, 3)),
+            "generator": Mesh((3,), (2, 3), recompute=(0, 1, 2, 3, 4)),
+        },
+    ),
+    "unified, the llm's end beside the generator's start": (
+        {},
+        {"vision": Mesh((), (0,)), "llm": Mesh((2,), (0, 1)), "generator": Mesh((), (1,))},
+    ),
+    "disaggregated 1:1:1": ({}, APART),
+    "disaggregated 1:2:1": (
+        {},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2), "generator": Mesh((), (3,))},
+    ),
+    "disaggregated 2:1:2": (
+        {},
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2,)), "generator": Mesh((), (3, 4), dp=2)},
+    ),
+    "llm tp2 with slices of tokens": (
+        {},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (0, 1), tp=2, sp=True), "generator": Mesh((), (2,))},
+    ),
+    "llm tp2, generator tp2, one microbatch for two of the llm": (
+        {},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (0, 1), tp=2), "generator": Mesh((), (2, 3), tp=2, n=2)},
+    ),
+    "generator of three stages behind a pipeline": (
+        {},
+        {"vision": Mesh((), (0,)), "llm": Mesh((1,), (0, 1)), "generator": Mesh((1, 4), (2, 3, 4))},
+    ),
+    "velocity, some drawn without context, weighted": (
+        {
+            "model__generator__prediction": "velocity",
+            "model__generator__noise_schedule": "cosine",
+            "model__generator__context_dropout": 0.5,
+            "model__generator__loss_weight": 0.3,
+        },
+        APART,
+    ),
+    "flow": ({"model__generator__prediction": "flow"}, APART),
+    "tied, encoder and llm frozen": (
+        {"model__vision__freeze": True, "model__llm__freeze": True, "model__llm__tie_embeddings": True},
+        {"vision": Mesh((), (0,)), "llm": Mesh((1,), (0, 1)), "generator": Mesh((), (2,))},
+    ),
+}
+QUICK = ("one rank", "unified, a stage of its own at the end", "disaggregated 1:2:1")
+
+
+def freeze(*units: str) -> dict[str, Any]:
+    return {f"model__{unit}__freeze": True for unit in units}
+
+
+# MMScale (arXiv 2408.04275), section 7.3: what trains; projectors and queries always do.
+FROZEN: dict[str, dict[str, Any]] = {
+    "encoder only": freeze("llm", "generator"),
+    "llm only": freeze("vision", "generator"),
+    "generator only": freeze("vision", "llm"),
+    "projectors only": freeze("vision", "llm", "generator"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write samples that answer and draw."""
+    folder = tmp_path_factory.mktemp("drawing")
+    write_samples(folder)
+    return folder
+
+
+def no_plan(*_: object) -> Plan:
+    raise AssertionError("a refused run needs no plan")
+
+
+def groups_of(step: int, num_groups: int) -> list[IntArray]:
+    """Return the groups of a step: ten samples of all kinds, in another order every step."""
+    samples = np.random.default_rng(step).permutation(NUM_SAMPLES)[:10]
+    return [group.astype(np.int64) for group in np.array_split(samples, num_groups)]
+
+
+def batch(settings: Recipe, index: DataIndex, step: int, dp: dict[str, int], counts: dict[str, int]) -> BatchMeta:
+    """Return the global batch of a step."""
+    return assign(step, 0, groups_of(step, settings.train.global_batch), index.lengths, dp, counts)
+
+
+def train(settings: Recipe, wanted: Plan) -> tuple[list[tuple[dict[str, float], float]], list[NamedShard]]:
+    """Run on every rank: loss parts by unit and the norm of each step, and this rank's gradients of the first."""
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), CPU)
+    context = build_rank_context(settings, wanted, world)
+    index = build_index(settings)
+    builder = BatchBuilder(index, settings, context.needs, context.num_microbatches)
+    steps, gradients = [], []
+    for step in range(NUM_STEPS):
+        outcome = context.train(builder.build(batch(settings, index, step, context.dp, context.num_microbatches)), LR)
+        assert outcome.stepped
+        assert outcome.grad_norm is not None
+        steps.append((dict(outcome.unit_losses), outcome.grad_norm))
+        if step == 0:
+            gradients = [copy(g) for unit in context.optimizer.units.values() for g in unit.gradients()]
+    return steps, gradients
+
+
+def train_alone(settings: Recipe) -> list[tuple[float, dict[str, Tensor]]]:
+    """Run in one process, one sample after another: loss and gradients of each step."""
+    index = build_index(settings)
+    once = dict.fromkeys((unit.name for unit in build_model_shape(settings).units), 1)
+    needs = [PayloadNeed(unit, 0, media=True) for unit in once if unit != LLM]
+    builder = BatchBuilder(index, settings, (*needs, PayloadNeed(LLM, 0, ids=True, labels=True)), once)
+    alone = OneProcess(settings, CPU)
+
+    def load(step: int, sample: int) -> StepData:
+        return builder.build(assign(step, 0, [np.array([sample])], index.lengths, once, once))
+
+    steps = []
+    for step in range(NUM_STEPS):
+        counts = once | {LLM: settings.train.global_batch}
+        meta = batch(settings, index, step, once, counts)
+        steps.append(alone.step(meta.sample_id.tolist(), loss_scales(settings, meta), partial(load, step)))
+    return steps
+
+
+_alone: dict[str, list[tuple[float, dict[str, Tensor]]]] = {}
+
+
+def assert_equals_one_process(folder: Path, changes: dict[str, Any], meshes: Meshes) -> None:
+    """Compare losses and norms of all steps, and the gradients of the first, with those of one process."""
+    settings = recipe(folder, train__global_batch=4, train__optimizer=OPTIMIZER, **changes)
+    wanted = plan(settings, **meshes)
+    ranks = run_ranks(wanted.world_size, train, settings, wanted)
+    key = settings.model.model_dump_json() + str(folder)
+    if key not in _alone:
+        [_alone[key]] = run_ranks(1, train_alone, settings)
+    for step, (loss, gradients) in enumerate(_alone[key]):
+        parts = [steps[step][0] for steps, _ in ranks]
+        assert sum(sum(part.values()) for part in parts) == pytest.approx(loss, rel=1e-5)
+        assert {unit for part in parts for unit in part} == {LLM, GENERATOR}
+        norm = float(torch.cat([g.flatten() for g in gradients.values()]).norm())
+        for steps, _ in ranks:
+            assert steps[step][1] == pytest.approx(norm, rel=1e-4), f"gradient norm of step {step}"
+    assert_close(whole([g for _, shards in ranks for g in shards]), _alone[key][0][1])
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_every_plan_computes_what_one_process_computes(folder: Path, case: str) -> None:
+    assert_equals_one_process(folder, *CASES[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK])
+def test_more_plans_compute_what_one_process_computes(folder: Path, case: str) -> None:
+    assert_equals_one_process(folder, *CASES[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FROZEN)
+def test_frozen_units_leave_the_gradients_of_all_others_as_they_are(folder: Path, case: str) -> None:
+    assert_equals_one_process(folder, FROZEN[case], APART)
+
+
+PROJECTOR = {"model__vision__projector": {"freeze": True}}
+QUERIES = {"train__freeze": ("llm.layers.0.queries",)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "backward"),
+    [
+        (FROZEN["generator only"], {"vision", "llm", "generator"}),  # down to the encoder's projector
+        (FROZEN["generator only"] | PROJECTOR, {"llm", "generator"}),  # down to the queries
+        (FROZEN["generator only"] | PROJECTOR | QUERIES, {"generator"}),
+        (freeze("llm", "generator") | QUERIES, {"vision", "llm", "generator"}),
+    ],
+)
+def test_no_unit_runs_backward_without_anything_to_train_in_it_or_before_it(
+    folder: Path, changes: dict[str, Any], backward: set[str]
+) -> None:
+    settings = recipe(folder, **changes)
+    wanted = plan(settings, **APART)
+    graph = build_stage_graph(wanted.units, wanted.schedule.num_microbatches, build_model_shape(settings))
+    actions = build_program(graph).actions.values()
+    assert {action.stage.unit for todo in actions for action in todo if isinstance(action, Backward)} == backward
+
+
+def test_what_does_not_run_is_refused(folder: Path, tmp_path: Path) -> None:
+    plain = recipe(folder, data__validation=[{"path": folder / "train.json"}]).model_dump_json()
+    path = tmp_path / "recipe.json"
+    path.write_text(plain)
+    with pytest.raises(RecipeError, match=r"train\.evaluate_every: found 2, allowed with model\.generator: 0"):
+        load_recipe(path, ["train.evaluate_every=2"])
+    for placement in ("colocated", "replicated"):
+        with pytest.raises(RecipeError, match=f"found {placement}, allowed with model.generator: disaggregated, unif"):
+            load_recipe(path, [f"parallel.placement={placement}"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RECIPE_FILE).write_text(plain)
+    with pytest.raises(UserError, match=r"a run with model\.generator found"):
+        evaluate_run(EvaluateRequest(tmp_path / "run", no_plan, print))
