@@ -1,5 +1,7 @@
 """A generator trains beside an LLM: as `diffusers` and `transformers` compute it, and alike under every plan."""
 
+import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,12 @@ from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.program import LLM, Backward, build_program
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.report.runlog import METRICS_FILE
 from mmtrain.runtime.evaluation.score_run import EvaluateRequest
 from mmtrain.runtime.evaluation.score_run import run as evaluate_run
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.unit_inputs import loss_scales
-from mmtrain.runtime.run_folder import RECIPE_FILE
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
 from mmtrain.runtime.verification.one_process import OneProcess
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
@@ -32,6 +35,8 @@ from tests.flow.cases import Mesh, plan
 from tests.flow.drawing import NUM_SAMPLES, recipe, write_samples
 from tests.flow.equality import assert_close
 from tests.flow.gather import copy, whole
+from tests.forked_command import run_forked
+from tests.models.generator.test_autoencoder import saved_vae
 
 CPU = torch.device("cpu")
 NUM_STEPS = 2
@@ -206,6 +211,48 @@ def test_more_plans_compute_what_one_process_computes(folder: Path, case: str) -
 @pytest.mark.parametrize("case", FROZEN)
 def test_frozen_units_leave_the_gradients_of_all_others_as_they_are(folder: Path, case: str) -> None:
     assert_equals_one_process(folder, FROZEN[case], APART)
+
+
+def command(folder: Path, *arguments: str) -> str:
+    done = run_forked(folder, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_plan(folder: Path, tmp_path: Path) -> None:
+    path, run = tmp_path / "recipe.json", tmp_path / "run"
+    path.write_text(recipe(folder, train__checkpoint__every=2).model_dump_json(exclude_unset=True))
+    train = ("train", str(path), "--run-dir", str(run))
+    command(tmp_path, *train, "--set", "cluster.ranks=2", "--set", "parallel.placement=unified")
+    unbroken = steps_of(run)
+    shutil.rmtree(run / CHECKPOINTS_FOLDER / "step-00000004")
+    apart = ("--set", "cluster.ranks=3", "--set", "parallel.placement=disaggregated")
+    command(tmp_path, *train, "--resume", *apart)
+    resumed = steps_of(run)
+    assert resumed[:2] == unbroken[:2]
+    for step, expected in zip(resumed[2:], unbroken[2:], strict=True):
+        assert step["edges"].keys() != expected["edges"].keys()
+        for key in ("loss", "drawing_loss", "grad_norm"):
+            assert step[key] == pytest.approx(expected[key], rel=1e-4), key
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_latents_train_too(folder: Path, tmp_path: Path) -> None:
+    saved_vae(tmp_path / "vae")
+    latent = {"vae": tmp_path / "vae", "latents": tmp_path / "latents", "channels": 4, "patch": 1, "image_size": 16}
+    path = tmp_path / "recipe.json"
+    settings = {f"model__generator__{name}": value for name, value in latent.items()}
+    path.write_text(recipe(folder, **settings).model_dump_json(exclude_unset=True))
+    command(tmp_path, "data", "latents", str(path))
+    apart = ("--set", "cluster.ranks=3", "--set", "parallel.placement=disaggregated")
+    [step, _] = json.loads(command(tmp_path, "verify", str(path), *apart, "--json"))
+    assert step["differences"] == []
+    assert step["loss"] == pytest.approx(step["expected_loss"], rel=1e-5)
 
 
 PROJECTOR = {"model__vision__projector": {"freeze": True}}
