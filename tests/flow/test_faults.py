@@ -46,11 +46,13 @@ PLACEMENTS = [
 ]
 WATCHED = f"train.watchdog_s={WATCHDOG_S}"
 SLOW_PLANNING_S = 1.5 * WATCHDOG_S  # of processor time, from the start of the process
-# `tests/runtime/test_signals.py` listens to the other two, so here they are long runs.
-SLOW_SIGNALS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGHUP)]
+# `tests/runtime/test_signals.py` listens to the others, so here they are long runs.
+SLOW_SIGNALS = [
+    pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, *SLOW_SIGNALS])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *SLOW_SIGNALS])
 def test_a_run_whose_launcher_gets_a_signal_saves_and_can_be_resumed(
     data: Path, unbroken: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -26,7 +26,7 @@ def planned(settings: Recipe, world_size: int, hardware: str = "cpu-core", top: 
 
 
 def test_the_same_recipe_is_planned_the_same_each_time() -> None:
-    assert planned(recipe(), 2, top=5) == planned(recipe(), 2, top=5)
+    assert planned(recipe(global_batch=4), 2, top=5) == planned(recipe(global_batch=4), 2, top=5)
 
 
 def test_a_plan_is_complete() -> None:

@@ -19,6 +19,8 @@ from mmtrain.plan.problem import PlanRequest
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import problem_for, recipe
 
+SETTINGS = recipe(global_batch=4)  # with half the microbatches of the other tests, since these plan twice
+
 
 def planned(settings: Recipe, world_size: int = 4, **request: Any) -> Plan:
     return plan(replace(problem_for(settings, world_size=world_size), request=PlanRequest(**request)))
@@ -34,7 +36,7 @@ def test_fewer_ranks_are_used_only_where_the_recipe_allows_it() -> None:
 
 
 def test_all_losers_are_explained_on_demand() -> None:
-    brief, complete = planned(recipe(), num_alternatives=1), planned(recipe(), num_alternatives=1, explain=True)
+    brief, complete = planned(SETTINGS, num_alternatives=1), planned(SETTINGS, num_alternatives=1, explain=True)
     assert len(brief.alternatives) == 1 < len(complete.alternatives)
     assert all(a.reason for a in complete.alternatives)
     assert complete.model_copy(update={"alternatives": ()}) == brief.model_copy(update={"alternatives": ()})
@@ -47,7 +49,7 @@ def test_the_plan_that_measures_fastest_is_chosen() -> None:
         asked.append(candidate)
         return StepMeasurement(30.0 - len(asked) if len(asked) <= 4 else 40.0)  # then rules of thumb are run
 
-    chosen = planned(recipe(), num_alternatives=3, num_measured=4, measure=backwards)
+    chosen = planned(SETTINGS, num_alternatives=3, num_measured=4, measure=backwards)
     predicted = [p.predicted.step_time_s for p in asked[:4]]
     assert predicted == sorted(predicted)
     assert chosen.units == asked[3].units
@@ -95,24 +97,24 @@ def test_runs_that_the_best_sizes_do_not_need_go_to_the_next_sizes() -> None:
 
 
 def test_a_rule_of_thumb_that_measures_fastest_is_chosen() -> None:
-    rule = planned(recipe(), baseline="megatron")
+    rule = planned(SETTINGS, baseline="megatron")
 
     def measure(candidate: Plan) -> StepMeasurement:
         return StepMeasurement(1.0 if candidate.units == rule.units else 2.0)
 
-    chosen = planned(recipe(), num_alternatives=2, num_measured=2, measure=measure)
+    chosen = planned(SETTINGS, num_alternatives=2, num_measured=2, measure=measure)
     assert chosen.units == rule.units
     assert not any("megatron baseline" in a.summary for a in chosen.alternatives)
 
 
 def test_plans_that_cannot_be_run_are_not_chosen() -> None:
     seconds = chain([math.inf, 1.0], repeat(math.inf))
-    chosen = planned(recipe(), num_alternatives=3, num_measured=3, measure=lambda _: StepMeasurement(next(seconds)))
+    chosen = planned(SETTINGS, num_alternatives=3, num_measured=3, measure=lambda _: StepMeasurement(next(seconds)))
     reasons = [a.reason for a in chosen.alternatives]
     assert reasons.count("could not be run here") == 2
     assert len({*reasons}) > 1  # rules of thumb, which could not be run either
     with pytest.raises(PlanError, match="none of the 2 plans predicted to be fastest could be run"):
-        planned(recipe(), num_alternatives=2, num_measured=2, measure=lambda _: StepMeasurement(math.inf))
+        planned(SETTINGS, num_alternatives=2, num_measured=2, measure=lambda _: StepMeasurement(math.inf))
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +177,7 @@ def test_meshes_whose_state_alone_is_too_large_are_rejected_for_memory() -> None
 @pytest.mark.parametrize("parallel", [{}, {"max_gpus": 4}, {"placement": "unified"}])
 def test_progress_runs_to_its_end_through_all_searches(parallel: dict[str, Any]) -> None:
     reported: list[tuple[int, int]] = []
-    planned(recipe(parallel=parallel), progress=lambda done, total: reported.append((done, total)))
+    planned(recipe(global_batch=4, parallel=parallel), progress=lambda done, total: reported.append((done, total)))
     totals = {total for _, total in reported}
     assert len(totals) == 1
     assert reported[0][0] == 0
