@@ -95,7 +95,7 @@ def describe(plan: Plan) -> str:
     for loser in plan.alternatives:  # the fastest first
         rule, _, _ = loser.summary.rpartition(" baseline, ")
         label = f"{rule} rule of thumb" if rule else loser.placement
-        if label not in labels and loser.step_time_s is not None and loser.placement != "replicated":
+        if label not in labels and loser.step_time_s is not None:
             labels.add(label)
             parts.append(f"{label} {loser.step_time_s:.2f} s")
     return "; ".join(parts)
