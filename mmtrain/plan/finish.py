@@ -108,15 +108,15 @@ def best_alternatives(
 ) -> tuple[Alternative, ...]:
     """Return the best losers by step time, those never simulated last.
 
-    With the best of each placement if possible, and with those whose summary starts with one of `preferred_labels`.
+    With the best of each placement if possible, then with those whose summary starts with one of `preferred_labels`.
     """
     ranked = sorted(losers, key=lambda loser: math.inf if loser.step_time_s is None else loser.step_time_s)
     placements = [loser.placement for loser in ranked]
-    is_preferred = [
-        placements.index(loser.placement) == i or loser.summary.startswith(preferred_labels)
+    preferences = [
+        (placements.index(loser.placement) == i, loser.summary.startswith(preferred_labels))
         for i, loser in enumerate(ranked)
     ]
-    preferred = sorted(range(len(ranked)), key=lambda i: not is_preferred[i])
+    preferred = sorted(range(len(ranked)), key=preferences.__getitem__, reverse=True)
     return tuple(ranked[i] for i in sorted(preferred[:num_shown]))
 
 
