@@ -15,7 +15,7 @@ from mmtrain.cli.app import app
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *ROOT.glob("*.md"),
-    *ROOT.glob("docs/*.md"),
+    *ROOT.glob("docs/**/*.md"),
     *sorted(ROOT.glob("recipes/**/*.yaml")),
 ]
 MADE_BY_USERS = {"recipes/mine.yaml", "recipe.yaml"}
