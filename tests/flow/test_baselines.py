@@ -7,7 +7,7 @@ import pytest
 from mmtrain.plan import load_plan
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.problem import PlanRequest
-from tests.flow.cases import lengths, recipe
+from tests.flow.cases import NUM_PLANNED, lengths, recipe
 from tests.flow.equality import assert_equals_one_process
 
 
@@ -15,7 +15,12 @@ from tests.flow.equality import assert_equals_one_process
 def test_a_baseline_that_was_saved_trains_as_one_process_does(rule: str, placement: str, tmp_path: Path) -> None:
     settings = recipe(model__llm__layers=4)
     chosen = plan_recipe(
-        settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="", request=PlanRequest(baseline=rule)
+        settings,
+        lengths(num_samples=NUM_PLANNED),
+        world_size=2,
+        hardware="cpu-core",
+        recipe_sha256="",
+        request=PlanRequest(baseline=rule),
     )
     chosen.save(tmp_path / "plan.json")
     found = load_plan(tmp_path / "plan.json")

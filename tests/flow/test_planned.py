@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mmtrain.plan.planner import plan_recipe
-from tests.flow.cases import AUDIO, FINE, lengths, recipe
+from tests.flow.cases import AUDIO, FINE, NUM_PLANNED, lengths, recipe
 from tests.flow.equality import assert_equals_one_process
 
 TWO_RANKS = {"parallel__llm__pp": 2, "parallel__vision__pp": 1}
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_planned_colocated_program_trains_as_one_process_does(case: str) -> None:
     world_size, changes = CASES[case]
     settings = recipe(parallel__placement="colocated", **changes)
-    samples = lengths(settings.model.all_encoders)
+    samples = lengths(settings.model.all_encoders, NUM_PLANNED)
     chosen = plan_recipe(settings, samples, world_size=world_size, hardware="cpu-core", recipe_sha256="")
     assert (chosen.placement, chosen.schedule.kind) == ("colocated", "explicit")
     assert 0 < (chosen.predicted.scheduling_efficiency or 0) < 1
@@ -69,7 +69,7 @@ IN_CHUNKS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_interleaved_units_train_as_one_process_does(case: str) -> None:
     world_size, changes = IN_CHUNKS[case]
     settings = recipe(**changes)
-    samples = lengths(settings.model.all_encoders)
+    samples = lengths(settings.model.all_encoders, NUM_PLANNED)
     chosen = plan_recipe(settings, samples, world_size=world_size, hardware="cpu-core", recipe_sha256="")
     assert sum(unit.vpp > 1 for unit in chosen.units.values()) >= 1
     assert_equals_one_process(settings, chosen)
