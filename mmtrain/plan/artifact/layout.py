@@ -82,7 +82,8 @@ def replicated_summary(
     encoder_first: bool = False,
 ) -> str:
     """Return one line on a layout in which every rank runs every unit."""
-    text = f"replicated: {num_ranks} ranks, shard {shard}, {num_microbatches[LLM]} mini-batches"
+    count = num_microbatches[LLM]
+    text = f"replicated: {num_ranks} ranks, shard {shard}, {count} mini-batch{'' if count == 1 else 'es'}"
     if dispatch is not None:
         text += f", dispatch {dispatch}"
     if exchange != "all_to_all":
