@@ -121,7 +121,21 @@ class GeneratorSettings(Section):
         affects={"resume"},
         added_later=True,
         description="How noise grows over the 1,000 steps of diffusion: `linear` as PixArt's, `scaled_linear` as "
-        "Stable Diffusion's, or `cosine`. Flow matching has straight lines instead, with uniform times.",
+        "Stable Diffusion's, or `cosine`. Flow matching has straight lines instead.",
+    )
+    flow_times: Literal["uniform", "logit_normal"] = setting(
+        "uniform",
+        affects={"resume"},
+        added_later=True,
+        description="How often flow matching trains at each time between image and noise: `uniform`, or "
+        "`logit_normal`, which favours the middle (Stable Diffusion 3).",
+    )
+    flow_shift: PositiveFloat = setting(
+        1.0,
+        affects={"resume"},
+        added_later=True,
+        description="Above 1 it moves the times of flow matching towards noise, which larger images need (Stable "
+        "Diffusion 3: 3).",
     )
     loss_weight: PositiveFloat = setting(
         1.0,
@@ -185,6 +199,13 @@ class GeneratorSettings(Section):
             ]
         if self.kind == "unet" and self.patch > 1:
             problems.append(f"patch is {self.patch}, but a U-Net reads every position of the latent: set patch to 1")
+        if self.prediction != "flow":
+            problems += [
+                f"{name} is {getattr(self, name)}, but prediction {self.prediction} has no times of flow matching: "
+                "remove it, or set prediction to flow"
+                for name in ("flow_times", "flow_shift")
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
         divisor = self.latent_scale * self.patch * 2 ** (len(self.widths) - 1)
         if self.image_size is not None and self.image_size % divisor:
             dividers = "the patch divides" if self.kind == "dit" else "the U-Net divides"

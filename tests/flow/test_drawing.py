@@ -94,7 +94,14 @@ CASES: dict[str, tuple[dict[str, Any], Meshes]] = {
         },
         APART,
     ),
-    "flow": ({"model__generator__prediction": "flow"}, APART),
+    "flow, at times near noise": (
+        {
+            "model__generator__prediction": "flow",
+            "model__generator__flow_times": "logit_normal",
+            "model__generator__flow_shift": 3.0,
+        },
+        APART,
+    ),
     "tied, encoder and llm frozen": (
         {"model__vision__freeze": True, "model__llm__freeze": True, "model__llm__tie_embeddings": True},
         {"vision": Mesh((), (0,)), "llm": Mesh((1,), (0, 1)), "generator": Mesh((), (2,))},

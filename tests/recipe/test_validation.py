@@ -109,6 +109,10 @@ def test_an_invalid_setting_is_the_only_problem_reported(base: Path, override: s
 @pytest.mark.parametrize(
     ("generator", "message"),
     [
+        (
+            "{kind: dit, widths: [8], heads: [4], layers: 2, context_width: 8, flow_shift: 3}",
+            "flow_shift is 3.0, but prediction noise has no times of flow matching: remove it",
+        ),
         ("{kind: dit, widths: [8, 8], heads: [2, 2], layers: 1, context_width: 8}", "2 widths, but a transformer"),
         ("{preset: stable-diffusion-2.1, heads: [5, 3, 5, 5]}", "width 640 is not divisible by 3 heads"),
         ("{preset: stable-diffusion-2.1, heads: [5, 5, 5]}", "3 heads for 4 widths"),

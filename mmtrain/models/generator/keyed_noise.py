@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
 Purpose = Literal["noise", "timestep", "condition"]
+TimeDensity = Literal["uniform", "logit_normal"]
 _KEY_BYTES = 16  # of the counter-based generator Philox 4x64 (Salmon et al., SC 2011)
 
 
@@ -48,21 +49,15 @@ def draw_steps(keys: Sequence[ImageKey], num_steps: int) -> npt.NDArray[np.int64
     return np.asarray(steps, dtype=np.int64)
 
 
-def draw_flow_times(
-    keys: Sequence[ImageKey],
-    density: Literal["uniform", "logit_normal"] = "uniform",
-    mean: float = 0.0,
-    std: float = 1.0,
-) -> FloatArray:
+def draw_flow_times(keys: Sequence[ImageKey], density: TimeDensity = "uniform") -> FloatArray:
     """Draw a time of flow matching for each image, (images,): 0 is the image, 1 is noise.
 
-    logit_normal: the logistic function of a normal number with `mean` and `std`, which favors the middle (Esser et al.,
-        arXiv 2403.03206).
+    logit_normal: the logistic function of a normal number, which favors the middle (Esser et al., arXiv 2403.03206).
     """
     if density == "uniform":
         times = [key.stream("timestep").random() for key in keys]
     else:
-        normals = (mean + std * key.stream("timestep").standard_normal() for key in keys)
+        normals = (key.stream("timestep").standard_normal() for key in keys)
         times = [1 / (1 + np.exp(-normal)) for normal in normals]
     return np.asarray(times, dtype=np.float32)
 

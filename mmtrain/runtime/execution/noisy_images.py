@@ -31,7 +31,6 @@ _SCHEDULES = {
     "scaled_linear": DiffusionSchedule("scaled_linear", 0.00085, 0.012),  # Stable Diffusion
     "cosine": DiffusionSchedule("cosine"),
 }
-_FLOW = FlowSchedule()
 
 
 def noisy_images(
@@ -79,8 +78,9 @@ def noisy_images(
 def _draw_levels(generator: GeneratorSettings, keys: list[ImageKey]) -> tuple[Levels, Tensor]:
     """Draw how much noise each image gets; return that, and the timesteps that the generator reads: (images,)."""
     if generator.prediction == "flow":
-        times = torch.from_numpy(draw_flow_times(keys))
-        return _FLOW.levels(times), _FLOW.timesteps(times)
+        flow = FlowSchedule(shift=generator.flow_shift)
+        times = flow.shifted(torch.from_numpy(draw_flow_times(keys, generator.flow_times)))
+        return flow.levels(times), flow.timesteps(times)
     schedule = _SCHEDULES[generator.noise_schedule]
     steps = torch.from_numpy(draw_steps(keys, schedule.num_steps))
     return schedule.levels(steps), steps
