@@ -65,7 +65,7 @@ def _layer_factory(
 ) -> "LayerFactory":
     from mmtrain.models.megatron import LayerFactory
 
-    block = next(layer for layer in unit.layers if layer.kind in (*BLOCK_KINDS, "dit_block"))
+    block = next(layer for layer in unit.layers if layer.kind in (*BLOCK_KINDS, "dit_block", "unet_attention"))
     query_scale = None
     if unit.kind == "generator":
         activation: Activation = "gelu_tanh"

@@ -22,7 +22,8 @@ class UnitShape:
     def is_splittable(self) -> bool:
         """Return whether the layers may be split into pipeline stages and over tensor-parallel ranks.
 
-        A U-Net is not split: skip connections join its two ends, and its levels differ in size.
+        A U-Net is not split: skip connections join its two ends, and its levels differ in size. Every rank of a
+        tensor-parallel group computes all of it.
         """
         return all(layer.kind != "unet_embed" for layer in self.layers)
 

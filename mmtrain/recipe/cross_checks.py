@@ -149,7 +149,7 @@ def check_generator(recipe: Recipe) -> Iterator[Problem]:
         if degrees.pp is not None and degrees.pp > num_layers:
             yield Problem(("parallel", "generator", "pp"), f"{degrees.pp} is more than the unit's {num_layers} layers")
         return
-    for name in ("tp", "pp", "vpp"):
+    for name in ("pp", "vpp"):
         degree = getattr(degrees, name)
         if degree not in (None, 1):
             text = f"found {degree}, allowed: 1 (skip connections join the ends of a U-Net; use dp)"

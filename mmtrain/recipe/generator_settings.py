@@ -19,8 +19,8 @@ class GeneratorSettings(Section):
 
     With sources of samples it draws the images in the assistant's turns: their pixels, or with `vae` their latents.
 
-    `unet`: Stable Diffusion 2 (arXiv 2112.10752), a shape to plan with. `dit`: a diffusion transformer with
-    cross-attention (PixArt, arXiv 2310.00426), which trains.
+    `unet`: Stable Diffusion 2 (arXiv 2112.10752). `dit`: a diffusion transformer with cross-attention (PixArt, arXiv
+    2310.00426).
     """
 
     preset: GeneratorPreset | None = setting(None, affects={"resume"}, description=PRESET_DESCRIPTION)
@@ -54,7 +54,7 @@ class GeneratorSettings(Section):
     )
     kind: Literal["unet", "dit"] = setting(
         affects={"plan", "resume"},
-        description="A U-Net (`unet`), to plan with, or a diffusion transformer (`dit`), which trains.",
+        description="A U-Net (`unet`), whole on each of its ranks, or a diffusion transformer (`dit`).",
     )
     widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = setting(
         affects={"plan", "resume"},

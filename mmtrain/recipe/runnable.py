@@ -22,9 +22,6 @@ def is_runnable(recipe: Recipe) -> bool:
 
 
 def _plan_only_settings(recipe: Recipe) -> Iterator[str]:
-    generator = recipe.model.generator
-    if generator is not None and generator.kind == "unet":
-        yield "model.generator.kind: this version can plan for a U-Net, but train a diffusion transformer (`dit`) only"
     for i, source in enumerate(recipe.data.sources):
         if source.states_lengths:
             yield f"data.sources.{i}: {source.path} holds lengths only; name a file of samples, and set data.tokenizer"

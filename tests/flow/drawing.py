@@ -15,6 +15,10 @@ DIT: dict[str, Any] = {
     "kind": "dit", "widths": (16,), "heads": (2,), "layers": 2, "channels": 3, "patch": 4, "context_width": 12,
     "context_tokens": 3, "image_size": 8, "sample_size": 8,
 }  # fmt: skip
+UNET: dict[str, Any] = {
+    "kind": "unet", "widths": (8, 16), "heads": (2, 4), "layers": 1, "channels": 3, "context_width": 12,
+    "context_tokens": 3, "norm_groups": 4, "image_size": 8,
+}  # fmt: skip
 VISION = {"layers": 1, "hidden": 16, "heads": 2, "ffn": 24, "patch": 4, "max_side": 8}
 LLM_SETTINGS = {"layers": 2, "hidden": 24, "heads": 2, "kv_heads": 2, "ffn": 32, "vocab": 512}
 COLOURS = ("red", "lime", "blue", "white", "black", "yellow")

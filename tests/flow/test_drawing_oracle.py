@@ -1,8 +1,9 @@
-"""A generator and its LLM train as `diffusers`' PixArt behind `transformers`' Llama, put together in plain torch."""
+"""A generator and its LLM train as a model of `diffusers` behind `transformers`' Llama, put together in plain torch."""
 
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from mmtrain.balance import assign
 from mmtrain.data import BatchBuilder, build_index
 from mmtrain.families.decoders import decoder_weights
 from mmtrain.families.diffusers_pixart import pixart_weights
+from mmtrain.families.diffusers_unet import unet_weights
 from mmtrain.families.family import FolderSettings
 from mmtrain.families.weight_layouts import ParameterSource
 from mmtrain.models.generator.keyed_noise import ImageKey, draw_noise, draw_steps
@@ -26,8 +28,9 @@ from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan
-from tests.flow.drawing import recipe, write_samples
+from tests.flow.drawing import DIT, UNET, recipe, write_samples
 from tests.flow.gather import copy, whole
+from tests.models.generator.test_unet_layers import reference_model as unet_of
 from tests.models.generator.tiny import images_of
 
 SAMPLES = np.array([0, 1, 2, 4, 5, 8], dtype=np.int64)  # of text, that draw an image, that draw two
@@ -36,14 +39,13 @@ Tensors = dict[str, Tensor]
 
 
 class Drawer(nn.Module):
-    """Llama with learned queries in its input, whose outputs there are the context of a PixArt."""
+    """Llama with learned queries in its input, whose outputs there are the context of a PixArt or a U-Net."""
 
     def __init__(self, settings: Recipe) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         super().__init__()
         llm, generator = settings.model.llm, generator_of(settings)
-        (width,), (heads,) = generator.widths, generator.heads
         config = LlamaConfig(
             hidden_size=llm.hidden, intermediate_size=llm.ffn, num_hidden_layers=llm.layers,
             num_attention_heads=llm.heads, num_key_value_heads=llm.kv_heads, vocab_size=llm.vocab,
@@ -52,11 +54,8 @@ class Drawer(nn.Module):
         self.llama = LlamaForCausalLM(config)
         self.queries = nn.Parameter(torch.empty(generator.context_tokens, llm.hidden))
         self.projector = nn.Linear(llm.hidden, generator.context_width)
-        self.pixart = PixArtTransformer2DModel(
-            num_attention_heads=heads, attention_head_dim=width // heads, in_channels=3, out_channels=6,
-            num_layers=generator.layers, cross_attention_dim=generator.context_width,
-            sample_size=generator.sample_size, patch_size=generator.patch, use_additional_conditions=False,
-        )  # fmt: skip
+        self.is_unet = generator.kind == "unet"
+        self.denoiser = unet_of(generator) if self.is_unet else pixart_of(generator)
 
     def losses(self, ids: Tensor, labels: Tensor, query_id: int, images: "NoisyImages") -> tuple[Tensor, Tensor]:
         """Return the sums over a sample's target tokens and over the elements of its images; `labels[i]` follows i."""
@@ -70,8 +69,20 @@ class Drawer(nn.Module):
             return text_loss, text_loss.new_zeros(())
         context = self.projector(outputs.hidden_states[-1][0, is_query]).unflatten(0, (num_images, -1))
         noisy = DDPMScheduler(1000, 1e-4, 0.02, "linear").add_noise(images.pixels, images.noise, images.steps)
-        predicted, _ = self.pixart(noisy, context, images.steps).sample.chunk(2, dim=1)
+        if self.is_unet:
+            predicted = self.denoiser(noisy, images.steps, context).sample
+        else:
+            predicted, _ = self.denoiser(noisy, context, images.steps).sample.chunk(2, dim=1)
         return text_loss, (predicted - images.noise).square().sum()
+
+
+def pixart_of(generator: GeneratorSettings) -> PixArtTransformer2DModel:
+    (width,), (heads,) = generator.widths, generator.heads
+    return PixArtTransformer2DModel(
+        num_attention_heads=heads, attention_head_dim=width // heads, in_channels=3, out_channels=6,
+        num_layers=generator.layers, cross_attention_dim=generator.context_width,
+        sample_size=generator.sample_size, patch_size=generator.patch, use_additional_conditions=False,
+    )  # fmt: skip
 
 
 class NoisyImages:
@@ -100,10 +111,12 @@ def generator_of(settings: Recipe) -> GeneratorSettings:
 
 
 def sources_of(settings: Recipe) -> dict[str, ParameterSource]:
-    """Return which tensors of `Drawer.llama` and `Drawer.pixart` our parameters are, by name."""
+    """Return which tensors of `Drawer.llama` and `Drawer.denoiser` our parameters are, by name."""
     llm = settings.model.llm.model_dump() | {"head_dim": settings.model.llm.hidden // settings.model.llm.heads}
     of_llama = decoder_weights(FolderSettings({"llm": llm}))
-    return {source.name: source for source in (*of_llama, *pixart_weights(generator_of(settings).model_dump()))}
+    generator = generator_of(settings)
+    weights = {"dit": pixart_weights, "unet": unet_weights}[generator.kind]
+    return {source.name: source for source in (*of_llama, *weights(generator.model_dump()))}
 
 
 OWN = {
@@ -116,7 +129,7 @@ OWN = {
 def pairs(settings: Recipe, ours: Tensors, theirs: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor, Tensor]]:
     """Yield every piece of our tensors, by name, and the piece of theirs that it equals, as views of one shape."""
     for name, source in sources_of(settings).items():
-        prefix = "pixart." if name.startswith("generator.") else "llama."
+        prefix = "denoiser." if name.startswith("generator.") else "llama."
         for block in source.blocks:
             part = ours[name][tuple(slice(lo, hi) for lo, hi in block.view_box)]
             wanted = theirs[prefix + block.tensor][tuple(slice(lo, hi) for lo, hi in block.tensor_box)]
@@ -157,10 +170,13 @@ def encode(folder: Path, sample: int) -> tuple[Tensor, Tensor, int]:
     return torch.tensor(ids), torch.tensor([*labels[1:], -100]), tokenizer.token_to_id("<|query|>")
 
 
-def test_losses_and_gradients_equal_those_of_diffusers_and_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("generator", [DIT, UNET], ids=["transformer", "u-net"])
+def test_losses_and_gradients_equal_those_of_diffusers_and_transformers(
+    generator: dict[str, Any], tmp_path: Path
+) -> None:
     write_samples(tmp_path, shows_images=False)
     settings = recipe(
-        tmp_path, model__vision=None, model__generator__loss_weight=WEIGHT, train__global_batch=2,
+        tmp_path, model__vision=None, model__generator={**generator, "loss_weight": WEIGHT}, train__global_batch=2,
         train__optimizer={"lr": 0.01, "clip_norm": None},
     )  # fmt: skip
     [(losses, weights, gradients)] = run_ranks(1, train_one_step, settings)

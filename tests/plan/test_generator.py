@@ -92,9 +92,18 @@ def test_every_step_waits_for_the_generator(unet_recipe: Recipe) -> None:
 
 
 def test_a_u_net_is_not_divided(unet_recipe: Recipe) -> None:
-    for size in ("tp", "pp"):
-        with pytest.raises(PlanError, match=f"parallel.generator.{size}: 2 .*; allowed: 1$"):
-            planned(unet_recipe, 4, generator=unet_recipe.parallel.generator.model_copy(update={size: 2}))
+    """Every rank of a TP group computes it whole, which helps nothing on ranks of its own."""
+    generator, llm = unet_recipe.parallel.generator, unet_recipe.parallel.llm
+    with pytest.raises(PlanError, match=r"parallel.generator.pp: 2 stages for a U-Net.*; allowed: 1$"):
+        planned(unet_recipe, 4, generator=generator.model_copy(update={"pp": 2}))
+    with pytest.raises(PlanError, match=r"parallel.generator.tp: 3 is not a power of two.*; allowed: 1, 2, 4"):
+        planned(unet_recipe, 4, generator=generator.model_copy(update={"tp": 3}))
+    unified = planned(unet_recipe, 4, placement="unified", llm=llm.model_copy(update={"tp": 2}))
+    assert {name: unit.tp for name, unit in unified.units.items()} == {"vision": 2, "llm": 2, "generator": 2}
+    apart = planned(unet_recipe, 4, placement="disaggregated", llm=llm.model_copy(update={"tp": 2}))
+    assert apart.units["generator"].tp == 1
+    for chosen in (unified, apart):
+        build_program(stage_graph(chosen, build_model_shape(unet_recipe)))
 
 
 @pytest.mark.parametrize("placement", ["unified", "disaggregated"])
@@ -133,11 +142,13 @@ def test_only_units_with_modules_are_measured(unet_recipe: Recipe) -> None:
     assert set(sizes_to_measure(unet_recipe, 2)) == {"vision", "llm"}
 
 
-def test_settings_that_contradict_a_generator_are_named(unet_recipe: Recipe) -> None:
-    """A U-Net has tp 1, and all units of `unified` share one tp."""
-    llm = unet_recipe.parallel.llm.model_copy(update={"tp": 2})
+def test_settings_that_contradict_a_generator_are_named(dit_recipe: Recipe) -> None:
+    """Three heads leave a transformer tp 1, and all units of `unified` share one tp."""
+    generator = GeneratorSettings(**{**DIT, "widths": (60,), "heads": (3,)})
+    settings = dit_recipe.model_copy(update={"model": dit_recipe.model.model_copy(update={"generator": generator})})
+    llm = dit_recipe.parallel.llm.model_copy(update={"tp": 2})
     with pytest.raises(PlanError, match=r"unified: parallel\.llm\.tp 2 cannot be met: .*generator\.tp \(1\).*common"):
-        planned(unet_recipe, 2, llm=llm)
+        planned(settings, 2, llm=llm)
 
 
 def _num_chunks(plan: Plan) -> int:

@@ -274,8 +274,8 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (["data.validation=[{path: a.txt, format: lengths}]"], "data.validation.0: states lengths, which is nothing"),
         ([GENERATOR, "model.generator.image_size=64"], "model.generator.channels: found 4; allowed with samples: 3"),
         (
-            [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.generator.tp=2"],
-            "parallel.generator.tp: found 2, allowed: 1",
+            [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.generator.pp=2"],
+            "parallel.generator.pp: found 2, allowed: 1",
         ),
         (
             [DIT, "data.sources=[{path: a.csv}]", "parallel.generator.tp=3"],

@@ -54,6 +54,8 @@ class GeneratorStage(StageModule):
         """Compute, on the host, the index tables that the stage's layers need of a microbatch with these lengths."""
         assert isinstance(inputs, GeneratorInput)
         context = GeneratorContext(replace(inputs, tables=None), torch.device("cpu"))
+        if not self.shape.is_splittable:  # a U-Net reads batches of images, which need no tables
+            return {}
         tables = context.index_tables()
         if any(self.shape.layers[index].heads for index in self.indices):
             tables |= context.layout.host_tables(self.factory.attention)
@@ -79,9 +81,10 @@ class GeneratorStage(StageModule):
 
 
 def _sum_of_squares(output: Tensor, inputs: GeneratorInput) -> Tensor:
-    """Sum the squared errors of predictions (N, 2 * features of a cell), whose second half is a variance: a scalar.
+    """Sum the squared errors of predictions (N, features of a cell): a scalar.
 
-    Nothing is learned from the variance (`learn_sigma` of `diffusers`), which the simple loss of DDPM does not need.
+    A transformer's have a second half, a variance (`learn_sigma` of `diffusers`). Nothing is learned from it, which the
+    simple loss of DDPM does not need.
     """
     targets = inputs.targets
     assert targets is not None, "the stage with the loss needs targets"

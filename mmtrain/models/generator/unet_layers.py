@@ -2,7 +2,7 @@
 
 Images of equal size are convolved as one batch, so a microbatch with images of several sizes has a batch of each. On
 the way down, a residual or downsampling layer keeps its input; on the way up, residual layers read these again, the
-last one first. Tensor parallelism does not split a U-Net.
+last one first. Tensor parallelism does not split a U-Net: every rank of a group computes all of it.
 """
 
 from collections.abc import Callable

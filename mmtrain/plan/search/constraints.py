@@ -32,7 +32,12 @@ class UnitChoices:
     global_batch: int  # LLM microbatches in a step, of all replicas
     fixed_microbatches: int | None  # of each replica, where the recipe fixes them
     fixed_vpp: int | None = None  # likewise
-    is_whole: bool = False  # all layers are one stage, whatever the recipe says
+    is_whole: bool = False  # all layers are one stage, whatever the recipe says, and every rank of a TP group runs it
+
+    @property
+    def own_tp(self) -> tuple[int, ...]:
+        """Return the tensor-parallel sizes that make sense on ranks of the unit's own: a whole unit gains nothing."""
+        return self.tp[:1] if self.is_whole else self.tp
 
     def spanned_chunks(self, mesh: MeshSize) -> int | None:
         """Return how many consecutive model chunks of a pipeline of all units hold the unit; None where that is open.
@@ -120,7 +125,7 @@ def _possible_sizes(
     """Return what the model allows, by setting."""
     num_layers = len(unit.layers)
     return {
-        "tp": _tensor_parallel_sizes(unit, ranks_per_node) if unit.is_splittable else (1,),
+        "tp": _tensor_parallel_sizes(unit, ranks_per_node),
         "pp": tuple(range(1, num_layers + 1)) if unit.is_splittable else (1,),
         "dp": tuple(dp for dp in range(1, global_batch + 1) if global_batch % dp == 0),
         "vpp": tuple(vpp for vpp in _vpp_to_try(unit, budget) if vpp <= num_layers),
@@ -151,10 +156,17 @@ def _rules(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[str,
     """Return what is wrong with a size that is not possible, by setting."""
     attention = next(layer for layer in unit.layers if layer.heads)
     heads, inner_width, kv_heads = attention.heads, attention.ffn, attention.kv_heads
+    tp_rule = (
+        f"is not a power of two that divides {unit.name}'s heads ({heads}) and inner width ({inner_width}), "
+        f"and divides kv_heads ({kv_heads}) or is a multiple of them, within a node of {ranks_per_node} ranks"
+    )
+    pp_rule = f"is more than {unit.name}'s {len(unit.layers)} layers"
+    if not unit.is_splittable:
+        tp_rule = f"is not a power of two within a node of {ranks_per_node} ranks"
+        pp_rule = "stages for a U-Net, which is one stage (skip connections join its ends; use dp)"
     return {
-        "tp": f"is not a power of two that divides {unit.name}'s heads ({heads}) and inner width ({inner_width}), "
-        f"and divides kv_heads ({kv_heads}) or is a multiple of them, within a node of {ranks_per_node} ranks",
-        "pp": f"is more than {unit.name}'s {len(unit.layers)} layers",
+        "tp": tp_rule,
+        "pp": pp_rule,
         "dp": f"does not divide train.global_batch ({global_batch})",
     }
 
@@ -184,7 +196,10 @@ def _vpp_to_try(unit: UnitShape, budget: MeshBudget) -> tuple[int, ...]:
 
 
 def _tensor_parallel_sizes(unit: UnitShape, ranks_per_node: int) -> tuple[int, ...]:
-    """Return the powers of two within a node that divide every matrix of the unit."""
+    """Return the powers of two within a node that divide every matrix of the unit; all of them if nothing is split."""
+    sizes = tuple(2**i for i in range(ranks_per_node.bit_length()))
+    if not unit.is_splittable:
+        return sizes
     widths = [width for layer in unit.layers for width in (layer.heads, layer.ffn, layer.vocab) if width]
     widths += [2 * layer.kv_heads * layer.head_dim for layer in unit.layers]
     kv_heads = [layer.kv_heads for layer in unit.layers if layer.kv_heads]
@@ -194,4 +209,4 @@ def _tensor_parallel_sizes(unit: UnitShape, ranks_per_node: int) -> tuple[int, .
         divides_heads = all(heads % tp == 0 or tp % heads == 0 for heads in kv_heads)
         return divides_heads and all(width % tp == 0 for width in widths)
 
-    return tuple(tp for tp in (2**i for i in range(ranks_per_node.bit_length())) if divides_all(tp))
+    return tuple(tp for tp in sizes if divides_all(tp))

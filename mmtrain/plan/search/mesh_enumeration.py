@@ -234,7 +234,7 @@ def _meshes_of(
     """List the meshes of a unit on up to `max_ranks` ranks of its own; `_with_encoder_chunks` adds encoders' chunks."""
     merging = [MicrobatchRule(merged=merged) for merged in budget.merged_microbatches]
     fixed = MicrobatchRule(fixed=unit.fixed_microbatches)
-    for tp, dp, pp in product(unit.tp, unit.dp, unit.pp):
+    for tp, dp, pp in product(unit.own_tp, unit.dp, unit.pp):
         if tp * dp * pp > max_ranks:
             continue
         if unit.name == LLM:
