@@ -1,7 +1,8 @@
 """The peak memory of one rank, by kind: state, activations, working buffers, a margin, communicators, and inputs."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs import layer_arithmetic as analytic
@@ -75,13 +76,28 @@ class HeldLayers:
 
     @property
     def gathered(self) -> tuple[LayerShape, ...]:
-        """Layers whose weights are whole on the rank only while they compute."""
-        return () if self.shard is None or self.shard == 1 else self.layers
+        """Layers whose weights are whole on the rank only while they compute, each once."""
+        return () if self.shard is None or self.shard == 1 else tuple(run.layer for run, _ in self.runs)
 
-    def rank_layers(self) -> Iterator[RankLayer]:
-        """Yield the layers one by one."""
+    @cached_property
+    def runs(self) -> Sequence[tuple[RankLayer, int]]:
+        """Consecutive layers that are alike, with their number: blocks of a unit are mostly one object."""
+        runs: list[tuple[RankLayer, int]] = []
+        last: RankLayer | None = None
+        number = 0
         for layer, input_grad, recompute in zip(self.layers, self.input_grad, self.recompute, strict=True):
-            yield RankLayer(layer, self.tp, input_grad, recompute, self.sp)
+            if (
+                last is not None
+                and layer is last.layer
+                and (input_grad, recompute) == (last.input_grad, last.recompute)
+            ):
+                number += 1
+                continue
+            if last is not None:
+                runs.append((last, number))
+            last = RankLayer(layer, self.tp, input_grad, recompute, self.sp)
+            number = 1
+        return runs if last is None else [*runs, (last, number)]
 
 
 @dataclass(frozen=True)
@@ -131,16 +147,19 @@ def rank_memory(
     """
     parameters = gradients = optimizer = 0.0
     for stage in held:
-        for layer in stage.layers:
-            state = _held_state(stage, layer_state(layer, stage.tp, stage.state_replicas, size))
-            parameters, gradients, optimizer = parameters + state[0], gradients + state[1], optimizer + state[2]
+        for run, number in stage.runs:
+            state = _held_state(stage, layer_state(run.layer, stage.tp, stage.state_replicas, size))
+            parameters += number * state[0]
+            gradients += number * state[1]
+            optimizer += number * state[2]
     if tied:
         for head, stage in _tied_heads(held):
             state = _held_state(stage, matrix_state(head, stage.tp, stage.state_replicas, size))
             parameters, gradients, optimizer = parameters - state[0], gradients - state[1], optimizer - state[2]
     activations = float(sum(stage.in_flight * microbatch_activation_bytes(stage, costs, precision) for stage in held))
     buffers = max((stage_working_bytes(stage, costs, precision) for stage in held), default=0)
-    buffers += max((gathered_bytes(layer, precision) for stage in held for layer in stage.gathered), default=0)
+    gathered = (layer for stage in held for layer in stage.gathered)
+    buffers += max((gathered_bytes(layer, precision) for layer in gathered), default=0)
     buffers += sum(stage.held_features * feature_bytes(stage, precision) for stage in held)
     buffers += max((gathered_feature_bytes(stage, precision) for stage in held), default=0)
     margin = MEMORY_MARGIN * (parameters + gradients + optimizer + activations + buffers)
@@ -150,7 +169,7 @@ def rank_memory(
 
 def step_input_bytes(stage: HeldLayers) -> int:
     """Return the bytes of data and index tables that come to a stage for one step; on a GPU the host pins as many."""
-    payload = sum(analytic.payload_bytes(layer, stage.load) for layer in stage.layers)
+    payload = sum(number * analytic.payload_bytes(run.layer, stage.load) for run, number in stage.runs)
     return stage.num_microbatches * (payload + INDEX_BYTES_PER_TOKEN * stage.load.tokens)
 
 
@@ -186,11 +205,13 @@ def microbatch_activation_bytes(stage: HeldLayers, costs: CostModel, precision: 
 
     A stage also keeps what came beside the hidden states, in the same message.
     """
-    first = next(stage.rank_layers())
+    first, _ = stage.runs[0]
     received = 0
     if first.layer.trainable or first.input_grad:
         received = carried_bytes(first, stage.load, precision)
-    return received + sum(layer_activation_bytes(held, stage.load, costs, precision) for held in stage.rank_layers())
+    return received + sum(
+        number * layer_activation_bytes(run, stage.load, costs, precision) for run, number in stage.runs
+    )
 
 
 def carried_bytes(held: RankLayer, load: TokenLoad, precision: Precision) -> int:
@@ -210,7 +231,7 @@ def layer_activation_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, p
 
 def stage_working_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
     """Return the bytes that live only while a layer is computed, and those of messages at both ends of the stage."""
-    largest = max(layer_working_bytes(held, stage.load, costs, precision) for held in stage.rank_layers())
+    largest = max(layer_working_bytes(run, stage.load, costs, precision) for run, _ in stage.runs)
     ends = (stage.layers[0], stage.layers[-1])
     return largest + sum(hidden_state_bytes(layer, stage.load, precision) for layer in ends)
 
