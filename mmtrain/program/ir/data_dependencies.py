@@ -102,6 +102,8 @@ def output_flows(graph: StageGraph, task: ComputeTask) -> list[Flow]:
 def dispatches_before(graph: StageGraph, task: ComputeTask) -> list[Dispatch]:
     """Return the collectives in which all replicas take part before `task`: they bring what it reads of other units."""
     dispatches: dict[Dispatch, None] = {}
+    if not graph.dispatches_items:
+        return []
     for part in expand(graph, task):
         started, index = started_pass(graph, part), part.mb.index
         if isinstance(started, Forward):
@@ -164,6 +166,11 @@ def receiving_tp_group(graph: StageGraph, edge: Edge, mb: Microbatch, payload: P
 
 def recvs_before(graph: StageGraph, rank: int, task: ComputeTask) -> list[Recv]:
     """Return the receives that `rank` must post before `task`."""
+    inside = _passed_inside_unit(graph, task, is_read=True)
+    if inside is not None:
+        stage, mb, edges, payload = inside
+        peers = [(edge, _peer_inside_unit(graph, rank, stage, edge, mb)) for edge in edges]
+        return [Recv(edge, mb, mb, peer, payload) for edge, peer in peers if peer != rank]
     return [
         Recv(f.edge, f.src, f.dst, sender, f.payload)
         for f in input_flows(graph, task)
@@ -174,6 +181,11 @@ def recvs_before(graph: StageGraph, rank: int, task: ComputeTask) -> list[Recv]:
 
 def sends_after(graph: StageGraph, rank: int, task: ComputeTask) -> list[Send]:
     """Return the sends that `rank` must start after `task`."""
+    inside = _passed_inside_unit(graph, task, is_read=False)
+    if inside is not None:
+        stage, mb, edges, payload = inside
+        peers = [(edge, _peer_inside_unit(graph, rank, stage, edge, mb)) for edge in edges]
+        return [Send(edge, mb, mb, peer, payload) for edge, peer in peers if peer != rank]
     return [
         Send(f.edge, f.src, f.dst, receiver, f.payload)
         for f in output_flows(graph, task)
@@ -184,8 +196,36 @@ def sends_after(graph: StageGraph, rank: int, task: ComputeTask) -> list[Send]:
 
 def shares_before(graph: StageGraph, task: ComputeTask) -> list[Share]:
     """Return the broadcasts in which every rank of the task's TP group takes part just before `task`."""
+    if _passed_inside_unit(graph, task, is_read=True) is not None:
+        return []
     flows = dict.fromkeys((f.edge, f.receiver, f.payload) for f in input_flows(graph, task))
     return [Share(*key) for key in flows if needs_share(graph, *key)]
+
+
+def _passed_inside_unit(
+    graph: StageGraph, task: ComputeTask, *, is_read: bool
+) -> tuple[StageId, Microbatch, Sequence[Edge], Payload] | None:
+    """Return stage and microbatch of a task, the edges over which it reads, or its result leaves, and what flows there.
+
+    This is a short cut for most tasks of a step: None for parts of passes, and where an edge crosses units.
+    """
+    if not isinstance(task, Forward | Backward):
+        return None
+    stage, is_forward = task.stage, isinstance(task, Forward)
+    edges: Sequence[Edge] = graph.inputs(stage) if is_forward == is_read else graph.outputs(stage)
+    for edge in edges:
+        if edge.src.unit != edge.dst.unit:
+            return None
+    if not is_forward and not is_read:
+        edges = [edge for edge in edges if graph.carries_gradient(edge)]
+    return stage, task.mb, edges, "activation" if is_forward else "gradient"
+
+
+def _peer_inside_unit(graph: StageGraph, rank: int, stage: StageId, edge: Edge, mb: Microbatch) -> int:
+    """Return the rank at the other end of an edge of a stage, in the same place of its TP group as `rank`."""
+    position = graph.tp_group(stage, mb.replica).index(rank)
+    other = edge.dst if edge.src == stage else edge.src
+    return graph.tp_group(other, mb.replica)[position]
 
 
 def reader_of(graph: StageGraph, recv: Recv) -> Share | Pass:
