@@ -1,5 +1,6 @@
 """The planning problem: everything that a plan depends on, fixed before the search starts."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ class PlanRequest:
     progress: Progress | None = None
     allocation_watch: AllocationWatch | None = None  # is told how ranks were allocated to units, and how long that took
     announce: Callable[[str], None] | None = None  # called with what is done when candidates are settled
+    max_step_s: float = math.inf  # slower plans are of no use, so searches may end without any
     sensitivity: bool = False  # simulate the best plans again under changed costs (`explain.sensitivity`)
 
     @property

@@ -17,7 +17,13 @@ from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import split_into_pieces, stage_graph
 from mmtrain.plan.candidate import Candidate
 from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_mesh_sizes, llm_mesh_sizes
-from mmtrain.plan.colocated.colocated_search import _by_bound, _enumerate, _StepBound, search_colocated
+from mmtrain.plan.colocated.colocated_search import (
+    _by_bound,
+    _enumerate,
+    _least_seconds_of_busiest_rank,
+    _StepBound,
+    search_colocated,
+)
 from mmtrain.plan.colocated.encoder_order import plan_encoder_order, scheduling_efficiency
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
@@ -185,6 +191,17 @@ def test_replicas_of_an_encoder_own_whole_microbatches_where_that_is_faster() ->
     assert fastest.assignment.num_microbatches == {"vision": 2, "llm": 8}
     assert fastest.step_time_s < 0.95 * min(candidate.step_time_s for candidate in divided)
     build_program(fastest.graph, kind=fastest.schedule.kind, order=fastest.schedule.order)
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_no_order_is_faster_than_the_busiest_rank(recompute: str) -> None:
+    settings = recipe(global_batch=8, parallel={unit: {"recompute": recompute} for unit in ("vision", "llm")})
+    evaluator = evaluator_for(settings)
+    for layout in layouts(settings, 2):
+        coarse = SchedulePlan(kind="coarse", num_microbatches=dict(layout.num_microbatches))
+        candidate = simulated(layout, evaluator, coarse)
+        least_s = _least_seconds_of_busiest_rank(candidate.fitted_graph, evaluator.layer_costs)
+        assert 0 < least_s <= candidate.step_time_s
 
 
 def test_the_search_stops_at_the_first_mesh_whose_lower_bound_is_slower() -> None:

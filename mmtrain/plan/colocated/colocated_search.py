@@ -29,7 +29,8 @@ from mmtrain.plan.colocated.llm_alone import min_in_flight, simulate_llm_alone
 from mmtrain.plan.colocated.stage_kernels import compute_share
 from mmtrain.plan.colocated.tp_bubbles import fill_tp_bubbles
 from mmtrain.plan.estimate.evaluator import Evaluator
-from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, LayerCosts, num_microbatches_of
+from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, LayerCosts, batch_split_of, num_microbatches_of
+from mmtrain.plan.estimate.layout_simulation import busiest_rank
 from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.layer_partition import layout_graph
@@ -88,7 +89,8 @@ def search_colocated(
     levels = _recompute_levels(evaluator.layer_costs, budget.recompute_shares)
     bound = _StepBound(evaluator.layer_costs)
     rivals = [incumbent] if incumbent is not None and not evaluator.problem.request.names_losers else []
-    num_scheduled, fastest_s = 0, min((rival.step_time_s for rival in rivals), default=math.inf)
+    max_step_s = evaluator.problem.request.max_step_s
+    num_scheduled, fastest_s = 0, min((rival.step_time_s for rival in rivals), default=max_step_s)
     for candidate in _by_bound(evaluator, num_ranks, bound):
         if candidate.time_lower_bound_s > fastest_s * EQUAL_STEP_TIME_RATIO:  # so are all candidates that follow
             slower = f"at least {candidate.time_lower_bound_s / fastest_s:.2f}x slower"
@@ -99,7 +101,8 @@ def search_colocated(
         if progress is not None:
             progress(num_scheduled, budget.max_simulated_layouts)
         far_ratio = budget.far_ratio / bound.llm_compute_share(candidate.assignment)
-        trial = _Trial(candidate, evaluator, levels, _Limits.beside([*rivals, *simulated], incumbent, far_ratio))
+        limits = _Limits.beside([*rivals, *simulated], incumbent, far_ratio, max_step_s)
+        trial = _Trial(candidate, evaluator, levels, limits)
         outcome = trial.run()
         num_scheduled += trial.num_scheduled
         if isinstance(outcome, Candidate):
@@ -121,7 +124,10 @@ def _with_merged_microbatches(
 ) -> list[Candidate]:
     """Return the fastest few again with fewer, larger microbatches of their encoders, where that is faster.
 
-    rival_s: the step time of another placement; a layout whose LLM alone takes longer is left as it is.
+    They are held to the limits of any other layout, see `_Limits.beside`.
+
+    rival_s: the step time of another placement; a layout whose LLM alone, or the busiest of whose ranks, takes longer
+        is left as it is.
     """
     budget, choices, layer_costs = evaluator.budget, evaluator.problem.choices, evaluator.layer_costs
     by_step_time = sorted(simulated, key=lambda candidate: candidate.step_time_s)
@@ -133,7 +139,12 @@ def _with_merged_microbatches(
             split = layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()}, counts)
             assignment = MeshAssignment("colocated", meshes, num_microbatches_of(split))
             merged = evaluator.enumerated(assignment).bounded(bound.seconds(assignment))
-            outcome = _Trial(merged, evaluator, levels, _Limits(min(fastest_s, rival_s), math.inf, math.inf)).run()
+            max_step_s = min(fastest_s, rival_s)
+            if merged.time_lower_bound_s >= max_step_s:
+                continue
+            far_ratio = budget.colocated.far_ratio / bound.llm_compute_share(assignment)
+            limits = _Limits(max_step_s, far_ratio * candidate.first_batch_step_s, far_ratio * max_step_s)
+            outcome = _Trial(merged, evaluator, levels, limits).run()
             if isinstance(outcome, Candidate) and outcome.step_time_s < fastest_s:
                 merged_candidates.append(outcome)
                 fastest_s = outcome.step_time_s
@@ -157,15 +168,20 @@ class _Limits:
     planned_s: float  # of the planned order: the coarse one is not simulated
 
     @classmethod
-    def beside(cls, simulated: Sequence[Candidate], incumbent: Candidate | None, far_ratio: float) -> "_Limits":
-        """Return the limits where some layouts are simulated: those that are far behind get rougher figures."""
-        incumbent_s = math.inf if incumbent is None else incumbent.step_time_s
+    def beside(
+        cls, simulated: Sequence[Candidate], incumbent: Candidate | None, far_ratio: float, max_step_s: float
+    ) -> "_Limits":
+        """Return the limits where some layouts are simulated: those that are far behind get rougher figures.
+
+        max_step_s: slower layouts are of no use.
+        """
+        incumbent_s = max_step_s if incumbent is None else min(incumbent.step_time_s, max_step_s)
         if not simulated:
-            return cls(math.inf, math.inf, far_ratio * incumbent_s)
+            return cls(max_step_s, math.inf, far_ratio * incumbent_s)
         best = min(simulated, key=lambda candidate: candidate.step_time_s)
         fastest_s = best.step_time_s
-        planned_s = far_ratio * min(fastest_s, incumbent_s)
-        return cls(fastest_s * EQUAL_STEP_TIME_RATIO, far_ratio * best.first_batch_step_s, planned_s)
+        alone_s = min(fastest_s * EQUAL_STEP_TIME_RATIO, max_step_s)
+        return cls(alone_s, far_ratio * best.first_batch_step_s, far_ratio * min(fastest_s, incumbent_s))
 
 
 @dataclass
@@ -347,6 +363,10 @@ def _schedule_and_simulate(
         cause = " when layers are recomputed to fit" if is_recomputed else ""
         slower = f"at least {llm_alone.step_time_s / limits.llm_alone_s:.2f}x slower"
         return Rejected(candidate, f"{slower}: the LLM alone takes that long{cause}")
+    busiest_s = _least_seconds_of_busiest_rank(graph, layer_costs)
+    if busiest_s > limits.llm_alone_s:
+        slower = f"at least {busiest_s / limits.llm_alone_s:.2f}x slower"
+        return Rejected(candidate, f"{slower}: its busiest rank computes that long")
     candidate = candidate.partitioned(partition_of(layout))
     num_microbatches = dict(layout.num_microbatches)
     coarse = SchedulePlan(kind="coarse", num_microbatches=num_microbatches)
@@ -363,6 +383,17 @@ def _schedule_and_simulate(
     misfit = outcomes[-1]
     assert isinstance(misfit, Rejected)
     return misfit
+
+
+def _least_seconds_of_busiest_rank(graph: StageGraph, layer_costs: LayerCosts) -> float:
+    """Return what some rank computes in a step, which no order shortens, mean over the batches.
+
+    Pieces of other layers may run in the gaps that collectives leave inside layers, so those do not count.
+    """
+    split = batch_split_of(graph)
+    shares = (compute_share(layer_costs, mesh.unit, mesh.tp, split) for mesh in graph.meshes if mesh.tp > 1)
+    _, busiest_s = busiest_rank(graph, layer_costs.stage_seconds(graph))
+    return busiest_s * min(shares, default=1.0)
 
 
 def _fastest_simulated(

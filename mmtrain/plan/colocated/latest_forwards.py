@@ -6,8 +6,10 @@ forward earlier, which shortens the warm-up (Optimus does so, too: arXiv 2408.03
 the step takes no longer.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from mmtrain.plan.colocated.bubbles import TIME_ROUNDING
 from mmtrain.program.ir.actions import Backward, Forward, Pass
@@ -50,7 +52,8 @@ def _delayed_starts(
             reader = _reader(graph, action)
             due = starts[reader] - lags[action.stage] if reader in starts else span.start_s + span.duration_s
             intervals = free[span.rank]
-            latest = next(interval for interval in reversed(intervals) if _fits(interval, due, span))
+            num_before = bisect_right(intervals, due, key=itemgetter(0))  # no interval that starts later holds it
+            latest = next(intervals[i] for i in range(num_before - 1, -1, -1) if _fits(intervals[i], due, span))
             starts[action] = min(latest[1], due) - span.duration_s
             if past_backwards:
                 _use(intervals, starts[action], span.duration_s)
@@ -66,7 +69,7 @@ def _fits(interval: Interval, due: float, span: Span) -> bool:
 
 def _use(free: list[Interval], start: float, duration: float) -> None:
     """Remove a time from the free interval that holds it."""
-    i = max(i for i, interval in enumerate(free) if interval[0] <= start)
+    i = bisect_right(free, start, key=itemgetter(0)) - 1
     lo, hi = free[i]
     free[i : i + 1] = [(lo, start), (start + duration, hi)]
 

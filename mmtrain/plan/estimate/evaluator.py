@@ -47,9 +47,10 @@ class Evaluator:
         self.budget = budget
         self.layer_costs = layer_costs or LayerCosts(problem, budget=budget)
         self._ids = count()
+        self._layer_chains: dict[int, tuple[LayerChain, ...]] = {}  # by id of the candidate
         self._estimators: dict[int | None, StepTimeEstimator] = {}
         self._simulations: dict[tuple[ScheduleKind, StageGraph] | None, Simulation] = {}
-        self._lowered_programs = LoweredPrograms(budget.evaluation.max_kept_programs)
+        self.lowered_programs = LoweredPrograms(budget.evaluation.max_kept_programs)
 
     @property
     def memory_bytes(self) -> float:
@@ -80,7 +81,10 @@ class Evaluator:
 
     def layer_chains(self, candidate: Candidate) -> tuple[LayerChain, ...]:
         """Return the lines of layers that the candidate divides over pipeline ranks."""
-        return layer_chains(candidate.assignment, self.layer_costs, self.problem.choices)
+        if candidate.id not in self._layer_chains:
+            chains = layer_chains(candidate.assignment, self.layer_costs, self.problem.choices)
+            self._layer_chains[candidate.id] = chains
+        return self._layer_chains[candidate.id]
 
     def estimator(self, num_replica_groups: int | None) -> StepTimeEstimator:
         """Return the step-time estimator.
@@ -148,7 +152,7 @@ class Evaluator:
             self.layer_costs,
             self.problem.hardware,
             self.budget.evaluation,
-            self._lowered_programs,
+            self.lowered_programs,
             max_first_batch_s,
         )
 

@@ -106,7 +106,7 @@ def simulate_unless_slow(
         return None
     timelines = [first, *program.simulate(program.timings[1:])]
     shares = [timeline.bubble_shares() for timeline in timelines]
-    busiest_stages, busiest_s = _busiest_rank(graph, program.timings[0].seconds)
+    busiest_stages, busiest_s = busiest_rank(graph, program.timings[0].seconds)
     return Simulation(
         graph=graph,
         step_time_s=sum(timeline.step_time_s for timeline in timelines) / len(timelines),
@@ -216,10 +216,11 @@ class RetimedLayout:
         layer_costs: LayerCosts,
         machine: Hardware,
         budget: EvaluationBudget = DEFAULT_BUDGET.evaluation,
+        programs: LoweredPrograms | None = None,
     ) -> "RetimedLayout":
-        """Write the program of a layout."""
+        """Write the program of a layout, or take it from `programs` of layouts simulated before."""
         graph = scheduled_graph(layout, schedule, layer_costs)
-        program = _CandidateProgram.build(graph, schedule, layer_costs, machine, budget)
+        program = _CandidateProgram.build(graph, schedule, layer_costs, machine, budget, programs)
         return cls(graph, machine, budget, program)
 
     def step_seconds(self, layer_costs: LayerCosts, num_batches: int | None = None) -> list[float]:
@@ -258,7 +259,7 @@ def _stands_for_all(graph: StageGraph, budget: EvaluationBudget) -> bool:
     return graph.is_sharded or _num_passes(graph) > budget.max_passes_of_all_groups
 
 
-def _busiest_rank(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> tuple[tuple[StageId, ...], float]:
+def busiest_rank(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> tuple[tuple[StageId, ...], float]:
     """Return the stages of the rank that computes most, and its seconds, mean over the batches."""
     busy_s: dict[int, float] = {}
     held: dict[int, tuple[StageId, ...]] = {}

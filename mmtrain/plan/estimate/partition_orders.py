@@ -22,6 +22,7 @@ from mmtrain.plan.estimate.vectorized_1f1b import ComputeOrder, compute_order
 from mmtrain.plan.search.layer_partition import LayerChain, partitioned_layout
 from mmtrain.plan.search.span_recompute import SpanRecompute
 from mmtrain.program.ir.graph import LLM, Edge, Stage, StageGraph, StageId, UnitMesh
+from mmtrain.program.schedules.builder import in_flight_microbatches
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -67,6 +68,7 @@ class PartitionOrders:
     layer_costs: LayerCosts
     _of_graphs: dict[tuple[object, ...], ComputeOrder] = field(default_factory=dict)
     _of_chains: dict[tuple[int, ...], ComputeOrder] = field(default_factory=dict)
+    _in_flight: dict[tuple[object, ...], Mapping[StageId, int]] = field(default_factory=dict)
 
     def group_by_order(
         self,
@@ -79,10 +81,7 @@ class PartitionOrders:
         recomputed_shares: by unit, as `recomputed_shares` returns them.
         """
         is_chain = self._is_unified_chain(assignment)
-        spans = [
-            LayerSpans(unit, _chunks(bounds), bounds[:, :-1], bounds[:, 1:], recomputed_shares.get(unit))
-            for unit, bounds in self._chunk_bounds(assignment, partitions).items()
-        ]
+        spans = self._layer_spans(assignment, partitions, recomputed_shares)
         keys = self._chain_keys(spans) if is_chain else self._graph_keys(spans)
         distinct, group_of_partition = np.unique(keys, axis=0, return_inverse=True)
         for group, key in enumerate(distinct.tolist()):
@@ -95,16 +94,39 @@ class PartitionOrders:
                 yield OrderedPartitions(order, numbers, tuple(map(_with_own_stages, of_group)))
 
     def in_flight(self, assignment: MeshAssignment, partition: LayerPartition) -> Mapping[StageId, int]:
-        """Return, for each stage, the microbatches that are between forward and backward at most."""
-        [ordered] = self.group_by_order(assignment, [partition], {})
-        in_flight = ordered.order.in_flight
+        """Return, for each stage, the microbatches that are between forward and backward at most.
+
+        No order is worked out for it, which takes longer: many mesh assignments are left before they need one.
+        """
+        spans = self._layer_spans(assignment, [partition], {})
         if not self._is_unified_chain(assignment):
-            return in_flight
+            [features] = self._graph_keys(spans).tolist()
+            key = self._graph_key(assignment, tuple(features))
+            if key not in self._in_flight:
+                self._in_flight[key] = in_flight_microbatches(self._graph(assignment, partition))
+            return self._in_flight[key]
+        [[first_chunk_with_backward]] = self._chain_keys(spans).tolist()
+        chain_key = self._chain_key(assignment, first_chunk_with_backward)
+        if chain_key not in self._in_flight:
+            graph = _chain_graph(assignment.meshes[LLM], assignment.num_microbatches[LLM], first_chunk_with_backward)
+            self._in_flight[chain_key] = in_flight_microbatches(graph)
+        in_flight = self._in_flight[chain_key]
         return {
             stage: in_flight[chunk]
-            for spans in ordered.spans
-            for stage, chunk in zip(_with_own_stages(spans).stages, _chunks_held(spans), strict=True)
+            for unit_spans in spans
+            for stage, chunk in zip(_with_own_stages(unit_spans).stages, _chunks_held(unit_spans), strict=True)
         }
+
+    def _layer_spans(
+        self,
+        assignment: MeshAssignment,
+        partitions: Sequence[LayerPartition],
+        recomputed_shares: Mapping[str, FloatArray | None],
+    ) -> list[LayerSpans]:
+        return [
+            LayerSpans(unit, _chunks(bounds), bounds[:, :-1], bounds[:, 1:], recomputed_shares.get(unit))
+            for unit, bounds in self._chunk_bounds(assignment, partitions).items()
+        ]
 
     def _is_unified_chain(self, assignment: MeshAssignment) -> bool:
         """Whether all units share one pipeline, each entered at its first layer by the one before."""
@@ -157,24 +179,34 @@ class PartitionOrders:
         return len(shape.layers) if shape.first_trainable is None else shape.first_trainable
 
     def _chain_order(self, assignment: MeshAssignment, first_chunk_with_backward: int) -> ComputeOrder:
-        mesh, num_microbatches = assignment.meshes[LLM], assignment.num_microbatches[LLM]
-        key = (mesh.pp, mesh.vpp, num_microbatches, first_chunk_with_backward)
+        key = self._chain_key(assignment, first_chunk_with_backward)
         if key not in self._of_chains:
+            mesh, num_microbatches = assignment.meshes[LLM], assignment.num_microbatches[LLM]
             self._of_chains[key] = compute_order(_chain_graph(mesh, num_microbatches, first_chunk_with_backward))
         return self._of_chains[key]
+
+    def _chain_key(self, assignment: MeshAssignment, first_chunk_with_backward: int) -> tuple[int, ...]:
+        mesh, num_microbatches = assignment.meshes[LLM], assignment.num_microbatches[LLM]
+        return (mesh.pp, mesh.vpp, num_microbatches, first_chunk_with_backward)
 
     def _graph_order(
         self, assignment: MeshAssignment, partition: LayerPartition, features: tuple[int, ...]
     ) -> ComputeOrder:
         """The order of a graph in which every unit has stages of its own; features: see `_graph_keys`."""
-        group = one_replica_group(assignment)
-        key = (group.placement, *group.meshes.items(), *group.num_microbatches.items(), features)
+        key = self._graph_key(assignment, features)
         if key not in self._of_graphs:
-            units = partitioned_layout(group, self.layer_costs, partition).units
-            self._of_graphs[key] = compute_order(
-                build_stage_graph(units, group.num_microbatches, self.layer_costs.shape)
-            )
+            self._of_graphs[key] = compute_order(self._graph(assignment, partition))
         return self._of_graphs[key]
+
+    def _graph_key(self, assignment: MeshAssignment, features: tuple[int, ...]) -> tuple[object, ...]:
+        group = one_replica_group(assignment)
+        return (group.placement, *group.meshes.items(), *group.num_microbatches.items(), features)
+
+    def _graph(self, assignment: MeshAssignment, partition: LayerPartition) -> StageGraph:
+        """The graph of one replica group."""
+        group = one_replica_group(assignment)
+        units = partitioned_layout(group, self.layer_costs, partition).units
+        return build_stage_graph(units, group.num_microbatches, self.layer_costs.shape)
 
 
 def recomputed_shares(

@@ -6,6 +6,7 @@ Each baseline uses the fastest of a few meshes, is fitted into memory and simula
 baselines among the alternatives, or returns one with `--baseline`.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,21 +164,33 @@ class BaselinePlanner:
         else:
             rounds = self._partitioned_by(PARTITION_RULES[name].partition, max_step_s)
         for partitioned in islice(rounds, self.evaluator.budget.baselines.max_rounds):
-            estimated = [
-                self._estimate(candidate, chains)
-                for candidate, chains in partitioned
-                if _time_lower_bound(candidate, chains) <= max_step_s
-            ]
-            promising = [candidate for candidate in estimated if _estimate_of(candidate) <= max_step_s]
-            for candidate in sorted(promising, key=_estimate_of):
+            misfits: set[int] = set()
+            for candidate in self._by_estimate(partitioned, max_step_s):
                 fitted = self._fit(candidate)
                 if isinstance(fitted, Candidate):
                     return self.evaluator.simulate(fitted)
+                misfits.add(candidate.id)
             # Of later rounds it takes meshes only where none of this one fits.
-            others = (candidate for candidate, _ in partitioned if candidate.id not in {c.id for c in promising})
+            others = (candidate for candidate, _ in partitioned if candidate.id not in misfits)
             if any(isinstance(self._fit(candidate), Candidate) for candidate in others):
                 break
         return None
+
+    def _by_estimate(self, partitioned: Sequence[PartitionedCandidate], max_step_s: float) -> Iterator[Candidate]:
+        """Yield the candidates of a round in the order of their estimates, up to `max_step_s` seconds.
+
+        None is estimated before its lower bound comes first.
+        """
+        waiting = [(_time_lower_bound(*entry), number, False) for number, entry in enumerate(partitioned)]
+        heapq.heapify(waiting)
+        estimated: dict[int, Candidate] = {}
+        while waiting and waiting[0][0] <= max_step_s:
+            bound_s, number, is_estimated = heapq.heappop(waiting)
+            if is_estimated:
+                yield estimated[number]
+                continue
+            estimated[number] = self._estimate(*partitioned[number])
+            heapq.heappush(waiting, (max(bound_s, _estimate_of(estimated[number])), number, True))
 
     def _fit(self, candidate: Candidate) -> Candidate | Rejected:
         assert candidate.partition is not None

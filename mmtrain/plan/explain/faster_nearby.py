@@ -2,14 +2,18 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mmtrain.balance import SampleLengths
 from mmtrain.errors import UserError
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.budget import QUICK_BUDGET
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.formulate import formulate_problem
-from mmtrain.plan.planner import search_placements
+from mmtrain.plan.planner import run_strategies
 from mmtrain.plan.problem import PlanRequest
+from mmtrain.plan.search.sequence_parallel import choose_sequence_parallelism
 from mmtrain.recipe.schema import Recipe
 
 MIN_GAIN = 1.1  # in tokens/s, below which there is no hint
@@ -22,18 +26,17 @@ def describe_faster_nearby(recipe: Recipe, lengths: SampleLengths, plan: Plan) -
     """Return a sentence for another batch, and one for fewer ranks, that is over 10% faster.
 
     At most one of each is planned, roughly, and only where data-parallel degrees divide it much better: what is said is
-    what a plan reaches at least.
+    what a plan reaches at least. Searches end where no plan can be so much faster.
     """
     sentences = []
-    tokens_per_s = plan.predicted.tokens_per_s_per_gpu * plan.world_size
     batch, num_ranks = recipe.train.global_batch, plan.world_size
     for other in _better_divided(batch, num_ranks, _nearest(batch, MAX_BATCH_CHANGE, both_ways=True)):
         train = recipe.train.model_copy(update={"global_batch": other})
-        gain = _tokens_per_s(recipe.model_copy(update={"train": train}), lengths, plan, num_ranks) / tokens_per_s
+        gain = _gain(recipe.model_copy(update={"train": train}), lengths, plan, num_ranks)
         if gain >= MIN_GAIN:
             sentences.append(f"train.global_batch {other} instead of {batch}: at least {gain - 1:.0%} more tokens/s.")
     for other in _better_divided(num_ranks, batch, _nearest(num_ranks, MAX_RANKS_LEFT_OUT, both_ways=False)):
-        gain = _tokens_per_s(recipe, lengths, plan, other) / tokens_per_s
+        gain = _gain(recipe, lengths, plan, other)
         if gain >= MIN_GAIN:
             sentences.append(f"{other} ranks instead of {num_ranks}: at least {gain - 1:.0%} more tokens/s.")
     return sentences
@@ -53,8 +56,12 @@ def _better_divided(number: int, partner: int, others: list[int]) -> Iterator[in
         yield best
 
 
-def _tokens_per_s(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int) -> float:
-    """Return the throughput of a plan that is sought with little effort; 0 if there is none."""
+def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int) -> float:
+    """Return how many times as many tokens/s a plan reaches that is sought with little effort; 0 if below `MIN_GAIN`.
+
+    Where memory leaves no plan without sequence parallelism at any cost, none is found.
+    """
+    tokens_per_s = plan.predicted.tokens_per_s_per_gpu * plan.world_size
     try:
         problem = formulate_problem(
             recipe,
@@ -62,12 +69,16 @@ def _tokens_per_s(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks:
             world_size=num_ranks,
             hardware=plan.hardware,
             recipe_sha256=plan.recipe_sha256,
-            request=PlanRequest(num_alternatives=0),
             budget=QUICK_BUDGET,
         )
         if not problem.cluster.rank_counts:
             return 0.0
-        evaluator, results = search_placements(problem, QUICK_BUDGET)
+        layer_costs = LayerCosts(problem, budget=QUICK_BUDGET)
+        tokens = layer_costs.tokens()
+        request = PlanRequest(num_alternatives=0, max_step_s=tokens / tokens_per_s / MIN_GAIN)
+        sp = choose_sequence_parallelism(problem, layer_costs)
+        evaluator = Evaluator(replace(problem, request=request), QUICK_BUDGET, layer_costs.with_settings(sp=sp))
+        best = run_strategies(evaluator).best
     except UserError:
         return 0.0
-    return evaluator.layer_costs.tokens() / results.fastest_s
+    return 0.0 if best is None else tokens / best.step_time_s / tokens_per_s

@@ -82,10 +82,8 @@ class _RetimedCandidate:
     def of(cls, candidate: Candidate, evaluator: Evaluator) -> "_RetimedCandidate":
         """Write the program of a simulated candidate."""
         hardware, budget = evaluator.problem.hardware, evaluator.budget.evaluation
-        return cls(
-            candidate,
-            RetimedLayout.of(candidate.layout, candidate.schedule, evaluator.layer_costs, hardware, budget),
-        )
+        layout, schedule, programs = candidate.layout, candidate.schedule, evaluator.lowered_programs
+        return cls(candidate, RetimedLayout.of(layout, schedule, evaluator.layer_costs, hardware, budget, programs))
 
     def scaled(self, layer_costs: LayerCosts) -> PerturbedStep:
         """Return the step by what changes on the first sampled batch."""

@@ -36,6 +36,7 @@ from mmtrain.plan.search.layer_partition import (
     in_flight_by_chunk,
     jittered_partitions,
     layout_graph,
+    partition_time_lower_bound,
     partitioned_layout,
     recompute_to_fit,
 )
@@ -71,7 +72,16 @@ class SearchNode:
     number: int  # decides between equal bounds: what waited first
     candidate: Candidate = field(compare=False)
     chains: tuple[LayerChain, ...] | None = field(compare=False, default=None)
+    fit: "AnchorFit | None" = field(compare=False, default=None)
     is_anchor_estimated: bool = field(compare=False, default=False)
+
+
+@dataclass(frozen=True)
+class AnchorFit:
+    """What a candidate must recompute to fit into memory, and its anchor with that."""
+
+    recompute: RecomputeToFit
+    anchor: LayerPartition
 
 
 class _Search:
@@ -79,6 +89,7 @@ class _Search:
         self.evaluator = evaluator
         self.budget = evaluator.budget.partitions
         self.num_simulated = num_simulated
+        self.max_step_s = evaluator.problem.request.max_step_s
         self.progress = progress
         self.rejected: list[Rejected] = []
         # By id of the candidate, that is by mesh assignment:
@@ -129,6 +140,8 @@ class _Search:
 
     def _is_settled(self, first: SearchNode) -> bool:
         """Return whether no candidate in the queue can change the choice."""
+        if first.bound_s > self.max_step_s:
+            return True
         if math.isinf(first.bound_s):  # nothing that waits can fit; a few are tried to explain why
             return bool(self.best) or len(self.misfits) >= self.evaluator.budget.explanations.max_misfits_to_try
         slack = EQUAL_STEP_TIME_RATIO if self.is_exhaustive else 1.0
@@ -181,10 +194,11 @@ class _Search:
         bound_s: float,
         candidate: Candidate,
         chains: tuple[LayerChain, ...] | None = None,
+        fit: AnchorFit | None = None,
         is_anchor_estimated: bool = False,
     ) -> None:
         self.num_queued += 1
-        heapq.heappush(self.queue, SearchNode(bound_s, self.num_queued, candidate, chains, is_anchor_estimated))
+        heapq.heappush(self.queue, SearchNode(bound_s, self.num_queued, candidate, chains, fit, is_anchor_estimated))
 
     def _advance(self, node: SearchNode) -> None:
         """Put the next piece of work into the candidate with the least bound."""
@@ -194,10 +208,12 @@ class _Search:
             self._bound_by_chains(node)
         elif self.is_exhaustive:
             self._estimate_all_partitions(node, node.chains)
+        elif node.fit is None:
+            self._bound_by_memory(node, node.chains)
         elif node.is_anchor_estimated:
-            self._estimate_near_anchor(node, node.chains)
+            self._estimate_near_anchor(node, node.chains, node.fit.recompute)
         else:
-            self._estimate_anchor(node, node.chains)
+            self._estimate_anchor(node, node.chains, node.fit)
 
     def _bound_by_chains(self, node: SearchNode) -> None:
         """Tighten the bound by the best partition of each layer chain."""
@@ -209,16 +225,28 @@ class _Search:
         bound_s = max(node.bound_s, *map(chain_time_lower_bound, chains))
         self._push(bound_s, node.candidate.bounded(bound_s), chains)
 
-    def _estimate_anchor(self, node: SearchNode, chains: tuple[LayerChain, ...]) -> None:
-        """Estimate the anchor alone, so that candidates far behind wait until the others are settled."""
+    def _bound_by_memory(self, node: SearchNode, chains: tuple[LayerChain, ...]) -> None:
+        """Tighten the bound by what the anchor must recompute to fit.
+
+        It is at most what the anchor's estimate will be, which takes longer to work out.
+        """
         recompute = self._recompute_to_fit(node.candidate, chains)
-        partition = tuple(
-            anchor_partition(chain, of_chain) or chain.anchor or ()
-            for chain, of_chain in zip(chains, recompute, strict=True)
-        )
-        estimate_s = float(self._estimate(node.candidate, chains, [partition], recompute)[0])
+        anchors = []
+        seconds = []
+        for chain, of_chain in zip(chains, recompute, strict=True):
+            anchors.append(anchor_partition(chain, of_chain) or chain.anchor or ())
+            seconds.append(partition_time_lower_bound(chain, anchors[-1], of_chain))
+        # Infinite where a chunk alone does not fit; others on its rank may leave it room.
+        least_s = max(filter(math.isfinite, seconds), default=0.0)
+        bound_s = max(node.bound_s, least_s * self.budget.anchor_estimate_discount)
+        fit = AnchorFit(recompute, tuple(anchors))
+        self._push(bound_s, node.candidate.bounded(bound_s), chains, fit)
+
+    def _estimate_anchor(self, node: SearchNode, chains: tuple[LayerChain, ...], fit: AnchorFit) -> None:
+        """Estimate the anchor alone, so that candidates far behind wait until the others are settled."""
+        estimate_s = float(self._estimate(node.candidate, chains, [fit.anchor], fit.recompute)[0])
         bound_s = max(node.bound_s, estimate_s * self.budget.anchor_estimate_discount)
-        self._push(bound_s, node.candidate.bounded(bound_s), chains, is_anchor_estimated=True)
+        self._push(bound_s, node.candidate.bounded(bound_s), chains, fit, is_anchor_estimated=True)
 
     def _estimate_all_partitions(self, node: SearchNode, chains: tuple[LayerChain, ...]) -> None:
         """Let every partition of a candidate wait for the simulator, with its estimate as bound."""
@@ -233,9 +261,10 @@ class _Search:
             estimated = node.candidate.partitioned(partition).estimated(estimate_s)
             self._push(max(estimate_s, node.bound_s), estimated, chains)
 
-    def _estimate_near_anchor(self, node: SearchNode, chains: tuple[LayerChain, ...]) -> None:
+    def _estimate_near_anchor(
+        self, node: SearchNode, chains: tuple[LayerChain, ...], recompute: RecomputeToFit
+    ) -> None:
         """Estimate partitions near the anchor; simulate the best, or let it wait for the simulator."""
-        recompute = self._recompute_to_fit(node.candidate, chains)
         options = [
             self._partitions_near_anchor(chain, of_chain) for chain, of_chain in zip(chains, recompute, strict=True)
         ]
@@ -302,7 +331,7 @@ class _Search:
                 for candidate in self.best.values()
                 if self.searched is None or self.searched(candidate)
             ),
-            default=math.inf,
+            default=self.max_step_s,
         )
 
     def _recompute_to_fit(self, candidate: Candidate, chains: Sequence[LayerChain]) -> RecomputeToFit:

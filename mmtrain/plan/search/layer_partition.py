@@ -8,7 +8,7 @@ slowest chunk is done soonest; partitions near it are found by moving its bounda
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import combinations, islice, pairwise, product
 
 import numpy as np
@@ -135,11 +135,18 @@ def chain_time_lower_bound(chain: LayerChain) -> float:
     return max(float(work), _slowest_chunk_seconds(chain, chain.anchor))
 
 
-def partition_time_lower_bound(chain: LayerChain, partition: ChainPartition) -> float:
-    """Return the seconds that the chain's slowest rank computes in a step under a partition."""
-    all_until = np.concatenate([[0.0], np.cumsum(chain.costs.seconds)])
-    chunk_s = np.diff(all_until[list(partition)])
-    return float(chunk_s.reshape(chain.vpp, chain.pp).sum(axis=0).max()) * chain.num_microbatches
+def partition_time_lower_bound(
+    chain: LayerChain, partition: ChainPartition, recompute: SpanRecompute | None = None
+) -> float:
+    """Return the seconds that a step takes at least under a partition.
+
+    Either the slowest chunk decides, with the way to it and back, or the rank that computes most.
+    recompute: what chunks recompute to fit into memory. Infinite where one of them alone does not fit.
+    """
+    chunks, lo, hi = np.arange(chain.num_chunks), np.asarray(partition[:-1]), np.asarray(partition[1:])
+    recompute_s = None if recompute is None else recompute.seconds(chunks, lo, hi)
+    work_s = _work_seconds(chain, lo, hi, recompute_s).reshape(chain.vpp, chain.pp).sum(axis=0)
+    return float(max(_step_seconds(chain, lo, hi, recompute_s).max(), chain.num_microbatches * work_s.max()))
 
 
 def anchor_partition(chain: LayerChain, recompute: SpanRecompute | None = None) -> ChainPartition | None:
@@ -195,9 +202,7 @@ def jittered_partitions(
     """
     if chain.num_chunks == 1:
         return [around]
-    num_boundaries = len(around) - 2
-    shifts = list(islice(_boundary_shifts(num_boundaries, budget), budget.max_scored_jitters))
-    inner = np.unique(np.asarray(around)[None, 1:-1] + np.array(shifts, np.int64).reshape(-1, num_boundaries), axis=0)
+    inner = np.asarray(around)[None, 1:-1] + _sorted_shifts(len(around) - 2, budget)
     first = np.zeros((len(inner), 1), np.int64)
     last = np.full((len(inner), 1), around[-1])
     partitions = np.concatenate([first, inner, last], axis=1)
@@ -403,6 +408,13 @@ def _step_seconds(chain: LayerChain, lo: IntArray, hi: IntArray, recompute_s: Fl
 def _slowest_chunk_seconds(chain: LayerChain, partition: ChainPartition) -> float:
     """Return the least seconds of a step under a partition, as its slowest chunk has it."""
     return float(_step_seconds(chain, np.asarray(partition[:-1]), np.asarray(partition[1:])).max())
+
+
+@lru_cache(maxsize=64)
+def _sorted_shifts(num_boundaries: int, budget: PartitionBudget) -> IntArray:
+    """Return (n, boundaries) the first shifts of `_boundary_shifts`, each once, in lexicographic order."""
+    shifts = list(islice(_boundary_shifts(num_boundaries, budget), budget.max_scored_jitters))
+    return np.unique(np.array(shifts, np.int64).reshape(-1, num_boundaries), axis=0)
 
 
 def _boundary_shifts(num_boundaries: int, budget: PartitionBudget) -> Iterator[tuple[int, ...]]:

@@ -30,7 +30,8 @@ class PipelinedStrategy:
     ) -> SearchResults:
         """Allocate ranks to units in every way, and search the layer partitions of these, best first.
 
-        Where no layout of `disaggregated` fits, ranks are allocated again, to meshes that should leave more room.
+        Where no layout of `disaggregated` fits, ranks are allocated again, to meshes that should leave more room. Not
+        so where the request limits the step time, which may be why none was found.
         """
         request = problem.request
         num_wanted = request.num_alternatives + 1
@@ -39,7 +40,7 @@ class PipelinedStrategy:
         num_simulated = max(budget.partitions.min_simulated, num_wanted)
         candidates = allocate_ranks(evaluator, budget, request.allocation_watch)
         results = _search(candidates, evaluator, num_simulated, progress)
-        for share in budget.meshes.roomier_shares:
+        for share in budget.meshes.roomier_shares if math.isinf(request.max_step_s) else ():
             of_placement = [c for c in results.enumerated if c.placement == "disaggregated"]
             if not any(math.isfinite(c.time_lower_bound_s) for c in of_placement):
                 break  # excluded by the recipe, or by what ranks hold at least
