@@ -1,9 +1,11 @@
 """Serve a folder by HTTP on the loopback, with ranges, ETags and the faults that a test asks for.
 
-Its folders also answer S3's requests to list a bucket (ListObjectsV2), with addresses of the form host/bucket/key.
+Its folders also answer S3's requests to list a bucket (ListObjectsV2), with addresses of the form host/bucket/key, and
+those of the Hugging Face hub for a data set `team/set`, whose files lie in datasets/team/set.
 """
 
 import hashlib
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.files.token is not None and self.headers.get("Authorization") != f"Bearer {self.files.token}":
             fault = 403
         address = urlsplit(self.path)
-        path = self.files.folder / unquote(address.path).lstrip("/")
+        path = self.files.folder / unquote(address.path).lstrip("/").replace("/resolve/main/", "/")
         if fault == STALL:
             self.files.over.wait()
         if fault in (DROP, STALL):
@@ -65,6 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(fault, b"", {})
         elif "list-type=2" in address.query:
             self._send_bucket(path, parse_qs(address.query))
+        elif address.path.startswith("/api/datasets/"):
+            self._send_hub(unquote(address.path).removeprefix("/api/datasets/"))
         elif path.is_dir() and self.path.endswith("/"):
             links = "".join(f'<a href="{entry.name}">{entry.name}</a>' for entry in sorted(path.iterdir()))
             self._send(200, links.encode(), {"Content-Type": "text/html"}, body)
@@ -72,6 +76,33 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"", {})
         else:
             self._send_file(path.read_bytes(), span, fault, body)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        self._send(405, b"", {})
+
+    def _send_hub(self, asked: str) -> None:
+        """Answer whether `team/set` is there, or what a folder of it holds (`team/set/tree/main/folder`)."""
+        team, name, *rest = asked.split("/")
+        folder = self.files.folder / "datasets" / team / name
+        error = "RepoNotFound"
+        if rest[:1] == ["tree"]:
+            folder, error = folder.joinpath(*rest[2:]), "EntryNotFound"
+        if not folder.is_dir():
+            self._send(404, b"", {"X-Error-Code": error})
+            return
+        root = self.files.folder / "datasets" / team / name
+        entries = [
+            {
+                "type": "directory" if entry.is_dir() else "file",
+                "path": str(entry.relative_to(root)),
+                "size": 0 if entry.is_dir() else entry.stat().st_size,
+                "oid": hashlib.sha1(b"" if entry.is_dir() else entry.read_bytes()).hexdigest(),
+            }
+            for entry in sorted(folder.iterdir())
+        ]
+        answer: object = entries if rest[:1] == ["tree"] else {"id": f"{team}/{name}", "sha": "0" * 40}
+        self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     def _send_bucket(self, bucket: Path, asked: dict[str, list[str]]) -> None:
         """List the keys that begin with a prefix, those below a delimiter as one entry (S3's ListObjectsV2)."""

@@ -282,6 +282,77 @@ def test_what_s3_does_not_have_or_denies_is_said_at_once(server: FileServer, buc
         open_location("s3://bucket/file").read()
 
 
+@pytest.fixture
+def hub_folder(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Make the server a Hugging Face hub for this process; return the folder that is hf://datasets/team/set there."""
+    hub = pytest.importorskip("huggingface_hub")
+    import fsspec.config
+
+    folder = server.folder / "datasets" / "team" / "set"
+    folder.mkdir(parents=True)
+    settings = {"endpoint": server.url, "token": "token-of-this-test"}  # as FSSPEC_HF_ENDPOINT does in the environment
+    monkeypatch.setitem(fsspec.config.conf, "hf", settings)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # it repeats some requests itself
+    hub.HfFileSystem.clear_instance_cache()
+    yield folder
+    hub.HfFileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "shard-{0..1}.tar", "shard-*.tar", "cells.parquet"])
+def test_samples_of_a_data_set_of_the_hub_are_those_of_the_folder(hub_folder: Path, name: str) -> None:
+    _write_all_formats(hub_folder)
+    here = _samples(SourceSettings(path=hub_folder / name))
+    there = _samples(SourceSettings(path=f"hf://datasets/team/set/{name}"))
+    assert [(s.id, s.index, s.turns) for s in there] == [(s.id, s.index, s.turns) for s in here]
+    for left, right in zip(here, there, strict=True):
+        assert [_content(medium) for medium in right.images] == [_content(medium) for medium in left.images]
+
+
+@pytest.mark.parametrize("fault", [DROP, TRUNCATE, SHORT, 500, 503])
+def test_a_failed_request_to_the_hub_is_repeated(server: FileServer, hub_folder: Path, fault: str | int) -> None:
+    content = np.random.default_rng(0).bytes(1000)
+    (hub_folder / "file").write_bytes(content)
+    remote_store().version("hf://datasets/team/set/file")
+    server.faults = [fault, fault]
+    assert open_location("hf://datasets/team/set/file").read() == content
+    assert not server.faults
+
+
+def test_what_the_hub_does_not_have_or_denies_is_said_at_once(server: FileServer, hub_folder: Path) -> None:
+    from huggingface_hub import HfFileSystem
+
+    (hub_folder / "file").write_bytes(b"content")
+    for missing in ("hf://datasets/team/set/none.json", "hf://datasets/team/other/none.json"):
+        with pytest.raises(DataError, match=r"none\.json: no such file"):
+            _samples(SourceSettings(path=missing))
+    server.token = "another"
+    remote_store.cache_clear()
+    HfFileSystem.clear_instance_cache()
+    with pytest.raises(RemoteReadError, match=r"denied.*credentials come from the environment"):
+        open_location("hf://datasets/team/set/file").read()
+
+
+def test_of_a_file_of_the_hub_only_blocks_that_are_needed_are_fetched(server: FileServer, hub_folder: Path) -> None:
+    content = np.random.default_rng(0).bytes(12 * BLOCK_BYTES)
+    (hub_folder / "file").write_bytes(content)
+    with open_location("hf://datasets/team/set/file") as file:
+        file.seek(4 * BLOCK_BYTES + 7)
+        assert file.read(5) == content[4 * BLOCK_BYTES + 7 :][:5]
+    spans = [span for method, _, span in server.requests if method == "GET" and span is not None]
+    assert spans == [f"bytes={4 * BLOCK_BYTES}-{5 * BLOCK_BYTES - 1}"]
+
+
+def test_a_file_of_the_hub_that_changes_while_in_use_is_an_error(hub_folder: Path) -> None:
+    path = hub_folder / "file"
+    path.write_bytes(b"a" * 3 * BLOCK_BYTES)
+    with open_location("hf://datasets/team/set/file") as file:
+        file.read(10)
+        path.write_bytes(b"b" * 3 * BLOCK_BYTES)
+        file.seek(2 * BLOCK_BYTES)
+        with pytest.raises(RemoteReadError, match="changed while"):
+            file.read(10)
+
+
 def test_other_file_systems_of_fsspec_are_read_and_watched(server: FileServer) -> None:
     import fsspec
 

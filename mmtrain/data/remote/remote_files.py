@@ -84,7 +84,8 @@ class RemoteFiles:
 
     def _read_any(self, files: Any, url: str, start: int, stop: int, version: FileVersion) -> tuple[int, bytes]:
         path = _path(files, url)
-        content = bytes(_call(files, "cat_file", self.timeout_s, path, start=start, end=stop))
+        options = {} if files.async_impl else {"cache_type": "none"}  # or they read 5 MiB ahead for every range
+        content = bytes(_call(files, "cat_file", self.timeout_s, path, start=start, end=stop, **options))
         files.invalidate_cache()  # or a listing from before would answer
         _check_unchanged(url, version, _version(url, _call(files, "info", self.timeout_s, path)))
         if len(content) != stop - start:
