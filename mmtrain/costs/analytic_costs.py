@@ -192,6 +192,15 @@ class AnalyticCosts:
         """Return the seconds of a collective over `group`; `nbytes` is the whole (gathered or reduced) tensor."""
         return collective_seconds(self.hardware, kind, nbytes, group)
 
+    def all_to_all(self, on_node_bytes: int, off_node_bytes: int, group: GroupLayout) -> float:
+        """Return the seconds of an all-to-all: those of the fullest rank's bytes as one message on each kind of link.
+
+        What stays on a node and what leaves it use different links at the same time.
+        """
+        on_node_s = self.transfer(on_node_bytes, same_node=True) if on_node_bytes else 0.0
+        off_node_s = self.transfer(off_node_bytes, same_node=False) if off_node_bytes else 0.0
+        return max(on_node_s, off_node_s)
+
     def overlap_slowdown(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
         """Return the share of a collective's seconds that compute beside it loses: that of the hardware."""
         return self.hardware.overlap_slowdown

@@ -125,6 +125,13 @@ class CostModel(Protocol):
         """Return the seconds of a collective over `group`; `nbytes` is the whole (gathered or reduced) tensor."""
         ...
 
+    def all_to_all(self, on_node_bytes: int, off_node_bytes: int, group: GroupLayout) -> float:
+        """Return the seconds of an all-to-all over `group`, in which ranks may send different amounts.
+
+        on_node_bytes, off_node_bytes: what the rank that sends or receives most moves on its node, and beyond it.
+        """
+        ...
+
     def overlap_slowdown(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
         """Return the share of a collective's seconds that compute beside it loses: 0 to 1, which leaves no time."""
         ...

@@ -95,13 +95,17 @@ class LayerEntry(_Frozen):
 
 
 class MessageEntry(_Frozen):
-    """Seconds by bytes of a message between two ranks, or of a collective over `size` of them."""
+    """Seconds by bytes of a message between two ranks, or of a collective over `size` of them.
 
-    kind: Literal["p2p", "all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+    The bytes are those of the whole tensor, gathered or reduced; of an all-to-all what each rank holds, of which it
+    sends an equal part to every rank and keeps one.
+    """
+
+    kind: Literal["p2p", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
     size: Annotated[int, Field(gt=1)]
     nodes: Annotated[int, Field(ge=1)] = 1  # over which the ranks are spread evenly
     source: Source = "measured"
-    nbytes: Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(min_length=1)]  # ascending; of the whole tensor
+    nbytes: Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(min_length=1)]  # ascending
     seconds: tuple[Duration, ...]
     # Of a collective, by size: the share of its time that compute beside it loses; empty: not measured.
     overlap_slowdown: tuple[Share, ...] = ()
@@ -157,8 +161,8 @@ class CostTable(_Frozen):
     held_out_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # median, relative, of its layers
     layer_scales: tuple[LayerScale, ...] = ()
     calibrated: bool = False  # the scales come from `plan --calibrate` and from no run
-    message_scale: Scale = 1.0  # of messages between two ranks
-    reduction_scale: Scale = 1.0  # of collectives and the optimizer step
+    message_scale: Scale = 1.0  # of messages between two ranks, and of all-to-alls
+    reduction_scale: Scale = 1.0  # of other collectives and the optimizer step
 
     @model_validator(mode="after")
     def _require_one_entry_of_each(self) -> Self:

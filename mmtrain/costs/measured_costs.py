@@ -94,13 +94,15 @@ class Curve:
 class MeasuredCosts:
     """A `CostModel` that interpolates a table and models what the table lacks.
 
-    `extrapolated` collects the layers that were needed beyond their measured range, `missing` those that were modelled.
+    `extrapolated` collects the layers that were needed beyond their measured range, `missing` those that were modelled,
+    and `replaced` the sizes of groups whose all-to-alls were priced by messages between two ranks.
     """
 
     table: CostTable
     model: AnalyticCosts
     extrapolated: set[str] = field(default_factory=set, compare=False)
     missing: set[str] = field(default_factory=set, compare=False)
+    replaced: set[int] = field(default_factory=set, compare=False)
     _curves: dict[tuple[str, int, Quantity], Curve] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -118,7 +120,10 @@ class MeasuredCosts:
             parts.append(f"{modelled}: {', '.join(sorted(self.missing))}")
         if self.extrapolated:
             parts.append(f"extrapolated: {', '.join(sorted(self.extrapolated))}")
-        if self.missing or self.extrapolated:
+        if self.replaced:
+            sizes = ", ".join(map(str, sorted(self.replaced)))
+            parts.append(f"all-to-alls of {sizes} ranks, which the table lacks, by messages between two ranks")
+        if self.missing or self.extrapolated or self.replaced:
             parts.append("`mmtrain profile` on such hardware measures them")
         return "; ".join(parts)
 
@@ -221,6 +226,21 @@ class MeasuredCosts:
         seconds = self.model.collective(kind, nbytes, group) if measured is None else measured
         return seconds * self.table.reduction_scale
 
+    def all_to_all(self, on_node_bytes: int, off_node_bytes: int, group: GroupLayout) -> float:
+        """Return the seconds of an all-to-all; see `CostModel`.
+
+        It takes as long as a measured one in which every rank moves as much as the fullest does here. What stays on a
+        node is compared with an all-to-all of the node's ranks alone. Without such entries messages between two ranks
+        take their place, as a table of an older version has none.
+        """
+        per_node = -(-group.size // group.nodes)
+        seconds = []
+        if group.nodes > 1:
+            seconds.append(self._exchange(group, off_node_bytes, group.size - per_node, same_node=False))
+        if per_node > 1:
+            seconds.append(self._exchange(GroupLayout(per_node), on_node_bytes, per_node - 1, same_node=True))
+        return max(seconds, default=0.0)
+
     def overlap_slowdown(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
         """Return the share of a collective's seconds that compute beside it loses."""
         entry = self._message_entry(kind, group)
@@ -263,6 +283,14 @@ class MeasuredCosts:
         if nbytes > largest:  # latency no longer matters
             return seconds[-1] * nbytes / largest
         return float(np.interp(nbytes, entry.nbytes, seconds))
+
+    def _exchange(self, group: GroupLayout, nbytes: int, num_peers: int, same_node: bool) -> float:
+        """Return the seconds in which each rank of `group` moves `nbytes` to or from `num_peers` ranks of it."""
+        measured = self._message("all_to_all", group, round(nbytes * group.size / num_peers))
+        if measured is not None:
+            return measured * self.table.message_scale
+        self.replaced.add(group.size)
+        return self.transfer(nbytes, same_node) if nbytes else 0.0
 
     def _entry(self, layer: LayerShape, tp: int) -> LayerEntry | None:
         return self.table.by_layer.get((_key(layer), tp))

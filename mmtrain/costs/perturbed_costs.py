@@ -142,6 +142,14 @@ class PerturbedTable:
         changed = self.model.collective(kind, nbytes, group)
         return _scaled(seconds, changed, self.measured.model.collective(kind, nbytes, group))
 
+    def all_to_all(self, on_node_bytes: int, off_node_bytes: int, group: GroupLayout) -> float:
+        """Return the seconds of an all-to-all; see `CostModel`."""
+        measured, changed, modelled = (
+            costs.all_to_all(on_node_bytes, off_node_bytes, group)
+            for costs in (self.measured, self.model, self.measured.model)
+        )
+        return _scaled(measured, changed, modelled)
+
     def overlap_slowdown(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
         """Return the share of a collective's seconds that compute beside it loses, which no constant changes."""
         return self.measured.overlap_slowdown(kind, nbytes, group)

@@ -156,6 +156,42 @@ def test_messages_are_interpolated_and_large_ones_go_by_bandwidth() -> None:
     assert costs.collective("all_reduce", 1000, GroupLayout(1)) == 0
 
 
+def _all_to_all(size: int, nodes: int, seconds_per_byte: float) -> MessageEntry:
+    """Return an entry of which every byte of a rank's tensor takes so long, from 10 bytes on."""
+    nbytes = (10, 10_000)
+    return MessageEntry(
+        kind="all_to_all",
+        size=size,
+        nodes=nodes,
+        nbytes=nbytes,
+        seconds=tuple(seconds_per_byte * number for number in nbytes),
+    )
+
+
+def test_an_all_to_all_takes_as_long_as_an_even_one_in_which_ranks_move_as_much_as_the_fullest() -> None:
+    """Of 8 ranks on two nodes, each sends 3 of 8 parts on its node and 4 of 8 to the other one."""
+    entries = (_all_to_all(4, 1, 1e-6), _all_to_all(8, 2, 1e-5))
+    costs = MeasuredCosts(_table(messages=entries, message_scale=2.0), MODEL)
+    one_node, two_nodes = GroupLayout(4), GroupLayout(8, 2)
+    assert costs.all_to_all(300, 0, one_node) == pytest.approx(2 * 400e-6)
+    assert costs.all_to_all(300, 400, two_nodes) == pytest.approx(2 * 800e-5)
+    assert costs.all_to_all(30_000, 400, two_nodes) == pytest.approx(2 * 40_000e-6)  # those of a node take longer
+    assert costs.all_to_all(3, 0, two_nodes) == pytest.approx(2 * 10e-5), "no less than the smallest that was measured"
+    assert not costs.replaced
+    assert "all-to-all" not in costs.source
+
+
+def test_all_to_alls_that_a_table_lacks_are_priced_by_messages_and_the_source_says_so() -> None:
+    """A table from before all-to-alls were measured has none of them."""
+    costs = MeasuredCosts(_table(), MODEL)
+    assert costs.all_to_all(1000, 0, GroupLayout(4)) == costs.transfer(1000, same_node=True) == pytest.approx(1e-4)
+    between_nodes = costs.all_to_all(0, 1000, GroupLayout(8, 2))
+    assert between_nodes == MODEL.transfer(1000, same_node=False) == MODEL.all_to_all(0, 1000, GroupLayout(8, 2))
+    assert costs.all_to_all(1000, 1000, GroupLayout(3, 2)) >= costs.transfer(1000, same_node=True)  # unevenly spread
+    named = "all-to-alls of 2, 3, 4, 8 ranks, which the table lacks, by messages between two ranks; `mmtrain profile`"
+    assert named in costs.source
+
+
 def test_errors_are_relative_to_the_measurement() -> None:
     [entry] = _table().layers
     assert interpolation_errors(entry, [_sample(_load(300), 1.25)]) == pytest.approx([0.2, 0.2])
@@ -233,6 +269,10 @@ _LAYER = layer_fields(BLOCK)
         (("messages", 0, "nbytes", 0), 0, "nbytes.0 .*greater than 0 .found 0"),
         (("messages", 0, "size"), 4, "p2p: a message has 2 ranks, found size 4"),
         (("messages", 0, "overlap_slowdown"), [0.5, 0.5], "p2p: overlap_slowdown has 2 shares; .* a message has none"),
+        (("messages", 2, "seconds"), [1e-5], r"messages.2 .all_to_all of 4 ranks.: .*needs ascending nbytes, and one"),
+        (("messages", 2, "seconds", 1), -1.0, r"seconds.1 .all_to_all of 4 ranks.: .*greater than 0 .found -1"),
+        (("messages", 2, "nodes"), 3, "all_to_all: 4 ranks cannot be spread evenly over 3 nodes"),
+        (("messages", 2, "kind"), "all_to_some", "messages.2.kind .*Input should be 'p2p'.*found all_to_some"),
         (("messages", 1, "overlap_slowdown"), [0.5], "all_reduce: overlap_slowdown has 1 shares; .* each of its 2"),
         (("messages", 1, "overlap_slowdown"), [0.5, 1.5], "overlap_slowdown.1 .*less than or equal to 1"),
         (("layer_scales",), [{"layer": _LAYER, "forward": 0.0}], "layer_scales.0.forward .*greater than 0"),
@@ -243,7 +283,9 @@ _LAYER = layer_fields(BLOCK)
 def test_the_message_names_what_is_wrong_and_where(
     tmp_path: Path, where: tuple[str | int, ...], value: object, message: str
 ) -> None:
-    content = _table().model_dump(mode="json")
+    table = _table()
+    table = table.model_copy(update={"messages": (*table.messages, _all_to_all(4, 1, 1e-6))})
+    content = table.model_dump(mode="json")
     parent = content
     for key in where[:-1]:
         parent = parent[key]  # type: ignore[index]

@@ -51,7 +51,8 @@ def _layer_seconds(costs: CostModel, tp: int = 1) -> list[float]:
 
 def _link_seconds(costs: CostModel) -> list[float]:
     collectives = [costs.collective(kind, NBYTES, group) for kind in ("all_reduce", "all_gather") for group in GROUPS]
-    return [costs.transfer(NBYTES, True), costs.transfer(NBYTES, False), *collectives]
+    exchanges = [costs.all_to_all(NBYTES, NBYTES, group) for group in GROUPS]
+    return [costs.transfer(NBYTES, True), costs.transfer(NBYTES, False), *collectives, *exchanges]
 
 
 @pytest.mark.parametrize("ratio", [0.8, 1.25])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import ItemLengths, SampleLengths
+from mmtrain.costs import CostTable
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.sharded_layers import overlapped_seconds
 from mmtrain.data import build_index
@@ -203,6 +204,28 @@ def test_one_rank_stands_for_all_in_the_simulation(dispatch: str, schedule: str)
 
 def _dispatch_seconds(chosen: Plan) -> float:
     return chosen.predicted.bubbles["dispatch"] * chosen.predicted.step_time_s
+
+
+def test_a_measured_all_to_all_prices_dispatches_and_messages_do_without_one(tmp_path: Path) -> None:
+    """The second table's all-to-all takes ten times as long as messages of as many bytes; the first has none."""
+    dispatch_s = []
+    sources = []
+    message = {"kind": "p2p", "size": 2, "nbytes": (1000, 10**6), "seconds": (1e-3, 1.0)}
+    exchange = {"kind": "all_to_all", "size": 4, "nbytes": (1333, 4 * 10**6 // 3), "seconds": (1e-2, 10.0)}
+    for number, messages in enumerate(((message,), (message, exchange))):
+        table = CostTable.model_validate(
+            {"hardware": "h100-80g", "device": "NVIDIA H100", "precision": "bf16", "software": {}, "date": "2026-11-24",
+             "messages": messages}
+        )  # fmt: skip
+        table.save(tmp_path / f"{number}.json")
+        parallel = {"placement": "replicated", "shard": "all", "dispatch": "all", "schedule": "1f1b"}
+        settings = factory.recipe(parallel=parallel, cluster={"costs": tmp_path / f"{number}.json"}, global_batch=8)
+        chosen = plan_recipe(settings, _lopsided(), world_size=4, hardware="h100-80g", recipe_sha256="x")
+        dispatch_s.append(_dispatch_seconds(chosen))
+        sources.append(chosen.predicted.cost_source)
+    assert dispatch_s[1] == pytest.approx(10 * dispatch_s[0], rel=0.05)
+    assert "all-to-alls of 4 ranks, which the table lacks, by messages between two ranks" in sources[0]
+    assert "all-to-all" not in sources[1]
 
 
 def test_an_all_gather_is_predicted_to_take_longer_than_an_all_to_all() -> None:

@@ -40,6 +40,9 @@ class LayerCosts:
     def transfer(self, nbytes, same_node):
         return nbytes * (1.0 if same_node else 10.0)
 
+    def all_to_all(self, on_node_bytes, off_node_bytes, group):
+        return max(self.transfer(on_node_bytes, True), self.transfer(off_node_bytes, False))
+
     def posting(self):
         return 0.0
 

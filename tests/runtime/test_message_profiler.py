@@ -7,15 +7,21 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.costs import CostTable
+from mmtrain.costs.cost_table import MessageEntry
 from mmtrain.errors import LaunchError
-from mmtrain.runtime.profiling.message_profiler import gemm_slowdown, measure_node_links, processor_share
+from mmtrain.runtime.profiling.message_profiler import (
+    gemm_slowdown,
+    measure_node_groups,
+    measure_node_links,
+    processor_share,
+)
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile_node_links
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.world import Address, World, join, leave
 from tests.distributed import fork_ranks
 from tests.plan import factory
 
-COLLECTIVES = ("all_gather", "all_reduce", "broadcast", "reduce_scatter")
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
 
 
 def _profile(rank: int, size: int, folder: Path, port: int) -> str | None:
@@ -32,6 +38,25 @@ def test_two_nodes_of_two_ranks_are_measured_whole_and_by_place() -> None:
     whole, by_place = {(kind, 4, 2) for kind in COLLECTIVES}, {(kind, 2, 2) for kind in COLLECTIVES}
     assert table.by_message.keys() == {("p2p", 2, 2), *whole, *by_place}
     assert all(seconds > 0 for entry in table.messages for seconds in entry.seconds)
+
+
+def _in_groups(rank: int, size: int, folder: Path, port: int) -> list[MessageEntry]:
+    world = join(Address(rank, size, rank, "127.0.0.1", port, "mmtrain"))
+    entries = measure_node_groups(world, 2, sizes=(2**10, 2**14), with_overlap=True)
+    leave()
+    return entries
+
+
+@pytest.mark.slow
+def test_groups_of_a_node_are_measured_side_by_side() -> None:
+    for entries in fork_ranks(4, _in_groups, free_port()):
+        assert {(entry.kind, entry.size, entry.nodes) for entry in entries} == {
+            ("p2p", 2, 1),
+            *((kind, 2, 1) for kind in COLLECTIVES),
+        }
+        assert all(seconds > 0 for entry in entries for seconds in entry.seconds)
+        overlapped = {entry.kind for entry in entries if entry.overlap_slowdown}
+        assert overlapped == {"all_gather", "all_reduce", "reduce_scatter"}
 
 
 @pytest.mark.parametrize(("size", "per_node"), [(2, 2), (5, 2)])

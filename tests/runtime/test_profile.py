@@ -65,7 +65,7 @@ def test_every_kind_of_layer_is_in_the_table(table: CostTable) -> None:
             assert sample.seconds["forward"] > 0
             assert sample.seconds["backward"] > 0
     assert {(m.kind, m.size) for m in table.messages} == {
-        (kind, 2) for kind in ("p2p", "all_reduce", "all_gather", "reduce_scatter", "broadcast")
+        (kind, 2) for kind in ("p2p", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
     }
     assert all(seconds > 0 for message in table.messages for seconds in message.seconds)
     overlapped = {message.kind for message in table.messages if len(message.overlap_slowdown) == len(message.nbytes)}

@@ -216,26 +216,25 @@ class ModelTiming:
                 cost = TransferCost(self.costs.collective("all_gather", gathered, layout), gathered)
             else:
                 ranks = np.array(mesh.ranks)
-                cost = self._all_to_all(ranks[sender], ranks[receiver], nbytes * (sender != receiver))
+                cost = self._all_to_all(ranks[sender], ranks[receiver], nbytes * (sender != receiver), layout)
             self._dispatch_costs[action] = cost
         return self._dispatch_costs[action]
 
-    def _all_to_all(self, sender: IntArray, receiver: IntArray, nbytes: IntArray) -> TransferCost:
+    def _all_to_all(self, sender: IntArray, receiver: IntArray, nbytes: IntArray, layout: GroupLayout) -> TransferCost:
         """Return the cost of an all-to-all, and the bytes that leave the rank which sends most.
 
         sender, receiver, nbytes: (pairs,) two ranks and what one sends to the other.
 
-        It ends with the rank that sends or receives most. What stays on a node and what leaves it use different links
-        at the same time.
+        It ends with the rank that sends or receives most.
         """
         same_node = sender // self.ranks_per_node == receiver // self.ranks_per_node
-        seconds, largest = 0.0, 0
-        for on_link, is_on_node in ((nbytes * same_node, True), (nbytes * ~same_node, False)):
+        most, largest = [], 0
+        for on_link in (nbytes * same_node, nbytes * ~same_node):
             sent, received = (int(np.bincount(ranks, on_link).max(initial=0)) for ranks in (sender, receiver))
             largest += sent
-            if most := max(sent, received):
-                seconds = max(seconds, self.costs.transfer(most, is_on_node))
-        return TransferCost(seconds, largest)
+            most.append(max(sent, received))
+        on_node_bytes, off_node_bytes = most
+        return TransferCost(self.costs.all_to_all(on_node_bytes, off_node_bytes, layout), largest)
 
     def link_class(self, ranks: tuple[int, ...]) -> GroupLayout:
         """Return how the ranks lie on nodes."""

@@ -21,8 +21,9 @@ REPEATS = 7
 BESIDE_GEMM_SIDE = 2048  # of those timed beside collectives: each occupies all multiprocessors of a GPU
 GEMMS_PER_REPEAT = 8  # of timing one
 MESSAGE_BYTES = tuple(2**k for k in (10, 14, 18, 20, 22, 24))
-MessageKind = Literal["p2p"] | CollectiveKind
-_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+GroupKind = CollectiveKind | Literal["all_to_all"]
+MessageKind = Literal["p2p"] | GroupKind
+_COLLECTIVES: tuple[GroupKind, ...] = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 _OVERLAPPED = ("all_reduce", "all_gather", "reduce_scatter")  # those of tensor parallelism
 
 
@@ -35,17 +36,30 @@ class _Members:
     group: dist.ProcessGroup | None  # None: the default group, or this rank only waits for the others
 
 
-def measure_messages(
-    world: World, sizes: tuple[int, ...] = MESSAGE_BYTES, with_overlap: bool = False
-) -> list[MessageEntry]:
-    """Time messages of `sizes` bytes between the first two ranks, and collectives over all ranks, on one node.
-
-    with_overlap: also measure what compute beside the collectives loses.
-    """
+def measure_messages(world: World, sizes: tuple[int, ...] = MESSAGE_BYTES) -> list[MessageEntry]:
+    """Time messages of `sizes` bytes between the first two ranks, and collectives over all ranks, on one node."""
     everyone = _Members(tuple(range(world.size)), 1, None)
     kinds: tuple[MessageKind, ...] = ("p2p", *_COLLECTIVES)
-    entries = [_measure(world, kind, everyone, sizes) for kind in kinds]
-    return [_with_overlap(world, entry, everyone) for entry in entries] if with_overlap else entries
+    return [_measure(world, kind, everyone, sizes) for kind in kinds]
+
+
+def measure_node_groups(
+    world: World, group_size: int, sizes: tuple[int, ...] = MESSAGE_BYTES, with_overlap: bool = False
+) -> list[MessageEntry]:
+    """Time messages between the first two ranks, and collectives inside groups of a node's ranks.
+
+    All groups begin at the same time, as the tensor-parallel groups of a step do, and the ranks that hold one copy of
+    sharded units.
+
+    Args:
+        world: of one node; its size is a multiple of `group_size`.
+        group_size: ranks of a group.
+        sizes: bytes of the messages and collectives.
+        with_overlap: also measure what compute beside the collectives loses.
+    """
+    between_two = _measure(world, "p2p", _Members(tuple(range(world.size)), 1, None), sizes)
+    groups = [tuple(range(first, first + group_size)) for first in range(0, world.size, group_size)]
+    return [between_two, *_measure_collectives(world, groups, 1, sizes, with_overlap)]
 
 
 def measure_node_links(world: World, address: Address, sizes: tuple[int, ...] = MESSAGE_BYTES) -> list[MessageEntry]:
@@ -74,7 +88,11 @@ def measure_node_links(world: World, address: Address, sizes: tuple[int, ...] = 
 
 
 def _measure_collectives(
-    world: World, rank_groups: list[tuple[int, ...]], nodes: int, sizes: tuple[int, ...]
+    world: World,
+    rank_groups: list[tuple[int, ...]],
+    nodes: int,
+    sizes: tuple[int, ...],
+    with_overlap: bool = False,
 ) -> list[MessageEntry]:
     """Time collectives that groups of equal size begin at the same time. Every rank of the world calls this."""
     members = _Members(rank_groups[0], nodes, None)
@@ -83,6 +101,8 @@ def _measure_collectives(
         if world.rank in ranks:
             members = _Members(ranks, nodes, group)
     entries = [_measure(world, kind, members, sizes) for kind in _COLLECTIVES]
+    if with_overlap:
+        entries = [_with_overlap(world, entry, members) for entry in entries]
     if members.group is not None:
         dist.destroy_process_group(members.group)
     return entries
@@ -188,6 +208,9 @@ def _operation(
             return lambda: dist.broadcast(data, src=ranks[0], group=group)
         case "all_gather":
             return lambda: gather(data, own_part, group=group, async_op=async_op)
+        case "all_to_all":
+            received = torch.empty_like(data)
+            return lambda: dist.all_to_all_single(received, data, group=group, async_op=async_op)
         case "reduce_scatter":
             return lambda: scatter(own_part, data, group=group, async_op=async_op)
 

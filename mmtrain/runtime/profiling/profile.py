@@ -37,7 +37,7 @@ from mmtrain.models.model_shape import UnitShape, build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.profiling.layer_profiler import LayerProfiler, build_layer_profiler
-from mmtrain.runtime.profiling.message_profiler import measure_messages, measure_node_links
+from mmtrain.runtime.profiling.message_profiler import measure_node_groups, measure_node_links
 from mmtrain.runtime.profiling.probes import Probe, make_probes
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, World, join, leave
@@ -87,7 +87,7 @@ def profile(request: ProfileRequest) -> Profile:
     group_sizes = [2**k for k in range(1, request.ranks.bit_length()) if 2**k <= request.ranks]
     launches: list[tuple[int, Callable[[World], _Measurements]]]  # ranks, and what they measure
     launches = [(request.ranks // tp * tp, partial(_measure_layers, request, tp)) for tp in tp_sizes]
-    launches += [(size, _measure_messages) for size in group_sizes]
+    launches += [(request.ranks // size * size, partial(_measure_messages, size)) for size in group_sizes]
     results: list[_Measurements] = []
     with TemporaryDirectory(prefix="mmtrain-profile-") as folder:
         for number, (num_ranks, measure) in enumerate(launches):
@@ -183,9 +183,9 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
     return result
 
 
-def _measure_messages(world: World) -> _Measurements:
-    """Time messages and collectives between all ranks of this launch, and what compute loses beside collectives."""
-    return _Measurements(messages=measure_messages(world, with_overlap=True))
+def _measure_messages(group_size: int, world: World) -> _Measurements:
+    """Time messages, collectives of all groups of `group_size` ranks at once, and what compute loses beside these."""
+    return _Measurements(messages=measure_node_groups(world, group_size, with_overlap=True))
 
 
 def _tp_groups(world: World, tp: int) -> ParallelGroups:
