@@ -8,6 +8,11 @@ from mmtrain.plan.candidate import FittedLayout, MeshAssignment, SearchResults
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import SpSizes
 from mmtrain.plan.estimate.memory_fit import fit_memory
+from mmtrain.plan.explain.replicated_suggestions import (
+    replicated_fits,
+    replicated_fits_on,
+    suggest_replicated_settings,
+)
 from mmtrain.plan.search.constraints import RecomputeMode
 from mmtrain.plan.search.layer_partition import anchored_partition, layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
@@ -22,6 +27,7 @@ def suggest_changes(evaluator: Evaluator, results: SearchResults) -> list[str]:
     """
     assignments = [candidate.assignment for candidate in results.enumerated]
     return [
+        *suggest_replicated_settings(evaluator),
         *_suggest_recompute(evaluator, assignments),
         *_suggest_sequence_parallelism(evaluator, assignments),
         *_suggest_bf16_moments(evaluator, assignments),
@@ -36,7 +42,7 @@ def _suggest_recompute(evaluator: Evaluator, assignments: Sequence[MeshAssignmen
     never = [unit for unit, mode in recompute.items() if mode == "none"]
     for units in (*((unit,) for unit in never), tuple(never)):
         changed: dict[str, RecomputeMode] = {**recompute, **dict.fromkeys(units, "all")}
-        if units and _fits(_with_settings(evaluator, recompute=changed), assignments):
+        if units and _fits_anywhere(_with_settings(evaluator, recompute=changed), assignments):
             yield " and ".join(f"parallel.{dotted_unit(unit)}.recompute: all" for unit in units)
             return
 
@@ -56,7 +62,7 @@ def _suggest_bf16_moments(evaluator: Evaluator, assignments: Sequence[MeshAssign
     """Suggest moments in bf16 where they are fp32."""
     smaller = state_bytes(evaluator.problem.precision, "bf16")
     is_new = evaluator.layer_costs.state_bytes != smaller
-    if is_new and _fits(_with_settings(evaluator, state=smaller), assignments):
+    if is_new and _fits_anywhere(_with_settings(evaluator, state=smaller), assignments):
         yield "train.optimizer.moments: bf16"
 
 
@@ -71,7 +77,8 @@ def _suggest_ranks(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) 
             problem.choices, num_ranks, evaluator.time_lower_bound, budget.meshes, ranks_per_node
         )
         larger = (assignment for _, assignment in bounded if assignment.placement in placements)
-        if _fits(evaluator, list(islice(larger, budget.explanations.max_meshes_scanned))):
+        divided = list(islice(larger, budget.explanations.max_meshes_scanned))
+        if _fits(evaluator, divided) or replicated_fits_on(evaluator, num_ranks):
             yield f"{num_ranks} ranks"
             return
 
@@ -81,6 +88,11 @@ def _suggest_memory(results: SearchResults) -> Iterator[str]:
     needs_gib = [loser.need_gib for loser in results.rejected if loser.need_gib is not None]
     if needs_gib:
         yield f"ranks with {min(needs_gib):.3g} GiB"
+
+
+def _fits_anywhere(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> bool:
+    """Return whether one of the assignments fits, or a candidate of `replicated`, which are not among them."""
+    return _fits(evaluator, assignments) or replicated_fits(evaluator)
 
 
 def _fits(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> bool:

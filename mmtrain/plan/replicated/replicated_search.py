@@ -48,7 +48,7 @@ class ReplicatedStrategy:
         """
         simulated: list[Candidate] = []
         rejected: list[Rejected] = []
-        alternatives = _enumerate(problem, evaluator)
+        alternatives = enumerate_replicated(problem, evaluator)
         if not alternatives and problem.recipe.parallel.placement == "replicated":
             counts = " or ".join(map(str, problem.cluster.rank_counts))
             shard = problem.recipe.parallel.shard
@@ -68,7 +68,7 @@ class ReplicatedStrategy:
         return SearchResults(tuple(simulated), tuple(closest_first)).merged()
 
 
-def _enumerate(problem: PlanningProblem, evaluator: Evaluator) -> list[list[Candidate]]:
+def enumerate_replicated(problem: PlanningProblem, evaluator: Evaluator) -> list[list[Candidate]]:
     """Return candidates for every number of ranks, size of shards, way to dispatch and schedule that the recipe allows.
 
     Those in one list differ in the number of the encoders' mini-batches alone, which ascends.
