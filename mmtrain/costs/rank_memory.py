@@ -76,8 +76,11 @@ class HeldLayers:
 
     @property
     def gathered(self) -> tuple[LayerShape, ...]:
-        """Layers whose weights are whole on the rank only while they compute, each once."""
-        return () if self.shard is None or self.shard == 1 else tuple(run.layer for run, _ in self.runs)
+        """Layers whose weights are whole on the rank only while they compute, each once.
+
+        FSDP2 copies the weights of a layer also where a rank holds all of them.
+        """
+        return () if self.shard is None else tuple(run.layer for run, _ in self.runs)
 
     @cached_property
     def runs(self) -> Sequence[tuple[RankLayer, int]]:

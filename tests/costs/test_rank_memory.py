@@ -60,6 +60,18 @@ def test_every_kind_is_counted_by_hand() -> None:
     assert memory.binding == "activations"
 
 
+def test_layers_that_fsdp_wraps_are_copied_also_where_a_rank_holds_all_of_them() -> None:
+    """A copy of the layer that computes, one of the next, and the gradient of a layer in fp32."""
+    blocks = shape_of(settings()).unit("llm").layers[1:3]
+    plain, whole, halves = (
+        rank_memory([replace(held(blocks, dp=2), shard=shard)], COSTS, "fp32", STATE, tied=False)
+        for shard in (None, 1, 2)
+    )
+    copied = 3 * 4 * num_parameters(blocks[0])
+    assert whole.buffers - plain.buffers == halves.buffers - plain.buffers == copied
+    assert whole.parameters == 2 * halves.parameters == plain.parameters
+
+
 def test_a_stage_keeps_what_it_received_beside_the_hidden_states() -> None:
     """The message is one buffer, of which the first block keeps its part until backward."""
     deep = shape_of(settings(vision=DEEPSTACK)).unit("llm").layers
