@@ -2,12 +2,15 @@
 
     python scripts/bench_costs.py                                  # all cases, about eight minutes
     python scripts/bench_costs.py --only frozen-vision             # one of them
+    python scripts/bench_costs.py --only replicated                # the five of sharded replicas
+    python scripts/bench_costs.py --only replicated --modelled --steps 2   # their memory alone, on any machine
     python scripts/bench_costs.py --recipe recipes/x.yaml --set a.b=c
 
-Two ranks run on one core each. For each model, `mmtrain profile` measures a cost table; each case is then planned with
-that table and run. The script compares the simulated with the measured time of the same steps (median of the ratios),
-and for each rank the predicted peak memory with the tensors that are alive at the fullest moment of all steps, input
-batches excluded. `--modelled` plans by the figures of the hardware preset.
+Two ranks run on one core each; one case has four, whose step time means something on four cores. For each model,
+`mmtrain profile` measures a cost table; each case is then planned with that table and run. The script compares the
+simulated with the measured time of the same steps (median of the ratios), and for each rank the predicted peak memory
+with the tensors that are alive at the fullest moment of all steps, input batches excluded. `--modelled` plans by the
+figures of the hardware preset.
 """
 
 import argparse
@@ -25,18 +28,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.data.synthetic.demo import generate_demo
+from mmtrain.models.fully_sharded import FullyShardedAdamW
+from mmtrain.models.named_shards import NamedShard
 from mmtrain.plan import Plan
+from mmtrain.plan.artifact.balancing_targets import derive_step_targets
+from mmtrain.plan.artifact.replanned import plan_layout
 from mmtrain.plan.estimate.simulate_plan import simulate_plan
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report.comparison import RunTrace, comparison_rows, comparison_text, critical_path_rows
 from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.execution.optimizer import UnitOptimizer
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
@@ -46,12 +55,14 @@ from mmtrain.runtime.training.run_tracer import RunTracer
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
 from mmtrain.runtime.world import Address, join, leave
 
-RANKS, WARM_UP, STEPS = 2, 4, 16
+RANKS, WARM_UP = 2, 4
 MIB = 2**20
 DEMO = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 WIDE = ("model.vision.hidden=192", "model.vision.ffn=512", "model.vision.layers=2", "model.llm.hidden=256",
         "model.llm.ffn=640", "model.llm.layers=4", "model.llm.kv_heads=2", "data.seq_len=384")  # fmt: skip
 UNIFIED = "parallel.placement=unified"
+SHARDED = ("parallel.placement=replicated", "parallel.schedule=1f1b", "train.global_batch=8")
+NUM_RANKS = {"replicated, shard 2 of 4": 4}  # of cases that do not run on `RANKS`
 # name -> (model, settings): placements, numbers of microbatches, frozen or not
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "apart": ("demo", ("train.global_batch=4",)),
@@ -65,6 +76,13 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "wide, pipeline, recompute": ("wide", (UNIFIED, "parallel.llm.pp=2", "train.global_batch=6",
                                            "parallel.llm.recompute=all", "parallel.vision.recompute=all")),
     "wide, tensor-parallel": ("wide", (UNIFIED, "parallel.llm.tp=2", "train.global_batch=4")),
+    "replicated, whole": ("wide", (*SHARDED, "parallel.shard=1", "parallel.dispatch=none")),
+    "replicated, sharded": ("wide", (*SHARDED, "parallel.shard=all", "parallel.dispatch=all")),
+    "replicated, shard 2 of 4": ("wide", (*SHARDED, "parallel.shard=2", "parallel.dispatch=all")),
+    "replicated, encoders first": ("wide", (*SHARDED, "parallel.shard=all", "parallel.dispatch=all",
+                                            "parallel.schedule=encoder_first")),
+    "replicated, frozen-vision": ("wide", (*SHARDED, "parallel.shard=all", "parallel.dispatch=all",
+                                           "model.vision.freeze=true")),
 }  # fmt: skip
 MODELS: dict[str, tuple[str, ...]] = {"demo": (), "wide": WIDE}
 
@@ -90,7 +108,8 @@ def main() -> None:
             table = None if options.modelled else _profile(first, folder / f"{model}.json")
             for case, recipe in cases.items():
                 cluster = recipe.cluster.model_copy(update={"costs": table})
-                outcomes[case] = run(case, recipe.model_copy(update={"cluster": cluster}), folder, options.detail)
+                priced = recipe.model_copy(update={"cluster": cluster})
+                outcomes[case] = run(case, priced, folder, options.steps, options.detail)
     off = [abs(outcome.step - 1) for outcome in outcomes.values()]
     ratios = [ratio for outcome in outcomes.values() for ratio in outcome.memory]
     print(f"\n{'predicted over measured':<30} {'step':>6}  memory of each rank")
@@ -102,10 +121,11 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", default=[], help=f"one of: {', '.join(CASES)}")
+    parser.add_argument("--only", action="append", default=[], help=f"cases that begin so, of: {'; '.join(CASES)}")
     parser.add_argument("--recipe", type=Path, help="this recipe alone, instead of the cases")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
     parser.add_argument("--modelled", action="store_true", help="plan by the preset, measure no table")
+    parser.add_argument("--steps", type=int, default=16, help="that are timed, and whose memory is counted")
     parser.add_argument("--detail", action="store_true", help="stages beside the step")
     return parser.parse_args()
 
@@ -121,7 +141,7 @@ def _cases(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Rec
               "parallel.placement=disaggregated", *options.set)  # fmt: skip
     cases: dict[str, dict[str, Recipe]] = {}
     for case, (model, settings) in CASES.items():
-        if not options.only or case in options.only:
+        if not options.only or case.startswith(tuple(options.only)):
             cases.setdefault(model, {})[case] = load_recipe(DEMO, [*common, *MODELS[model], *settings]).recipe
     return cases
 
@@ -139,22 +159,25 @@ def _profile(recipe: Recipe, out: Path) -> Path:
     return out
 
 
-def run(case: str, recipe: Recipe, folder: Path, detail: bool) -> Outcome:
+def run(case: str, recipe: Recipe, folder: Path, num_steps: int, detail: bool) -> Outcome:
     """Plan the case, train some steps, and compare."""
+    num_ranks = NUM_RANKS.get(case, RANKS)
+    lengths = build_index(recipe).lengths
     chosen = plan_recipe(
         recipe,
-        build_index(recipe).lengths,
-        world_size=RANKS,
+        lengths,
+        world_size=num_ranks,
         hardware="cpu-core",
         recipe_sha256=recipe_fingerprint(recipe),
     )
     trace_file, memory_file = folder / "trace.json", folder / "memory.json"
-    launch_local(RANKS, partial(run_rank, recipe, chosen, trace_file, memory_file))
+    launch_local(num_ranks, partial(run_rank, recipe, chosen, num_steps, trace_file, memory_file))
     trace = RunTrace.load(trace_file)
     stream = GroupStream.of(recipe, build_index(recipe))
     dp = {name: unit.dp for name, unit in chosen.units.items()}
     counts = chosen.schedule.num_microbatches
-    batches = [stream.batch(number - 1, recipe.train.global_batch, dp, counts) for number in trace.steps]
+    targets = derive_step_targets(recipe, chosen, lengths)
+    batches = [stream.batch(number - 1, recipe.train.global_batch, dp, counts, targets) for number in trace.steps]
     timelines = [simulate_plan(recipe, chosen, batch) for batch in batches]
     measured = [step["dur"] * 1e-6 for step in trace.content["otherData"]["steps"]]
     ratios = [line.step_time_s / took for line, took in zip(timelines, measured, strict=True)]
@@ -171,12 +194,17 @@ def run(case: str, recipe: Recipe, folder: Path, detail: bool) -> Outcome:
 
 
 def _sizes(chosen: Plan) -> str:
+    if chosen.placement == "replicated":
+        return plan_layout(chosen).summary.removeprefix("replicated: ")
     return ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in chosen.units.items())
 
 
-def run_rank(recipe: Recipe, chosen: Plan, trace_file: Path, memory_file: Path, address: Address) -> None:
+def run_rank(
+    recipe: Recipe, chosen: Plan, num_steps: int, trace_file: Path, memory_file: Path, address: Address
+) -> None:
     """Train some steps and record the later ones; then repeat those and count memory."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[address.rank]})
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[address.rank % len(cores)]})
     torch.set_num_threads(1)
     world = join(address)
     job = build_rank_context(recipe, chosen, world, Activity(recorder=StepRecorder(clock_for(world.device))))
@@ -184,11 +212,12 @@ def run_rank(recipe: Recipe, chosen: Plan, trace_file: Path, memory_file: Path, 
     stream = GroupStream.of(recipe, index)
     batch_builder = BatchBuilder(index, recipe, job.needs, job.num_microbatches)
     meter = StepMetricsReducer(job, stream, chosen.hardware)
-    recorded = frozenset(range(WARM_UP + 1, WARM_UP + STEPS + 1))
+    recorded = frozenset(range(WARM_UP + 1, WARM_UP + num_steps + 1))
+    targets = derive_step_targets(recipe, chosen, index.lengths)
     tracer = RunTracer(job.graph, world, meter.timing, chosen.sha256, trace_file)
     batches = [
-        batch_builder.build(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
-        for step in range(WARM_UP + STEPS)
+        batch_builder.build(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches, targets))
+        for step in range(WARM_UP + num_steps)
     ]
     for step, data in enumerate(batches):
         world.barrier()
@@ -196,8 +225,9 @@ def run_rank(recipe: Recipe, chosen: Plan, trace_file: Path, memory_file: Path, 
         if step + 1 in recorded:
             tracer.add_step(step + 1, outcome)
     params = [p for unit in job.units.values() for stage in unit.stages.values() for p in stage.parameters()]
-    shards = [shard.tensor for unit in job.optimizer.units.values() for shard in unit.shards()]
+    shards = [shard.tensor for unit in job.optimizer.units.values() for shard in _held_shards(unit)]
     gradients = [p.main_grad for p in params if hasattr(p, "main_grad")]
+    gradients += [p.grad for p in params if p.grad is not None]  # of sharded units
     alive = Alive()
     alive.see([*params, *shards, *gradients])
     lasting = alive.bytes
@@ -218,6 +248,11 @@ def run_rank(recipe: Recipe, chosen: Plan, trace_file: Path, memory_file: Path, 
     leave()
 
 
+def _held_shards(unit: UnitOptimizer) -> Iterable[NamedShard]:
+    """Return what a rank holds of a unit, also where another rank has the same and saves it."""
+    return unit._all_shards() if isinstance(unit, FullyShardedAdamW) else unit.shards()
+
+
 class Alive(TorchDispatchMode):
     """Count the bytes of tensors that operations made and that are still alive, each storage once."""
 
@@ -231,15 +266,35 @@ class Alive(TorchDispatchMode):
         self.see([tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)])
         return out
 
+    def __enter__(self) -> "Alive":
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> object:
+            """Resize and count: FSDP frees gathered weights so, and keeps their tensors."""
+            result = resize(storage, size)
+            self._count(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
     def see(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            nbytes = storage.nbytes()
-            if key not in self._seen:
-                self._seen[key] = nbytes
-                self.bytes += nbytes
-                weakref.finalize(storage, self._gone, key)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            self._count(local.untyped_storage())
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, or what has changed of it."""
+        key = storage._cdata
+        if key not in self._seen:
+            weakref.finalize(storage, self._gone, key)
+        self.bytes += storage.nbytes() - self._seen.get(key, 0)
+        self._seen[key] = storage.nbytes()
         self.peak = max(self.peak, self.bytes)
 
     def _gone(self, key: int) -> None:

@@ -7,8 +7,9 @@ bound is a step in which all ranks compute the mean.
 
 This counts the processor time of the thread that computes, in which waiting is not counted: what a step takes where
 each rank has a core of its own, also on a machine with fewer. Beside it stands the time by the clock, which means
-something on an idle machine with a core for each rank. The prediction is
-the planner's, for the modelled `cpu-core`.
+something on an idle machine with a core for each rank: of the step, and of the dispatches alone. A rank that comes
+early waits in a dispatch for the last one, which is imbalance and no cost of the dispatch. So a dispatch counts from
+when the last rank began it until the last rank ended it. The prediction is the planner's, for the modelled `cpu-core`.
 
 Last it counts, without running them, the bytes of features that leave nodes in steps of 16 ranks on four nodes, with
 `parallel.node_wise` and without, what that changes for drawn images of up to 2,560 ranks, and how long a rank takes to
@@ -24,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -145,12 +146,29 @@ def _load(cells: NDArray[np.float32], sample: int, position: int, rows: int, col
     return cells[: rows * cols]
 
 
+class ActionTimes(NamedTuple):
+    """When a rank ran an action, by the clock that all ranks of the machine share, and its thread's time in it."""
+
+    thread_s: float
+    start_s: float
+    end_s: float
+
+
+class StepTimes(NamedTuple):
+    """A step on one rank."""
+
+    actions: list[ActionTimes]
+    clock_s: float
+    loss: float
+
+
 @dataclass(frozen=True)
 class ModeTimes:
     """What the steps of one mode took, on all ranks."""
 
     seconds: FloatArray  # (steps, ranks, actions) of the thread that computes
     is_dispatch: NDArray[np.bool_]  # (actions,)
+    dispatch_clock_s: FloatArray  # (steps,) of all dispatches, each from its last rank's start to its last rank's end
     clock_s: FloatArray  # (steps,) until the last rank had ended
     loss: float  # of all steps
 
@@ -201,20 +219,20 @@ def _run_rank(samples: LopsidedSamples, plans: Mapping[str, Plan], num_steps: in
     torch.set_num_threads(1)
     world = join(address)
     contexts = {mode: build_rank_context(_recipe(mode), plan, world) for mode, plan in plans.items()}
-    taken: dict[str, list[tuple[list[float], float, float]]] = {mode: [] for mode in MODES}
+    taken: dict[str, list[StepTimes]] = {mode: [] for mode in MODES}
     traffic: dict[str, list[tuple[int, int]]] = {mode: [] for mode in MODES}
     for step in range(NUM_WARM_UP + num_steps):
         for mode, context in contexts.items():
             data = samples.step_data(context, samples.batch(context.recipe, plans[mode], step))
             world.barrier()
             start = time.perf_counter()
-            with _TimedActions() as seconds, _CountedExchanges() as exchanges:
+            with _TimedActions() as actions, _CountedExchanges() as exchanges:
                 outcome = context.train(data, lr=0.0)
             if step >= NUM_WARM_UP:
                 traffic[mode].append(
                     (sum(moved for moved, _ in exchanges), max([held for _, held in exchanges], default=0))
                 )
-                taken[mode].append((seconds, time.perf_counter() - start, outcome.loss))
+                taken[mode].append(StepTimes(actions, time.perf_counter() - start, outcome.loss))
     by_rank, traffic_by_rank = world.all_gather(taken), world.all_gather(traffic)
     if world.is_first:
         for mode in MODES:
@@ -226,18 +244,19 @@ def _run_rank(samples: LopsidedSamples, plans: Mapping[str, Plan], num_steps: in
 
 
 class _TimedActions:
-    """Counts the thread time of each action that the executor runs."""
+    """Times each action that the executor runs."""
 
-    def __enter__(self) -> list[float]:
-        self._run, seconds = Executor._run, []  # type: ignore[var-annotated]
+    def __enter__(self) -> list[ActionTimes]:
+        self._run = Executor._run
+        times: list[ActionTimes] = []
 
         def timed(executor: Executor, action: Action) -> None:
-            start = time.thread_time()
+            start_s, start_thread_s = time.perf_counter(), time.thread_time()
             self._run(executor, action)
-            seconds.append(time.thread_time() - start)
+            times.append(ActionTimes(time.thread_time() - start_thread_s, start_s, time.perf_counter()))
 
         Executor._run = timed  # type: ignore[method-assign]
-        return seconds
+        return times
 
     def __exit__(self, *error: object) -> None:
         Executor._run = self._run  # type: ignore[method-assign]
@@ -269,13 +288,16 @@ class _CountedExchanges:
         Transport.exchange, Transport.gather_rows = self._originals  # type: ignore[method-assign]
 
 
-def _times(actions: Any, by_rank: list[list[tuple[list[float], float, float]]]) -> ModeTimes:
-    seconds = np.array([[step[0] for step in of_rank] for of_rank in by_rank]).transpose(1, 0, 2)
+def _times(actions: Any, by_rank: list[list[StepTimes]]) -> ModeTimes:
+    times = np.array([[step.actions for step in of_rank] for of_rank in by_rank]).transpose(1, 0, 2, 3)
+    is_dispatch = np.array([isinstance(action, Dispatch) for action in actions])
+    last_start_s, last_end_s = times[..., 1].max(axis=1), times[..., 2].max(axis=1)  # (steps, actions), one clock
     return ModeTimes(
-        seconds,
-        np.array([isinstance(action, Dispatch) for action in actions]),
-        np.array([[step[1] for step in of_rank] for of_rank in by_rank]).max(axis=0),
-        sum(step[2] for of_rank in by_rank for step in of_rank),
+        times[..., 0],
+        is_dispatch,
+        (last_end_s - last_start_s)[:, is_dispatch].sum(axis=1),
+        np.array([[step.clock_s for step in of_rank] for of_rank in by_rank]).max(axis=0),
+        sum(step.loss for of_rank in by_rank for step in of_rank),
     )
 
 
@@ -290,7 +312,9 @@ def _print_row(mode: str, times: ModeTimes, samples: LopsidedSamples, plan: Plan
     step_s, bound_s = float(np.median(times.step_s)), float(np.median(times.bound_s))
     print(
         f"dispatch {mode}: {step_s:.3f} s a step, bound {bound_s:.3f} s ({step_s / bound_s:.2f}x), dispatches "
-        f"{np.median(times.dispatch_s / times.step_s):.1%} of it; by the clock {np.median(times.clock_s):.2f} s; "
+        f"{np.median(times.dispatch_s / times.step_s):.1%} of it; by the clock {np.median(times.clock_s):.2f} s, "
+        f"dispatches {np.median(times.dispatch_clock_s / times.clock_s):.1%} of it (load of the machine "
+        f"{os.getloadavg()[0]:.1f}); "
         f"fullest over mean rank in a mini-batch: {even}; loss {times.loss / num_steps:.6f}; "
         f"predicted {plan.predicted.step_time_s:.3f} s"
     )
