@@ -102,3 +102,21 @@ def prediction_target(kind: PredictionKind, image: Tensor, noise: Tensor, levels
     if kind == "velocity":
         return (levels.signal * noise - levels.noise * image).to(image.dtype)
     return noise - image
+
+
+def predicted_image(kind: PredictionKind, prediction: Tensor, noisy: Tensor, levels: Levels) -> Tensor:
+    """Return the image that a prediction implies: the inverse of `prediction_target`."""
+    if kind == "noise":
+        return (noisy - levels.noise * prediction) / levels.signal
+    if kind == "velocity":
+        return levels.signal * noisy - levels.noise * prediction
+    return noisy - levels.noise * prediction
+
+
+def predicted_noise(kind: PredictionKind, prediction: Tensor, noisy: Tensor, levels: Levels) -> Tensor:
+    """Return the noise that a prediction implies: the inverse of `prediction_target`."""
+    if kind == "noise":
+        return prediction
+    if kind == "velocity":
+        return levels.noise * noisy + levels.signal * prediction
+    return noisy + levels.signal * prediction

@@ -8,7 +8,10 @@ from mmtrain.models.generator.noise_schedules import (
     DiffusionSchedule,
     FlowSchedule,
     Levels,
+    PredictionKind,
     add_noise,
+    predicted_image,
+    predicted_noise,
     prediction_target,
 )
 
@@ -57,8 +60,20 @@ def test_flow_matching_equals_that_of_stable_diffusion_3(shift: float) -> None:
     image, noise = images_and_noise(len(chosen))
     noisy = add_noise(image, noise, levels_of_images(schedule.levels(times[chosen])))
     torch.testing.assert_close(noisy, theirs.scale_noise(image, theirs.timesteps[chosen], noise))
-    direction = prediction_target("flow", image, noise, levels_of_images(schedule.levels(times[chosen])))
-    torch.testing.assert_close(image + times[chosen].view(-1, 1, 1, 1) * direction, noisy)
+
+
+@pytest.mark.parametrize("kind", ["noise", "velocity", "flow"])
+def test_a_perfect_prediction_gives_back_image_and_noise(kind: PredictionKind) -> None:
+    image, noise = images_and_noise(3)
+    if kind == "flow":
+        levels = FlowSchedule().levels(torch.tensor([0.1, 0.5, 0.9]))
+    else:
+        levels = STABLE_DIFFUSION.levels(torch.tensor([10, 500, 900]))
+    levels = levels_of_images(levels)
+    noisy = add_noise(image, noise, levels)
+    prediction = prediction_target(kind, image, noise, levels)
+    torch.testing.assert_close(predicted_image(kind, prediction, noisy, levels), image, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(predicted_noise(kind, prediction, noisy, levels), noise, atol=1e-4, rtol=1e-4)
 
 
 def test_packed_tokens_take_the_levels_of_their_image() -> None:
