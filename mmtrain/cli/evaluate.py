@@ -1,6 +1,7 @@
 """`mmtrain evaluate`."""
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,24 +19,54 @@ def evaluate(
         bool,
         typer.Option(
             "--blank-images",
-            help="Replace images by gray and audio by silence, to see whether the model uses them.",
+            help="Replace images by gray, audio by silence, and captions of images to draw by nothing, to see whether "
+            "the model uses them.",
         ),
     ] = False,
     ranks: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of local processes to start; the model is split among them.")
     ] = 1,
+    draw: Annotated[
+        int | None,
+        typer.Option(min=1, help="Draw at most this many held-out samples. Default: 64.", show_default=False),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps of DDIM, or of Euler's method, for an image. Default: 50.", show_default=False),
+    ] = None,
+    guidance: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Scale of guidance without a classifier; 1 is none. Default: 3, or 1 for a model that was trained "
+            "without context_dropout.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the noise that images are drawn from. Default: 0.")
+    ] = None,
+    samples: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for drawn images. Default: samples in RUN.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a trained model on held-out questions.
 
     An answer is right if it matches exactly. The baseline always gives the most frequent answer of each question
     template. Under torchrun or SLURM each started process is one rank and holds only its own stages of the model.
+
+    A model with a generator also draws the images of held-out samples, beside what it draws with blanked captions, and
+    shows how well it predicts noise (or direction) at ten levels of noise.
     """
     from mmtrain.cli.local_cluster import plan_here
+    from mmtrain.runtime.evaluation.score_drawings import DrawingRequest
     from mmtrain.runtime.evaluation.score_run import EvaluateRequest
     from mmtrain.runtime.evaluation.score_run import run as evaluate_run
 
-    evaluate_run(EvaluateRequest(run, plan_here, partial(_show, as_json), limit, blank_images, ranks))
+    drawing = DrawingRequest(draw, steps, guidance, seed, samples)
+    evaluate_run(EvaluateRequest(run, plan_here, partial(_show, as_json), limit, blank_images, ranks, drawing))
 
 
 def _show(as_json: bool, report: "EvaluationResult") -> None:

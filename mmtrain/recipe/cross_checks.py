@@ -134,12 +134,6 @@ def check_generator(recipe: Recipe) -> Iterator[Problem]:
         return
     if not all(_lengths_only(recipe)):
         yield from _check_drawn_images(model)
-    if recipe.train.evaluate_every:
-        text = (
-            f"found {recipe.train.evaluate_every}, allowed with model.generator: 0, because this version does not "
-            "answer questions with such a model; train.validate_every computes both losses on held-out samples"
-        )
-        yield Problem(("train", "evaluate_every"), text)
     if degrees.sp is True:
         text = "found true, allowed: false or auto (a generator does not support sequence parallelism)"
         yield Problem(("parallel", "generator", "sp"), text)

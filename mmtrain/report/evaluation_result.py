@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mmtrain.report.drawing_result import DrawingResult, drawing_sentences, drawing_table
+
 MEDIA_KINDS = ("images", "clips")
 
 
@@ -45,11 +47,12 @@ class AnsweredQuestion:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Scores of a model at `step` on held-out questions."""
+    """Scores of a model at `step` on held-out questions, and what it drew of held-out captions."""
 
     step: int
     templates: tuple[TemplateScore, ...]
     examples: tuple[AnsweredQuestion, ...]
+    drawings: DrawingResult | None = None  # of a model with a generator
 
     @property
     def total(self) -> TemplateScore:
@@ -81,6 +84,9 @@ class EvaluationResult:
             subtotal = _sum(modality, [score for score in self.templates if modality in score.modalities])
             figures[f"exact_with_{modality}"] = subtotal.share(subtotal.exact)
             figures[f"blanked_with_{modality}"] = subtotal.share(subtotal.blanked)
+        if self.drawings is not None:
+            figures["drawing_loss"] = self.drawings.loss
+            figures["blanked_drawing_loss"] = self.drawings.blanked_loss
         return json.dumps({**figures, **asdict(self)}, indent=2, ensure_ascii=False)
 
     def to_text(self, width: int = 100) -> str:
@@ -92,7 +98,12 @@ class EvaluationResult:
 
 
 def print_evaluation(result: EvaluationResult, console: Console) -> None:
-    """Print the table of scores, two sentences on what they mean, and the examples."""
+    """Print what was drawn, then the table of scores, two sentences on what they mean, and the examples."""
+    if result.drawings is not None:
+        console.print(drawing_table(result.drawings))
+        console.print(Text("\n".join(drawing_sentences(result.drawings)), overflow="fold"))
+    if result.drawings is not None and not result.templates:
+        return
     console.print(_table(result))
     console.print(Text("\n".join(_sentences(result))))
     for number, example in enumerate(result.examples, 1):

@@ -77,6 +77,7 @@ class StepMetrics:
     peak_reserved_bytes: int | None = None  # the same with the gaps of the GPU's allocator
     drawing_loss: float | None = None  # of a generator: mean squared error over the elements of the images to draw
     val_loss: float | None = None  # if it was measured after this step
+    val_drawing_loss: float | None = None  # the generator's part of it, without its weight
     val_exact: float | None = None  # share of held-out questions answered exactly, if measured after this step
     edges: Mapping[str, EdgeMetrics] = field(default_factory=dict)  # by edge, as `vision.0>llm.0`
     slow_ranks: tuple[str, ...] = ()  # stragglers, and the work they are slow at
@@ -101,14 +102,16 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """Return the step as an object of `metrics.jsonl`; numbers that are not finite become null.
 
-        `drawing_loss`, `peak_reserved_bytes`, `val_loss`, `val_exact`, `padding`, `bound_sample`, `new_plan`, `ranks`
-        and `resume_s` are left out if they are None, so is `dispatch`, and `sources` if there is one only.
+        `drawing_loss`, `peak_reserved_bytes`, `val_loss`, `val_drawing_loss`, `val_exact`, `padding`, `bound_sample`,
+        `new_plan`, `ranks` and `resume_s` are left out if they are None, so is `dispatch`, and `sources` if there is
+        one only.
         """
         values = {
             "step": self.step,
             "loss": self.loss,
             **({} if self.drawing_loss is None else {"drawing_loss": _finite(self.drawing_loss)}),
             **({} if self.val_loss is None else {"val_loss": self.val_loss}),
+            **({} if self.val_drawing_loss is None else {"val_drawing_loss": self.val_drawing_loss}),
             **({} if self.val_exact is None else {"val_exact": self.val_exact}),
             "grad_norm": self.grad_norm,
             "lr": self.lr,

@@ -19,6 +19,7 @@ from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.program import LLM, Microbatch
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.report import EvaluationResult
+from mmtrain.runtime.evaluation.score_drawings import DEFAULT_DRAWING, DrawingRequest
 from mmtrain.runtime.evaluation.score_run import EvaluateRequest, run
 from mmtrain.runtime.execution.unit_inputs import unit_inputs
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
@@ -131,10 +132,12 @@ def run_folder(folder: Path, settings: Recipe, units: dict[str, StageModule] | N
     return folder
 
 
-def evaluated(run_dir: Path, limit: int | None = None, blank_images: bool = False) -> EvaluationResult:
+def evaluated(
+    run_dir: Path, limit: int | None = None, blank_images: bool = False, drawing: DrawingRequest = DEFAULT_DRAWING
+) -> EvaluationResult:
     """Evaluate as `mmtrain evaluate` does, in this process alone."""
     results: list[EvaluationResult] = []
-    run(EvaluateRequest(run_dir, _no_plan, results.append, limit, blank_images))
+    run(EvaluateRequest(run_dir, _no_plan, results.append, limit, blank_images, drawing=drawing))
     [result] = results
     return result
 

@@ -38,17 +38,22 @@ class GeneratorStage(StageModule):
         in fp32.
         """
         assert isinstance(context, DrawingContext)
-        state = self._start_state(context, hidden, layers)
-        for index in layers:
-            layer = self.layers[str(index)]
-            if index in self.recompute and torch.is_grad_enabled():
-                state = checkpoint(layer, state, context.generator, use_reentrant=False, preserve_rng_state=False)
-            else:
-                state = layer(state, context.generator)
+        state = self._run_to_state(context, hidden, layers)
         if layers.stop < len(self.shape.layers):
             return join_state(state, self.shape.layers[layers.stop])[:, None]
         assert state.hidden is not None
         return _sum_of_squares(state.hidden, context.inputs)
+
+    def predict(self, inputs: GeneratorInput, outputs: Tensor) -> Tensor:
+        """Run a stage that holds the whole unit on the LLM's outputs (I * context tokens, llm_hidden).
+
+        Returns its prediction (N, features of a cell), in fp32.
+        """
+        assert inputs.cells is not None, "there is nothing to denoise"
+        context = DrawingContext(GeneratorContext(inputs, outputs.device), outputs)
+        state = self._run_to_state(context, None, range(len(self.shape.layers)))
+        assert state.hidden is not None
+        return state.hidden[:, : inputs.cells.shape[1]].float()
 
     def host_tables(self, inputs: UnitInput) -> HostTables:
         """Compute, on the host, the index tables that the stage's layers need of a microbatch with these lengths."""
@@ -60,6 +65,17 @@ class GeneratorStage(StageModule):
         if any(self.shape.layers[index].heads for index in self.indices):
             tables |= context.layout.host_tables(self.factory.attention)
         return tables
+
+    def _run_to_state(self, context: DrawingContext, hidden: Tensor | None, layers: range) -> GeneratorState:
+        """Run consecutive layers; return what the last one leaves."""
+        state = self._start_state(context, hidden, layers)
+        for index in layers:
+            layer = self.layers[str(index)]
+            if index in self.recompute and torch.is_grad_enabled():
+                state = checkpoint(layer, state, context.generator, use_reentrant=False, preserve_rng_state=False)
+            else:
+                state = layer(state, context.generator)
+        return state
 
     def _start_state(self, context: DrawingContext, hidden: Tensor | None, layers: range) -> GeneratorState:
         if layers.start:

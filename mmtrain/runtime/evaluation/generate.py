@@ -29,6 +29,7 @@ from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.program import LLM, Microbatch, Program, StageGraph, StageId, Step, StepLoads, build_program, step_loads
 from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe import Recipe
+from mmtrain.recipe.modalities import GENERATOR
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.channel_probe import probe_channels
@@ -71,17 +72,19 @@ class GreedyGenerator:
         self._gather_params = gather_params
         self._recipe = recipe
         self._transport, self._tokenizer, self.activity = transport, tokenizer, activity or Activity()
-        self.prefill_program = build_program(forward_only(_with_microbatches(graph, graph.mesh(LLM).pp)), kind="coarse")
+        answering = _without_generator(_with_microbatches(graph, graph.mesh(LLM).pp))
+        self.prefill_program = build_program(forward_only(answering), kind="coarse")
         self._graph = self.prefill_program.graph
         self._last_stage = max((s.id for s in graph.stages if s.id.unit == LLM), key=lambda stage_id: stage_id.index)
-        self.units: dict[str, UnitRunner] = dict(units)
+        self.all_units = units  # with the one that draws
+        self.units = {name: unit for name, unit in units.items() if name != GENERATOR}
         if LLM in units:
             self._llm = self.units[LLM] = _TokenPickingLlm(units[LLM], self._last_stage, tokenizer.vocab_size)
             self._replica = next(replica for stage, replica in graph.held_by(transport.rank) if stage.unit == LLM)
             self._decoder = self._executor(build_program(_only_llm(self._graph)))
         self._prefiller = self._executor(self.prefill_program)
-        self.needs: tuple[PayloadNeed, ...] = payload_needs(graph, units, transport.rank)
-        self.dp = {mesh.unit: mesh.dp for mesh in graph.meshes}
+        self.needs: tuple[PayloadNeed, ...] = payload_needs(graph, self.units, transport.rank)
+        self.dp = {mesh.unit: mesh.dp for mesh in self._graph.meshes}
         self.num_microbatches = {mesh.unit: mesh.num_microbatches for mesh in self._graph.meshes}
 
     @classmethod
@@ -155,7 +158,8 @@ class GreedyGenerator:
             draft.append(picked.tolist(), self._tokenizer.end_ids)
 
     def _executor(self, program: Program) -> Executor:
-        actions = [action for action in program.for_rank(self._transport.rank) if not isinstance(action, Step)]
+        of_rank = program.for_rank(self._transport.rank) if self.units else ()  # else a rank that only draws
+        actions = [action for action in of_rank if not isinstance(action, Step)]
         broker = Broker(program.graph, actions, self._transport, send_window(program), self.activity)
         return Executor(program.graph, actions, self.units, broker, None, self.activity)
 
@@ -202,7 +206,10 @@ class _Draft:
         if self.next_positions is not None:
             position_ids = torch.tensor(self.next_positions, dtype=torch.int64, device=device).expand(3, -1)
             self.next_positions = [position + 1 for position in self.next_positions]
-        return TextInput(self.lengths, ids, position_ids=position_ids, kv_cache=self.kv_cache)
+        no_queries = torch.empty(0, dtype=torch.int64, device=device)
+        return TextInput(
+            self.lengths, ids, position_ids=position_ids, kv_cache=self.kv_cache, query_positions=no_queries
+        )
 
 
 class _TokenPickingLlm(UnitRunner):
@@ -269,6 +276,16 @@ def load_weights(unit: UnitRunner, checkpoint: Checkpoint) -> None:
 def _with_microbatches(graph: StageGraph, count: int) -> StageGraph:
     """Return the graph with `count` microbatches for each replica of each unit."""
     return replace(graph, meshes=tuple(replace(mesh, num_microbatches=count) for mesh in graph.meshes))
+
+
+def _without_generator(graph: StageGraph) -> StageGraph:
+    """Return the graph without the unit that draws, which answers in text do not need."""
+    return replace(
+        graph,
+        meshes=tuple(mesh for mesh in graph.meshes if mesh.unit != GENERATOR),
+        stages=tuple(stage for stage in graph.stages if stage.id.unit != GENERATOR),
+        edges=tuple(edge for edge in graph.edges if GENERATOR not in (edge.src.unit, edge.dst.unit)),
+    )
 
 
 def _only_llm(graph: StageGraph) -> StageGraph:

@@ -23,10 +23,10 @@ from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, MEDIA_ROLES, VID
 from mmtrain.data.media.images import CellArray
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationError, total_features
-from mmtrain.errors import DataError
+from mmtrain.errors import DataError, UserError
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.modalities import VISION
+from mmtrain.recipe.modalities import GENERATOR, VISION
 from mmtrain.runtime.evaluation.generate import GreedyGenerator
 from mmtrain.runtime.execution.activity import ANSWERING
 from mmtrain.runtime.execution.rank_context import RankContext
@@ -82,11 +82,19 @@ class HeldOutQuestion:
 
 
 def select_questions(index: DataIndex, limit: int | None) -> list[HeldOutQuestion]:
-    """Return a question for every sample, or for `limit` samples evenly spaced in the index."""
-    numbers = range(len(index.samples))
+    """Return a question for every sample, or for `limit` samples evenly spaced in the index.
+
+    Samples whose last answer is an image, or has one, ask no question that a text answers.
+    """
+    numbers = [number for number, sample in enumerate(index.samples) if not draws_last(sample)]
     return [
         HeldOutQuestion(n, index.samples[n]) for n in evenly_spaced(numbers, len(numbers) if limit is None else limit)
     ]
+
+
+def draws_last(sample: Sample) -> bool:
+    """Return whether the last answer of a sample has an image to draw."""
+    return bool(sample.target_images) and IMAGE_MARK in sample.answer
 
 
 def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
@@ -170,6 +178,11 @@ def build_held_out_evaluation(rank_context: RankContext) -> Callable[[], float]:
     index = build_index(recipe, "validation")
     tokenizer = load_tokenizer(recipe.data.tokenizer_path)
     questions = select_questions(index, recipe.train.evaluate_questions)
+    if not questions:
+        raise UserError(
+            f"train.evaluate_every: found {recipe.train.evaluate_every}, allowed with this data.validation: 0, because "
+            "the last answer of every held-out sample has an image to draw; train.validate_every computes its loss"
+        )
     generator = GreedyGenerator.of(rank_context, tokenizer)
     answerer = QuestionAnswerer(generator, recipe, tokenizer, index, rank_context.world)
 
@@ -237,6 +250,8 @@ def prompt_lengths(index: DataIndex, tokenizer: SampleTokenizer, questions: Sequ
     tokens[list(ids)] = [len(prompt) for prompt in ids.values()]
     items = {}
     for unit, table in index.lengths.items.items():
+        if unit == GENERATOR:  # it draws nothing in an answer of text
+            continue
         modality = index.modalities[unit]
         in_prompt = np.zeros(len(table.rows), dtype=bool)
         for number, prompt in ids.items():

@@ -26,6 +26,7 @@ from mmtrain.plan.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.recipe.parallel_settings import ParallelSettings
 from mmtrain.report.evaluation_result import MEDIA_KINDS, AnsweredQuestion, EvaluationResult, TemplateScore
+from mmtrain.runtime.evaluation.drawer import Drawer
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import (
     NO_TEMPLATE,
@@ -33,6 +34,15 @@ from mmtrain.runtime.evaluation.qa_eval import (
     QuestionAnswerer,
     evenly_spaced,
     select_questions,
+)
+from mmtrain.runtime.evaluation.score_drawings import (
+    DEFAULT_DRAWING,
+    SAMPLES_FOLDER,
+    DrawingRequest,
+    choose_options,
+    draw_held_out,
+    require_one_rank,
+    single_stages,
 )
 from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.resilience.config_consensus import require_consensus
@@ -54,25 +64,27 @@ class EvaluateRequest:
     limit: int | None = None  # of questions
     blank_images: bool = False
     ranks: int = 1  # processes to start where no launcher has started any
+    drawing: DrawingRequest = DEFAULT_DRAWING
 
 
 def run(request: EvaluateRequest) -> None:
     """Score the newest good checkpoint of a run on its recipe's held-out samples, at most `limit` of them.
 
+    A model with a generator also draws, on one rank.
+
     Evaluates in the processes that a launcher has started, or starts its own. With `blank_images` the model gets zeros
     in place of every image and clip. Damaged checkpoints and unusable samples are reported on stderr and passed over.
 
-    Raises UserError if `run_dir` is no run or its recipe has no held-out data or has a generator, CheckpointError if no
-    checkpoint is good, TooManyBadSamples above `data.max_bad_rate`, PlanError if the ranks cannot hold the model.
+    Raises UserError if `run_dir` is no run or its recipe has no held-out data, or if it cannot draw as asked,
+    CheckpointError if no checkpoint is good, TooManyBadSamples above `data.max_bad_rate`, PlanError if the ranks cannot
+    hold the model.
     """
     recipe = _load_recipe(request.run_dir)
-    if recipe.model.generator is not None:
-        raise UserError(
-            f"{request.run_dir}: a run with model.generator found, but this version evaluates only models without one; "
-            "train.validate_every computes its losses on held-out samples"
-        )
+    drawing = choose_options(request.drawing, recipe.model.generator)
     _require_checkpoint(request.run_dir / CHECKPOINTS_FOLDER, recipe)
     address = find_address()
+    if drawing is not None:
+        require_one_rank(request.ranks if address is None else address.world_size)
     if address is not None:
         if request.ranks not in (1, address.world_size):
             raise LaunchError(
@@ -108,6 +120,12 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     answerer = QuestionAnswerer(generator, recipe, tokenizer, index, world)
 
     answers, bad = answerer.answer(select_questions(index, request.limit), blank=request.blank_images)
+    drawings = None
+    if recipe.model.generator is not None:
+        drawer = Drawer(single_stages(generator.all_units), recipe, index, tokenizer)
+        folder = request.drawing.folder or request.run_dir / SAMPLES_FOLDER
+        drawings, undrawn = draw_held_out(drawer, request.drawing, folder, blank=request.blank_images)
+        bad += [entry for entry in undrawn if entry not in bad]
     world.on_first(lambda: _report_unusable((*index.quarantined, *bad), index, recipe))
     blanked = answers
     if not request.blank_images:  # a question without media has the same answer when blanked
@@ -115,7 +133,7 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
         blanked = answers | answerer.answer(with_media, blank=True)[0]
     if world.is_first:
         templates = score(answers, blanked, _training_answers(recipe))
-        request.show(EvaluationResult(checkpoint.step, templates, _examples(answers)))
+        request.show(EvaluationResult(checkpoint.step, templates, _examples(answers), drawings))
 
 
 def _choose_layout(request: EvaluateRequest, recipe: Recipe, index: DataIndex, num_ranks: int) -> dict[str, UnitPlan]:

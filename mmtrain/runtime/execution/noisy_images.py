@@ -25,7 +25,7 @@ from mmtrain.recipe import Recipe
 from mmtrain.recipe.generator_settings import GeneratorSettings
 from mmtrain.recipe.modalities import GENERATOR
 
-_HALF_RANGE = 127.5  # of a byte: pixels become numbers from -1 to 1, as noise schedules assume
+HALF_RANGE = 127.5  # of a byte: pixels become numbers from -1 to 1, as noise schedules assume
 _SCHEDULES = {
     "linear": DiffusionSchedule("linear", 1e-4, 0.02),  # DDPM (arXiv 2006.11239), PixArt
     "scaled_linear": DiffusionSchedule("scaled_linear", 0.00085, 0.012),  # Stable Diffusion
@@ -57,9 +57,7 @@ def noisy_images(
     if payload.cells is None:
         return GeneratorInput(payload.rows, payload.cols, kept_contexts=kept)
     lengths = [rows * cols for rows, cols in zip(payload.rows, payload.cols, strict=True)]
-    image = torch.from_numpy(payload.cells.astype(np.float32))
-    if payload.cells.dtype == np.uint8:
-        image = image / _HALF_RANGE - 1.0
+    image = clean_images(payload)
     noise = torch.from_numpy(draw_noise(keys, lengths, generator.cell_features))
     levels, timesteps = _draw_levels(generator, keys)
     image_of_cell = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
@@ -70,23 +68,40 @@ def noisy_images(
         cells=add_noise(image, noise, of_cells),
         timesteps=timesteps,
         targets=prediction_target(generator.prediction, image, noise, of_cells),
-        counted=_counted(payload, len(image)),
+        counted=counted_cells(payload, len(image)),
         kept_contexts=kept,
     )
+
+
+def clean_images(payload: EncoderPayload) -> Tensor:
+    """Return the images of a microbatch as numbers, (N, features of a cell): pixels from -1 to 1, or latents."""
+    assert payload.cells is not None, "the rank does not read images to draw"
+    image = torch.from_numpy(payload.cells.astype(np.float32))
+    return image / HALF_RANGE - 1.0 if payload.cells.dtype == np.uint8 else image
+
+
+def diffusion_schedule(generator: GeneratorSettings) -> DiffusionSchedule:
+    """Return how noise grows for a generator that predicts noise or velocity."""
+    return _SCHEDULES[generator.noise_schedule]
+
+
+def flow_schedule(generator: GeneratorSettings) -> FlowSchedule:
+    """Return the lines of a generator that learns flow matching."""
+    return FlowSchedule(shift=generator.flow_shift)
 
 
 def _draw_levels(generator: GeneratorSettings, keys: list[ImageKey]) -> tuple[Levels, Tensor]:
     """Draw how much noise each image gets; return that, and the timesteps that the generator reads: (images,)."""
     if generator.prediction == "flow":
-        flow = FlowSchedule(shift=generator.flow_shift)
+        flow = flow_schedule(generator)
         times = flow.shifted(torch.from_numpy(draw_flow_times(keys, generator.flow_times)))
         return flow.levels(times), flow.timesteps(times)
-    schedule = _SCHEDULES[generator.noise_schedule]
+    schedule = diffusion_schedule(generator)
     steps = torch.from_numpy(draw_steps(keys, schedule.num_steps))
     return schedule.levels(steps), steps
 
 
-def _counted(payload: EncoderPayload, num_cells: int) -> Tensor | None:
+def counted_cells(payload: EncoderPayload, num_cells: int) -> Tensor | None:
     """Return 1 for cells of images that were decoded, 0 for others, (num_cells,); None if all were."""
     if not payload.blank_cells:
         return None

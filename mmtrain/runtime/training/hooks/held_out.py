@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mmtrain.balance import Grouping
 from mmtrain.data import BadSampleTracker, BatchBuilder, build_index, validation_batches
+from mmtrain.recipe.modalities import GENERATOR
 from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
@@ -16,7 +17,7 @@ from mmtrain.runtime.training.step_hook import StepContext, StepHook
 class Validation(StepHook):
     """Computes the loss of the held-out batches every `every` steps, and after the last one.
 
-    It is what the loss of one step with all their samples would be.
+    It is what the loss of one step with all their samples would be, and so is the generator's part of it.
     """
 
     def __init__(self, rank_context: RankContext, every: int) -> None:
@@ -44,24 +45,31 @@ class Validation(StepHook):
     def after_step(self, ctx: StepContext) -> None:
         """See `StepHook`. A run that stops saves at once instead."""
         if ctx.is_due(self._every) and not ctx.reduction.stop_requested:
-            ctx.metrics = replace(ctx.metrics, val_loss=self._loss())
+            loss, drawing_loss = self._losses()
+            ctx.metrics = replace(ctx.metrics, val_loss=loss, val_drawing_loss=drawing_loss)
 
     def close(self) -> None:
         """Stop preparing batches."""
         self._steps.close()
 
-    def _loss(self) -> float:
-        recipe = self._rank_context.recipe
+    def _losses(self) -> tuple[float, float | None]:
+        """Return the loss, and the generator's part of it without its weight; None for models without one."""
+        recipe, world = self._rank_context.recipe, self._rank_context.world
         scales = [loss_scales(recipe, meta) for meta in self._batches]
         # A scale is the inverse of what a loss is the mean over: target tokens, or elements of images to draw.
         joint_scales = {unit: 1.0 / sum(1.0 / of_batch[unit] for of_batch in scales) for unit in scales[0]}
-        loss = 0.0  # this rank's part
+        losses = dict.fromkeys(joint_scales, 0.0)  # this rank's parts
         for of_batch in scales:
             step = next(self._steps)
             self._bad_samples.record_new(step.data.quarantined)
             unit_losses = self._rank_context.validate_on(step.input).unit_losses
-            loss += sum(part * joint_scales[unit] / of_batch[unit] for unit, part in unit_losses.items())
-        return self._rank_context.world.all_reduce(loss)
+            for unit, part in unit_losses.items():
+                losses[unit] += part * joint_scales[unit] / of_batch[unit]
+        loss = world.all_reduce(sum(losses.values()))
+        generator = recipe.model.generator
+        if generator is None:
+            return loss, None
+        return loss, world.all_reduce(losses[GENERATOR]) / generator.loss_weight
 
 
 class HeldOutEvaluation(StepHook):
