@@ -58,6 +58,8 @@ LOADS_SUMMED = np.array([[1.0, 300.0, 1.0]])  # units on the same ranks: tile : 
 MAX_GROUP_TOKENS = 4096
 DIST_RATIO_TARGETS = {8: (0.003, 0.002, 0.0008), 64: (0.02, 0.003, 0.006)}  # replicas -> tiles, tokens apart; summed
 TRAINING_SIZES = ((8, 1), (64, 1), (8, 8), (64, 8), (256, 8), (1024, 8))  # replicas, and microbatches of each
+OTHER_SAMPLES = 80_000  # of a single set; a quarter for each of two
+MIN_STEPS_OF_VARIANCE, MAX_EPOCHS_OF_VARIANCE = 400, 12
 OTHER_TRAINING_SIZES = ((8, 8), (64, 8))  # with data other than the mixture
 MATCHINGS: tuple[Matching, ...] = ("step", "row")
 MAX_ARRANGED_STEPS, MAX_ARRANGED_GROUPS = 60, 2**13
@@ -91,10 +93,10 @@ def main() -> None:
     if not options.only_steps:
         grouping(tokens)
     training(tokens)
-    for name, other in other_sets(options.lengths).items():
+    for name, (other, kind) in other_sets(options.lengths).items():
         print(f"{name}: means {other.mean(axis=0).round(2).tolist()} LLM tokens, tiles, audio tokens")
         for size in OTHER_TRAINING_SIZES:
-            train_size(other, size, "step")
+            train_size(other, kind, size, "step")
     if options.only_steps:
         return
     isf_speed(mixture(options.lengths, 1_200_000))
@@ -196,11 +198,14 @@ def _matched_targets(
 def training(tokens: np.ndarray) -> None:
     """Arrange the stream that training reads for plans whose units share ranks and for plans whose units do not."""
     for size, matching in product(TRAINING_SIZES, MATCHINGS):
-        train_size(tokens, size, matching)
+        train_size(tokens, mixture_kinds(np.random.default_rng(0), len(tokens)), size, matching)
 
 
-def train_size(tokens: np.ndarray, size: tuple[int, int], matching: Matching) -> None:
-    """Arrange steps of one size, replicas and the microbatches of each, and print how even and how random they are."""
+def train_size(tokens: np.ndarray, kind: np.ndarray, size: tuple[int, int], matching: Matching) -> None:
+    """Arrange steps of one size, replicas and the microbatches of each, and print how even and how random they are.
+
+    kind: (n,) the source of each sample.
+    """
     lengths = SampleLengths(
         tokens[:, TOKENS],
         tokens[:, TOKENS] // 2,
@@ -222,26 +227,28 @@ def train_size(tokens: np.ndarray, size: tuple[int, int], matching: Matching) ->
     _arranged("apart", token_targets(lengths, grouping), tokens, stream, size, matching)
     _arranged("summed", StepTargets((BalancedLoad(tile),)), tokens, stream, size, matching)
     if stream.groups_per_epoch >= 10 * grouping.global_batch:
-        _randomness(tokens, stream, replicas * microbatches)
+        _randomness(tokens, kind, stream, replicas * microbatches)
 
 
-def other_sets(folder: Path) -> dict[str, np.ndarray]:
-    """Return (n, 3) tokens, tiles and audio tokens of single sets: pictures, charts, speech and charts, half texts."""
+def other_sets(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return other sets by name: (n, 3) LLM tokens, tiles and audio tokens, and (n,) the number of the source."""
     rng = np.random.default_rng(7)
     ai2d, chartqa, coco, speech = _sources(folder)
     texts = np.clip(rng.lognormal(5.5, 1.0, 20_000), 16, 0.985 * MAX_GROUP_TOKENS)[:, None]
     sets = {
-        "AI2D": (ai2d, ai2d, ai2d, ai2d),
-        "ChartQA": (chartqa, chartqa, chartqa, chartqa),
+        "AI2D": (ai2d,),
+        "ChartQA": (chartqa,),
         "COCO and texts": (coco, texts),
         "ChartQA and speech": (chartqa, speech),
     }
     drawn = {}
     for name, tables in sets.items():
-        parts = [np.zeros((20_000, 3), dtype=np.int64) for _ in tables]
+        size = (OTHER_SAMPLES if len(tables) == 1 else OTHER_SAMPLES // 4, 3)
+        parts = [np.zeros(size, dtype=np.int64) for _ in tables]
         for part, table in zip(parts, tables, strict=True):
             part[:, : table.shape[1]] = table[rng.integers(len(table), size=len(part))]
-        drawn[name] = rng.permutation(np.concatenate(parts))
+        order = rng.permutation(len(parts) * len(parts[0]))
+        drawn[name] = np.concatenate(parts)[order], order // len(parts[0])
     return drawn
 
 
@@ -314,14 +321,31 @@ def _least_dist_ratio(samples: np.ndarray, replicas: int) -> float:
     return 1 - total / (level * replicas)
 
 
-def _randomness(tokens: np.ndarray, stream: GroupStream, step_size: int) -> None:
-    """Print how much steps of an epoch vary, over how much steps of shuffled samples with as many tokens vary."""
-    by_step = _steps(stream.epoch(0).loads(tokens), step_size).sum(axis=1)
-    sums = np.cumsum(tokens[np.random.default_rng(5).permutation(len(tokens))], axis=0)
-    ends = np.searchsorted(sums[:, TOKENS], np.arange(1, len(by_step)) * by_step[:, TOKENS].mean())
-    by_chance = np.diff(sums[ends], axis=0)
-    tiles, audio = (by_step[:, c].var() / by_chance[:, c].var() for c in (TILES, AUDIO))
-    print(f"    variance of a step over chance's: {tiles:.2f} of image tiles, {audio:.2f} of audio tokens")
+def _randomness(tokens: np.ndarray, kind: np.ndarray, stream: GroupStream, step_size: int) -> None:
+    """Print the variance of what steps hold, over that of steps of shuffled samples with as many tokens.
+
+    kind: (n,) the source of each sample, from 0. Columns that follow from the number of a step's tokens count for
+    nothing: what is compared is what steps hold beyond what is usual for their tokens.
+    """
+    names = ["image tiles", "audio tokens", *(f"source {number}" for number in range(kind.max() + 1))]
+    of_sources = [np.where(kind == number, tokens[:, TOKENS], 0) for number in range(kind.max() + 1)]
+    loads = np.stack([tokens[:, TOKENS], tokens[:, TILES], tokens[:, AUDIO], *of_sources], axis=1).astype(np.float64)
+    density = loads.sum(axis=0) / loads[:, 0].sum()
+    parts = []
+    while sum(map(len, parts)) < MIN_STEPS_OF_VARIANCE and len(parts) < MAX_EPOCHS_OF_VARIANCE:
+        groups = stream.epoch(len(parts))
+        sums = np.add.reduceat(loads[groups.samples], groups.first[:-1], axis=0)
+        parts.append(_steps(sums, step_size).sum(axis=1))
+    steps = np.concatenate(parts)
+    chance = (loads - loads[:, :1] * density).var(axis=0) * steps[:, 0].mean() / loads[:, 0].mean()
+    found = (steps - steps[:, :1] * density).var(axis=0)
+    ratios = [
+        f"{found[c] / chance[c]:.2f} of {name}" for c, name in enumerate(names, 1) if chance[c] > 1e-6 * found[0] + 1e-6
+    ]
+    print(
+        f"    variance of {len(steps)} steps over chance's: {', '.join(ratios)} (give or take "
+        f"{(2 / len(steps)) ** 0.5:.0%}); LLM tokens of a step vary by {steps[:, 0].std() / steps[:, 0].mean():.2%}"
+    )
 
 
 def _ratios(loads: np.ndarray) -> str:
@@ -543,7 +567,7 @@ def mixture(folder: Path, num: int) -> np.ndarray:
     """(num, 3) LLM tokens, image tiles, audio tokens: 17.5% each of AI2D, ChartQA, COCO and speech; 30% text alone."""
     rng = np.random.default_rng(0)
     sources = _sources(folder)
-    kind = rng.choice(5, num, p=[0.175] * 4 + [0.3])
+    kind = mixture_kinds(rng, num)
     tokens = np.zeros((num, 3), dtype=np.int64)
     for k, table in enumerate(sources):
         (rows,) = np.nonzero(kind == k)
@@ -551,6 +575,11 @@ def mixture(folder: Path, num: int) -> np.ndarray:
     (texts,) = np.nonzero(kind == 4)
     tokens[texts, TOKENS] = np.clip(rng.lognormal(5.5, 1.0, len(texts)), 16, 0.985 * MAX_GROUP_TOKENS)
     return tokens
+
+
+def mixture_kinds(rng: np.random.Generator, num: int) -> np.ndarray:
+    """(num,) the source of each sample of the mixture: AI2D, ChartQA, COCO, speech, text; `rng` as it starts there."""
+    return rng.choice(5, num, p=[0.175] * 4 + [0.3])
 
 
 def _sources(folder: Path) -> list[np.ndarray]:

@@ -24,6 +24,7 @@ from mmtrain.balance.grouping import (
 from mmtrain.balance.isf_rules import IsfOptions, IsfRules
 from mmtrain.balance.local_search import num_search_rounds
 from mmtrain.balance.modality_free_steps import form_modality_free_steps
+from mmtrain.balance.random_order import random_order
 from mmtrain.balance.slack_packing import pack_with_slack
 from mmtrain.balance.step_matching import draw_steps
 from mmtrain.balance.step_targets import LLM, BalancedLoad, SequenceCost, StepTargets
@@ -35,7 +36,7 @@ Matching = Literal["step", "row"]
 GROUPING_METHODS: tuple[GroupingMethod, ...] = ("matched", "isf", "random", "length", "device")
 # Raise a method's version with every change after which it makes other steps of the same samples, so that no run that
 # began before continues on other steps unnoticed. `tests/data/test_group_stream.py` pins the steps of each method.
-GROUPING_VERSIONS: Mapping[GroupingMethod, int] = {"matched": 4, "isf": 2, "random": 1, "length": 1, "device": 1}
+GROUPING_VERSIONS: Mapping[GroupingMethod, int] = {"matched": 5, "isf": 2, "random": 1, "length": 1, "device": 1}
 LIGHT_UNIT_SHARE = 0.05  # of all tokens; below it a unit's balance is worth little
 TARGET_ROW_SIZE = 64  # groups in a row of near-equal ones; more make steps less random, with fewer more replicas wait
 
@@ -229,12 +230,17 @@ def arrange_window(
 
     With `matched` in rows, samples are exchanged between the groups of a row, so groups change, but no row does. A
     caller that knows later what to balance, and does not need all of the window, exchanges step by step
-    (`even_out_groups`). With `matched` in steps every caller does so (`match_step`).
+    (`even_out_groups`). With `matched` in steps every caller does so (`match_step`), and groups are drawn so that steps
+    vary no more than shuffled samples do; with `exchange_samples`, as the planner draws them, they are only shuffled.
     """
     if grouping.method == "matched" and grouping.matching == "step":
         groups = top_up(groups, sizes.tokens)
         coarsest = groups.loads(sizes.tokens) @ sizes.load_matrix[0]
-        order = draw_steps(coarsest.astype(np.int64), grouping.global_batch, num_before, rng)
+        if exchange_samples:
+            drawn = rng.permutation(len(groups)).astype(np.int64), 1.0
+        else:
+            drawn = random_order(groups, sizes.tokens, grouping.global_batch, num_before, rng)
+        order = draw_steps(coarsest.astype(np.int64), drawn, grouping.global_batch, num_before, rng)
         return groups.reordered(order)
     if grouping.method == "matched":
         # Only the window's samples count, which are few among those of a large dataset.

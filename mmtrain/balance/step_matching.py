@@ -13,21 +13,28 @@ MAX_ADDED_VARIANCE = 0.08  # of a step's total by chance: what dividing totals e
 MAX_SWAP_CANDIDATES = 256  # groups after a step that are tried for a swap; one in `divisor` of them suits
 
 
-def draw_steps(load: IntArray, step_size: int, num_before: int, rng: np.random.Generator) -> IntArray:
-    """Return a random order (G,) of the groups of a window, in steps whose total load divides evenly.
+def draw_steps(
+    load: IntArray,
+    random_order: tuple[IntArray, float],
+    step_size: int,
+    num_before: int,
+    rng: np.random.Generator,
+) -> IntArray:
+    """Return an order (G,) of the groups of a window, near the given random one, in steps whose load divides evenly.
 
-    load: (G,) of each group, the coarsest load that is balanced. step_size: groups in a step. num_before: groups of the
-    stream before these; they may end inside a step.
+    load: (G,) of each group, the coarsest load that is balanced. random_order: an order (G,), and what share of the
+    variance of steps of groups drawn one by one is left in it (`random_order.random_order`). step_size: groups in a
+    step. num_before: groups of the stream before these; they may end inside a step.
 
     Whole images make loads coarse: eight replicas cannot share 97 tiles evenly. So one random group of a step changes
     places with a random later one such that the step's total becomes divisible by a divisor of the step's groups. The
-    divisor is the largest whose rounding adds at most `MAX_ADDED_VARIANCE` to the variance that chance gives the total.
+    divisor is the largest whose rounding adds at most `MAX_ADDED_VARIANCE` to the variance that the order gives it.
     """
-    order = rng.permutation(len(load)).astype(np.int64)
+    order, left_share = random_order[0].copy(), random_order[1]
     if not load.any():
         return order
     counts = load // load_unit(load)
-    divisor = _even_divisor(counts, step_size)
+    divisor = _even_divisor(counts, step_size, left_share)
     if divisor == 1:
         return order
     first = -num_before % step_size
@@ -45,10 +52,10 @@ def draw_steps(load: IntArray, step_size: int, num_before: int, rng: np.random.G
     return order
 
 
-def _even_divisor(counts: IntArray, step_size: int) -> int:
-    """The divisor of `step_size` by which totals of a step can be divided evenly without varying much more."""
+def _even_divisor(counts: IntArray, step_size: int, left_share: float) -> int:
+    """Return the divisor of `step_size` by which totals can be divided evenly without varying much more."""
     total = float(counts.mean()) * step_size
-    variance = float(counts.var()) * step_size
+    variance = float(counts.var()) * step_size * left_share
     divisors = [
         d
         for d in range(1, step_size + 1)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from mmtrain.balance import dist_ratio
 from mmtrain.balance.group_exchange import GroupTable
+from mmtrain.balance.grouping import SampleGroups
+from mmtrain.balance.random_order import random_order
 from mmtrain.balance.regroup_step import match_step
 from mmtrain.balance.row_targets import CoarseLoad, adapt_targets, row_targets
 from mmtrain.balance.step_matching import draw_steps
@@ -18,10 +20,11 @@ from mmtrain.balance.step_matching import draw_steps
 def test_steps_vary_as_chance_would_make_them_and_divide_evenly(step_size: int) -> None:
     rng = np.random.default_rng(0)
     tiles = np.clip(rng.normal(12, 3, 64 * step_size).round(), 0, 20).astype(np.int64)
-    steps = [
-        tiles[draw_steps(1024 * tiles, step_size, 0, np.random.default_rng(seed))].reshape(-1, step_size)
-        for seed in range(20)
-    ]
+    steps = []
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        order = draw_steps(1024 * tiles, (draw.permutation(len(tiles)), 1.0), step_size, 0, draw)
+        steps.append(tiles[order].reshape(-1, step_size))
     means = np.stack(steps).mean(axis=2)
     assert 0.8 < means.var() / (tiles.var() / step_size) < 1.2
     divisor = {8: 4, 48: 16, 64: 16}[step_size]
@@ -30,9 +33,51 @@ def test_steps_vary_as_chance_would_make_them_and_divide_evenly(step_size: int) 
 
 @given(st.integers(0, 1000), st.integers(0, 40), st.integers(1, 12), st.integers(0, 30))
 def test_every_group_is_in_one_step(seed: int, num_groups: int, step_size: int, num_before: int) -> None:
-    load = np.random.default_rng(seed).integers(0, 6, num_groups)
-    order = draw_steps(load, step_size, num_before, np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 4, num_groups)
+    tokens = rng.integers(0, 6, (int(sizes.sum()), 3))
+    groups = SampleGroups(np.concatenate([[0], np.cumsum(sizes)]), rng.permutation(len(tokens)))
+    drawn = random_order(groups, tokens, step_size, num_before, rng)
+    assert sorted(drawn[0].tolist()) == list(range(num_groups))
+    order = draw_steps(rng.integers(0, 6, num_groups), drawn, step_size, num_before, rng)
     assert sorted(order.tolist()) == list(range(num_groups))
+
+
+def test_steps_of_groups_of_alike_samples_vary_as_shuffled_samples_do() -> None:
+    """Samples are packed by size, as where two or three of them fill a group: those of one kind share groups."""
+    rng = np.random.default_rng(0)
+    tiles = rng.choice([3, 5, 7, 9], 12_000)
+    tokens = np.stack([256 * tiles + rng.integers(20, 300, len(tiles)), tiles], axis=1)
+    num_tokens, num_groups = tokens.sum(axis=0), len(tiles) // 3
+    surplus = tiles - num_tokens[1] / num_tokens[0] * tokens[:, 0]
+    groups = SampleGroups(np.arange(0, len(tiles) + 1, 3), np.argsort(surplus))
+    of_groups = surplus[groups.samples].reshape(-1, 3).sum(axis=1)
+
+    def variance_over_chance(orders: list[np.ndarray]) -> float:
+        steps = np.concatenate([of_groups[order].reshape(-1, 40).sum(axis=1) for order in orders])
+        return float(steps.var() / (40 * 3 * surplus.var()))
+
+    drawn = [random_order(groups, tokens, 40, 0, np.random.default_rng(seed)) for seed in range(20)]
+    shuffled = [np.random.default_rng(seed).permutation(num_groups) for seed in range(20)]
+    assert variance_over_chance(shuffled) > 2.5
+    assert 0.2 < variance_over_chance([order for order, _ in drawn]) < 1.2
+    fullness = tokens[groups.samples, 0].reshape(-1, 3).sum(axis=1)
+    spreads = [
+        np.std([fullness[order].reshape(-1, 40).sum(axis=1) for order in orders])
+        for orders in (shuffled, [order for order, _ in drawn])
+    ]
+    assert spreads[1] < 0.5 * spreads[0], "steps hold as many tokens"
+    steps_of_first = {int(np.flatnonzero(order == 0)[0]) // 40 for order, _ in drawn}
+    assert len(steps_of_first) > 15, "any group may come into any step"
+
+
+def test_groups_that_vary_as_chance_makes_them_come_in_plain_random_order() -> None:
+    rng = np.random.default_rng(0)
+    tokens = np.stack([np.full(600, 50), rng.integers(0, 9, 600)], axis=1)
+    groups = SampleGroups(np.arange(0, 601, 3), rng.permutation(600))
+    order, left_share = random_order(groups, tokens, 8, 3, np.random.default_rng(4))
+    assert order.tolist() == np.random.default_rng(4).permutation(200).tolist()
+    assert left_share == 1.0
 
 
 @given(st.integers(0, 10_000), st.integers(1, 6), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2**30]))
