@@ -23,8 +23,8 @@ from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe.train_settings import OptimizerSettings
 
 # Everything of a stage, and of a head, that computes with parameters, beside `forward`.
-_STAGE_ENTRIES = ("run", "logits", "next_tokens")
-_HEAD_ENTRIES = ("logits", "greedy_tokens")
+_STAGE_ENTRIES = ("run", "run_to_queries", "logits", "next_tokens")
+_HEAD_ENTRIES = ("queries_and_loss", "logits", "greedy_tokens")
 # Switches of FSDP modules that older releases of torch lack: without them ranks with different work hang.
 _NEEDED_SWITCHES = (
     "set_force_sum_reduction_for_comms",

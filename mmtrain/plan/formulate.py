@@ -85,7 +85,7 @@ def placements_to_search(recipe: Recipe, choices: Mapping[str, UnitChoices], wor
     """Return the placements that the recipe allows.
 
     Where it leaves them open, `replicated` is one of them for several ranks without a generator: on one rank it is
-    `unified`.
+    `unified`, and images to draw cannot be dispatched.
     """
     if recipe.parallel.placement != "auto":
         return (recipe.parallel.placement,)

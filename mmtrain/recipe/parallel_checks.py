@@ -119,9 +119,9 @@ def _check_replicated(recipe: Recipe) -> Iterator[Problem]:
     if exchange != "all_to_all" and dispatch not in ("all", "auto"):
         text = f"found {exchange} with parallel.dispatch {dispatch}, which exchanges nothing; use dispatch all or auto"
         yield Problem(("parallel", "exchange"), text)
-    if recipe.model.generator is not None:
-        text = "found replicated, allowed with model.generator: disaggregated, unified or auto"
-        yield Problem(("parallel", "placement"), text)
+    if recipe.model.generator is not None and dispatch == "all":
+        text = "found all, allowed with model.generator: llm, none or auto (an image is drawn where its sample is)"
+        yield Problem(("parallel", "dispatch"), text)
     for name, degree in product(("llm", *_present_other_units(recipe)), ("tp", "pp", "vpp")):
         fixed = getattr(recipe.parallel.of(name), degree)
         if fixed is not None and fixed > 1:
@@ -135,7 +135,7 @@ def _check_replicated(recipe: Recipe) -> Iterator[Problem]:
 def _check_colocated(recipe: Recipe) -> Iterator[Problem]:
     """Encoders run on a part of the LLM's ranks, in the times when these would be idle."""
     if recipe.model.generator is not None:
-        text = "found colocated, allowed with model.generator: disaggregated, unified or auto"
+        text = "found colocated, allowed with model.generator: disaggregated, replicated, unified or auto"
         yield Problem(("parallel", "placement"), text)
     for name, degree in product(encoder_names(recipe.model), ("tp", "pp")):
         of_unit, llm = getattr(recipe.parallel.of(name), degree), getattr(recipe.parallel.llm, degree)

@@ -110,7 +110,9 @@ class ParallelSettings(Section):
         "the cluster.",
     )
     generator: UnitParallel = Field(
-        UnitParallel(), description="Parallel degrees of the generator. A U-Net supports data parallelism only."
+        UnitParallel(),
+        description="Parallel degrees of the generator. A U-Net has no pipeline stages, and is "
+        "whole on every rank of a tensor-parallel group.",
     )
 
     def of(self, unit: str) -> UnitParallel:

@@ -183,10 +183,13 @@ def train_alone(settings: Recipe) -> list[tuple[float, dict[str, Tensor]]]:
 _alone: dict[str, list[tuple[float, dict[str, Tensor]]]] = {}
 
 
-def assert_equals_one_process(folder: Path, changes: dict[str, Any], meshes: Meshes) -> None:
-    """Compare losses and norms of all steps, and the gradients of the first, with those of one process."""
+def assert_equals_one_process(folder: Path, changes: dict[str, Any], meshes: Meshes, **placement: Any) -> None:
+    """Compare losses and norms of all steps, and the gradients of the first, with those of one process.
+
+    placement: more arguments of `plan`.
+    """
     settings = recipe(folder, train__global_batch=4, train__optimizer=OPTIMIZER, **changes)
-    wanted = plan(settings, **meshes)
+    wanted = plan(settings, **placement, **meshes)
     ranks = run_ranks(wanted.world_size, train, settings, wanted)
     key = settings.model.model_dump_json() + str(folder)
     if key not in _alone:
@@ -308,6 +311,7 @@ def test_what_does_not_run_is_refused(folder: Path, tmp_path: Path) -> None:
     plain = recipe(folder, data__validation=[{"path": folder / "train.json"}]).model_dump_json()
     path = tmp_path / "recipe.json"
     path.write_text(plain)
-    for placement in ("colocated", "replicated"):
-        with pytest.raises(RecipeError, match=f"found {placement}, allowed with model.generator: disaggregated, unif"):
-            load_recipe(path, [f"parallel.placement={placement}"])
+    with pytest.raises(RecipeError, match=r"found colocated, allowed with model.generator: disaggregated, repl"):
+        load_recipe(path, ["parallel.placement=colocated"])
+    with pytest.raises(RecipeError, match=r"parallel\.dispatch: found all, allowed with model.generator: llm, none"):
+        load_recipe(path, ["parallel.placement=replicated", "parallel.dispatch=all"])

@@ -157,6 +157,15 @@ def _num_chunks(plan: Plan) -> int:
     return 1 + sum(behind < before for before, behind in itertools.pairwise(ranks))
 
 
+def test_by_name_every_rank_draws_the_images_of_its_own_samples(dit_recipe: Recipe) -> None:
+    chosen = planned(dit_recipe, 2, placement="replicated")
+    assert {unit.dispatch for unit in chosen.units.values()} == {"llm"}
+    assert {unit.ranks for unit in chosen.units.values()} == {(0, 1)}
+    numbers = chosen.schedule.num_microbatches
+    assert numbers["generator"] == numbers["llm"]  # a phase behind each forward of the LLM
+    build_program(stage_graph(chosen, build_model_shape(dit_recipe)))
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_u_net_is_in_one_chunk_of_an_interleaved_pipeline(unet_recipe: Recipe, world_size: int) -> None:
     """One chunk holds all of it; left free, the plan is as fast as the better of one and two chunks."""

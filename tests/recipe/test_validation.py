@@ -202,8 +202,8 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "parallel.schedule: found encoder_first, but the model has no encoder",
         ),
         (
-            [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.placement=replicated"],
-            "parallel.placement: found replicated, allowed with model.generator: disaggregated",
+            [GENERATOR, "data.sources=[{path: a.csv}]", "parallel={placement: replicated, dispatch: all}"],
+            "parallel.dispatch: found all, allowed with model.generator: llm, none or auto",
         ),
         (
             [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.placement=colocated"],

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 from mmtrain.models.attention import SequenceLayout
 from mmtrain.models.index_tables import HostTables, brought_or_computed
@@ -120,6 +121,10 @@ class GeneratorState:
     def with_hidden(self, hidden: Tensor) -> "GeneratorState":
         """Return the state with other hidden states."""
         return replace(self, hidden=hidden)
+
+
+# FSDP looks for tensors in what layers take and return as torch's own tree functions do, which must know the class.
+register_dataclass(GeneratorState)
 
 
 def join_state(state: GeneratorState, next_layer: LayerShape) -> Tensor:

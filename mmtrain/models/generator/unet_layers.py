@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 
 from mmtrain.errors import DataError
 from mmtrain.models.generator.generator_input import GeneratorContext, GeneratorState
@@ -61,6 +62,10 @@ class UnetState:
     def join_kept(self, channels: int) -> "UnetState":
         """Return the state with the last kept input beside the features, if `channels` are more than these have."""
         return replace(self, batches=tuple(_join_kept(batch, channels) for batch in self.batches))
+
+
+for _state in (ImageBatch, UnetState):  # see `GeneratorState`
+    register_dataclass(_state)
 
 
 def _join_kept(batch: ImageBatch, channels: int) -> ImageBatch:

@@ -24,6 +24,7 @@ from mmtrain.plan.search.layer_partition import layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import has_replicated_mesh
 from mmtrain.plan.search_progress import Progress
 from mmtrain.program.ir.graph import LLM, DispatchMode
+from mmtrain.recipe.modalities import GENERATOR
 
 
 class ReplicatedStrategy:
@@ -111,7 +112,7 @@ def _schedules(
     schedules: list[tuple[bool, list[Mapping[str, int]]]] = []
     if fixed != "encoder_first":
         schedules.append((False, [num_microbatches]))
-    encoders = [unit.name for unit in problem.shape.units if unit.name != LLM]
+    encoders = [unit.name for unit in problem.shape.units if unit.kind == "encoder"]
     if fixed != "1f1b" and encoders:
         free = [name for name in encoders if name not in problem.constraints.encoder_microbatches]
         num_llm = num_microbatches[LLM]
@@ -122,15 +123,20 @@ def _schedules(
 
 def _recomputes_encoders(candidate: Candidate) -> bool:
     """Return whether memory makes an encoder compute layers again, which more mini-batches may spare."""
-    return any(unit.num_recomputed for name, unit in candidate.layout.units.items() if name != LLM)
+    units = candidate.layout.units.items()
+    return any(unit.num_recomputed for name, unit in units if name not in (LLM, GENERATOR))
 
 
 def _dispatch_modes(problem: PlanningProblem, num_ranks: int) -> tuple[DispatchMode, ...]:
-    """Return what may be balanced over the ranks; `all` and `llm` differ where there is an encoder and another rank."""
+    """Return what may be balanced over the ranks; `all` and `llm` differ where there is an encoder and another rank.
+
+    Images are drawn where their samples are, so with a generator nothing but whole samples is dispatched.
+    """
     fixed = problem.recipe.parallel.dispatch
     if fixed != "auto":
         return (fixed,)
-    return ("all", "llm") if num_ranks > 1 and len(problem.shape.units) > 1 else ("llm",)
+    kinds = {unit.kind for unit in problem.shape.units}
+    return ("all", "llm") if num_ranks > 1 and "encoder" in kinds and "generator" not in kinds else ("llm",)
 
 
 def fit_replicated(candidate: Candidate, evaluator: Evaluator) -> Candidate | Rejected:
