@@ -138,7 +138,7 @@ def test_stages_of_a_transformer_hold_a_share_of_its_memory(dit_recipe: Recipe) 
     assert peaks[1] < 0.6 * peaks[0]
 
 
-def test_only_units_with_modules_are_measured(unet_recipe: Recipe) -> None:
+def test_layers_of_generators_are_not_measured(unet_recipe: Recipe) -> None:
     assert set(sizes_to_measure(unet_recipe, 2)) == {"vision", "llm"}
 
 
