@@ -27,6 +27,14 @@ def demo(
     samples: Annotated[int, typer.Option(min=1, help="Number of training samples.")] = 10000,
     heldout: Annotated[int, typer.Option(min=1, help="Number of held-out samples.")] = 400,
     seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed makes the same files.")] = 0,
+    drawing: Annotated[
+        bool,
+        typer.Option(
+            "--drawing",
+            help="Write captions of colored shapes to draw, and questions about such pictures, for models with an "
+            "image generator.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Generate questions about drawn pictures, with answers.
@@ -38,8 +46,10 @@ def demo(
     from dataclasses import asdict
 
     from mmtrain.data.synthetic.demo import generate_demo
+    from mmtrain.data.synthetic.drawing_demo import generate_drawing_demo
 
-    summary = generate_demo(out, seed=seed, train=samples, heldout=heldout)
+    generate = generate_drawing_demo if drawing else generate_demo
+    summary = generate(out, seed=seed, train=samples, heldout=heldout)
     sentence = (
         f"{out}: {summary.train} training and {summary.heldout} held-out samples, {summary.images} images, "
         f"a tokenizer of {summary.vocab} tokens"

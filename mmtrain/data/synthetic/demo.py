@@ -59,10 +59,7 @@ def generate_demo(out: Path, seed: int, train: int, heldout: int) -> DemoSummary
     No held-out question occurs in training with the same pictures, and no pair of operands occurs in both splits. Demo
     data written before is replaced. Raises `DataError` for a folder with anything else in it, which stays untouched.
     """
-    if out.exists() and any(out.iterdir()) and not (out / DEMO_SUMMARY_FILE).exists():
-        raise DataError(f"{out}: not empty and not demo data; name another folder or empty it")
-    shutil.rmtree(out, ignore_errors=True)
-    (out / "images").mkdir(parents=True)
+    clear_demo_folder(out)
     rng = random.Random(seed)
     seen: set[str] = set()
     train_questions = _draw_questions(rng, train, lambda a, b: not _is_heldout(seed, a, b), seen)
@@ -83,6 +80,17 @@ def generate_demo(out: Path, seed: int, train: int, heldout: int) -> DemoSummary
     )
     _write_json(out / DEMO_SUMMARY_FILE, asdict(summary))
     return summary
+
+
+def clear_demo_folder(out: Path) -> None:
+    """Make a folder with nothing but an empty `images` in it.
+
+    Raises `DataError`, and leaves it untouched, if it holds anything but demo data.
+    """
+    if out.exists() and any(out.iterdir()) and not (out / DEMO_SUMMARY_FILE).exists():
+        raise DataError(f"{out}: not empty and not demo data; name another folder or empty it")
+    shutil.rmtree(out, ignore_errors=True)
+    (out / "images").mkdir(parents=True)
 
 
 def train_tokenizer(texts: Iterator[str]) -> Tokenizer:

@@ -16,6 +16,7 @@ COLOURS: dict[str, Rgb] = {
     "black": (25, 25, 25),
 }
 _ZOOMS = (1, 1, 1, 2)  # one picture in four has twice the resolution
+_SMOOTHING = 8  # a picture with smooth edges is drawn so many times larger
 SHAPES = ("circle", "square", "triangle", "cross")
 
 
@@ -32,7 +33,7 @@ def draw_scene(rng: random.Random, objects: list[tuple[str, str]]) -> Image.Imag
         side = min(cell_w, cell_h, 28 * zoom) * rng.uniform(0.75, 0.95)
         left = x * cell_w + _near_middle(rng, cell_w - side, zoom)
         top = y * cell_h + _near_middle(rng, cell_h - side, zoom)
-        _shape(draw, shape, (left, top, left + side, top + side), _jitter(rng, COLOURS[colour]))
+        _shape(draw, shape, (left, top, left + side, top + side), jitter_colour(rng, COLOURS[colour]))
     return image
 
 
@@ -44,7 +45,7 @@ def draw_digit(rng: random.Random, value: int) -> Image.Image:
     left, top, right, bottom = draw.textbbox((0, 0), str(value), font=font)
     x = _near_middle(rng, width - (right - left), zoom=1) - left
     y = _near_middle(rng, height - (bottom - top), zoom=1) - top
-    draw.text((x, y), str(value), font=font, fill=_jitter(rng, COLOURS[rng.choice(list(COLOURS))]))
+    draw.text((x, y), str(value), font=font, fill=jitter_colour(rng, COLOURS[rng.choice(list(COLOURS))]))
     return image
 
 
@@ -60,7 +61,7 @@ def draw_bar_chart(rng: random.Random, bars: list[tuple[str, int]]) -> Image.Ima
     slot = width / len(bars)
     for i, (colour, value) in enumerate(bars):
         box = (i * slot + slot * 0.15, base - value * unit, (i + 1) * slot - slot * 0.15, base)
-        draw.rectangle(box, fill=_jitter(rng, COLOURS[colour]))
+        draw.rectangle(box, fill=jitter_colour(rng, COLOURS[colour]))
     return image
 
 
@@ -82,7 +83,16 @@ def _near_middle(rng: random.Random, space: float, zoom: int) -> float:
     return space / 2 + min(space / 2, 3 * zoom) * rng.uniform(-1, 1)
 
 
-def _jitter(rng: random.Random, colour: Rgb) -> Rgb:
+def draw_shape_at(side: int, shape: str, box: Box, colour: Rgb, shade: int) -> Image.Image:
+    """Draw one shape in a box of a square picture, with smooth edges, on a background of a gray shade."""
+    zoomed = Image.new("RGB", (side * _SMOOTHING, side * _SMOOTHING), (shade, shade, shade))
+    left, top, right, bottom = (_SMOOTHING * edge for edge in box)
+    _shape(ImageDraw.Draw(zoomed), shape, (left, top, right - 1, bottom - 1), colour)  # Pillow draws the last pixel too
+    return zoomed.resize((side, side), Image.Resampling.BOX)
+
+
+def jitter_colour(rng: random.Random, colour: Rgb) -> Rgb:
+    """Return a colour near another one."""
     r, g, b = (min(max(c + rng.randint(-15, 15), 0), 255) for c in colour)
     return r, g, b
 

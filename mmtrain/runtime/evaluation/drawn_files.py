@@ -113,7 +113,7 @@ def draw_grid(images: Sequence[DrawnImage]) -> Image.Image:
     rows = max(-(-len(shown) // columns), 1)
     grid = Image.new("RGB", (columns * entry_width, _TEXT_ROWS + rows * entry_height), _BACKGROUND)
     draw, font = ImageDraw.Draw(grid), ImageFont.load_default(size=_FONT_SIZE)
-    titles = ("target", "drawn", "blanked caption")[:per_entry]
+    titles = ("target", "drawn", "blanked")[:per_entry]
     for column in range(columns):
         for place, title in enumerate(titles):
             draw.text((column * entry_width + _GAP + place * (side + _GAP), 0), title, font=font, fill=_INK)
