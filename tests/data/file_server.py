@@ -1,7 +1,8 @@
 """Serve a folder by HTTP on the loopback, with ranges, ETags and the faults that a test asks for.
 
 Its folders also answer S3's requests to list a bucket (ListObjectsV2), with addresses of the form host/bucket/key, and
-those of the Hugging Face hub for a data set `team/set`, whose files lie in datasets/team/set.
+those of the Hugging Face hub for a data set `team/set`, whose files lie in datasets/team/set, and those of Google Cloud
+Storage (JSON API).
 """
 
 import hashlib
@@ -57,7 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.files.token is not None and self.headers.get("Authorization") != f"Bearer {self.files.token}":
             fault = 403
         address = urlsplit(self.path)
-        path = self.files.folder / unquote(address.path).lstrip("/").replace("/resolve/main/", "/")
+        path = self.files.folder / _name_of_file(unquote(address.path))
         if fault == STALL:
             self.files.over.wait()
         if fault in (DROP, STALL):
@@ -69,6 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_bucket(path, parse_qs(address.query))
         elif address.path.startswith("/api/datasets/"):
             self._send_hub(unquote(address.path).removeprefix("/api/datasets/"))
+        elif address.path.startswith("/storage/v1/b/"):
+            self._send_google(address.path.removeprefix("/storage/v1/b/"), parse_qs(address.query))
         elif path.is_dir() and self.path.endswith("/"):
             links = "".join(f'<a href="{entry.name}">{entry.name}</a>' for entry in sorted(path.iterdir()))
             self._send(200, links.encode(), {"Content-Type": "text/html"}, body)
@@ -124,6 +127,29 @@ class _Handler(BaseHTTPRequestHandler):
         listed = "".join([*keys, *common])
         self._send(200, f"<ListBucketResult>{listed}</ListBucketResult>".encode(), {"Content-Type": "application/xml"})
 
+    def _send_google(self, asked: str, query: dict[str, list[str]]) -> None:
+        """Describe an object (`bucket/o/key`), or those of a folder (`bucket/o?prefix=folder/&delimiter=/`)."""
+        bucket, _, rest = asked.partition("/")
+        folder, key = self.files.folder / bucket, unquote(rest.removeprefix("o").removeprefix("/"))
+        prefix = query.get("prefix", [""])[0]
+        entries = [folder / key] if key else sorted((folder / prefix.rpartition("/")[0]).glob("*"))
+        items = [
+            {
+                "name": str(entry.relative_to(folder)),
+                "bucket": bucket,
+                "size": str(entry.stat().st_size),
+                "generation": str(entry.stat().st_mtime_ns),
+            }
+            for entry in entries
+            if entry.is_file() and str(entry.relative_to(folder)).startswith(key or prefix)
+        ]
+        if not items:
+            self._send(404, b"{}", {"Content-Type": "application/json"})
+            return
+        self._send(
+            200, json.dumps(items[0] if key else {"items": items}).encode(), {"Content-Type": "application/json"}
+        )
+
     def _send_file(self, content: bytes, span: str | None, fault: str | int | None, body: bool) -> None:
         tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
         if self.headers.get("If-Match", tag) != tag:
@@ -153,6 +179,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: object) -> None:
         pass
+
+
+def _name_of_file(path: str) -> str:
+    """Return the name of a file below the served folder, as the hub and Google Cloud Storage address it or plainly."""
+    if path.startswith("/download/storage/v1/b/"):
+        return path.removeprefix("/download/storage/v1/b/").replace("/o/", "/", 1)
+    return path.lstrip("/").replace("/resolve/main/", "/")
 
 
 @contextmanager

@@ -353,6 +353,50 @@ def test_a_file_of_the_hub_that_changes_while_in_use_is_an_error(hub_folder: Pat
             file.read(10)
 
 
+@pytest.fixture
+def google_bucket(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Make the server a Google Cloud Storage for this process; return the folder that it serves as gs://bucket."""
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # or it asks for the kind of bucket by gRPC
+    gcsfs = pytest.importorskip("gcsfs")
+    import fsspec.config
+
+    (server.folder / "bucket").mkdir()
+    settings = {"endpoint_url": server.url, "token": "anon"}  # as FSSPEC_GS_TOKEN does in the environment
+    monkeypatch.setitem(fsspec.config.conf, "gs", settings)
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    yield server.folder / "bucket"
+    gcsfs.GCSFileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "shard-{0..1}.tar", "shard-*.tar", "cells.parquet"])
+def test_samples_of_a_google_bucket_are_those_of_the_folder(google_bucket: Path, name: str) -> None:
+    _write_all_formats(google_bucket)
+    here = _samples(SourceSettings(path=google_bucket / name))
+    there = _samples(SourceSettings(path=f"gs://bucket/{name}"))
+    assert [(s.id, s.index, s.turns) for s in there] == [(s.id, s.index, s.turns) for s in here]
+    for left, right in zip(here, there, strict=True):
+        assert [_content(medium) for medium in right.images] == [_content(medium) for medium in left.images]
+
+
+@pytest.mark.parametrize("fault", [DROP, TRUNCATE, SHORT, 503])
+def test_a_failed_request_to_google_is_repeated(server: FileServer, google_bucket: Path, fault: str | int) -> None:
+    content = np.random.default_rng(0).bytes(1000)
+    (google_bucket / "file").write_bytes(content)
+    remote_store().version("gs://bucket/file")
+    server.faults = [fault, fault]
+    assert open_location("gs://bucket/file").read() == content
+    assert not server.faults
+
+
+def test_what_google_does_not_have_or_denies_is_said_at_once(server: FileServer, google_bucket: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.json: no such file"):
+        _samples(SourceSettings(path="gs://bucket/none.json"))
+    (google_bucket / "file").write_bytes(b"content")
+    server.token = "secret"
+    with pytest.raises(RemoteReadError, match=r"denied.*credentials come from the environment"):
+        open_location("gs://bucket/file").read()
+
+
 def test_other_file_systems_of_fsspec_are_read_and_watched(server: FileServer) -> None:
     import fsspec
 

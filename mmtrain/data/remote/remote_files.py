@@ -204,7 +204,7 @@ def _passing_reason(url: str, error: Exception) -> str:
     if type(error).__name__ == "ClientPayloadError":  # its cause has a status that no server sent
         return "the answer broke off"
     status = next((status for status in map(_status, causes) if status is not None), None)
-    if status in _DENIED or any(isinstance(cause, PermissionError) for cause in causes):
+    if status in _DENIED or any(map(_is_denial, causes)):
         what = "denied" if status is None else f"denied (status {status})"
         raise RemoteReadError(
             f"{url}: {what}; credentials come from the environment of this machine, never from recipes"
@@ -222,6 +222,10 @@ def _passing_reason(url: str, error: Exception) -> str:
         return "no answer in time"
     text = str(root).partition("\n")[0]
     return type(root).__name__ if "://" in text else f"{type(root).__name__}: {text}"  # URLs of redirects are signed
+
+
+def _is_denial(error: BaseException) -> bool:
+    return isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")  # of gcsfs, without a status
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
