@@ -84,8 +84,8 @@ class RunLog:
 class _Events:
     """TensorBoard events of a run.
 
-    After a full disk, the writer's thread has ended and every further write raises the same error. The writer is then
-    dropped, and the next step opens a new one with a file of its own.
+    After a full disk, the writer's thread has ended and every further write raises the same error, also when there is
+    room again. The writer is then dropped, and the step goes to a new one with a file of its own.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -93,15 +93,22 @@ class _Events:
         self._writer = self._open(purge_step=first_step if first_step > 1 else None)
 
     def add(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        """Log the values of a step that are not None."""
+        """Log the values of a step that are not None; raise OSError if a new writer finds no room either."""
         try:
-            self._writer = self._writer or self._open()
-            for name, value in scalars.items():
-                if value is not None:
-                    self._writer.add_scalar(name, value, step)
-        except OSError:
+            self._write(step, scalars)
+        except OSError:  # may be about a step before: the thread writes later than it is asked to
             self._writer = None
-            raise
+            try:
+                self._write(step, scalars)
+            except OSError:
+                self._writer = None
+                raise
+
+    def _write(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        self._writer = self._writer or self._open()
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # `metrics.jsonl` holds whatever is lost here

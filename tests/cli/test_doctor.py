@@ -22,7 +22,7 @@ def test_json_describes_this_machine(tmp_path: Path) -> None:
     assert report["attention"]["sdpa"] is None
     assert report["attention"]["reference"] is None
     assert "cores" in report["devices"][0]
-    assert set(report["messages"]) == {"p2p", "all_reduce", "broadcast", "all_gather", "reduce_scatter"}
+    assert set(report["messages"]) == {"p2p", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"}
     assert all(seconds > 0 for pair in report["messages"].values() for seconds in pair)
     assert all(f["kind"] in ("slow", "missing") and f["what"] and f["remedy"] for f in report["findings"])
     assert report["flops"] > 1e8

@@ -3,9 +3,11 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from mmtrain.report import RunLog, read_metrics
 from mmtrain.report.metrics_record import EdgeMetrics
@@ -111,6 +113,27 @@ def test_a_full_disk_delays_lines_and_later_steps_are_logged(tmp_path: Path) -> 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert {6, 7} <= {event.step for event in events.Scalars("train/loss")}
+
+
+def test_an_error_that_tensorboard_tells_a_step_late_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread writes after the call has returned, and the next call raises what it met."""
+    errors = [OSError("File too large")]
+    add_scalar = SummaryWriter.add_scalar
+
+    def late(self: SummaryWriter, *args: Any, **kwargs: Any) -> None:
+        if errors:
+            raise errors.pop()
+        add_scalar(self, *args, **kwargs)
+
+    with RunLog(tmp_path, 1, enabled=True) as run_log:
+        monkeypatch.setattr(SummaryWriter, "add_scalar", late)
+        run_log.step(metrics(1))
+    assert errors == []
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
