@@ -1,6 +1,7 @@
 """Measure what padding costs: train a recipe by OmniBal's baselines with and without it, and packed by `matched`.
 
-    python -m scripts.bench_padding recipes/demo.yaml --set train.steps=30 --set cluster.ranks=1
+    python -m scripts.bench_padding recipes/demo.yaml --set train.steps=30 --set cluster.ranks=1 \\
+        --set parallel.placement=unified
 
 All arguments go to `mmtrain train`; runs are written to a temporary folder. Every method runs several times, by turns,
 so that other work on the machine meets all of them. Prints the median time of a step and of a thousand LLM tokens, the
