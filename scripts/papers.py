@@ -126,7 +126,8 @@ def main() -> None:
             kind = "predicted" if figure.is_comparable else "not comparable"
             published = f"{figure.value or 'not known here'} ({figure.source})"
             ours = describe(planned(figure.recipe))
-            print(f"| `{figure.recipe}.yaml` | {figure.quantity} | {published} | {ours} | {kind} | {figure.note} |")
+            where = f"`recipes/whatif/{figure.recipe}.yaml`"
+            print(f"| {where} | {figure.quantity} | {published} | {ours} | {kind} | {figure.note} |")
 
 
 @cache

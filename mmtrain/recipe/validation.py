@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from mmtrain.recipe import json_schema
+from mmtrain.recipe.other_trainers import name_here
 from mmtrain.recipe.raw_tree import KeyPath, Node, Problem, dotted_path, nearest_node, to_plain
 from mmtrain.recipe.schema import Recipe
 from mmtrain.recipe.settings import Section, holds_named_sections, named_section_type, section_types
@@ -160,6 +161,9 @@ def _unknown_key(keys: KeyPath) -> str:
     if new_path is not None:
         return f"this setting is now called {dotted_path(new_path)}; rename it"
     *parent, name = keys
+    here = name_here(str(name))
+    if here is not None:
+        return f"unknown key; what other trainers call {name} {here}"
     known = json_schema.known_keys(tuple(parent))
     closest = get_close_matches(str(name), known, n=1)
     if closest:

@@ -1,13 +1,16 @@
 """Validation reports all problems at once, each with what is allowed instead."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe import dump_recipe, load_recipe
+from mmtrain.recipe import dump_recipe, json_schema, load_recipe
 from mmtrain.recipe.cross_checks import CHECKS
+from mmtrain.recipe.other_trainers import _HERE, name_here
+from mmtrain.recipe.raw_tree import dotted_path
 
 DIT = "model.generator={kind: dit, widths: [8], heads: [4], layers: 2, context_width: 8}"
 GENERATOR = "model.generator={preset: stable-diffusion-2.1}"
@@ -83,6 +86,11 @@ def test_all_problems_are_reported_at_once(base: Path, write: Write) -> None:
         ("model.vision=[]", "found a list, allowed: a mapping, or null"),
         ("train.precision=fp16", "allowed: auto, fp32 or bf16; did you mean bf16?"),
         ("data.lr=1", "unknown key here; it belongs to train.optimizer.lr"),
+        ("parallel.zero=1", "what other trainers call zero is part of parallel.placement. `unified`"),
+        ("parallel.zero_stage=3", "what parallel.shard says: `all` everything (ZeRO-3), 1 nothing"),
+        ("parallel.tensor-model-parallel-size=8", "is tp of each unit, such as parallel.llm.tp"),
+        ("train.micro_batch_size=1", "is one packed group of at most data.seq_len tokens"),
+        ("train.gradient_checkpointing=true", "is parallel.llm.recompute and parallel.vision.recompute"),
         ("data.zzz=1", "unknown key; allowed here: sources, validation, share_unit"),
         ("data.window=9", "this setting is now called data.grouping_window; rename it"),
         ("train.checkpoint.background=true", "this setting is now called train.checkpoint.async_save; rename it"),
@@ -449,3 +457,12 @@ def test_a_schedule_of_shares_survives_the_recipe_of_a_run(base: Path, tmp_path:
     saved = tmp_path / "saved.yaml"
     saved.write_text(dump_recipe(loaded), encoding="utf-8")
     assert load_recipe(saved, [], {}).recipe == loaded
+
+
+def test_what_other_trainers_call_a_setting_is_none_of_ours() -> None:
+    own = {str(path[-1]) for path in json_schema.setting_paths()}
+    assert not [name for name in own if name_here(name) is not None]
+    named = [path for name in _HERE.values() for path in re.findall(r"(?:parallel|train|data)\.[a-z_.]*[a-z]", name)]
+    paths = {dotted_path(path) for path in json_schema.setting_paths()}
+    assert named
+    assert set(named) <= paths

@@ -125,7 +125,7 @@ def _measure_as_rank(recipe: Recipe, plans: Sequence[Plan], num_steps: int, fold
             world.barrier()
             record = context.train(data, lr=0.0).record
             seconds[-1].append(record.end_s - record.start_s)
-            counted.append(_counted_memory(recipe, plan, context, batch))
+            counted.append(counted_memory(recipe, plan, context, batch))
         counted_bytes = max(counted_bytes, sum(memory.total for memory in counted))
         communicator_bytes = sum(memory.communicators for memory in counted)
     # What communicators hold is not the allocator's, so it is taken as counted.
@@ -139,7 +139,7 @@ def _measure_as_rank(recipe: Recipe, plans: Sequence[Plan], num_steps: int, fold
     leave()
 
 
-def _counted_memory(recipe: Recipe, plan: Plan, context: RankContext, batch: BatchMeta) -> RankMemory:
+def counted_memory(recipe: Recipe, plan: Plan, context: RankContext, batch: BatchMeta) -> RankMemory:
     """Return what the memory model counts for this rank if no microbatch is larger than those of the batch."""
     assert plan.data is not None
     largest: dict[str, TokenLoad] = {}
