@@ -218,9 +218,8 @@ def explain_misfit_of_all(evaluator: Evaluator, results: SearchResults) -> str:
         if losers:
             lines += [f"{heading}:", *(f"  {loser.summary}: {loser.reason}" for loser in losers)]
     problem.request.say("nothing fits; trying what would make room")
-    changes = [*suggest_changes(evaluator, results), "perhaps a lower data.seq_len"]
     lines.append(
-        f"Any one of these makes room: {'; '.join(changes)}. "
+        f"Any one of these makes room: {'; '.join(suggest_changes(evaluator, results))}. "
         "If the ranks have more memory than that, correct cluster.memory_gib."
     )
     return "\n".join(lines)

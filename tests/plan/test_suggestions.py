@@ -21,7 +21,7 @@ def planned(world_size: int, memory_gib: float | None = None, moments: str = "fp
 def suggested(world_size: int, memory_gib: float, **parallel: Any) -> str:
     with pytest.raises(PlanError, match="no plan fits") as error:
         planned(world_size, memory_gib, **parallel)
-    return re.search(r"Any one of these makes room: (.*); perhaps", str(error.value), re.S)[1]  # type: ignore[index]
+    return re.search(r"Any one of these makes room: (.*)\. If the ranks", str(error.value), re.S)[1]  # type: ignore[index]
 
 
 ONE_REPLICA: dict[str, Any] = {"dp": 1, "recompute": "none"}
@@ -75,7 +75,28 @@ def test_nothing_is_suggested_that_only_makes_room_with_tensor_parallel_groups_o
         return str(error.value).splitlines()[-1]
 
     assert re.search(r": parallel.*; \d+ ranks; |: \d+ ranks; ", suggested_in_nodes_of(4))
-    assert suggested_in_nodes_of(3).startswith("Any one of these makes room: perhaps a lower data.seq_len.")
+    assert suggested_in_nodes_of(3).startswith("Any one of these makes room: perhaps a data.seq_len below")
+
+
+def test_shorter_groups_are_suggested_where_they_make_room_and_hold_every_sample() -> None:
+    longest = int(lengths().tokens.max())
+
+    def with_seq_len(seq_len: int, memory_gib: float | None = None) -> Plan:
+        settings = recipe(parallel=UNIFIED, cluster={"memory_gib": memory_gib})
+        shorter = settings.model_copy(update={"data": settings.data.model_copy(update={"seq_len": seq_len})})
+        return plan_recipe(shorter, lengths(), world_size=1, hardware="cpu-core", recipe_sha256="f" * 64)
+
+    def need_gib(seq_len: int) -> float:
+        return max(with_seq_len(seq_len).predicted.peak_memory_gib.values())
+
+    whole = recipe().data.seq_len
+    assert whole // 2 > longest
+    between = (need_gib(whole) + need_gib(whole // 2)) / 2
+    named = int(re.search(r"data\.seq_len: (\d+) \(a step", suggested(1, between, **UNIFIED))[1])  # type: ignore[index]
+    assert named == whole // 2
+    assert with_seq_len(named, between).world_size == 1
+    too_little = 0.9 * need_gib(longest)
+    assert f"perhaps a data.seq_len below {longest}, which leaves out" in suggested(1, too_little, **UNIFIED)
 
 
 def test_recomputing_is_suggested_where_it_is_enough() -> None:

@@ -54,7 +54,7 @@ def suggest_replicated_settings(evaluator: Evaluator) -> Iterator[str]:
         values["schedule"] = ["1f1b" if parallel.schedule == "encoder_first" else "encoder_first"]
     for setting, candidates in values.items():
         for value in candidates:
-            if replicated_fits(_evaluator_of(_with_parallel(problem, **{setting: value}), evaluator)):
+            if replicated_fits(evaluator_of_changed(_with_parallel(problem, **{setting: value}), evaluator)):
                 yield f"parallel.{setting}: {value} (the recipe fixes {getattr(parallel, setting)})"
                 break
     yield from _suggest_mini_batches(evaluator)
@@ -70,7 +70,7 @@ def _suggest_mini_batches(evaluator: Evaluator) -> Iterator[str]:
             if num_llm % more:
                 continue
             constraints = replace(problem.constraints, encoder_microbatches={**fixed, unit: more})
-            if replicated_fits(_evaluator_of(replace(problem, constraints=constraints), evaluator)):
+            if replicated_fits(evaluator_of_changed(replace(problem, constraints=constraints), evaluator)):
                 yield f"parallel.{dotted_unit(unit)}.num_microbatches: {more} (the recipe fixes {number})"
                 break
 
@@ -82,7 +82,7 @@ def _with_parallel(problem: PlanningProblem, **settings: object) -> PlanningProb
     return replace(problem, recipe=recipe.model_copy(update={"parallel": parallel}))
 
 
-def _evaluator_of(problem: PlanningProblem, evaluator: Evaluator) -> Evaluator:
+def evaluator_of_changed(problem: PlanningProblem, evaluator: Evaluator) -> Evaluator:
     """Return an evaluator of a changed problem, with the sequence parallelism and the budget of another one."""
     layer_costs = LayerCosts(problem, evaluator.layer_costs.sp, evaluator.budget)
     return Evaluator(problem, evaluator.budget, layer_costs)

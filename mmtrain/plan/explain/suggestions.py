@@ -1,23 +1,31 @@
 """Find what to change when no plan fits: for each kind of change, the smallest one with which a plan would fit."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
+from mmtrain.balance import Grouping
 from mmtrain.costs import StateBytes, state_bytes
 from mmtrain.plan.candidate import FittedLayout, MeshAssignment, SearchResults
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import SpSizes
 from mmtrain.plan.estimate.memory_fit import fit_memory
+from mmtrain.plan.estimate.sample_batches import sample_batches
 from mmtrain.plan.explain.replicated_suggestions import (
+    evaluator_of_changed,
     replicated_fits,
     replicated_fits_on,
     suggest_replicated_settings,
 )
+from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.search.constraints import RecomputeMode
 from mmtrain.plan.search.layer_partition import anchored_partition, layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
 from mmtrain.program.schedules.builder import in_flight_microbatches
+from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.modalities import dotted_unit
+from mmtrain.recipe.raw_tree import KeyPath
+from mmtrain.recipe.schema import Recipe
 
 
 def suggest_changes(evaluator: Evaluator, results: SearchResults) -> list[str]:
@@ -33,6 +41,7 @@ def suggest_changes(evaluator: Evaluator, results: SearchResults) -> list[str]:
         *_suggest_bf16_moments(evaluator, assignments),
         *_suggest_ranks(evaluator, assignments),
         *_suggest_memory(results),
+        _suggest_seq_len(evaluator, assignments),
     ]
 
 
@@ -88,6 +97,40 @@ def _suggest_memory(results: SearchResults) -> Iterator[str]:
     needs_gib = [loser.need_gib for loser in results.rejected if loser.need_gib is not None]
     if needs_gib:
         yield f"ranks with {min(needs_gib):.3g} GiB"
+
+
+def _suggest_seq_len(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> str:
+    """Suggest the longest groups that make room, of half the tokens, a quarter and so on, and of the longest sample's.
+
+    Shorter ones would leave out samples, so nothing below that is tried.
+    """
+    problem = evaluator.problem
+    longest = int(problem.batches.lengths.tokens.max())
+    halves = (problem.seq_len >> halvings for halvings in range(1, problem.seq_len.bit_length()))
+    lengths = [length for length in halves if length > longest]
+    for seq_len in (*lengths, longest) if longest < problem.seq_len else ():
+        shorter = _with_seq_len(problem, seq_len)
+        if shorter is not None and _fits_anywhere(evaluator_of_changed(shorter, evaluator), assignments):
+            tokens = f"{seq_len / problem.seq_len:.2g} of the tokens"
+            return f"data.seq_len: {seq_len} (a step of as many groups then has {tokens})"
+    return f"perhaps a data.seq_len below {longest}, which leaves out samples that are longer"
+
+
+def _with_seq_len(problem: PlanningProblem, seq_len: int) -> PlanningProblem | None:
+    """Return the problem with groups of at most `seq_len` tokens; None if other settings of the recipe forbid them."""
+    data = problem.recipe.data.model_copy(update={"seq_len": seq_len})
+    recipe = problem.recipe.model_copy(update={"data": data})
+    if _wrong_settings(recipe) - _wrong_settings(problem.recipe):
+        return None
+    grouping = Grouping.of(recipe.data, recipe.train.global_batch)
+    old = problem.batches
+    batches = sample_batches(old.lengths, grouping, recipe.train.seed)
+    batches = replace(batches, ranks_per_node=old.ranks_per_node)
+    return replace(problem, recipe=recipe, seq_len=seq_len, batches=batches)
+
+
+def _wrong_settings(recipe: Recipe) -> set[KeyPath]:
+    return {problem.where for check in CHECKS for problem in check(recipe)}
 
 
 def _fits_anywhere(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> bool:
