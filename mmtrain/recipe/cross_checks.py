@@ -109,7 +109,7 @@ def check_validation(recipe: Recipe) -> Iterator[Problem]:
 
 
 def check_sources(recipe: Recipe) -> Iterator[Problem]:
-    """Sources hold samples or all of them hold lengths only; samples need a tokenizer."""
+    """Sources hold samples or all of them hold lengths only; samples need a tokenizer, drawn ones a generator."""
     data = recipe.data
     lengths_only = _lengths_only(recipe)
     if any(lengths_only) and not all(lengths_only):
@@ -119,6 +119,11 @@ def check_sources(recipe: Recipe) -> Iterator[Problem]:
         if is_lengths_source(Path(str(source.path)), source.format):
             text = "states lengths, which is nothing to validate on; name a source of samples"
             yield Problem(("data", "validation", i), text)
+    for name in ("sources", "validation"):
+        for i, source in enumerate(getattr(data, name)):
+            if source.captions == "draw" and recipe.model.generator is None:
+                text = "draw, but there is no model.generator; allowed: describe, or a generator"
+                yield Problem(("data", name, i, "captions"), text)
     if data.tokenizer is None and not all(lengths_only):
         text = (
             "missing; allowed: a folder with tokenizer.json and a chat template, or a `tokenizers` JSON file (only "

@@ -88,6 +88,15 @@ class SourceSettings(Section):
         "some marks, but too few or too many, are quarantined in any case.",
     )
 
+    captions: Literal["describe", "draw"] = setting(
+        "describe",
+        affects={"plan", "lengths"},
+        added_later=True,
+        description="What is learned from pairs of images and a caption. `describe`: the assistant writes the caption. "
+        "`draw`: the user writes it, and the assistant draws the images; every sample of the source must then be one "
+        "user turn that shows images, and an answer in words, which is the caption. Name a source twice to learn both.",
+    )
+
     @property
     def states_lengths(self) -> bool:
         """Return whether the source holds lengths only, without samples."""

@@ -22,7 +22,7 @@ from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
 from mmtrain.errors import DataError, RecipeError
 from mmtrain.recipe import require_runnable
 from mmtrain.recipe.schema import Recipe
-from tests.data.archives import png
+from tests.data.archives import png, tar
 from tests.data.rows import Row, row
 
 MakeRecipe = Callable[..., Recipe]
@@ -146,6 +146,57 @@ def test_a_step_holds_patches_and_the_positions_of_queries(drawing: MakeRecipe) 
     red, blue = targets.cells[:4].reshape(4, 3, 16), targets.cells[4:].reshape(4, 3, 16)
     assert (red == np.array([255, 0, 0])[:, None]).all()
     assert (blue == np.array([0, 0, 255])[:, None]).all()
+
+
+def test_pairs_of_image_and_caption_teach_both_ways(drawing: MakeRecipe, tmp_path: Path) -> None:
+    members = {
+        "1.jpg": png("red", 8, 8),
+        "1.txt": b"a red square\n",
+        "2.png": png("blue", 8, 8),
+        "2.txt": b"a blue one",
+    }
+    shard = tar(tmp_path / "pairs.tar", members)
+    made = drawing([], sources=[{"path": shard}, {"path": shard, "captions": "draw", "weight": 2}])
+    index = build_index(made)
+    assert index.quarantined == ()
+    turns = [[(turn.role, turn.text) for turn in entry.turns] for entry in index.samples]
+    assert turns == [
+        [("user", "<image>"), ("assistant", "a red square")],
+        [("user", "<image>"), ("assistant", "a blue one")],
+        [("user", "a red square"), ("assistant", "<image>")],
+        [("user", "a blue one"), ("assistant", "<image>")],
+    ]
+    assert [(len(entry.images), len(entry.target_images)) for entry in index.samples] == [
+        (1, 0),
+        (1, 0),
+        (0, 1),
+        (0, 1),
+    ]
+    assert index.lengths.items["vision"].first.tolist() == [0, 1, 2, 2, 2]
+    assert index.lengths.items["generator"].first.tolist() == [0, 0, 0, 1, 2]
+
+
+def test_a_source_of_captions_to_draw_quarantines_what_is_no_pair(drawing: MakeRecipe, tmp_path: Path) -> None:
+    rows = [
+        row("<image>What is shown?", "a red square", "red.png"),
+        row("hello", "a caption without an image"),
+        row("<image>in blue", "<image>", "red.png", "blue.png"),
+        row("<image>", " ", "red.png"),
+        row("<image>", "has an <image> mark", "red.png"),
+        {
+            "conversations": [
+                {"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "red"},
+                {"from": "human", "value": "sure?"}, {"from": "gpt", "value": "yes"},
+            ],
+            "image": "red.png",
+        },
+    ]  # fmt: skip
+    made = drawing(rows, sources=[{"path": tmp_path / "train.json", "captions": "draw"}])
+    index = build_index(made)
+    [kept] = index.samples
+    assert [(turn.role, turn.text) for turn in kept.turns] == [("user", "a red square"), ("assistant", "<image>")]
+    assert [q.kind for q in index.quarantined] == ["no_caption"] * 5
+    assert "one answer in words" in index.quarantined[0].reason
 
 
 def test_bad_targets_are_named(drawing: MakeRecipe, tmp_path: Path) -> None:

@@ -91,6 +91,8 @@ def test_all_problems_are_reported_at_once(base: Path, write: Write) -> None:
         ("parallel.tensor-model-parallel-size=8", "is tp of each unit, such as parallel.llm.tp"),
         ("train.micro_batch_size=1", "is one packed group of at most data.seq_len tokens"),
         ("train.gradient_checkpointing=true", "is parallel.llm.recompute and parallel.vision.recompute"),
+        ("data.sources.0.captions=draw", "draw, but there is no model.generator; allowed: describe, or a generator"),
+        ("data.sources.0.captions=both", "allowed: describe or draw"),
         ("data.zzz=1", "unknown key; allowed here: sources, validation, share_unit"),
         ("data.window=9", "this setting is now called data.grouping_window; rename it"),
         ("train.checkpoint.background=true", "this setting is now called train.checkpoint.async_save; rename it"),

@@ -9,7 +9,7 @@ from mmtrain.data.formats.conversation import CONVERSATION_KEYS, CONVERSATION_KE
 from mmtrain.data.formats.datasets_folder import saved_dataset_files
 from mmtrain.data.formats.energon import read_energon_folder
 from mmtrain.data.formats.json_files import JSON_LINES_SUFFIXES, read_json
-from mmtrain.data.formats.sample import Quarantined, Sample, with_marks_in_front
+from mmtrain.data.formats.sample import Quarantined, Sample, turned_to_draw, with_marks_in_front
 from mmtrain.data.formats.shard_patterns import expand_braces
 from mmtrain.data.formats.webdataset import read_shard
 from mmtrain.data.optional_packages import require_package
@@ -36,9 +36,11 @@ def read_samples(source: SourceSettings, limits: LimitSettings) -> Iterator[Samp
     Raises `DataError` if there is no file, or if its format is not supported.
     """
     samples = _read_shards(source, limits)
-    if source.unmarked_media == "reject":
-        return samples
-    return (with_marks_in_front(sample) if isinstance(sample, Sample) else sample for sample in samples)
+    if source.unmarked_media == "front":
+        samples = (with_marks_in_front(sample) if isinstance(sample, Sample) else sample for sample in samples)
+    if source.captions == "draw":
+        samples = (turned_to_draw(sample) if isinstance(sample, Sample) else sample for sample in samples)
+    return samples
 
 
 def _read_shards(source: SourceSettings, limits: LimitSettings) -> Iterator[Sample | Quarantined]:

@@ -113,6 +113,26 @@ def with_marks_in_front(sample: Sample) -> Sample:
     return replace(sample, turns=(*sample.turns[:first], marked, *sample.turns[first + 1 :]))
 
 
+def turned_to_draw(sample: Sample) -> "Sample | Quarantined":
+    """Return the sample that draws the images of a pair from their caption; what is no pair is quarantined.
+
+    A pair is one user turn that shows images, and an answer in words: the caption. Other words of the user, such as a
+    question what is shown, are left out. Turns of a system prompt stay.
+    """
+    before = tuple(turn for turn in sample.turns if turn.role == "system")
+    roles = [turn.role for turn in sample.turns if turn.role != "system"]
+    caption = sample.answer.strip()
+    in_words = caption and IMAGE_MARK not in caption
+    if roles != ["user", "assistant"] or not in_words or not sample.images or sample.clips or sample.videos:
+        reason = "captions: draw, but it is not one user turn that shows images and one answer in words"
+        return Quarantined.of(sample, "no_caption", reason)
+    unusable = find_unusable(sample, ())
+    if unusable is not None:
+        return unusable
+    drawn = Turn("assistant", IMAGE_MARK * len(sample.images))
+    return replace(sample, turns=(*before, Turn("user", caption), drawn), images=(), target_images=sample.images)
+
+
 def find_unusable(sample: Sample, read_kinds: Container[MediaKind]) -> Quarantined | None:
     """Quarantine a sample whose marks do not match its media, or which has no answer to learn from.
 
