@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
 from mmtrain.errors import PlanError, UserError
 from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.stage_inputs import TextInput
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe
@@ -139,6 +141,49 @@ def test_probes_consist_of_sizes_that_occur_in_the_data() -> None:
         again = probe.shuffled(np.random.default_rng(1))
         assert sorted(again.sizes) == sorted(probe.sizes)
         assert again.load == probe.load
+
+
+def _with_generator() -> Recipe:
+    plain = _recipe().model_dump()
+    plain["model"]["generator"] = {
+        "kind": "dit", "widths": (8,), "heads": (2,), "layers": 1, "channels": 3, "patch": 4, "context_width": 8,
+        "context_tokens": 3, "image_size": 8,
+    }  # fmt: skip
+    return Recipe.model_validate(plain)
+
+
+def test_probes_of_an_llm_with_a_generator_hold_the_queries_of_whole_images() -> None:
+    settings = _with_generator()
+    llm = build_model_shape(settings).unit("llm")
+    plain = factory.lengths()
+    images = plain.items["vision"]
+    queries = replace(images, features=np.full_like(images.features, 3))
+    lengths = replace(plain, items={"vision": images, "generator": queries})
+    counts = set()
+    for probe in [p for probes in make_probes(settings, llm, lengths) for p in probes]:
+        inputs = probe.inputs(settings, torch.device("cpu"), torch.float32)
+        assert isinstance(inputs, TextInput)
+        assert set(inputs.feature_positions) == {"vision"}
+        assert inputs.query_positions is not None
+        assert len(inputs.query_positions) % 3 == 0
+        assert not set(inputs.query_positions.tolist()) & set(inputs.feature_positions["vision"].tolist())
+        counts.add(len(inputs.query_positions))
+    assert max(counts) > 0
+    without_data = make_probes(settings, llm)[0][0].inputs(settings, torch.device("cpu"), torch.float32)
+    assert isinstance(without_data, TextInput)
+    assert without_data.query_positions is not None
+    assert len(without_data.query_positions) == 0
+
+
+@pytest.mark.slow
+def test_the_llm_and_encoders_of_a_model_with_a_generator_are_measured() -> None:
+    """Layers of the generator itself are modelled, which plans say."""
+    settings = _with_generator()
+    [text] = fork_ranks(1, _measure, settings, (1,))
+    kinds = {entry.layer["kind"] for entry in CostTable.model_validate_json(text).layers}
+    assert {"vit_block", "decoder_block", "head"} <= kinds
+    assert not kinds & {"dit_block", "dit_out"}
+    assert set(sizes_to_measure(settings, 2)) == {"vision", "llm"}
 
 
 def test_probes_of_stated_lengths_are_images_that_the_encoder_accepts() -> None:

@@ -12,6 +12,7 @@ from mmtrain.costs import TokenLoad
 from mmtrain.models.attention import Spans
 from mmtrain.models.model_shape import UnitShape
 from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
+from mmtrain.recipe.modalities import GENERATOR
 from mmtrain.recipe.schema import Recipe
 from mmtrain.runtime.profiling.item_sizes import ITEM_SIZES, ItemSize, synthetic_shares
 
@@ -29,7 +30,8 @@ class Probe:
     sizes: tuple[Size, ...]
     cells_per_token: int = 1
     extra_tokens: int = 0
-    features: tuple[tuple[str, int], ...] = ()  # of a text: how many of its tokens come from each encoder
+    # Of a text: how many of its tokens come from each encoder, and how many are queries of images to draw.
+    features: tuple[tuple[str, int], ...] = ()
 
     @property
     def load(self) -> TokenLoad:
@@ -52,16 +54,30 @@ class Probe:
         lengths = tuple(int(size) for size in self.sizes)  # type: ignore[arg-type]
         ids = torch.randint(0, recipe.model.llm.vocab, (sum(lengths),), device=device)
         positions = {}
+        generator = recipe.model.generator
+        queries = None if generator is None else torch.arange(0, device=device)
         start = 0
         for unit, num in self.features:
-            positions[unit] = torch.arange(start, start + num, device=device)
+            if generator is not None and unit == GENERATOR:  # queries come by whole images
+                num -= num % generator.context_tokens
+                queries = torch.arange(start, start + num, device=device)
+            else:
+                positions[unit] = torch.arange(start, start + num, device=device)
             start += num
         spans: Spans = ()
         if recipe.model.llm.image_attention == "bidirectional":  # the most that can be, as `AnalyticCosts` assumes
             ends = [*accumulate(lengths)]
             spans = tuple((end - length, end) for end, length in zip(ends, lengths, strict=True) if length)
         targets = torch.arange(sum(lengths), device=device)  # given, so that the host need not ask the device for them
-        return TextInput(lengths, ids, ids.roll(-1), positions, image_spans=spans, target_positions=targets)
+        return TextInput(
+            lengths,
+            ids,
+            ids.roll(-1),
+            positions,
+            image_spans=spans,
+            target_positions=targets,
+            query_positions=queries,
+        )
 
 
 def _num_tokens(size: Size, cells_per_token: int, extra_tokens: int) -> int:
@@ -132,7 +148,7 @@ class _ProbeSampler:
 
 
 def _feature_shares(unit: UnitShape, lengths: SampleLengths | None) -> Mapping[str, float]:
-    """Return the share of the LLM's tokens that are features of each encoder; nothing for other units."""
+    """Return the share of the LLM's tokens that are features of each encoder or queries; nothing for other units."""
     if unit.kind != "llm" or lengths is None:
         return {}
     total = max(1, int(lengths.tokens.sum()))
