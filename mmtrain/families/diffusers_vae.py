@@ -1,4 +1,4 @@
-"""The encoder of the autoencoders of Stable Diffusion and PixArt, as `AutoencoderKL` of `diffusers` computes it."""
+"""The autoencoders of Stable Diffusion and PixArt, as `AutoencoderKL` of `diffusers` computes it."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,26 +11,25 @@ _PIXEL_CHANNELS = 3
 _KERNEL = (3, 3)
 _POINT_KERNEL = (1, 1)
 _STABLE_DIFFUSION_SCALE = 0.18215  # of latents to a variance of 1 (arXiv 2112.10752), if a config states none
-_ATTENTION = "encoder.mid_block.attentions.0."
+_OLDER_LINEARS = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
 # Folders of before 2023, Stable Diffusion's among them, have older names for the parts of the attention.
-OLDER_ATTENTION: tuple[PrefixChange, ...] = (
-    (f"{_ATTENTION}to_q.", f"{_ATTENTION}query."),
-    (f"{_ATTENTION}to_k.", f"{_ATTENTION}key."),
-    (f"{_ATTENTION}to_v.", f"{_ATTENTION}value."),
-    (f"{_ATTENTION}to_out.0.", f"{_ATTENTION}proj_attn."),
+OLDER_ATTENTION: tuple[PrefixChange, ...] = tuple(
+    (f"{half}.mid_block.attentions.0.{name}.", f"{half}.mid_block.attentions.0.{older}.")
+    for half in ("encoder", "decoder")
+    for name, older in _OLDER_LINEARS.items()
 )
-DECODER_PREFIXES = ("decoder.", "post_quant_conv.")
-# What concerns decoding, tiling, or the precision on a GPU.
-_WITHOUT_EFFECT = ("force_upcast", "out_channels", "sample_size", "up_block_types", "use_post_quant_conv")
+_WITHOUT_EFFECT = ("force_upcast", "sample_size")  # tiling, and the precision on a GPU
 
 
 def autoencoder_settings(config: ConfigSection) -> Settings:
-    """Return the settings of an autoencoder's encoder; what is not built is rejected by key."""
+    """Return the settings of an autoencoder; what is not built is rejected by key."""
     widths = _widths(config)
-    down_types = ["DownEncoderBlock2D"] * len(widths)
+    down_types, up_types = ["DownEncoderBlock2D"] * len(widths), ["UpDecoderBlock2D"] * len(widths)
     config.require("act_fn", "silu", default="silu")
     config.require("in_channels", _PIXEL_CHANNELS, default=_PIXEL_CHANNELS)
+    config.require("out_channels", _PIXEL_CHANNELS, default=_PIXEL_CHANNELS)
     config.require("down_block_types", down_types, default=["DownEncoderBlock2D"])
+    config.require("up_block_types", up_types, default=["UpDecoderBlock2D"])
     config.require("latents_mean", None, default=None)
     config.require("latents_std", None, default=None)
     for key in _WITHOUT_EFFECT:
@@ -52,6 +51,7 @@ def autoencoder_settings(config: ConfigSection) -> Settings:
         "shift": float(shift or 0.0),
         "has_attention": config.flag("mid_block_add_attention", True),
         "has_quantizing": config.flag("use_quant_conv", True),
+        "has_dequantizing": config.flag("use_post_quant_conv", True),
     }
 
 
@@ -61,7 +61,12 @@ def latent_settings(settings: Settings) -> Settings:
 
 
 def autoencoder_weights(settings: Settings) -> Iterator[ParameterSource]:
-    """Yield the weights of the encoder. Our names are those of `diffusers`, behind the unit's."""
+    """Yield the weights of both halves. Our names are those of `diffusers`, behind the unit's."""
+    yield from _encoder_weights(settings)
+    yield from _decoder_weights(settings)
+
+
+def _encoder_weights(settings: Settings) -> Iterator[ParameterSource]:
     widths, latents = settings["widths"], 2 * settings["latent_channels"]  # mean and variance
     yield from _affine("encoder.conv_in", (widths[0], _PIXEL_CHANNELS, *_KERNEL))
     width = widths[0]
@@ -72,16 +77,39 @@ def autoencoder_weights(settings: Settings) -> Iterator[ParameterSource]:
             width = out
         if level < len(widths) - 1:
             yield from _affine(f"{block}.downsamplers.0.conv", (width, width, *_KERNEL))
-    for i in range(2):
-        yield from _residual_weights(f"encoder.mid_block.resnets.{i}", width, width)
-    if settings["has_attention"]:
-        yield from _affine(f"{_ATTENTION}group_norm", (width,))
-        for linear in ("to_q", "to_k", "to_v", "to_out.0"):
-            yield from _affine(f"{_ATTENTION}{linear}", (width, width))
+    yield from _middle_weights("encoder.mid_block", width, settings["has_attention"])
     yield from _affine("encoder.conv_norm_out", (width,))
     yield from _affine("encoder.conv_out", (latents, width, *_KERNEL))
     if settings["has_quantizing"]:
         yield from _affine("quant_conv", (latents, latents, *_POINT_KERNEL))
+
+
+def _decoder_weights(settings: Settings) -> Iterator[ParameterSource]:
+    widths, latents = settings["widths"][::-1], settings["latent_channels"]
+    if settings["has_dequantizing"]:
+        yield from _affine("post_quant_conv", (latents, latents, *_POINT_KERNEL))
+    width = widths[0]
+    yield from _affine("decoder.conv_in", (width, latents, *_KERNEL))
+    yield from _middle_weights("decoder.mid_block", width, settings["has_attention"])
+    for level, out in enumerate(widths):
+        block = f"decoder.up_blocks.{level}"
+        for i in range(settings["layers"] + 1):
+            yield from _residual_weights(f"{block}.resnets.{i}", width, out)
+            width = out
+        if level < len(widths) - 1:
+            yield from _affine(f"{block}.upsamplers.0.conv", (width, width, *_KERNEL))
+    yield from _affine("decoder.conv_norm_out", (width,))
+    yield from _affine("decoder.conv_out", (_PIXEL_CHANNELS, width, *_KERNEL))
+
+
+def _middle_weights(name: str, width: int, has_attention: bool) -> Iterator[ParameterSource]:
+    for i in range(2):
+        yield from _residual_weights(f"{name}.resnets.{i}", width, width)
+    if has_attention:
+        attention = f"{name}.attentions.0"
+        yield from _affine(f"{attention}.group_norm", (width,))
+        for linear in _OLDER_LINEARS:
+            yield from _affine(f"{attention}.{linear}", (width, width))
 
 
 def _residual_weights(name: str, width: int, out: int) -> Iterator[ParameterSource]:

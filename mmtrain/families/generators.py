@@ -16,7 +16,6 @@ from mmtrain.families.diffusers_pixart import (
 from mmtrain.families.diffusers_unet import unet_config, unet_settings, unet_weights
 from mmtrain.families.diffusers_vae import (
     AUTOENCODER,
-    DECODER_PREFIXES,
     OLDER_ATTENTION,
     autoencoder_settings,
     autoencoder_weights,
@@ -67,7 +66,6 @@ VAE = Family(
     _autoencoder_weights,
     {},
     spellings=((), OLDER_ATTENTION),
-    other_models=DECODER_PREFIXES,
 )
 _CONFIGS = {"unet": unet_config, "dit": pixart_config}
 _FAMILIES = {"unet": UNET, "dit": PIXART}

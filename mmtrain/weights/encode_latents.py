@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmtrain.data import DataIndex
-from mmtrain.data.media.latent_files import LatentHeader, LatentWriter, image_key
+from mmtrain.data.media.latent_files import LatentHeader, LatentWriter, check_header, image_key
 from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.errors import ModelFolderError, UserError
 from mmtrain.families import read_model_folder
 from mmtrain.families.diffusers_vae import AUTOENCODER
 from mmtrain.recipe import Recipe
+from mmtrain.recipe.generator_settings import GeneratorSettings
 from mmtrain.weights.folder_tensors import FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _SETTING = "model.generator.vae"
 _HALF_RANGE = 127.5  # of a byte: pixels become numbers from -1 to 1, as autoencoders read them
 _IMAGES_PER_BATCH = 8
+_ENCODER_PARTS = ("encoder.", "quant_conv.")
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,7 @@ def encode_latents(
         )
     model, weights_hash = load_autoencoder(settings.vae)
     model.to(device)
-    header = LatentHeader(
-        settings.image_size, settings.channels, settings.image_size // settings.latent_scale, weights_hash
-    )
+    header = latent_header(settings, weights_hash)
     reader = TargetImageReader(settings, recipe.data)
     added = known = 0
     bad: list[str] = []
@@ -94,7 +94,7 @@ def encode_latents(
 
 
 def load_autoencoder(path: Path) -> tuple["Autoencoder", str]:
-    """Return the encoder of an autoencoder in a folder of `diffusers`, and a hash of its weights.
+    """Return the autoencoder in a folder of `diffusers`, and a hash of its encoder's weights.
 
     Raises ModelFolderError.
     """
@@ -113,9 +113,29 @@ def load_autoencoder(path: Path) -> tuple["Autoencoder", str]:
     for name, param in model.named_parameters():
         [block] = sources[f"{AUTOENCODER}.{name}"].blocks
         param.copy_(tensors.read(block.tensor, block.tensor_box))
-        digest.update(param.to(torch.float32).numpy().tobytes())
+        if name.startswith(_ENCODER_PARTS):  # latents depend on nothing else
+            digest.update(param.to(torch.float32).numpy().tobytes())
     tensors.close()
     return model.eval(), digest.hexdigest()
+
+
+def load_latent_decoder(settings: GeneratorSettings) -> "Autoencoder":
+    """Return the autoencoder whose latents a generator learned, to turn what it draws into pixels.
+
+    Raises ModelFolderError for an autoencoder that cannot be read, DataError if the latents are another one's.
+    """
+    assert settings.vae is not None
+    model, weights_hash = load_autoencoder(settings.vae)
+    if settings.latents is not None:
+        check_header(settings.latents, latent_header(settings, weights_hash))
+    return model
+
+
+def latent_header(settings: GeneratorSettings, encoder_hash: str) -> LatentHeader:
+    """Return what all latents have in common that an encoder makes for a generator."""
+    assert settings.image_size is not None
+    side = settings.image_size // settings.latent_scale
+    return LatentHeader(settings.image_size, settings.channels, side, encoder_hash)
 
 
 def _encode(model: "Autoencoder", pixels: np.ndarray, device: "torch.device") -> np.ndarray:

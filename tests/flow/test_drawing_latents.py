@@ -1,12 +1,15 @@
 """A generator from a folder of `diffusers` learns latents of an autoencoder, and is exported as it was trained."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import PixArtTransformer2DModel
+from PIL import Image
 
 from mmtrain.report import read_metrics
 from tests.flow.drawing import LLM_SETTINGS, VISION, write_samples
@@ -37,11 +40,14 @@ def write_recipe(folder: Path, **generator: Any) -> None:
             },
         },
         "data": {
-            "sources": [{"path": "train.json"}], "tokenizer": "tokenizer.json", "seq_len": 96,
+            "sources": [{"path": "train.json"}], "validation": [{"path": "train.json"}],
+            "tokenizer": "tokenizer.json", "seq_len": 96,
             "image": {"min_pixels": 16, "max_pixels": 256}, "workers": 0,
         },
         "cluster": {"hardware": "cpu-core", "ranks": 1},
-        "train": {"steps": NUM_STEPS, "global_batch": 4, "precision": "fp32", "optimizer": {"lr": 1e-3}},
+        "train": {
+            "validate_every": 0, "steps": NUM_STEPS, "global_batch": 4, "precision": "fp32", "optimizer": {"lr": 1e-3}
+        },
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(json.dumps(settings))
 
@@ -63,6 +69,18 @@ def test_a_generator_of_latents_trains_and_is_exported(freeze: bool, tmp_path: P
     run(tmp_path, "train", "recipe.yaml", "--set", "name=again")
     losses = [row["loss"] for row in read_metrics(tmp_path / "runs" / "again")]
     assert len(losses) == NUM_STEPS
+    drawn = json.loads(run(tmp_path, "evaluate", "runs/again", "--json", "--draw", "2", "--steps", "2"))["drawings"]
+    assert drawn["samples"] == 2
+    assert all(math.isfinite(bucket["loss"]) for bucket in drawn["losses"])
+    for file in sorted((tmp_path / "runs" / "again" / "samples" / "drawn").iterdir()):
+        with Image.open(file) as image:
+            assert image.size == (16, 16)
+            assert len(np.unique(np.asarray(image))) > 1
+    if not freeze:
+        saved_vae(tmp_path / "vae", seed=1)  # another one
+        other = run_forked(tmp_path, "evaluate", "runs/again", "--draw", "2", "--steps", "2")
+        assert other.returncode != 0
+        assert "holds latents of another kind: encoder_hash is" in other.stderr
     run(tmp_path, "export", "runs/again", "--out", "exported", "--generator")
     before = PixArtTransformer2DModel.from_pretrained(tmp_path / "pixart").state_dict()
     after = PixArtTransformer2DModel.from_pretrained(tmp_path / "exported").state_dict()

@@ -1,4 +1,4 @@
-"""The frozen encoder of an autoencoder (Rombach et al., arXiv 2112.10752), equal to `AutoencoderKL` of `diffusers`.
+"""A frozen autoencoder of images (Rombach et al., arXiv 2112.10752), equal to `AutoencoderKL` of `diffusers`.
 
 Modules have the names that their weights have in folders of `diffusers`.
 """
@@ -14,14 +14,17 @@ _NUM_MOMENTS = 2  # mean and variance of each latent number
 
 
 class Autoencoder(nn.Module):
-    """Maps images to the latent images that generators learn; it cannot map them back."""
+    """Maps images to the latent images that generators learn, and back."""
 
     def __init__(self, settings: Settings) -> None:
-        """Build the encoder of `autoencoder_settings`; its weights are uninitialized."""
+        """Build the autoencoder of `autoencoder_settings`; its weights are uninitialized."""
         super().__init__()
+        channels = settings["latent_channels"]
         moments = _NUM_MOMENTS * settings["latent_channels"]
         self.encoder = LatentEncoder(settings, moments)
         self.quant_conv = nn.Conv2d(moments, moments, 1) if settings["has_quantizing"] else nn.Identity()
+        self.post_quant_conv = nn.Conv2d(channels, channels, 1) if settings["has_dequantizing"] else nn.Identity()
+        self.decoder = LatentDecoder(settings)
         self._scale, self._shift = settings["scale"], settings["shift"]
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -32,6 +35,11 @@ class Autoencoder(nn.Module):
         mean, _ = self.quant_conv(self.encoder(pixels)).chunk(_NUM_MOMENTS, dim=1)
         latents: Tensor = (mean - self._shift) * self._scale
         return latents
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Map latents (n, channels, rows, columns) to pixels from about -1 to 1 (n, 3, rows * 2^k, columns * 2^k)."""
+        pixels: Tensor = self.decoder(self.post_quant_conv(latents / self._scale + self._shift))
+        return pixels
 
 
 class LatentEncoder(nn.Module):
@@ -47,7 +55,7 @@ class LatentEncoder(nn.Module):
             EncoderLevel(widths[max(level - 1, 0)], width, settings["layers"], groups, is_last=level == last)
             for level, width in enumerate(widths)
         )
-        self.mid_block = EncoderMiddle(widths[-1], groups, settings["has_attention"])
+        self.mid_block = AutoencoderMiddle(widths[-1], groups, settings["has_attention"])
         self.conv_norm_out = nn.GroupNorm(groups, widths[-1], eps=_NORM_EPS)
         self.conv_out = nn.Conv2d(widths[-1], moments, 3, padding=1)
 
@@ -66,7 +74,9 @@ class EncoderLevel(nn.Module):
     def __init__(self, width: int, out: int, num_blocks: int, groups: int, is_last: bool) -> None:
         """Build the part of an autoencoder; its weights are uninitialized."""
         super().__init__()
-        self.resnets = nn.ModuleList(EncoderResidual(width if i == 0 else out, out, groups) for i in range(num_blocks))
+        self.resnets = nn.ModuleList(
+            AutoencoderResidual(width if i == 0 else out, out, groups) for i in range(num_blocks)
+        )
         self.downsamplers = nn.ModuleList([] if is_last else [HalvingConvolution(out)])
 
     def forward(self, features: Tensor) -> Tensor:
@@ -76,14 +86,58 @@ class EncoderLevel(nn.Module):
         return features
 
 
-class EncoderMiddle(nn.Module):
+class LatentDecoder(nn.Module):
+    """Attention in the middle, and residual blocks up the levels to pixels."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Build the part of an autoencoder; its weights are uninitialized."""
+        super().__init__()
+        widths, groups = settings["widths"][::-1], settings["norm_groups"]
+        last = len(widths) - 1
+        self.conv_in = nn.Conv2d(settings["latent_channels"], widths[0], 3, padding=1)
+        self.mid_block = AutoencoderMiddle(widths[0], groups, settings["has_attention"])
+        self.up_blocks = nn.ModuleList(
+            DecoderLevel(widths[max(level - 1, 0)], width, settings["layers"] + 1, groups, is_last=level == last)
+            for level, width in enumerate(widths)
+        )
+        self.conv_norm_out = nn.GroupNorm(groups, widths[-1], eps=_NORM_EPS)
+        self.conv_out = nn.Conv2d(widths[-1], _NUM_PIXEL_CHANNELS, 3, padding=1)
+
+    def forward(self, latents: Tensor) -> Tensor:
+        """Map (n, latent channels, rows, columns) to (n, 3, rows * 2^k, columns * 2^k)."""
+        features = self.mid_block(self.conv_in(latents))
+        for block in self.up_blocks:
+            features = block(features)
+        pixels: Tensor = self.conv_out(F.silu(self.conv_norm_out(features)))
+        return pixels
+
+
+class DecoderLevel(nn.Module):
+    """Residual blocks, and a convolution that doubles both sides unless the level is the last."""
+
+    def __init__(self, width: int, out: int, num_blocks: int, groups: int, is_last: bool) -> None:
+        """Build the part of an autoencoder; its weights are uninitialized."""
+        super().__init__()
+        self.resnets = nn.ModuleList(
+            AutoencoderResidual(width if i == 0 else out, out, groups) for i in range(num_blocks)
+        )
+        self.upsamplers = nn.ModuleList([] if is_last else [DoublingConvolution(out)])
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map features (n, channels, rows, columns)."""
+        for module in (*self.resnets, *self.upsamplers):
+            features = module(features)
+        return features
+
+
+class AutoencoderMiddle(nn.Module):
     """Two residual blocks with attention between them."""
 
     def __init__(self, width: int, groups: int, has_attention: bool) -> None:
         """Build the part of an autoencoder; its weights are uninitialized."""
         super().__init__()
-        self.resnets = nn.ModuleList(EncoderResidual(width, width, groups) for _ in range(2))
-        self.attentions = nn.ModuleList([EncoderAttention(width, groups)] if has_attention else [])
+        self.resnets = nn.ModuleList(AutoencoderResidual(width, width, groups) for _ in range(2))
+        self.attentions = nn.ModuleList([AutoencoderAttention(width, groups)] if has_attention else [])
 
     def forward(self, features: Tensor) -> Tensor:
         """Map features (n, channels, rows, columns) to the same shape."""
@@ -95,7 +149,7 @@ class EncoderMiddle(nn.Module):
         return out
 
 
-class EncoderResidual(nn.Module):
+class AutoencoderResidual(nn.Module):
     """Two convolutions with norms before them, beside a residual connection."""
 
     def __init__(self, width: int, out: int, groups: int) -> None:
@@ -115,7 +169,7 @@ class EncoderResidual(nn.Module):
         return added + residual
 
 
-class EncoderAttention(nn.Module):
+class AutoencoderAttention(nn.Module):
     """Attention of all positions of an image to each other, in one head, beside a residual connection."""
 
     def __init__(self, width: int, groups: int) -> None:
@@ -146,4 +200,18 @@ class HalvingConvolution(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Map features (n, channels, rows, columns) to half the rows and columns."""
         out: Tensor = self.conv(F.pad(features, (0, 1, 0, 1)))
+        return out
+
+
+class DoublingConvolution(nn.Module):
+    """A convolution behind every pixel repeated twice in both directions."""
+
+    def __init__(self, width: int) -> None:
+        """Build the part of an autoencoder; its weights are uninitialized."""
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map features (n, channels, rows, columns) to twice the rows and columns."""
+        out: Tensor = self.conv(F.interpolate(features, scale_factor=2.0, mode="nearest"))
         return out

@@ -52,6 +52,7 @@ from mmtrain.runtime.execution.noisy_images import (
     flow_schedule,
 )
 from mmtrain.runtime.execution.unit_inputs import unit_inputs
+from mmtrain.weights.encode_latents import load_latent_decoder
 
 NUM_LOSS_BUCKETS = 10  # of timesteps, equally wide
 NUM_TIMESTEPS = 1000  # that a generator reads: those of DDPM, or a thousandth of a time of flow matching each
@@ -85,7 +86,10 @@ class Drawer:
     def __init__(
         self, stages: Mapping[str, StageModule], recipe: Recipe, index: DataIndex, tokenizer: SampleTokenizer
     ) -> None:
-        """Draw images of samples of `index`. stages: of every unit."""
+        """Draw images of samples of `index`. stages: of every unit.
+
+        Raises ModelFolderError or DataError for a generator of latents whose autoencoder is not as in training.
+        """
         settings, generator = recipe.model.generator, stages[GENERATOR]
         assert settings is not None, "only a model with a generator draws"
         assert isinstance(generator, GeneratorStage)
@@ -93,6 +97,7 @@ class Drawer:
         self._stages, self._tokenizer = stages, tokenizer
         self.recipe, self.index = recipe, index
         self._device = next(generator.parameters()).device
+        self._autoencoder = None if settings.vae is None else load_latent_decoder(settings).to(self._device)
 
     @torch.no_grad()
     def draw(self, numbers: Sequence[int], options: SamplingOptions, *, blank: bool) -> DrawnBatch:
@@ -179,7 +184,13 @@ class Drawer:
                 without = replace(inputs, kept_contexts=torch.zeros(len(batch.rows), device=self._device))
                 prediction = guide(prediction, self._generator.predict(without, outputs), options.guidance)
             noisy = denoise(self.settings.prediction, prediction, noisy, step)
-        return [to_bytes(image) for image in batch.unpack(noisy.cpu(), self.settings)]
+        return [to_bytes(self._pixels(image)) for image in batch.unpack(noisy, self.settings)]
+
+    def _pixels(self, image: Tensor) -> Tensor:
+        """Return the pixels (3, rows, columns) of an image that the generator drew, in which it may be latent."""
+        if self._autoencoder is not None:
+            [image] = self._autoencoder.decode(image[None])
+        return image.cpu()
 
 
 @dataclass(frozen=True)
@@ -218,7 +229,7 @@ class _Batch:
         return GeneratorInput(self.rows, self.cols, cells=noisy, timesteps=timesteps)
 
     def unpack(self, cells: Tensor, settings: GeneratorSettings) -> Iterator[Tensor]:
-        """Yield each image (channels, rows, columns) of packed cells."""
+        """Yield each image (channels, rows, columns) of packed cells: pixels, or latents."""
         patch = settings.patch
         lengths = [rows * cols for rows, cols in zip(self.rows, self.cols, strict=True)]
         for rows, cols, part in zip(self.rows, self.cols, torch.split(cells, lengths), strict=True):

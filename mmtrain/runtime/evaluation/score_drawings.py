@@ -48,11 +48,6 @@ def choose_options(request: DrawingRequest, settings: GeneratorSettings | None) 
                 "--seed and --samples"
             )
         return None
-    if settings.vae is not None:
-        raise UserError(
-            "this run draws latents (model.generator.vae), but this version draws only pixels; train.validate_every "
-            "computes its loss on held-out samples"
-        )
     steps = DEFAULT_STEPS if request.steps is None else request.steps
     if steps > NUM_TIMESTEPS:
         raise UserError(f"--steps: found {steps}, allowed: 1 to {NUM_TIMESTEPS}, the timesteps that were trained")

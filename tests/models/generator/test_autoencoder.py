@@ -1,4 +1,4 @@
-"""The encoder of an autoencoder against `diffusers`, and latents from images of a recipe to the cells of a step."""
+"""Both halves of an autoencoder against `diffusers`, and latents from images of a recipe to the cells of a step."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,12 @@ def saved_vae(folder: Path, seed: int = 0, **changes: Any) -> AutoencoderKL:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"shift_factor": 0.1, "scaling_factor": 1.5}, {"use_quant_conv": False}, {"mid_block_add_attention": False}],
+    [
+        {},
+        {"shift_factor": 0.1, "scaling_factor": 1.5},
+        {"use_quant_conv": False, "use_post_quant_conv": False},
+        {"mid_block_add_attention": False},
+    ],
     ids=lambda changes: next(iter(changes), "stable diffusion"),
 )
 def test_latents_are_those_of_diffusers(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -50,6 +55,10 @@ def test_latents_are_those_of_diffusers(changes: dict[str, Any], tmp_path: Path)
     assert latents.shape == (2, 4, 4, 6)
     assert relative_error(latents, expected) < 1e-5
     assert not any(param.requires_grad for param in ours.parameters())
+    with torch.no_grad():
+        drawn = theirs.decode(latents / theirs.config.scaling_factor + (theirs.config.shift_factor or 0.0)).sample
+    assert drawn.shape == pixels.shape
+    assert relative_error(ours.decode(latents), drawn) < 1e-5
 
 
 def test_older_folders_and_half_precision_are_read(tmp_path: Path) -> None:
@@ -80,6 +89,8 @@ def test_what_is_not_built_is_named(tmp_path: Path) -> None:
         "act_fn": ("relu", 'act_fn: "relu" is not supported'),
         "latents_mean": ([0.0] * 4, "latents_mean: .* is not supported"),
         "down_block_types": (["AttnDownEncoderBlock2D"] * 3, "down_block_types: .* is not supported"),
+        "up_block_types": (["AttnUpDecoderBlock2D"] * 3, "up_block_types: .* is not supported"),
+        "out_channels": (4, "out_channels: 4 is not supported"),
         "norm_num_groups": (3, "3 does not divide all of block_out_channels"),
         "latent_channels": (8, r"(?s)model\.generator\.vae: the weights .*quant_conv.weight: has the shape"),
     }
