@@ -2,6 +2,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +15,17 @@ def _until_asked(stop: StopSignalListener) -> bool:
     while not stop.stop_requested and time.monotonic() < deadline:
         time.sleep(0.001)
     return stop.stop_requested
+
+
+@pytest.fixture(autouse=True)
+def nothing_ignored() -> Iterator[None]:
+    """Let every signal arrive, also where the tests were started by `nohup`, which ignores some."""
+    ignored = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
