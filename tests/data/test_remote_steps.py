@@ -240,6 +240,12 @@ class Puppet:
         self.say(trainer, Welcome(credit))
         return trainer
 
+    def hear_request(self, credit: int) -> tuple[bytes, object]:
+        """Return the next request, and its sender; a trainer whose connection broke is accepted once more."""
+        while isinstance((heard := self.hear())[1], Hello):  # a machine that pauses breaks the handshakes of ZeroMQ
+            self.say(heard[0], Welcome(credit))
+        return heard
+
     def quiet(self) -> bool:
         """Return whether no further message has arrived, except pings."""
         while self._socket.poll(0):
@@ -346,9 +352,10 @@ def test_a_producer_that_sends_nonsense_loses_its_steps_to_another(
     with consuming(window, bad, good) as notes:
         trainer = bad.welcome(credit=1)
         assert bad.hear() == (trainer, Want(request_of(0)))
-        other = good.welcome(credit=1)
+        good.welcome(credit=1)
         bad.raw(trainer, *frames)
-        assert good.hear() == (other, Want(request_of(0)))
+        other, message = good.hear_request(credit=1)
+        assert message == Want(request_of(0))
         good.say(other, Made(0), step_bytes(0))
         assert window.take().meta.step == 0
         new, message = bad.hear()  # it connects again
