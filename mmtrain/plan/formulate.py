@@ -36,6 +36,11 @@ def formulate_problem(
         PlanError: settings contradict each other or the model, or the data holds no sample.
     """
     shape = build_model_shape(recipe)
+    if (recipe.parallel.llm.cp or 1) > 1:
+        raise PlanError(
+            f"parallel.llm.cp: found {recipe.parallel.llm.cp}; the search does not choose meshes with cp above 1 yet: "
+            "name a plan file with such a mesh, or leave cp out"
+        )
     machine = machine_for(recipe, hardware)
     precision = precision_for(recipe, machine)
     choices = unit_choices(recipe, shape, machine.ranks_per_node, budget.meshes)

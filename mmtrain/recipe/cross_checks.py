@@ -9,6 +9,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TypeAlias
 
+from mmtrain.recipe.context_checks import check_context_parallelism
 from mmtrain.recipe.data_settings import is_lengths_source
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
 from mmtrain.recipe.generator_settings import NUM_PIXEL_CHANNELS, GeneratorSettings
@@ -230,6 +231,7 @@ CHECKS: tuple[Check, ...] = (
     check_placement,
     check_model_chunks,
     check_cluster_size,
+    check_context_parallelism,
     check_rotary_width,
     check_rope_context,
     check_rope_sections,

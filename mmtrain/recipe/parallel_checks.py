@@ -106,8 +106,10 @@ def check_placement(recipe: Recipe) -> Iterator[Problem]:
     elif placement == "unified":
         for name, degree in product(other_units(recipe.model), ("tp", "dp", "vpp")):
             of_unit, llm = getattr(recipe.parallel.of(name), degree), getattr(recipe.parallel.llm, degree)
-            if of_unit is not None and llm is not None and of_unit != llm:
-                text = f"{of_unit} differs from parallel.llm.{degree} {llm}, but `unified` puts all units on one mesh"
+            cp = (recipe.parallel.llm.cp or 1) if degree == "dp" else 1  # what shares sequences are replicas elsewhere
+            if of_unit is not None and llm is not None and of_unit != llm * cp:
+                expected = f"parallel.llm.{degree} {llm}" + (f" times cp {cp}" if cp > 1 else "")
+                text = f"{of_unit} differs from {expected}, but `unified` puts all units on one mesh"
                 yield Problem(("parallel", *unit_path(name), degree), text)
 
 
@@ -177,9 +179,10 @@ def check_cluster_size(recipe: Recipe) -> Iterator[Problem]:
     sizes = {}
     for name in ("llm", *_present_other_units(recipe)):
         degrees = recipe.parallel.of(name)
-        sizes[name] = (degrees.tp or 1) * (degrees.pp or 1) * (degrees.dp or 1)
+        cp = (recipe.parallel.llm.cp or 1) if name == "llm" else 1
+        sizes[name] = (degrees.tp or 1) * cp * (degrees.pp or 1) * (degrees.dp or 1)
         if sizes[name] > available:
-            text = f"tp x pp x dp needs {sizes[name]} ranks, {limit} is {available}"
+            text = f"tp x {'cp x ' if cp > 1 else ''}pp x dp needs {sizes[name]} ranks, {limit} is {available}"
             yield Problem(("parallel", *unit_path(name)), text)
     if parallel.placement == "disaggregated" and max(sizes.values()) <= available < sum(sizes.values()):
         needs = " + ".join(f"{size} ({name})" for name, size in sizes.items())

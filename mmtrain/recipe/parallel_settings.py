@@ -47,6 +47,34 @@ class UnitParallel(Section):
     )
 
 
+class LlmParallel(UnitParallel):
+    """Fixed parallel degrees of the LLM, which alone may share long sequences between ranks."""
+
+    cp: PositiveInt | None = setting(
+        None,
+        affects={"plan"},
+        added_later=True,
+        description="Context-parallel degree: ranks that share the sequences of every microbatch. Each computes some "
+        "of the tokens, and they exchange what attention needs.",
+    )
+    cp_method: Literal["auto", "ulysses", "ring"] = setting(
+        "auto",
+        affects={"plan"},
+        added_later=True,
+        description="How ranks that share a sequence attend. `ulysses`: an all-to-all gives each of them some of the "
+        "heads of all tokens; cp divides heads / tp. `ring`: keys and values go round the ranks; not for windows or "
+        "images whose tokens see each other. `auto`: `ulysses` where the heads allow it.",
+    )
+    cp_split: Literal["auto", "even"] = setting(
+        "auto",
+        affects={"plan"},
+        added_later=True,
+        description="With cp above 1, which sequences are cut. `auto`: the longest, as few as are needed to give the "
+        "ranks equal tokens and equal attention work; the others stay whole on one rank each and exchange nothing. "
+        "`even`: all.",
+    )
+
+
 class ParallelSettings(Section):
     """Constraints on the plan."""
 
@@ -102,7 +130,7 @@ class ParallelSettings(Section):
     vision: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the vision encoder.")
     audio: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the audio encoder.")
     encoders: dict[str, UnitParallel] = Field({}, description="Parallel degrees of `model.encoders`, by their names.")
-    llm: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the LLM.")
+    llm: LlmParallel = Field(LlmParallel(), description="Parallel degrees of the LLM.")
     max_gpus: PositiveInt | None = setting(
         None,
         affects={"plan"},
@@ -125,7 +153,7 @@ class ParallelSettings(Section):
     @classmethod
     def _short_forms(cls) -> list[str]:
         """Return the fields that hold the degrees of one unit each."""
-        return [name for name, field in cls.model_fields.items() if field.annotation is UnitParallel]
+        return [name for name, field in cls.model_fields.items() if field.annotation in (UnitParallel, LlmParallel)]
 
 
 class ClusterSettings(Section):

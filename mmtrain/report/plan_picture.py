@@ -60,11 +60,12 @@ def plan_drawing(plan: Plan) -> Drawing:
 def _legend(plan: Plan, num_cards: int) -> Iterator[Mark]:
     units = tuple(plan.units)
     for line, (name, unit) in enumerate(plan.units.items()):
+        context_parallel = f"cp {unit.cp} x " if unit.cp > 1 else ""
         virtual_stages = f", vpp {unit.vpp}" if unit.vpp > 1 else ""
         sequence_parallel = ", sequence parallel" if unit.sp else ""
         num_microbatches = plan.schedule.num_microbatches[name]
         text = (
-            f"{name}: tp {unit.tp} x pp {unit.pp} x dp {unit.dp}{virtual_stages}{sequence_parallel}; "
+            f"{name}: tp {unit.tp} x {context_parallel}pp {unit.pp} x dp {unit.dp}{virtual_stages}{sequence_parallel}; "
             f"{num_microbatches} microbatches per replica"
         )
         yield Box(0, line * _LEGEND_HEIGHT + 3, 12, 12, unit_color(name, units))

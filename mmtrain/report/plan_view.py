@@ -56,13 +56,15 @@ def _unit_table(plan: Plan) -> Table:
     if plan.schedule.kind == "encoder_first":
         title += ", encoders first"
     table = Table(title=title, title_justify="left")
-    for column in ("unit", "tp x pp x dp", "vpp", "sp", "microbatches", "layers", "recomputed"):
+    has_context = any(unit.cp > 1 for unit in plan.units.values())
+    mesh_column = "tp x cp x pp x dp" if has_context else "tp x pp x dp"
+    for column in ("unit", mesh_column, "vpp", "sp", "microbatches", "layers", "recomputed"):
         table.add_column(column)
     for name, unit in plan.units.items():
         num_layers = sum(hi - lo for lo, hi in (stage.layers for stage in unit.stages))
         table.add_row(
             name,
-            f"{unit.tp} x {unit.pp} x {unit.dp}",
+            " x ".join(map(str, (unit.tp, *((unit.cp,) if has_context else ()), unit.pp, unit.dp))),
             str(unit.vpp),
             _sequence_parallelism(unit),
             str(plan.schedule.num_microbatches[name]),

@@ -53,7 +53,7 @@ class UnitEdge:
 
 def stage_ranks(unit: UnitPlan, stage: int) -> tuple[int, ...]:
     """Return the ranks that hold stage number `stage` of the unit: tensor-parallel ranks first, then replicas."""
-    size = unit.tp * unit.dp
+    size = unit.tp * unit.num_replicas
     pipeline_rank = stage % unit.pp
     return unit.ranks[pipeline_rank * size : (pipeline_rank + 1) * size]
 
@@ -79,7 +79,7 @@ def _units_held(plan: Plan, held: tuple[tuple[str, int], ...], ranks: set[int]) 
         numbers = [stage for unit_name, stage in held if unit_name == name]
         all_ranks = stage_ranks(unit, numbers[0])
         replicas = []
-        for replica in range(unit.dp):
+        for replica in range(unit.num_replicas):
             tp_group = all_ranks[replica * unit.tp : (replica + 1) * unit.tp]
             if not ranks.isdisjoint(tp_group):
                 replicas.append(ReplicaRanks(replica, tp_group))
@@ -105,10 +105,10 @@ def unit_edges(plan: Plan) -> list[UnitEdge]:
         destination_ranks = stage_ranks(destination, 0)
         if source_ranks == destination_ranks and source.tp == destination.tp:
             transport = "local"
-        elif source.dp == destination.dp:
-            transport = f"send {source.dp}:{destination.dp}"
+        elif source.num_replicas == destination.num_replicas:
+            transport = f"send {source.num_replicas}:{destination.num_replicas}"
         else:
-            transport = f"broker {source.dp}:{destination.dp}"
+            transport = f"broker {source.num_replicas}:{destination.num_replicas}"
         edges.append(UnitEdge(src, dst, transport, len(source.stages) - 1))
     return edges
 
@@ -125,8 +125,8 @@ def ranks_to_draw(plan: Plan, max_ranks: int, group: int = 0) -> list[int]:
     all_replicas = {}
     first_replica = {}
     for name, unit in plan.units.items():
-        start = group * (unit.dp // num_groups)
-        all_replicas[name] = range(start, start + unit.dp // num_groups)
+        start = group * (unit.num_replicas // num_groups)
+        all_replicas[name] = range(start, start + unit.num_replicas // num_groups)
         first_replica[name] = range(start, start + 1)
     representatives = _first_rank_of_each_tp_group(plan, all_replicas)
     if len(representatives) > max_ranks:
@@ -143,7 +143,7 @@ def _first_rank_of_each_tp_group(plan: Plan, replicas: Mapping[str, range]) -> l
     """Return the first rank of each TP group of these replicas, ascending."""
     return sorted(
         {
-            unit.ranks[(pipeline_rank * unit.dp + replica) * unit.tp]
+            unit.ranks[(pipeline_rank * unit.num_replicas + replica) * unit.tp]
             for name, unit in plan.units.items()
             for pipeline_rank in range(min(unit.pp, len(unit.stages)))
             for replica in replicas[name]

@@ -215,7 +215,7 @@ def _critical_replica_group(plan: Plan, timeline: Timeline) -> int:
     seconds = [0.0] * num_replica_groups(plan)
     for span in timeline.critical_path:
         if isinstance(span.action, Compute):
-            replicas_per_group = plan.units[span.action.stage.unit].dp // len(seconds)
+            replicas_per_group = plan.units[span.action.stage.unit].num_replicas // len(seconds)
             seconds[span.action.mb.replica // replicas_per_group] += span.duration_s
     return seconds.index(max(seconds))
 

@@ -193,6 +193,25 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         ),
         (["parallel.placement=colocated", "parallel.vision.vpp=2"], "parallel.vision.vpp: found 2, allowed: 1"),
         (["parallel.placement=replicated", "parallel.llm.tp=2"], "parallel.llm.tp: found 2, allowed: 1"),
+        (["parallel.placement=replicated", "parallel.llm.cp=2"], "parallel.llm.cp: found 2, allowed in"),
+        (["parallel.placement=colocated", "parallel.llm.cp=2"], "parallel.llm.cp: found 2, allowed in"),
+        (["parallel.llm={cp: 1, cp_method: ring}"], "parallel.llm.cp_method: found ring with parallel.llm.cp 1"),
+        (
+            ["parallel.llm={cp: 2, tp: 4, cp_method: ulysses}"],
+            "parallel.llm.cp: 2 does not divide the 1 heads of a rank",
+        ),
+        (
+            ["parallel.llm={cp: 2, cp_method: ring}", "model.llm.window=8"],
+            "parallel.llm.cp_method: found ring, allowed: ulysses or auto",
+        ),
+        (
+            ["parallel.llm={cp: 3}", "model.llm.image_attention=bidirectional"],
+            "parallel.llm.cp: 3 does not divide the 4 heads of a rank",
+        ),
+        (
+            ["parallel.placement=unified", "parallel.vision.dp=2", "parallel.llm={dp: 2, cp: 2}"],
+            "parallel.vision.dp: 2 differs from parallel.llm.dp 2 times cp 2",
+        ),
         (["parallel.placement=replicated", "parallel.vision.tp=4"], "parallel.vision.tp: found 4, allowed: 1"),
         (["parallel.placement=replicated", "parallel.llm.pp=2"], "parallel.llm.pp: found 2, allowed: 1"),
         (
@@ -352,7 +371,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 26
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 27
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"

@@ -17,8 +17,9 @@ class ParallelGroups:
     """
 
     tp: dist.ProcessGroup  # ranks that share one stage of one replica
-    dp: dist.ProcessGroup  # ranks that hold the same shard of the same stage
+    dp: dist.ProcessGroup  # ranks that hold the same shard of the same stage, in all replicas
     pp: dist.ProcessGroup  # ranks that hold the same shard of the different stages of one replica
+    cp: dist.ProcessGroup | None = None  # those of `dp` whose replicas share the sequences of a microbatch; None: none
 
     @classmethod
     def single(cls) -> "ParallelGroups":
@@ -33,6 +34,11 @@ class ParallelGroups:
         return cls(tp=group, dp=group, pp=group)
 
     @property
+    def all(self) -> tuple[dist.ProcessGroup, ...]:
+        """Return the groups of all axes."""
+        return (self.tp, self.dp, self.pp) if self.cp is None else (self.tp, self.dp, self.pp, self.cp)
+
+    @property
     def tp_size(self) -> int:
         """Return the tensor-parallel degree."""
         return self.tp.size()
@@ -44,7 +50,7 @@ class ParallelGroups:
 
     @property
     def dp_size(self) -> int:
-        """Return the data-parallel degree: the number of replicas."""
+        """Return the number of replicas."""
         return self.dp.size()
 
     @property
@@ -64,7 +70,7 @@ class ParallelGroups:
 
         Ranks of different units would create groups in different orders, which hangs.
         """
-        single_member_groups = (group for group in (self.tp, self.dp, self.pp) if group.size() == 1)
+        single_member_groups = (group for group in self.all if group.size() == 1)
         single = next(single_member_groups, None) or _new_single_member_group()
         return ProcessGroupCollection(
             tp=self.tp,

@@ -163,7 +163,7 @@ def _first_replica_work(stage_costs: _StageCosts) -> list[_RankWork]:
     work: dict[int, _RankWork] = {}
     for stage in (graph.stage(stage_id) for stage_id in graph.order):
         unit = stage.id.unit
-        num_replicas = 1 if unit == LLM else graph.mesh(unit).dp // graph.num_groups
+        num_replicas = 1 if unit == LLM else graph.mesh(unit).num_replicas // graph.num_groups
         first_ranks = [tp_group[0] for tp_group in stage.tp_groups[:num_replicas]]
         ranks = [first_of_group.get(rank, rank) for rank in first_ranks if rank not in other_replicas]
         shared_with_llm = [rank for rank in dict.fromkeys(ranks) if rank in first_of_group.values()]

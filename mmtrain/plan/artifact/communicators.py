@@ -24,8 +24,9 @@ def communicator_bytes(graph: StageGraph, machine: Hardware) -> Mapping[int, flo
 def count_communicators(graph: StageGraph) -> tuple[Counter[int], Counter[int]]:
     """Count the communicators of each rank of the first replica group: of two ranks for messages, and of collectives.
 
-    Collectives have one of all ranks, one of each unit's TP group and one of its replicas, unless these are alone, and
-    one for embeddings that two stages hold. Groups of pipeline ranks only generate text, and connect when they do.
+    Collectives have one of all ranks, one of each unit's TP group, one of its replicas and one of those that share
+    sequences, unless these are alone, and one for embeddings that two stages hold. Groups of pipeline ranks only
+    generate text, and connect when they do.
     """
     num_channels, num_collectives = Counter[int](), Counter[int]()
     for _, _, sender, receiver in graph_channels(graph, graph.num_groups):
@@ -33,10 +34,10 @@ def count_communicators(graph: StageGraph) -> tuple[Counter[int], Counter[int]]:
     tied = shared_embedding_stages(graph)
     first_stages = {mesh.unit: [s for s in graph.stages if s.id.unit == mesh.unit][: mesh.pp] for mesh in graph.meshes}
     for mesh in graph.meshes:
-        per_group = mesh.dp // graph.num_groups
+        per_group = mesh.num_replicas // graph.num_groups
         for stage in first_stages[mesh.unit]:  # those of later model chunks lie on the same ranks
             for tp_group in stage.tp_groups[:per_group]:
-                num_collectives.update(dict.fromkeys(tp_group, (mesh.tp > 1) + (mesh.dp > 1)))
+                num_collectives.update(dict.fromkeys(tp_group, (mesh.tp > 1) + (mesh.num_replicas > 1) + (mesh.cp > 1)))
         for stage_id in tied if mesh.unit in {stage_id.unit for stage_id in tied} else ():
             for tp_group in graph.stage(stage_id).tp_groups[:per_group]:
                 num_collectives.update(tp_group)

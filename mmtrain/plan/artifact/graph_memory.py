@@ -43,7 +43,7 @@ class GraphMemory:
             input_grad=self._input_grad[unit][lo:hi],
             recompute=tuple(layer in stage.recompute for layer in range(lo, hi)),
             tp=mesh.tp,
-            dp=mesh.dp,
+            dp=mesh.num_replicas,
             in_flight=num_in_flight,
             load=self.largest_load[unit],
             sp=unit in self.sequence_parallel,
@@ -90,7 +90,7 @@ class GraphMemory:
         ]
         held_by_rank: dict[int, list[int]] = {}  # positions in `held`
         for position, stage in enumerate(graph.stages):
-            replicas_per_group = graph.mesh(stage.id.unit).dp // graph.num_groups
+            replicas_per_group = graph.mesh(stage.id.unit).num_replicas // graph.num_groups
             for rank in chain.from_iterable(stage.tp_groups[:replicas_per_group]):
                 held_by_rank.setdefault(rank, []).append(position)
         ranks_of: dict[tuple[int, ...], list[int]] = {}  # by what they hold: many ranks hold the same stages

@@ -14,21 +14,23 @@ NO_LAYERS: Mapping[str, Collection[int]] = {}
 
 @dataclass(frozen=True, order=True)
 class MeshSize:
-    """Sizes of a unit's mesh. Prints as `tp2 pp1 dp4`, or with several model chunks per rank as `tp2 pp2 vpp3 dp4`."""
+    """Sizes of a unit's mesh. Prints as `tp2 pp1 dp4`, or with all that may be there as `tp2 cp2 pp2 vpp3 dp4`."""
 
     tp: int
     pp: int
     dp: int
     vpp: int = 1
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
         """Ranks in the mesh."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     def __str__(self) -> str:
+        context = f" cp{self.cp}" if self.cp > 1 else ""
         chunks = f" vpp{self.vpp}" if self.vpp > 1 else ""
-        return f"tp{self.tp} pp{self.pp}{chunks} dp{self.dp}"
+        return f"tp{self.tp}{context} pp{self.pp}{chunks} dp{self.dp}"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Layout:
         counts_differ = len(set(counts.values())) > 1
         meshes = []
         for name, unit in self.units.items():
-            mesh = f"{name} {MeshSize(unit.tp, unit.pp, unit.dp, unit.vpp)}"
+            mesh = f"{name} {MeshSize(unit.tp, unit.pp, unit.dp, unit.vpp, unit.cp)}"
             meshes.append(f"{mesh} mb{counts[name]}" if counts_differ else mesh)
         return f"{self.placement}: {', '.join(meshes)}"
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from mmtrain.balance.phase_loads import PhaseLoad
 from mmtrain.costs.hardware import Precision
 from mmtrain.plan.artifact.choice_sensitivity import Sensitivity
-from mmtrain.program.ir.graph import DispatchMode, Exchange
+from mmtrain.program.ir.graph import ContextMethod, ContextSplit, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
 
 PLAN_VERSION = 1
@@ -23,6 +23,7 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+_CONTEXT_FIELDS = ("cp", "cp_method", "cp_split")  # of `UnitPlan`
 _UNSTATED_OF_UNITS = {"shard": None, "dispatch": None, "exchange": "all_to_all"}  # what older files do not have
 
 
@@ -39,7 +40,7 @@ class StagePlan(_Frozen):
 
 
 class UnitPlan(_Frozen):
-    """A unit's mesh, its ranks (tp fastest, then dp, then pp) and its stages, up to `vpp` on each pipeline rank.
+    """A unit's mesh, its ranks (tp fastest, then cp, dp and pp) and its stages, up to `vpp` on each pipeline rank.
 
     Where the number of stages is no multiple of pp, the last pipeline ranks have a stage less.
     """
@@ -53,8 +54,21 @@ class UnitPlan(_Frozen):
     # What is balanced over sharded replicas; None without `shard`, or in old files.
     dispatch: DispatchMode | None = None
     exchange: Exchange = "all_to_all"  # by which replicas that dispatch move rows
+    # Context parallelism: replicas that share the sequences of a microbatch, how they attend to each other's tokens,
+    # and which sequences are cut. Files say it only where cp is above 1.
+    cp: int = Field(1, ge=1)
+    cp_method: ContextMethod | None = None
+    cp_split: ContextSplit | None = None
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
+
+    @model_serializer(mode="wrap")
+    def _without_cp_of_one(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if self.cp == 1:
+            for name in _CONTEXT_FIELDS:
+                fields.pop(name, None)
+        return fields
 
     @model_validator(mode="after")
     def _stages_go_round_the_ranks(self) -> "UnitPlan":
@@ -66,6 +80,26 @@ class UnitPlan(_Frozen):
                 f"along the data flow, {(self.vpp - 1) * self.pp + 1} to {self.vpp * self.pp} of them, "
                 "and stage s is chunk s // pp"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _context_parallelism_is_whole(self) -> "UnitPlan":
+        is_described = self.cp_method is not None and self.cp_split is not None
+        if self.cp == 1 and (self.cp_method, self.cp_split) != (None, None):
+            raise ValueError("cp is 1 with a cp_method or cp_split, which say how cp ranks above 1 share sequences")
+        if self.cp == 1:
+            return self
+        if not is_described or self.shard is not None:
+            raise ValueError(
+                f"cp is {self.cp} with cp_method {self.cp_method}, cp_split {self.cp_split}, shard {self.shard}: a "
+                "unit with cp above 1 has a method and a split, and is not sharded"
+            )
+        per_replica = self.tp * self.cp
+        for first in range(0, len(self.ranks), per_replica):
+            if list(self.ranks[first : first + per_replica]) != sorted(self.ranks[first : first + per_replica]):
+                raise ValueError(
+                    f"ranks are {self.ranks}: those that share sequences ascend, as torch orders its groups"
+                )
         return self
 
     @model_validator(mode="after")
@@ -84,6 +118,17 @@ class UnitPlan(_Frozen):
         if list(self.ranks) != sorted(self.ranks):
             raise ValueError(f"ranks are {self.ranks}: those of a sharded unit ascend, as torch orders its groups")
         return self
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of copies of the unit's weights: `cp` of them share the sequences of each microbatch."""
+        return self.dp * self.cp
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh in one line, such as `tp2 pp1 dp4`, or `tp2 cp2 pp1 dp4`."""
+        context = f" cp{self.cp}" if self.cp > 1 else ""
+        return f"tp{self.tp}{context} pp{self.pp} dp{self.dp}"
 
     @property
     def num_recomputed(self) -> int:

@@ -1,6 +1,6 @@
 """Describe how a run's new plan differs from the one that it was executed with before."""
 
-from mmtrain.plan.artifact.plan import Plan, UnitPlan
+from mmtrain.plan.artifact.plan import Plan
 
 
 def describe_plan_change(before: Plan, now: Plan) -> list[str]:
@@ -11,7 +11,7 @@ def describe_plan_change(before: Plan, now: Plan) -> list[str]:
     ]
     for name, unit in now.units.items():
         unit_before = before.units.get(name)
-        lines.append(f"{name}: {_change(_mesh_text(unit_before) if unit_before else 'none', _mesh_text(unit))}")
+        lines.append(f"{name}: {_change(unit_before.mesh_text if unit_before else 'none', unit.mesh_text)}")
     ratio = now.predicted.step_time_s / before.predicted.step_time_s
     lines.append(
         f"predicted step time: {before.predicted.step_time_s:.3f} s -> {now.predicted.step_time_s:.3f} s ({ratio:.2f}x)"
@@ -21,7 +21,3 @@ def describe_plan_change(before: Plan, now: Plan) -> list[str]:
 
 def _change(before: object, now: object) -> str:
     return f"{now}, as before" if before == now else f"{before} -> {now}"
-
-
-def _mesh_text(unit: UnitPlan) -> str:
-    return f"tp{unit.tp} pp{unit.pp} dp{unit.dp}"

@@ -43,6 +43,9 @@ def build_stage_graph(
             shard=unit.shard,
             dispatch=unit.dispatch,
             exchange=unit.exchange,
+            cp=unit.cp,
+            cp_method=unit.cp_method or "ulysses",
+            cp_split=unit.cp_split or "auto",
         )
         for name, unit in ((unit_shape.name, units[unit_shape.name]) for unit_shape in shape.units)
     )
@@ -90,7 +93,7 @@ def split_into_pieces(graph: StageGraph, shape: ModelShape, with_sp: Collection[
 def _stages(mesh: UnitMesh, unit: UnitPlan, shape: ModelShape) -> Iterator[Stage]:
     layers = shape.unit(mesh.unit).layers
     # By pipeline rank: of thousands of ranks, listing these is most of the work.
-    tp_groups = [tuple(mesh.tp_group(i, replica) for replica in range(mesh.dp)) for i in range(mesh.pp)]
+    tp_groups = [tuple(mesh.tp_group(i, replica) for replica in range(mesh.num_replicas)) for i in range(mesh.pp)]
     for stage in unit.stages:
         lo, hi = stage.layers
         yield Stage(

@@ -89,7 +89,7 @@ def _scheduled_replicas(graph: StageGraph) -> dict[StageReplica, int]:
     llm_ranks = {stage.tp_groups[0][0] for stage in graph.stages if stage.id.unit == LLM}
     rank_of: dict[StageReplica, int] = {}
     for stage in graph.order:
-        num_replicas = 1 if stage.unit == LLM else graph.mesh(stage.unit).dp // graph.num_groups
+        num_replicas = 1 if stage.unit == LLM else graph.mesh(stage.unit).num_replicas // graph.num_groups
         first_ranks = [tp_group[0] for tp_group in graph.stage(stage).tp_groups[:num_replicas]]
         on_llm_ranks = [replica for replica, rank in enumerate(first_ranks) if rank in llm_ranks]
         for replica in on_llm_ranks or [0]:

@@ -11,11 +11,12 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmtrain.program.ir.actions import (
     Action,
     AsyncCollective,
+    AtomicAction,
     Backward,
     Compute,
     ComputeTask,
@@ -329,13 +330,15 @@ def covers_shared_embeddings(graph: StageGraph, rank: int, stages: Sequence[Stag
 def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...]:
     """Return the global ranks, ascending and of all replica groups, that run `rank`'s action together.
 
-    Compute is a collective of its TP group: tensor parallelism exchanges partial results inside it. That of a sharded
-    unit is one of all replicas, which gather weights and reduce gradients in it.
+    Compute is a collective of its TP group: tensor parallelism exchanges partial results inside it. With context
+    parallelism it is one of all replicas that share its sequences, that of a sharded unit one of all replicas, which
+    gather weights and reduce gradients in it.
     """
     match action:
         case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
             if graph.mesh(stage.unit).shard is None:
-                ranks = set(graph.tp_group(stage, mb.replica))
+                replicas = graph.mesh(stage.unit).cp_replicas(mb.replica)
+                ranks = {rank for replica in replicas for rank in graph.tp_group(stage, replica)}
             else:
                 ranks = {rank for tp_group in graph.stage(stage).tp_groups for rank in tp_group}
         case Fill(host):
@@ -353,6 +356,17 @@ def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...
         case Send() | Recv():
             ranks = {rank}
     return tuple(sorted(ranks))
+
+
+def joint_form(graph: StageGraph, action: AtomicAction) -> AtomicAction:
+    """Return the action as the first of the ranks writes it that run it together.
+
+    Replicas that share sequences name different replicas in the passes that they run together.
+    """
+    if not isinstance(action, Compute) or graph.mesh(action.mb.unit).cp == 1:
+        return action
+    first = graph.mesh(action.mb.unit).cp_replicas(action.mb.replica)[0]
+    return replace(action, mb=replace(action.mb, replica=first))
 
 
 def _data_parallel_group(graph: StageGraph, rank: int, unit: str) -> set[int]:

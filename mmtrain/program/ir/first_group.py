@@ -39,11 +39,12 @@ def first_group(graph: StageGraph) -> FirstGroup:
     meshes = []
     for mesh in graph.meshes:
         dp = mesh.dp // graph.num_groups * num_groups
-        tp_groups = [mesh.tp_group(stage, replica) for stage in range(mesh.pp) for replica in range(dp)]
+        tp_groups = [mesh.tp_group(stage, replica) for stage in range(mesh.pp) for replica in range(dp * mesh.cp)]
         mesh_ranks = tuple(rank for tp_group in tp_groups for rank in renumbered(tp_group))
         meshes.append(replace(mesh, dp=dp, ranks=mesh_ranks))
     stages = []
     for stage in graph.stages:
-        dp = graph.mesh(stage.id.unit).dp // graph.num_groups * num_groups
-        stages.append(replace(stage, tp_groups=tuple(renumbered(tp_group) for tp_group in stage.tp_groups[:dp])))
+        num_replicas = graph.mesh(stage.id.unit).num_replicas // graph.num_groups * num_groups
+        kept = stage.tp_groups[:num_replicas]
+        stages.append(replace(stage, tp_groups=tuple(renumbered(tp_group) for tp_group in kept)))
     return FirstGroup(replace(graph, meshes=tuple(meshes), stages=tuple(stages)), ranks)

@@ -2,7 +2,7 @@
 
 A *TP group* is the tuple of global ranks that hold one stage of one replica: its tensor-parallel group. *Replica
 groups* are the smallest sets of replicas that exchange data only with each other: with g = gcd of all units'
-data-parallel degrees, group q holds replicas [q * dp_u / g, (q + 1) * dp_u / g) of every unit u.
+data-parallel degrees and n_u replicas of unit u, group q holds replicas [q * n_u / g, (q + 1) * n_u / g) of every unit.
 """
 
 import math
@@ -16,6 +16,10 @@ LLM = "llm"  # the unit whose first and last stage may share an embedding matrix
 # What is balanced over the replicas of sharded units: every unit's work by itself, the LLM's alone, or nothing.
 DispatchMode = Literal["all", "llm", "none"]
 Exchange = Literal["all_to_all", "all_gather"]  # the collective by which replicas dispatch rows
+# How the ranks of a context-parallel group attend to each other's tokens: each takes some of the heads of all tokens,
+# or keys and values go round.
+ContextMethod = Literal["ulysses", "ring"]
+ContextSplit = Literal["auto", "even"]  # which sequences are cut: as few as balance asks for, or all
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -43,8 +47,10 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class UnitMesh:
-    """A unit's `tp x pp x dp` over its list of global ranks, tp fastest, then dp, then pp.
+    """A unit's `tp x cp x pp x dp` over its list of global ranks, tp fastest, then cp, then dp, then pp.
 
+    A replica is one copy of the unit's weights. With context parallelism (`cp` above 1) `cp` consecutive replicas share
+    the sequences of every microbatch: each computes some of the tokens, and all exchange what attention needs.
     `num_microbatches` counts each replica's microbatches in one step. With `shard` the replicas hold the unit together,
     each `shard` of them one copy, and every forward and backward exchanges weights and gradients; with `dispatch` "all"
     any replica may compute an item, and a collective of all replicas, `exchange`, moves what it becomes. With `vpp`
@@ -62,10 +68,23 @@ class UnitMesh:
     shard: int | None = None
     dispatch: DispatchMode | None = None
     exchange: Exchange = "all_to_all"
+    cp: int = 1
+    cp_method: ContextMethod = "ulysses"
+    cp_split: ContextSplit = "auto"
+
+    @property
+    def num_replicas(self) -> int:
+        """Return the number of copies of the unit's weights, over which gradients are summed and ZeRO-1 shards."""
+        return self.dp * self.cp
+
+    def cp_replicas(self, replica: int) -> range:
+        """Return the replicas that share the sequences of `replica`'s microbatches, itself among them."""
+        first = replica // self.cp * self.cp
+        return range(first, first + self.cp)
 
     def tp_group(self, stage: int, replica: int) -> tuple[int, ...]:
         """Return the global ranks of the TP group that holds the unit's stage number `stage` of `replica`."""
-        first = (stage % self.pp * self.dp + replica) * self.tp
+        first = (stage % self.pp * self.num_replicas + replica) * self.tp
         return self.ranks[first : first + self.tp]
 
 
@@ -201,7 +220,7 @@ class StageGraph:
 
     def group_of(self, mb: Microbatch) -> int:
         """Return the replica group that the microbatch belongs to."""
-        return mb.replica // (self.mesh(mb.unit).dp // self.num_groups)
+        return mb.replica // (self.mesh(mb.unit).num_replicas // self.num_groups)
 
     def sources(self, edge: Edge, mb: Microbatch) -> tuple[Microbatch, ...]:
         """Return the microbatches whose output may flow along `edge` into the destination's microbatch `mb`.
@@ -224,7 +243,7 @@ class StageGraph:
             self.mesh(mb.unit).num_microbatches, self.mesh(unit).num_microbatches
         )
         index = mb.index // per_own_block * per_block
-        per_group = self.mesh(unit).dp // self.num_groups
+        per_group = self.mesh(unit).num_replicas // self.num_groups
         replica = self.group_of(mb) * per_group
         return tuple(
             Microbatch(unit, r, i) for i in range(index, index + per_block) for r in range(replica, replica + per_group)

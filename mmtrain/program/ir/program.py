@@ -86,7 +86,7 @@ class Program:
 
     def shift(self, mb: Microbatch, group: int) -> Microbatch:
         """Return group 0's microbatch as another replica group has it."""
-        per_group = self.graph.mesh(mb.unit).dp // self.graph.num_groups
+        per_group = self.graph.mesh(mb.unit).num_replicas // self.graph.num_groups
         return Microbatch(mb.unit, mb.replica + group * per_group, mb.index)
 
 

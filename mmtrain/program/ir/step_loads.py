@@ -97,7 +97,7 @@ def step_loads(graph: StageGraph, meta: BatchMeta) -> StepLoads:
 
 def _microbatches(mesh: UnitMesh) -> list[Microbatch]:
     """Return all microbatches of a unit in the order of their slots."""
-    return [Microbatch(mesh.unit, r, i) for r in range(mesh.dp) for i in range(mesh.num_microbatches)]
+    return [Microbatch(mesh.unit, r, i) for r in range(mesh.num_replicas) for i in range(mesh.num_microbatches)]
 
 
 def _slots(mesh: UnitMesh, replica: IntArray, index: IntArray) -> IntArray:
@@ -106,13 +106,13 @@ def _slots(mesh: UnitMesh, replica: IntArray, index: IntArray) -> IntArray:
 
 
 def _sums(mesh: UnitMesh, slot: IntArray, values: IntArray) -> IntArray:
-    sums = np.zeros(mesh.dp * mesh.num_microbatches, dtype=np.int64)
+    sums = np.zeros(mesh.num_replicas * mesh.num_microbatches, dtype=np.int64)
     np.add.at(sums, slot, values)
     return sums
 
 
 def _loads(mesh: UnitMesh, slot: IntArray, lengths: IntArray, targets: IntArray | None) -> dict[Microbatch, TokenLoad]:
-    longest = np.zeros(mesh.dp * mesh.num_microbatches, dtype=np.int64)
+    longest = np.zeros(mesh.num_replicas * mesh.num_microbatches, dtype=np.int64)
     np.maximum.at(longest, slot, lengths)
     columns = (_sums(mesh, slot, lengths), _sums(mesh, slot, lengths * lengths), longest)
     counts = [_sums(mesh, slot, np.ones_like(lengths))]

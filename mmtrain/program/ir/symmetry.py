@@ -26,7 +26,7 @@ def symmetry(graph: StageGraph) -> Symmetry:
     location: dict[int, tuple[int, int]] = {}
     held: dict[int, StageId] = {}  # the first stage found on each rank
     for stage in graph.stages:
-        per_group = graph.mesh(stage.id.unit).dp // graph.num_groups
+        per_group = graph.mesh(stage.id.unit).num_replicas // graph.num_groups
         for replica, tp_group in enumerate(stage.tp_groups):
             mirror = stage.tp_groups[replica % per_group]
             for rank, first in zip(tp_group, mirror, strict=True):
@@ -88,8 +88,10 @@ def _stage_problems(graph: StageGraph) -> list[str]:
             problems.append(f"stage {stage.id} belongs to no mesh; meshes: {', '.join(sorted(units))}")
             continue
         mesh = graph.mesh(stage.id.unit)
-        if len(stage.tp_groups) != mesh.dp or any(len(tp_group) != mesh.tp for tp_group in stage.tp_groups):
-            problems.append(f"stage {stage.id} needs {mesh.dp} TP groups of {mesh.tp} ranks, found {stage.tp_groups}")
+        if len(stage.tp_groups) != mesh.num_replicas or any(len(tp_group) != mesh.tp for tp_group in stage.tp_groups):
+            problems.append(
+                f"stage {stage.id} needs {mesh.num_replicas} TP groups of {mesh.tp} ranks, found {stage.tp_groups}"
+            )
         num_replicas = Counter(rank for tp_group in stage.tp_groups for rank in tp_group)
         repeated = sorted(rank for rank, count in num_replicas.items() if count > 1)
         if repeated:

@@ -158,8 +158,8 @@ def _unknown(graph: StageGraph, part: Compute) -> str | None:
     if part.stage not in stages:
         return f"there is no stage {part.stage}; stages are {', '.join(map(str, stages))}"
     mesh = graph.mesh(part.stage.unit)
-    if mb.unit != mesh.unit or mb.replica >= mesh.dp or mb.index >= mesh.num_microbatches:
-        last = Microbatch(mesh.unit, mesh.dp - 1, mesh.num_microbatches - 1)
+    if mb.unit != mesh.unit or mb.replica >= mesh.num_replicas or mb.index >= mesh.num_microbatches:
+        last = Microbatch(mesh.unit, mesh.num_replicas - 1, mesh.num_microbatches - 1)
         return f"{mb} is no microbatch of {part.stage}; they go from {mesh.unit}:0.0 to {last}"
     return None
 

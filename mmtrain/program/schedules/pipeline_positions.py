@@ -204,7 +204,7 @@ def _neighbors(graph: StageGraph) -> dict[StageId, set[StageId]]:
     """Return for each stage those that it feeds or shares a rank with; all replica groups are alike."""
     by_rank: dict[int, set[StageId]] = {}
     for stage in graph.stages:
-        for tp_group in stage.tp_groups[: graph.mesh(stage.id.unit).dp // graph.num_groups]:
+        for tp_group in stage.tp_groups[: graph.mesh(stage.id.unit).num_replicas // graph.num_groups]:
             for rank in tp_group:
                 by_rank.setdefault(rank, set()).add(stage.id)
     neighbors = {s.id: {e.dst for e in graph.outputs(s.id)} for s in graph.stages}

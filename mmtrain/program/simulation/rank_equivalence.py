@@ -153,7 +153,7 @@ def _roles(graph: StageGraph) -> dict[int, RankRole]:
 
 def _tp_groups(graph: StageGraph, stage: Stage) -> tuple[tuple[int, ...], ...]:
     """Return the TP groups of group 0."""
-    return stage.tp_groups[: graph.mesh(stage.id.unit).dp // graph.num_groups]
+    return stage.tp_groups[: graph.mesh(stage.id.unit).num_replicas // graph.num_groups]
 
 
 def _visits_twice(component: RanksByRole) -> bool:

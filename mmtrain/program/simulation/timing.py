@@ -356,7 +356,7 @@ class ModelTiming:
     def _optimizer_s(self) -> float:
         """Seconds of the longest optimizer step of a rank."""
         ranks = {stage.tp_groups[0][0] for stage in self.graph.stages}  # other replicas and TP ranks do the same
-        units = {mesh.unit: mesh.dp if mesh.shard is None else mesh.shard for mesh in self.graph.meshes}
+        units = {mesh.unit: mesh.num_replicas if mesh.shard is None else mesh.shard for mesh in self.graph.meshes}
         counts = [sum(self._trained_parameters(rank, name) // dp for name, dp in units.items()) for rank in ranks]
         return max(map(self.costs.optimizer, counts))
 

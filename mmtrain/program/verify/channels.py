@@ -25,7 +25,7 @@ def graph_channels(graph: StageGraph, num_parts: int = 1) -> list[Channel]:
         for payload in payloads:
             if payload == "gradient" and not graph.carries_gradient(edge):
                 continue
-            for replica in range(graph.mesh(edge.src.unit).dp // num_parts):
+            for replica in range(graph.mesh(edge.src.unit).num_replicas // num_parts):
                 # Microbatch 0 of a replica exchanges data with every replica that another one of it does.
                 src = Microbatch(edge.src.unit, replica, 0)
                 for dst in graph.destinations(edge, src):

@@ -36,6 +36,7 @@ from mmtrain.program.ir.data_dependencies import (
     gradient_buckets,
     holds_shared_embeddings,
     input_flows,
+    joint_form,
     needs_share,
     parameter_gathers,
     participants,
@@ -290,11 +291,11 @@ def _pair_text(pair: MicrobatchPair | None, verb: str) -> str:
 
 def _groups_disagree(program: Program) -> list[str]:
     """Describe process groups whose members run the group's collectives in different orders."""
-    orders: defaultdict[tuple[int, ...], dict[int, list[Action]]] = defaultdict(dict)
+    orders: defaultdict[tuple[int, ...], dict[int, list[AtomicAction]]] = defaultdict(dict)
     for rank, actions in program.actions.items():
         for action in expand_all(program.graph, actions):
             group = participants(program.graph, rank, action)
-            orders[group].setdefault(rank, []).append(action)
+            orders[group].setdefault(rank, []).append(joint_form(program.graph, action))
     problems = []
     for group, by_rank in orders.items():
         first, *others = (rank for rank in group if rank in program.actions)

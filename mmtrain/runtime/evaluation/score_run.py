@@ -152,7 +152,7 @@ def _choose_layout(request: EvaluateRequest, recipe: Recipe, index: DataIndex, n
         unconstrained = recipe.model_copy(update={"parallel": ParallelSettings()})
         plan = request.planner(unconstrained, index.lengths, num_ranks)
         origin = "a plan made for them"
-    meshes = ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in plan.units.items())
+    meshes = ", ".join(f"{name} {u.mesh_text}" for name, u in plan.units.items())
     _print_note(f"evaluating on {num_ranks} ranks by {origin}: {plan.placement}, {meshes}")
     return plan.units
 

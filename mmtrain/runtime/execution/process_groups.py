@@ -132,13 +132,12 @@ def build_groups(graph: StageGraph, world: World, activity: Activity | None = No
     units: dict[str, ParallelGroups] = {}
     sharding = _create_sharding(creator, graph)
     for mesh in graph.meshes:
-        lines_by_axis = zip(("tp", "dp", "pp"), _mesh_lines(mesh), strict=True)
-        tp, dp, pp = (
+        tp, dp, pp, cp = (
             creator.create(lines, f"the {axis} group of {mesh.unit}", connect=axis != "pp")
-            for axis, lines in lines_by_axis
+            for axis, lines in _mesh_lines(mesh).items()
         )
         if tp and dp and pp:
-            units[mesh.unit] = ParallelGroups(tp=tp, dp=dp, pp=pp)
+            units[mesh.unit] = ParallelGroups(tp=tp, dp=dp, pp=pp, cp=cp)
     channels: dict[Channel, dist.ProcessGroup] = {}
     for channel in graph_channels(graph):
         _, _, sender, receiver = channel
@@ -152,7 +151,7 @@ def build_groups(graph: StageGraph, world: World, activity: Activity | None = No
 
 def release_groups(groups: ProcessGroups) -> None:
     """Leave the groups of a stage graph, which hold connections and a GPU's memory; all ranks call this together."""
-    alone = [group for unit in groups.units.values() for group in (unit.tp, unit.dp, unit.pp) if group.size() == 1]
+    alone = [group for unit in groups.units.values() for group in unit.all if group.size() == 1]
     for group in dict.fromkeys((*alone, *groups.connected, *groups.later)):
         dist.destroy_process_group(group)
 
@@ -247,15 +246,17 @@ def _message_options() -> "ProcessGroupNCCL.Options":
     return options
 
 
-def _mesh_lines(mesh: UnitMesh) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Return the lines of ranks along the mesh's tp, dp and pp axes."""
-    tp, dp, pp = range(mesh.tp), range(mesh.dp), range(mesh.pp)
-    tp_groups = {(p, d): mesh.tp_group(p, d) for p in pp for d in dp}
-    return (
-        [list(tp_group) for tp_group in tp_groups.values()],
-        [[tp_groups[p, d][t] for d in dp] for p in pp for t in tp],
-        [[tp_groups[p, d][t] for p in pp] for d in dp for t in tp],
-    )
+def _mesh_lines(mesh: UnitMesh) -> dict[str, list[list[int]]]:
+    """Return the lines of ranks along the mesh's axes; along dp lie all replicas, those of one cp group too."""
+    tp, replicas, pp = range(mesh.tp), range(mesh.num_replicas), range(mesh.pp)
+    tp_groups = {(p, r): mesh.tp_group(p, r) for p in pp for r in replicas}
+    cp_groups = [mesh.cp_replicas(first) for first in replicas[:: mesh.cp]] if mesh.cp > 1 else []
+    return {
+        "tp": [list(tp_group) for tp_group in tp_groups.values()],
+        "dp": [[tp_groups[p, r][t] for r in replicas] for p in pp for t in tp],
+        "pp": [[tp_groups[p, r][t] for p in pp] for r in replicas for t in tp],
+        "cp": [[tp_groups[p, r][t] for r in cp_group] for p in pp for cp_group in cp_groups for t in tp],
+    }
 
 
 def _tied_pairs(graph: StageGraph) -> list[list[int]]:

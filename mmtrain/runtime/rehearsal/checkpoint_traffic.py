@@ -93,7 +93,7 @@ def checkpoint_bytes(timing: ModelTiming, rank: int, moments: Precision = "fp32"
                 matrix = layer.vocab * layer.hidden // mesh.tp
                 num_held -= matrix
                 num_trained -= matrix if layer.trainable else 0
-            total += num_trained * trained_bytes / mesh.dp
+            total += num_trained * trained_bytes / mesh.num_replicas
             if replica == 0:
                 total += (num_held - num_trained) * timing.element_bytes
     return round(total)

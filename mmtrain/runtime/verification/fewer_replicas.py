@@ -85,7 +85,7 @@ def _why_not(plan: Plan, ranks_together: int, limit: RankLimit) -> str:
         plan_smaller = "plan with smaller shards (--set parallel.shard=N)"
     else:
         meshes = ", ".join(
-            f"{name} {MeshSize(unit.tp, unit.pp, unit.dp, unit.vpp)}" for name, unit in plan.units.items()
+            f"{name} {MeshSize(unit.tp, unit.pp, unit.dp, unit.vpp, unit.cp)}" for name, unit in plan.units.items()
         )
         smallest = f"one replica group of it ({meshes}) has {ranks_together}"
         plan_smaller = "plan for fewer ranks (--set cluster.ranks=N)"

@@ -1,0 +1,59 @@
+"""What context parallelism (`parallel.llm.cp`) demands of the model, of the placement and of tensor parallelism."""
+
+from collections.abc import Iterator
+
+from mmtrain.recipe.raw_tree import Problem
+from mmtrain.recipe.schema import Recipe
+
+_PATH = ("parallel", "llm")
+
+
+def check_context_parallelism(recipe: Recipe) -> Iterator[Problem]:
+    """Ranks that share sequences suit the placement, the generator, and the heads or masks of the LLM."""
+    degrees = recipe.parallel.llm
+    for name in ("cp_method", "cp_split"):
+        if degrees.cp == 1 and getattr(degrees, name) != "auto":
+            text = (
+                f"found {getattr(degrees, name)} with parallel.llm.cp 1; it says how ranks share sequences, cp above 1"
+            )
+            yield Problem((*_PATH, name), text)
+    if degrees.cp is None or degrees.cp == 1:
+        return
+    placement = recipe.parallel.placement
+    if placement in ("colocated", "replicated"):
+        text = f"found {degrees.cp}, allowed in parallel.placement {placement}: 1 (or use `unified` or `disaggregated`)"
+        yield Problem((*_PATH, "cp"), text)
+    if recipe.model.generator is not None:
+        text = f"found {degrees.cp}, allowed with model.generator: 1 (the queries of an image lie on one rank)"
+        yield Problem((*_PATH, "cp"), text)
+    ring_problem, ulysses_problem = _ring_problem(recipe), _ulysses_problem(recipe, degrees.cp)
+    if degrees.cp_method == "ring" and ring_problem:
+        yield Problem((*_PATH, "cp_method"), f"found ring, allowed: ulysses or auto ({ring_problem})")
+    elif degrees.cp_method == "ulysses" and ulysses_problem:
+        yield Problem((*_PATH, "cp"), f"{ulysses_problem}; use another cp, or parallel.llm.cp_method ring")
+    elif degrees.cp_method == "auto" and ring_problem and ulysses_problem:
+        yield Problem((*_PATH, "cp"), f"{ulysses_problem}, and cp_method ring is not possible ({ring_problem})")
+
+
+def _ring_problem(recipe: Recipe) -> str | None:
+    """Return why keys and values cannot go round, or None."""
+    llm = recipe.model.llm
+    if llm.window is not None:
+        return f"model.llm.window {llm.window}: blocks with a sliding window"
+    if llm.image_attention == "bidirectional":
+        return "model.llm.image_attention bidirectional: tokens of an image see later ones"
+    return None
+
+
+def _ulysses_problem(recipe: Recipe, cp: int) -> str | None:
+    """Return why the heads of a rank cannot be divided over `cp` ranks, or None."""
+    llm, tp = recipe.model.llm, recipe.parallel.llm.tp or 1
+    kv_heads = llm.kv_heads or llm.heads
+    if llm.heads % tp:
+        return None  # another check says so
+    heads, local_kv_heads = llm.heads // tp, max(kv_heads // tp, 1)
+    if heads % cp:
+        return f"{cp} does not divide the {heads} heads of a rank (model.llm.heads {llm.heads}, parallel.llm.tp {tp})"
+    if local_kv_heads % cp and cp % local_kv_heads:
+        return f"{cp} neither divides nor is a multiple of the {local_kv_heads} key and value heads of a rank"
+    return None
