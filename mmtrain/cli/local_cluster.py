@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mmtrain.plan.problem import PlanRequest
 
 # Planning makes millions of objects and hardly a reference cycle, so frequent collections only cost time.
-GC_THRESHOLD_OBJECTS = 100_000
+GC_THRESHOLD_OBJECTS = 1_000_000
 # What the drivers of the GPUs that torch.cuda knows create: NVIDIA's, NVIDIA's under WSL, AMD's.
 GPU_DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 NUM_RANKS_WITHOUT_GPU = 2  # the fewest that exercise communication

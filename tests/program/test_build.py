@@ -100,3 +100,11 @@ def test_tp_groups_that_differ_in_tp_but_start_on_the_same_rank_share_without_a_
     reverse = chain(Unit("vision", tp=2, ranks=(0, 1)), Unit("llm", ranks=(0,)), n=1)
     shared = [a for a in build_program(reverse).actions[1] if isinstance(a, Share)]
     assert [(str(a.mb), a.payload) for a in shared] == [("vision:0.0", "gradient")]
+
+
+@given(graphs())
+def test_no_stage_holds_more_microbatches_than_are_counted(graph):
+    counted = in_flight_microbatches(graph)
+    for actions in build_1f1b(graph).actions.values():
+        for stage, most in peak_in_flight_by_stage(graph, actions).items():
+            assert most <= counted[stage]

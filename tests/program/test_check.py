@@ -56,7 +56,7 @@ def altered(program: Program, action: Action) -> list[Action]:
     n = program.graph.mesh("llm").num_microbatches
 
     def others(mb: Microbatch) -> list[Microbatch]:
-        return [replace(mb, index=i) for i in range(n)]
+        return [mb._replace(index=i) for i in range(n)]
 
     match action:
         case Forward(stage, mb):

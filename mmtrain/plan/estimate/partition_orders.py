@@ -7,7 +7,7 @@ share the order of a pipeline whose stages are the chunks. In a graph of the uni
 unit starts would give another order, and orders take longer to work out than partitions to estimate.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ from mmtrain.plan.estimate.vectorized_1f1b import ComputeOrder, compute_order
 from mmtrain.plan.search.layer_partition import LayerChain, partitioned_layout
 from mmtrain.plan.search.span_recompute import SpanRecompute
 from mmtrain.program.ir.graph import LLM, Edge, Stage, StageGraph, StageId, UnitMesh
-from mmtrain.program.schedules.builder import in_flight_microbatches
+from mmtrain.program.schedules.pipeline_positions import PipelinePosition, find_positions
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -69,6 +69,7 @@ class PartitionOrders:
     _of_graphs: dict[tuple[object, ...], ComputeOrder] = field(default_factory=dict)
     _of_chains: dict[tuple[int, ...], ComputeOrder] = field(default_factory=dict)
     _in_flight: dict[tuple[object, ...], Mapping[StageId, int]] = field(default_factory=dict)
+    _positions: dict[tuple[object, ...], Sequence[PipelinePosition]] = field(default_factory=dict)
 
     def group_by_order(
         self,
@@ -103,13 +104,13 @@ class PartitionOrders:
             [features] = self._graph_keys(spans).tolist()
             key = self._graph_key(assignment, tuple(features))
             if key not in self._in_flight:
-                self._in_flight[key] = in_flight_microbatches(self._graph(assignment, partition))
+                self._in_flight[key] = _most_in_flight(self._positions_of(key, self._graph(assignment, partition)))
             return self._in_flight[key]
         [[first_chunk_with_backward]] = self._chain_keys(spans).tolist()
         chain_key = self._chain_key(assignment, first_chunk_with_backward)
         if chain_key not in self._in_flight:
             graph = _chain_graph(assignment.meshes[LLM], assignment.num_microbatches[LLM], first_chunk_with_backward)
-            self._in_flight[chain_key] = in_flight_microbatches(graph)
+            self._in_flight[chain_key] = _most_in_flight(self._positions_of(chain_key, graph))
         in_flight = self._in_flight[chain_key]
         return {
             stage: in_flight[chunk]
@@ -182,7 +183,8 @@ class PartitionOrders:
         key = self._chain_key(assignment, first_chunk_with_backward)
         if key not in self._of_chains:
             mesh, num_microbatches = assignment.meshes[LLM], assignment.num_microbatches[LLM]
-            self._of_chains[key] = compute_order(_chain_graph(mesh, num_microbatches, first_chunk_with_backward))
+            graph = _chain_graph(mesh, num_microbatches, first_chunk_with_backward)
+            self._of_chains[key] = compute_order(graph, self._positions_of(key, graph))
         return self._of_chains[key]
 
     def _chain_key(self, assignment: MeshAssignment, first_chunk_with_backward: int) -> tuple[int, ...]:
@@ -195,8 +197,15 @@ class PartitionOrders:
         """The order of a graph in which every unit has stages of its own; features: see `_graph_keys`."""
         key = self._graph_key(assignment, features)
         if key not in self._of_graphs:
-            self._of_graphs[key] = compute_order(self._graph(assignment, partition))
+            graph = self._graph(assignment, partition)
+            self._of_graphs[key] = compute_order(graph, self._positions_of(key, graph))
         return self._of_graphs[key]
+
+    def _positions_of(self, key: tuple[object, ...], graph: StageGraph) -> Sequence[PipelinePosition]:
+        """Return the pipeline positions of a graph, which all graphs of this key have."""
+        if key not in self._positions:
+            self._positions[key] = find_positions(graph)
+        return self._positions[key]
 
     def _graph_key(self, assignment: MeshAssignment, features: tuple[int, ...]) -> tuple[object, ...]:
         group = one_replica_group(assignment)
@@ -227,6 +236,11 @@ def recomputed_shares(
             share = np.minimum(of_chain.of_partitions(cuts) / everything, 1.0)
         shares |= dict.fromkeys(chain.units, share)
     return shares
+
+
+def _most_in_flight(positions: Iterable[PipelinePosition]) -> dict[StageId, int]:
+    """Return for each stage the most microbatches between forward and backward."""
+    return {stage: count for position in positions for stage, count in position.in_flight().items()}
 
 
 def one_replica_group(assignment: MeshAssignment) -> MeshAssignment:

@@ -5,7 +5,7 @@ stage holds. `compute_order` works it out once for all graphs that are alike but
 durations by `balance.pipeline_recurrence`. `tests/plan/test_vectorized_1f1b.py` holds them against the simulator.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -30,7 +30,6 @@ class ComputeOrder:
     last_row: Mapping[int, int]  # rank -> row of its last action
     stages: Mapping[int, tuple[StageId, ...]]  # rank -> its stages, sources first
     edges: tuple[Edge, ...]
-    in_flight: Mapping[StageId, int]  # microbatches between forward and backward at most, see `builder.in_flight`
 
     @property
     def num_actions(self) -> int:
@@ -62,10 +61,13 @@ class ComputeOrder:
         return {rank: table[row] for rank, row in self.last_row.items()}
 
 
-def compute_order(graph: StageGraph) -> ComputeOrder:
-    """Work out the order of a graph of one replica group, whose TP groups are known by their first rank."""
+def compute_order(graph: StageGraph, positions: Sequence[PipelinePosition] | None = None) -> ComputeOrder:
+    """Work out the order of a graph of one replica group, whose TP groups are known by their first rank.
+
+    positions: of the graph, see `find_positions`, where they are known.
+    """
     actions = _GraphActions(graph)
-    positions = find_positions(graph)
+    positions = find_positions(graph) if positions is None else positions
     stages_of_rank: dict[int, dict[StageId, int]] = {}
     for stage in graph.stages:
         for replica, tp_group in enumerate(stage.tp_groups):
@@ -82,7 +84,6 @@ def compute_order(graph: StageGraph) -> ComputeOrder:
         last_row={rank: int(recurrence.row[sequence[-1]]) for rank, sequence in sequences.items()},
         stages={rank: tuple(replica_of_stage) for rank, replica_of_stage in stages_of_rank.items()},
         edges=graph.edges,
-        in_flight={stage: count for position in positions for stage, count in position.in_flight().items()},
     )
 
 

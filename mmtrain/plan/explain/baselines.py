@@ -163,25 +163,31 @@ class BaselinePlanner:
             rounds = self._in_stages_of_their_own()
         else:
             rounds = self._partitioned_by(PARTITION_RULES[name].partition, max_step_s)
+        others: list[Candidate] = []  # of the rounds so far, those too slow to be tried
         for partitioned in islice(rounds, self.evaluator.budget.baselines.max_rounds):
+            bounds_s = list(starmap(_time_lower_bound, partitioned))
+            if min(bounds_s, default=math.inf) <= max_step_s:
+                # Meshes of a later round are taken only where none of the rounds before fits.
+                if any(isinstance(self._fit(candidate), Candidate) for candidate in others):
+                    break
+                others = []
             misfits: set[int] = set()
-            for candidate in self._by_estimate(partitioned, max_step_s):
+            for candidate in self._by_estimate(partitioned, bounds_s, max_step_s):
                 fitted = self._fit(candidate)
                 if isinstance(fitted, Candidate):
                     return self.evaluator.simulate(fitted)
                 misfits.add(candidate.id)
-            # Of later rounds it takes meshes only where none of this one fits.
-            others = (candidate for candidate, _ in partitioned if candidate.id not in misfits)
-            if any(isinstance(self._fit(candidate), Candidate) for candidate in others):
-                break
+            others += [candidate for candidate, _ in partitioned if candidate.id not in misfits]
         return None
 
-    def _by_estimate(self, partitioned: Sequence[PartitionedCandidate], max_step_s: float) -> Iterator[Candidate]:
+    def _by_estimate(
+        self, partitioned: Sequence[PartitionedCandidate], bounds_s: Sequence[float], max_step_s: float
+    ) -> Iterator[Candidate]:
         """Yield the candidates of a round in the order of their estimates, up to `max_step_s` seconds.
 
         None is estimated before its lower bound comes first.
         """
-        waiting = [(_time_lower_bound(*entry), number, False) for number, entry in enumerate(partitioned)]
+        waiting = [(bound_s, number, False) for number, bound_s in enumerate(bounds_s)]
         heapq.heapify(waiting)
         estimated: dict[int, Candidate] = {}
         while waiting and waiting[0][0] <= max_step_s:

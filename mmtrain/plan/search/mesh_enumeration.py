@@ -25,6 +25,8 @@ from mmtrain.program.ir.graph import LLM
 
 Choices = Mapping[str, UnitChoices]
 
+MAX_BOUND_RATIO = 1 + 1e-5  # of a bound over an estimate, which stops ten times nearer (`mesh_time_estimate.TOLERANCE`)
+
 
 class UnitTimeBound(Protocol):
     """Seconds that a unit of this mesh needs in a step at least; infinite where it cannot fit into memory."""
@@ -311,22 +313,27 @@ class _Disaggregated:
 
     def _llm_meshes(self, kind: _LlmKind, seconds: UnitTimeBound) -> list[BoundedUnitMesh]:
         llm = replace(self.choices[LLM], dp=(kind.dp,), pp=kind.pp)
-        meshes = self._unit_meshes(llm, kind, self.num_ranks, seconds)
+        meshes = self._unit_meshes(llm, kind, self.num_ranks, seconds, math.inf)
         return [entry for entry in meshes if entry.mesh.vpp in kind.vpp]
 
     def _unit_meshes(
-        self, unit: UnitChoices, kind: _LlmKind, max_ranks: int, seconds: UnitTimeBound
+        self, unit: UnitChoices, kind: _LlmKind, max_ranks: int, seconds: UnitTimeBound, max_s: float
     ) -> list[BoundedUnitMesh]:
-        """List the meshes of a unit beside an LLM of this kind."""
+        """List the meshes of a unit beside an LLM of this kind, without those whose bound is above `max_s`."""
         num_llm = self.choices[LLM].global_batch // kind.dp
         is_encoder = unit.name in takewhile(LLM.__ne__, self.choices)
         depth_behind = _in_flight(min(kind.pp), min(kind.vpp)) if is_encoder else 0
         meshes = []
         for mesh, rule in _meshes_of(unit, max_ranks, self.choices[LLM], self.budget):
             count = rule.count(num_llm)
-            if count is not None:
-                unit_s = seconds(unit.name, mesh, count, depth_behind * count // num_llm)
-                meshes.append(BoundedUnitMesh(unit_s, mesh, MicrobatchRule(fixed=count)))
+            if count is None:
+                continue
+            held_behind = depth_behind * count // num_llm
+            # An estimate takes longer than the bound, and is at least as much.
+            if max_s < math.inf and self.bound(unit.name, mesh, count, held_behind) > max_s * MAX_BOUND_RATIO:
+                continue
+            unit_s = seconds(unit.name, mesh, count, held_behind)
+            meshes.append(BoundedUnitMesh(unit_s, mesh, MicrobatchRule(fixed=count)))
         return meshes
 
     def _combined(
@@ -338,7 +345,7 @@ class _Disaggregated:
         max_ranks = self.num_ranks - min(entry.mesh.ranks for entry in llm_meshes)
         units = []
         for unit in self.choices.values():
-            meshes = llm_meshes if unit.name == LLM else self._unit_meshes(unit, kind, max_ranks, seconds)
+            meshes = llm_meshes if unit.name == LLM else self._unit_meshes(unit, kind, max_ranks, seconds, max_s)
             if max_s == math.inf and unit.name != LLM:
                 meshes = sorted(meshes, key=_most_split_first)
             units.append([entry for entry in meshes if entry.bound_s <= max_s])

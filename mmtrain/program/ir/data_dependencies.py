@@ -366,7 +366,7 @@ def joint_form(graph: StageGraph, action: AtomicAction) -> AtomicAction:
     if not isinstance(action, Compute) or graph.mesh(action.mb.unit).cp == 1:
         return action
     first = graph.mesh(action.mb.unit).cp_replicas(action.mb.replica)[0]
-    return replace(action, mb=replace(action.mb, replica=first))
+    return replace(action, mb=action.mb._replace(replica=first))
 
 
 def _data_parallel_group(graph: StageGraph, rank: int, unit: str) -> set[int]:
@@ -374,9 +374,7 @@ def _data_parallel_group(graph: StageGraph, rank: int, unit: str) -> set[int]:
     ranks: set[int] = set()
     for sid, replica in graph.held_by(rank):
         if sid.unit == unit:
-            tp_groups = graph.stage(sid).tp_groups
-            position = tp_groups[replica].index(rank)
-            ranks.update(tp_group[position] for tp_group in tp_groups)
+            ranks.update(graph.ranks_at(sid, graph.tp_group(sid, replica).index(rank)))
     return ranks
 
 

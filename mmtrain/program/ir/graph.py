@@ -8,7 +8,7 @@ data-parallel degrees and n_u replicas of unit u, group q holds replicas [q * n_
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mmtrain.errors import ProgramError
 
@@ -22,24 +22,24 @@ ContextMethod = Literal["ulysses", "ring"]
 ContextSplit = Literal["auto", "even"]  # which sequences are cut: as few as balance asks for, or all
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class StageId:
+# Stages and microbatches are the keys of most dictionaries of the planner, and tuples are hashed and compared without a
+# call of Python. Their own `index` hides that of tuples, which is of no use for them.
+class StageId(NamedTuple):
     """A stage: the `index`-th slice of consecutive layers of `unit`. Prints as `llm.1`."""
 
     unit: str
-    index: int
+    index: int  # type: ignore[assignment]
 
     def __str__(self) -> str:
         return f"{self.unit}.{self.index}"
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Microbatch:
+class Microbatch(NamedTuple):
     """One microbatch of one replica of a unit. Prints as `llm:0.3` (unit:replica.index)."""
 
     unit: str
     replica: int
-    index: int
+    index: int  # type: ignore[assignment]
 
     def __str__(self) -> str:
         return f"{self.unit}:{self.replica}.{self.index}"
@@ -204,12 +204,12 @@ class StageGraph:
         """Number of ranks that hold a stage."""
         return len({r for m in self.meshes for r in m.ranks})
 
-    @property
+    @cached_property
     def is_sharded(self) -> bool:
         """Whether replicas hold units together, so that all of them run every forward and backward."""
         return any(mesh.shard is not None for mesh in self.meshes)
 
-    @property
+    @cached_property
     def dispatches_items(self) -> bool:
         """Whether any replica of an encoder may compute an item."""
         return any(mesh.dispatch == "all" for mesh in self.meshes)
@@ -270,6 +270,13 @@ class StageGraph:
         """Return whether gradients flow back along the edge: its source needs a backward."""
         return self._backward[edge.src]
 
+    def ranks_at(self, stage_id: StageId, position: int) -> tuple[int, ...]:
+        """Return the ranks at one place in the TP groups of all replicas of a stage, which reduce its gradients."""
+        key = (stage_id, position)
+        if key not in self._ranks_at:
+            self._ranks_at[key] = tuple([tp_group[position] for tp_group in self._stages[stage_id].tp_groups])
+        return self._ranks_at[key]
+
     def held_by(self, rank: int) -> list[tuple[StageId, int]]:
         """Return the stages on `rank` with the replica it holds of each, sources before destinations."""
         return self._held.get(rank, [])
@@ -282,6 +289,10 @@ class StageGraph:
                 for rank in tp_group:
                     held.setdefault(rank, []).append((sid, replica))
         return held
+
+    @cached_property
+    def _ranks_at(self) -> dict[tuple[StageId, int], tuple[int, ...]]:
+        return {}
 
     @cached_property
     def _meshes(self) -> dict[str, UnitMesh]:

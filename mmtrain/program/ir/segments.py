@@ -64,7 +64,13 @@ def expand(graph: StageGraph, action: Action) -> tuple[AtomicAction, ...]:
 
 def expand_all(graph: StageGraph, actions: Iterable[Action]) -> tuple[AtomicAction, ...]:
     """Return the atomic actions that make up all of `actions`, in order; see `expand`."""
-    return tuple(part for action in actions for part in expand(graph, action))
+    atomic: list[AtomicAction] = []
+    for action in actions:
+        if isinstance(action, Fill):
+            atomic.extend(expand(graph, action))
+        else:
+            atomic.append(action)
+    return tuple(atomic)
 
 
 def direction(action: Compute) -> Direction:

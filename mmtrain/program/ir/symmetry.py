@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
@@ -25,8 +26,12 @@ def symmetry(graph: StageGraph) -> Symmetry:
     _reject_misfits(graph)
     location: dict[int, tuple[int, int]] = {}
     held: dict[int, StageId] = {}  # the first stage found on each rank
+    located: set[tuple[tuple[tuple[int, ...], ...], int]] = set()
     for stage in graph.stages:
         per_group = graph.mesh(stage.id.unit).num_replicas // graph.num_groups
+        if (stage.tp_groups, per_group) in located:
+            continue  # as another model chunk of the same ranks
+        located.add((stage.tp_groups, per_group))
         for replica, tp_group in enumerate(stage.tp_groups):
             mirror = stage.tp_groups[replica % per_group]
             for rank, first in zip(tp_group, mirror, strict=True):
@@ -92,9 +97,9 @@ def _stage_problems(graph: StageGraph) -> list[str]:
             problems.append(
                 f"stage {stage.id} needs {mesh.num_replicas} TP groups of {mesh.tp} ranks, found {stage.tp_groups}"
             )
-        num_replicas = Counter(rank for tp_group in stage.tp_groups for rank in tp_group)
-        repeated = sorted(rank for rank, count in num_replicas.items() if count > 1)
-        if repeated:
+        held_ranks = list(chain.from_iterable(stage.tp_groups))
+        if len(set(held_ranks)) < len(held_ranks):
+            repeated = sorted(rank for rank, count in Counter(held_ranks).items() if count > 1)
             problems.append(
                 f"stage {stage.id} lies more than once on ranks {repeated}; a rank holds one replica of a stage"
             )

@@ -12,7 +12,7 @@ A position counts time in *waves*: mostly one microbatch of each of its units, s
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ class PipelinePosition:
     num_warmup_waves: int
     pacing: Mapping[str, UnitPace]
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """Chunks of a pipeline rank. If the last round does not reach a rank, the rank skips the last chunk."""
         return -(-len(self.virtual_stages) // self.num_pipeline_ranks)
@@ -91,9 +91,9 @@ class PipelinePosition:
         if self.num_pipeline_ranks == 1:
             return {stage: self.num_warmup_waves for stages in self.virtual_stages for stage in stages}
         return {
-            stage: _max_running_sum(np.where(is_forward, 1, -1)) - 1
+            stage: self._most_waves[pipeline_rank][chunk] - 1
             for pipeline_rank in range(self.num_pipeline_ranks)
-            for chunk, is_forward, _ in self._by_chunk(pipeline_rank)
+            for chunk in range(self.num_chunks)
             for stage in self.stages_at(pipeline_rank, chunk)
         }
 
@@ -115,20 +115,35 @@ class PipelinePosition:
                 in_step = self.num_waves // pace.num_waves * pace.num_microbatches
                 peak[stage] = min(pace.in_flight(self.num_warmup_waves), in_step)
             return peak
-        for pipeline_rank in range(self.num_pipeline_ranks):
-            for chunk, is_forward, wave in self._by_chunk(pipeline_rank):
-                for stage in self.stages_at(pipeline_rank, chunk):
-                    pace = self.pacing[stage.unit]
-                    due = wave % pace.num_waves == np.where(is_forward, pace.due_at(True), pace.due_at(False))
-                    peak[stage] = _max_running_sum(pace.num_microbatches * due * np.where(is_forward, 1, -1))
+        for pipeline_rank, chunk in product(range(self.num_pipeline_ranks), range(self.num_chunks)):
+            for stage in self.stages_at(pipeline_rank, chunk):
+                pace = self.pacing[stage.unit]
+                if pace.num_waves == 1:
+                    peak[stage] = pace.num_microbatches * self._most_waves[pipeline_rank][chunk]
+                else:
+                    peak[stage] = self._most_microbatches(pipeline_rank, chunk, pace)
         return peak
 
-    def _by_chunk(self, pipeline_rank: int) -> Iterable[tuple[int, IntArray, IntArray]]:
-        """Yield each chunk with its passes in order: whether each is a forward, and its wave."""
+    def _most_microbatches(self, pipeline_rank: int, chunk: int, pace: UnitPace) -> int:
+        """Return the most microbatches between forward and backward of a unit whose blocks take several waves."""
         table = self.pass_table(pipeline_rank)
-        for chunk in range(self.num_chunks):
-            is_forward, _, wave = table[table[:, 1] == chunk].T
-            yield chunk, is_forward, wave
+        is_forward, _, wave = table[table[:, 1] == chunk].T
+        due = wave % pace.num_waves == np.where(is_forward, pace.due_at(True), pace.due_at(False))
+        change = pace.num_microbatches * due * np.where(is_forward, 1, -1)
+        return int(np.cumsum(change).max(initial=0))
+
+    @cached_property
+    def _most_waves(self) -> list[list[int]]:
+        """By pipeline rank, then chunk: the most waves that are between forward and backward."""
+        most = []
+        for pipeline_rank in range(self.num_pipeline_ranks):
+            table = self.pass_table(pipeline_rank)
+            by_chunk = table[np.argsort(table[:, 1], kind="stable")]
+            # A chunk has as many forwards as backwards, so that every chunk starts at 0.
+            running = np.cumsum(2 * by_chunk[:, 0] - 1)
+            first_pass = np.searchsorted(by_chunk[:, 1], np.arange(self.num_chunks))
+            most.append(np.maximum.reduceat(running, first_pass).tolist())
+        return most
 
     @cached_property
     def _slots(self) -> IntArray:
@@ -145,10 +160,6 @@ class PipelinePosition:
         last = len(last_chunk) - 1
         ready = last_chunk[np.minimum(np.arange(len(first_chunk)) + self.num_warmup_waves, last)]
         return int((ready - first_chunk).max())
-
-
-def _max_running_sum(change: IntArray) -> int:
-    return int(np.cumsum(change).max(initial=0))
 
 
 def find_positions(graph: StageGraph) -> list[PipelinePosition]:
