@@ -80,7 +80,7 @@ def _wrong(rank: int, graph: StageGraph, loads: StepLoads, boxes: _Mailboxes) ->
     exchanges = broker.host_exchanges(loads)
     assert exchanges.keys() == {action for action in actions if isinstance(action, Dispatch)}
     broker.start_step(loads, broker.host_rows(loads), exchanges)
-    broker._decide_exchange = None  # type: ignore[assignment, method-assign]
+    broker._decide = None  # type: ignore[assignment]
     route = loads.routes["vision", "llm"].spans
     received = dict.fromkeys(loads.loads, 0)
     for (_, dst), spans in route.items():

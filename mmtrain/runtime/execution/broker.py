@@ -9,6 +9,7 @@ one collective moves the rows of all of them instead.
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +21,10 @@ from mmtrain.program.ir.actions import ComputeTask, Payload
 from mmtrain.program.ir.data_dependencies import dispatched, input_flows
 from mmtrain.program.ir.step_loads import IntArray
 from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.execution.dispatch_exchange import DispatchExchange, RoutePair, decide_exchange, exchanged_pairs
 from mmtrain.runtime.execution.process_groups import Pending, Transport
 
 Key = tuple[Edge, Microbatch, Payload]
-RoutePair = tuple[Microbatch, Microbatch]  # source and destination, of two units
 Channel = tuple[Edge, Payload, int]  # and the rank at its other end
 
 
@@ -32,27 +33,6 @@ class RouteRows(NamedTuple):
 
     src: Tensor  # among the source's rows
     dst: Tensor  # among those that the destination receives
-
-
-class GatheredRows(NamedTuple):
-    """Rows of this replica among those that all replicas gather from one of them."""
-
-    replica: int  # that they come from
-    first: int
-    num: int
-
-
-class DispatchExchange(NamedTuple):
-    """What one rank sends and receives in a dispatch; lengths alone decide it."""
-
-    sent: tuple[RoutePair, ...]  # in the order of the replicas that receive
-    received: tuple[RoutePair, ...]  # in the order of the replicas that send
-    num_sent: tuple[int, ...]  # rows, by replica
-    num_received: tuple[int, ...]  # rows, by replica
-    num_rows: int  # of the tensor that this and other dispatches fill
-    leaves_rank: bool  # whether any rank sends rows to another
-    num_gathered: int = 0  # by all-gather: rows of the replica that sends most
-    gathered: tuple[GatheredRows, ...] = ()  # by all-gather: where this replica's rows are
 
 
 class _Posted(NamedTuple):
@@ -89,6 +69,7 @@ class Broker:
         self._num_uses = _count_uses(graph, actions, transport.rank)
         self._pairs = _route_pairs(graph, actions)
         self._dispatched = {a: dispatched(graph, transport.rank, a) for a in actions if isinstance(a, Dispatch)}
+        self._decide = partial(decide_exchange, graph, transport.rank)
         self._clear()
 
     @property
@@ -99,14 +80,15 @@ class Broker:
     def host_rows(self, loads: StepLoads) -> dict[RoutePair, RouteRows]:
         """List, on the host, the rows of all pairs of this rank between which more than one span of rows flows."""
         pairs = set(self._pairs)
-        for action in self._dispatched:
-            pairs.update(*self._exchanged_pairs(action, loads))
+        for action, flow in self._dispatched.items():
+            route = loads.routes[action.edge.src.unit, action.edge.dst.unit]
+            pairs.update(*exchanged_pairs(flow, action, route))
         spans_of_pairs = {pair: self._route_spans(*pair, loads) for pair in pairs}
         return {pair: _rows_of(spans) for pair, spans in spans_of_pairs.items() if len(spans) > 1}
 
     def host_exchanges(self, loads: StepLoads) -> dict[Dispatch, DispatchExchange]:
         """Decide what this rank sends and receives in each dispatch of a step."""
-        return {action: self._decide_exchange(action, loads) for action in self._dispatched}
+        return {action: self._decide(action, loads) for action in self._dispatched}
 
     def start_step(
         self,
@@ -173,7 +155,7 @@ class Broker:
         edge, payload, flow = action.edge, action.payload, self._dispatched[action]
         forward = payload == "activation"
         tensor = self._use((edge, flow.src if forward else flow.dst, payload))
-        exchange = self._exchanges.get(action) or self._decide_exchange(action, self._loads)
+        exchange = self._exchanges.get(action) or self._decide(action, self._loads)
         rows = self._all_picked(tensor, exchange.sent, forward)
         if exchange.leaves_rank:
             rows = self._move(action, exchange, rows.contiguous())
@@ -267,54 +249,6 @@ class Broker:
         mine = [gathered[replica].narrow(0, first, num) for replica, first, num in exchange.gathered]
         return torch.cat([rows[:0], *mine])
 
-    def _decide_exchange(self, action: Dispatch, loads: StepLoads) -> DispatchExchange:
-        """Decide what this rank sends and receives in a dispatch."""
-        edge, forward = action.edge, action.payload == "activation"
-        num_replicas = self._graph.mesh(edge.src.unit).dp
-        sent, received = self._exchanged_pairs(action, loads)
-        ends = (1, 0) if forward else (0, 1)
-        num_sent, num_received = (
-            self._rows_by_replica(of_end, end, num_replicas, loads)
-            for of_end, end in zip((sent, received), ends, strict=True)
-        )
-        route = loads.routes[edge.src.unit, edge.dst.unit]
-        all_pairs = route.pairs_between(action.src, action.dst)
-        exchange = DispatchExchange(
-            tuple(sent),
-            tuple(received),
-            tuple(num_sent),
-            tuple(num_received),
-            self._total_rows(edge, self._dispatched[action].receiver, action.payload, loads),
-            any(src.replica != dst.replica for src, dst in all_pairs),
-        )
-        if self._graph.mesh(edge.src.unit).exchange == "all_to_all":
-            return exchange
-        sender, receiver, num_rows = route.exchanged(action.src, action.dst, not forward)
-        this_replica = self._dispatched[action].receiver.replica
-        is_before, is_mine = receiver < this_replica, receiver == this_replica
-        first = np.bincount(sender[is_before], num_rows[is_before], num_replicas).astype(np.int64)
-        mine = sorted(zip(sender[is_mine].tolist(), num_rows[is_mine].tolist(), strict=True))
-        return exchange._replace(
-            num_gathered=int(np.bincount(sender, num_rows).max(initial=0)),
-            gathered=tuple(GatheredRows(replica, int(first[replica]), num) for replica, num in mine),
-        )
-
-    def _exchanged_pairs(self, action: Dispatch, loads: StepLoads) -> tuple[list[RoutePair], list[RoutePair]]:
-        """Return the pairs of microbatches whose rows leave this rank, and come to it, in the order of the replicas."""
-        flow = self._dispatched[action]
-        pairs = loads.routes[action.edge.src.unit, action.edge.dst.unit].pairs_between(action.src, action.dst)
-        from_src = sorted(pair for pair in pairs if pair[0] == flow.src)
-        into_dst = sorted(pair for pair in pairs if pair[1] == flow.dst)
-        return (from_src, into_dst) if action.payload == "activation" else (into_dst, from_src)
-
-    @staticmethod
-    def _rows_by_replica(pairs: Sequence[RoutePair], end: int, num_replicas: int, loads: StepLoads) -> list[int]:
-        """Count the rows of some pairs by the replica at one of their ends: 0 the source, 1 the destination."""
-        num_rows = [0] * num_replicas
-        for src, dst in pairs:
-            num_rows[(src, dst)[end].replica] += loads.routes[src.unit, dst.unit].rows(src, dst)
-        return num_rows
-
     def _all_picked(self, tensor: Tensor, pairs: Sequence[RoutePair], forward: bool) -> Tensor:
         """Return the rows of some pairs, pair by pair."""
         picked = [self._pick(tensor, *pair, self._route_spans(*pair, self._loads), forward) for pair in pairs]
@@ -363,14 +297,10 @@ class Broker:
             return -(-self._loads.loads[src].tokens // self._transport.token_shards.get(src.unit, 1))
         return int(spans[:, 2].sum())
 
-    def _total_rows(self, edge: Edge, mb: Microbatch, payload: Payload, loads: StepLoads | None = None) -> int:
-        """Return the rows that a microbatch receives; loads: None for those of the step that runs."""
-        loads = self._loads if loads is None else loads
+    def _total_rows(self, edge: Edge, mb: Microbatch, payload: Payload) -> int:
+        """Return the rows that a microbatch receives by messages, or from its own rank."""
         if payload == "gradient":
-            return loads.rows_out[mb]
-        if self._graph.dispatches(edge):
-            route = loads.routes[edge.src.unit, edge.dst.unit]
-            return sum(int(spans[:, 2].sum()) for (_, dst), spans in route.spans.items() if dst == mb)
+            return self._loads.rows_out[mb]
         return sum(self._num_rows(edge, src, mb) for src in self._graph.sources(edge, mb))
 
     def _empty(self, rows: int, edge: Edge) -> Tensor:

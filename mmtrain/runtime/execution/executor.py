@@ -39,7 +39,8 @@ from mmtrain.program.ir.data_dependencies import parameter_gathers
 from mmtrain.program.ir.segments import direction, expand_all, finished_pass, num_segments, segment_layers, started_pass
 from mmtrain.program.trace.step_record import EMPTY_STEP_RECORD, StepRecord
 from mmtrain.runtime.execution.activity import DRAINING, Activity
-from mmtrain.runtime.execution.broker import Broker, DispatchExchange, RoutePair, RouteRows
+from mmtrain.runtime.execution.broker import Broker, RouteRows
+from mmtrain.runtime.execution.dispatch_exchange import DispatchExchange, RoutePair
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.execution.unit import MicrobatchState
 
