@@ -13,7 +13,8 @@ when the last rank began it until the last rank ended it. The prediction is the 
 
 Last it counts, without running them, the bytes of features that leave nodes in steps of 16 ranks on four nodes, with
 `parallel.node_wise` and without, what that changes for drawn images of up to 2,560 ranks, and how long a rank takes to
-decide what its dispatches move, which it does in the thread that prepares steps.
+decide what its dispatches move, which it does in the thread that prepares steps. Then, how even the LLM's mini-batches
+are before and after ranks exchange samples, by `data.grouping`; `--samples` prints that alone.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -35,7 +37,9 @@ from torch import Tensor
 from mmtrain.balance import BatchCost, Grouping, SampleLengths, rebalance
 from mmtrain.balance.batch_meta import BatchMeta, ItemLengths, ItemTable
 from mmtrain.balance.dispatch_items import DispatchSizes, place_batches_near
+from mmtrain.balance.methods import GroupingMethod
 from mmtrain.balance.node_rearrangement import off_node_bytes
+from mmtrain.balance.step_targets import SequenceCost, StepTargets
 from mmtrain.data import GroupStream
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import build_encoder_payload, build_text_payload
@@ -192,7 +196,12 @@ def main() -> None:
     """Plan each mode, run them in turns, and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
-    num_steps = parser.parse_args().steps
+    parser.add_argument("--samples", action="store_true")
+    asked = parser.parse_args()
+    if asked.samples:
+        _print_exchanged_samples()
+        return
+    num_steps = asked.steps
     samples = LopsidedSamples()
     plans = {}
     for mode in MODES:
@@ -208,6 +217,7 @@ def main() -> None:
         _print_places_of_many(num_ranks, per_rank)
     for num_ranks in (4, 256, 2560):
         _print_deciding(num_ranks, samples)
+    _print_exchanged_samples()
 
 
 def _recipe(mode: str) -> Recipe:
@@ -405,6 +415,34 @@ def _print_deciding(num_ranks: int, samples: LopsidedSamples) -> None:
         f"{num_ranks} ranks, {len(meta.sample_id)} samples: a rank sums up a step in {1e3 * sum_s:.1f} ms and decides "
         f"what its {len(exchanges)} dispatches move in {1e3 * decide_s:.1f} ms"
     )
+
+
+def _print_exchanged_samples() -> None:
+    """Print the tokens of the fullest rank over the mean's, before and after ranks exchange samples of a mini-batch."""
+    rng = np.random.default_rng(SEED)
+    tokens = np.clip(rng.lognormal(4.5, 0.6, 20_000), 8, 1024).astype(np.int64)
+    lengths = SampleLengths(tokens, tokens // 2, {})
+    num_ranks, num_mini_batches, seq_len = 8, 2, 2048
+    num_groups = num_ranks * num_mini_batches
+    methods: tuple[GroupingMethod, ...] = ("random", "isf", "length", "device")
+    for method, pad in product(methods, (False, True)):
+        if method == "isf" and pad:
+            continue
+        stream = GroupStream(lengths, Grouping(seq_len, 16_384, num_groups, method, pad=pad), SEED)
+        fullest, seconds = {}, {}
+        for targets in (StepTargets(), StepTargets(sample_cost=SequenceCost(1))):
+            start, largest = time.thread_time(), []
+            for step in range(20):
+                batch = stream.batch(step, num_groups, {"llm": num_ranks}, {"llm": num_mini_batches}, targets)
+                slot = batch.index * num_ranks + batch.replica
+                computed = np.bincount(slot, batch.tokens, num_groups).reshape(num_mini_batches, num_ranks)
+                largest.append(computed.max(axis=1).sum() * num_ranks / batch.sample_tokens.sum())
+            is_after = targets.sample_cost is not None
+            fullest[is_after], seconds[is_after] = float(np.mean(largest)), (time.thread_time() - start) / 20
+        print(
+            f"{method}{', padded' if pad else ''}: fullest rank over the mean rank's own tokens {fullest[False]:.3f} "
+            f"before, {fullest[True]:.3f} after; {1e3 * (seconds[True] - seconds[False]):.1f} ms a step"
+        )
 
 
 def _largest_and_total(meta: BatchMeta, table: ItemTable, index: int) -> FloatArray:

@@ -32,7 +32,9 @@ class BatchCost:
     kind "padded": linear * L + quadratic * L^2 / b with L = b * max(l), b the batch's size.
     kind "convolution": sum(l) + padding * b * max(l)^2, convolutions without padding before padded attention.
 
-    Plans use "packed" only so far; the other kinds are for encoders of `replicated` that pad.
+    "packed" is what encoders and the LLM compute, which lay sequences side by side, with attention's squares in its
+    cost; "padded" is the LLM with `data.pad`. Nothing here needs the others: "two_key" was never cheaper than "packed",
+    and the audio encoder packs the frames that its convolutions see.
     """
 
     kind: Literal["packed", "two_key", "padded", "convolution"] = "packed"
@@ -183,7 +185,8 @@ def _padded(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
 def _batches_of_neighbors(lengths: IntArray, padded: FloatArray, unpadded: FloatArray, num_ranks: int) -> IntArray:
     """Form batches of neighbors in ascending order with the least largest cost, size * max(padded) + sum(unpadded).
 
-    The bisection runs from the most expensive single sample to that times ceil(n / d), which always suffices.
+    The bisection runs from the most expensive single sample to that times ceil(n / d), which always suffices. No rank
+    is left without samples where there are enough of them.
     """
     if not len(lengths):
         return np.empty(0, dtype=np.int64)
@@ -204,9 +207,24 @@ def _batches_of_neighbors(lengths: IntArray, padded: FloatArray, unpadded: Float
             else:
                 high = middle
                 ends = middle_ends
+    sizes = _halved_to_count(np.diff([0, *ends]).tolist(), min(num_ranks, len(padded_costs)))
     rank = np.empty(len(padded_costs), dtype=np.int64)
-    rank[order] = np.repeat(np.arange(len(ends)), np.diff([0, *ends]))
+    rank[order] = np.repeat(np.arange(len(sizes)), sizes)
     return rank
+
+
+def _halved_to_count(sizes: list[int], count: int) -> list[int]:
+    """Halve the batches of these sizes, those with most samples first, until there are `count`."""
+    largest_first = [(-size, place, size) for place, size in enumerate(sizes)]
+    heapq.heapify(largest_first)
+    parts: dict[int, list[int]] = {place: [size] for place, size in enumerate(sizes)}
+    for _ in range(count - len(sizes)):
+        _, place, size = heapq.heappop(largest_first)
+        parts[place].remove(size)
+        for half in (size // 2, size - size // 2):
+            parts[place].append(half)
+            heapq.heappush(largest_first, (-half, place, half))
+    return [size for place in range(len(sizes)) for size in parts[place]]
 
 
 def _batch_ends(padded_costs: list[float], sums_before: list[float], bound: float, num_ranks: int) -> list[int] | None:

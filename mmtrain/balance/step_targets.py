@@ -81,6 +81,8 @@ class StepTargets:
     replica_nodes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # unit -> node of each of its replicas
     reorder: bool = True  # False: groups go to replicas and microbatches in the order of the stream
     dispatch: bool = False  # any replica of an encoder computes an item, wherever its sample is; see `assign`
+    # What a sample costs in the LLM, where replicas that run side by side exchange samples; see `dispatch_samples`.
+    sample_cost: SequenceCost | None = None
 
 
 class SampleWork:

@@ -100,8 +100,9 @@ class ParallelSettings(Section):
         added_later=True,
         description="In `replicated`: what is balanced over the ranks, which wait for each other in every unit. `all`: "
         "each unit's work by itself; any rank may compute an image or clip, and an all-to-all brings its features to "
-        "the rank of its sample. `llm`: the LLM's work; images and clips stay with their samples. `none`: nothing, "
-        "samples stay where the stream puts them. `auto`: the faster of `all` and `llm`.",
+        "the rank of its sample. `llm`: the LLM's work; images and clips stay with their samples. In both, ranks "
+        "exchange samples of a mini-batch, unless `data.grouping: matched` makes them even. `none`: nothing, samples "
+        "stay where the stream puts them. `auto`: the faster of `all` and `llm`.",
     )
     exchange: Literal["all_to_all", "all_gather"] = setting(
         "all_to_all",

@@ -1,6 +1,7 @@
 """The replicated placement: what a pass of sharded units takes, how steps are dispatched, and when it is chosen."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import ItemLengths, SampleLengths
+from mmtrain.balance import Grouping, ItemLengths, SampleLengths
 from mmtrain.costs import CostTable
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.sharded_layers import overlapped_seconds
-from mmtrain.data import build_index
+from mmtrain.data import GroupStream, build_index
 from mmtrain.errors import PlanError
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.artifact.plan import Plan
@@ -355,3 +356,30 @@ def test_where_memory_is_short_encoders_first_are_recomputed_or_have_more_mini_b
     assert (roomy.schedule.num_microbatches["vision"], roomy.units["vision"].num_recomputed) == (1, 0)
     assert tight.schedule.num_microbatches["vision"] == num_microbatches
     assert (tight.units["vision"].num_recomputed > 0) == (recompute == "auto")
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_plans_and_steps_exchange_samples_between_ranks_that_dispatch(pad: bool) -> None:
+    """Under any grouping, so that samples stay as random as it has them; a plan predicts it as steps do it."""
+    lengths = factory.lengths()
+    lengths = replace(lengths, tokens=np.random.default_rng(3).integers(4, 60, len(lengths)))
+    llm = {}
+    for dispatch in ("none", "llm", "all"):
+        parallel = {"placement": "replicated", "shard": "all", "dispatch": dispatch, "schedule": "1f1b"}
+        settings = factory.recipe(parallel=parallel, global_batch=8)
+        data = settings.data.model_copy(update={"grouping": "random", "pad": pad})
+        settings = settings.model_copy(update={"data": data})
+        chosen = plan_recipe(settings, lengths, world_size=4, hardware="cpu-core", recipe_sha256="x")
+        assert chosen.predicted.balance is not None
+        assert chosen.predicted.balance.phases is not None
+        predicted = chosen.predicted.balance.phases["llm"].over_mean[1]
+        targets = derive_step_targets(settings, chosen, lengths)
+        assert (targets.sample_cost is None) == (dispatch == "none")
+        stream = GroupStream(lengths, Grouping.of(data, 8), seed=1)
+        dp = {name: unit.dp for name, unit in chosen.units.items()}
+        batches = [stream.batch(step, 8, dp, chosen.schedule.num_microbatches, targets) for step in range(8)]
+        computed = [np.bincount(b.replica + 4 * b.index, b.tokens, 8).reshape(2, 4) for b in batches]
+        llm[dispatch] = predicted, np.mean([of_step.max(axis=1) / of_step.mean(axis=1) for of_step in computed])
+    for dispatch in ("llm", "all"):
+        assert llm[dispatch][0] < llm["none"][0]
+        assert llm[dispatch][1] < llm["none"][1]

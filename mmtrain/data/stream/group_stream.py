@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleGroups, SampleLengths, StepTargets, assign, pack_groups
 from mmtrain.balance.assign import NO_TARGETS
+from mmtrain.balance.dispatch_samples import dispatch_samples
 from mmtrain.balance.even_groups import even_out_groups
 from mmtrain.balance.grouping import GroupingSizes
 from mmtrain.balance.methods import (
@@ -113,7 +114,8 @@ class GroupStream:
         """Lay out groups [step, step + 1) * global_batch over the replicas and microbatches of every unit.
 
         Which samples a step has depends on nothing else. `targets` decide which replica computes which sample, in which
-        group and in which order; samples change groups for this only with the grouping method `matched`.
+        group and in which order; samples change groups for this only with the grouping method `matched`, or where
+        replicas dispatch.
         """
         first = step * global_batch
         stream_groups = self.groups(first, global_batch)
@@ -138,8 +140,13 @@ class GroupStream:
         return SampleGroups(ends, np.concatenate(groups))
 
     def _even_out(self, groups: list[IntArray], num_replicas: int, targets: StepTargets) -> list[IntArray]:
-        """Exchange samples between the groups of a row where the grouping method permits it."""
-        if not targets.loads or self._grouping.method != "matched":
+        """Exchange samples between the groups of a row where the grouping method permits it, or replicas dispatch."""
+        if self._grouping.method != "matched":
+            cost, pad = targets.sample_cost, self._grouping.pad
+            if cost is None:
+                return groups
+            return dispatch_samples(groups, num_replicas, self._sizes, cost, pad, with_items=not targets.dispatch)
+        if not targets.loads:
             return groups
         samples = np.concatenate(groups)
         loads = SampleWork(self._lengths, samples).loads(targets)

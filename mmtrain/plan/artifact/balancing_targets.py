@@ -94,9 +94,9 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     hold its table. With `data.reorder: off` only items are balanced, between the replicas of an encoder.
 
     Sharded units wait for each other in every phase, so the sum of a rank's work matters little: samples are balanced
-    by their cost in the LLM. Items are dispatched by their cost in their encoder if the plan says `all`, and stay with
-    their samples otherwise; with `none` samples stay where the stream puts them, too. Without `parallel.node_wise` the
-    targets name no nodes.
+    by their cost in the LLM, and replicas that dispatch exchange samples for that under any grouping. Items are
+    dispatched by their cost in their encoder if the plan says `all`, and stay with their samples otherwise; with `none`
+    samples stay where the stream puts them, too. Without `parallel.node_wise` the targets name no nodes.
     """
     shape, machine = build_model_shape(recipe), machine_for(recipe, plan.hardware)
     graph = stage_graph(plan, shape)
@@ -108,6 +108,7 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     scale = MICROBATCH_COST_UNITS / max(busiest_s, _MIN_SECONDS)
     encoders = [mesh.unit for mesh in graph.meshes if mesh.unit != LLM]
     reorder = recipe.data.reorder and plan.dispatch != "none"
+    dispatches_samples = reorder and plan.dispatch is not None
     pipeline: tuple[PipelineRank, ...] = ()
     table = None
     if encoders and len(ranks) > 1 and reorder:
@@ -125,6 +126,7 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
         replica_nodes=_nodes_by_unit(graph, machine.ranks_per_node) if recipe.parallel.node_wise else {},
         reorder=reorder,
         dispatch=plan.dispatch == "all",
+        sample_cost=_to_integer(_unit_cost(ranks, LLM), scale) if dispatches_samples else None,
     )
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, StepTargets, assign
-from mmtrain.balance.assign import NO_TARGETS
+from mmtrain.balance.assign import COST_PER_TOKEN, NO_TARGETS
+from mmtrain.balance.dispatch_samples import dispatch_samples
 from mmtrain.balance.grouping import GroupingSizes
 from mmtrain.balance.methods import arrange_window, group_window, grouping_sizes, unit_tokens
 from mmtrain.balance.padding import pad_microbatches
@@ -14,7 +15,7 @@ from mmtrain.balance.phase_loads import stream_groups_of
 from mmtrain.balance.regroup_step import match_step
 from mmtrain.errors import PlanError
 from mmtrain.plan.budget import DEFAULT_BUDGET, SamplingBudget
-from mmtrain.program.ir.graph import DispatchMode
+from mmtrain.program.ir.graph import LLM, DispatchMode
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class SampledBatches:
     pad: bool = False  # samples to the longest of their microbatch
     unmatched: tuple[Sequence[IntArray], ...] = ()  # the same steps as the stream has them, where `groups` are matched
     ranks_per_node: int | None = None  # None: batches of items are placed without regard to nodes
+    sizes: GroupingSizes | None = None  # of all samples, where replicas that dispatch exchange some of them
 
     @property
     def global_batch(self) -> int:
@@ -47,6 +49,11 @@ class SampledBatches:
             targets = replace(targets, replica_nodes=nodes)
         if dispatch == "none":
             steps, targets = self.unmatched or self.groups, replace(targets, reorder=False)
+        elif dispatch is not None and self.sizes is not None:
+            steps = tuple(
+                dispatch_samples(groups, dp[LLM], self.sizes, COST_PER_TOKEN, self.pad, with_items=dispatch == "llm")
+                for groups in steps
+            )
         batches = [
             assign(step, 0, groups, self.lengths, dp, num_microbatches, targets) for step, groups in enumerate(steps)
         ]
@@ -98,8 +105,14 @@ def sample_batches(
     unmatched = tuple(chosen)
     if grouping.method == "matched" and grouping.matching == "step" and grouping.reorder:
         chosen = [_match(step, sizes, grouping) for step in chosen]
-    targets = StepTargets(reorder=grouping.reorder)
-    return SampledBatches(lengths, tuple(chosen), targets, grouping.pad, unmatched)
+    return SampledBatches(
+        lengths,
+        tuple(chosen),
+        StepTargets(reorder=grouping.reorder),
+        grouping.pad,
+        unmatched,
+        sizes=sizes if grouping.reorder and grouping.method != "matched" else None,
+    )
 
 
 def _match(groups: list[IntArray], sizes: GroupingSizes, grouping: Grouping) -> list[IntArray]:
