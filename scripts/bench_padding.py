@@ -3,11 +3,13 @@
     python -m scripts.bench_padding recipes/demo.yaml --set train.steps=30 --set cluster.ranks=1 \\
         --set parallel.placement=unified
 
-All arguments go to `mmtrain train`; runs are written to a temporary folder. Every method runs several times, by turns,
-so that other work on the machine meets all of them. Prints the median time of a step and of a thousand LLM tokens, the
-least of the runs (padding does not count as tokens), the share of padding, and the planner's prediction.
+All arguments but `--pause-s` go to `mmtrain train`; runs are written to a temporary folder. Every method runs several
+times, by turns, so that other work on the machine meets all of them. Prints the median time of a step and of a thousand
+LLM tokens, the least of the runs (padding does not count as tokens), the share of padding, and the planner's
+prediction.
 """
 
+import argparse
 import os
 import platform
 import statistics
@@ -32,14 +34,21 @@ WARM_UP_SHARE = 0.2  # of the steps, left out: the first ones fill caches
 
 def main() -> int:
     """Train by every method; return the exit code of the first run that failed, or 0."""
-    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores {platform.machine()}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--pause-s", type=float, default=0.0, help="between rounds; real-time runs let others work then"
+    )
+    options, train_arguments = parser.parse_known_args()
+    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores {platform.machine()}", flush=True)
     outcomes: dict[tuple[str, bool], list[Outcome]] = defaultdict(list)
-    for grouping, pad in RUNS * NUM_ROUNDS:
+    for number, (grouping, pad) in enumerate(RUNS * NUM_ROUNDS):
+        if number and number % len(RUNS) == 0:
+            time.sleep(options.pause_s)
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
             changes = [f"data.grouping={grouping}", f"data.pad={str(pad).lower()}"]
             settings = [part for change in changes for part in ("--set", change)]
-            command = [sys.executable, "-m", "mmtrain", "train", *sys.argv[1:], *settings, "--run-dir", str(run)]
+            command = [sys.executable, "-m", "mmtrain", "train", *train_arguments, *settings, "--run-dir", str(run)]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             if done.returncode:
                 print(done.stderr, file=sys.stderr)

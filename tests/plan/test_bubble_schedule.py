@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
-from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, LlmTimeline
+from mmtrain.plan.colocated.bubble_schedule import (
+    EncoderPlan,
+    EncoderWork,
+    LlmTimeline,
+    schedule_encoder,
+    schedule_encoders,
+)
 from mmtrain.plan.colocated.bubbles import FreeTime, KernelChain, KernelSequence, place_kernels
 from scripts.kernel_tables.encoder_search import (
     compute_share_inside_llm,
@@ -217,3 +223,56 @@ def test_tiny_instances_are_near_the_optimum() -> None:
     assert min(ratios) >= 1 - 1e-6, "nothing is shorter than the optimum"
     assert np.mean(np.array(ratios) < 1 + 1e-6) > 0.9
     assert max(ratios) < 1.05
+
+
+def test_kernels_of_two_encoders_compete_for_the_same_bubbles() -> None:
+    """The first encoder's backward and the second one's forward want one bubble, and only the backward can wait."""
+    busy = np.array([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])
+    llm = LlmTimeline(
+        free_times=(FreeTime.around(busy, np.zeros((0, 2))),),
+        end=5.0,
+        gather=0.0,
+        scatter=0.0,
+        first_forwards=np.array([0.0, 3.0]),
+        last_backwards=np.array([1.0, 5.0]),
+        transfer=0.0,
+    )
+    plans = [
+        EncoderPlan(tp=1, pp=1, tp_groups_per_rank=1, forward=((layer("5"),),), backward=((layer("1"),),)),
+        EncoderPlan(tp=1, pp=1, tp_groups_per_rank=1, forward=((layer("1"),),), backward=()),
+    ]
+    owner = np.zeros(2, dtype=np.int64)
+    together = schedule_encoders([EncoderWork(llm, plan, owner) for plan in plans])
+    assert (max(s.head for s in together), max(s.tail for s in together)) == (11, 1)
+    spans = sorted(
+        tuple(span)
+        for schedule in together
+        for placed in (*schedule.forward.values(), *schedule.backward.values())
+        for span in placed.spans.tolist()
+    )
+    assert spans[0][0] == -11
+    assert spans[-3:] == [(1, 2), (3, 4), (5, 6)]
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+    first = schedule_encoder(llm, plans[0], owner)  # one after the other, the second one finds no bubble
+    left = llm.free_times[0].without(first.forward[0, 0]).without(first.backward[0, 0])
+    second = schedule_encoder(replace(llm, free_times=(left,)), plans[1], owner)
+    assert (max(first.head, second.head), max(first.tail, second.tail)) == (12, 1)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_kernels_of_two_encoders_run_one_at_a_time(pp: int) -> None:
+    table = make_table(ENCODERS, pp=4)
+    llm = table.llm_timeline(8)
+    plan = next(plan for plan in table.encoder_plans() if plan.pp == pp and plan.tp_groups_per_rank == 1)
+    num_pipelines = plan.num_pipelines(llm)
+    owner = np.arange(8) % num_pipelines
+    both = schedule_encoders([EncoderWork(llm, plan, owner)] * 2)
+    alone = schedule_encoder(llm, plan, owner)
+    for key in alone.forward:
+        of_rank = [placed for schedule in both for placed in (schedule.forward[key], schedule.backward[key])]
+        for computes in (True, False):
+            spans = sorted(tuple(span) for p in of_rank for span in p.spans[p.computes == computes].tolist())
+            assert len(spans) > 0 or not computes
+            assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(spans))
+    assert min(schedule.step_time for schedule in both) >= alone.step_time - 1e-6

@@ -11,16 +11,19 @@ placed as early as they fit, from B on; forwards as late as they fit, which is t
 from F on. The earliest forward then says how long before the LLM a step starts (`head`), the latest backward how long
 after it the step ends (`tail`).
 
-Recipes and fixed kernel tables (`scripts/kernel_tables`) both schedule with `schedule_encoder`. In a recipe every
-encoder pipeline has an equal share of the microbatches; for a table the shares are searched. Only tables have several
-encoder TP groups on an LLM pipeline rank, cuttable kernels and transfer times.
+Recipes schedule all encoders together with `schedule_encoders`, fixed kernel tables (`scripts/kernel_tables`) their
+one encoder with `schedule_encoder`; both place kernels by the same functions. In a recipe every encoder pipeline has an
+equal share of the microbatches; for a table the shares are searched. Only tables have several encoder TP groups on an
+LLM pipeline rank, cuttable kernels and transfer times.
 
 Time 0 is the start of the LLM's first forward; in a recipe it is the start of the LLM's step, which gathers parameters
 first, so that the exposed all-gather is free time of the timeline and `gather` is 0.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +40,7 @@ from mmtrain.plan.colocated.bubbles import (
 IntArray = npt.NDArray[np.int64]
 StageKernelLists = tuple[tuple[KernelSequence, ...], ...]  # by stage, by layer in the order in which layers run
 PlacedByStage = dict[tuple[int, int], PlacedKernels]  # by (encoder pipeline, stage)
+_LABELS_PER_ENCODER = 1 << 32  # more than the microbatches of any step
 
 
 @dataclass(frozen=True)
@@ -101,10 +105,19 @@ def step_time_around(llm: LlmTimeline, head: float, tail: float) -> float:
     return llm.end + max(head, llm.gather) + max(tail, llm.scatter)
 
 
+@dataclass(frozen=True)
+class EncoderWork:
+    """An encoder whose pipelines know their microbatches, and when the LLM needs each and has ended it."""
+
+    llm: LlmTimeline  # the same free times for all encoders; deadlines and releases are those of this one
+    plan: EncoderPlan
+    owner: IntArray  # (microbatches,) encoder pipeline that computes each
+
+
 def schedule_encoder(
     llm: LlmTimeline, plan: EncoderPlan, owner: IntArray, *, renumber: bool = False
 ) -> EncoderSchedule:
-    """Place all kernels of an encoder whose pipelines know their microbatches.
+    """Place all kernels of one encoder whose pipelines know their microbatches.
 
     Args:
         llm: the LLM's timeline.
@@ -113,64 +126,173 @@ def schedule_encoder(
         renumber: let the i-th forward to end become LLM microbatch i, samples included; else microbatches keep their
             numbers, whichever ends first.
     """
-    forward, ends, head = _place_forwards(llm, plan, owner)
+    work = EncoderWork(llm, plan, owner)
+    (forward,) = _place_forwards([work])
     if renumber:
-        order = np.argsort(ends, kind="stable")
+        order = np.argsort(forward.ends, kind="stable")
         new_label = np.argsort(order)
-        forward = {key: replace(placed, labels=new_label[placed.labels]) for key, placed in forward.items()}
-        owner, ends = owner[order], ends[order]
-    backward, tail = _place_backwards(llm, plan, owner, forward)
-    return EncoderSchedule(llm, plan, owner, forward, backward, ends, head, tail)
+        placed_by_stage = {
+            key: replace(placed, labels=new_label[placed.labels]) for key, placed in forward.placed.items()
+        }
+        forward = replace(forward, placed=placed_by_stage, ends=forward.ends[order])
+        work = replace(work, owner=owner[order])
+    (backward,) = _place_backwards([work], [forward])
+    return _schedule_of(work, forward, backward)
 
 
-def _place_forwards(llm: LlmTimeline, plan: EncoderPlan, owner: IntArray) -> tuple[PlacedByStage, FloatArray, float]:
-    """Place forwards as late as they fit; return them, (microbatches,) their ends at the LLM, and the head."""
-    kernels_by_stage = _concatenate_layers(plan.forward)
-    placed_by_stage: PlacedByStage = {}
-    ends = np.empty(len(owner))
-    head = 0.0
-    for pipeline in range(plan.num_pipelines(llm)):
-        microbatches = np.flatnonzero(owner == pipeline)
-        to_llm = _transfer_to_llm(llm, plan, pipeline)
-        due = llm.first_forwards[microbatches] - to_llm
-        for stage in reversed(range(plan.pp)):
-            kernels = kernels_by_stage[stage]
-            reversed_kernels = kernels.time_reversed()
-            chains = [
-                KernelChain(int(mb), -float(t), reversed_kernels) for mb, t in zip(microbatches, due, strict=True)
-            ]
-            free_time = llm.free_times[plan.llm_pipeline_rank(pipeline, stage)].time_reversed()
-            placed, negated_start = place_kernels(free_time, chains[::-1], plan.cut_cost)
-            placed_by_stage[pipeline, stage] = placed.time_reversed(len(kernels.durations))
-            if stage == plan.pp - 1:
-                ends[microbatches] = _chain_ends(placed_by_stage[pipeline, stage], microbatches) + to_llm
-            due = np.array([-negated_start[int(mb)] for mb in microbatches]) - llm.transfer
-        head = max(head, *(-due - llm.transfer), 0.0)
-    return placed_by_stage, ends, head
+def schedule_encoders(works: Sequence[EncoderWork]) -> tuple[EncoderSchedule, ...]:
+    """Place the kernels of several encoders on the ranks of one LLM, as if they were those of one encoder.
+
+    Encoders do not depend on each other, so on each rank their kernels compete for the same free time: whichever
+    microbatch the LLM needs first comes first, of whatever encoder, and forwards of all come before backwards of any.
+    """
+    assert all(work.plan.tp_groups_per_rank == 1 for work in works), "kernels share ranks, not TP groups"
+    forwards = _place_forwards(works)
+    backwards = _place_backwards(works, forwards)
+    return tuple(itertools.starmap(_schedule_of, zip(works, forwards, backwards, strict=True)))
 
 
-def _place_backwards(
-    llm: LlmTimeline, plan: EncoderPlan, owner: IntArray, forward: PlacedByStage
-) -> tuple[PlacedByStage, float]:
-    """Place backwards as early as they fit beside the forwards; return them and the tail."""
-    if not plan.backward:
-        return {}, 0.0
-    kernels_by_stage = _concatenate_layers(plan.backward)
-    placed_by_stage: PlacedByStage = {}
-    tail = 0.0
-    for pipeline in range(plan.num_pipelines(llm)):
-        microbatches = np.flatnonzero(owner == pipeline)
-        release = llm.last_backwards[microbatches] + _transfer_to_llm(llm, plan, pipeline)
-        for stage in reversed(range(plan.pp)):
-            chains = [
-                KernelChain(int(microbatches[k]), float(release[k]), kernels_by_stage[stage])
-                for k in np.argsort(release, kind="stable")
-            ]
-            free_time = llm.free_times[plan.llm_pipeline_rank(pipeline, stage)].without(forward[pipeline, stage])
-            placed_by_stage[pipeline, stage], end = place_kernels(free_time, chains, plan.cut_cost)
-            release = np.array([end[int(mb)] for mb in microbatches]) + llm.transfer
-        tail = max(tail, *(release - llm.transfer - llm.end), 0.0)
-    return placed_by_stage, tail
+@dataclass(frozen=True)
+class _PlacedForwards:
+    """The forwards of an encoder in time."""
+
+    placed: PlacedByStage
+    ends: FloatArray  # (microbatches,) when the LLM's first pipeline rank has the output
+    head: float
+
+
+@dataclass(frozen=True)
+class _PlacedBackwards:
+    """The backwards of an encoder in time."""
+
+    placed: PlacedByStage
+    tail: float
+
+
+def _schedule_of(work: EncoderWork, forward: _PlacedForwards, backward: _PlacedBackwards) -> EncoderSchedule:
+    return EncoderSchedule(
+        llm=work.llm,
+        plan=work.plan,
+        owner=work.owner,
+        forward=forward.placed,
+        backward=backward.placed,
+        forward_ends=forward.ends,
+        head=forward.head,
+        tail=backward.tail,
+    )
+
+
+@dataclass(frozen=True)
+class _StageTurn:
+    """A stage of an encoder pipeline, when its kernels are placed."""
+
+    number: int  # of the encoder
+    work: EncoderWork
+    pipeline: int
+    stage: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.pipeline, self.stage
+
+    @property
+    def is_next_to_llm(self) -> bool:
+        return self.stage == self.work.plan.pp - 1
+
+    @property
+    def to_llm(self) -> float:
+        """Transfer time of a microbatch between the pipeline's last stage and the LLM."""
+        return _transfer_to_llm(self.work.llm, self.work.plan, self.pipeline)
+
+    @cached_property
+    def microbatches(self) -> list[int]:
+        return np.flatnonzero(self.work.owner == self.pipeline).tolist()
+
+    def label(self, mb: int) -> int:
+        """Return a number for a microbatch of this encoder that no other encoder has."""
+        return self.number * _LABELS_PER_ENCODER + mb
+
+    def of_encoder(self, placed: PlacedKernels) -> PlacedKernels:
+        """Return the encoder's own kernels of all that were placed, labelled by microbatch."""
+        is_own = placed.labels // _LABELS_PER_ENCODER == self.number
+        labels = placed.labels[is_own] % _LABELS_PER_ENCODER
+        return PlacedKernels(placed.spans[is_own], labels, placed.kernel_index[is_own], placed.computes[is_own])
+
+
+def _turns_by_rank(works: Sequence[EncoderWork]) -> Iterator[tuple[FreeTime, list[_StageTurn]]]:
+    """Yield free times and the stages that share them, from the LLM's last pipeline rank to its first.
+
+    So a stage comes after the next one of its pipeline, which says when its forwards are due and its backwards start.
+    """
+    for rank in reversed(range(len(works[0].llm.free_times))):
+        for group in range(works[0].plan.tp_groups_per_rank):
+            turns = []
+            for number, work in enumerate(works):
+                pipeline = rank // work.plan.pp * work.plan.tp_groups_per_rank + group
+                turns.append(_StageTurn(number, work, pipeline, rank % work.plan.pp))
+            yield works[0].llm.free_times[rank], turns
+
+
+def _place_forwards(works: Sequence[EncoderWork]) -> list[_PlacedForwards]:
+    """Place forwards as late as they fit."""
+    kernels_of = [_concatenate_layers(work.plan.forward) for work in works]
+    placed_of: list[PlacedByStage] = [{} for _ in works]
+    ends = [np.empty(len(work.owner)) for work in works]
+    dues = [work.llm.first_forwards.copy() for work in works]  # (microbatches,) of the stage that is next
+    heads = [0.0 for _ in works]
+    for free_time, turns in _turns_by_rank(works):
+        waiting: list[tuple[float, int, int, KernelChain]] = []
+        for turn in turns:
+            own, due = turn.microbatches, dues[turn.number]
+            if turn.is_next_to_llm:
+                due[own] -= turn.to_llm
+            kernels = kernels_of[turn.number][turn.stage].time_reversed()
+            needed = turn.work.llm.first_forwards
+            for mb in own:
+                chain = KernelChain(turn.label(mb), -float(due[mb]), kernels)
+                waiting.append((-float(needed[mb]), -mb, turn.number, chain))
+        waiting.sort(key=lambda item: item[:3])
+        chains = [chain for *_, chain in waiting]
+        placed, negated_starts = place_kernels(free_time.time_reversed(), chains, works[0].plan.cut_cost)
+        for turn in turns:
+            own, number = turn.microbatches, turn.number
+            num_kernels = len(kernels_of[number][turn.stage].durations)
+            placed_of[number][turn.key] = turn.of_encoder(placed).time_reversed(num_kernels)
+            if turn.is_next_to_llm:
+                ends[number][own] = _chain_ends(placed_of[number][turn.key], own) + turn.to_llm
+            for mb in own:
+                start = -negated_starts[turn.label(mb)]
+                dues[number][mb] = start - turn.work.llm.transfer
+                heads[number] = max(heads[number], -start)
+    return list(itertools.starmap(_PlacedForwards, zip(placed_of, ends, heads, strict=True)))
+
+
+def _place_backwards(works: Sequence[EncoderWork], forwards: Sequence[_PlacedForwards]) -> list[_PlacedBackwards]:
+    """Place backwards as early as they fit beside the forwards."""
+    kernels_of = [_concatenate_layers(work.plan.backward) for work in works]
+    placed_of: list[PlacedByStage] = [{} for _ in works]
+    releases = [work.llm.last_backwards.copy() for work in works]  # (microbatches,) of the stage that is next
+    tails = [0.0 for _ in works]
+    for free_time, turns in _turns_by_rank(works):
+        trained = [turn for turn in turns if turn.work.plan.backward]
+        for turn in turns:
+            free_time = free_time.without(forwards[turn.number].placed[turn.key])
+        chains: list[KernelChain] = []
+        for turn in trained:
+            release = releases[turn.number]
+            if turn.is_next_to_llm:
+                release[turn.microbatches] += turn.to_llm
+            kernels = kernels_of[turn.number][turn.stage]
+            chains += [KernelChain(turn.label(mb), float(release[mb]), kernels) for mb in turn.microbatches]
+        chains.sort(key=lambda chain: chain.release)
+        placed, ends = place_kernels(free_time, chains, works[0].plan.cut_cost)
+        for turn in trained:
+            placed_of[turn.number][turn.key] = turn.of_encoder(placed)
+            for mb in turn.microbatches:
+                end = ends[turn.label(mb)]
+                releases[turn.number][mb] = end + turn.work.llm.transfer
+                tails[turn.number] = max(tails[turn.number], end - turn.work.llm.end)
+    return list(itertools.starmap(_PlacedBackwards, zip(placed_of, tails, strict=True)))
 
 
 def _transfer_to_llm(llm: LlmTimeline, plan: EncoderPlan, pipeline: int) -> float:
@@ -178,7 +300,7 @@ def _transfer_to_llm(llm: LlmTimeline, plan: EncoderPlan, pipeline: int) -> floa
     return llm.transfer if plan.llm_pipeline_rank(pipeline, plan.pp - 1) > 0 else 0.0
 
 
-def _chain_ends(placed: PlacedKernels, microbatches: IntArray) -> FloatArray:
+def _chain_ends(placed: PlacedKernels, microbatches: Sequence[int]) -> FloatArray:
     """Return when the last kernel of each chain ends."""
     return np.array([placed.spans[placed.labels == mb, 1].max() for mb in microbatches])
 

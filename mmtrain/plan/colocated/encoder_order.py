@@ -11,13 +11,18 @@ also fill the gaps inside the LLM's layers, and an encoder communicates while th
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 import numpy as np
 
 from mmtrain.costs import Hardware
 from mmtrain.plan.artifact.plan import SchedulePlan
-from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, EncoderSchedule, LlmTimeline, schedule_encoder
+from mmtrain.plan.colocated.bubble_schedule import (
+    EncoderPlan,
+    EncoderSchedule,
+    EncoderWork,
+    LlmTimeline,
+    schedule_encoders,
+)
 from mmtrain.plan.colocated.bubbles import FloatArray
 from mmtrain.plan.colocated.emit_order import TimedPass, emit_rank_order
 from mmtrain.plan.colocated.llm_alone import find_bubbles, simulate_llm_alone, with_delayed_forwards
@@ -69,16 +74,16 @@ def plan_encoder_order(
     llm = find_bubbles(graph, llm_alone, spans, segments.gaps)
     passes = _RankPasses()
     _add_llm_passes(passes, graph, spans)
-    for mesh in (m for m in graph.meshes if m.unit != LLM):
-        kernels = {
-            (stage, kind): stage_kernels(costs, kind, segments.max_kernel_s)
-            for (stage, kind), costs in segments.costs.items()
-            if stage.unit == mesh.unit
-        }
-        schedule = _schedule_encoder(graph, kernels, llm, mesh)
+    kernels = {
+        (stage, kind): stage_kernels(costs, kind, segments.max_kernel_s)
+        for (stage, kind), costs in segments.costs.items()
+        if stage.unit != LLM
+    }
+    encoders = [mesh for mesh in graph.meshes if mesh.unit != LLM]
+    schedules = schedule_encoders([_encoder_work(graph, kernels, llm, mesh) for mesh in encoders])
+    for mesh, schedule in zip(encoders, schedules, strict=True):
         for timed_pass, ranks in _encoder_passes(graph, mesh, schedule, kernels, max_ahead):
             passes.add(timed_pass, ranks)
-        llm = _without_used_time(llm, schedule)
     order_of: dict[tuple[int, ...], tuple[str, ...]] = {}
     orders: RankOrders = {}
     for rank, indices in sorted(passes.by_rank.items()):
@@ -131,10 +136,10 @@ def _add_llm_passes(passes: _RankPasses, graph: StageGraph, spans: Sequence[Span
             passes.add(timed_pass, graph.mesh(LLM).tp_group(stage.index, 0))
 
 
-def _schedule_encoder(
+def _encoder_work(
     graph: StageGraph, kernels: Mapping[StagePass, StageKernels], llm: LlmTimeline, mesh: UnitMesh
-) -> EncoderSchedule:
-    """Place the encoder's kernels, for one of its replicas on each block of the LLM's pipeline ranks."""
+) -> EncoderWork:
+    """Return what an encoder has to do, for one of its replicas on each block of the LLM's pipeline ranks."""
     per_block, llm_per_block = microbatches_per_block(mesh.num_microbatches, graph.mesh(LLM).num_microbatches)
     block_starts = llm.first_forwards.reshape(-1, llm_per_block).min(axis=1).repeat(per_block)
     block_ends = llm.last_backwards.reshape(-1, llm_per_block).max(axis=1).repeat(per_block)
@@ -150,16 +155,7 @@ def _schedule_encoder(
     deadlines = replace(
         llm, first_forwards=block_starts.repeat(num_pipelines), last_backwards=block_ends.repeat(num_pipelines)
     )
-    return schedule_encoder(deadlines, plan, np.arange(mesh.num_microbatches * num_pipelines) % num_pipelines)
-
-
-def _without_used_time(llm: LlmTimeline, schedule: EncoderSchedule) -> LlmTimeline:
-    """Return the LLM's timeline with the free time that an encoder leaves to the next one."""
-    free_times = list(llm.free_times)
-    for (pipeline, stage), placed in chain(schedule.forward.items(), schedule.backward.items()):
-        pipeline_rank = schedule.plan.llm_pipeline_rank(pipeline, stage)
-        free_times[pipeline_rank] = free_times[pipeline_rank].without(placed)
-    return replace(llm, free_times=tuple(free_times))
+    return EncoderWork(deadlines, plan, np.arange(mesh.num_microbatches * num_pipelines) % num_pipelines)
 
 
 def _encoder_passes(
