@@ -6,7 +6,7 @@
 All arguments but `--pause-s` go to `mmtrain train`; runs are written to a temporary folder. Every method runs several
 times, by turns, so that other work on the machine meets all of them. Prints the median time of a step and of a thousand
 LLM tokens, the least of the runs (padding does not count as tokens), the share of padding, and the planner's
-prediction.
+prediction; then what padding costs by the first quartile of all steps, which other work disturbed least.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +63,26 @@ def main() -> int:
             f"{best.tokens:>11.0f}{best.padding_share:>9.1%}{best.token_s * 1e3:>11.4f} "
             f"({best.predicted_token_s * 1e3:.4f})   worst run {max(o.token_s for o in of_runs) * 1e3:.4f}"
         )
+    print_cost_of_padding(outcomes)
     return 0
+
+
+def print_cost_of_padding(outcomes: Mapping[tuple[str, bool], Sequence["Outcome"]]) -> None:
+    """Print how many times as long a token takes with padding, as measured and as predicted."""
+    print("what padding costs: first quartile of the steps of all runs, seconds per 1,000 tokens")
+    for grouping in dict.fromkeys(grouping for grouping, _ in outcomes):
+        if (grouping, True) not in outcomes:
+            continue
+        runs = [outcomes[grouping, pad] for pad in (False, True)]
+        alone_s, padded_s = (
+            statistics.quantiles([seconds for outcome in of_runs for seconds in outcome.all_token_s], n=4)[0]
+            for of_runs in runs
+        )
+        predicted = runs[1][0].predicted_token_s / runs[0][0].predicted_token_s
+        print(
+            f"{grouping:<10}{alone_s * 1e3:.4f} -> {padded_s * 1e3:.4f}: {padded_s / alone_s:.2f}x measured, "
+            f"{predicted:.2f}x predicted"
+        )
 
 
 @dataclass(frozen=True)
@@ -75,6 +95,7 @@ class Outcome:
     padding_share: float  # of all tokens that the LLM computed
     predicted_step_s: float
     predicted_token_s: float
+    all_token_s: tuple[float, ...]  # seconds of each step over its LLM tokens
 
 
 def outcome_of(run: Path) -> Outcome:
@@ -93,6 +114,7 @@ def outcome_of(run: Path) -> Outcome:
         padding_share=padding / (tokens + padding),
         predicted_step_s=predicted.step_time_s,
         predicted_token_s=1 / predicted_tokens_per_s,
+        all_token_s=tuple(step["step_time_s"] / step["tokens"] for step in steps),
     )
 
 

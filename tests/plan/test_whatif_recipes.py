@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.data import build_index
+from mmtrain.errors import PlanError
 from mmtrain.plan import Plan
 from mmtrain.plan.budget import DEFAULT_BUDGET
 from mmtrain.plan.explain.baselines import BaselinePlanner
@@ -13,6 +14,8 @@ from mmtrain.plan.planner import plan_recipe, search_placements
 from mmtrain.plan.problem import PlanRequest
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 from mmtrain.recipe.schema import Recipe
+from scripts.paper_tables import ALL_TABLES, PaperRow, PlanRun, all_runs
+from scripts.papers import ours_of
 
 FOLDER = Path(__file__).parents[2] / "recipes/whatif"
 LARGEST = "optimus_197b.yaml"  # 3,072 ranks take minutes where other work is going on
@@ -88,3 +91,18 @@ def test_a_light_model_on_two_nodes_needs_no_pipeline(tmp_path: Path) -> None:
     chosen = planned(recipe, num_alternatives=4)
     assert chosen.placement == "unified"
     assert {(unit.tp, unit.pp, unit.dp) for unit in chosen.units.values()} == {(1, 1, 16)}
+
+
+def test_every_plan_beside_the_papers_tables_has_a_valid_recipe() -> None:
+    runs = all_runs(ALL_TABLES)
+    for run in runs:
+        recipe = load_recipe(FOLDER / f"{run.recipe}.yaml", list(run.settings)).recipe
+        assert recipe.cluster.ranks is not None
+    used = {run.recipe for run in runs}
+    bases = {"papers/omnibal", "papers/optimus"}
+    assert {f"papers/{path.stem}" for path in (FOLDER / "papers").glob("*.yaml")} <= used | bases
+
+
+def test_a_row_without_any_plan_that_fits_says_so() -> None:
+    row = PaperRow("speed-up", "1.2x", "predicted", (PlanRun("papers/optimus_14b", ("parallel.llm.tp=8",)),))
+    assert ours_of(row, {row.runs[0]: PlanError("nothing fits")}) == "no plan of parallel.llm.tp=8 fits"
