@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmtrain.models.attention import SequenceLayout
+from mmtrain.models.attention.context_parallel import SharedAttention
+from mmtrain.models.attention.row_exchange import exchange_rows
 from mmtrain.models.index_tables import HostTables, brought_or_computed
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
@@ -34,6 +37,7 @@ class TextContext:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    cp_group: dist.ProcessGroup | None = None  # of the ranks that share the sequences, where the input has a share
 
     @cached_property
     def packing(self) -> PackedSequences:
@@ -45,7 +49,24 @@ class TextContext:
         else:
             axes = tuple(rotary_axes(sections, self.settings.rope_interleaved))
             rope = rotate_by_axes(position_ids, axes, rotation, self.dtype)
-        return PackedSequences(self._layout, rope, self.inputs.kv_cache)
+        return PackedSequences(self._layout, rope, self.inputs.kv_cache, self.context_attention)
+
+    @cached_property
+    def context_attention(self) -> SharedAttention | None:
+        """How tokens attend whose sequences lie on several ranks."""
+        if self.inputs.context is None:
+            return None
+        assert self.cp_group is not None, "ranks that share sequences have a group"
+        return SharedAttention(self.inputs.context, self.cp_group, self.inputs.tables)
+
+    def exchanged(self, unit: str, features: Tensor) -> Tensor:
+        """Return an encoder's rows for this rank's tokens, of those (F, width) that it sent to the ranks."""
+        exchange = None if self.inputs.context is None else self.inputs.context.features.get(unit)
+        if exchange is None:
+            return features
+        assert self.cp_group is not None, "ranks that share sequences have a group"
+        sent = F.embedding(exchange.sent, features)  # its backward adds gradients of equal rows in one order
+        return exchange_rows(sent, exchange.num_sent, exchange.num_received, self.cp_group)
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +91,9 @@ class TextContext:
 
     @property
     def _starts(self) -> tuple[int, ...]:
-        """The position of the first token of each sequence, behind the cached ones."""
+        """The position of the first token of each sequence, behind those that are cached or on other ranks."""
+        if self.inputs.context is not None:
+            return self.inputs.context.starts
         kv_cache = self.inputs.kv_cache
         return (0,) * len(self.inputs.lengths) if kv_cache is None else kv_cache.cached_lengths
 
@@ -140,7 +163,8 @@ class Embedding(nn.Module):
             tokens = tokens * self.scale
         if self.num_carried:
             tokens = F.pad(tokens, (0, tokens.shape[1] * self.num_carried))
-        for unit, features in context.features.items():
+        for unit, received in context.features.items():
+            features = context.exchanged(unit, received)
             mix = context.inputs.feature_mixes.get(unit)
             rows = (features if mix is None else _mix(features, mix)).to(tokens.dtype)
             if rows.shape[1] < tokens.shape[1]:  # of an encoder that keeps fewer blocks' outputs than another

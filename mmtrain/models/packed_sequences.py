@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 
 from mmtrain.models.attention import SequenceLayout
+from mmtrain.models.attention.context_parallel import SharedAttention
 from mmtrain.models.kv_cache import KVCache
 from mmtrain.models.rotary_positions import RotaryTables
 
@@ -20,6 +21,7 @@ class PackedSequences:
     layout: SequenceLayout
     rope: RotaryTables | None = None  # rotary positions; None for models without them
     kv_cache: KVCache | None = None  # earlier tokens of the same sequences, while the model generates
+    context: SharedAttention | None = None  # of tokens whose sequences lie on several ranks
     window: int = 0  # tokens that a token of a causal block attends to, itself and earlier ones; 0: all
     qkv_format: ClassVar[str] = "thd"  # Megatron-core's name for packed tokens; it reads this attribute
 

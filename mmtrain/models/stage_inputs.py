@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.attention import Spans
+from mmtrain.models.context_share import ContextShare
 from mmtrain.models.generator.generator_input import GeneratorInput
 from mmtrain.models.kv_cache import KVCache
 from mmtrain.models.pixel_scale import PixelScale
@@ -49,7 +50,10 @@ class RowMix:
 
 @dataclass(frozen=True)
 class TextInput:
-    """One microbatch of the LLM: S sequences with T tokens in total, packed one after another."""
+    """One microbatch of the LLM: S sequences with T tokens in total, packed one after another.
+
+    With `context` it is a rank's share of one: its sequences are whole ones and pieces of others.
+    """
 
     lengths: tuple[int, ...]  # (S,) LLM tokens of each sequence
     ids: Tensor | None = None  # (T,) int64; stages with the embedding
@@ -68,6 +72,7 @@ class TextInput:
     target_sources: Tensor | None = None
     num_sources: int = 1
     tables: Mapping[str, Tensor] | None = None  # `StageModule.host_tables`; None: computed in the forward, and copied
+    context: ContextShare | None = None  # where ranks share the sequences of the microbatch
     # (Q,) int64 positions in [0, T) of the queries of images to draw; None for models without a generator.
     query_positions: Tensor | None = None
 

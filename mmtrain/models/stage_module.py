@@ -202,7 +202,8 @@ class StageModule(nn.Module):
         device = next(self.parameters()).device
         if isinstance(inputs, TextInput):
             head_dim, dtype = self.factory.block.head_dim, self.factory.dtype
-            return TextContext(inputs, features, self._settings.llm, head_dim, dtype, device)
+            cp_group = self.factory.groups.cp
+            return TextContext(inputs, features, self._settings.llm, head_dim, dtype, device, cp_group)
         assert isinstance(inputs, EncoderInput)
         modality = self._settings.all_encoders[self.unit].modality
         return ENCODER_MODULES[modality].context(inputs, self.shape, self.factory.dtype, device)
@@ -221,6 +222,8 @@ class StageModule(nn.Module):
             num_padding_rows = self.factory.num_padding_rows(num_tokens) if self.factory.sequence_parallel else 0
             run_layout = layout.padded(num_padding_rows) if num_padding_rows else layout
             tables |= run_layout.host_tables(self.factory.attention)
+        if layouts and isinstance(context, TextContext) and context.context_attention is not None:
+            tables |= context.context_attention.host_tables(self.factory.attention)
         for layer in self.layers.values():
             if isinstance(layer, TableUser):
                 tables |= layer.index_tables(context)

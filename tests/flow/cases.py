@@ -23,6 +23,7 @@ from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage_module import StageSpec
 from mmtrain.plan.artifact.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program import DispatchMode, ScheduleKind
+from mmtrain.program.ir.graph import ContextMethod, ContextSplit
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import RankContext
 
@@ -119,6 +120,9 @@ class Mesh:
     recompute: tuple[int, ...] = ()
     sp: bool = False
     n: int = 0  # microbatches of a replica; as many as the LLM's if 0
+    cp: int = 1
+    method: ContextMethod = "ulysses"
+    split: ContextSplit = "auto"
 
 
 Order = dict[int, tuple[str, ...]]
@@ -137,7 +141,7 @@ def plan(
     units = {}
     for name, mesh in meshes.items():
         borders = [0, *mesh.cuts, len(model.unit(name).layers)]
-        pp = len(mesh.ranks) // (mesh.tp * mesh.dp)
+        pp = len(mesh.ranks) // (mesh.tp * mesh.cp * mesh.dp)
         stages = tuple(
             StagePlan(
                 stage=i, chunk=i // pp, layers=(lo, hi), recompute=tuple(x for x in mesh.recompute if lo <= x < hi)
@@ -150,6 +154,9 @@ def plan(
             dp=mesh.dp,
             vpp=mesh.vpp,
             sp=mesh.sp,
+            cp=mesh.cp,
+            cp_method=mesh.method if mesh.cp > 1 else None,
+            cp_split=mesh.split if mesh.cp > 1 else None,
             shard=shard,
             dispatch=dispatch,
             exchange=settings.parallel.exchange,

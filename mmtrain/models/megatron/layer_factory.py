@@ -107,6 +107,8 @@ class PackedAttention(nn.Module):
         if packing.rope is not None:
             q, k = rotate_heads(q, k, packing.rope, fused=self.fused_kernels)
         options = replace(self.options, window=packing.window)
+        if packing.context is not None:
+            return packing.context.attend(q, k, v, options)
         if packing.kv_cache is not None:
             return packing.kv_cache.attend(self, q, k, v, packing.layout, options)
         return attend(q, k, v, packing.layout, options)
@@ -151,7 +153,9 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
         """Map (T, hidden) to (T, hidden)."""
         if hidden.shape[0] == 0:
             # Megatron-core cannot reshape an empty tensor. A row that is dropped again gives weights a zero gradient.
-            padded: Tensor = self(F.pad(hidden, (0, 0, 0, 1)), PackedSequences(SequenceLayout((1,))))
+            # Where ranks share sequences, one without tokens still takes part in what they exchange.
+            packing = PackedSequences(SequenceLayout((1,))) if packing.context is None else packing.padded(1)
+            padded: Tensor = self(F.pad(hidden, (0, 0, 0, 1)), packing)
             return padded[:0]
         return run_block(self, hidden, packing)
 

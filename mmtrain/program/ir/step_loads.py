@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from mmtrain.balance.batch_meta import BatchMeta
 from mmtrain.costs.cost_model import TokenLoad
+from mmtrain.program.ir.context_loads import Splits, feature_runs, part_loads, split_microbatches
 from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph, UnitMesh, microbatches_per_block
 
 IntArray = npt.NDArray[np.int64]
@@ -74,14 +75,21 @@ def step_loads(graph: StageGraph, meta: BatchMeta) -> StepLoads:
     sends features to a unit after it in the same order. Microbatches of other units hold theirs in the order of the
     item table. A few sorts do all of it: there is no loop over samples.
 
+    Replicas that share sequences by context parallelism have a load each, of the tokens that they compute.
+
     Raises:
         KeyError: the batch has no item table for a unit of the graph.
     """
+    llm = next((mesh for mesh in graph.meshes if mesh.unit == LLM), None)
+    splits = split_microbatches(llm, meta) if llm is not None and llm.cp > 1 else {}
     pairs = dict.fromkeys((e.src.unit, e.dst.unit) for e in graph.edges if e.crosses_units)
-    routes = {pair: _route(graph, *pair, meta) for pair in pairs}
+    routes = {pair: _route(graph, *pair, meta, splits) for pair in pairs}
     loads: dict[Microbatch, TokenLoad] = {}
     rows_out = {mb: 0 for mesh in graph.meshes for mb in _microbatches(mesh)}
     for mesh in graph.meshes:
+        if mesh.cp > 1:
+            loads.update(part_loads(mesh, meta, splits))
+            continue
         sizes = meta if mesh.unit == LLM else meta.items[mesh.unit]
         targets = meta.targets if mesh.unit == LLM else None
         loads.update(_loads(mesh, _slots(mesh, sizes.replica, sizes.index), sizes.tokens, targets))
@@ -122,27 +130,34 @@ def _loads(mesh: UnitMesh, slot: IntArray, lengths: IntArray, targets: IntArray 
     return {mb: TokenLoad(*row) for mb, row in zip(_microbatches(mesh), rows, strict=True)}
 
 
-def _route(graph: StageGraph, src: str, dst: str, meta: BatchMeta) -> Route:
-    """Return the route from an encoder to the LLM, or from the LLM to a unit after it."""
+def _route(graph: StageGraph, src: str, dst: str, meta: BatchMeta, splits: Splits) -> Route:
+    """Return the route from an encoder to the LLM, or from the LLM to a unit after it.
+
+    splits: of the LLM's microbatches among the replicas that share them; empty where none do.
+    """
     unit = dst if src == LLM else src
-    items = meta.items[unit]
-    unit_slot = _slots(graph.mesh(unit), items.replica, items.index)
-    llm_slot = _slots(graph.mesh(LLM), meta.replica, meta.index)[items.sample]
+    items, llm = meta.items[unit], graph.mesh(LLM)
+    if splits:
+        item, llm_slot, rows = feature_runs(llm, meta, items, splits)
+    else:
+        item, rows = np.arange(len(items.sample)), items.features
+        llm_slot = _slots(llm, meta.replica, meta.index)[items.sample]
+    unit_slot = _slots(graph.mesh(unit), items.replica, items.index)[item]
     per_block, llm_per_block = microbatches_per_block(
         graph.mesh(unit).num_microbatches, graph.mesh(LLM).num_microbatches
     )
     in_block = items.index // per_block == meta.index[items.sample] // llm_per_block
     assert in_block.all(), "the batch was laid out for other numbers of microbatches"
-    by_sample = np.lexsort((items.position, items.sample))
+    by_sample = np.lexsort((items.position[item], items.sample[item]))
     place = np.empty_like(by_sample)
     place[by_sample] = np.arange(len(by_sample))
     ends = [
-        (unit_slot, _offsets(unit_slot, np.arange(len(unit_slot)), items.features)),
-        (llm_slot, _offsets(llm_slot, place, items.features)),
+        (unit_slot, _offsets(unit_slot, np.arange(len(unit_slot)), rows)),
+        (llm_slot, _offsets(llm_slot, place, rows)),
     ]
     (src_slot, src_offset), (dst_slot, dst_offset) = ends if unit == src else reversed(ends)
-    filled = items.features > 0
-    columns = np.stack([src_slot, dst_slot, src_offset, dst_offset, items.features], axis=1)[filled]
+    filled = rows > 0
+    columns = np.stack([src_slot, dst_slot, src_offset, dst_offset, rows], axis=1)[filled]
     columns = columns[np.lexsort((columns[:, 3], columns[:, 1], columns[:, 0]))]
     columns = _joined_spans(columns)
     cuts = np.flatnonzero((np.diff(columns[:, :2], axis=0) != 0).any(axis=1)) + 1

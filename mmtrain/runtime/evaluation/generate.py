@@ -72,7 +72,7 @@ class GreedyGenerator:
         self._gather_params = gather_params
         self._recipe = recipe
         self._transport, self._tokenizer, self.activity = transport, tokenizer, activity or Activity()
-        answering = _without_generator(_with_microbatches(graph, graph.mesh(LLM).pp))
+        answering = _without_generator(_with_microbatches(_without_sharing(graph), graph.mesh(LLM).pp))
         self.prefill_program = build_program(forward_only(answering), kind="coarse")
         self._graph = self.prefill_program.graph
         self._last_stage = max((s.id for s in graph.stages if s.id.unit == LLM), key=lambda stage_id: stage_id.index)
@@ -276,6 +276,15 @@ def load_weights(unit: UnitRunner, checkpoint: Checkpoint) -> None:
 def _with_microbatches(graph: StageGraph, count: int) -> StageGraph:
     """Return the graph with `count` microbatches for each replica of each unit."""
     return replace(graph, meshes=tuple(replace(mesh, num_microbatches=count) for mesh in graph.meshes))
+
+
+def _without_sharing(graph: StageGraph) -> StageGraph:
+    """Return the graph with a microbatch of its own for every replica.
+
+    Replicas that share sequences in training hold the same weights, and a prompt fits on one: apart, they answer as
+    many prompts at once as there are replicas, and tokens that are generated need no other rank.
+    """
+    return replace(graph, meshes=tuple(replace(mesh, dp=mesh.num_replicas, cp=1) for mesh in graph.meshes))
 
 
 def _without_generator(graph: StageGraph) -> StageGraph:

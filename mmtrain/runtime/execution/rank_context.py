@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -46,7 +47,7 @@ from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.execution.process_groups import ProcessGroups, Transport, build_groups
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.execution.unit import ShardedUnitRunner, UnitRunner
-from mmtrain.runtime.execution.unit_inputs import host_inputs, loss_scales, map_tensors
+from mmtrain.runtime.execution.unit_inputs import SharedReplica, host_inputs, loss_scales, map_tensors
 from mmtrain.runtime.world import World
 
 
@@ -83,6 +84,13 @@ class RankContext:
         """The payload this rank computes on."""
         return payload_needs(self.graph, self.units, self.world.rank)
 
+    @cached_property
+    def shared_replica(self) -> SharedReplica | None:
+        """The LLM's replica on this rank, if it shares the sequences of its microbatches."""
+        mesh = self.graph.mesh(LLM)
+        held = [replica for stage, replica in self.graph.held_by(self.world.rank) if stage.unit == LLM]
+        return SharedReplica(mesh, held[0]) if held and mesh.cp > 1 else None
+
     @property
     def dtype(self) -> torch.dtype:
         """The type of weights and activations."""
@@ -94,7 +102,7 @@ class RankContext:
         With `sources`, the outcome of the step has its loss by source.
         """
         stages = {name: unit.stages.values() for name, unit in self.units.items()}
-        inputs = host_inputs(data, stages, self.recipe, sources)
+        inputs = host_inputs(data, stages, self.recipe, sources, self.shared_replica)
         loss_scale = loss_scales(self.recipe, data.meta)
         loads = step_loads(self.graph, data.meta)
         # Those of validation are among them.
@@ -213,7 +221,7 @@ def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int)
         needs.append(
             PayloadNeed(
                 name,
-                replica_of[name],
+                replica_of[name] // graph.mesh(name).cp,  # what is shared comes whole; each rank takes its own
                 media=not is_llm and needs_media,
                 ids=is_llm and has_first_layer,
                 labels=is_llm and has_last_layer,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,30 +13,53 @@ from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import EncoderPayload, TextPayload
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
+from mmtrain.models.context_share import ContextShare, RowExchange
 from mmtrain.models.generator.generator_input import GeneratorInput
 from mmtrain.models.pixel_scale import PixelScale
 from mmtrain.models.stage_inputs import EncoderInput, RowMix, TextInput, UnitInput
 from mmtrain.models.stage_module import StageModule
-from mmtrain.program import LLM, Microbatch
+from mmtrain.program import LLM, Microbatch, UnitMesh
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.data_settings import ImageSettings
 from mmtrain.recipe.modalities import GENERATOR
 from mmtrain.runtime.execution.broker import RouteRows
+from mmtrain.runtime.execution.context_inputs import context_share
 from mmtrain.runtime.execution.executor import StepInput
 from mmtrain.runtime.execution.noisy_images import noisy_images
 
+
+class SharedReplica(NamedTuple):
+    """The replica of the LLM on this rank, where it shares the sequences of microbatches with others."""
+
+    mesh: UnitMesh
+    replica: int
+
+
 StagesOfUnits = Mapping[str, Iterable[StageModule]]
 T = TypeVar("T")
-_MOVED = (StepInput, EncoderInput, TextInput, GeneratorInput, RowMix)  # dataclasses whose tensors belong to one step
+_MOVED = (
+    StepInput,
+    EncoderInput,
+    TextInput,
+    GeneratorInput,
+    RowMix,
+    ContextShare,
+    RowExchange,
+)  # dataclasses whose tensors belong to one step
 
 
 def host_inputs(
-    data: StepData, stages: StagesOfUnits, recipe: Recipe, sources: SampleSources | None = None
+    data: StepData,
+    stages: StagesOfUnits,
+    recipe: Recipe,
+    sources: SampleSources | None = None,
+    shared: SharedReplica | None = None,
 ) -> dict[Microbatch, UnitInput]:
     """Make the inputs of the stages of this process; tensors are on the host, most of them views of the payload.
 
     With them come the index tables that the stages need. The recipe says how pixels are normalized, on the device, and
-    how much noise the images to draw get. With `sources`, losses are summed by source.
+    how much noise the images to draw get. With `sources`, losses are summed by source. With `shared`, the LLM computes
+    its share of every microbatch.
     """
     inputs: dict[Microbatch, UnitInput] = {}
     for unit, payloads in data.encoders.items():
@@ -52,7 +75,11 @@ def host_inputs(
         if sources is not None and text.labels is not None:
             samples = data.meta.sample_id[data.meta.microbatch(replica, index)]
             text = _with_sources(text, sources.numbers[samples], len(sources.names))
-        inputs[Microbatch(LLM, replica, index)] = replace(text, tables=_host_tables(stages[LLM], text))
+        microbatch = Microbatch(LLM, replica, index)
+        if shared is not None:
+            text = context_share(text, shared.mesh, data.meta, shared.replica, index)
+            microbatch = Microbatch(LLM, shared.replica, index)
+        inputs[microbatch] = replace(text, tables=_host_tables(stages[LLM], text))
     return inputs
 
 

@@ -1,0 +1,92 @@
+"""Attention of tokens whose sequences lie on several ranks.
+
+Sequences that are whole on a rank need no other rank. Of those that are cut, by `ulysses` (arXiv 2309.14509) an
+all-to-all gives every rank all tokens for some of the heads; by `ring` keys and values go round.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain.models.attention.backends import attend
+from mmtrain.models.attention.options import AttentionBackend, AttentionOptions
+from mmtrain.models.attention.ring import Ring, attend_in_ring
+from mmtrain.models.attention.row_exchange import exchange_rows
+from mmtrain.models.attention.sequence_layout import SequenceLayout
+from mmtrain.models.context_share import ContextShare
+from mmtrain.models.index_tables import HostTables
+
+
+@dataclass(frozen=True, eq=False)
+class SharedAttention:
+    """Attends from a rank's share of the tokens of a microbatch; all blocks of a stage use one object."""
+
+    share: ContextShare
+    group: dist.ProcessGroup  # of the ranks that share the sequences
+    tables: Mapping[str, Tensor] | None = field(default=None, repr=False)  # `host_tables` that came to the device
+
+    @cached_property
+    def whole_layout(self) -> SequenceLayout:
+        """Return the sequences that are whole on this rank."""
+        return SequenceLayout(self.share.whole_lengths, self.share.whole_spans, "whole sequences", self.tables)
+
+    @cached_property
+    def cut_layout(self) -> SequenceLayout:
+        """Return the sequences that are cut, with the tokens of all ranks."""
+        return SequenceLayout(self.share.cut_lengths, self.share.cut_spans, "cut sequences", self.tables)
+
+    def host_tables(self, backend: AttentionBackend) -> HostTables:
+        """Compute the tables that a backend needs of these sequences on the device."""
+        tables = self.whole_layout.host_tables(backend) if self.whole_layout.num_tokens else {}
+        if self.share.method == "ulysses" and self.cut_layout.num_tokens:
+            tables |= self.cut_layout.host_tables(backend)
+        return tables
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Attend: q (T, heads, d), k and v (T, kv_heads, d) -> (T, heads, d); T may count rows of padding at the end.
+
+        All ranks of the group call this together where any sequence is cut, also those without tokens of one.
+        """
+        num_whole, num_cut = self.share.num_whole_tokens, self.share.num_cut_tokens[self.share.rank]
+        parts = []
+        if num_whole:
+            parts.append(attend(q[:num_whole], k[:num_whole], v[:num_whole], self.whole_layout, options))
+        if self.cut_layout.num_tokens:
+            of_cut = slice(num_whole, num_whole + num_cut)
+            attend_cut = self._attend_by_heads if self.share.method == "ulysses" else self._attend_in_ring
+            parts.append(attend_cut(q[of_cut], k[of_cut], v[of_cut], options))
+        parts.append(torch.zeros_like(q[num_whole + num_cut :]))
+        if num_whole + num_cut == 0:
+            parts.append((q[:0].sum() + k[:0].sum() + v[:0].sum()) * q[:0])  # projections get a gradient of zero
+        return torch.cat(parts)
+
+    def _attend_by_heads(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Exchange tokens for heads, attend inside whole sequences, and exchange back."""
+        cp, counts, num_tokens = self.group.size(), self.share.num_cut_tokens, len(q)
+        if k.shape[1] < cp:  # several ranks need the same head
+            k, v = (x.repeat_interleave(cp // x.shape[1], dim=1) for x in (k, v))
+        by_rank = torch.cat([_by_rank(x, cp) for x in (q, k, v)], dim=2).transpose(0, 1).flatten(0, 1)
+        # Ranks hold consecutive runs of the cut sequences, so what they send, in their order, are these sequences.
+        heads = exchange_rows(by_rank, (num_tokens,) * cp, counts, self.group)
+        num_heads, num_kv_heads = q.shape[1] // cp, k.shape[1] // cp
+        own_q, own_k, own_v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        out = attend(own_q, own_k, own_v, self.cut_layout, options)
+        returned = exchange_rows(out, counts, (num_tokens,) * cp, self.group)
+        return returned.view(cp, num_tokens, num_heads, q.shape[2]).transpose(0, 1).flatten(1, 2)
+
+    def _attend_in_ring(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        assert options.causal, "the recipe's checks allow rings for causal attention alone"
+        assert not options.window, "nor with windows"
+        assert not self.share.cut_spans, "nor with spans"
+        scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+        ring = Ring(self.group, self.share.rank, self.share.pieces, scale, options.backend == "reference")
+        return attend_in_ring(q, k, v, ring)
+
+
+def _by_rank(x: Tensor, cp: int) -> Tensor:
+    """Divide the heads of (T, heads, d) among ranks: (T, cp, heads / cp, d)."""
+    return x.view(x.shape[0], cp, x.shape[1] // cp, x.shape[2])
