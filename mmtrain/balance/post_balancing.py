@@ -20,6 +20,7 @@ from mmtrain.balance.rearrangement import Rearrangement, slots, stable_order
 MIN_RANKS_TO_VECTORIZE = 64  # with fewer, one sample at a time on a heap is faster than many at once
 MIN_ROUND_SHARE = 1 / 20  # of the ranks; a round that serves fewer takes longer than a heap (64 to 2,560 ranks)
 SAMPLES_PER_HEAP_RUN = 4096  # one by one, before a round is tried again
+SAMPLES_PER_RANK_RUN = 2**15  # of one rank that is far below the others
 TWO_KEY_TOLERANCE = 1.0  # of the two-key algorithm, in mean samples: sums this close count as equal
 
 
@@ -124,8 +125,8 @@ def assign_greedily(
     sizes: (n,) what each sample adds to the load of its rank; below 1 in sum where `stepped` loads are compared first.
     initial_loads: (num_ranks,) by default 0. Samples that are not in `order` get rank 0.
 
-    With many ranks, whole rounds of samples are assigned at once. Where one rank is far below the others and takes
-    many small samples in a row, rounds are short; a run of samples then goes through a heap.
+    With many ranks, whole rounds of samples are assigned at once. Where a few ranks are far below the others, rounds
+    are short; what the lowest one takes in a row is then assigned at once, and a run of samples goes through a heap.
     """
     rank = np.zeros(len(sizes), dtype=np.int64)
     loads = np.zeros(num_ranks) if initial_loads is None else initial_loads.astype(np.float64)
@@ -149,10 +150,35 @@ def assign_greedily(
             num_assigned += count
             if count >= MIN_ROUND_SHARE * num_ranks:
                 continue
+        samples = order[num_assigned : num_assigned + SAMPLES_PER_RANK_RUN]
+        lowest, count = _run_of_lowest_rank(coarse_sizes[samples], sizes[samples], coarse, loads, step)
+        rank[samples[:count]] = lowest
+        num_assigned += count
         samples = order[num_assigned : num_assigned + SAMPLES_PER_HEAP_RUN]
         rank[samples] = _assign_one_by_one(coarse_sizes[samples], sizes[samples], coarse, loads, step)
         num_assigned += len(samples)
     return rank
+
+
+def _run_of_lowest_rank(
+    coarse_sizes: FloatArray, sizes: FloatArray, coarse: FloatArray, loads: FloatArray, step: float
+) -> tuple[int, int]:
+    """Return the rank with the least load and how many samples it takes before another has less; add them in place.
+
+    Sums run from the rank's load in the order of the samples, so they are those of adding one by one.
+    """
+    key = np.floor(coarse / step) + loads
+    lowest = int(key.argmin())
+    others = np.delete(key, lowest)
+    second = float(others.min(initial=np.inf))
+    wins_ties = lowest <= int(others.argmin()) if len(others) else True
+    coarse_after, load_after = (
+        np.cumsum(np.concatenate([[total[lowest]], added])) for total, added in ((coarse, coarse_sizes), (loads, sizes))
+    )
+    key_before = (np.floor(coarse_after / step) + load_after)[:-1]
+    count = int(np.searchsorted(key_before, second, side="right" if wins_ties else "left"))
+    coarse[lowest], loads[lowest] = coarse_after[count], load_after[count]
+    return lowest, count
 
 
 def _assign_one_by_one(

@@ -122,6 +122,14 @@ def test_many_short_samples_beside_long_ones_take_few_rounds(kind: Literal["pack
     assert calls < 5 * len(lengths), "a round for each short sample would be three times as many"
 
 
+def test_what_one_rank_takes_in_a_row_is_assigned_at_once() -> None:
+    lengths = np.concatenate([np.full(255, 10**7), np.random.default_rng(0).integers(1, 9, 20_000)]).astype(np.float64)
+    order = np.argsort(-lengths, kind="stable")
+    calls = count_calls(lambda: post_balancing.assign_greedily(lengths, order, 256))
+    assert calls < len(lengths) / 10
+    assert set(post_balancing.assign_greedily(lengths, order, 256)[255:].tolist()) == {255}
+
+
 def test_two_thousand_ranks_come_out_even() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(6, 1, 2560 * 60).astype(np.int64), 1, 8192)
