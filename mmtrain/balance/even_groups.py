@@ -9,11 +9,11 @@ from mmtrain.balance.local_search import (
     CANDIDATES_PER_GROUP,
     SearchObjective,
     local_search,
-    num_search_rounds,
+    num_search_pairs,
 )
 from mmtrain.balance.steps import EXTRA_SAMPLES_PER_GROUP
 
-MIN_ROUNDS_OF_SINGLE_ROW = 128  # for each load; a single row ends by itself, among many rows it waits for the last
+MIN_PAIRS_OF_SINGLE_ROW = 128  # for each load; a single row ends by itself, among many rows it waits for the last
 
 
 def even_out_groups(
@@ -36,10 +36,10 @@ def even_out_groups(
     if num_replicas < 2 or loads.shape[1] == 0:
         return list(groups)
     samples, members, objective = _as_members(groups, tokens, budgets, loads, weights)
-    min_rounds = MIN_ROUNDS_OF_SINGLE_ROW * num_replicas // len(groups)
-    rounds = max(num_search_rounds(num_replicas), min_rounds) * loads.shape[1]
+    min_pairs = MIN_PAIRS_OF_SINGLE_ROW * num_replicas // len(groups)
+    max_pairs = max(num_search_pairs(num_replicas), min_pairs)
     rows = members.reshape(-1, num_replicas, members.shape[1])
-    return _as_groups(local_search(rows, objective, rounds), samples)
+    return _as_groups(local_search(rows, objective, max_pairs), samples)
 
 
 def _as_members(

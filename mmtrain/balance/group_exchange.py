@@ -14,6 +14,8 @@ EXTRA_PLACES = 2  # of a group, empty at first: what a group may hold more sampl
 PAIRS_AT_A_TIME = 64  # their arrays fit into a core's cache
 MAX_PARTNERS = 8  # that a group tries at once in a round of few groups: takes little longer than one
 MAX_GROUPS_OF_SEVERAL_PARTNERS = 8  # of a round: with more groups, one partner each in more rounds gains more
+MAX_RELIEVED_SHARE = 1 / 16  # of the groups: with more that have too much, targets do not suit the samples
+STRIDE_OF_OTHERS = 13  # groups by which partners shift from one handing on to the next
 MAX_PLACES_TRIED = 8  # of each of two groups in a round; larger groups try other places in the next one
 FIRST_LIMIT_WEIGHT = 2**-6  # of what a group is above a budget, beside loads: at 1, images move for a few tokens
 PARTNERS_TO_DOUBLE_WEIGHT = 18
@@ -108,6 +110,31 @@ class GroupTable:
             low = _partners(ascending[: num_groups // 2], num_pairs, turn // 2 if passes_on else num_tried, most)
             self._exchange(ascending[::-1][:num_pairs], low, turn, num_exchanged)
             num_tried += len(low) // num_pairs
+
+    def relieve(self, load: int, tolerance: float, rounds: int) -> None:
+        """Take from the few groups that have too much of a load, for which their row would wait.
+
+        They give to groups below their target, each to several of them at a time; in every third round they hand their
+        excess on to others instead, from where exchanges may fit. Does nothing where many groups have too much.
+        """
+        for turn in range(rounds):
+            excess = self.excess[load]
+            high = np.flatnonzero(excess > tolerance)
+            low = np.flatnonzero(excess < -tolerance)
+            if not 0 < len(high) <= MAX_RELIEVED_SHARE * len(excess):
+                return
+            shift = turn - turn // 3  # other partners and places in every round but those that hand on
+            if len(low) and turn % 3 < 2:
+                low = low[np.argsort(excess[low], kind="stable")]
+                num_pairs = min(len(high), len(low), PAIRS_AT_A_TIME)
+                given = np.roll(high, -shift)[:num_pairs]
+                self._exchange(given, _partners(low, num_pairs, shift, MAX_PARTNERS), shift, num_exchanged=2)
+                continue
+            others = np.flatnonzero(np.abs(excess) <= tolerance)
+            num_pairs = min(len(high), len(others), PAIRS_AT_A_TIME)
+            if num_pairs:
+                partners = _partners(others, num_pairs, turn * STRIDE_OF_OTHERS, MAX_PARTNERS)
+                self._exchange(high[:num_pairs], partners, shift, num_exchanged=2, passed_load=load)
 
     def bring_within_limits(self, rounds: int) -> None:
         """Bring groups above a budget below it by exchanges that do the loads little harm; later rounds allow more."""

@@ -22,7 +22,7 @@ from mmtrain.balance.grouping import (
     group_randomly,
 )
 from mmtrain.balance.isf_rules import IsfOptions, IsfRules
-from mmtrain.balance.local_search import num_search_rounds
+from mmtrain.balance.local_search import num_search_pairs
 from mmtrain.balance.modality_free_steps import form_modality_free_steps
 from mmtrain.balance.random_order import random_order
 from mmtrain.balance.slack_packing import pack_with_slack
@@ -36,8 +36,9 @@ Matching = Literal["step", "row"]
 GROUPING_METHODS: tuple[GroupingMethod, ...] = ("matched", "isf", "random", "length", "device")
 # Raise a method's version with every change after which it makes other steps of the same samples, so that no run that
 # began before continues on other steps unnoticed. `tests/data/test_group_stream.py` pins the steps of each method.
-GROUPING_VERSIONS: Mapping[GroupingMethod, int] = {"matched": 5, "isf": 2, "random": 1, "length": 1, "device": 1}
+GROUPING_VERSIONS: Mapping[GroupingMethod, int] = {"matched": 6, "isf": 2, "random": 1, "length": 1, "device": 1}
 LIGHT_UNIT_SHARE = 0.05  # of all tokens; below it a unit's balance is worth little
+MAX_TIGHT_GROUPS = 1024  # of a step; beyond, single groups for which nothing fits make all others wait
 TARGET_ROW_SIZE = 64  # groups in a row of near-equal ones; more make steps less random, with fewer more replicas wait
 
 
@@ -123,6 +124,11 @@ class Grouping:
         return self.method == "isf" and self.isf.remainder == "next_epoch"
 
     @property
+    def is_roomy(self) -> bool:
+        """Return whether `matched` leaves more room in groups: where many must be alike, exchanges must often fit."""
+        return self.matching == "row" or self.global_batch > MAX_TIGHT_GROUPS
+
+    @property
     def row_size(self) -> int:
         """Return the divisor of the global batch whose ratio to `TARGET_ROW_SIZE` is nearest to 1."""
         divisors = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
@@ -203,7 +209,7 @@ def group_window(sizes: GroupingSizes, order: IntArray, grouping: Grouping, rng:
     """Group the samples of one window; `order` (k,) names them as shuffled, and may name one twice to use it twice."""
     budgets, window = sizes.budgets, max(len(order), 1)
     if grouping.method == "matched":
-        return pack_with_slack(sizes.tokens, budgets, order)
+        return pack_with_slack(sizes.tokens, budgets, order, grouping.is_roomy)
     tokens = sizes.tokens[order]
     if grouping.method == "isf":
         rules = grouping.isf
@@ -250,8 +256,8 @@ def arrange_window(
         if not exchange_samples:
             coarsest = tokens @ sizes.load_matrix[0]
             arranged = form_modality_free_steps(arranged, tokens, sizes.budgets, coarsest, grouping.row_size)
-        rounds = num_search_rounds(grouping.row_size) if exchange_samples else 0
-        arranged = assemble_steps(arranged, window_sizes, grouping.row_size, rounds, rng, num_before)
+        max_pairs = num_search_pairs(grouping.row_size) if exchange_samples else 0
+        arranged = assemble_steps(arranged, window_sizes, grouping.row_size, max_pairs, rng, num_before)
         return SampleGroups(arranged.first, groups.samples[arranged.samples])
     if grouping.method == "device":  # its rows are complete; the groups that complete the row before come from the end
         head = min(-num_before % grouping.row_size, len(groups))

@@ -7,7 +7,7 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.group_exchange import GroupTable
-from mmtrain.balance.row_targets import CoarseLoad, adapt_targets, row_targets
+from mmtrain.balance.row_targets import CoarseLoad, adapt_targets, raise_to_row, row_targets
 
 TOKENS_WEIGHT = 0.05  # of LLM tokens beside the loads, which have 1 together: budgets bind tokens
 DENSE_TOKENS_WEIGHT = 0.02  # the same while only samples with much of the coarsest load are in groups
@@ -18,9 +18,11 @@ LARGE_TOKENS_EXCESS = 0.004  # the same for groups that have not come nearer by 
 # Measured by scripts/bench_balance.py at 8 x 8 and 64 x 8: twice as many gain less than a tenth.
 ROUNDS_OF_ONE = 4
 ROUNDS_OF_TWO = 24
+ROUNDS_OF_TWO_FINE = 8  # of a load without whole units: the other samples even it out later
 ROUNDS_OF_TOKENS = 24
 LAST_ROUNDS = 10
 ROUNDS_OF_LARGE_EXCESS = 16
+ROUNDS_OF_RELIEF = 40
 ROUNDS_WITHIN_LIMITS = 600  # few groups need them
 
 
@@ -108,11 +110,12 @@ class _Step:
             np.array([1.0, DENSE_TOKENS_WEIGHT]),
         )
         table.bring_to_targets(0, self._tolerance, ROUNDS_OF_ONE, num_exchanged=1)
-        table.bring_to_targets(0, self._tolerance, ROUNDS_OF_TWO, num_exchanged=2, passes_on=True)
+        rounds = ROUNDS_OF_TWO if load.is_coarse else ROUNDS_OF_TWO_FINE
+        table.bring_to_targets(0, self._tolerance, rounds, num_exchanged=2, passes_on=load.is_coarse)
         if load.is_coarse:
             group_units = np.zeros(self._num_groups, dtype=np.int64)
             np.add.at(group_units, table.group_of_samples(), units)
-            targets = adapt_targets(group_units, self._targets, self._row_size)
+            targets = raise_to_row(adapt_targets(group_units, self._targets, self._row_size), self._row_size)
             raised = (targets - self._targets).astype(np.float64)
             table.raise_targets(0, raised * share)
             table.raise_targets(1, raised * tokens_share)
@@ -151,6 +154,8 @@ class _Step:
         table.bring_to_targets(last, TOKENS_TOLERANCE, LAST_ROUNDS, num_exchanged=2)
         table.bring_within_limits(ROUNDS_WITHIN_LIMITS)
         table.bring_to_targets(0, self._tolerance, LAST_ROUNDS, num_exchanged=2)
+        if self._coarse.is_coarse:
+            table.relieve(0, self._tolerance, ROUNDS_OF_RELIEF)
         table.bring_to_targets(last, TOKENS_TOLERANCE, LAST_ROUNDS, num_exchanged=2)
         table.bring_to_targets(last, LARGE_TOKENS_EXCESS, ROUNDS_OF_LARGE_EXCESS, num_exchanged=2)
 

@@ -16,6 +16,7 @@ MAX_LACK_SHARE = 0.015  # of a row's load, that groups which cannot reach the ro
 MAX_TARGETS_TRIED = 64  # of a row
 MIN_SAMPLES_PER_GROUP = 2  # of a row, that alone have the units of its target
 ROUNDING = 1e-9  # of units
+MAX_MISSING_SHARE = 1 / 6  # of a row's groups, that have a unit less than the others: all may have the same target
 CAP_ROUNDING = 0.15  # of a unit: samples of many tokens per unit make room that the mean sample does not
 
 
@@ -174,6 +175,21 @@ def adapt_targets(units: IntArray, targets: IntArray, num_replicas: int) -> IntA
         of_groups[row + num_replicas - rest : row + num_replicas] += 1
     new_targets[order] = of_groups
     return new_targets
+
+
+def raise_to_row(targets: IntArray, num_replicas: int) -> IntArray:
+    """Return (G,) targets at which few groups of a row are not a unit below the others: they may have as much.
+
+    A group with too much makes its whole row wait, one with too little costs its own lack. So groups that could have a
+    unit more are where others bring what they have too much.
+    """
+    rows = targets.reshape(-1, num_replicas)
+    highest = rows.max(axis=1, keepdims=True)
+    is_raised = (rows == highest - 1) & (
+        (rows < highest).sum(axis=1, keepdims=True) <= MAX_MISSING_SHARE * num_replicas
+    )
+    raised: IntArray = np.where(is_raised, highest, rows).ravel()
+    return raised
 
 
 def _near_mean(units: int, num_rows: int, num_replicas: int) -> IntArray:

@@ -14,27 +14,27 @@ def assemble_steps(
     groups: SampleGroups,
     sizes: GroupingSizes,
     num_replicas: int,
-    rounds: int,
+    max_pairs: int,
     rng: np.random.Generator,
     num_before: int = 0,
 ) -> SampleGroups:
     """Order the groups of one window into steps of `num_replicas` near-equal groups, and put the steps in random order.
 
-    sizes: of the samples that `groups` name. rounds: rounds of the local search for each load, which exchanges samples
-    inside a step; 0 leaves every group as it is. num_before: groups in the stream before these; if they end inside a
-    step, the first ones complete it.
+    sizes: of the samples that `groups` name. max_pairs: of groups that the local search tries in a step for each load,
+    to exchange samples; 0 leaves every group as it is. num_before: groups in the stream before these; if they end
+    inside a step, the first ones complete it.
 
     Returns the groups in the order of training. The first and the last groups may fill only part of a step: they run
     beside groups of another window, so these are the groups nearest to the average.
     """
     loads_per_token = sizes.load_matrix
-    if rounds:
+    if max_pairs:
         coarsest = sizes.tokens @ loads_per_token[0]
         groups = form_modality_free_steps(groups, sizes.tokens, sizes.budgets, coarsest, num_replicas)
     loads = groups.loads(sizes.tokens) @ loads_per_token.T
     head, steps, tail = _cut_into_steps(loads, -num_before % num_replicas, num_replicas)
     ordered = groups.reordered(np.concatenate([head, rng.permutation(steps).ravel(), tail]))
-    if rounds == 0 or not steps.size:
+    if max_pairs == 0 or not steps.size:
         return ordered
     in_steps = np.arange(steps.size).reshape(steps.shape) + len(head)
     empty_place = np.zeros((1, sizes.tokens.shape[1]), dtype=np.int64)
@@ -44,7 +44,7 @@ def assemble_steps(
         loads_per_token,
         sizes.weights,
     )
-    return _balance_uneven_steps(ordered, in_steps, objective, rounds * len(loads_per_token))
+    return _balance_uneven_steps(ordered, in_steps, objective, max_pairs)
 
 
 def _cut_into_steps(loads: FloatArray, num_missing: int, num_replicas: int) -> tuple[IntArray, IntArray, IntArray]:
@@ -67,7 +67,7 @@ def _cut_into_steps(loads: FloatArray, num_missing: int, num_replicas: int) -> t
 
 
 def _balance_uneven_steps(
-    groups: SampleGroups, steps: IntArray, objective: SearchObjective, rounds: int
+    groups: SampleGroups, steps: IntArray, objective: SearchObjective, max_pairs: int
 ) -> SampleGroups:
     """Exchange samples inside the steps (S, N) of group numbers that are less even than the mean step.
 
@@ -81,6 +81,6 @@ def _balance_uneven_steps(
     num_places = max(int(sizes.max()) + EXTRA_SAMPLES_PER_GROUP, CANDIDATES_PER_GROUP)
     members = np.full((len(groups), num_places), empty, dtype=np.int64)
     members[np.arange(num_places) < sizes[:, None]] = groups.samples
-    members[steps] = local_search(members[steps], objective, rounds)
+    members[steps] = local_search(members[steps], objective, max_pairs)
     filled = members != empty
     return SampleGroups(np.concatenate([[0], np.cumsum(filled.sum(axis=1))]), members[filled])

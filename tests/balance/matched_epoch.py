@@ -4,7 +4,7 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.grouping import GroupingSizes, SampleGroups
-from mmtrain.balance.local_search import num_search_rounds
+from mmtrain.balance.local_search import num_search_pairs
 from mmtrain.balance.slack_packing import pack_with_slack
 from mmtrain.balance.steps import assemble_steps
 
@@ -21,7 +21,7 @@ def group_matched(
     num_before = 0
     for start in range(0, len(order), window):
         groups = pack_with_slack(sizes.tokens, sizes.budgets, order[start : start + window])
-        parts.append(assemble_steps(groups, sizes, num_replicas, num_search_rounds(num_replicas), rng, num_before))
+        parts.append(assemble_steps(groups, sizes, num_replicas, num_search_pairs(num_replicas), rng, num_before))
         num_before += len(groups)
     num_samples = np.concatenate([part.sizes for part in parts])
     return SampleGroups(np.concatenate([[0], np.cumsum(num_samples)]), np.concatenate([p.samples for p in parts]))

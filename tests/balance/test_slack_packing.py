@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance.slack_packing import MATCHING_SLACK, TIGHT_SLACKS, pack_with_slack
+from mmtrain.balance.slack_packing import ROOMY_SLACK, SLACKS, pack_with_slack
 from tests.balance.first_fit import first_fit_decreasing
 
 BUDGET = 4096
@@ -48,8 +48,10 @@ def test_a_window_needs_hardly_more_groups_than_first_fit_decreasing(shape: str,
     tokens = _draw(shape, 0, 3000)
     images = np.arange(3000) % 5 if with_images else np.zeros(3000, dtype=np.int64)
     groups = pack_with_slack(np.stack([tokens, images], axis=1), np.array([BUDGET, 10**6]), np.arange(3000))
-    max_extra = MATCHING_SLACK[1] if with_images else max(extra for _, extra in TIGHT_SLACKS)
-    assert len(groups) <= first_fit_decreasing(tokens, BUDGET) * (1 + max_extra) + 1
+    num_by_size = first_fit_decreasing(tokens, BUDGET)
+    assert len(groups) <= num_by_size * (1 + max(extra for _, extra in SLACKS)) + 1
+    roomy = pack_with_slack(np.stack([tokens, images], axis=1), np.array([BUDGET, 10**6]), np.arange(3000), roomy=True)
+    assert len(groups) <= len(roomy) <= num_by_size * (1 + ROOMY_SLACK[1]) + 1
 
 
 @given(st.sampled_from(sorted(SHAPES)), st.integers(0, 10_000), st.integers(0, 200), st.integers(1, 3))

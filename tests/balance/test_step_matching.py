@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import dist_ratio
+from mmtrain.balance import dist_ratio, group_exchange
 from mmtrain.balance.group_exchange import GroupTable
 from mmtrain.balance.grouping import SampleGroups
 from mmtrain.balance.random_order import random_order
 from mmtrain.balance.regroup_step import match_step
-from mmtrain.balance.row_targets import CoarseLoad, adapt_targets, row_targets
+from mmtrain.balance.row_targets import CoarseLoad, adapt_targets, raise_to_row, row_targets
 from mmtrain.balance.step_matching import draw_steps
 
 
@@ -27,8 +27,17 @@ def test_steps_vary_as_chance_would_make_them_and_divide_evenly(step_size: int) 
         steps.append(tiles[order].reshape(-1, step_size))
     means = np.stack(steps).mean(axis=2)
     assert 0.8 < means.var() / (tiles.var() / step_size) < 1.2
-    divisor = {8: 4, 48: 16, 64: 16}[step_size]
-    assert (np.stack(steps).sum(axis=2) % divisor == 0).mean() > 0.95
+    divisor, num_missing = {8: (4, 0), 48: (16, 1), 64: (16, 1)}[step_size]
+    assert ((np.stack(steps).sum(axis=2) + num_missing) % divisor == 0).mean() > 0.95
+
+
+def test_totals_that_no_single_exchange_makes_even_are_reached_by_several() -> None:
+    rng = np.random.default_rng(0)
+    tiles = rng.integers(10, 15, 40 * 2048)  # no two groups differ by more than 4, and the divisor is 32
+    order = draw_steps(tiles, (rng.permutation(len(tiles)), 1.0), 2048, 0, rng)
+    totals = tiles[order].reshape(-1, 2048).sum(axis=1)
+    assert ((totals + 2) % 32 == 0).mean() > 0.95
+    assert 0.5 < totals.var() / (2048 * tiles.var()) < 1.7, "of 40 steps"
 
 
 @given(st.integers(0, 1000), st.integers(0, 40), st.integers(1, 12), st.integers(0, 30))
@@ -163,6 +172,28 @@ def test_a_group_alone_above_a_budget_finds_the_partner_that_can_take_its_tokens
     assert [members.tolist() for number, members in enumerate(table.groups()) if number not in (0, 4)] == [
         np.flatnonzero(group == number).tolist() for number in (1, 2, 3, 5, 6, 7)
     ]
+
+
+def test_what_a_group_has_too_much_reaches_the_one_that_lacks_it_through_others() -> None:
+    """The first two groups have no exchange of one unit that keeps to the budget; the third has one with each."""
+    units = np.array([7, 7, 7, 5, 6, 6, 1])
+    tokens = np.array([50, 50, 50, 42, 45, 45, 4])
+    group = np.array([0, 0, 1, 1, 2, 2, 2])
+    table = GroupTable(group, 3, units[:, None] / 13, np.ones((3, 1)), np.ones(1))
+    table.limit(tokens, 100)
+    table.relieve(0, 0.01, 30)  # more than a sixteenth of the groups: nothing is done
+    assert table.group_of_samples().tolist() == group.tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_exchange, "MAX_RELIEVED_SHARE", 0.5)
+        table.relieve(0, 0.01, 30)
+    assert [units[members].sum() for members in table.groups()] == [13, 13, 12 + 1]
+    assert table.is_within_limits
+
+
+def test_few_groups_that_lack_a_unit_may_have_as_much_as_their_row() -> None:
+    targets = np.array([3, *[4] * 7, *[4] * 4, *[5] * 4, *[0] * 2, *[6] * 6])
+    raised = raise_to_row(targets, 8)
+    assert raised.reshape(3, 8).tolist() == [[4] * 8, [4] * 4 + [5] * 4, [0, 0] + [6] * 6]
 
 
 def test_a_row_with_a_text_that_fills_a_group_gets_few_images() -> None:

@@ -346,8 +346,8 @@ def test_too_few_held_out_samples_are_an_error_of_the_data() -> None:
 @pytest.mark.parametrize(
     ("method", "matching", "version", "digest"),
     [
-        ("matched", "step", 5, "5e0ec9385c3585a0"),
-        ("matched", "row", 5, "088bde2e7997e93e"),
+        ("matched", "step", 6, "d8d51379afe7e299"),
+        ("matched", "row", 6, "94c1d0d05317c4f6"),
         ("isf", "row", 2, "246c9ea6140b9827"),
         ("random", "row", 1, "79b62456b1eecc1b"),
         ("length", "row", 1, "8f26d28f5003be57"),

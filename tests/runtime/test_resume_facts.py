@@ -25,7 +25,7 @@ def facts(tmp_path: Path, encoders: dict[str, Any] | None = None, **data: Any) -
 
 def test_the_facts_equal_those_that_earlier_versions_saved(tmp_path: Path) -> None:
     facts_of_recipe = facts(tmp_path, matching="row")  # all that earlier versions had
-    assert facts_of_recipe.pop("data.grouping_version") == 5, "which names a change of the steps themselves"
+    assert facts_of_recipe.pop("data.grouping_version") == 6, "which names a change of the steps themselves"
     assert facts_of_recipe["data.budgets"] == "vision=512"
     assert facts_of_recipe["train.freeze"] == "llm.layers.0.* llm.layers.1.*"
     assert facts_of_recipe["data.tokenizer_sha256"] == hashlib.sha256(b"").hexdigest()
@@ -45,9 +45,9 @@ def test_another_version_of_the_grouping_is_named(tmp_path: Path) -> None:
     now = facts(tmp_path)
     before = {key: value for key, value in now.items() if key != "data.grouping_version"}
     (change,) = describe_changed_facts(before=before, now=now)
-    assert change.startswith("data.grouping_version: None then, 5 now (")
+    assert change.startswith("data.grouping_version: None then, 6 now (")
     (change,) = describe_changed_facts(before=now, now=before)
-    assert change.startswith("data.grouping_version: 5 then, None now (")
+    assert change.startswith("data.grouping_version: 6 then, None now (")
     assert "data.grouping_version" not in facts(tmp_path, grouping="random"), "its first version needs no mark"
 
 
