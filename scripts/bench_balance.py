@@ -209,7 +209,7 @@ def train_size(tokens: np.ndarray, kind: np.ndarray, size: tuple[int, int], matc
     lengths = SampleLengths(
         tokens[:, TOKENS],
         tokens[:, TOKENS] // 2,
-        {"audio": _items(tokens[:, AUDIO]), "vision": _items(TILE_PATCHES * tokens[:, TILES])},
+        {"audio": item_lengths(tokens[:, AUDIO]), "vision": item_lengths(TILE_PATCHES * tokens[:, TILES])},
     )
     tile = {
         "llm": SequenceCost(TILE_PATCHES),
@@ -353,7 +353,7 @@ def _ratios(loads: np.ndarray) -> str:
     return f"{ratio[TILES]:.4f} / {ratio[TOKENS]:.4f} / {ratio[AUDIO]:.3f}"
 
 
-def _items(counts: np.ndarray) -> ItemLengths:
+def item_lengths(counts: np.ndarray) -> ItemLengths:
     """Make one item for each sample that has any."""
     sizes = counts[counts > 0]
     return ItemLengths(np.concatenate([[0], np.cumsum(counts > 0)]), sizes, np.ones_like(sizes), sizes, sizes)
