@@ -20,24 +20,37 @@ class AuxRequest(NamedTuple):
     lse: bool = False
 
 
+class Ends(NamedTuple):
+    """Where sequences of queries and of keys start and end, and the longest of each."""
+
+    q: Tensor
+    k: Tensor
+    max_q: int
+    max_k: int
+
+
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, before: int | None, behind: int | None
+    q: Tensor, k: Tensor, v: Tensor, ends: Ends, scale: float | None, before: int | None, behind: int | None
 ) -> Tensor:
     """Let each token see `before` tokens before it and `behind` tokens behind it; None: all."""
     assert q.shape[-1] % 8 == 0, f"heads of {q.shape[-1]} features are not aligned"
-    assert cu_seqlens.dtype == torch.int32
-    assert int(cu_seqlens[-1]) == len(q)
+    for cu_seqlens, longest, rows in ((ends.q, ends.max_q, q), (ends.k, ends.max_k, k)):
+        assert cu_seqlens.dtype == torch.int32
+        assert int(cu_seqlens[-1]) == len(rows)
+        assert longest == int(cu_seqlens.diff().max())
+    assert len(ends.q) == len(ends.k)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     outputs = []
-    for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        scores = torch.einsum("qhd,khd->hqk", q[start:stop], k[start:stop]) * scale
-        distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+    bounds = (cu_seqlens.tolist() for cu_seqlens in (ends.q[:-1], ends.q[1:], ends.k[:-1], ends.k[1:]))
+    for start, stop, first_key, last_key in zip(*bounds, strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q[start:stop], k[first_key:last_key]) * scale
+        distance = torch.arange(stop - start)[:, None] - torch.arange(last_key - first_key)
         if before is not None:
             scores = scores.masked_fill(distance > before, float("-inf"))
         if behind is not None:
             scores = scores.masked_fill(-distance > behind, float("-inf"))
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[start:stop]))
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[first_key:last_key]))
     return torch.cat(outputs)
 
 
@@ -51,16 +64,14 @@ def varlen_attn_2_10(  # docs.pytorch.org/docs/2.10
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
     is_causal: bool = False, return_aux: AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    assert max_q == max_k == int(cu_seq_q.diff().max())
-    return _attend(query, key, value, cu_seq_q, None, *_sides((-1, -1), is_causal))
+    return _attend(query, key, value, Ends(cu_seq_q, cu_seq_k, max_q, max_k), None, *_sides((-1, -1), is_causal))
 
 
 def varlen_attn_2_11(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
     return_aux: AuxRequest | None = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    assert max_q == max_k == int(cu_seq_q.diff().max())
-    return _attend(query, key, value, cu_seq_q, scale, *_sides(window_size, causal=False))
+    return _attend(query, key, value, Ends(cu_seq_q, cu_seq_k, max_q, max_k), scale, *_sides(window_size, causal=False))
 
 
 def varlen_attn_2_12(  # and 2.13
@@ -70,8 +81,8 @@ def varlen_attn_2_12(  # and 2.13
     num_splits: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     assert enable_gqa or query.shape[1] == key.shape[1], "try setting enable_gqa=True"
-    assert max_q == max_k == int(cu_seq_q.diff().max())
-    return _attend(query, key, value, cu_seq_q, scale, *_sides(window_size, causal=False))
+    assert cu_seq_k is not None
+    return _attend(query, key, value, Ends(cu_seq_q, cu_seq_k, max_q, max_k), scale, *_sides(window_size, causal=False))
 
 
 def flash_attn_2_8(  # flash-attn 2.8.3, flash_attn/flash_attn_interface.py
@@ -80,9 +91,9 @@ def flash_attn_2_8(  # flash-attn 2.8.3, flash_attn/flash_attn_interface.py
     softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: Any = None,
 ) -> Tensor:  # fmt: skip
-    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+    ends = Ends(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     assert dropout_p == 0.0
-    return _attend(q, k, v, cu_seqlens_q, softmax_scale, *_sides(window_size, causal))
+    return _attend(q, k, v, ends, softmax_scale, *_sides(window_size, causal))
 
 
 def flash_attn_3(  # hopper/flash_attn_interface.py of Dao-AILab/flash-attention at 01afd16
@@ -92,17 +103,17 @@ def flash_attn_3(  # hopper/flash_attn_interface.py of Dao-AILab/flash-attention
     attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1, pack_gqa: Any = None,
     deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
 ) -> Tensor:  # fmt: skip
-    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+    ends = Ends(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     assert qv is None
-    return _attend(q, k, v, cu_seqlens_q, softmax_scale, *_sides(window_size, causal))
+    return _attend(q, k, v, ends, softmax_scale, *_sides(window_size, causal))
 
 
 def flash_attn_3_of_2024(  # of its first releases, which return the log-sum-exp unasked
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
     softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1), deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
-    return _attend(q, k, v, cu_seqlens_q, softmax_scale, *_sides(window_size, causal)), torch.zeros(q.shape[1::-1])
+    ends = Ends(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend(q, k, v, ends, softmax_scale, *_sides(window_size, causal)), torch.zeros(q.shape[1::-1])
 
 
 def flash_attn_4(  # flash-attn-4 4.0.0b36, flash_attn/cute/interface.py
@@ -116,11 +127,11 @@ def flash_attn_4(  # flash-attn-4 4.0.0b36, flash_attn/cute/interface.py
     disable_scheduler_metadata: bool = False, gather_bwd_recompute_p: bool = False, gather_bwd_token_chunk: Any = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     assert qv is None
-    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+    ends = Ends(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     before, behind = window_size  # one side of -1 is no sign for "no limit" here
     if before is not None and behind is not None and before < 0 and behind < 0:
         before, behind = None, None
-    return _attend(q, k, v, cu_seqlens_q, softmax_scale, before, 0 if causal else behind), None
+    return _attend(q, k, v, ends, softmax_scale, before, 0 if causal else behind), None
 
 
 INTERFACES: dict[str, tuple[str, str, Callable[..., Any]]] = {  # case -> backend, module, stand-in

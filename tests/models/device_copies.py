@@ -7,10 +7,11 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmtrain
@@ -30,6 +31,16 @@ class DeviceCopies(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
+        self._hidden_copies = _HiddenCopies(self.found)
+
+    def __enter__(self) -> Self:
+        self._hidden_copies.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hidden_copies.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -43,6 +54,28 @@ class DeviceCopies(TorchDispatchMode):
                 kind = "asynchronous" if is_async else "blocking"
                 self.found.add(f"{_product_line()}: {kind} copy {source} -> {target}")
         return func(*args, **kwargs)
+
+
+class _HiddenCopies(TorchFunctionMode):
+    """Adds copies that torch makes below its dispatcher: of numbers in `torch.tensor`, and of an index from the host."""
+
+    def __init__(self, found: set[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            self._found.add(f"{_product_line()}: constant from the host")
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].device.type != "cpu":
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(map(_is_on_host, indices)):
+                self._found.add(f"{_product_line()}: index from the host")
+        return func(*args, **kwargs)
+
+
+def _is_on_host(index: Any) -> bool:
+    return isinstance(index, list) or (isinstance(index, Tensor) and index.device.type == "cpu")
 
 
 def on_device(value: T, device: torch.device) -> T:

@@ -15,6 +15,7 @@ from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.recipe.audio_settings import AudioSettings
+from mmtrain.recipe.generator_settings import GeneratorSettings
 from mmtrain.recipe.llm_settings import LlmSettings
 from mmtrain.recipe.model_settings import ModelSettings
 from mmtrain.recipe.schema import Recipe
@@ -53,12 +54,19 @@ LLM: dict[str, Any] = {"layers": 3, "hidden": 48, "heads": 4, "kv_heads": 2, "ff
 
 
 def settings(
-    vision: dict[str, Any] | None = None, llm: dict[str, Any] | None = None, audio: dict[str, Any] | None = None
+    vision: dict[str, Any] | None = None,
+    llm: dict[str, Any] | None = None,
+    audio: dict[str, Any] | None = None,
+    generator: dict[str, Any] | None = None,
 ) -> ModelSettings:
-    """Make settings of a model with a vision unit, and with an audio unit if `audio` is given (may be `{}`)."""
+    """Make settings of a model with a vision unit, with an audio unit if `audio` is given, and with a generator.
+
+    `audio` may be `{}`; `generator` has all of its settings.
+    """
     return ModelSettings(
         vision=VisionSettings(**{**VISION, **(vision or {})}),
         audio=None if audio is None else AudioSettings(**{**AUDIO, **audio}),
+        generator=None if generator is None else GeneratorSettings(**generator),
         llm=LlmSettings(**{**LLM, **(llm or {})}),
     )
 

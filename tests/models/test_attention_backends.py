@@ -18,6 +18,7 @@ from mmtrain.models.attention import (
     AttentionOptions,
     SequenceLayout,
     attend,
+    attend_to_context,
     backend_problems,
     choose_backend,
     prepare_attention,
@@ -62,6 +63,28 @@ def test_each_kernel_is_called_for_what_the_reference_computes(
         actual = _forward_and_gradients(backend, heads, head_dim, causal, window, scale)
         for got, want in zip(actual, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def _forward_and_gradients_in_contexts(backend: AttentionBackend, head_dim: int) -> list[Tensor]:
+    layout, contexts = SequenceLayout((5, 9, 5, 2)), SequenceLayout((3,) * 4)
+    generator = torch.Generator().manual_seed(3)
+    rows = (layout.num_tokens, contexts.num_tokens, contexts.num_tokens)
+    q, k, v = (torch.randn(n, 2, head_dim, generator=generator).requires_grad_() for n in rows)
+    out = attend_to_context(q, k, v, layout, contexts, AttentionOptions(backend, causal=False))
+    weights = torch.linspace(-1, 1, out.numel()).view_as(out)
+    return [out, *torch.autograd.grad((out * weights).sum(), (q, k, v))]
+
+
+@pytest.mark.parametrize("head_dim", [16, 12])
+@pytest.mark.parametrize("case", INTERFACES)
+def test_each_kernel_attends_to_contexts_in_one_call(case: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of queries and of keys have other lengths."""
+    install(monkeypatch, case)
+    backend: Any = INTERFACES[case][0]
+    expected = _forward_and_gradients_in_contexts("sdpa", head_dim)
+    actual = _forward_and_gradients_in_contexts(backend, head_dim)
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_the_stand_in_for_this_torch_has_its_signature() -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from mmtrain.models import build_stage as stage_builder
 from mmtrain.models.attention import AttentionBackend
 from mmtrain.models.build_stage import StageOptions, build_stage
+from mmtrain.models.generator.generator_input import GeneratorInput
+from mmtrain.models.llm_layers import TextContext
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
 from mmtrain.models.stage_inputs import TextInput, UnitInput
 from mmtrain.models.stage_module import StageModule, StageSpec
@@ -29,6 +31,7 @@ from tests.models.factory import (
     shape_of,
     text,
 )
+from tests.models.generator.tiny import DIT, UNET
 
 NUM_FEATURES = 4
 MODELS: dict[str, tuple[str, ModelSettings]] = {
@@ -44,6 +47,9 @@ MODELS: dict[str, tuple[str, ModelSettings]] = {
     "vision, windows": ("vision", settings(vision=WINDOWED)),
     "vision, stretched positions": ("vision", settings(vision=DEEPSTACK)),
     "vision, pooled": ("vision", settings(vision=POOLED)),
+    "llm, queries": ("llm", settings(generator=DIT)),
+    "generator, transformer": ("generator", settings(generator=DIT)),
+    "generator, U-Net": ("generator", settings(generator=UNET)),
     "audio": ("audio", settings(audio={})),
     "audio, chunks": ("audio", settings(audio={**AUDIO, "chunk": 8, "max_frames": 80})),
 }
@@ -60,7 +66,7 @@ def attend_without_numbers(
     softmax_scale: float, causal: bool, window_size: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     """Stand for FlashAttention, to which the device says where sequences end."""
-    assert (cu_seqlens_q.device, cu_seqlens_q.dtype) == (META, torch.int32)
+    assert {(ends.device, ends.dtype) for ends in (cu_seqlens_q, cu_seqlens_k)} == {(META, torch.int32)}
     return q + (k.sum() + v.sum()) * 0
 
 
@@ -80,7 +86,21 @@ def test_a_step_neither_copies_nor_reads(
     assert copies.found == set()
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", ["vision, class token and grid", "audio", "generator, transformer"])
+def test_a_microbatch_without_items_neither_copies_nor_reads(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has one in each step that has fewer images than there are ranks."""
+    monkeypatch.setattr("mmtrain.models.attention.fused.FusedKernel.load", lambda _: attend_without_numbers)
+    monkeypatch.setattr(stage_builder, "choose_backend", lambda *_: "flash_attn")
+    unit, model = MODELS[case]
+    module = stage_on_meta(model, unit)
+    nothing = brought_inputs(module, without_items(inputs_of(case, seed=0)))
+    run_step(module, nothing)
+    with DeviceCopies() as copies:
+        run_step(module, nothing)
+    assert copies.found == set()
+
+
+@pytest.mark.parametrize("case", [case for case, (unit, _) in MODELS.items() if unit != "generator"])
 def test_a_stage_of_one_layer_gets_what_it_needs(case: str) -> None:
     """Stages without blocks rotate nothing, and those without the first layer have no positions to look up."""
     unit, model = MODELS[case]
@@ -112,6 +132,8 @@ def inputs_of(case: str, seed: int) -> UnitInput:
         return images((8, 8), (4, 6 - 2 * seed), (4, 4), (4, 4))
     if case.startswith("audio"):
         return clips(16, 8 + 4 * seed, 16)
+    if case.startswith("generator"):
+        return drawings((8, 8), (4, 12 - 4 * seed), (8, 8), patch_features=4 if "U-Net" in case else 16)
     made = text(33, 20 + seed, 33, places=range(NUM_FEATURES))
     assert made.labels is not None
     targets = (made.labels != -100).nonzero().flatten()
@@ -119,8 +141,32 @@ def inputs_of(case: str, seed: int) -> UnitInput:
     if "column" in case:
         position_ids = torch.arange(sum(made.lengths)).expand(3, -1).contiguous()
     spans = ((2, 12), (40, 44)) if "images" in case else ()
-    given: dict[str, Any] = {"target_positions": targets, "position_ids": position_ids, "image_spans": spans}
+    queries = torch.arange(10, 10 + DIT["context_tokens"]) if "queries" in case else None
+    given: dict[str, Any] = {
+        "target_positions": targets,
+        "position_ids": position_ids,
+        "image_spans": spans,
+        "query_positions": queries,
+    }
     return TextInput(made.lengths, made.ids, made.labels, made.feature_positions, **given)
+
+
+def drawings(*sizes: tuple[int, int], patch_features: int) -> GeneratorInput:
+    """Make images of (rows, cols) cells to denoise, of which the last shall be drawn without its context."""
+    rows, cols = zip(*sizes, strict=True)
+    cells = torch.randn(sum(r * c for r, c in sizes), patch_features)
+    kept = torch.ones(len(sizes))
+    kept[-1] = 0
+    timesteps = torch.arange(len(sizes))
+    return GeneratorInput(rows, cols, cells, timesteps, torch.zeros_like(cells), torch.ones(len(cells)), kept)
+
+
+def without_items(inputs: UnitInput) -> UnitInput:
+    """Return a microbatch of the same unit without any item."""
+    assert not isinstance(inputs, TextInput)
+    by_item = ("timesteps", "kept_contexts", "cells", "targets", "counted")
+    tensors = {name: getattr(inputs, name, None) for name in by_item}
+    return replace(inputs, rows=(), cols=(), **{name: t[:0] for name, t in tensors.items() if t is not None})
 
 
 def run_step(module: StageModule, inputs: UnitInput) -> None:
@@ -129,5 +175,13 @@ def run_step(module: StageModule, inputs: UnitInput) -> None:
     if isinstance(inputs, TextInput):
         rows = torch.randn(NUM_FEATURES, 48, device=META, dtype=torch.bfloat16, requires_grad=True)
         features = {"vision": rows}
-    out = module.run(module.context(inputs, features), None, module.indices)
-    torch.autograd.backward(out.float().sum())
+    if isinstance(inputs, GeneratorInput):
+        rows = torch.randn(len(inputs.rows) * DIT["context_tokens"], 48, device=META, dtype=torch.bfloat16)
+        features = {"llm": rows.requires_grad_()}
+    context = module.context(inputs, features)
+    if module.feeds_generator:
+        assert isinstance(context, TextContext)
+        outputs = module.run_to_queries(context, None, module.indices)
+    else:
+        outputs = (module.run(context, None, module.indices),)
+    torch.autograd.backward([out.float().sum() for out in outputs])

@@ -4,19 +4,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmtrain.models.attention.fused import FUSED_KERNELS, attend_by_fused_kernel
+from mmtrain.models.attention.options import AttentionOptions
 from mmtrain.models.attention.sequence_layout import SequenceLayout
 
 
-def attend_to_context(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
+def attend_to_context(
+    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, contexts: SequenceLayout, options: AttentionOptions
+) -> Tensor:
     """Attend from the tokens of each sequence to all context tokens of this sequence.
 
-    q (T, heads, d); k and v (sequences * context tokens, heads, d) -> (T, heads, d). Like `attend_by_sdpa`, it calls
-    torch's dense kernel once for each distinct length.
+    q (T, heads, d); k and v (sequences * context tokens, heads, d), which lie as `contexts` says -> (T, heads, d). A
+    kernel that knows packed sequences is called once; torch's dense one, once for each distinct length.
     """
     assert layout.num_tokens == q.shape[0], f"lengths sum to {layout.num_tokens}, but there are {q.shape[0]} tokens"
+    assert contexts.num_tokens == k.shape[0], f"contexts have {contexts.num_tokens} tokens, and there are {k.shape[0]}"
+    assert not options.causal, "tokens and context have no order between them"
     if q.shape[0] == 0:
         return q + (k.sum() + v.sum()) * 0  # an empty result that still gives k and v a gradient
     assert len(layout.filled_lengths) == len(layout.lengths), "an image without tokens has no context"
+    if options.backend in FUSED_KERNELS:
+        return attend_by_fused_kernel(q, k, v, layout, options, contexts)
+    return _attend_by_sdpa(q, k, v, layout)
+
+
+def _attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
     k, v = (x.view(len(layout.lengths), -1, *x.shape[1:]) for x in (k, v))
     sorted_tokens = layout.length_buckets(q.device)
     if sorted_tokens.order is not None:

@@ -139,26 +139,33 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def attend_by_fused_kernel(
-    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, options: AttentionOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    options: AttentionOptions,
+    contexts: SequenceLayout | None = None,
 ) -> Tensor:
     """Call the kernel of `options.backend`, with heads padded by zeros to the next width that kernels take.
 
     Zeros add nothing to scores, and the features that they add to the output are dropped. Inside, kernels round widths
     up further (100 to 128), so that the padding costs copies and no arithmetic.
+
+    contexts: where keys and values lie, one sequence of them for each of queries; None: where the queries do.
     """
     kernel = FUSED_KERNELS[options.backend]
     head_dim = q.shape[-1]
-    cu_seqlens = layout.cu_seqlens(q.device)
+    keys = layout if contexts is None else contexts
     if padding := padded_head_dim(head_dim) - head_dim:
         q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
     arguments = {
         "q": q,
         "k": k,
         "v": v,
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
+        "cu_seqlens_q": layout.cu_seqlens(q.device),
+        "cu_seqlens_k": keys.cu_seqlens(q.device),
         "max_seqlen_q": layout.max_length,
-        "max_seqlen_k": layout.max_length,
+        "max_seqlen_k": keys.max_length,
         "softmax_scale": head_dim**-0.5 if options.scale is None else options.scale,
         "causal": options.causal,
         # How many tokens before and behind itself a token attends to.

@@ -89,6 +89,13 @@ class SequenceLayout:
             tables[self._key("span_rows")] = self._host_span_rows()
         return tables
 
+    def host_context_tables(self, contexts: "SequenceLayout", backend: AttentionBackend) -> HostTables:
+        """Compute the tables that a backend needs, beside `host_tables`, where keys are those of `contexts`."""
+        if backend == "sdpa":
+            _, order = _sort_by_length(self.filled_lengths)
+            return {} if order is None else {self._key("sequence_order"): self._host_sequence_order()}
+        return contexts.host_tables(backend)
+
     def _key(self, table: str) -> str:
         return f"{table} of {self.name}"
 
@@ -100,6 +107,9 @@ class SequenceLayout:
 
     def _host_cu_seqlens(self) -> HostTable:
         return np.cumsum((0, *self.filled_lengths), dtype=np.int32)
+
+    def _host_sequence_order(self) -> HostTable:
+        return np.argsort(np.asarray(self.lengths), kind="stable")
 
     def _host_span_rows(self) -> HostTable:
         return np.concatenate([np.arange(start, stop) for start, stop in self.spans])
@@ -125,8 +135,7 @@ class SequenceLayout:
     def sequence_order(self, device: torch.device) -> Tensor:
         """Return the sequences in the order of `length_buckets`, if all have tokens: (S,) int64."""
         if device not in self._sequence_order:
-            order = np.argsort(np.asarray(self.lengths), kind="stable")
-            self._sequence_order[device] = torch.from_numpy(order).to(device, non_blocking=True)
+            self._sequence_order[device] = self._table("sequence_order", self._host_sequence_order, device)
         return self._sequence_order[device]
 
     def span_rows(self, device: torch.device) -> Tensor:

@@ -150,6 +150,8 @@ class ContextAttention(nn.Module):
         """Build the part of a block; its weights are uninitialized."""
         super().__init__()
         self.head_dim = shape.head_dim
+        self.num_context_tokens = shape.context
+        self.options = AttentionOptions(factory.attention, causal=False)
         inner = shape.heads * shape.head_dim
         self.linear_q = factory.column_linear(shape.hidden, inner, bias=True)
         self.linear_kv = factory.column_linear(shape.context_width, 2 * inner, bias=True)
@@ -159,7 +161,8 @@ class ContextAttention(nn.Module):
         """Map (T, width), with (images * context tokens, context_width), to (T, width)."""
         queries = self.linear_q(tokens)[0].unflatten(1, (-1, self.head_dim))
         keys, values = self.linear_kv(image_context)[0].unflatten(1, (-1, 2, self.head_dim)).unbind(2)
-        attended = attend_to_context(queries, keys, values, context.layout)
+        contexts = context.contexts(self.num_context_tokens)
+        attended = attend_to_context(queries, keys, values, context.layout, contexts, self.options)
         out: Tensor = self.linear_proj(attended.flatten(1))[0]
         return out
 

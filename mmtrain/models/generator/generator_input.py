@@ -1,7 +1,7 @@
 """One microbatch of a generator: which images it denoises, and what its layers derive from that."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -39,11 +39,19 @@ class GeneratorContext:
 
     inputs: GeneratorInput
     device: torch.device
+    _contexts: dict[int, SequenceLayout] = field(default_factory=dict, repr=False)  # by tokens of each
 
     @cached_property
     def layout(self) -> SequenceLayout:
         """Each image is a sequence of cells."""
         return SequenceLayout(self.item_lengths, (), "images", self.inputs.tables)
+
+    def contexts(self, num_context_tokens: int) -> SequenceLayout:
+        """Return where the context tokens of the images lie: equally many of each, in the images' order."""
+        if num_context_tokens not in self._contexts:
+            lengths = (num_context_tokens,) * self.num_images
+            self._contexts[num_context_tokens] = SequenceLayout(lengths, (), "contexts", self.inputs.tables)
+        return self._contexts[num_context_tokens]
 
     @cached_property
     def item_lengths(self) -> tuple[int, ...]:
@@ -65,6 +73,27 @@ class GeneratorContext:
         if self._common_length is not None:
             return {}
         return {"image_of_token": np.repeat(np.arange(self.num_images), self.item_lengths)}
+
+    @cached_property
+    def images_by_size(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Return the images of each size (rows, columns)."""
+        images: dict[tuple[int, int], tuple[int, ...]] = {}
+        for image, size in enumerate(zip(self.inputs.rows, self.inputs.cols, strict=True)):
+            images[size] = (*images.get(size, ()), image)
+        return images
+
+    def size_tables(self) -> HostTables:
+        """Compute on the host which images have each size, where there are several sizes."""
+        if len(self.images_by_size) < 2:
+            return {}
+        return {_size_table(size): np.asarray(images) for size, images in self.images_by_size.items()}
+
+    def of_size(self, rows: Tensor, size: tuple[int, int]) -> Tensor:
+        """Return of a tensor with one row for each image the rows of the images of this size."""
+        if len(self.images_by_size) < 2:
+            return rows
+        tables = brought_or_computed(self.inputs.tables, self.size_tables, self.device)
+        return rows.index_select(0, tables[_size_table(size)])
 
     def modulate(self, tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         """Return tokens * (1 + scale) + shift for tokens (T, width), with one shift and scale (I, width) an image."""
@@ -94,6 +123,10 @@ class GeneratorContext:
     @cached_property
     def _image_of_token(self) -> Tensor:
         return brought_or_computed(self.inputs.tables, self.index_tables, self.device)["image_of_token"]
+
+
+def _size_table(size: tuple[int, int]) -> str:
+    return f"images of {size[0]} x {size[1]}"
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,12 @@ class GeneratorStage(StageModule):
         """Compute, on the host, the index tables that the stage's layers need of a microbatch with these lengths."""
         assert isinstance(inputs, GeneratorInput)
         context = GeneratorContext(replace(inputs, tables=None), torch.device("cpu"))
-        if not self.shape.is_splittable:  # a U-Net reads batches of images, which need no tables
-            return {}
-        tables = context.index_tables()
-        if any(self.shape.layers[index].heads for index in self.indices):
-            tables |= context.layout.host_tables(self.factory.attention)
+        if not self.shape.is_splittable:  # a U-Net reads batches of images of one size
+            return context.size_tables()
+        tables, backend = context.index_tables(), self.factory.attention
+        for tokens in {layer.context for layer in map(self.shape.layers.__getitem__, self.indices) if layer.heads}:
+            tables |= context.layout.host_tables(backend)
+            tables |= context.layout.host_context_tables(context.contexts(tokens), backend)
         return tables
 
     def _run_to_state(self, context: DrawingContext, hidden: Tensor | None, layers: range) -> GeneratorState:

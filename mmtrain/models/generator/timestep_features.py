@@ -25,17 +25,18 @@ def position_table(
     """Return the positions of an image's patches, row by row: (rows * cols, width).
 
     The first half of the features is of the column, the second of the row: sines, then cosines. Both sides of an image
-    of any size are stretched to `stretched_side`, as in `diffusers`' PixArt.
+    of any size are stretched to `stretched_side`, as in `diffusers`' PixArt. The device computes them: a copy from the
+    host would make it wait at every size that is new.
     """
-    column = torch.arange(cols, dtype=torch.float32) / (cols / stretched_side)
-    row = torch.arange(rows, dtype=torch.float32) / (rows / stretched_side)
+    column = torch.arange(cols, dtype=torch.float32, device=device) / (cols / stretched_side)
+    row = torch.arange(rows, dtype=torch.float32, device=device) / (rows / stretched_side)
     by_column = _sines_and_cosines(column, width // 2).repeat(rows, 1)
     by_row = _sines_and_cosines(row, width // 2).repeat_interleave(cols, dim=0)
-    return torch.cat((by_column, by_row), dim=1).to(dtype).to(device)
+    return torch.cat((by_column, by_row), dim=1).to(dtype)
 
 
 def _sines_and_cosines(positions: Tensor, width: int) -> Tensor:
     half = width // 2
-    frequencies = _MAX_PERIOD ** -(torch.arange(half, dtype=torch.float64) / half)
+    frequencies = _MAX_PERIOD ** -(torch.arange(half, dtype=torch.float64, device=positions.device) / half)
     angles = torch.outer(positions.double(), frequencies)
     return torch.cat((angles.sin(), angles.cos()), dim=1)

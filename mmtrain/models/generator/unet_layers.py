@@ -106,21 +106,15 @@ class UnetEmbed(nn.Module):
         image_context = state.context.view(-1, self.context_tokens, context_width)
         cells_of_images = torch.split(inputs.cells.to(dtype), list(context.item_lengths))
         batches = []
-        for (rows, cols), images in self._images_by_size(context).items():
+        # Of a microbatch without images a batch of none, for weights' gradients.
+        by_size = context.images_by_size or {(self.divisor, self.divisor): ()}
+        for size, images in by_size.items():
             cells = [cells_of_images[image] for image in images]
-            batch = torch.stack(cells) if cells else timestep.new_empty(0, rows * cols, self.channels)
-            pixels = batch.transpose(1, 2).unflatten(2, (rows, cols))
-            is_whole = len(images) == context.num_images
-            chosen = slice(None) if is_whole else list(images)
-            batches.append(ImageBatch(images, self.conv(pixels), timestep[chosen], image_context[chosen]))
+            batch = torch.stack(cells) if cells else timestep.new_empty(0, size[0] * size[1], self.channels)
+            pixels = batch.transpose(1, 2).unflatten(2, size)
+            time_of_batch, context_of_batch = (context.of_size(rows, size) for rows in (timestep, image_context))
+            batches.append(ImageBatch(images, self.conv(pixels), time_of_batch, context_of_batch))
         return UnetState(tuple(batches), self.num_to_keep)
-
-    def _images_by_size(self, context: GeneratorContext) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Return the images of each size; of a microbatch without any, a batch of none, for weights' gradients."""
-        images: dict[tuple[int, int], tuple[int, ...]] = {}
-        for image, size in enumerate(zip(context.inputs.rows, context.inputs.cols, strict=True)):
-            images[size] = (*images.get(size, ()), image)
-        return images or {(self.divisor, self.divisor): ()}
 
     def _check_sides(self, context: GeneratorContext) -> None:
         for rows, cols in zip(context.inputs.rows, context.inputs.cols, strict=True):
@@ -298,5 +292,7 @@ def _convolution(channels: int, out: int, factory: "LayerFactory", stride: int =
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Attend to keys and values (n, keys, heads, d) from queries (n, positions, heads, d): (n, positions, width)."""
+    if not len(queries):  # not every kernel of torch takes a batch of none
+        return queries.flatten(2) + (keys.sum() + values.sum()) * 0
     out = F.scaled_dot_product_attention(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2))
     return out.transpose(1, 2).flatten(2)

@@ -44,6 +44,9 @@ from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.recipe.encoder_settings import Activation
 
 
+_ONE_TOKEN = PackedSequences(SequenceLayout((1,)))  # keeps its tables, so that they come to a device once
+
+
 class Norm(nn.Module):
     """RMSNorm without bias, or LayerNorm with bias, as selected by the config's `normalization`.
 
@@ -154,7 +157,7 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
         if hidden.shape[0] == 0:
             # Megatron-core cannot reshape an empty tensor. A row that is dropped again gives weights a zero gradient.
             # Where ranks share sequences, one without tokens still takes part in what they exchange.
-            packing = PackedSequences(SequenceLayout((1,))) if packing.context is None else packing.padded(1)
+            packing = _ONE_TOKEN if packing.context is None else packing.padded(1)
             padded: Tensor = self(F.pad(hidden, (0, 0, 0, 1)), packing)
             return padded[:0]
         return run_block(self, hidden, packing)
