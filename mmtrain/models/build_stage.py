@@ -47,6 +47,19 @@ def build_stage(
     Raises:
         UserError: the attention backend, or fused kernels, do not work here.
     """
+    stage = build_stage_without_weights(settings, shape, spec, groups, options)
+    param_specs = stage_param_specs(stage, spec.unit, groups.tp_size)
+    initialize_parameters(stage, param_specs, options.seed, groups.tp_rank, groups.tp_size, options.pretrained)
+    return stage.to(options.device)
+
+
+def build_stage_without_weights(
+    settings: ModelSettings, shape: ModelShape, spec: StageSpec, groups: "ParallelGroups", options: StageOptions
+) -> StageModule:
+    """Build what `build_stage` does, with weights that are not set yet: memory of the host that nothing has touched.
+
+    Raises as `build_stage` does.
+    """
     from mmtrain.models.megatron import prepare_megatron
 
     prepare_megatron(options.device)
@@ -54,10 +67,8 @@ def build_stage(
     factory = _layer_factory(settings, shape.unit(spec.unit), spec, groups, options)
     is_generator = shape.unit(spec.unit).kind == "generator"
     stage = (GeneratorStage if is_generator else StageModule)(settings, shape, spec, factory)
-    param_specs = stage_param_specs(stage, spec.unit, groups.tp_size)
-    initialize_parameters(stage, param_specs, options.seed, groups.tp_rank, groups.tp_size, options.pretrained)
     _freeze(stage)
-    return stage.to(options.device)
+    return stage
 
 
 def _layer_factory(

@@ -18,7 +18,7 @@ from mmtrain.models.bf16_moments import Bf16MomentsAdamW
 from mmtrain.models.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
 from mmtrain.models.llm_layers import Head
 from mmtrain.models.named_shards import MOMENTS, NamedShard
-from mmtrain.models.parameter_specs import ParamSpec, WeightSource
+from mmtrain.models.parameter_specs import ParamSpec, WeightSource, initial_values, num_blocks
 from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe.train_settings import OptimizerSettings
 
@@ -65,8 +65,11 @@ def shard_mesh(groups: Sequence[dist.ProcessGroup], ranks: Sequence[Sequence[int
     )
 
 
-def shard_stage(stage: StageModule, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def shard_stage(stage: StageModule, mesh: DeviceMesh, device: torch.device, compute_dtype: torch.dtype) -> None:
     """Shard the parameters of a stage over `mesh`, layer by layer; trained ones are held in fp32 from now on.
+
+    Whatever the parameters held is lost: their memory on `device` is that of one whole layer at a time, beside the
+    shards. `initialize_shards` sets them.
 
     Losses are divided by the targets of the whole batch, so gradients are summed and never averaged.
     """
@@ -77,14 +80,13 @@ def shard_stage(stage: StageModule, mesh: DeviceMesh, compute_dtype: torch.dtype
     policy = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for param in stage.parameters():
-            if param.requires_grad:
-                param.data = param.data.float()
     # The stage's own group stays gathered through a whole pass, so the head reads a matrix there that it shares.
     grouped = [layer for layer in stage.layers.values() if layer is not stage.tied_layer]
     for layer in grouped:
+        _move_empty(layer, device)
         # Gathered again in the backward, and never left whole where an update could make it stale.
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    _move_empty(stage, device)
     fully_shard(stage, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     for entry in _STAGE_ENTRIES:
         register_fsdp_forward_method(stage, entry)
@@ -98,6 +100,35 @@ def shard_stage(stage: StageModule, mesh: DeviceMesh, compute_dtype: torch.dtype
             # A rank whose microbatch does not reach a layer still takes part in the reduction of its gradients.
             module.set_reduce_scatter_unused_params(True)
     _prefetch_neighbours(grouped)
+
+
+def _move_empty(module: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a module that are not sharded yet memory on `device`, without what they hold."""
+    for param in module.parameters():
+        if not isinstance(param, DTensor):
+            dtype = torch.float32 if param.requires_grad else param.dtype
+            param.data = torch.empty(param.shape, dtype=dtype, device=device)
+
+
+def initialize_shards(
+    stage: StageModule,
+    specs: Mapping[str, ParamSpec],
+    mesh: DeviceMesh,
+    seed: int,
+    compute_dtype: torch.dtype,
+    pretrained: WeightSource | None = None,
+) -> None:
+    """Set this rank's shards of a stage to what `initialize_parameters` sets whole parameters to.
+
+    A rank draws, or reads, only what its shards need. `specs` says what each parameter was before it was sharded.
+    """
+    with torch.no_grad():
+        for name, param in stage.named_parameters():
+            local, elements = _local(param).view(-1), flat_range(param, mesh)
+            if pretrained is not None and pretrained.fill_range(local, specs[name], 0, 1, elements[0]):
+                continue
+            # Rounded as weights that are not sharded are, so that both start alike.
+            local.copy_(initial_values(specs[name], seed, num_blocks(stage), 0, 1, elements).to(compute_dtype))
 
 
 def _prefetch_neighbours(layers: Sequence[nn.Module]) -> None:

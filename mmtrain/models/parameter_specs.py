@@ -7,10 +7,10 @@ each rank, so its full view is (2, ffn, hidden), split along dimension 1.
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class ParamSpec:
     name: str  # plan-independent, e.g. `vision.layers.3.self_attention.linear_qkv.weight`
     full_shape: tuple[int, ...]  # of the full view
     dim: int | None  # dimension of the full view that tensor parallelism splits; None: every rank holds all of it
+    starts_at_zero: bool = False  # of what would start at 1: weights of zero-centered norms
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """Return the shape of one rank's shard of the full view; elements in the order of the rank's parameter."""
@@ -44,7 +45,10 @@ class ParamSpec:
 
 def stage_param_specs(stage: StageModule, unit: str, tp: int) -> dict[str, ParamSpec]:
     """Describe every parameter of the stage; keys are the names in the module."""
-    return {name: ParamSpec(f"{unit}.{name}", *_full_view(param, tp)) for name, param in stage.named_parameters()}
+    return {
+        name: ParamSpec(f"{unit}.{name}", *_full_view(param, tp), getattr(param, "zero_centered", False))
+        for name, param in stage.named_parameters()
+    }
 
 
 def _full_view(param: Tensor, tp: int) -> tuple[tuple[int, ...], int | None]:
@@ -79,6 +83,9 @@ class WeightSource(Protocol):
     def fill(self, param: Tensor, spec: ParamSpec, tp_rank: int, tp: int) -> bool:
         """Fill this rank's shard of a parameter; return False if there are no weights for it."""
 
+    def fill_range(self, values: Tensor, spec: ParamSpec, tp_rank: int, tp: int, first: int) -> bool:
+        """Fill elements of this rank's flattened shard, from `first` on; return False as `fill` does."""
+
     def fill_master(
         self, master: Tensor, spec: ParamSpec, tp_rank: int, tp: int, first: int, dtype: torch.dtype
     ) -> bool:
@@ -102,60 +109,106 @@ def initialize_parameters(
     is an adapter's second matrix, so that a new adapter changes nothing. At a width of 2,500 this gives GPT-2's 0.02; a
     fixed 0.02 would make the outputs of narrow models vanish.
     """
-    num_blocks = sum(layer.heads > 0 for layer in stage.shape.layers)
     with torch.no_grad():
         for name, param in stage.named_parameters():
-            spec = specs[name]
-            if pretrained is not None and pretrained.fill(param, spec, tp_rank, tp):
+            if pretrained is not None and pretrained.fill(param, specs[name], tp_rank, tp):
                 continue
-            if getattr(param, "zero_centered", False):
-                param.zero_()
-            else:
-                param.copy_(_initial_shard(spec, seed, num_blocks, tp_rank, tp).reshape(param.shape))
+            values = initial_values(specs[name], seed, num_blocks(stage), tp_rank, tp, (0, param.numel()))
+            param.copy_(values.view(param.shape))
 
 
-def _initial_shard(spec: ParamSpec, seed: int, num_blocks: int, tp_rank: int, tp: int) -> Tensor:
+def num_blocks(stage: StageModule) -> int:
+    """Return the number of blocks of the whole unit."""
+    return sum(layer.heads > 0 for layer in stage.shape.layers)
+
+
+def initial_values(
+    spec: ParamSpec, seed: int, num_blocks: int, tp_rank: int, tp: int, elements: tuple[int, int]
+) -> Tensor:
+    """Return elements [first, last) of a rank's flattened shard of a parameter as they start, in fp32.
+
+    See `initialize_parameters`; only what these elements need is drawn.
+    """
+    first, last = elements
     *_, module, kind = spec.name.split(".")
-    if kind == "bias" or (module, kind) == ("lora", "b"):
-        return torch.zeros(spec.local_shape(tp))
+    if first == last:
+        return torch.empty(0)
+    if spec.starts_at_zero or kind == "bias" or (module, kind) == ("lora", "b"):
+        return torch.zeros(last - first)
     if "norm" in module or module in _LAYER_SCALES:
-        return torch.ones(spec.local_shape(tp))
+        return torch.ones(last - first)
+    return _draw(spec, _initial_std(spec, num_blocks), seed, tp_rank, tp, elements)
+
+
+def _initial_std(spec: ParamSpec, num_blocks: int) -> float:
+    *_, module, _ = spec.name.split(".")
     if len(spec.full_shape) == _DIMS_OF_IMAGE_KERNEL:
         fan_in = math.prod(spec.full_shape[1:])
     else:
         fan_in = spec.full_shape[1 if module in _CONVOLUTIONS else -1]
-    std = fan_in**-0.5
+    std: float = fan_in**-0.5
     if spec.name.endswith(_OUTPUT_PROJECTIONS):
         std /= math.sqrt(2 * num_blocks)
-    return _draw_shard(spec, std, seed, tp_rank, tp)
+    return std
 
 
-def _draw_shard(spec: ParamSpec, std: float, seed: int, tp_rank: int, tp: int) -> Tensor:
-    """Draw rank `tp_rank`'s shard of the full view, in fp32; on several threads, where torch has them."""
-    dim = spec.dim or 0
-    length = spec.full_shape[dim]
-    lo, hi = (0, length) if spec.dim is None else (tp_rank * length // tp, (tp_rank + 1) * length // tp)
-    num_draws = _num_draws(spec)
-    step = length // num_draws
-    shard = torch.empty(spec.local_shape(tp))
+def _draw(spec: ParamSpec, std: float, seed: int, tp_rank: int, tp: int, elements: tuple[int, int]) -> Tensor:
+    """Draw elements [first, last) of a rank's flattened shard; on several threads, where torch has them."""
+    dim, num_draws = spec.dim or 0, _num_draws(spec)
+    step = spec.full_shape[dim] // num_draws
+    pieces: dict[int, list[_Piece]] = {}
+    for piece in _pieces(spec, step, tp_rank, tp, elements):
+        pieces.setdefault(piece.draw, []).append(piece)
+    drawn = torch.empty(elements[1] - elements[0])
 
     def draw(number: int) -> None:
         shape = tuple(step if i == dim else size for i, size in enumerate(spec.full_shape))
         name = spec.name if num_draws == 1 else f"{spec.name}:{number}"
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-        values = torch.empty(shape).normal_(std=std, generator=generator)
-        first, end = max(lo, number * step), min(hi, (number + 1) * step)
-        shard.narrow(dim, first - lo, end - first).copy_(values.narrow(dim, first - number * step, end - first))
+        values = torch.empty(shape).normal_(std=std, generator=generator).view(-1)
+        for piece in pieces[number]:
+            drawn[piece.place : piece.place + piece.size] = values[piece.start : piece.start + piece.size]
 
-    numbers = range(lo // step, -(-hi // step))
-    if len(numbers) == 1 or torch.get_num_threads() == 1:
-        for number in numbers:
+    if len(pieces) <= 1 or torch.get_num_threads() == 1:
+        for number in pieces:
             draw(number)
-        return shard
+        return drawn
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        for _ in threads.map(draw, numbers):  # raises what a thread raised
+        for _ in threads.map(draw, pieces):  # raises what a thread raised
             pass
-    return shard
+    return drawn
+
+
+class _Piece(NamedTuple):
+    """Consecutive elements of what is drawn."""
+
+    draw: int  # the block that they are in
+    start: int  # in the flattened block
+    place: int  # among the elements that are wanted
+    size: int
+
+
+def _pieces(spec: ParamSpec, step: int, tp_rank: int, tp: int, elements: tuple[int, int]) -> Iterator[_Piece]:
+    """Yield where elements [first, last) of a rank's flattened shard lie in blocks of `step` along the split dimension.
+
+    A block is several runs of consecutive elements of the shard, one for each index of the dimensions before.
+    """
+    first, last = elements
+    dim = spec.dim or 0
+    rows = spec.local_shape(tp)[dim]  # of the shard, along the dimension
+    row_size = math.prod(spec.full_shape[dim + 1 :])
+    first_row = 0 if spec.dim is None else tp_rank * rows
+    for run in range(first // (rows * row_size), -(-last // (rows * row_size))):
+        run_start = run * rows * row_size
+        # Rows of this run that are wanted, at least in part, counted in the full view.
+        lo = first_row + max(0, first - run_start) // row_size
+        hi = first_row + -(-min(rows * row_size, last - run_start) // row_size)
+        for draw in range(lo // step, -(-hi // step)):
+            start_in_shard = run_start + (max(draw * step, first_row) - first_row) * row_size
+            end_in_shard = run_start + (min((draw + 1) * step, first_row + rows) - first_row) * row_size
+            start, end = max(first, start_in_shard), min(last, end_in_shard)
+            in_run = start - run_start + first_row * row_size  # in this run of the full view
+            yield _Piece(draw, run * step * row_size + in_run - draw * step * row_size, start - first, end - start)
 
 
 def _num_draws(spec: ParamSpec) -> int:

@@ -71,29 +71,38 @@ class PretrainedWeights:
         self._read_box(spec, source, param.view(spec.local_shape(tp)), _shard_box(spec, tp_rank, tp))
         return True
 
+    def fill_range(self, values: "torch.Tensor", spec: ParamSpec, tp_rank: int, tp: int, first: int) -> bool:
+        """Fill elements of this rank's flattened shard of a parameter, from `first` on, as `fill` does.
+
+        Beside `values`, at most `MAX_ELEMENTS_PER_READ` elements are in memory.
+        """
+        import torch
+
+        source = self._source_of(spec)
+        if source is None:
+            return False
+        last = first + values.numel()
+        for box, start in _slabs(_shard_box(spec, tp_rank, tp)):
+            end = start + _num_elements(box)
+            if end <= first or start >= last:
+                continue
+            slab = torch.empty([hi - lo for lo, hi in box], dtype=values.dtype)
+            self._read_box(spec, source, slab, box)
+            lo, hi = max(first, start), min(last, end)
+            values[lo - first : hi - first].copy_(slab.view(-1)[lo - start : hi - start])
+        return True
+
     def fill_master(
         self, master: "torch.Tensor", spec: ParamSpec, tp_rank: int, tp: int, first: int, dtype: "torch.dtype"
     ) -> bool:
         """Fill master weights: elements of this rank's flattened shard of a parameter, from `first` on.
 
-        Return whether the folder holds the parameter, at a higher precision than `dtype`. Beside `master`, at most
-        `MAX_ELEMENTS_PER_READ` elements are in memory.
+        Return whether the folder holds the parameter, at a higher precision than `dtype`.
         """
-        import torch
-
         source = self._source_of(spec)
         if source is None or not self._has_more_bits(spec, source, str(dtype).removeprefix("torch.")):
             return False
-        last = first + master.numel()
-        for box, start in _slabs(_shard_box(spec, tp_rank, tp)):
-            end = start + _num_elements(box)
-            if end <= first or start >= last:
-                continue
-            slab = torch.empty([hi - lo for lo, hi in box], dtype=master.dtype)
-            self._read_box(spec, source, slab, box)
-            lo, hi = max(first, start), min(last, end)
-            master[lo - first : hi - first].copy_(slab.view(-1)[lo - start : hi - start])
-        return True
+        return self.fill_range(master, spec, tp_rank, tp, first)
 
     def _source_of(self, spec: ParamSpec) -> ParameterSource | None:
         """Return what a parameter is made of; None if no folder holds it."""

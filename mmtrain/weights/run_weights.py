@@ -67,13 +67,17 @@ class RunWeights:
 
     def fill(self, param: "torch.Tensor", spec: ParamSpec, tp_rank: int, tp: int) -> bool:
         """Fill this rank's shard of a parameter; return False for a new adapter, and for what does not fit."""
+        return self.fill_range(param.view(-1), spec, tp_rank, tp, 0)
+
+    def fill_range(self, values: "torch.Tensor", spec: ParamSpec, tp_rank: int, tp: int, first: int) -> bool:
+        """Fill elements of this rank's flattened shard of a parameter, from `first` on, as `fill` does."""
         if not self._holds(spec.name):
             return False
         misfit = self._misfit(spec)
         if misfit is not None:
             self._misshaped.append(f"{spec.name}: {misfit}")
             return False
-        param.copy_(self._values(spec, tp_rank, tp).reshape(param.shape))
+        values.copy_(self._values(spec, tp_rank, tp).reshape(-1)[first : first + values.numel()])
         return True
 
     def fill_master(

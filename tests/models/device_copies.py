@@ -57,7 +57,7 @@ class DeviceCopies(TorchDispatchMode):
 
 
 class _HiddenCopies(TorchFunctionMode):
-    """Adds copies that torch makes below its dispatcher: of numbers in `torch.tensor`, and of an index from the host."""
+    """Adds copies that torch makes below its dispatcher: of numbers in `torch.tensor`, and of indices of the host."""
 
     def __init__(self, found: set[str]) -> None:
         super().__init__()

@@ -5,15 +5,19 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the tensors that operations make while it is active, each storage once; `peak` is the most at once."""
+    """Counts the tensors that operations make while it is active, each storage once; `peak` is the most at once.
 
-    def __init__(self) -> None:
+    Those on the host only `on_host`.
+    """
+
+    def __init__(self, on_host: bool = False) -> None:
         super().__init__()
+        self._on_host = on_host
         self._nbytes_of: dict[int, int] = {}
         self.nbytes = self.peak = 0
 
@@ -25,7 +29,10 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
+            # Tensors that wrap others (DTensor) state the size of the whole and have no memory.
+            if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):
+                continue
+            if self._on_host or tensor.device.type != "cpu":
                 self._see(tensor)
         self.peak = max(self.peak, self.nbytes)
         return out

@@ -1,9 +1,12 @@
 import itertools
+import math
 import zlib
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mmtrain.models import parameter_specs
 from mmtrain.models.parameter_specs import ParamSpec, initialize_parameters, join_tp_shards, stage_param_specs, tp_shard
@@ -112,6 +115,28 @@ def test_a_shard_is_initialized_as_its_part_of_the_full_tensor() -> None:
         assert torch.equal(first[name], param) == (described[name].dim is None), name
 
 
+def _drawn(spec: ParamSpec, seed: int, tp_rank: int, tp: int) -> torch.Tensor:
+    shape = spec.local_shape(tp)
+    return parameter_specs.initial_values(spec, seed, 2, tp_rank, tp, (0, math.prod(shape))).view(shape)
+
+
+@given(st.data())
+def test_any_elements_of_any_shard_are_those_of_the_whole(data: st.DataObject) -> None:
+    tp = data.draw(st.sampled_from([1, 2, 4]))
+    shape = data.draw(st.sampled_from([(2, 8, 3), (8, 6), (4, 8), (12,)]))
+    dim = data.draw(st.sampled_from([None, *(i for i, size in enumerate(shape) if size % 4 == 0)]))
+    spec, rank = ParamSpec("a.b.c", shape, dim), data.draw(st.integers(0, tp - 1))
+    expected = tp_shard(_drawn_in_small_blocks(spec, 0, 1, None).view(shape), spec, rank, tp).flatten()
+    first, last = sorted(data.draw(st.integers(0, len(expected))) for _ in range(2))
+    assert torch.equal(_drawn_in_small_blocks(spec, rank, tp, (first, last)), expected[first:last])
+
+
+def _drawn_in_small_blocks(spec: ParamSpec, rank: int, tp: int, elements: tuple[int, int] | None) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parameter_specs, "MAX_ELEMENTS_DRAWN_AT_ONCE", 10)
+        return parameter_specs.initial_values(spec, 7, 2, rank, tp, elements or (0, math.prod(spec.local_shape(tp))))
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -131,13 +156,19 @@ def test_a_rank_draws_its_own_shard_of_a_large_parameter(spec: ParamSpec, monkey
         return normal(tensor, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "normal_", counted)
-    whole = parameter_specs._initial_shard(spec, 7, 2, 0, 1)
+    whole = _drawn(spec, 7, 0, 1)
     num_elements = whole.numel()
     assert sum(sizes) == num_elements
     assert 0.7 < float(whole.std()) / spec.full_shape[-1] ** -0.5 / (0.5 if "fc2" in spec.name else 1) < 1.3
+    for first, last in ((0, 1), (3, 3), (17, 60), (100, num_elements), (num_elements - 2, num_elements)):
+        sizes.clear()
+        part = parameter_specs.initial_values(spec, 7, 2, 0, 1, (first, last))
+        assert torch.equal(part, whole.view(-1)[first:last])
+        if spec.dim in (0, None):  # rows of the first dimension are whole blocks
+            assert sum(sizes) <= last - first + 2 * num_elements / parameter_specs._num_draws(spec)
     for tp in (2, 3, 4):
         sizes.clear()
-        shards = [parameter_specs._initial_shard(spec, 7, 2, rank, tp) for rank in range(tp)]
+        shards = [_drawn(spec, 7, rank, tp) for rank in range(tp)]
         assert all(torch.equal(shards[rank], tp_shard(whole, spec, rank, tp)) for rank in range(tp))
         if spec.dim is not None:
             assert sum(sizes) <= num_elements * 1.5  # of a block that two ranks share, each draws all
@@ -147,4 +178,4 @@ def test_a_small_parameter_is_drawn_as_it_was_before_there_were_blocks() -> None
     spec = ParamSpec("llm.layers.1.self_attention.linear_qkv.weight", (6, 4), 0)
     generator = torch.Generator().manual_seed(zlib.crc32(f"3:{spec.name}".encode()))
     expected = torch.empty(6, 4).normal_(std=0.5, generator=generator)
-    assert torch.equal(parameter_specs._initial_shard(spec, 3, 2, 0, 1), expected)
+    assert torch.equal(_drawn(spec, 3, 0, 1), expected)

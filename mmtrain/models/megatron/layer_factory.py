@@ -43,7 +43,6 @@ from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.recipe.encoder_settings import Activation
 
-
 _ONE_TOKEN = PackedSequences(SequenceLayout((1,)))  # keeps its tables, so that they come to a device once
 
 

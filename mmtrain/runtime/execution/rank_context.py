@@ -12,8 +12,8 @@ from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.models import parameter_specs
-from mmtrain.models.build_stage import StageOptions, build_stage
-from mmtrain.models.fully_sharded import FullyShardedAdamW, shard_stage
+from mmtrain.models.build_stage import StageOptions, build_stage, build_stage_without_weights
+from mmtrain.models.fully_sharded import FullyShardedAdamW, initialize_shards, shard_stage
 from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
 from mmtrain.models.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.models.parameter_specs import WeightSource
@@ -277,21 +277,25 @@ def build_units(
         for stage in graph.stages:
             if stage.id.unit == name and any(transport.rank in tp_group for tp_group in stage.tp_groups):
                 spec = StageSpec(name, stage.layers, stage.recompute, name in sequence_parallel)
-                stages[stage.id] = build_stage(recipe.model, model, spec, groups, options)
+                build = build_stage if mesh.shard is None else build_stage_without_weights
+                stages[stage.id] = build(recipe.model, model, spec, groups, options)
         _join_tied(stages.values())
-        units[name] = _build_runner(mesh, stages, transport)
+        units[name] = UnitRunner(name, stages, groups)
+        if mesh.shard is not None:
+            units[name] = _shard_unit(mesh, stages, transport, options)
     return units
 
 
-def _build_runner(mesh: UnitMesh, stages: Mapping[StageId, StageModule], transport: Transport) -> UnitRunner:
-    """Return what runs a unit's stages on this rank, which are sharded over the replicas if the plan says so."""
+def _shard_unit(
+    mesh: UnitMesh, stages: Mapping[StageId, StageModule], transport: Transport, options: StageOptions
+) -> UnitRunner:
+    """Shard a unit's stages over its replicas, and set their weights; return what runs them."""
     groups = transport.groups.units[mesh.unit]
-    if mesh.shard is None:
-        return UnitRunner(mesh.unit, stages, groups)
     sharding, param_specs = transport.groups.sharding[mesh.unit], {}
     for stage_id, stage in stages.items():
-        param_specs[stage_id] = parameter_specs.stage_param_specs(stage, mesh.unit, groups.tp_size)
-        shard_stage(stage, sharding, transport.dtype)
+        specs = param_specs[stage_id] = parameter_specs.stage_param_specs(stage, mesh.unit, groups.tp_size)
+        shard_stage(stage, sharding, options.device, options.dtype)
+        initialize_shards(stage, specs, sharding, options.seed, options.dtype, options.pretrained)
     return ShardedUnitRunner(mesh.unit, stages, groups, mesh.num_microbatches, sharding, param_specs)
 
 
