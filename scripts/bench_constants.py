@@ -18,7 +18,17 @@ from pathlib import Path
 import numpy as np
 
 import mmtrain.balance
-from mmtrain.balance import BatchCost, Grouping, SampleLengths, dist_ratio, rebalance
+from mmtrain.balance import (
+    BalancedLoad,
+    BatchCost,
+    Grouping,
+    SampleLengths,
+    SequenceCost,
+    StepTargets,
+    dist_ratio,
+    max_over_mean,
+    rebalance,
+)
 from mmtrain.balance.makespan_1f1b import makespans_1f1b
 from mmtrain.balance.methods import Matching, token_targets
 from mmtrain.balance.microbatch_order import SEARCH_ROUNDS
@@ -26,6 +36,7 @@ from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_
 from mmtrain.balance.reordering import reorder_microbatches
 from mmtrain.data import GroupStream
 from scripts.bench_balance import (
+    LOADS_SUMMED,
     MAX_GROUP_TOKENS,
     TILE_PATCHES,
     TILES,
@@ -33,7 +44,6 @@ from scripts.bench_balance import (
     WINDOW,
     item_lengths,
     mixture,
-    mixture_kinds,
     other_sets,
 )
 from scripts.bench_shapes import NODE_SHAPES, RANKS_PER_NODE, SAMPLES_PER_RANK, TAILS
@@ -42,6 +52,7 @@ Measure = Callable[[], tuple[float, float]]  # how uneven, and something that co
 FACTORS = (0.5, 2)
 NUM_SETS = 4
 LARGE_RANKS = 256
+NUM_STEPS = {"mixture": 24, "AI2D": 12, "COCO and texts": 3, "ChartQA and speech": 12}  # of 64 groups
 PARTS = {  # modules of mmtrain.balance -> what their constants are measured by
     "step": ("group_exchange", "regroup_step", "row_targets", "step_matching", "random_order", "slack_packing"),
     "row": ("local_search", "even_groups", "steps", "modality_free_steps", "top_up_groups"),
@@ -78,11 +89,9 @@ def main() -> None:
 
 def _measures(part: str, folder: Path) -> dict[str, Measure]:
     if part in ("step", "row"):
-        tokens = mixture(folder, 2 * WINDOW)
-        sets = {"mixture": (tokens, mixture_kinds(np.random.default_rng(0), len(tokens))), **other_sets(folder)}
+        sets = {"mixture": (mixture(folder, WINDOW), None), **other_sets(folder)}
         matching: Matching = "step" if part == "step" else "row"
-        names = ("mixture", "AI2D", "COCO and texts", "ChartQA and speech")
-        return {name: _stream_measure(sets[name][0][: 2 * WINDOW], matching) for name in names}
+        return {name: _stream_measure(sets[name][0][:WINDOW], matching, num) for name, num in NUM_STEPS.items()}
     if part == "post":
         return {name: _post_measure(name) for name in list(TAILS)[:NUM_SETS]}
     if part == "nodes":
@@ -91,23 +100,32 @@ def _measures(part: str, folder: Path) -> dict[str, Measure]:
     return {name: _order_measure(*shape) for name, shape in shapes.items()}
 
 
-def _stream_measure(tokens: np.ndarray, matching: Matching) -> Measure:
-    """Measure the tiles and tokens that replicas wait for in a microbatch, in some steps of 8 x 8 or 64 x 1."""
+def _stream_measure(tokens: np.ndarray, matching: Matching, num_steps: int) -> Measure:
+    """Measure what replicas wait for in a microbatch, in steps of 8 x 8 or 64 x 1.
+
+    That is tiles and tokens where units are balanced apart, and the summed cost where they are balanced together.
+    """
     items = {"audio": item_lengths(tokens[:, 2]), "vision": item_lengths(TILE_PATCHES * tokens[:, TILES])}
     lengths = SampleLengths(tokens[:, TOKENS], tokens[:, TOKENS] // 2, items)
-    replicas, microbatches, num_steps = (8, 8, 12) if matching == "step" else (64, 1, 6)
+    replicas, microbatches = (8, 8) if matching == "step" else (64, 1)
     grouping = Grouping(MAX_GROUP_TOKENS, WINDOW, replicas * microbatches, matching=matching)
-    targets = token_targets(lengths, grouping)
+    costs = {"llm": SequenceCost(TILE_PATCHES), "vision": SequenceCost(300), "audio": SequenceCost(TILE_PATCHES)}
     dp = {"llm": replicas, "vision": replicas, "audio": replicas}
 
     def measure() -> tuple[float, float]:
         stream = GroupStream(lengths, grouping, 0)
-        slots = np.zeros((num_steps, microbatches, replicas, 3))
-        for step in range(num_steps):
-            meta = stream.batch(step, grouping.global_batch, dp, dict.fromkeys(dp, microbatches), targets)
-            np.add.at(slots[step], (meta.index, meta.replica), tokens[meta.sample_id])
-        ratio = dist_ratio(slots.reshape(-1, replicas, 3))
-        return float(ratio[TILES] + ratio[TOKENS]), float(stream.groups_per_epoch)
+        uneven = 0.0
+        for targets in (token_targets(lengths, grouping), StepTargets((BalancedLoad(costs),))):
+            slots = np.zeros((num_steps, microbatches, replicas, 3))
+            for step in range(num_steps):
+                meta = stream.batch(step, grouping.global_batch, dp, dict.fromkeys(dp, microbatches), targets)
+                np.add.at(slots[step], (meta.index, meta.replica), tokens[meta.sample_id])
+            side_by_side = slots.reshape(-1, replicas, 3)
+            if len(targets.loads) > 1:
+                uneven += float(dist_ratio(side_by_side)[[TILES, TOKENS]].sum())
+            else:
+                uneven += max_over_mean(side_by_side @ LOADS_SUMMED[0]) - 1
+        return uneven, float(stream.groups_per_epoch)
 
     return measure
 

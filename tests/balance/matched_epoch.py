@@ -20,7 +20,7 @@ def group_matched(
     parts: list[SampleGroups] = [SampleGroups(np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64))]
     num_before = 0
     for start in range(0, len(order), window):
-        groups = pack_with_slack(sizes.tokens, sizes.budgets, order[start : start + window])
+        groups = pack_with_slack(sizes.tokens, sizes.budgets, order[start : start + window], roomy=True)
         parts.append(assemble_steps(groups, sizes, num_replicas, num_search_pairs(num_replicas), rng, num_before))
         num_before += len(groups)
     num_samples = np.concatenate([part.sizes for part in parts])
