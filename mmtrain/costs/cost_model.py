@@ -25,6 +25,7 @@ class TokenLoad:
     max_len: int
     num_sequences: int
     targets: int | None = None  # tokens that count in the loss; None: all
+    exchanged: int = 0  # tokens of sequences that a context-parallel rank shares with others
 
     @classmethod
     def of(cls, lengths: np.ndarray) -> "TokenLoad":
@@ -54,6 +55,7 @@ class TokenLoad:
             max(self.max_len, other.max_len),
             self.num_sequences + other.num_sequences,
             None if self.targets is other.targets is None else self.num_targets + other.num_targets,
+            self.exchanged + other.exchanged,
         )
 
 

@@ -471,21 +471,14 @@ def payload_bytes(layer: LayerShape, load: TokenLoad) -> int:
 
 
 def context_parallel_load(load: TokenLoad, cp: int) -> TokenLoad:
-    """Return the load of each of `cp` context-parallel ranks: an even share of the tokens and the query-key pairs.
+    """Return the load of each of `cp` ranks that share every sequence: an even part of tokens and query-key pairs.
 
-    Each rank takes two pieces of a sequence, at the same distance from its two ends, so that all have equally many
-    pairs under a causal mask (Liu et al., arXiv 2310.01889, as balanced in Megatron-core). All other costs follow from
-    the share's tokens. No production path uses it yet: it is the cost side of context parallelism.
+    All ranks have equally many pairs, whether each has some heads of all tokens (DeepSpeed Ulysses, arXiv 2309.14509),
+    or two pieces of a sequence at the same distance from its two ends, under a causal mask (Ring Attention, arXiv
+    2310.01889, as balanced in Megatron-core). All other costs follow from the share's tokens.
     """
-    return TokenLoad(-(-load.tokens // cp), -(-load.sum_sq // cp), -(-load.max_len // cp), load.num_sequences)
-
-
-def context_bytes(layer: LayerShape, share: TokenLoad, element_bytes: int, tp: int, cp: int) -> int:
-    """Return the bytes of keys and values that a context-parallel rank receives in a forward: those of all others.
-
-    Like `context_parallel_load`, this waits for context parallelism in the planner.
-    """
-    return (cp - 1) * share.tokens * 2 * layer.kv_heads * layer.head_dim // tp * element_bytes
+    tokens, targets = -(-load.tokens // cp), None if load.targets is None else -(-load.targets // cp)
+    return TokenLoad(tokens, -(-load.sum_sq // cp), -(-load.max_len // cp), load.num_sequences, targets, tokens)
 
 
 def input_grad_needed(shape: ModelShape) -> dict[str, tuple[bool, ...]]:

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs import layer_arithmetic as analytic
+from mmtrain.costs.context_parallel_costs import exchange_buffer_bytes
 from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
@@ -256,9 +257,10 @@ def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, prec
     In a backward these are gradients, as large as what forward keeps but freed as backward goes on, what is recomputed,
     and the gradient of a vocabulary matrix before it is added up, which is most of it where few tokens have a target. A
     layer without backward needs what its forward computes, and its input, which nothing else counts.
-    What travels beside the hidden states is alive meanwhile.
+    What travels beside the hidden states is alive meanwhile, and so is what ranks that share sequences exchange.
     """
     carried = carried_bytes(held, load, precision)
+    carried += exchange_buffer_bytes(held.layer, held.tp, load, ELEMENT_BYTES[precision])
     computed = replace(held, input_grad=True, recompute=False)
     if not (held.layer.trainable or held.input_grad):
         computed = replace(computed, layer=replace(held.layer, trainable=True))

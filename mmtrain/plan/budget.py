@@ -34,6 +34,11 @@ class MeshBudget:
     encoder_vpp: tuple[int, ...] = (1, 2)  # the same for an encoder on ranks of its own; chosen by hand
     colocated_vpp: tuple[int, ...] = (1, 2, 4)  # the same for the LLM of `colocated`; chosen by hand
     merged_microbatches: tuple[int, ...] = (1, 2, 4)  # LLM microbatches that one of an encoder may serve; by hand
+    # Sequences are shared between ranks (context parallelism) where the recipe asks for it, or where a microbatch may
+    # have so many tokens; no what-if recipe below that gained. Each rank then gets at least so many of them: below,
+    # kernels of a 7B model are too short for the messages beside them. Both chosen by hand.
+    min_tokens_to_share: int = 32_768
+    min_tokens_per_cp_rank: int = 8_192
     max_ranks_to_enumerate_all: int = 8  # "On more than eight ranks": tests/plan/exhaustive.py compares up to there
     max_assignments_per_rank_count: int = 20  # of units on ranks of their own, the fastest by estimate; by hand
     # Of these, those with one mesh of the LLM, so that not all are lost where it does not fit (commit 121e677).

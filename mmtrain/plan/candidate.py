@@ -14,7 +14,7 @@ from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
 from mmtrain.plan.artifact.layout import Layout, MeshSize, replicated_summary
 from mmtrain.plan.artifact.plan import AS_FAST_RATIO, Alternative, Placement, SchedulePlan
-from mmtrain.plan.estimate.layer_costs import BatchSplit, UnitSplit
+from mmtrain.plan.estimate.layer_costs import BatchSplit, unit_split
 from mmtrain.program.ir.graph import LLM, DispatchMode, Exchange, StageGraph, StageId
 
 LayerPartition = tuple[tuple[int, ...], ...]  # for each layer chain the bounds of its model chunks, from 0 to its end
@@ -43,7 +43,8 @@ class CandidateStage(IntEnum):
 class MeshAssignment:
     """A placement with a mesh size for every unit, before layers are divided into stages.
 
-    In `unified` all units have the same mesh, and its `pp` is the number of ranks of the one pipeline.
+    In `unified` all units have the same mesh, and its `pp` is the number of ranks of the one pipeline. Where the LLM's
+    replicas share sequences (`cp`), they are data-parallel replicas of the other units.
     """
 
     placement: Placement
@@ -66,7 +67,7 @@ class MeshAssignment:
     def batch_split(self) -> BatchSplit:
         """Data-parallel degrees and microbatches, by unit."""
         return tuple(
-            UnitSplit(unit, mesh.dp, self.num_microbatches[unit], self.dispatch) for unit, mesh in self.meshes.items()
+            unit_split(unit, mesh, self.num_microbatches[unit], self.dispatch) for unit, mesh in self.meshes.items()
         )
 
     @property

@@ -36,11 +36,6 @@ def formulate_problem(
         PlanError: settings contradict each other or the model, or the data holds no sample.
     """
     shape = build_model_shape(recipe)
-    if (recipe.parallel.llm.cp or 1) > 1:
-        raise PlanError(
-            f"parallel.llm.cp: found {recipe.parallel.llm.cp}; the search does not choose meshes with cp above 1 yet: "
-            "name a plan file with such a mesh, or leave cp out"
-        )
     machine = machine_for(recipe, hardware)
     precision = precision_for(recipe, machine)
     choices = unit_choices(recipe, shape, machine.ranks_per_node, budget.meshes)
@@ -90,10 +85,12 @@ def placements_to_search(recipe: Recipe, choices: Mapping[str, UnitChoices], wor
     """Return the placements that the recipe allows.
 
     Where it leaves them open, `replicated` is one of them for several ranks without a generator: on one rank it is
-    `unified`, and images to draw cannot be dispatched.
+    `unified`, and images to draw cannot be dispatched. Ranks share sequences in `unified` and `disaggregated` only.
     """
     if recipe.parallel.placement != "auto":
         return (recipe.parallel.placement,)
+    if (recipe.parallel.llm.cp or 1) > 1:
+        return ("unified", "disaggregated") if len(choices) > 1 else ("unified",)
     chosen: tuple[Placement, ...] = ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
     can_replicate = world_size > 1 and "generator" not in choices
     return (*chosen, "replicated") if can_replicate else chosen

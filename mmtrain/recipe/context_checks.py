@@ -1,6 +1,7 @@
 """What context parallelism (`parallel.llm.cp`) demands of the model, of the placement and of tensor parallelism."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from mmtrain.recipe.raw_tree import Problem
 from mmtrain.recipe.schema import Recipe
@@ -26,13 +27,21 @@ def check_context_parallelism(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.generator is not None:
         text = f"found {degrees.cp}, allowed with model.generator: 1 (the queries of an image lie on one rank)"
         yield Problem((*_PATH, "cp"), text)
-    ring_problem, ulysses_problem = _ring_problem(recipe), _ulysses_problem(recipe, degrees.cp)
+    ring_problem, ulysses_problem = _ring_problem(recipe), _ulysses_problem(recipe, degrees.cp, degrees.tp or 1)
     if degrees.cp_method == "ring" and ring_problem:
         yield Problem((*_PATH, "cp_method"), f"found ring, allowed: ulysses or auto ({ring_problem})")
     elif degrees.cp_method == "ulysses" and ulysses_problem:
         yield Problem((*_PATH, "cp"), f"{ulysses_problem}; use another cp, or parallel.llm.cp_method ring")
     elif degrees.cp_method == "auto" and ring_problem and ulysses_problem:
         yield Problem((*_PATH, "cp"), f"{ulysses_problem}, and cp_method ring is not possible ({ring_problem})")
+
+
+def context_methods(recipe: Recipe, tp: int, cp: int) -> tuple[Literal["ulysses", "ring"], ...]:
+    """Return by which methods `cp` ranks may share the LLM's sequences beside `tp`-way tensor parallelism."""
+    is_ring_possible = _ring_problem(recipe) is None
+    if _ulysses_problem(recipe, cp, tp) is not None:
+        return ("ring",) if is_ring_possible else ()
+    return ("ulysses", "ring") if is_ring_possible else ("ulysses",)
 
 
 def _ring_problem(recipe: Recipe) -> str | None:
@@ -45,9 +54,9 @@ def _ring_problem(recipe: Recipe) -> str | None:
     return None
 
 
-def _ulysses_problem(recipe: Recipe, cp: int) -> str | None:
+def _ulysses_problem(recipe: Recipe, cp: int, tp: int) -> str | None:
     """Return why the heads of a rank cannot be divided over `cp` ranks, or None."""
-    llm, tp = recipe.model.llm, recipe.parallel.llm.tp or 1
+    llm = recipe.model.llm
     kv_heads = llm.kv_heads or llm.heads
     if llm.heads % tp:
         return None  # another check says so

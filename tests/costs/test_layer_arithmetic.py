@@ -197,9 +197,6 @@ def test_context_parallel_ranks_share_tokens_and_pairs(cp: int) -> None:
     for layer in shape_of(settings(llm={"kv_heads": 2})).unit("llm").layers:
         assert cp * analytic.forward_flops(layer, share) == analytic.forward_flops(layer, whole)
         assert cp * analytic.activation_bytes(layer, share, 2) == analytic.activation_bytes(layer, whole, 2)
-    block = shape_of(settings(llm={"kv_heads": 2})).unit("llm").layers[1]
-    others = whole.tokens - share.tokens
-    assert analytic.context_bytes(block, share, 2, 1, cp) == others * 2 * 2 * block.kv_heads * block.head_dim
 
 
 def test_every_layer_saves_at_least_its_input() -> None:

@@ -23,7 +23,7 @@ from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage_module import StageSpec
 from mmtrain.plan.artifact.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program import DispatchMode, ScheduleKind
-from mmtrain.program.ir.graph import ContextMethod, ContextSplit
+from mmtrain.program.ir.graph import ContextMethod, CutSequences
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import RankContext
 
@@ -122,7 +122,7 @@ class Mesh:
     n: int = 0  # microbatches of a replica; as many as the LLM's if 0
     cp: int = 1
     method: ContextMethod = "ulysses"
-    split: ContextSplit = "auto"
+    split: CutSequences = "auto"
 
 
 Order = dict[int, tuple[str, ...]]

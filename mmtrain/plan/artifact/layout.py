@@ -1,12 +1,12 @@
 """Assign layers to ranks, for each placement, when meshes and layer partitions are known."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.plan.artifact.plan import Placement, SchedulePlan, StagePlan, UnitPlan
-from mmtrain.program.ir.graph import LLM, DispatchMode, Exchange
+from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
 
 NO_LAYERS: Mapping[str, Collection[int]] = {}
@@ -14,13 +14,23 @@ NO_LAYERS: Mapping[str, Collection[int]] = {}
 
 @dataclass(frozen=True, order=True)
 class MeshSize:
-    """Sizes of a unit's mesh. Prints as `tp2 pp1 dp4`, or with all that may be there as `tp2 cp2 pp2 vpp3 dp4`."""
+    """Sizes of a unit's mesh. Prints as `tp2 pp1 dp4`, or with all that may be there as `tp2 cp2 pp2 vpp3 dp4`.
+
+    cp_method, cp_split: how ranks share sequences where `cp` is above 1; see `UnitMesh`.
+    """
 
     tp: int
     pp: int
     dp: int
     vpp: int = 1
     cp: int = 1
+    cp_method: ContextMethod = "ulysses"
+    cp_split: CutSequences = "auto"
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the unit's weights: `cp` of them share the sequences of each microbatch."""
+        return self.dp * self.cp
 
     @property
     def ranks(self) -> int:
@@ -128,15 +138,18 @@ def unified_units(
     Chunk c is on pipeline rank c % pp. A unit's mesh spans the pipeline ranks that hold layers of it, starting with its
     first layer's. The rank that holds its last layer may also hold the first layers of the next unit.
 
+    Where the LLM's replicas share sequences, each of them is a data-parallel replica of the other units, so that the
+    images of a long sample are encoded by all ranks that compute its tokens.
+
     Args:
         shape: the model.
-        size: mesh of the pipeline.
+        size: mesh of the LLM, which spans all ranks of the pipeline.
         chunk_bounds: layers at which chunks start and end, from 0 to the number of all layers.
         recompute: recomputed layers by unit.
     """
     units = {}
     first_layer = 0
-    ranks_per_stage = size.tp * size.dp
+    ranks_per_stage = size.tp * size.num_replicas
     for unit in shape.units:
         end = first_layer + len(unit.layers)
         chunks = [c for c in range(size.pp * size.vpp) if chunk_bounds[c] < end and chunk_bounds[c + 1] > first_layer]
@@ -147,7 +160,7 @@ def unified_units(
         pipeline_ranks = list(dict.fromkeys(c % size.pp for c in chunks))
         ranks = [p * ranks_per_stage + k for p in pipeline_ranks for k in range(ranks_per_stage)]
         vpp = -(-len(chunks) // len(pipeline_ranks))
-        mesh = MeshSize(size.tp, len(pipeline_ranks), size.dp, vpp)
+        mesh = replace(size if unit.name == LLM else without_cp(size), pp=len(pipeline_ranks), vpp=vpp)
         units[unit.name] = _unit_plan(mesh, ranks, stage_bounds, recompute.get(unit.name, ()))
         first_layer = end
     return units
@@ -174,6 +187,11 @@ def disaggregated_units(
     return units
 
 
+def without_cp(size: MeshSize) -> MeshSize:
+    """Return the mesh of a unit whose replicas share no sequences, on the same ranks."""
+    return MeshSize(size.tp, size.pp, size.num_replicas, size.vpp)
+
+
 def split_tp_group(units: Mapping[str, UnitPlan], ranks_per_node: int) -> tuple[int, ...] | None:
     """Return a tensor-parallel group whose ranks lie on different nodes, if there is one."""
     for unit in units.values():
@@ -193,4 +211,5 @@ def _unit_plan(
         )
         for i, (lo, hi) in enumerate(bounds)
     )
-    return UnitPlan(tp=size.tp, pp=size.pp, dp=size.dp, vpp=size.vpp, ranks=tuple(ranks), stages=stages)
+    context = {"cp": size.cp, "cp_method": size.cp_method, "cp_split": size.cp_split} if size.cp > 1 else {}
+    return UnitPlan(tp=size.tp, pp=size.pp, dp=size.dp, vpp=size.vpp, ranks=tuple(ranks), stages=stages, **context)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from mmtrain.balance.phase_loads import PhaseLoad
 from mmtrain.costs.hardware import Precision
 from mmtrain.plan.artifact.choice_sensitivity import Sensitivity
-from mmtrain.program.ir.graph import ContextMethod, ContextSplit, DispatchMode, Exchange
+from mmtrain.program.ir.graph import ContextMethod, CutSequences, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
 
 PLAN_VERSION = 1
@@ -58,7 +58,7 @@ class UnitPlan(_Frozen):
     # and which sequences are cut. Files say it only where cp is above 1.
     cp: int = Field(1, ge=1)
     cp_method: ContextMethod | None = None
-    cp_split: ContextSplit | None = None
+    cp_split: CutSequences | None = None
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
 
@@ -208,6 +208,14 @@ class LargestMicrobatch(_Frozen):
     max_len: int
     num_sequences: int
     targets: int | None = None
+    exchanged: int = 0  # files state it only where sequences are shared
+
+    @model_serializer(mode="wrap")
+    def _without_exchange_of_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if not self.exchanged:
+            fields.pop("exchanged", None)
+        return fields
 
 
 def _unstated_of_balance(balance: StageBalance | None) -> dict[str, Any]:

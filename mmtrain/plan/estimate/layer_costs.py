@@ -1,5 +1,6 @@
 """Seconds and bytes of a model's layers on the sampled batches: what partitions, lower bounds and memory rest on."""
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance import BatchMeta
+from mmtrain.balance.context_split import MAX_IMBALANCE
 from mmtrain.balance.padding import without_padding
 from mmtrain.balance.phase_loads import PhaseLoad, mean_phase_loads, phase_loads
 from mmtrain.costs import (
@@ -22,7 +24,9 @@ from mmtrain.costs import (
     model_flops,
     num_trained_parameters,
 )
+from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds
 from mmtrain.costs.hardware import ELEMENT_BYTES
+from mmtrain.costs.layer_arithmetic import context_parallel_load
 from mmtrain.costs.rank_memory import (
     RankLayer,
     hidden_state_bytes,
@@ -36,10 +40,11 @@ from mmtrain.plan.artifact.graph_memory import GraphMemory
 from mmtrain.plan.artifact.layout import MeshSize, disaggregated_units
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.plan.budget import DEFAULT_BUDGET, SearchBudget
-from mmtrain.plan.estimate.load_arrays import LoadArrays, load_arrays, seconds_of_loads
+from mmtrain.plan.estimate.load_arrays import LoadArrays, load_arrays, loads_of_parts, seconds_of_loads
 from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.search.constraints import RecomputeMode
-from mmtrain.program.ir.graph import LLM, DispatchMode, StageGraph, StageId
+from mmtrain.program.ir.context_loads import part_loads, split_microbatches
+from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences, DispatchMode, StageGraph, StageId, UnitMesh
 from mmtrain.program.ir.step_loads import StepLoads, step_loads
 from mmtrain.program.schedules.builder import in_flight_microbatches
 
@@ -49,12 +54,15 @@ SpSizes = Mapping[str, frozenset[int]]  # by unit, the tensor-parallel sizes wit
 
 
 class UnitSplit(NamedTuple):
-    """How a unit's part of a step is divided."""
+    """How a unit's part of a step is divided; see `UnitMesh`."""
 
     unit: str
     dp: int
     num_microbatches: int  # of a replica
-    dispatch: DispatchMode | None = None  # see `UnitMesh`
+    dispatch: DispatchMode | None = None
+    cp: int = 1
+    cp_method: ContextMethod = "ulysses"
+    cp_split: CutSequences = "auto"
 
 
 BatchSplit = tuple[UnitSplit, ...]  # in the order of the model's units
@@ -64,15 +72,25 @@ FORWARD, BACKWARD, RECOMPUTE = range(3)  # index of `UnitLayerTimes.by_kind`: wh
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of one stage for every batch, replica and microbatch: (batches, dp, microbatches) each."""
+    """Seconds of one stage for every batch, replica and microbatch: (batches, replicas, microbatches) each."""
 
     forward: FloatArray
     backward: FloatArray  # recompute, and a forward that runs again, included
 
+    def of_each_replica(self, cp: int) -> "StageSeconds":
+        """Return the seconds for each of the `cp` replicas that share sequences, where so far one stands for them."""
+        if cp == 1:
+            return self
+        return StageSeconds(self.forward.repeat(cp, axis=1), self.backward.repeat(cp, axis=1))
+
 
 @dataclass(frozen=True)
 class UnitLayerTimes:
-    """Seconds of a unit's layers for every microbatch. Layers of one kind take the same time."""
+    """Seconds of a unit's layers for every microbatch. Layers of one kind take the same time.
+
+    Ranks that share the sequences of a microbatch wait for each other in every block, so they count as one, the slowest
+    of them.
+    """
 
     by_kind: FloatArray  # (K, 3, batches, dp, microbatches) seconds: forward, backward, recompute
     kind: IntArray  # (L,) of each layer
@@ -189,7 +207,7 @@ class LayerCosts:
         """Return loads and routes of every sampled batch under this split."""
         if split not in self._step_loads:
             # Loads depend on nothing but the split, so any graph with this split will do.
-            meshes = {entry.unit: MeshSize(1, 1, entry.dp) for entry in split}
+            meshes = {entry.unit: _mesh_of(entry) for entry in split}
             one_stage = {unit.name: (0, len(unit.layers)) for unit in self.shape.units}
             num_microbatches = num_microbatches_of(split)
             graph = build_stage_graph(disaggregated_units(meshes, one_stage), num_microbatches, self.shape)
@@ -208,18 +226,20 @@ class LayerCosts:
         return mean_phase_loads([phase_loads(batch, split[0].dp, num_microbatches) for batch in self._lay_out(split)])
 
     def microbatch_loads(self, unit: str, split: BatchSplit) -> LoadArrays:
-        """Return the loads of a unit's microbatches: arrays of (batches, dp, microbatches)."""
+        """Return the loads of a unit's microbatches: arrays of (batches, dp * cp, microbatches)."""
         key = (unit, _relevant_split(unit, split))
-        if key not in self._loads and unit == LLM and split not in self._laid_out and split[0].dispatch is None:
-            [of_llm] = _relevant_split(LLM, split)
+        of_llm = _of_unit(LLM, split)
+        is_sooner_alone = split not in self._laid_out or of_llm.cp > 1
+        if key not in self._loads and unit == LLM and of_llm.dispatch is None and is_sooner_alone:
             alone = self.batches.without_items()
             batches = alone.lay_out({LLM: of_llm.dp}, {LLM: of_llm.num_microbatches}, of_llm.dispatch)
-            self._loads[key] = load_arrays(LLM, batches, of_llm.dp, of_llm.num_microbatches)
+            self._loads[key] = _llm_loads(of_llm, batches)
         if key not in self._loads:
             batches = self._lay_out(split)
-            for name, dp, num_microbatches, _ in split:
-                loads = load_arrays(name, batches, dp, num_microbatches)
-                self._loads.setdefault((name, _relevant_split(name, split)), loads)
+            for entry in split:
+                if entry.cp == 1:
+                    loads = load_arrays(entry.unit, batches, entry.dp, entry.num_microbatches)
+                    self._loads.setdefault((entry.unit, _relevant_split(entry.unit, split)), loads)
         return self._loads[key]
 
     def unit_times(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerTimes:
@@ -229,7 +249,10 @@ class LayerCosts:
             kinds = self._layer_kinds(unit)
             distinct = list(dict.fromkeys(kinds))
             loads = self.microbatch_loads(unit, split)
-            by_kind = np.stack([self._layer_seconds(layer, needs_grad, tp, loads) for layer, needs_grad in distinct])
+            group = self.context_group(_of_unit(unit, split), tp)
+            by_kind = np.stack(
+                [self._layer_seconds(layer, needs_grad, tp, loads, group) for layer, needs_grad in distinct]
+            )
             kind = np.array([distinct.index(layer_kind) for layer_kind in kinds], dtype=np.int64)
             self._unit_times[key] = UnitLayerTimes(by_kind, kind)
         return self._unit_times[key]
@@ -245,7 +268,11 @@ class LayerCosts:
         """Return the seconds of every stage in each batch."""
         split = batch_split_of(graph)
         times = {mesh.unit: self.unit_times(mesh.unit, mesh.tp, split) for mesh in graph.meshes}
-        seconds = {stage.id: times[stage.id.unit].stage(stage.layers, stage.recompute) for stage in graph.stages}
+        cp = {mesh.unit: mesh.cp for mesh in graph.meshes}
+        seconds = {
+            stage.id: times[stage.id.unit].stage(stage.layers, stage.recompute).of_each_replica(cp[stage.id.unit])
+            for stage in graph.stages
+        }
         for stage_id in filter(graph.reruns_forward, seconds):
             forward, backward = seconds[stage_id].forward, seconds[stage_id].backward
             seconds[stage_id] = StageSeconds(forward, backward + forward)
@@ -292,10 +319,14 @@ class LayerCosts:
         surplus = self.budget.sampling.unsampled_load_ratio
         if unit != LLM:
             return _scaled(largest, surplus)
+        cp = _of_unit(LLM, split).cp
         longest = min(self.seq_len, self._longest_sample)
-        packed = _scaled(largest, min(surplus, self.seq_len / max(1, largest.tokens)))
+        most_tokens = max(largest.tokens, math.ceil(MAX_IMBALANCE * self.seq_len / cp)) if cp > 1 else self.seq_len
+        packed = _scaled(largest, min(surplus, most_tokens / max(1, largest.tokens)))
         alone = TokenLoad(longest, longest**2, longest, 1)
         most_targets = max(packed.num_targets, min(longest, int(self.batches.lengths.targets.max())))
+        if cp > 1:
+            alone, most_targets = context_parallel_load(alone, cp), min(most_targets, alone.tokens)
         largest = max(packed, alone, key=lambda load: (load.tokens, load.sum_sq))
         return replace(largest, targets=min(most_targets, largest.tokens))
 
@@ -314,10 +345,12 @@ class LayerCosts:
 
     def model_flops(self, split: BatchSplit) -> float:
         """Return the FLOPs of a step that MFU counts, mean over the batches; padding does not count."""
-        arrays = {unit: self.microbatch_loads(unit, split) for unit, *_ in split}
+        arrays = {entry.unit: self.microbatch_loads(entry.unit, split) for entry in split}
         if self.batches.pad:
             unpadded = [without_padding(batch) for batch in self._lay_out(split)]
-            arrays = {unit: load_arrays(unit, unpadded, dp, num) for unit, dp, num, _ in split}
+            arrays = {
+                entry.unit: load_arrays(entry.unit, unpadded, entry.dp, entry.num_microbatches) for entry in split
+            }
         totals = []
         for batch in range(len(self.batches.groups)):
             loads = {unit: array.total(batch) for unit, array in arrays.items()}
@@ -334,31 +367,41 @@ class LayerCosts:
         """List each layer with whether its input needs a gradient: layers with equal entries cost the same."""
         return list(zip(self.shape.unit(unit).layers, self.input_grad[unit], strict=True))
 
-    def _layer_seconds(self, layer: LayerShape, input_grad: bool, tp: int, loads: LoadArrays) -> FloatArray:
+    def context_group(self, split: UnitSplit, tp: int) -> ContextGroup:
+        """Return the ranks that share sequences of a unit."""
+        return ContextGroup.of_mesh(tp, split.cp, split.cp_method == "ring", self._machine.ranks_per_node)
+
+    def _layer_seconds(
+        self, layer: LayerShape, input_grad: bool, tp: int, loads: LoadArrays, group: ContextGroup
+    ) -> FloatArray:
         """Return (3, batches, dp, microbatches) seconds of one layer: forward, backward, recompute."""
 
         if layer.kind == "head":
             loads = loads.of_targets()
+        element_bytes = ELEMENT_BYTES[self.precision]
 
-        def seconds(kind: ComputeKind) -> FloatArray:
-            return seconds_of_loads(
-                lambda load: self.costs.seconds(layer, tp, load, kind, input_grad=input_grad), loads, self.budget.loads
-            )
+        def seconds(kind: ComputeKind, needs_grad: bool = True) -> FloatArray:
+            def of_load(load: TokenLoad) -> float:
+                compute_s = self.costs.seconds(layer, tp, load, kind, input_grad=needs_grad)
+                return compute_s + context_seconds(layer, tp, load, kind, self.costs, group, element_bytes)
 
-        forward = seconds("forward")
+            of_replicas = seconds_of_loads(of_load, loads, self.budget.loads)
+            num_batches, num_replicas, num_microbatches = of_replicas.shape
+            of_groups = of_replicas.reshape(num_batches, num_replicas // group.cp, group.cp, num_microbatches)
+            return np.asarray(of_groups.max(axis=2))
+
+        forward = seconds("forward", input_grad)
         if not (layer.trainable or input_grad):
-            return np.stack([forward, np.zeros(loads.tokens.shape), np.zeros(loads.tokens.shape)])
-        recompute = seconds_of_loads(
-            lambda load: self.costs.seconds(layer, tp, load, "recompute"), loads, self.budget.loads
-        )
-        return np.stack([forward, seconds("backward"), recompute])
+            return np.stack([forward, np.zeros_like(forward), np.zeros_like(forward)])
+        return np.stack([forward, seconds("backward", input_grad), seconds("recompute")])
 
     def _compute_unit_costs(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerCosts:
         times = self.unit_times(unit, tp, split)
-        dp, load = _dp_of(split)[unit], self.largest_load(unit, split)
+        of_unit = _of_unit(unit, split)
+        num_replicas, load = of_unit.dp * of_unit.cp, self.largest_load(unit, split)
         kinds = self._layer_kinds(unit)
         known = {
-            (layer, input_grad): self._layer_bytes(unit, layer, input_grad, tp, dp, load)
+            (layer, input_grad): self._layer_bytes(unit, layer, input_grad, tp, num_replicas, load)
             for layer, input_grad in dict.fromkeys(kinds)
         }
         state, kept, saved, working, recompute_working, inputs = np.array([known[k] for k in kinds], np.float64).T
@@ -379,7 +422,7 @@ class LayerCosts:
         )
 
     def _layer_bytes(
-        self, unit: str, layer: LayerShape, input_grad: bool, tp: int, dp: int, load: TokenLoad
+        self, unit: str, layer: LayerShape, input_grad: bool, tp: int, num_replicas: int, load: TokenLoad
     ) -> tuple[float, ...]:
         """Return state, kept, saved, working, working if recomputed, and input bytes: see `UnitLayerCosts`."""
         mode, sp = self.recompute[unit], self.has_sp(unit, tp)
@@ -394,7 +437,7 @@ class LayerCosts:
 
         full, recomputed = kept_bytes(False), kept_bytes(True)
         return (
-            sum(layer_state(layer, tp, dp, self.state_bytes)),
+            sum(layer_state(layer, tp, num_replicas, self.state_bytes)),
             recomputed if mode == "all" else full,
             max(full - recomputed, 0) if mode == "auto" else 0,
             working(mode == "all"),
@@ -409,7 +452,16 @@ class LayerCosts:
 
 def batch_split_of(graph: StageGraph) -> BatchSplit:
     """Return the graph's data-parallel degrees and microbatches, in the order of its units."""
-    return tuple(UnitSplit(mesh.unit, mesh.dp, mesh.num_microbatches, mesh.dispatch) for mesh in graph.meshes)
+    return tuple(unit_split(mesh.unit, mesh, mesh.num_microbatches, mesh.dispatch) for mesh in graph.meshes)
+
+
+def unit_split(
+    unit: str, mesh: MeshSize | UnitMesh, num_microbatches: int, dispatch: DispatchMode | None = None
+) -> UnitSplit:
+    """Return how the unit's part of a step is divided over a mesh."""
+    if mesh.cp == 1:
+        return UnitSplit(unit, mesh.dp, num_microbatches, dispatch)
+    return UnitSplit(unit, mesh.dp, num_microbatches, dispatch, mesh.cp, mesh.cp_method, mesh.cp_split)
 
 
 def num_microbatches_of(split: BatchSplit) -> dict[str, int]:
@@ -421,6 +473,34 @@ def _dp_of(split: BatchSplit) -> dict[str, int]:
     return {entry.unit: entry.dp for entry in split}
 
 
+def _llm_loads(split: UnitSplit, batches: Sequence[BatchMeta]) -> LoadArrays:
+    """Return the loads of the LLM's microbatches, of each part by itself where replicas share them."""
+    if split.cp == 1:
+        return load_arrays(LLM, batches, split.dp, split.num_microbatches)
+    size = _mesh_of(split)
+    mesh = UnitMesh(
+        LLM,
+        size.tp,
+        size.pp,
+        size.dp,
+        tuple(range(size.ranks)),
+        split.num_microbatches,
+        cp=size.cp,
+        cp_method=size.cp_method,
+        cp_split=size.cp_split,
+    )
+    return loads_of_parts(mesh, [part_loads(mesh, batch, split_microbatches(mesh, batch)) for batch in batches])
+
+
+def _of_unit(unit: str, split: BatchSplit) -> UnitSplit:
+    return next(entry for entry in split if entry.unit == unit)
+
+
+def _mesh_of(split: UnitSplit) -> MeshSize:
+    """Return the mesh of a unit that is divided like this, whose replicas are single ranks."""
+    return MeshSize(1, 1, split.dp, cp=split.cp, cp_method=split.cp_method, cp_split=split.cp_split)
+
+
 def _relevant_split(unit: str, split: BatchSplit) -> BatchSplit:
     """Return the part of the split that decides about a unit's loads: the LLM's do not depend on encoders."""
     return tuple(entry for entry in split if entry.unit == LLM) if unit == LLM else split
@@ -430,4 +510,5 @@ def _scaled(load: TokenLoad, factor: float) -> TokenLoad:
     """Return a load of as many sequences, each longer by a factor."""
     tokens, longest = round(load.tokens * factor), round(load.max_len * factor)
     num_targets = None if load.targets is None else min(tokens, round(load.targets * factor))
-    return TokenLoad(tokens, round(load.sum_sq * factor**2), longest, load.num_sequences, num_targets)
+    num_exchanged = min(tokens, round(load.exchanged * factor))
+    return TokenLoad(tokens, round(load.sum_sq * factor**2), longest, load.num_sequences, num_targets, num_exchanged)

@@ -142,7 +142,7 @@ def schedule_memory(graph: StageGraph, schedule: SchedulePlan, layer_costs: Laye
     """Return what the ranks of the first replica group hold at their peak under a schedule."""
     ranks: set[int] = set()
     for stage in graph.stages:
-        replicas_per_group = graph.mesh(stage.id.unit).dp // graph.num_groups
+        replicas_per_group = graph.mesh(stage.id.unit).num_replicas // graph.num_groups
         ranks.update(tp_group[0] for tp_group in stage.tp_groups[:replicas_per_group])
     compute = build_compute(graph, schedule.kind, schedule.order, sorted(ranks))
     return layer_costs.memory(graph, peak_in_flight(compute))
@@ -353,13 +353,13 @@ class SampledBatchTiming(PrecomputedTiming):
 
 def _num_passes(graph: StageGraph) -> int:
     """Count the forwards and backwards of a step."""
-    per_stage = {mesh.unit: 2 * mesh.dp * mesh.num_microbatches for mesh in graph.meshes}
+    per_stage = {mesh.unit: 2 * mesh.num_replicas * mesh.num_microbatches for mesh in graph.meshes}
     return sum(per_stage[stage.id.unit] for stage in graph.stages)
 
 
 def _first_replicas(graph: StageGraph, group: int) -> dict[str, int]:
     """Return the first replica of each unit in a replica group."""
-    return {m.unit: group * (m.dp // graph.num_groups) for m in graph.meshes}
+    return {m.unit: group * (m.num_replicas // graph.num_groups) for m in graph.meshes}
 
 
 def _loads_of_group(graph: StageGraph, loads: StepLoads, first_replica: Mapping[str, int]) -> StepLoads:
@@ -372,7 +372,7 @@ def _loads_of_group(graph: StageGraph, loads: StepLoads, first_replica: Mapping[
     name = {
         Microbatch(mesh.unit, first_replica[mesh.unit] + replica, index): Microbatch(mesh.unit, replica, index)
         for mesh in graph.meshes
-        for replica in range(mesh.dp // graph.num_groups)
+        for replica in range(mesh.num_replicas // graph.num_groups)
         for index in range(mesh.num_microbatches)
     }
     routes = {

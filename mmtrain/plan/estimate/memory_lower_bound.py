@@ -9,6 +9,7 @@ import numpy as np
 
 from mmtrain.costs import TokenLoad
 from mmtrain.costs.hardware import GIB
+from mmtrain.costs.layer_arithmetic import context_parallel_load
 from mmtrain.costs.rank_memory import (
     MEMORY_MARGIN,
     RankLayer,
@@ -72,7 +73,7 @@ class UnitMemoryBound:
         self._layer_costs = layer_costs
         units = layer_costs.shape.units
         self._unsplit: BatchSplit = tuple(UnitSplit(unit.name, 1, layer_costs.batches.global_batch) for unit in units)
-        self._kinds: dict[tuple[str, int, int, int], KindBytes] = {}
+        self._kinds: dict[tuple[str, int, int, int, int], KindBytes] = {}
         self._bounds: dict[tuple[str, MeshSize, int, int], float] = {}
 
     def __call__(self, unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
@@ -110,14 +111,18 @@ class UnitMemoryBound:
         shape = self._layer_costs.shape
         if unit == LLM and shape.tied_embeddings:  # held once where both ends of the LLM share a rank
             head = shape.unit(LLM).layers[-1]
-            mean -= (1 + MEMORY_MARGIN) * sum(matrix_state(head, mesh.tp, mesh.dp, self._layer_costs.state_bytes))
+            mean -= (1 + MEMORY_MARGIN) * sum(
+                matrix_state(head, mesh.tp, mesh.num_replicas, self._layer_costs.state_bytes)
+            )
         return max(mean, kinds.max_layer_peak)
 
     def _kinds_of(self, unit: str, mesh: MeshSize, num_microbatches: int) -> KindBytes:
         step_microbatches = 0 if unit == LLM else num_microbatches * mesh.dp
-        key = (unit, mesh.tp, mesh.dp, step_microbatches)
+        key = (unit, mesh.tp, mesh.num_replicas, mesh.cp, step_microbatches)
         if key not in self._kinds:
             load = self._largest_load(unit, step_microbatches)
+            if mesh.cp > 1:
+                load = context_parallel_load(load, mesh.cp)
             self._kinds[key] = kind_bytes(self._layer_costs, unit, mesh, load)
         return self._kinds[key]
 
@@ -162,7 +167,7 @@ def kind_bytes(layer_costs: LayerCosts, unit: str, mesh: MeshSize, load: TokenLo
     kinds = Counter(zip(layer_costs.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True))
     rows = []
     for (layer, input_grad), count in kinds.items():
-        state = sum(layer_state(layer, tp, mesh.dp, layer_costs.state_bytes))
+        state = sum(layer_state(layer, tp, mesh.num_replicas, layer_costs.state_bytes))
         kept_by_mode = {
             recompute: layer_activation_bytes(RankLayer(layer, tp, input_grad, recompute, sp), load, costs, precision)
             for recompute in {False, mode != "none"}

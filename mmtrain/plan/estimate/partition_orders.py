@@ -244,10 +244,22 @@ def _most_in_flight(positions: Iterable[PipelinePosition]) -> dict[StageId, int]
 
 
 def one_replica_group(assignment: MeshAssignment) -> MeshAssignment:
-    """The mesh assignment of one replica group, with one rank for each TP group."""
+    """The mesh assignment of one replica group, with one rank for each TP group, and for those that share sequences."""
     num_groups = num_replica_groups(assignment)
-    meshes = {name: MeshSize(1, mesh.pp, mesh.dp // num_groups, mesh.vpp) for name, mesh in assignment.meshes.items()}
+    meshes = {
+        name: MeshSize(1, mesh.pp, mesh.dp // replicas_on_rank(assignment, name) // num_groups, mesh.vpp)
+        for name, mesh in assignment.meshes.items()
+    }
     return MeshAssignment(assignment.placement, meshes, assignment.num_microbatches)
+
+
+def replicas_on_rank(assignment: MeshAssignment, unit: str) -> int:
+    """Return how many data-parallel replicas of a unit count as one rank.
+
+    Ranks that share the LLM's sequences wait for each other in every block, so they count as one. In `unified` each of
+    them also holds a replica of the other units.
+    """
+    return assignment.meshes[LLM].cp if unit != LLM and assignment.placement == "unified" else 1
 
 
 def num_replica_groups(assignment: MeshAssignment) -> int:

@@ -25,6 +25,7 @@ from mmtrain.plan.estimate.partition_orders import (
     PartitionOrders,
     num_replica_groups,
     recomputed_shares,
+    replicas_on_rank,
 )
 from mmtrain.plan.search.layer_partition import LayerChain
 from mmtrain.plan.search.span_recompute import SpanRecompute
@@ -147,7 +148,8 @@ class _EstimateRun:
         num_groups = num_replica_groups(self.assignment)
         grids = {}
         for unit, times in self._unit_times.items():
-            by_group = times.by_kind.reshape(*times.by_kind.shape[:3], num_groups, -1)
+            by_kind = _slowest_on_rank(times.by_kind, replicas_on_rank(self.assignment, unit))
+            by_group = by_kind.reshape(*by_kind.shape[:3], num_groups, -1)
             grids[unit] = np.take_along_axis(by_group, self.groups[None, None, :, :, None], axis=3)
         return grids
 
@@ -162,7 +164,7 @@ class _EstimateRun:
             if not columns:
                 continue
             num_bytes = self.layer_costs.min_message_bytes(spans.unit, mesh.tp, self.assignment.batch_split)
-            in_one_node = mesh.tp * mesh.dp < self.machine.ranks_per_node  # then some pair shares a node
+            in_one_node = mesh.tp * mesh.num_replicas < self.machine.ranks_per_node  # then some pair shares a node
             seconds = self.layer_costs.costs.transfer(num_bytes, in_one_node) if num_bytes else 0.0
             is_inside_unit = (first > 0) & (first < len(self.layer_costs.shape.unit(spans.unit).layers))
             delays[[edge_into[spans.stages[k]] for k in columns]] += np.where(is_inside_unit, seconds, 0.0).T
@@ -182,7 +184,7 @@ class _EstimateRun:
         for spans in partitions.spans:
             mesh = self.assignment.meshes[spans.unit]
             num_layers, num_parameters, num_in_first_chunk = self._held_of_unit(partitions, ranks, spans)
-            num_updated += num_parameters // mesh.dp
+            num_updated += num_parameters // mesh.num_replicas
             is_first = (num_layers > 0) & holds_nothing
             of_unit = self._reduction_and_gather(num_in_first_chunk, mesh)
             reduction_s, gather_s = np.where(is_first, of_unit, (reduction_s, gather_s))
@@ -235,8 +237,9 @@ class _EstimateRun:
     def _reduction_and_gather(self, num_parameters: IntArray, mesh: MeshSize) -> tuple[FloatArray, FloatArray]:
         """(ranks, n) seconds in which replicas reduce the gradients of so many parameters, and gather the weights."""
         costs, weight_bytes = self.layer_costs.costs, ELEMENT_BYTES[self.layer_costs.precision]
-        stage_ranks, ranks_per_node = mesh.tp * mesh.dp, self.machine.ranks_per_node
-        layouts = {GroupLayout.strided(mesh.dp, mesh.tp, ranks_per_node, p * stage_ranks) for p in range(mesh.pp)}
+        num_replicas, ranks_per_node = mesh.num_replicas, self.machine.ranks_per_node
+        first_ranks = [p * mesh.tp * num_replicas for p in range(mesh.pp)]
+        layouts = {GroupLayout.strided(num_replicas, mesh.tp, ranks_per_node, first) for first in first_ranks}
         different, inverse = np.unique(num_parameters, return_inverse=True)
         seconds = np.zeros((2, len(different)))
         for k, count in enumerate(different.tolist()):
@@ -254,6 +257,15 @@ class _HeldParameters(NamedTuple):
     first_gather_s: FloatArray  # of the parameters that the rank's first forward reads
     last_reduction_s: FloatArray  # of the gradients that its last backward computes
     num_updated: IntArray  # parameters that its optimizer updates
+
+
+def _slowest_on_rank(by_kind: FloatArray, num_together: int) -> FloatArray:
+    """Return (kinds, 3, batches, dp, microbatches) seconds with each run of `num_together` replicas as its slowest."""
+    if num_together == 1:
+        return by_kind
+    *before, num_replicas, num_microbatches = by_kind.shape
+    together = by_kind.reshape(*before, num_replicas // num_together, num_together, num_microbatches)
+    return np.asarray(together.max(axis=-2))
 
 
 def _runs_by_microbatch(seconds: FloatArray) -> FloatArray:

@@ -1,10 +1,11 @@
 """The least seconds that a unit's work takes on a mesh: arithmetic that orders ten thousand meshes in a moment."""
 
 import math
+from dataclasses import replace
 
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.budget import DEFAULT_BUDGET, BoundBudget
-from mmtrain.plan.estimate.layer_costs import RECOMPUTE, BatchSplit, LayerCosts, UnitSplit
+from mmtrain.plan.estimate.layer_costs import RECOMPUTE, BatchSplit, LayerCosts, UnitSplit, unit_split
 from mmtrain.plan.estimate.memory_lower_bound import UnitMemoryBound
 from mmtrain.plan.search.mesh_enumeration import UnitTimeBound
 from mmtrain.program.ir.graph import LLM
@@ -25,21 +26,23 @@ def unit_time_bound(
     """
     global_batch = layer_costs.batches.global_batch
     unsplit: BatchSplit = tuple(UnitSplit(unit.name, 1, global_batch) for unit in layer_costs.shape.units)
-    known_seconds: dict[tuple[str, int], float] = {}
+    known_seconds: dict[tuple[str, int, int], float] = {}
 
-    def microbatch_seconds(unit: str, tp: int) -> float:
-        """Seconds of all layers for one microbatch."""
-        if (unit, tp) not in known_seconds:
-            mean = layer_costs.unit_times(unit, tp, unsplit).mean
+    def microbatch_seconds(unit: str, mesh: MeshSize) -> float:
+        """Seconds of all layers for one microbatch, on the slowest of the ranks that share it."""
+        key = (unit, mesh.tp, mesh.cp)
+        if key not in known_seconds:
+            split = unsplit if mesh.cp == 1 else (unit_split(unit, replace(mesh, dp=1), global_batch),)
+            mean = layer_costs.unit_times(unit, mesh.tp, split).mean
             counted = mean.sum() if layer_costs.recompute[unit] == "all" else mean[:, :RECOMPUTE].sum()
             share = 1.0 if unit == LLM else budget.merged_encoder_work_share
-            known_seconds[unit, tp] = float(counted) * share
-        return known_seconds[unit, tp]
+            known_seconds[key] = float(counted) * share
+        return known_seconds[key]
 
     def bound(unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
         if not memory_bound.may_fit(unit, mesh, num_microbatches, in_flight_behind, memory_bytes):
             return math.inf
-        replica_s = microbatch_seconds(unit, mesh.tp) * global_batch / mesh.dp
+        replica_s = microbatch_seconds(unit, mesh) * global_batch / mesh.dp
         if num_microbatches is None:
             return replica_s / mesh.pp
         if mesh.vpp > 1:

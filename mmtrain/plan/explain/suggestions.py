@@ -18,9 +18,10 @@ from mmtrain.plan.explain.replicated_suggestions import (
     suggest_replicated_settings,
 )
 from mmtrain.plan.problem import PlanningProblem
-from mmtrain.plan.search.constraints import RecomputeMode
+from mmtrain.plan.search.constraints import RecomputeMode, unit_choices
 from mmtrain.plan.search.layer_partition import anchored_partition, layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
+from mmtrain.program.ir.graph import LLM
 from mmtrain.program.schedules.builder import in_flight_microbatches
 from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.modalities import dotted_unit
@@ -39,6 +40,7 @@ def suggest_changes(evaluator: Evaluator, results: SearchResults) -> list[str]:
         *_suggest_recompute(evaluator, assignments),
         *_suggest_sequence_parallelism(evaluator, assignments),
         *_suggest_bf16_moments(evaluator, assignments),
+        *_suggest_shared_sequences(evaluator, assignments),
         *_suggest_ranks(evaluator, assignments),
         *_suggest_memory(results),
         _suggest_seq_len(evaluator, assignments),
@@ -89,6 +91,27 @@ def _suggest_ranks(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) 
         divided = list(islice(larger, budget.explanations.max_meshes_scanned))
         if _fits(evaluator, divided) or replicated_fits_on(evaluator, num_ranks):
             yield f"{num_ranks} ranks"
+            return
+
+
+def _suggest_shared_sequences(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:
+    """Suggest the fewest ranks, a power of two, that must share the LLM's sequences so that a plan fits."""
+    problem, budget = evaluator.problem, evaluator.budget
+    llm, ranks_per_node = problem.recipe.parallel.llm, problem.hardware.ranks_per_node
+    placements = {assignment.placement for assignment in assignments} & {"unified", "disaggregated"}
+    for doubling in range(1, problem.cluster.num_ranks.bit_length()):
+        cp = 2**doubling
+        parallel = problem.recipe.parallel.model_copy(update={"llm": llm.model_copy(update={"cp": cp})})
+        recipe = problem.recipe.model_copy(update={"parallel": parallel})
+        if cp <= max(problem.choices[LLM].cp) or _wrong_settings(recipe) - _wrong_settings(problem.recipe):
+            continue
+        choices = unit_choices(recipe, problem.shape, ranks_per_node, budget.meshes)
+        bounded = bounded_mesh_assignments(
+            choices, problem.cluster.num_ranks, evaluator.time_lower_bound, budget.meshes, ranks_per_node
+        )
+        sharing = (assignment for _, assignment in bounded if assignment.placement in placements)
+        if _fits(evaluator, list(islice(sharing, budget.explanations.max_meshes_scanned))):
+            yield f"parallel.llm.cp: {cp}"
             return
 
 

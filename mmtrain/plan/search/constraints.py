@@ -1,7 +1,7 @@
 """The mesh sizes of each unit that the recipe and the model allow, and the errors where they allow none."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -9,7 +9,8 @@ from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import ModelShape, UnitShape
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.budget import DEFAULT_BUDGET, MeshBudget
-from mmtrain.program.ir.graph import LLM
+from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences
+from mmtrain.recipe.context_checks import context_methods
 from mmtrain.recipe.modalities import dotted_unit, other_units
 from mmtrain.recipe.parallel_settings import ParallelSettings, UnitParallel
 from mmtrain.recipe.schema import Recipe
@@ -33,6 +34,18 @@ class UnitChoices:
     fixed_microbatches: int | None  # of each replica, where the recipe fixes them
     fixed_vpp: int | None = None  # likewise
     is_whole: bool = False  # all layers are one stage, whatever the recipe says, and every rank of a TP group runs it
+    fixed_dp: int | None = None
+    cp: tuple[int, ...] = (1,)  # ranks that may share sequences; only the LLM's do
+    cp_methods: tuple[tuple[int, int, ContextMethod], ...] = ()  # (tp, cp, method) for each cp above 1 that is possible
+    cp_split: CutSequences = "auto"
+
+    def context_meshes(self, mesh: MeshSize) -> Iterator[MeshSize]:
+        """List the meshes with this tp, pp, dp and vpp, for each number of ranks that may share sequences."""
+        if 1 in self.cp:
+            yield mesh
+        for tp, cp, method in self.cp_methods:
+            if tp == mesh.tp:
+                yield replace(mesh, cp=cp, cp_method=method, cp_split=self.cp_split)
 
     @property
     def own_tp(self) -> tuple[int, ...]:
@@ -59,7 +72,8 @@ class UnitChoices:
 
     def __str__(self) -> str:
         tp, pp, dp = (format_sizes(sizes) for sizes in (self.tp, self.pp, self.dp))
-        return f"{self.name}: tp {tp}; pp {pp}; dp {dp}" + (f"; vpp {self.fixed_vpp}" if self.fixed_vpp else "")
+        cp = "" if self.cp == (1,) else f"; cp {format_sizes(self.cp)}"
+        return f"{self.name}: tp {tp}{cp}; pp {pp}; dp {dp}" + (f"; vpp {self.fixed_vpp}" if self.fixed_vpp else "")
 
 
 def unit_choices(
@@ -80,13 +94,19 @@ def unit_choices(
             possible["dp"] = tuple(dp for dp in possible["dp"] if _suits_microbatches(dp, recipe))
         choices[unit.name] = UnitChoices(
             unit.name,
-            **possible,
+            tp=possible["tp"],
+            pp=possible["pp"],
+            dp=possible["dp"],
+            vpp=possible["vpp"],
             num_layers=len(unit.layers),
             global_batch=recipe.train.global_batch,
             fixed_microbatches=fixed.num_microbatches,
             fixed_vpp=fixed.vpp,
             is_whole=not unit.is_splittable,
+            fixed_dp=fixed.dp,
         )
+        if unit.name == LLM:
+            choices[LLM] = _with_shared_sequences(choices[LLM], recipe, ranks_per_node, budget)
     if not problems and not choices[LLM].dp:
         settings = fixed_microbatches(recipe.parallel, choices).items()
         problems.append(
@@ -97,6 +117,35 @@ def unit_choices(
     if problems:
         raise PlanError("\n".join(problems))
     return choices
+
+
+def _with_shared_sequences(llm: UnitChoices, recipe: Recipe, ranks_per_node: int, budget: MeshBudget) -> UnitChoices:
+    """Return the LLM's choices with those of how ranks may share its sequences.
+
+    Where the recipe leaves the method open, an all-to-all is used inside a node, where it moves less than a ring hides,
+    and a ring between nodes, which hides its messages behind attention; the other where only that is possible.
+    """
+    degrees = recipe.parallel.llm
+    sizes = [degrees.cp] if degrees.cp else _cp_to_try(recipe, budget)
+    methods: list[tuple[int, int, ContextMethod]] = []
+    for tp, cp in product(llm.tp, sizes):
+        possible = context_methods(recipe, tp, cp) if cp > 1 else ()
+        if degrees.cp_method != "auto":
+            possible = tuple(method for method in possible if method == degrees.cp_method)
+        preferred: ContextMethod = "ulysses" if tp * cp <= ranks_per_node else "ring"
+        if possible:
+            methods.append((tp, cp, preferred if preferred in possible else possible[0]))
+    is_possible = {1, *(cp for _, cp, _ in methods)}
+    cp_sizes = tuple(cp for cp in sizes if cp in is_possible)
+    return replace(llm, cp=cp_sizes, cp_methods=tuple(methods), cp_split=degrees.cp_split)
+
+
+def _cp_to_try(recipe: Recipe, budget: MeshBudget) -> list[int]:
+    """Return the powers of two that leave each rank enough tokens of the longest microbatches, from 1."""
+    seq_len = recipe.data.seq_len
+    if seq_len < budget.min_tokens_to_share or recipe.model.generator is not None:
+        return [1]
+    return [2**i for i in range(max(seq_len // budget.min_tokens_per_cp_rank, 1).bit_length())]
 
 
 def encoder_microbatches(recipe: Recipe, shape: ModelShape) -> dict[str, int]:

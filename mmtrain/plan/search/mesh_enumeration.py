@@ -16,7 +16,7 @@ from itertools import groupby, product, starmap, takewhile
 from operator import or_
 from typing import NamedTuple, Protocol
 
-from mmtrain.plan.artifact.layout import MeshSize
+from mmtrain.plan.artifact.layout import MeshSize, without_cp
 from mmtrain.plan.artifact.plan import Placement
 from mmtrain.plan.budget import DEFAULT_BUDGET, MeshBudget
 from mmtrain.plan.candidate import MeshAssignment
@@ -190,20 +190,35 @@ def assignments_near_shares(
 def _unified_assignments(choices: Choices, num_ranks: int) -> Iterator[MeshAssignment]:
     llm = choices[LLM]
     num_layers = sum(unit.num_layers for unit in choices.values())
-    shared = set.intersection(*({(tp, dp) for tp in unit.tp for dp in unit.dp} for unit in choices.values()))
     min_pp = max(min(unit.pp) for unit in choices.values())
     max_pp = sum(max(unit.pp) for unit in choices.values())
-    for tp, dp in sorted(shared):
-        pp, rest = divmod(num_ranks, tp * dp)
+    for mesh in _shared_meshes(choices):
+        pp, rest = divmod(num_ranks, mesh.tp * mesh.num_replicas)
         if rest or not min_pp <= pp <= max_pp:
             continue
-        num_llm = llm.global_batch // dp
+        num_llm = llm.global_batch // mesh.dp
         num_microbatches = {name: unit.fixed_microbatches or num_llm for name, unit in choices.items()}
         for vpp in _vpp_sizes(llm, pp, num_layers, num_llm):
-            mesh = MeshSize(tp, pp, dp, vpp)
-            if _can_interleave_together(choices, mesh):
-                meshes = dict.fromkeys(choices, mesh)
+            of_llm = replace(mesh, pp=pp, vpp=vpp)
+            if _can_interleave_together(choices, of_llm):
+                meshes = {name: of_llm if name == LLM else without_cp(of_llm) for name in choices}
                 yield MeshAssignment("unified", meshes, num_microbatches | {LLM: num_llm})
+
+
+def _shared_meshes(choices: Choices) -> Iterator[MeshSize]:
+    """List the LLM's meshes of one pipeline rank on which all units may lie, those without context parallelism first.
+
+    Where replicas of the LLM share sequences, each of them is a replica of the other units. These may then be more than
+    the batch has groups, since the items of one group are divided among them.
+    """
+    llm = choices[LLM]
+    shared = set.intersection(*({(tp, dp) for tp in unit.tp for dp in unit.dp} for unit in choices.values()))
+    yield from (MeshSize(tp, 1, dp) for tp, dp in sorted(shared) if 1 in llm.cp)
+    for tp, dp in product(sorted(set.intersection(*(set(unit.tp) for unit in choices.values()))), llm.dp):
+        for mesh in llm.context_meshes(MeshSize(tp, 1, dp)):
+            others = (unit for name, unit in choices.items() if name != LLM)
+            if mesh.cp > 1 and all(unit.fixed_dp in (None, mesh.num_replicas) for unit in others):
+                yield mesh
 
 
 def _can_interleave_together(choices: Choices, mesh: MeshSize) -> bool:
@@ -244,7 +259,8 @@ def _meshes_of(
             rule = MicrobatchRule(fixed=num_llm)
             for vpp in _vpp_sizes(unit, pp, unit.num_layers, num_llm):
                 if pp * vpp <= unit.num_layers:
-                    yield MeshSize(tp, pp, dp, vpp), rule
+                    meshes = unit.context_meshes(MeshSize(tp, pp, dp, vpp))
+                    yield from ((mesh, rule) for mesh in meshes if mesh.ranks <= max_ranks)
             continue
         vpp = unit.fixed_vpp or 1
         if pp * vpp <= unit.num_layers:

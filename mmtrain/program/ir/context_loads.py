@@ -5,13 +5,14 @@ out evenly, in order; the ranks that embed them know the positions, and exchange
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 
 from mmtrain.balance.batch_meta import BatchMeta, IntArray, ItemTable
 from mmtrain.balance.context_split import ContextSplit, split_sequences
 from mmtrain.costs.cost_model import TokenLoad
-from mmtrain.program.ir.graph import Microbatch, UnitMesh
+from mmtrain.program.ir.graph import ContextMethod, CutSequences, Microbatch, UnitMesh
 
 CUT = -1  # instead of the rank of a whole sequence
 
@@ -25,8 +26,13 @@ def split_microbatches(mesh: UnitMesh, meta: BatchMeta) -> Splits:
 
 def split_microbatch(mesh: UnitMesh, meta: BatchMeta, replica: int, index: int) -> ContextSplit:
     """Split microbatch `index` of data-parallel replica number `replica`."""
-    lengths = meta.tokens[meta.microbatch(replica, index)].tolist()
-    return split_sequences(lengths, mesh.cp, mesh.cp_method, mesh.cp_split)
+    lengths = tuple(meta.tokens[meta.microbatch(replica, index)].tolist())
+    return _split(lengths, mesh.cp, mesh.cp_method, mesh.cp_split)
+
+
+@lru_cache(maxsize=1 << 10)  # the planner lays out the same groups for many meshes
+def _split(lengths: tuple[int, ...], cp: int, method: ContextMethod, split: CutSequences) -> ContextSplit:
+    return split_sequences(lengths, cp, method, split)
 
 
 def part_loads(mesh: UnitMesh, meta: BatchMeta, splits: Splits) -> dict[Microbatch, TokenLoad]:
@@ -48,6 +54,7 @@ def part_loads(mesh: UnitMesh, meta: BatchMeta, splits: Splits) -> dict[Microbat
                 max((piece.stop for piece in pieces if piece.num_tokens), default=0),
                 sum(piece.num_tokens > 0 for piece in pieces),
                 min(round(num_targets), split.num_tokens[rank]),
+                split.num_cut_tokens[rank],
             )
     return loads
 

@@ -19,7 +19,7 @@ Exchange = Literal["all_to_all", "all_gather"]  # the collective by which replic
 # How the ranks of a context-parallel group attend to each other's tokens: each takes some of the heads of all tokens,
 # or keys and values go round.
 ContextMethod = Literal["ulysses", "ring"]
-ContextSplit = Literal["auto", "even"]  # which sequences are cut: as few as balance asks for, or all
+CutSequences = Literal["auto", "even"]  # which sequences are cut: as few as balance asks for, or all
 
 
 # Stages and microbatches are the keys of most dictionaries of the planner, and tuples are hashed and compared without a
@@ -70,7 +70,7 @@ class UnitMesh:
     exchange: Exchange = "all_to_all"
     cp: int = 1
     cp_method: ContextMethod = "ulysses"
-    cp_split: ContextSplit = "auto"
+    cp_split: CutSequences = "auto"
 
     @property
     def num_replicas(self) -> int:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mmtrain.costs.collectives import GroupLayout
+from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds
 from mmtrain.costs.cost_model import ComputeKind, CostModel, PieceCost, TokenLoad
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT, ShardedLayers, overlapped_seconds
 from mmtrain.models.model_shape import LayerShape, ModelShape
@@ -108,7 +109,8 @@ class ModelTiming:
     among them cost a forward again, and so do all layers of a stage that reruns its forward. A pass of a sharded unit
     is one of all replicas: each layer takes as long as on the rank with most work, and hides the weights that come and
     the gradients that leave meanwhile. `Step` all-reduces the gradient norm and runs the optimizer of the rank with
-    most parameters (replicas share the parameters), since the end of the step waits for it.
+    most parameters (replicas share the parameters), since the end of the step waits for it. Replicas that share the
+    sequences of a microbatch wait for each other in every block, so a pass takes as long as on the slowest of them.
     """
 
     graph: StageGraph
@@ -135,9 +137,38 @@ class ModelTiming:
             kind, lo, hi = direction(action), 0, len(content.layers)
         key = (content.number, kind, lo, hi, mb.replica, mb.index)
         if key not in self._compute_s:
-            load, layers = self.loads.loads[mb], content.layers[lo:hi]
-            self._compute_s[key] = self._seconds(kind, layers, content.tp, load) if load.tokens else 0.0
+            sharing = self.graph.mesh(mb.unit).cp_replicas(mb.replica)
+            parts = [self.loads.loads[Microbatch(mb.unit, replica, mb.index)] for replica in sharing]
+            layers, group = content.layers[lo:hi], self._context_groups[mb.unit]
+            self._compute_s[key] = max(self._part_seconds(kind, layers, content.tp, load, group) for load in parts)
         return self._compute_s[key]
+
+    def _part_seconds(
+        self, kind: Direction, layers: Sequence[StageLayer], tp: int, load: TokenLoad, group: ContextGroup
+    ) -> float:
+        """Return the seconds of one of the replicas that share a microbatch's sequences: all wait for the slowest."""
+        if not load.tokens:
+            return 0.0
+        seconds = self._seconds(kind, layers, tp, load)
+        if group.cp == 1:
+            return seconds
+        exchanged_s = 0.0
+        for held in layers:
+            exchanged = partial(context_seconds, held.layer, tp, load, costs=self.costs, group=group)
+            if kind == "F":
+                exchanged_s += exchanged(kind="forward", element_bytes=self.element_bytes)
+            elif held.layer.trainable or held.input_grad:
+                exchanged_s += exchanged(kind="backward", element_bytes=self.element_bytes)
+                exchanged_s += held.recompute * exchanged(kind="recompute", element_bytes=self.element_bytes)
+        return seconds + exchanged_s
+
+    @cached_property
+    def _context_groups(self) -> dict[str, ContextGroup]:
+        """Return by unit the ranks that share sequences."""
+        return {
+            mesh.unit: ContextGroup.of_mesh(mesh.tp, mesh.cp, mesh.cp_method == "ring", self.ranks_per_node)
+            for mesh in self.graph.meshes
+        }
 
     def left_under_way(self, action: Partial) -> float:
         """Return the seconds of the collective at the end of the part's last segment."""

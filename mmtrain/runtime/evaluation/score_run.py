@@ -24,7 +24,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan import Plan, StagePlan, UnitPlan
 from mmtrain.plan.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe, recipe_fingerprint
-from mmtrain.recipe.parallel_settings import ParallelSettings
+from mmtrain.recipe.parallel_settings import LlmParallel, ParallelSettings
 from mmtrain.report.evaluation_result import MEDIA_KINDS, AnsweredQuestion, EvaluationResult, TemplateScore
 from mmtrain.runtime.evaluation.drawer import Drawer
 from mmtrain.runtime.evaluation.generate import load_generator
@@ -149,7 +149,7 @@ def _choose_layout(request: EvaluateRequest, recipe: Recipe, index: DataIndex, n
     plan = load_plan(saved) if saved.exists() else None
     origin = "the plan of its training"
     if plan is None or (plan.world_size, plan.recipe_sha256) != (num_ranks, recipe_fingerprint(recipe)):
-        unconstrained = recipe.model_copy(update={"parallel": ParallelSettings()})
+        unconstrained = recipe.model_copy(update={"parallel": ParallelSettings(llm=LlmParallel(cp=1))})
         plan = request.planner(unconstrained, index.lengths, num_ranks)
         origin = "a plan made for them"
     meshes = ", ".join(f"{name} {u.mesh_text}" for name, u in plan.units.items())

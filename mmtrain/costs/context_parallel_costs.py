@@ -1,0 +1,118 @@
+"""What ranks that share sequences exchange in attention, and the seconds that this adds to a block."""
+
+from dataclasses import dataclass, replace
+
+from mmtrain.costs.collectives import GroupLayout
+from mmtrain.costs.cost_model import ComputeKind, CostModel, TokenLoad
+from mmtrain.models.model_shape import LayerShape
+
+BLOCK = "decoder_block"  # the only layer of an LLM in which tokens of a sequence meet
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that share the sequences of a microbatch: `cp` TP ranks of one number, and how they attend."""
+
+    layout: GroupLayout
+    is_ring: bool  # keys and values go round; else an all-to-all gives each rank some heads of all tokens
+
+    @classmethod
+    def of_mesh(cls, tp: int, cp: int, is_ring: bool, ranks_per_node: int) -> "ContextGroup":
+        """Return the group of a mesh whose ranks are numbered by tp first and by cp next."""
+        return cls(GroupLayout.strided(cp, tp, ranks_per_node), is_ring)
+
+    @property
+    def cp(self) -> int:
+        """The number of ranks."""
+        return self.layout.size
+
+    @property
+    def on_node_share(self) -> float:
+        """Of what a rank sends to all others evenly, the share that stays on its node."""
+        return (self.layout.fewest_per_node - 1) / max(self.cp - 1, 1)
+
+
+def context_seconds(
+    layer: LayerShape,
+    tp: int,
+    load: TokenLoad,
+    kind: ComputeKind,
+    costs: CostModel,
+    group: ContextGroup,
+    element_bytes: int,
+) -> float:
+    """Return the seconds that a block waits for other ranks in one direction; `load` is that of one rank.
+
+    Layers in which tokens do not meet wait for nothing, and nor does a rank that shares no sequence.
+    """
+    if layer.kind != BLOCK or group.cp == 1 or not load.exchanged:
+        return 0.0
+    if group.is_ring:
+        return _ring_seconds(layer, tp, load, kind, costs, group, element_bytes)
+    return _all_to_all_seconds(layer, tp, load, costs, group, element_bytes)
+
+
+def exchange_buffer_bytes(layer: LayerShape, tp: int, load: TokenLoad, element_bytes: int) -> int:
+    """Return the bytes of buffers in which a block exchanges tokens with ranks that share its sequences.
+
+    An all-to-all needs as much as queries, keys and values take once more. A ring needs less where keys have fewer
+    heads than queries: keys and values that come, that are used, and that go.
+    """
+    if layer.kind != BLOCK or not load.exchanged:
+        return 0
+    heads, kv_heads = _local_heads(layer, tp)
+    return load.exchanged * (heads + 4 * kv_heads) * layer.head_dim * element_bytes
+
+
+def _local_heads(layer: LayerShape, tp: int) -> tuple[int, int]:
+    """Return the query heads and the key-value heads of a TP rank; more ranks than the latter hold copies."""
+    return layer.heads // tp, max(layer.kv_heads // tp, 1)
+
+
+def _all_to_all_seconds(
+    layer: LayerShape, tp: int, load: TokenLoad, costs: CostModel, group: ContextGroup, element_bytes: int
+) -> float:
+    """Return the seconds of two all-to-alls: of queries, keys and values, and of outputs; gradients take the same way.
+
+    Where ranks are more than key-value heads, each needs a whole one.
+    """
+    heads, kv_heads = _local_heads(layer, tp)
+    row_bytes = layer.head_dim * element_bytes * load.exchanged * (group.cp - 1) / group.cp
+
+    def seconds(num_heads: int) -> float:
+        nbytes = num_heads * row_bytes
+        on_node = round(nbytes * group.on_node_share)
+        return costs.all_to_all(on_node, round(nbytes) - on_node, group.layout)
+
+    return seconds(heads + 2 * max(kv_heads, group.cp)) + seconds(heads)
+
+
+def _ring_seconds(
+    layer: LayerShape,
+    tp: int,
+    load: TokenLoad,
+    kind: ComputeKind,
+    costs: CostModel,
+    group: ContextGroup,
+    element_bytes: int,
+) -> float:
+    """Return the seconds by which messages around the ring outlast the attention beside them.
+
+    A forward passes keys and values on cp - 1 times, each while the rank attends to those it has. A backward passes
+    them on again, with their gradients, which need one message more to come home.
+    """
+    kv_bytes = 2 * _local_heads(layer, tp)[1] * layer.head_dim * load.exchanged * element_bytes
+    message_bytes = kv_bytes if kind != "backward" else 2 * kv_bytes
+    same_node = group.layout.nodes == 1
+    message_s = costs.transfer(message_bytes, same_node)
+    beside_s = _attention_seconds(layer, tp, load, kind, costs) / group.cp
+    hidden_s = min(message_s, beside_s)
+    lost_share = costs.overlap_slowdown("all_gather", message_bytes, group.layout)
+    seconds = (group.cp - 1) * (message_s - hidden_s + lost_share * hidden_s)
+    return seconds + (costs.transfer(kv_bytes, same_node) if kind == "backward" else 0.0)
+
+
+def _attention_seconds(layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, costs: CostModel) -> float:
+    """Return what of a block's seconds grows with the square of lengths."""
+    without = replace(load, sum_sq=load.num_sequences, max_len=1)
+    return max(costs.seconds(layer, tp, load, kind) - costs.seconds(layer, tp, without, kind), 0.0)
