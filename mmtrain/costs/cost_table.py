@@ -19,6 +19,7 @@ from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import LayerShape
 
 __all__ = [
+    "CoreSpeed",
     "CostTable",
     "LayerEntry",
     "LayerSample",
@@ -134,6 +135,16 @@ class OptimizerEntry(_Frozen):
     source: Source = "measured"
 
 
+class CoreSpeed(_Frozen):
+    """What one GEMM and one copy took beside the layers, on all cores at once: how fast the cores were at that time.
+
+    `runtime.profiling.core_speed` says of which sizes. A calibration compares the cores of another day with it.
+    """
+
+    gemm_s: Duration
+    copy_s: Duration
+
+
 class LayerScale(_Frozen):
     """How many times as long a layer took in a run as the entries or the model say, whatever its load and tp."""
 
@@ -158,6 +169,7 @@ class CostTable(_Frozen):
     layers: tuple[LayerEntry, ...] = ()
     messages: tuple[MessageEntry, ...] = ()
     optimizer: tuple[OptimizerEntry, ...] = ()
+    core_speed: CoreSpeed | None = None  # of CPUs; None: the table is older, or nothing was measured
     held_out_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # median, relative, of its layers
     layer_scales: tuple[LayerScale, ...] = ()
     calibrated: bool = False  # the scales come from `plan --calibrate` and from no run
@@ -215,8 +227,10 @@ class CostTable(_Frozen):
         messages = {(e.kind, e.size, e.nodes): e for e in (*self.messages, *newer.messages)}
         optimizer = {e.parameters: e for e in (*self.optimizer, *newer.optimizer)}
         newest_error = self.held_out_error if newer.held_out_error is None else newer.held_out_error
+        newest_speed = self.core_speed if newer.core_speed is None else newer.core_speed
         return newer.model_copy(
             update={
+                "core_speed": newest_speed,
                 "held_out_error": newest_error,
                 "layers": tuple(layers.values()),
                 "messages": tuple(messages.values()),
@@ -234,6 +248,11 @@ class CostTable(_Frozen):
     def by_layer(self) -> dict[tuple[str, int], LayerEntry]:
         """Entries by the key of their layer and tp."""
         return {(layer_key(e.layer), e.tp): e for e in self.layers}
+
+    @cached_property
+    def measured_layers(self) -> frozenset[str]:
+        """Keys of the layers that have an entry, at any tp."""
+        return frozenset(layer_key(e.layer) for e in self.layers)
 
     @cached_property
     def by_message(self) -> dict[tuple[str, int, int], MessageEntry]:

@@ -30,16 +30,34 @@ def recorded_table(
     All layers of a unit are corrected alike, and where several units have the same layer, the last one counts: records
     tell units apart, not layers. A table that was corrected before is corrected further.
     """
-    table = costs.table if isinstance(costs, MeasuredCosts) else _empty_table(machine, precision)
-    scales = dict(table.scale_by_layer)
+    scales: dict[str, LayerScale] = {}
     for unit in shape.units:
         forward, backward = ratios.forward.get(unit.name, 1.0), ratios.backward.get(unit.name, 1.0)
-        for key, layer in {layer_key(layer): layer for layer in map(layer_fields, unit.layers)}.items():
-            before = table.scale_by_layer.get(key, LayerScale(layer=layer))
-            scales[key] = LayerScale(layer=layer, forward=before.forward * forward, backward=before.backward * backward)
+        for layer in map(layer_fields, unit.layers):
+            scales[layer_key(layer)] = LayerScale(layer=layer, forward=forward, backward=backward)
+    return scaled_table(costs, machine, precision, scales, ratios)
+
+
+def scaled_table(
+    costs: CostModel,
+    machine: Hardware,
+    precision: Precision,
+    scales: Mapping[str, LayerScale],
+    ratios: RecordedRatios,
+) -> CostTable:
+    """Return the table of `costs` with layers, by their key, and communication multiplied.
+
+    A table that was corrected before is corrected further. ratios: of which those of units are not read.
+    """
+    table = costs.table if isinstance(costs, MeasuredCosts) else _empty_table(machine, precision)
+    scaled = dict(table.scale_by_layer)
+    for key, scale in scales.items():
+        before = table.scale_by_layer.get(key, LayerScale(layer=scale.layer))
+        forward, backward = before.forward * scale.forward, before.backward * scale.backward
+        scaled[key] = LayerScale(layer=scale.layer, forward=forward, backward=backward)
     fields = {name: getattr(table, name) for name in CostTable.model_fields}
     corrected = {
-        "layer_scales": tuple(scales.values()),
+        "layer_scales": tuple(scaled.values()),
         "message_scale": table.message_scale * (ratios.messages or 1.0),
         "reduction_scale": table.reduction_scale * (ratios.reductions or 1.0),
     }

@@ -3,7 +3,8 @@
 import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, GroupLayout, MeasuredCosts, TokenLoad, preset
-from mmtrain.runtime.profiling.calibration import Calibration, calibrated_table
+from mmtrain.costs.cost_table import CoreSpeed, LayerEntry, LayerSample, layer_fields
+from mmtrain.runtime.profiling.calibration import Calibration, CoreRatios, calibrated_table, core_ratios
 from tests.models.factory import settings, shape_of
 
 COSTS = AnalyticCosts(preset("cpu-core"), "fp32")
@@ -11,7 +12,8 @@ LOAD = TokenLoad(128, 128 * 64, 64, 2)
 
 
 def calibrated(costs: AnalyticCosts | MeasuredCosts, gemm: float, copy: float) -> MeasuredCosts:
-    table = calibrated_table(costs, shape_of(settings()), Calibration(gemm, copy, 3.0, 4.0), 128)
+    calibration = Calibration(CoreRatios(gemm, copy), 3.0, 4.0)
+    table = calibrated_table(costs, shape_of(settings()), calibration, 128)
     return MeasuredCosts(CostTable.model_validate_json(table.model_dump_json()), COSTS)
 
 
@@ -33,3 +35,47 @@ def test_slower_memory_lengthens_only_what_moves_through_it() -> None:
     slow = calibrated(COSTS, 1.0, 2.0)
     block = shape_of(settings()).unit("llm").layers[1]
     assert 1 < slow.seconds(block, 1, LOAD, "forward") / COSTS.seconds(block, 1, LOAD, "forward") < 1.5
+
+
+def test_measured_layers_are_corrected_by_what_changed_since_they_were_measured() -> None:
+    """The cores were half as fast as the preset's when the table was measured, and still are."""
+    block = shape_of(settings()).unit("llm").layers[1]
+    passes = ("forward", "recompute", "backward")
+    table = CostTable(
+        hardware="cpu-core",
+        device="cpu-core",
+        precision="fp32",
+        software={},
+        date="2026-11-25",
+        layers=(
+            LayerEntry(
+                layer=layer_fields(block),
+                tp=1,
+                samples=tuple(
+                    LayerSample(
+                        tokens=tokens,
+                        sum_sq=tokens * 64,
+                        max_len=64,
+                        num_sequences=tokens // 64,
+                        seconds=dict.fromkeys(passes, tokens * 1e-4),
+                        activation_bytes=tokens,
+                    )
+                    for tokens in (64, 128, 256)
+                ),
+            ),
+        ),
+        core_speed=CoreSpeed(gemm_s=1e-2, copy_s=0.1),
+    )
+    assert table.core_speed is not None
+    measured = MeasuredCosts(table, COSTS)
+    cores = core_ratios(table.core_speed, preset("cpu-core"), "fp32")
+    assert cores.gemm > 1.5
+    assert cores.copy > 1.5
+    calibration = Calibration(cores, 1.0, 1.0, at_table=cores)
+    shape = shape_of(settings())
+    corrected = calibrated_table(measured, shape, calibration, 128)
+    again = MeasuredCosts(CostTable.model_validate_json(corrected.model_dump_json()), COSTS)
+    assert again.seconds(block, 1, LOAD, "forward") == pytest.approx(measured.seconds(block, 1, LOAD, "forward"))
+    head = shape.unit("llm").layers[-1]  # has no entry: is modelled, for the preset's cores
+    assert again.seconds(head, 1, LOAD, "forward") > 1.5 * measured.seconds(head, 1, LOAD, "forward")
+    assert "GEMMs take 1.00x, copies 1.00x" in str(calibration)

@@ -131,7 +131,7 @@ def simulate_first_batch(
 
 def scheduled_graph(layout: Layout, schedule: SchedulePlan, layer_costs: LayerCosts) -> StageGraph:
     """Return the layout's stage graph, with blocks in pieces where the schedule's segments are pieces."""
-    graph = layout_graph(layout, layer_costs)
+    graph: StageGraph = layout_graph(layout, layer_costs)
     if not schedule.pieces:
         return graph
     with_sp = [mesh.unit for mesh in graph.meshes if layer_costs.has_sp(mesh.unit, mesh.tp)]

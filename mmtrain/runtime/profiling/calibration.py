@@ -1,12 +1,12 @@
 """Calibrate the costs of a CPU on this machine: one GEMM, one copy, one message, in about two seconds.
 
 A cost table of another day or machine, and the preset, are off by the speed of this machine's cores: up to a factor of
-three. Both ranks measure at once, on a core each, as they will train.
+three. Both ranks measure at once, on a core each, as they will train. What a table holds is corrected by how much the
+cores have changed since it was measured, and what is modelled by how much they differ from the preset.
 """
 
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,40 +27,56 @@ from mmtrain.costs import (
     TokenLoad,
 )
 from mmtrain.costs.analytic_costs import gemm_seconds
-from mmtrain.costs.cost_table import MessageEntry
+from mmtrain.costs.cost_table import CoreSpeed, LayerScale, MessageEntry, layer_fields, layer_key
 from mmtrain.costs.layer_arithmetic import Gemm
-from mmtrain.costs.recorded_costs import RecordedRatios, recorded_table
-from mmtrain.models.model_shape import ModelShape
+from mmtrain.costs.recorded_costs import RecordedRatios, scaled_table
+from mmtrain.models.model_shape import ModelShape, UnitShape
+from mmtrain.runtime.profiling.core_speed import COPIED_BYTES, GEMM_SIDE, measure_core_speed
 from mmtrain.runtime.profiling.message_profiler import measure_messages
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
 
 NUM_RANKS = 2
-GEMM_SIDE = 512
-COPIED_BYTES = 2**26  # larger than caches
 MESSAGE_BYTES = (2**12, 2**20)
-SECONDS_OF_EACH = 0.5  # of repeating the GEMM, and of repeating the copy
+
+
+@dataclass(frozen=True)
+class CoreRatios:
+    """Seconds of a GEMM and of a copy over those of the preset."""
+
+    gemm: float = 1.0
+    copy: float = 1.0
+
+    def applied(self, machine: Hardware) -> Hardware:
+        """Return the preset with cores of this speed; kernels start in Python, which depends on a core as GEMMs do."""
+        return replace(
+            machine,
+            fp32_flops=machine.fp32_flops / self.gemm,
+            bf16_flops=machine.bf16_flops / self.gemm,
+            kernel_launch_s=machine.kernel_launch_s * self.gemm,
+            memory_bytes_per_s=machine.memory_bytes_per_s / self.copy,
+        )
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured over predicted seconds on this machine."""
+    """How fast this machine's cores are, and measured over predicted seconds of its messages."""
 
-    gemm: float
-    copy: float
+    cores: CoreRatios
     message: float
     collective: float
+    at_table: CoreRatios = CoreRatios()  # the cores when the table was measured; as the preset's where it is not known
 
     def __str__(self) -> str:
+        gemm, copy = self.cores.gemm / self.at_table.gemm, self.cores.copy / self.at_table.copy
         return (
-            f"GEMMs take {self.gemm:.2f}x, copies {self.copy:.2f}x, messages {self.message:.2f}x and collectives "
+            f"GEMMs take {gemm:.2f}x, copies {copy:.2f}x, messages {self.message:.2f}x and collectives "
             f"{self.collective:.2f}x of what was predicted"
         )
 
 
 class _Measured(BaseModel):
-    gemm_s: float
-    copy_s: float
+    cores: CoreSpeed
     messages: list[MessageEntry]
 
 
@@ -70,14 +86,20 @@ def calibrate(costs: CostModel, machine: Hardware, precision: Precision) -> Cali
         out = Path(folder) / "measured.json"
         launch_local(NUM_RANKS, partial(_measure_rank, out))
         measured = _Measured.model_validate_json(out.read_text(encoding="utf-8"))
-    gemm_s = gemm_seconds(machine, precision, Gemm(GEMM_SIDE, GEMM_SIDE, GEMM_SIDE))
     pair = GroupLayout(NUM_RANKS)
+    at_table = costs.table.core_speed if isinstance(costs, MeasuredCosts) else None
     return Calibration(
-        gemm=measured.gemm_s / gemm_s,
-        copy=measured.copy_s / (2 * COPIED_BYTES / machine.moved_bytes_per_s),
+        cores=core_ratios(measured.cores, machine, precision),
+        at_table=CoreRatios() if at_table is None else core_ratios(at_table, machine, precision),
         message=_ratio(measured.messages, "p2p", lambda nbytes: costs.transfer(nbytes, same_node=True)),
         collective=_ratio(measured.messages, "all_reduce", lambda nbytes: costs.collective("all_reduce", nbytes, pair)),
     )
+
+
+def core_ratios(speed: CoreSpeed, machine: Hardware, precision: Precision) -> CoreRatios:
+    """Return how cores of this speed compare with those of the preset."""
+    gemm_s = gemm_seconds(machine, precision, Gemm(GEMM_SIDE, GEMM_SIDE, GEMM_SIDE))
+    return CoreRatios(speed.gemm_s / gemm_s, speed.copy_s / (2 * COPIED_BYTES / machine.moved_bytes_per_s))
 
 
 def calibrated_table(
@@ -85,26 +107,28 @@ def calibrated_table(
 ) -> CostTable:
     """Return the table of `costs`, with each unit's layers corrected by the speed of this machine's cores.
 
-    How much of a unit's time are GEMMs and how much is memory traffic is modelled, for a microbatch of `tokens`. The
-    time in which kernels start is Python's, which depends on the core as GEMMs do.
+    How much of a unit's time are GEMMs and how much is memory traffic is modelled, for a microbatch of `tokens`.
     """
     model = costs.model if isinstance(costs, MeasuredCosts) else costs
     machine, precision = model.hardware, model.precision
-    calibrated = replace(
-        machine,
-        fp32_flops=machine.fp32_flops / calibration.gemm,
-        bf16_flops=machine.bf16_flops / calibration.gemm,
-        kernel_launch_s=machine.kernel_launch_s * calibration.gemm,
-        memory_bytes_per_s=machine.memory_bytes_per_s / calibration.copy,
-    )
-    before, after = (AnalyticCosts(hardware, precision) for hardware in (machine, calibrated))
+    measured_layers = costs.table.measured_layers if isinstance(costs, MeasuredCosts) else frozenset[str]()
     load = TokenLoad(tokens, tokens * tokens // 2, tokens // 2, 2)
-    ratios = {}
+
+    def unit_seconds(unit: UnitShape, cores: CoreRatios) -> float:
+        of_cores = AnalyticCosts(cores.applied(machine), precision)
+        return sum(of_cores.seconds(layer, 1, load, "forward") for layer in unit.layers)
+
+    scales: dict[str, LayerScale] = {}
     for unit in shape.units:
-        seconds = [sum(c.seconds(layer, 1, load, "forward") for layer in unit.layers) for c in (before, after)]
-        ratios[unit.name] = seconds[1] / seconds[0]
-    recorded = RecordedRatios(ratios, ratios, reductions=calibration.collective, messages=calibration.message)
-    return recorded_table(costs, machine, precision, shape, recorded).model_copy(update={"calibrated": True})
+        now_s = unit_seconds(unit, calibration.cores)
+        of_measured = now_s / unit_seconds(unit, calibration.at_table)
+        of_modelled = now_s / unit_seconds(unit, CoreRatios())
+        for layer in map(layer_fields, unit.layers):
+            key = layer_key(layer)
+            ratio = of_measured if key in measured_layers else of_modelled
+            scales[key] = LayerScale(layer=layer, forward=ratio, backward=ratio)
+    ratios = RecordedRatios({}, {}, reductions=calibration.collective, messages=calibration.message)
+    return scaled_table(costs, machine, precision, scales, ratios).model_copy(update={"calibrated": True})
 
 
 def _ratio(entries: list[MessageEntry], kind: str, predicted_s: Callable[[int], float]) -> float:
@@ -121,24 +145,7 @@ def _measure_rank(out: Path, address: Address) -> None:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[address.local_rank % len(cores)]})
     world = join(address)
-    a, b = (torch.randn(GEMM_SIDE, GEMM_SIDE) for _ in range(2))
-    source = torch.zeros(COPIED_BYTES // 4)
-    target = torch.empty_like(source)
-    measured = _Measured(
-        gemm_s=_median_seconds(lambda: a @ b),
-        copy_s=_median_seconds(lambda: target.copy_(source)),
-        messages=measure_messages(world, MESSAGE_BYTES),
-    )
+    measured = _Measured(cores=measure_core_speed(), messages=measure_messages(world, MESSAGE_BYTES))
     if world.is_first:
         out.write_text(measured.model_dump_json(), encoding="utf-8")
     leave()
-
-
-def _median_seconds(work: Callable[[], object]) -> float:
-    """Return the median of repetitions that take `SECONDS_OF_EACH` together."""
-    seconds: list[float] = []
-    while sum(seconds) < SECONDS_OF_EACH or len(seconds) < 3:
-        start_s = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start_s)
-    return statistics.median(seconds)

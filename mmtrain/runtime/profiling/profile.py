@@ -20,6 +20,7 @@ from rich.progress import Progress
 from mmtrain.balance import SampleLengths
 from mmtrain.costs import precision_for, preset
 from mmtrain.costs.cost_table import (
+    CoreSpeed,
     CostTable,
     LayerEntry,
     LayerSample,
@@ -36,6 +37,7 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import UnitShape, build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.precision import compute_dtype
+from mmtrain.runtime.profiling.core_speed import measure_core_speed
 from mmtrain.runtime.profiling.layer_profiler import LayerProfiler, build_layer_profiler
 from mmtrain.runtime.profiling.message_profiler import measure_node_groups, measure_node_links
 from mmtrain.runtime.profiling.probes import Probe, make_probes
@@ -76,6 +78,7 @@ class _Measurements(BaseModel):
     messages: list[MessageEntry] = []
     optimizer: list[OptimizerEntry] = []
     errors: dict[str, list[float]] = {}
+    core_speed: CoreSpeed | None = None
 
 
 def profile(request: ProfileRequest) -> Profile:
@@ -96,8 +99,12 @@ def profile(request: ProfileRequest) -> Profile:
             results.append(_Measurements.model_validate_json(out.read_text(encoding="utf-8")))
     table = empty_cost_table(request)
     for result in results:
-        entries = {"layers": (*result.layers,), "messages": (*result.messages,), "optimizer": (*result.optimizer,)}
-        table = table.merged(table.model_copy(update=entries))
+        entries: dict[str, object] = {
+            "layers": (*result.layers,),
+            "messages": (*result.messages,),
+            "optimizer": (*result.optimizer,),
+        }
+        table = table.merged(table.model_copy(update=entries | {"core_speed": result.core_speed}))
     errors = {name: tuple(errors) for result in results for name, errors in result.errors.items()}
     measured = Profile(table, errors)
     return replace(measured, table=table.model_copy(update={"held_out_error": measured.median_error}))
@@ -180,6 +187,8 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
                 errors += interpolation_errors(entry, [samples[key] for samples in held_out_samples])
             parameters, seconds = profiler.optimizer_seconds(request.repeats)
             result.optimizer.append(OptimizerEntry(parameters=parameters, seconds=seconds))
+    if world.device.type == "cpu":
+        result.core_speed = measure_core_speed()  # on all cores at once, as the layers
     return result
 
 
