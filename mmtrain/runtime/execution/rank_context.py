@@ -22,6 +22,7 @@ from mmtrain.plan.artifact.plan import Plan, SchedulePlan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.artifact.plan_memory import DeviceMemory, prove_memory
 from mmtrain.plan.artifact.plan_precision import plan_precision
+from mmtrain.plan.artifact.shared_sequences import require_shareable
 from mmtrain.program import (
     LLM,
     Edge,
@@ -149,8 +150,9 @@ def build_rank_context(
     that does not come.
 
     Raises LaunchError where this device cannot compute in the plan's precision, and for a channel that does not work;
-    PlanError for a plan that does not fit into `device_memory`.
+    PlanError for a plan that does not fit into `device_memory`, or shares sequences that the model cannot share.
     """
+    require_shareable(plan, recipe)
     activity = activity or Activity(recorder=StepRecorder(clock_for(world.device)))
     faults = faults or FaultPoints()
     precision = plan_precision(plan, recipe)
