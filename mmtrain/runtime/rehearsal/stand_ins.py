@@ -186,7 +186,7 @@ class _Lost:
 
 
 class StandInUnit:
-    """Takes the predicted time of each forward and backward, together with its TP group, and computes nothing."""
+    """Takes the predicted time of each forward and backward, with its TP and cp group, and computes nothing."""
 
     def __init__(self, rehearsal: Rehearsal, groups: ParallelGroups, token_shards: int) -> None:
         self.groups = groups
@@ -220,6 +220,8 @@ class StandInUnit:
         else:
             action = Partial(stage, mb, kind, lo, hi)
         rehearsal.clock.advance(self._under_way_s.pop((stage, mb, kind), 0.0))
+        if self.groups.cp is not None:  # then its TP group starts when the last of all their ranks is ready
+            rehearsal.clock.join(self.groups.cp, 0.0, uses_stream=False)
         rehearsal.clock.join(self.groups.tp, rehearsal.timing.compute(action), uses_stream=False)
         if isinstance(action, Partial) and rehearsal.graph.stage(stage).pieces:
             under_way_s = rehearsal.timing.left_under_way(action)
