@@ -9,7 +9,7 @@ from operator import itemgetter
 
 from mmtrain.recipe.encoder_settings import EncoderSettings
 from mmtrain.recipe.llm_settings import LlmSettings
-from mmtrain.recipe.modalities import MODALITIES, dotted_unit, encoder_names, other_units, unit_path
+from mmtrain.recipe.modalities import MODALITIES, dotted_unit, other_units, unit_path
 from mmtrain.recipe.parallel_settings import UnitParallel
 from mmtrain.recipe.raw_tree import Problem
 from mmtrain.recipe.schema import Recipe
@@ -135,21 +135,16 @@ def _check_replicated(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _check_colocated(recipe: Recipe) -> Iterator[Problem]:
-    """Encoders run on a part of the LLM's ranks, in the times when these would be idle."""
-    if recipe.model.generator is not None:
-        text = "found colocated, allowed with model.generator: disaggregated, replicated, unified or auto"
-        yield Problem(("parallel", "placement"), text)
-    for name, degree in product(encoder_names(recipe.model), ("tp", "pp")):
+    """Encoders and a generator run on a part of the LLM's ranks, each replica in one block of them."""
+    for name, degree in product(other_units(recipe.model), ("tp", "pp")):
         of_unit, llm = getattr(recipe.parallel.of(name), degree), getattr(recipe.parallel.llm, degree)
         if of_unit is not None and llm is not None and llm % of_unit:
-            text = (
-                f"{of_unit} does not divide parallel.llm.{degree} {llm}; a colocated encoder uses a part of its ranks"
-            )
+            text = f"{of_unit} does not divide parallel.llm.{degree} {llm}; a colocated unit uses a part of its ranks"
             yield Problem(("parallel", *unit_path(name), degree), text)
-    for name in encoder_names(recipe.model):
+    for name in other_units(recipe.model):
         vpp = recipe.parallel.of(name).vpp or 1
         if vpp > 1:
-            text = f"found {vpp}, allowed: 1 (a colocated encoder has no model chunks: its layers fill idle times)"
+            text = f"found {vpp}, allowed: 1 (a colocated unit has no model chunks: its layers fill idle times)"
             yield Problem(("parallel", *unit_path(name), "vpp"), text)
 
 

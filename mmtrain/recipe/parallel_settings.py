@@ -24,7 +24,7 @@ class UnitParallel(Section):
         None,
         affects={"plan"},
         description="Model chunks on each pipeline rank (interleaved schedule). The same for all units in `unified`, "
-        "1 for encoders in `colocated`.",
+        "1 for encoders and generators in `colocated`.",
     )
     sp: bool | Literal["auto"] = setting(
         "auto",
@@ -82,7 +82,8 @@ class ParallelSettings(Section):
         "auto",
         affects={"plan"},
         description="How units share ranks. `unified`: one pipeline holds the layers of all units. `disaggregated`: "
-        "every unit has ranks of its own. `colocated`: encoders run on the LLM's ranks while these would be idle. "
+        "every unit has ranks of its own. `colocated`: encoders run on the LLM's ranks while these would be idle, "
+        "and a generator between the LLM's passes. "
         "`replicated`: every rank runs all units, which are sharded over the ranks (FSDP). `auto`: the fastest of "
         "them, without `replicated` where there is one rank or a generator.",
     )

@@ -311,7 +311,5 @@ def test_what_does_not_run_is_refused(folder: Path, tmp_path: Path) -> None:
     plain = recipe(folder, data__validation=[{"path": folder / "train.json"}]).model_dump_json()
     path = tmp_path / "recipe.json"
     path.write_text(plain)
-    with pytest.raises(RecipeError, match=r"found colocated, allowed with model.generator: disaggregated, repl"):
-        load_recipe(path, ["parallel.placement=colocated"])
     with pytest.raises(RecipeError, match=r"parallel\.dispatch: found all, allowed with model.generator: llm, none"):
         load_recipe(path, ["parallel.placement=replicated", "parallel.dispatch=all"])

@@ -16,7 +16,7 @@ from mmtrain.plan.artifact.layout import Layout
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import split_into_pieces, stage_graph
 from mmtrain.plan.candidate import Candidate
-from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_mesh_sizes, llm_mesh_sizes
+from mmtrain.plan.colocated.colocated_layouts import colocated_layout, llm_mesh_sizes, other_mesh_sizes
 from mmtrain.plan.colocated.colocated_search import (
     _by_bound,
     _enumerate,
@@ -51,7 +51,7 @@ def layouts(settings: Recipe, world_size: int, vpp: int = 1) -> list[Layout]:
     candidates = [
         colocated_layout(layer_costs, encoders, replace(llm, vpp=vpp))
         for llm in llm_mesh_sizes(choices, world_size)
-        for encoders in encoder_mesh_sizes(choices, llm)
+        for encoders in other_mesh_sizes(choices, llm)
     ]
     return [layout for layout in candidates if layout is not None]
 

@@ -1,20 +1,27 @@
 """An image generator after the LLM: from stated lengths to a checked and simulated plan."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mmtrain.balance import assign
 from mmtrain.data import build_index as index
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
+from mmtrain.plan.artifact.balancing_targets import derive_step_targets
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.estimate.layout_simulation import model_timing, simulate_first_batch
+from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.problem import PlanRequest
-from mmtrain.plan.search.profiled_sizes import sizes_to_measure
-from mmtrain.program import build_program
+from mmtrain.program import Backward, Forward, build_program, simulate, step_loads
 from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.parallel_settings import UnitParallel
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import UNET, recipe, with_generator
 
@@ -138,10 +145,6 @@ def test_stages_of_a_transformer_hold_a_share_of_its_memory(dit_recipe: Recipe) 
     assert peaks[1] < 0.6 * peaks[0]
 
 
-def test_layers_of_generators_are_not_measured(unet_recipe: Recipe) -> None:
-    assert set(sizes_to_measure(unet_recipe, 2)) == {"vision", "llm"}
-
-
 def test_settings_that_contradict_a_generator_are_named(dit_recipe: Recipe) -> None:
     """Three heads leave a transformer tp 1, and all units of `unified` share one tp."""
     generator = GeneratorSettings(**{**DIT, "widths": (60,), "heads": (3,)})
@@ -182,3 +185,113 @@ def test_a_u_net_is_in_one_chunk_of_an_interleaved_pipeline(unet_recipe: Recipe,
     llm = unet_recipe.parallel.llm.model_copy(update={"tp": 1, "dp": 1})
     free = planned(unet_recipe, world_size, placement="unified", llm=llm).predicted.step_time_s
     assert free <= min(steps.values()) * 1.001
+
+
+@pytest.fixture
+def apart() -> dict[str, Any]:
+    """Return degrees by which each unit has one rank."""
+    return {unit: UnitParallel(tp=1, pp=1, dp=1) for unit in ("vision", "llm", "generator")}
+
+
+# MMScale (arXiv 2408.04275), section 7.3: which units are frozen. Queries and projectors train in all cases.
+FROZEN = {
+    "complete": (),
+    "encoder only": ("llm", "generator"),
+    "llm only": ("vision", "generator"),
+    "generator only": ("vision", "llm"),
+    "projectors only": ("vision", "llm", "generator"),
+}
+
+
+def test_frozen_units_take_the_time_of_what_is_left_to_compute(dit_recipe: Recipe, apart: dict[str, Any]) -> None:
+    """Compare the simulated seconds of each unit's rank with those of the complete case."""
+    busy: dict[str, dict[str, float]] = {}
+    steps = {}
+    for case, frozen in FROZEN.items():
+        plain = dit_recipe.model_dump()
+        for unit in frozen:
+            plain["model"][unit]["freeze"] = True
+        settings = Recipe.model_validate(plain)
+        settings = settings.model_copy(update={"parallel": settings.parallel.model_copy(update=apart)})
+        problem = formulate_problem(
+            settings, index(settings).lengths, world_size=3, hardware="cpu-core", recipe_sha256="f" * 64
+        )
+        chosen = planned(settings, 3, placement="disaggregated")
+        steps[case] = chosen.predicted.step_time_s
+        graph = stage_graph(chosen, problem.shape)
+        timeline = simulate_first_batch(graph, chosen.schedule, Evaluator(problem).layer_costs, problem.hardware)
+        busy[case] = dict.fromkeys(apart, 0.0)
+        for span in timeline.spans:
+            if isinstance(span.action, Forward | Backward):
+                busy[case][span.action.stage.unit] += span.duration_s
+    for case, frozen in FROZEN.items():
+        for unit, seconds in busy[case].items():
+            ratio = seconds / busy["complete"][unit]
+            assert ratio < 0.85 if unit in frozen else ratio == pytest.approx(1.0, rel=0.02), (case, unit)
+    assert max(steps, key=lambda case: steps[case]) == "complete"
+    assert min(steps, key=lambda case: steps[case]) == "projectors only"
+    assert busy["projectors only"]["vision"] < 0.6 * busy["complete"]["vision"]  # no gradient passes its layers
+    assert busy["generator only"]["llm"] > 0.5 * busy["complete"]["llm"]  # gradients pass the LLM, to the queries
+
+
+@pytest.mark.parametrize("kind", ["unet", "dit"])
+def test_a_generator_shares_the_llms_ranks(unet_recipe: Recipe, dit_recipe: Recipe, kind: str) -> None:
+    settings = unet_recipe if kind == "unet" else dit_recipe
+    llm = settings.parallel.llm.model_copy(update={"tp": 1, "pp": 2, "vpp": 1})
+    generator = settings.parallel.generator.model_copy(update={"pp": 1})
+    chosen = planned(settings, 2, placement="colocated", llm=llm, generator=generator)
+    unit = chosen.units["generator"]
+    assert (unit.tp, unit.pp, unit.dp, set(unit.ranks)) == (1, 1, 2, {0, 1})
+    shape = build_model_shape(settings)
+    build_program(stage_graph(chosen, shape), kind=chosen.schedule.kind, order=chosen.schedule.order)
+    with pytest.raises(PlanError, match=r"no mesh of vision and generator whose tp and pp divide the LLM's"):
+        planned(settings, 1, placement="colocated")
+
+
+def test_a_generator_without_encoders_shares_the_llms_ranks(dit_recipe: Recipe) -> None:
+    plain = dit_recipe.model_dump()
+    plain["model"]["vision"] = None
+    file = plain["data"]["sources"][0]["path"]
+    file.write_text("count,text,generator\n40,60,64\n20,30,2x64\n", encoding="utf-8")
+    settings = Recipe.model_validate(plain)
+    chosen = planned(settings, 2, placement="colocated")
+    assert set(chosen.units) == {"llm", "generator"}
+    assert chosen.predicted.scheduling_efficiency is None
+    build_program(
+        stage_graph(chosen, build_model_shape(settings)), kind=chosen.schedule.kind, order=chosen.schedule.order
+    )
+
+
+def test_microbatches_are_ordered_by_what_a_generator_costs(dit_recipe: Recipe, tmp_path: Path) -> None:
+    """Give samples of equal text images to draw of several numbers and sizes: orders by their costs are faster."""
+    plain = dit_recipe.model_dump()
+    file = tmp_path / "drawn.csv"
+    file.write_text("count,text,generator\n16,60,\n16,60,64\n16,60,256\n16,60,2x64 256\n", encoding="utf-8")
+    plain["model"]["vision"] = None
+    plain["data"] |= {"sources": [{"path": file}], "seq_len": 128}
+    plain["train"]["global_batch"] = 16
+    settings = Recipe.model_validate(plain)
+    lengths = index(settings).lengths
+    one = UnitParallel(tp=1, pp=1, dp=1)
+    chosen = planned(settings, 3, placement="disaggregated", llm=UnitParallel(tp=1, pp=2, dp=1), generator=one)
+    shape = build_model_shape(settings)
+    graph = stage_graph(chosen, shape)
+    program = build_program(graph)
+    targets = derive_step_targets(settings, chosen, lengths)
+    assert "generator" in targets.item_costs
+    problem = formulate_problem(settings, lengths, world_size=3, hardware="cpu-core", recipe_sha256="f" * 64)
+    costs = Evaluator(problem).layer_costs
+    counts = chosen.schedule.num_microbatches
+
+    def step_seconds(samples: Any, reorder: bool) -> float:
+        groups = [np.array([sample]) for sample in samples]
+        meta = assign(0, 0, groups, lengths, dict.fromkeys(counts, 1), counts, replace(targets, reorder=reorder))
+        timing = model_timing(graph, costs, step_loads(graph, meta), problem.hardware)
+        return simulate(program, timing).step_time_s
+
+    ratios = []
+    for seed in range(4):
+        samples = np.random.default_rng(seed).permutation(len(lengths))[:16]
+        ratios.append(step_seconds(samples, True) / step_seconds(samples, False))
+    assert max(ratios) < 1.005
+    assert min(ratios) < 0.99

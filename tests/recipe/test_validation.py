@@ -235,8 +235,8 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "parallel.dispatch: found all, allowed with model.generator: llm, none or auto",
         ),
         (
-            [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.placement=colocated"],
-            "parallel.placement: found colocated, allowed with model.generator: disaggregated",
+            [DIT, "data.sources=[{path: a.csv}]", "parallel={placement: colocated, generator: {pp: 2}, llm: {pp: 3}}"],
+            "parallel.generator.pp: 2 does not divide parallel.llm.pp 3",
         ),
         (
             ["parallel.placement=unified", "parallel.vision.vpp=2", "parallel.llm.vpp=1"],

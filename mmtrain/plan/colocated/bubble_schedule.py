@@ -146,6 +146,8 @@ def schedule_encoders(works: Sequence[EncoderWork]) -> tuple[EncoderSchedule, ..
     Encoders do not depend on each other, so on each rank their kernels compete for the same free time: whichever
     microbatch the LLM needs first comes first, of whatever encoder, and forwards of all come before backwards of any.
     """
+    if not works:
+        return ()
     assert all(work.plan.tp_groups_per_rank == 1 for work in works), "kernels share ranks, not TP groups"
     forwards = _place_forwards(works)
     backwards = _place_backwards(works, forwards)

@@ -1,4 +1,4 @@
-"""Enumerate colocated meshes, and lay a model out on them: encoders on the LLM's ranks with meshes of their own."""
+"""Enumerate colocated meshes, and lay a model out on them: the other units on the LLM's ranks, on their own meshes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise, product
@@ -28,40 +28,43 @@ def llm_mesh_sizes(choices: Mapping[str, UnitChoices], world_size: int) -> Itera
             yield size
 
 
-def encoder_mesh_sizes(choices: Mapping[str, UnitChoices], llm: MeshSize) -> Iterator[dict[str, MeshSize]]:
-    """Return the meshes of all encoders on an LLM's ranks: tp and pp divide the LLM's, and replicas fill all ranks."""
-    encoders = [unit for name, unit in choices.items() if name != LLM]
-    for sizes in product(*(_sizes_on_llm(encoder, llm) for encoder in encoders)):
-        yield dict(zip([encoder.name for encoder in encoders], sizes, strict=True))
+def other_mesh_sizes(choices: Mapping[str, UnitChoices], llm: MeshSize) -> Iterator[dict[str, MeshSize]]:
+    """Return the meshes of all other units on an LLM's ranks: tp and pp divide the LLM's, and replicas fill all ranks.
+
+    Encoders and a generator have no ranks of their own in this placement.
+    """
+    others = [unit for name, unit in choices.items() if name != LLM]
+    for sizes in product(*(_sizes_on_llm(unit, llm) for unit in others)):
+        yield dict(zip([unit.name for unit in others], sizes, strict=True))
 
 
-def _sizes_on_llm(encoder: UnitChoices, llm: MeshSize) -> list[MeshSize]:
-    """Return the meshes of one encoder on an LLM's ranks; it has one stage per rank, so vpp is 1."""
-    if encoder.fixed_vpp not in (None, 1):
+def _sizes_on_llm(unit: UnitChoices, llm: MeshSize) -> list[MeshSize]:
+    """Return the meshes of one unit on an LLM's ranks; it has one stage per rank, so vpp is 1."""
+    if unit.fixed_vpp not in (None, 1):
         return []
-    sizes = [MeshSize(tp, pp, llm.ranks // (tp * pp)) for tp in encoder.tp for pp in encoder.pp]
-    return [size for size in sizes if llm.tp % size.tp == 0 and llm.pp % size.pp == 0 and size.dp in encoder.dp]
+    sizes = [MeshSize(tp, pp, llm.ranks // (tp * pp)) for tp in unit.own_tp for pp in unit.pp]
+    return [size for size in sizes if llm.tp % size.tp == 0 and llm.pp % size.pp == 0 and size.dp in unit.dp]
 
 
 def merged_microbatch_counts(
     choices: Mapping[str, UnitChoices],
-    encoders: Mapping[str, MeshSize],
+    others: Mapping[str, MeshSize],
     llm: MeshSize,
     merged_microbatches: Iterable[int],
 ) -> list[dict[str, int]]:
-    """Return smaller numbers of microbatches of an encoder replica that are worth a trial, by unit.
+    """Return smaller numbers of microbatches of the other units' replicas that are worth a trial, by unit.
 
-    An LLM replica has m replicas of an encoder. Where the encoder has as many microbatches as the LLM, the images of
-    each are divided over all m, and replicas without one idle. With an m-th of the LLM's number, each replica owns the
-    images of one in m LLM microbatches (Optimus, arXiv 2408.03505, section 4.2). Other numbers are those of
+    An LLM replica has m replicas of an encoder or generator. Where these have as many microbatches as the LLM, the
+    images of each are divided over all m, and replicas without one idle. With an m-th of the LLM's number, each replica
+    owns the images of one in m LLM microbatches (Optimus, arXiv 2408.03505, section 4.2). Other numbers are those of
     `merged_microbatches`. What the recipe fixes stays.
     """
     num_llm = choices[LLM].global_batch // llm.dp
-    free = [unit for unit in encoders if choices[unit].fixed_microbatches is None]
+    free = [unit for unit in others if choices[unit].fixed_microbatches is None]
     counts = []
     for merged in merged_microbatches:
         counts.append({unit: num_llm // merged for unit in free if num_llm % merged == 0})
-    owned = {unit: encoders[unit].dp // llm.dp for unit in free}
+    owned = {unit: others[unit].dp // llm.dp for unit in free}
     counts.append({unit: num_llm // replicas for unit, replicas in owned.items() if num_llm % replicas == 0})
     is_smaller = [any(count < num_llm for count in candidate.values()) for candidate in counts]
     return [counts[i] for i, smaller in enumerate(is_smaller) if smaller and counts[i] not in counts[:i]]
@@ -69,7 +72,7 @@ def merged_microbatch_counts(
 
 def colocated_layout(
     layer_costs: LayerCosts,
-    encoders: Mapping[str, MeshSize],
+    others: Mapping[str, MeshSize],
     llm: MeshSize,
     recompute: Mapping[str, float] | None = None,
     num_microbatches: Mapping[str, int] | None = None,
@@ -78,12 +81,12 @@ def colocated_layout(
 
     Args:
         layer_costs: costs of the model on the sampled batches.
-        encoders: meshes of the encoders.
+        others: meshes of the other units.
         llm: mesh of the LLM.
         recompute: by unit, the share of each stage's layers that is recomputed where the recipe does not recompute all.
         num_microbatches: of each replica, by unit; default: those that the recipe fixes, else the LLM's number.
     """
-    sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in layer_costs.shape.units}
+    sizes = {unit.name: llm if unit.name == LLM else others[unit.name] for unit in layer_costs.shape.units}
     split = layer_costs.batch_split({unit: size.dp for unit, size in sizes.items()}, num_microbatches)
     units = {}
     for unit, size in sizes.items():

@@ -20,9 +20,9 @@ from mmtrain.plan.candidate import (
 )
 from mmtrain.plan.colocated.colocated_layouts import (
     colocated_layout,
-    encoder_mesh_sizes,
     llm_mesh_sizes,
     merged_microbatch_counts,
+    other_mesh_sizes,
 )
 from mmtrain.plan.colocated.encoder_order import max_ahead_choices, plan_encoder_order
 from mmtrain.plan.colocated.llm_alone import min_in_flight, simulate_llm_alone
@@ -73,15 +73,13 @@ def search_colocated(
     and that order is kept if it is faster than the coarse one. The fastest few are tried again with fewer, larger
     microbatches of the encoders; then pieces of layers are put into the gaps inside the LLM's layers (`tp_bubbles`).
     Where no order fits into memory, encoders are kept closer to the LLM, which then waits for them. Where nothing fits
-    otherwise and the recipe leaves it open, layers are recomputed, encoders' before the LLM's. Models with a unit
-    behind the LLM have no colocated layouts, nor those without encoders.
+    otherwise and the recipe leaves it open, layers are recomputed, those of other units before the LLM's. A generator's
+    passes lie between the LLM's (`generator_order`); bubbles of both together are then the encoders'.
 
     incumbent: the fastest candidate of other placements. Layouts that cannot be faster, or are far behind it, get
         rougher figures, and none if no loser is named.
     """
-    shape = evaluator.problem.shape
-    encoders = {edge.src for edge in shape.edges if edge.dst == LLM}
-    if not encoders or {unit.name for unit in shape.units} != encoders | {LLM}:
+    if len(evaluator.problem.shape.units) < 2:
         return SearchResults()
     budget = evaluator.budget.colocated
     simulated: list[Candidate] = []
@@ -122,7 +120,7 @@ def _with_merged_microbatches(
     bound: "_StepBound",
     rival_s: float,
 ) -> list[Candidate]:
-    """Return the fastest few again with fewer, larger microbatches of their encoders, where that is faster.
+    """Return the fastest few again with fewer, larger microbatches of their other units, where that is faster.
 
     They are held to the limits of any other layout, see `_Limits.beside`.
 
@@ -134,8 +132,8 @@ def _with_merged_microbatches(
     merged_candidates = []
     for candidate in by_step_time[: budget.colocated.max_layouts_with_merged_microbatches]:
         meshes, fastest_s = candidate.assignment.meshes, candidate.step_time_s
-        encoders = {unit: mesh for unit, mesh in meshes.items() if unit != LLM}
-        for counts in merged_microbatch_counts(choices, encoders, meshes[LLM], budget.meshes.merged_microbatches):
+        others = {unit: mesh for unit, mesh in meshes.items() if unit != LLM}
+        for counts in merged_microbatch_counts(choices, others, meshes[LLM], budget.meshes.merged_microbatches):
             split = layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()}, counts)
             assignment = MeshAssignment("colocated", meshes, num_microbatches_of(split))
             merged = evaluator.enumerated(assignment).bounded(bound.seconds(assignment))
@@ -155,7 +153,7 @@ def has_colocated_meshes(choices: Mapping[str, UnitChoices], num_ranks: int) -> 
     """Return whether there are colocated meshes on so many ranks."""
     if len(choices) < 2:
         return False
-    meshes = (encoders for llm in llm_mesh_sizes(choices, num_ranks) for encoders in encoder_mesh_sizes(choices, llm))
+    meshes = (others for llm in llm_mesh_sizes(choices, num_ranks) for others in other_mesh_sizes(choices, llm))
     return next(meshes, None) is not None
 
 
@@ -223,7 +221,7 @@ class _Trial:
 def _by_bound(evaluator: Evaluator, num_ranks: int, bound: "_StepBound") -> Iterator[Candidate]:
     """Yield every colocated mesh assignment in the order of the lower bounds of their steps.
 
-    The bound of the LLM alone is known sooner, and few mesh assignments are ever asked for: the encoders' work is added
+    The bound of the LLM alone is known sooner, and few mesh assignments are ever asked for: other units' work is added
     when an assignment's turn comes by it, and decides about its place then.
     """
     waiting: list[tuple[float, int, int, int, Candidate, bool]] = []
@@ -249,10 +247,8 @@ def _enumerate(evaluator: Evaluator, num_ranks: int, bound: "_StepBound") -> Ite
     colocated_vpp = evaluator.budget.meshes.colocated_vpp
     for llm_mesh in llm_mesh_sizes(choices, num_ranks):
         for llm in _with_chunks(llm_mesh, choices[LLM], colocated_vpp):
-            for encoders in encoder_mesh_sizes(choices, llm_mesh):
-                meshes = {
-                    unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in layer_costs.shape.units
-                }
+            for others in other_mesh_sizes(choices, llm_mesh):
+                meshes = {unit.name: llm if unit.name == LLM else others[unit.name] for unit in layer_costs.shape.units}
                 split = layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()})
                 assignment = MeshAssignment("colocated", meshes, num_microbatches_of(split))
                 bound.add(assignment)
@@ -271,11 +267,11 @@ class _StepBound:
     """The least seconds of a colocated step, for mean microbatches and without messages."""
 
     layer_costs: LayerCosts
-    # Rank-seconds of an encoder's work over all replicas, by unit, tp and microbatches. Taken from the first such mesh:
-    # how items are divided over replicas hardly changes it.
-    encoder_work: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    # Rank-seconds of another unit's work over all replicas, by unit, tp and microbatches. Taken from the first such
+    # mesh: how items are divided over replicas hardly changes it.
+    other_work: dict[tuple[str, int, int], float] = field(default_factory=dict)
     llm_compute_shares: dict[int, float] = field(default_factory=dict)  # by tp, of the first such mesh
-    first_with_encoder: dict[tuple[str, int, int], MeshAssignment] = field(default_factory=dict)
+    first_with_unit: dict[tuple[str, int, int], MeshAssignment] = field(default_factory=dict)
     first_with_llm: dict[int, MeshAssignment] = field(default_factory=dict)
 
     def add(self, assignment: MeshAssignment) -> None:
@@ -285,14 +281,14 @@ class _StepBound:
                 self.first_with_llm.setdefault(mesh.tp, assignment)
             else:
                 key = (unit, mesh.tp, assignment.num_microbatches[unit])
-                self.first_with_encoder.setdefault(key, assignment)
+                self.first_with_unit.setdefault(key, assignment)
 
     def seconds(self, assignment: MeshAssignment) -> float:
         """Return the seconds of the LLM's pipeline alone, or of one rank's share of all work if that is more."""
-        encoders = {unit: mesh for unit, mesh in assignment.meshes.items() if unit != LLM}
+        others = {unit: mesh for unit, mesh in assignment.meshes.items() if unit != LLM}
         llm_rank_s = self._llm_rank_seconds(assignment) * self.llm_compute_share(assignment)
-        encoder_rank_s = sum(self._encoder_work(unit, mesh, assignment) / mesh.ranks for unit, mesh in encoders.items())
-        return float(max(self.llm_seconds(assignment), llm_rank_s + encoder_rank_s))
+        other_rank_s = sum(self._other_work(unit, mesh, assignment) / mesh.ranks for unit, mesh in others.items())
+        return float(max(self.llm_seconds(assignment), llm_rank_s + other_rank_s))
 
     def llm_seconds(self, assignment: MeshAssignment) -> float:
         """Return the seconds of the LLM's pipeline alone."""
@@ -305,15 +301,15 @@ class _StepBound:
         times = self.layer_costs.unit_times(LLM, llm.tp, assignment.batch_split)
         return float(times.mean[:, [FORWARD, BACKWARD]].sum() / llm.pp * num_llm)
 
-    def _encoder_work(self, unit: str, mesh: MeshSize, assignment: MeshAssignment) -> float:
+    def _other_work(self, unit: str, mesh: MeshSize, assignment: MeshAssignment) -> float:
         key = (unit, mesh.tp, assignment.num_microbatches[unit])
-        if key not in self.encoder_work:
-            first = self.first_with_encoder.setdefault(key, assignment)
+        if key not in self.other_work:
+            first = self.first_with_unit.setdefault(key, assignment)
             split, mesh = first.batch_split, first.meshes[unit]
             share = compute_share(self.layer_costs, unit, mesh.tp, split)
             microbatch_s = float(self.layer_costs.unit_costs(unit, mesh.tp, split).seconds.sum())
-            self.encoder_work[key] = microbatch_s / mesh.pp * first.num_microbatches[unit] * mesh.ranks * share
-        return self.encoder_work[key]
+            self.other_work[key] = microbatch_s / mesh.pp * first.num_microbatches[unit] * mesh.ranks * share
+        return self.other_work[key]
 
     def llm_compute_share(self, assignment: MeshAssignment) -> float:
         """Return the share of the LLM's passes in which its rank cannot compute anything else."""
@@ -325,20 +321,20 @@ class _StepBound:
 
 
 def _recompute_levels(layer_costs: LayerCosts, shares: tuple[float, ...]) -> list[RecomputeShares]:
-    """List what to recompute where the recipe leaves it open: more and more of the encoders' layers, then the LLM's."""
+    """List what to recompute where the recipe leaves it open: more and more of other units' layers, then the LLM's."""
     free = [unit for unit, mode in layer_costs.recompute.items() if mode == "auto"]
-    of_encoders = [{unit: share for unit in free if unit != LLM} for share in shares]
-    of_llm = [of_encoders[-1] | {LLM: share} for share in shares[1:] if LLM in free]
-    return [*of_encoders, *of_llm]
+    of_others = [{unit: share for unit in free if unit != LLM} for share in shares]
+    of_llm = [of_others[-1] | {LLM: share} for share in shares[1:] if LLM in free]
+    return [*of_others, *of_llm]
 
 
 def _lay_out(candidate: Candidate, recompute: RecomputeShares, evaluator: Evaluator) -> Layout | Rejected | None:
     """Divide every unit into stages, or say why no order of them can run; None if the layers are too few."""
     layer_costs, hardware = evaluator.layer_costs, evaluator.problem.hardware
     meshes = candidate.assignment.meshes
-    encoders = {unit: mesh for unit, mesh in meshes.items() if unit != LLM}
+    others = {unit: mesh for unit, mesh in meshes.items() if unit != LLM}
     num_microbatches = candidate.assignment.num_microbatches
-    layout = colocated_layout(layer_costs, encoders, meshes[LLM], recompute, num_microbatches)
+    layout = colocated_layout(layer_costs, others, meshes[LLM], recompute, num_microbatches)
     if layout is None:
         return None
     tp_group = split_tp_group(layout.units, hardware.ranks_per_node)
@@ -362,7 +358,8 @@ def _schedule_and_simulate(
         is_recomputed = any(unit.num_recomputed for unit in layout.units.values())
         cause = " when layers are recomputed to fit" if is_recomputed else ""
         slower = f"at least {llm_alone.step_time_s / limits.llm_alone_s:.2f}x slower"
-        return Rejected(candidate, f"{slower}: the LLM alone takes that long{cause}")
+        without = "the LLM alone takes" if graph.encoders else "the LLM and its generator take"
+        return Rejected(candidate, f"{slower}: {without} that long{cause}")
     busiest_s = _least_seconds_of_busiest_rank(graph, layer_costs)
     if busiest_s > limits.llm_alone_s:
         slower = f"at least {busiest_s / limits.llm_alone_s:.2f}x slower"
@@ -418,6 +415,6 @@ def _encoder_seconds_of_first_rank(graph: StageGraph, layer_costs: LayerCosts) -
     """
     first_rank = graph.stage(StageId(LLM, 0)).tp_groups[0][0]
     seconds = layer_costs.stage_seconds(graph)
-    encoder_stages = [sid for sid, _ in graph.held_by(first_rank) if sid.unit != LLM]
+    encoder_stages = [sid for sid, _ in graph.held_by(first_rank) if sid.unit in graph.encoders]
     passes = [seconds[sid].forward + seconds[sid].backward for sid in encoder_stages]
     return sum(float(of_stage.sum(axis=2).mean()) for of_stage in passes)

@@ -5,12 +5,16 @@ microbatches and the LLM's meet in blocks (`StageGraph.sources`): a forward must
 microbatch of its block, a backward starts when the LLM has ended the last one. So all replicas of an encoder do the
 same work at the same time, and replicas on the same pipeline ranks have one order.
 
+A generator on the LLM's ranks is a part of the LLM's work here: `simulate_llm_alone` orders its passes, since the LLM
+waits for them.
+
 Encoder layers fill the gaps between the LLM's actions. Where the graph's layers are split into pieces, encoder pieces
 also fill the gaps inside the LLM's layers, and an encoder communicates while the LLM computes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 
@@ -77,9 +81,9 @@ def plan_encoder_order(
     kernels = {
         (stage, kind): stage_kernels(costs, kind, segments.max_kernel_s)
         for (stage, kind), costs in segments.costs.items()
-        if stage.unit != LLM
+        if stage.unit in graph.encoders
     }
-    encoders = [mesh for mesh in graph.meshes if mesh.unit != LLM]
+    encoders = [graph.mesh(unit) for unit in graph.encoders]
     schedules = schedule_encoders([_encoder_work(graph, kernels, llm, mesh) for mesh in encoders])
     for mesh, schedule in zip(encoders, schedules, strict=True):
         for timed_pass, ranks in _encoder_passes(graph, mesh, schedule, kernels, max_ahead):
@@ -117,7 +121,7 @@ def scheduling_efficiency(
     llm_start = min(start for unit, start, _ in computes if unit == LLM) - gather_s
     inside = total = 0.0
     for unit, start, seconds in computes:
-        if unit != LLM:
+        if unit in graph.encoders:
             overlap = min(start + seconds, llm_start + alone.step_time_s) - max(start, llm_start)
             inside += max(0.0, overlap)
             total += seconds
@@ -125,15 +129,21 @@ def scheduling_efficiency(
 
 
 def _add_llm_passes(passes: _RankPasses, graph: StageGraph, spans: Sequence[Span]) -> None:
-    """Add the LLM's forwards and backwards on the ranks of its first replica, stage by stage."""
-    by_stage: dict[StageId, list[TimedPass]] = {}
+    """Add the passes of LLM and generator on the ranks of the LLM's first replica, stage by stage."""
+    by_rank_and_stage: dict[tuple[int, StageId], list[TimedPass]] = {}
     for span in spans:
         if isinstance(span.action, Forward | Backward):
             timed_pass = TimedPass(span.start_s, span.action, None)
-            by_stage.setdefault(span.action.stage, []).append(timed_pass)
-    for stage, timed_passes in by_stage.items():
-        for timed_pass in timed_passes:
-            passes.add(timed_pass, graph.mesh(LLM).tp_group(stage.index, 0))
+            by_rank_and_stage.setdefault((span.rank, span.action.stage), []).append(timed_pass)
+    mesh = graph.mesh(LLM)
+    ranks_of_first = {tp_group[0]: tp_group for tp_group in (mesh.tp_group(p, 0) for p in range(mesh.pp))}
+    for (first_rank, stage), of_stage in by_rank_and_stage.items():
+        ranks_by_replica: dict[int, list[int]] = {}
+        for rank in ranks_of_first[first_rank]:
+            ranks_by_replica.setdefault(dict(graph.held_by(rank))[stage], []).append(rank)
+        for timed_pass, (replica, ranks) in product(of_stage, ranks_by_replica.items()):
+            mb = timed_pass.action.mb._replace(replica=replica)
+            passes.add(replace(timed_pass, action=replace(timed_pass.action, mb=mb)), ranks)
 
 
 def _encoder_work(

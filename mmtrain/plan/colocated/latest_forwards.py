@@ -2,18 +2,19 @@
 
 The simulated timeline of the LLM alone has every forward as early as its order lets it. Here each one is delayed until
 right before its reader: first in the order of its rank, then also past backwards of its rank where that makes no
-forward earlier, which shortens the warm-up (Optimus does so, too: arXiv 2408.03505). Backwards keep their starts, so
-the step takes no longer.
+forward earlier, which shortens the warm-up (Optimus does so, too: arXiv 2408.03505). Backwards keep their starts, and
+so do the passes of a generator, so the step takes no longer.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import inf
 from operator import itemgetter
 
 from mmtrain.plan.colocated.bubbles import TIME_ROUNDING
 from mmtrain.program.ir.actions import Backward, Forward, Pass
-from mmtrain.program.ir.graph import StageGraph, StageId
+from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 from mmtrain.program.trace.timeline import Span
 
 Interval = tuple[float, float]
@@ -23,7 +24,7 @@ def delay_forwards(graph: StageGraph, spans: Sequence[Span]) -> dict[Pass, float
     """Return the starts of all forwards, delayed, and backwards on some ranks of a pipeline.
 
     Args:
-        graph: the pipeline: one unit without others.
+        graph: the LLM's pipeline, with a generator on its ranks or without.
         spans: of one rank for each pipeline rank, in the order of their start.
     """
     simulated = {span.action: span for span in spans if isinstance(span.action, Forward | Backward)}
@@ -42,15 +43,15 @@ def _delayed_starts(
     The reader of a forward, and what follows it on its rank, started later, so their final starts are already known.
     """
     starts: dict[Pass, float] = {action: span.start_s for action, span in simulated.items()}
-    free: dict[int, list[Interval]] = {span.rank: [(-float("inf"), float("inf"))] for span in simulated.values()}
+    free: dict[int, list[Interval]] = {span.rank: [(-inf, inf)] for span in simulated.values()}
     if past_backwards:
-        for span in simulated.values():
-            if isinstance(span.action, Backward):
+        for action, span in simulated.items():
+            if not _may_move(action):
                 _use(free[span.rank], span.start_s, span.duration_s)
     for action, span in sorted(simulated.items(), key=lambda item: -item[1].start_s):
-        if isinstance(action, Forward):
-            reader = _reader(graph, action)
-            due = starts[reader] - lags[action.stage] if reader in starts else span.start_s + span.duration_s
+        if _may_move(action):
+            read_s = _first_read(graph, action, starts)
+            due = span.start_s + span.duration_s if read_s is None else read_s - lags[action.stage]
             intervals = free[span.rank]
             num_before = bisect_right(intervals, due, key=itemgetter(0))  # no interval that starts later holds it
             latest = next(intervals[i] for i in range(num_before - 1, -1, -1) if _fits(intervals[i], due, span))
@@ -58,7 +59,7 @@ def _delayed_starts(
             if past_backwards:
                 _use(intervals, starts[action], span.duration_s)
         if not past_backwards:
-            free[span.rank] = [(-float("inf"), starts[action])]
+            free[span.rank] = [(-inf, starts[action])]
     return starts
 
 
@@ -74,10 +75,19 @@ def _use(free: list[Interval], start: float, duration: float) -> None:
     free[i : i + 1] = [(lo, start), (start + duration, hi)]
 
 
-def _reader(graph: StageGraph, forward: Forward) -> Pass:
-    """Return what waits for a forward: the next stage's forward, or behind the last stage its own backward."""
-    next_stages = [edge.dst for edge in graph.outputs(forward.stage)]
-    return Forward(next_stages[0], forward.mb) if next_stages else Backward(forward.stage, forward.mb)
+def _may_move(action: Pass) -> bool:
+    return isinstance(action, Forward) and action.stage.unit == LLM
+
+
+def _first_read(graph: StageGraph, forward: Pass, starts: Mapping[Pass, float]) -> float | None:
+    """Return when the first pass starts that waits for a forward; None if there is none.
+
+    That is the next stage's forward, behind the LLM's last stage the generator's, or the stage's own backward.
+    """
+    edges = graph.outputs(forward.stage)
+    readers: list[Pass] = [Forward(edge.dst, mb) for edge in edges for mb in graph.destinations(edge, forward.mb)]
+    readers = readers or [Backward(forward.stage, forward.mb)]
+    return min((starts[reader] for reader in readers if reader in starts), default=None)
 
 
 def _min_lags(graph: StageGraph, simulated: Mapping[Pass, Span]) -> dict[StageId, float]:
@@ -85,11 +95,10 @@ def _min_lags(graph: StageGraph, simulated: Mapping[Pass, Span]) -> dict[StageId
 
     Other microbatches wait for the rank as well; the least lag is that of the message alone.
     """
-    lags: dict[StageId, float] = defaultdict(lambda: float("inf"))
+    starts = {action: span.start_s for action, span in simulated.items()}
+    lags: dict[StageId, float] = defaultdict(lambda: inf)
     for action, span in simulated.items():
-        if isinstance(action, Forward):
-            reader = simulated.get(_reader(graph, action))
-            if reader is not None:
-                lag = reader.start_s - span.start_s - span.duration_s
-                lags[action.stage] = min(lags[action.stage], lag)
+        read_s = _first_read(graph, action, starts) if _may_move(action) else None
+        if read_s is not None:
+            lags[action.stage] = min(lags[action.stage], read_s - span.start_s - span.duration_s)
     return lags

@@ -1,5 +1,8 @@
 """Simulate the LLM of a colocated layout without its encoders, and find the bubbles that encoders may use.
 
+A generator on the LLM's ranks is a part of what is simulated: its passes lie between the LLM's forwards and backwards,
+which wait for them, while encoders only have to be done before the LLM or to follow it.
+
 Bubbles lie between the LLM's actions. Where the graph's layers are split into pieces, they also lie inside its layers,
 while its tensor-parallel ranks communicate (the TP bubbles of Optimus, arXiv 2408.03505).
 """
@@ -14,13 +17,15 @@ from mmtrain.costs import Hardware
 from mmtrain.plan.colocated.bubble_schedule import LlmTimeline
 from mmtrain.plan.colocated.bubbles import FreeTime
 from mmtrain.plan.colocated.latest_forwards import delay_forwards
-from mmtrain.plan.colocated.stage_kernels import CommunicationGap, StagePass
+from mmtrain.plan.colocated.stage_kernels import DIRECTIONS, CommunicationGap, StagePass
 from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
 from mmtrain.plan.estimate.layout_simulation import PrecomputedTiming, model_timing
 from mmtrain.program.ir.actions import Compute, Forward, Pass, ReduceGrads, ReduceShared
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId, microbatches_per_block
+from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import direction
-from mmtrain.program.schedules.builder import build_1f1b, in_flight_microbatches
+from mmtrain.program.schedules.builder import in_flight_microbatches
+from mmtrain.program.schedules.generator_order import order_with_generator
 from mmtrain.program.schedules.lower import lower
 from mmtrain.program.simulation.rank_equivalence import representative_ranks
 from mmtrain.program.simulation.simulate import simulate
@@ -30,27 +35,41 @@ Interval = tuple[float, float]
 
 
 def simulate_llm_alone(graph: StageGraph, layer_costs: LayerCosts, machine: Hardware) -> Timeline:
-    """Simulate the LLM of one replica group without its encoders, every microbatch of mean cost."""
+    """Simulate LLM and generator of one replica group without encoders, every microbatch of mean cost."""
     llm_graph = _without_encoders(graph)
     seconds = {
         stage: (float(stage_seconds.forward.mean()), float(stage_seconds.backward.mean()))
         for stage, stage_seconds in layer_costs.stage_seconds(graph).items()
-        if stage.unit == LLM
+        if stage.unit not in graph.encoders
     }
     model = model_timing(llm_graph, layer_costs, layer_costs.step_loads(batch_split_of(graph))[0], machine)
-    program = lower(build_1f1b(llm_graph, representative_ranks(llm_graph, model.link_class)))
+    program = lower(_order_by_seconds(llm_graph, representative_ranks(llm_graph, model.link_class), seconds))
     return simulate(program, _MeanTiming(model, seconds), 1)
+
+
+def _order_by_seconds(
+    llm_graph: StageGraph, ranks: Sequence[int], seconds: Mapping[StageId, tuple[float, float]]
+) -> Program:
+    """Order the passes of LLM and generator, where these share ranks by what passes take."""
+    orders = order_with_generator(llm_graph, ranks, lambda stage, kind: seconds[stage][DIRECTIONS.index(kind)])
+    return Program(
+        llm_graph,
+        {
+            rank: tuple(a for a in order if isinstance(a, Forward) or llm_graph.needs_backward(a.stage))
+            for rank, order in orders.items()
+        },
+    )
 
 
 def min_in_flight(graph: StageGraph) -> dict[StageId, int]:
     """Return the fewest microbatches that each stage must hold at once.
 
-    The LLM's stages hold what 1F1B holds. An encoder's stage holds its microbatches for as long as the LLM's stage that
-    reads them.
+    The stages of LLM and generator hold what 1F1B holds. An encoder's stage holds its microbatches for as long as the
+    LLM's stage that reads them.
     """
     counts = in_flight_microbatches(_without_encoders(graph))
     reading_stage = {edge.src.unit: edge.dst for edge in graph.edges if edge.crosses_units}
-    for stage in (s.id for s in graph.stages if s.id.unit != LLM):
+    for stage in (s.id for s in graph.stages if s.id.unit in graph.encoders):
         per_block, llm_per_block = microbatches_per_block(
             graph.mesh(stage.unit).num_microbatches, graph.mesh(LLM).num_microbatches
         )
@@ -93,7 +112,7 @@ def find_bubbles(
         start, end = span.start_s, span.start_s + span.duration_s
         p = pipeline_rank[span.rank]
         if isinstance(span.action, Compute):
-            gaps = gaps_of[span.action.stage, direction(span.action)]
+            gaps = gaps_of[span.action.stage, direction(span.action)]  # none of a generator
             link_busy[p].update((start + gap.start, start + gap.end) for gap in gaps)
             bounds = [start, *(start + t for gap in gaps for t in (gap.start, gap.end)), end]
             busy[p].update((lo, hi) for lo, hi in zip(bounds[::2], bounds[1::2], strict=True) if hi > lo)
@@ -146,10 +165,6 @@ class _MeanTiming(PrecomputedTiming):
 
 
 def _without_encoders(graph: StageGraph) -> StageGraph:
-    """Return the LLM's part of a graph; its stages keep their backwards where only an encoder before them trains."""
-    return replace(
-        graph,
-        meshes=(graph.mesh(LLM),),
-        stages=tuple(replace(s, trainable=graph.needs_backward(s.id)) for s in graph.stages if s.id.unit == LLM),
-        edges=tuple(edge for edge in graph.edges if {edge.src.unit, edge.dst.unit} == {LLM}),
-    )
+    """Return a graph without encoders; its stages keep their backwards where only an encoder before them trains."""
+    rest = graph.only({mesh.unit for mesh in graph.meshes}.difference(graph.encoders))
+    return replace(rest, stages=tuple(replace(s, trainable=graph.needs_backward(s.id)) for s in rest.stages))

@@ -43,7 +43,7 @@ class GraphSegments:
     """What the segments of a colocated graph's stages cost, and where the LLM's leave room for kernels."""
 
     costs: Mapping[StagePass, tuple[PieceCost, ...]]
-    gaps: Mapping[StagePass, tuple[CommunicationGap, ...]]  # of the LLM's passes
+    gaps: Mapping[StagePass, tuple[CommunicationGap, ...]]  # of the LLM's passes; a generator's are () each
     max_kernel_s: float  # of a kernel of the encoders, so that it fits into a gap
 
     @classmethod
@@ -55,7 +55,11 @@ class GraphSegments:
             for kind in DIRECTIONS
         }
         cut_s = layer_costs.costs.cut()
-        gaps = {key: communication_gaps(segments, cut_s) for key, segments in costs.items() if key[0].unit == LLM}
+        gaps = {
+            key: communication_gaps(segments, cut_s) if key[0].unit == LLM else ()
+            for key, segments in costs.items()
+            if key[0].unit not in graph.encoders
+        }
         longest_gap_s = max((gap.end - gap.start for in_pass in gaps.values() for gap in in_pass), default=0.0)
         return cls(costs, gaps, longest_gap_s * layer_costs.budget.colocated.max_kernel_share_of_gap)
 

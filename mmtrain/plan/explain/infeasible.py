@@ -22,8 +22,7 @@ Choices = Mapping[str, UnitChoices]
 def has_meshes(choices: Choices, ranks: int, placement: Placement) -> bool:
     """Return whether a placement has meshes that use exactly so many ranks."""
     if placement == "colocated":
-        # Only encoders can share the LLM's ranks.
-        return "generator" not in choices and has_colocated_meshes(choices, ranks)
+        return has_colocated_meshes(choices, ranks)
     if placement == "replicated":
         return has_replicated_mesh(choices, ranks)
     return has_pipelined_meshes(choices, ranks, placement)
@@ -118,11 +117,9 @@ def _explain_placement(parallel: ParallelSettings, choices: Choices, ranks: int,
     allowed = "; ".join(map(str, choices.values()))
     if fixed:
         allowed += "; fixed by " + ", ".join(fixed)
-    if placement == "colocated" and "generator" in choices:
-        return "a generator runs after the LLM, and only encoders can share the LLM's ranks"
     if placement == "colocated":
-        encoders = " and ".join(unit for unit in choices if unit != LLM)
-        return f"no mesh of {encoders} whose tp and pp divide the LLM's fills the LLM's {ranks} ranks ({allowed})"
+        others = " and ".join(unit for unit in choices if unit != LLM)
+        return f"no mesh of {others} whose tp and pp divide the LLM's fills the LLM's {ranks} ranks ({allowed})"
     if placement == "replicated":
         return f"every unit runs on all {ranks} ranks with tp 1, pp 1 and dp {ranks} ({allowed})"
     if placement == "disaggregated":

@@ -6,7 +6,8 @@ data-parallel degrees and n_u replicas of unit u, group q holds replicas [q * n_
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -209,6 +210,12 @@ class StageGraph:
         """Whether replicas hold units together, so that all of them run every forward and backward."""
         return any(mesh.shard is not None for mesh in self.meshes)
 
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """Names of the units that feed the LLM, in the order of the meshes."""
+        feeding = {edge.src.unit for edge in self.edges if edge.crosses_units and edge.dst.unit == LLM}
+        return tuple(mesh.unit for mesh in self.meshes if mesh.unit in feeding)
+
     @cached_property
     def dispatches_items(self) -> bool:
         """Whether any replica of an encoder may compute an item."""
@@ -276,6 +283,15 @@ class StageGraph:
         if key not in self._ranks_at:
             self._ranks_at[key] = tuple([tp_group[position] for tp_group in self._stages[stage_id].tp_groups])
         return self._ranks_at[key]
+
+    def only(self, units: Collection[str]) -> "StageGraph":
+        """Return the stage graph of some units by themselves."""
+        return replace(
+            self,
+            meshes=tuple(m for m in self.meshes if m.unit in units),
+            stages=tuple(s for s in self.stages if s.id.unit in units),
+            edges=tuple(e for e in self.edges if {e.src.unit, e.dst.unit} <= set(units)),
+        )
 
     def held_by(self, rank: int) -> list[tuple[StageId, int]]:
         """Return the stages on `rank` with the replica it holds of each, sources before destinations."""

@@ -19,18 +19,19 @@ ranks that reads from the LLM has a block's forward due w - 1 waves after its ba
 ahead >= w - 1.)
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.ir.actions import Backward, Compute, ComputeTask, Fill, Forward
-from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph, StageId
+from mmtrain.program.ir.graph import Microbatch, StageGraph, StageId
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import direction, expand
 from mmtrain.program.ir.serialize import action_from_text
 from mmtrain.program.ir.symmetry import symmetry
-from mmtrain.program.schedules.pipeline_positions import PipelinePosition, find_positions
+from mmtrain.program.schedules.generator_order import generators_on_llm, order_with_generator, place_apart
+from mmtrain.program.schedules.one_f_one_b import order_1f1b
+from mmtrain.program.schedules.pipeline_positions import find_positions
 
 ScheduleKind = Literal["1f1b", "coarse", "encoder_first", "explicit"]
 _ACCEPTED_LINES = (
@@ -74,28 +75,29 @@ def build_1f1b(graph: StageGraph, ranks: Sequence[int] | None = None) -> Program
         ProgramError: the graph's parts do not fit together.
     """
     ranks = sorted(symmetry(graph).mirrors[0]) if ranks is None else ranks
-    order = _one_f_one_b(graph, ranks)
+    order = order_1f1b(graph, ranks)
     return Program(graph, {rank: tuple(action for action in order[rank] if _exists(graph, action)) for rank in ranks})
 
 
 def build_coarse(graph: StageGraph, ranks: Sequence[int] | None = None) -> Program:
-    """Order compute for units on the same ranks: encoder forwards, the LLM's 1F1B, encoder backwards.
+    """Order compute for units on the same ranks: encoder forwards, LLM and generator, encoder backwards.
 
     This is the coarse schedule of Optimus (arXiv 2408.03505, section 4.2): encoders keep no rank waiting inside the
     LLM's pipeline, but they hold all their activations and fill only the bubbles at its ends. Each half of an encoder's
     work is ordered as in 1F1B of that encoder alone, one encoder after another: on the same rank two may have different
-    pipeline stages. `ranks` are as for `build_1f1b`.
+    pipeline stages. A generator on the LLM's ranks runs between the LLM's passes (`generator_order`). `ranks` are as
+    for `build_1f1b`.
 
-    No deadlock: within each phase the order is that of 1F1B, which has none; data never flows to an earlier phase, and
+    No deadlock: within each phase the order is one that has none; data never flows to an earlier phase, and
     every rank runs the phases in the same order.
 
     Raises:
         ProgramError: the graph's parts do not fit together.
     """
     ranks = sorted(symmetry(graph).mirrors[0]) if ranks is None else ranks
-    encoders = {e.src.unit for e in graph.edges if e.crosses_units and e.dst.unit == LLM}
-    of_encoders = [_one_f_one_b(_only(graph, {m.unit}), ranks) for m in graph.meshes if m.unit in encoders]
-    of_others = _one_f_one_b(_only(graph, {m.unit for m in graph.meshes} - encoders), ranks)
+    encoders = graph.encoders
+    of_encoders = [order_1f1b(graph.only({unit}), ranks) for unit in encoders]
+    of_others = order_with_generator(graph.only({m.unit for m in graph.meshes}.difference(encoders)), ranks)
     compute: dict[int, tuple[ComputeTask, ...]] = {}
     for rank in ranks:
         of_rank = [action for order in of_encoders for action in order[rank]]
@@ -128,9 +130,11 @@ def in_flight_microbatches(graph: StageGraph) -> dict[StageId, int]:
     """Return for each stage the most microbatches that 1F1B holds between forward and backward.
 
     In a plain pipeline with equal numbers of microbatches this is one, and one more for each position after the stage
-    on the longest path to the end, but no more than the step has.
+    on the longest path to the end, but no more than the step has. A generator on the LLM's ranks and the LLM hold what
+    they hold on ranks of their own.
     """
-    return {stage: count for position in find_positions(graph) for stage, count in position.in_flight().items()}
+    apart, _ = place_apart(graph, generators_on_llm(graph))
+    return {stage: count for position in find_positions(apart) for stage, count in position.in_flight().items()}
 
 
 def _task_from_text(graph: StageGraph, rank: int, index: int, line: str) -> ComputeTask:
@@ -174,40 +178,3 @@ def _without_needless_backwards(graph: StageGraph, task: ComputeTask) -> tuple[C
 def _exists(graph: StageGraph, action: Compute) -> bool:
     """Return whether the action is a forward, or a backward of a stage that has one."""
     return direction(action) == "F" or graph.needs_backward(action.stage)
-
-
-def _only(graph: StageGraph, units: set[str]) -> StageGraph:
-    """Return the stage graph of some units by themselves."""
-    return replace(
-        graph,
-        meshes=tuple(m for m in graph.meshes if m.unit in units),
-        stages=tuple(s for s in graph.stages if s.id.unit in units),
-        edges=tuple(e for e in graph.edges if {e.src.unit, e.dst.unit} <= units),
-    )
-
-
-def _one_f_one_b(graph: StageGraph, ranks: Iterable[int]) -> dict[int, list[Compute]]:
-    """Return the compute of each rank in the order of 1F1B, with a backward for every forward."""
-    locations = {
-        stage: (position, number % position.num_pipeline_ranks)
-        for position in find_positions(graph)
-        for number, stages in enumerate(position.virtual_stages)
-        for stage in stages
-    }
-    order: dict[int, list[Compute]] = {}
-    for rank in ranks:
-        held = graph.held_by(rank)
-        order[rank] = list(_pass_by_pass(dict(held), *locations[held[0][0]])) if held else []
-    return order
-
-
-def _pass_by_pass(replica_of: dict[StageId, int], position: PipelinePosition, pipeline_rank: int) -> Iterable[Compute]:
-    chunks = [
-        [(stage, replica_of[stage]) for stage in position.stages_at(pipeline_rank, chunk) if stage in replica_of]
-        for chunk in range(position.num_chunks)
-    ]
-    for is_forward, chunk, wave in position.passes(pipeline_rank):
-        for stage, replica in chunks[chunk] if is_forward else reversed(chunks[chunk]):
-            for index in position.pacing[stage.unit].due(is_forward, wave):
-                mb = Microbatch(stage.unit, replica, index)
-                yield Forward(stage, mb) if is_forward else Backward(stage, mb)
