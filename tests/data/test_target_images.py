@@ -11,7 +11,7 @@ import pytest
 from mmtrain.balance import assign
 from mmtrain.data import BatchBuilder, ChatTokenizer, PayloadNeed, build_index
 from mmtrain.data.formats.conversation import build_sample
-from mmtrain.data.formats.sample import find_unusable
+from mmtrain.data.formats.sample import Turn, find_unusable
 from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
 from mmtrain.data.index.sample_table import content_json, sample_from_record, sample_record
 from mmtrain.data.index.stats import compute_stats_for_recipe
@@ -242,3 +242,42 @@ def test_a_recipe_needs_the_size_and_the_colours(tmp_path: Path, drawing: MakeRe
     path.write_text(json.dumps(plain))
     with pytest.raises(RecipeError, match=r"(?s)generator\.image_size: missing.*generator\.channels: found 4"):
         load_recipe(path)
+
+
+def test_captions_without_a_target_are_counted_where_the_generator_alone_trains(
+    drawing: MakeRecipe, tmp_path: Path
+) -> None:
+    """Samples teach nothing that reach what is frozen alone; a projector of an encoder counts as trained."""
+    rows = [row("draw", "<image>", "red.png"), row("say red", "red"), row("<image>what?", "red", "red.png")]
+    made = drawing(rows)
+    frozen = made.model_dump()
+    for unit in ("vision", "llm"):
+        frozen["model"][unit]["freeze"] = True
+    [warning] = build_index(Recipe.model_validate(frozen)).warnings
+    assert warning.startswith("1 of 3 samples teach nothing: their answers hold no image to draw, and all else")
+    assert "number 1," in warning
+    frozen["model"]["vision"]["projector"]["freeze"] = True
+    [warning] = build_index(Recipe.model_validate(frozen)).warnings
+    assert warning.startswith("2 of 3 samples")
+    assert build_index(made).warnings == ()
+    frozen["data"] = drawing(rows[1:]).model_dump()["data"]
+    with pytest.raises(DataError, match=r"2 of 2 samples teach nothing: .*; add images to draw to the answers"):
+        build_index(Recipe.model_validate(frozen))
+
+
+def test_a_document_is_one_answer_that_draws_its_images(drawing: MakeRecipe, tmp_path: Path) -> None:
+    """Read texts and images that take turns, and name documents whose two lists do not fit together."""
+    document = {"texts": ["A red one:", None, "and a blue one:", None, "done"]}
+    document["images"] = [None, "red.png", None, "blue.png", None]
+    both, shorter = dict(document, texts=["A", "b", "c", None, "d"]), dict(document, images=["red.png"])
+    index = build_index(drawing([document]))
+    [found] = index.samples
+    assert found.turns == (Turn("assistant", "A red one:\n<image>\nand a blue one:\n<image>\ndone"),)
+    assert [Path(media.path).name for media in found.target_images] == ["red.png", "blue.png"]
+    assert index.lengths.items["generator"].first.tolist() == [0, 2]
+    assert index.lengths.targets[0] > len("done") // 2
+    report = check_sources_for_recipe(made := drawing([document, both, shorter]), made.data.sources)
+    assert [(bad.kind, bad.reason) for bad in report.bad] == [
+        ("malformed", "place 2 of 5 of the document holds both a text and an image"),
+        ("malformed", "`texts` is a list of 5, and `images` is a list of 1"),
+    ]

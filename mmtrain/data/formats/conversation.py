@@ -8,6 +8,9 @@ messages (OpenAI): {"messages": [{"role": "user", "content": "<image>What colour
 FineVision:        {"texts": [{"user": "What colour?", "assistant": "red"}, ...], "images": [...]}
                    media without marks come in front of the first question
 
+OBELICS:           {"texts": ["A red square:", null, "and a blue one:", null], "images": [null, "a.png", null, "b.png"]}
+                   a document whose texts and images take turns: one answer, in which the images are drawn
+
 Media may also be given inside a turn: `content` as a list of parts `{"type": "text", "text": ...}` and
 `{"type": "image", "image": "a.png"}` (or `image_url`, `audio`, `video`; or the path under `path` or `url`). A path
 may be a data URL, which holds the medium itself.
@@ -55,7 +58,7 @@ _MEDIA_KIND_BY_PART_TYPE = {
 }
 _PATH_KEYS = ("path", "url")  # of a part, or of the object in it, that names a file
 _CAPTION_KEYS = ("caption", "text", "txt")
-PAIRS_KEY = "texts"  # a list of questions and answers
+PAIRS_KEY = "texts"  # a list of questions and answers; or of the texts of a document, null where an image stands
 TEXT_KEYS = (*CONVERSATION_KEYS, PAIRS_KEY, *_CAPTION_KEYS)  # each of which makes an entry a sample
 
 
@@ -99,7 +102,11 @@ def build_sample(
     if not isinstance(entry, dict):
         expected = "` or `".join(keys)
         raise BadSampleError("malformed", f"found {json_type_name(entry)}, expected an object with `{expected}`")
-    is_pairs = keys == CONVERSATION_KEYS and PAIRS_KEY in entry and not any(key in entry for key in keys)
+    has_texts = keys == CONVERSATION_KEYS and PAIRS_KEY in entry and not any(key in entry for key in keys)
+    is_document = has_texts and _is_document(entry[PAIRS_KEY])
+    is_pairs = has_texts and not is_document
+    if is_document:
+        entry = _document_to_conversation(entry)
     if is_pairs:
         entry = {**entry, "messages": _pairs_to_messages(entry[PAIRS_KEY])}
     media: dict[str, list[Media]] = {}
@@ -151,6 +158,27 @@ def caption_to_conversation(entry: Any, media_kinds: Iterable[str]) -> Any:
         return entry
     marks = "".join(MARK_BY_MEDIA_KIND[kind] for kind in media_kinds)
     return entry | {"messages": [{"role": "user", "content": marks}, {"role": "assistant", "content": caption}]}
+
+
+def _is_document(texts: Any) -> bool:
+    """Return whether texts are those of a document, not questions and answers."""
+    return isinstance(texts, list) and bool(texts) and all(text is None or isinstance(text, str) for text in texts)
+
+
+def _document_to_conversation(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a document, whose lists of texts and images have one piece at each place, as one answer with images."""
+    texts, images = entry[PAIRS_KEY], entry.get("images")
+    if not isinstance(images, list) or len(images) != len(texts):
+        what = f"a list of {len(images)}" if isinstance(images, list) else json_type_name(images)
+        raise BadSampleError("malformed", f"`{PAIRS_KEY}` is a list of {len(texts)}, and `images` is {what}")
+    pieces = []
+    for place, (text, image) in enumerate(zip(texts, images, strict=True), 1):
+        if (text is None) == (image is None):
+            found = "neither a text nor an image" if text is None else "both a text and an image"
+            raise BadSampleError("malformed", f"place {place} of {len(texts)} of the document holds {found}")
+        pieces.append(IMAGE_MARK if text is None else text)
+    answer = {"role": "assistant", "content": "\n".join(pieces)}
+    return {**entry, "messages": [answer], "images": [image for image in images if image is not None]}
 
 
 def _pairs_to_messages(pairs: Any) -> list[dict[str, str]]:

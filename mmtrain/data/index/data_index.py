@@ -22,6 +22,7 @@ from mmtrain.balance.batch_meta import FloatArray, IntArray, ItemLengths, Sample
 from mmtrain.balance.mixture import Mixture
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.sample import Quarantined, Sample
+from mmtrain.data.index.frozen_samples import warn_of_frozen_samples
 from mmtrain.data.index.index_cache import IndexCache, StoredIndex
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
 from mmtrain.data.index.sample_sources import SampleSources, find_mixture, sample_uses
@@ -194,7 +195,7 @@ def build_index(
     is broken.
 
     Raises:
-        DataError: a source cannot be read, no sample is usable, or no image fits the settings.
+        DataError: a source cannot be read, no sample is usable or teaches anything, or no image fits the settings.
         TooManyBadSamples: the share of quarantined samples is above `data.max_bad_rate`.
     """
     sources = recipe.data.sources if which == "train" else recipe.data.validation
@@ -216,7 +217,11 @@ def build_index(
     if not len(stored.samples):
         setting = "data.sources" if which == "train" else "data.validation"
         raise DataError(f"{setting}: no usable samples in {', '.join(str(s.path) for s in sources) or 'an empty list'}")
-    return replace(_from_stored(stored, recipe, sources), cache_folder=cache_folder)
+    index = replace(_from_stored(stored, recipe, sources), cache_folder=cache_folder)
+    if which == "train":
+        frozen = warn_of_frozen_samples(recipe, index.lengths, index.samples)
+        index = replace(index, warnings=(*index.warnings, *frozen))
+    return index
 
 
 def _index_stated_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
