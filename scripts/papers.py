@@ -32,22 +32,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=sorted({table.paper for table in ALL_TABLES}))
     parser.add_argument("--plans", type=Path, help="folder of plans: those there are read, others are written")
+    parser.add_argument(
+        "--no-planning", action="store_true", help="leave out figures whose plans are not in the folder"
+    )
     options = parser.parse_args()
     tables = [table for table in ALL_TABLES if options.only in (None, table.paper)]
-    plans: PlansByRun = {run: make_plan(run, options.plans) for run in all_runs(tables)}
+    plans: PlansByRun = {}
+    for run in all_runs(tables):
+        made = make_plan(run, options.plans, may_plan=not options.no_planning)
+        if made is not None:
+            plans[run] = made
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPU cores")
     for table in tables:
         print_table(table, plans)
 
 
-def make_plan(run: PlanRun, folder: Path | None) -> Plan | PlanError:
-    """Plan a recipe on the cluster that it names, with every loser explained, or read that plan."""
+def make_plan(run: PlanRun, folder: Path | None, *, may_plan: bool = True) -> Plan | PlanError | None:
+    """Plan a recipe on the cluster that it names, with every loser explained, or read that plan, if there is one."""
     recipe = load_recipe(WHAT_IF_FOLDER / f"{run.recipe}.yaml", list(run.settings)).recipe
     fingerprint = recipe_fingerprint(recipe)
     name = hashlib.sha256(f"{fingerprint} {recipe.cluster}".encode()).hexdigest()[:16]
     file = None if folder is None else folder / f"{run.recipe.replace('/', '-')}-{name}.json"
     if file is not None and file.exists():
         return Plan.model_validate_json(file.read_text(encoding="utf-8"))
+    if not may_plan:
+        return None
     assert recipe.cluster.ranks is not None, "what-if recipes name a cluster"
     try:
         problem = formulate_problem(
@@ -81,7 +90,9 @@ def ours_of(row: PaperRow, plans: PlansByRun) -> str:
     """Return our figure, or that nothing fits."""
     made: list[Plan] = []
     for run in row.runs:
-        planned = plans[run]
+        planned = plans.get(run)
+        if planned is None:
+            return "not planned yet"
         if isinstance(planned, PlanError):
             return f"no plan of {' '.join(run.settings) or run.recipe} fits"
         made.append(planned)

@@ -35,6 +35,11 @@ class SampledBatches:
         """Groups in one batch."""
         return len(self.groups[0])
 
+    @property
+    def samples_per_batch(self) -> float:
+        """Samples in one batch, mean: a group holds several."""
+        return sum(len(group) for groups in self.groups for group in groups) / len(self.groups)
+
     def lay_out(
         self, dp: Mapping[str, int], num_microbatches: Mapping[str, int], dispatch: DispatchMode | None = None
     ) -> list[BatchMeta]:

@@ -36,7 +36,7 @@ def stage_balance(candidate: Candidate, evaluator: Evaluator) -> StageBalance:
         for stages, held in pipeline_ranks.items()
     }
     dispatches = graph.mesh(LLM).dispatch is not None
-    gpu_seconds = candidate.step_time_s * graph.world_size / evaluator.problem.batches.global_batch
+    gpu_seconds = candidate.step_time_s * graph.world_size / evaluator.problem.batches.samples_per_batch
     return StageBalance(
         parameter_variance=_variance(np.asarray(parameters) / 1e9),
         layer_variance=_variance(np.asarray(num_layers)),
