@@ -152,6 +152,7 @@ class TinyFamily:
             "unified": (4, f"{{placement: unified, llm: {MESH}}}"),
             "disaggregated": (num_apart, f"{{placement: disaggregated, {apart}llm: {{tp: 1, pp: 1, dp: 2}}}}"),
             "colocated": (4, f"{{placement: colocated, {on_top}llm: {{tp: 2, pp: 2, vpp: 2}}}}"),
+            "replicated": (4, "{placement: replicated}"),
         }
 
     def write(self, folder: Path) -> None:
