@@ -17,7 +17,7 @@ from mmtrain.plan.colocated.encoder_order import plan_encoder_order, scheduling_
 from mmtrain.plan.colocated.llm_alone import simulate_llm_alone
 from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.layout_simulation import scheduled_graph, simulate_layout
-from mmtrain.plan.search.sequence_parallel import choose_sequence_parallelism
+from mmtrain.plan.search.tp_chunks import with_token_splits
 from scripts.whatif_problems import whatif_problem
 
 LAYOUTS = (
@@ -37,8 +37,7 @@ def main() -> None:
 def table_row(name: str, encoder: MeshSize, llm: MeshSize) -> str:
     """Return the row of one layout under the three schedules."""
     problem = whatif_problem(name, world_size=llm.ranks)
-    layer_costs = LayerCosts(problem)
-    layer_costs = layer_costs.with_settings(sp=choose_sequence_parallelism(problem, layer_costs))
+    layer_costs = with_token_splits(problem, LayerCosts(problem))
     layout = colocated_layout(layer_costs, {"vision": encoder}, llm)
     machine = problem.hardware
     assert layout is not None, "the layers are too few for this mesh"

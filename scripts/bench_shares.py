@@ -24,8 +24,9 @@ from mmtrain.plan.colocated.colocated_search import search_colocated
 from mmtrain.plan.colocated.llm_alone import find_bubbles, simulate_llm_alone, with_delayed_forwards
 from mmtrain.plan.colocated.stage_kernels import GraphSegments, stage_kernels
 from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.layout_simulation import scheduled_graph
-from mmtrain.plan.search.sequence_parallel import choose_sequence_parallelism
+from mmtrain.plan.search.tp_chunks import with_token_splits
 from mmtrain.program.ir.graph import LLM
 from scripts.kernel_tables.encoder_search import search_shares, step_time_lower_bound
 from scripts.whatif_problems import whatif_problem
@@ -38,9 +39,7 @@ def main() -> None:
     """Print a table for each recipe."""
     for name in sys.argv[1:] or RECIPES:
         problem = whatif_problem(name)
-        evaluator = Evaluator(problem)
-        sp = choose_sequence_parallelism(problem, evaluator.layer_costs)
-        evaluator = Evaluator(problem, layer_costs=evaluator.layer_costs.with_settings(sp=sp))
+        evaluator = Evaluator(problem, layer_costs=with_token_splits(problem, LayerCosts(problem)))
         print(f"{name}: layout | m | plan | LLM | blocks | own deadlines | renumbered | best shares | bound | shares")
         shown: list[str] = []
         candidates = search_colocated(evaluator, problem.cluster.num_ranks).candidates

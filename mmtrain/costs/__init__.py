@@ -7,7 +7,7 @@ Start with `cost_model.CostModel`. `AnalyticCosts` models it, `MeasuredCosts` in
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.choose import costs_for, machine_for, precision_for
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
-from mmtrain.costs.cost_model import ComputeKind, CostModel, PieceCost, TokenLoad
+from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, CostModel, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.cost_table import CostTable
 from mmtrain.costs.hardware import PRESETS, Hardware, Precision, preset, preset_for_device
 from mmtrain.costs.layer_arithmetic import input_grad_needed, model_flops, num_parameters, num_trained_parameters
@@ -16,6 +16,7 @@ from mmtrain.costs.rank_memory import HeldLayers, RankMemory, StateBytes, rank_m
 
 __all__ = [
     "PRESETS",
+    "UNDIVIDED",
     "AnalyticCosts",
     "CollectiveKind",
     "ComputeKind",
@@ -30,6 +31,7 @@ __all__ = [
     "RankMemory",
     "StateBytes",
     "TokenLoad",
+    "TokenSplit",
     "costs_for",
     "input_grad_needed",
     "machine_for",

@@ -1,20 +1,27 @@
 """`AnalyticCosts`: a roofline model of a layer's GEMMs, element-wise work and kernel launches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.block_pieces import (
+    ADD,
+    DOWN,
+    NORM,
+    NORM_MLP,
+    PROJECTION,
     QKV,
     UP,
     BlockSeconds,
+    ComputeBeside,
     PassDirection,
+    collective_kinds,
     piece_collectives,
     piece_compute,
     pieces_of,
 )
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout, collective_seconds
-from mmtrain.costs.cost_model import ComputeKind, PieceCost, TokenLoad
+from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.layer_arithmetic import Gemm
@@ -63,6 +70,13 @@ ATTENTION_BACKWARD_RATIO = 2.5
 # Linears of a block, by position among its GEMMs, whose backward sums the gradient of its input over the ranks of a TP
 # group while it computes that of the weight (`models.megatron.tp_linear`).
 REDUCED_BESIDE_WEIGHT_GRADIENT = {"vit_block": (0, 2), "decoder_block": (0, 2)}
+# By the piece that a collective follows, the linear whose GEMM runs in chunks beside it: the one that makes what is
+# reduced, or that reads what is gathered (`models.megatron.chunked_gemms`).
+_CHUNKED_GEMMS: dict[PassDirection, dict[int, int]] = {
+    "forward": {NORM: 0, PROJECTION: 1, NORM_MLP: 2, DOWN: 3},
+    "backward": {QKV: 0, NORM_MLP: 1, UP: 2, ADD: 3},
+}
+CHUNK_KERNELS = 2  # that each further chunk of a GEMM starts: the GEMM and its collective
 
 
 def gemm_seconds(hardware: Hardware, precision: Precision, gemm: Gemm) -> float:
@@ -98,7 +112,14 @@ class AnalyticCosts:
         return ELEMENT_BYTES[self.precision]
 
     def seconds(
-        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
+        self,
+        layer: LayerShape,
+        tp: int,
+        load: TokenLoad,
+        kind: ComputeKind,
+        *,
+        input_grad: bool = True,
+        split: TokenSplit = UNDIVIDED,
     ) -> float:
         """Return the seconds one rank of `tp` spends on `layer`, tensor-parallel collectives included.
 
@@ -106,9 +127,11 @@ class AnalyticCosts:
         """
         if load.tokens == 0:
             return 0.0
+        direction: PassDirection = "backward" if kind == "backward" else "forward"
+        saved_s = self._saved_by_chunks(layer, tp, load, direction, input_grad, split) if split.chunks > 1 else 0.0
         if kind == "backward":
-            return self._backward(layer, tp, load, input_grad)
-        return self._forward(layer, tp, load) + self._early_gradients(layer, tp, load, input_grad)
+            return self._backward(layer, tp, load, input_grad) - saved_s
+        return self._forward(layer, tp, load) + self._early_gradients(layer, tp, load, input_grad) - saved_s
 
     def pieces(
         self,
@@ -118,24 +141,25 @@ class AnalyticCosts:
         kind: ComputeKind,
         *,
         input_grad: bool = True,
-        sp: bool = False,
+        split: TokenSplit = UNDIVIDED,
     ) -> tuple[PieceCost, ...]:
         """Divide `seconds` among the layer's pieces; see `block_pieces`. A single piece includes its collectives.
 
         Where a pass stops behind a piece, gradients of the piece's own weights hide nothing of its collective, and all
         of it is left for other work.
         """
-        total = self.seconds(layer, tp, load, kind, input_grad=input_grad)
+        total = self.seconds(layer, tp, load, kind, input_grad=input_grad, split=split)
         if num_pieces(layer.kind) == 1:
             return (PieceCost(total, 0.0),)
         if not total:
             return (PieceCost(0.0, 0.0),) * num_pieces(layer.kind)
         direction: PassDirection = "backward" if kind == "backward" else "forward"
         compute = self.block_compute(layer, tp, load, direction, input_grad=input_grad)
-        beside = self.compute_beside_reductions(layer, tp, load, direction, input_grad=input_grad)
+        if tp == 1:
+            return pieces_of(compute, {})
+        beside = self.compute_beside(layer, tp, load, direction, input_grad=input_grad, split=split)
         nbytes = load.tokens * layer.hidden * self.element_bytes
-        collectives = piece_collectives(self, nbytes, tp, direction, beside, sp=sp) if tp > 1 else {}
-        return pieces_of(compute, collectives)
+        return pieces_of(compute, piece_collectives(self, nbytes, tp, direction, beside, split))
 
     def block_compute(
         self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection, *, input_grad: bool
@@ -159,15 +183,50 @@ class AnalyticCosts:
         )
         return piece_compute(layer, tp, direction, seconds)
 
-    def compute_beside_reductions(
-        self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection, *, input_grad: bool
-    ) -> dict[int, float]:
-        """Return, by piece of a block, the seconds of its own GEMMs beside the reduction that follows the piece."""
-        if direction == "forward" or not analytic.needed_gradients(layer, input_grad)[0]:
-            return {}
+    def compute_beside(
+        self,
+        layer: LayerShape,
+        tp: int,
+        load: TokenLoad,
+        direction: PassDirection,
+        *,
+        input_grad: bool,
+        split: TokenSplit = UNDIVIDED,
+    ) -> dict[int, ComputeBeside]:
+        """Return, by piece of a block, the compute beside the collective that follows the piece."""
         gemms = analytic.gemms(layer, load, tp)
-        beside = REDUCED_BESIDE_WEIGHT_GRADIENT[layer.kind]
-        return {piece: self._gemm(gemms[i]) for piece, i in zip((QKV, UP), beside, strict=True)}
+        is_backward, weight_grad = direction == "backward", analytic.needed_gradients(layer, input_grad)[0]
+        beside = {}
+        for piece, kind in collective_kinds(direction, sp=split.sp).items():
+            number = _CHUNKED_GEMMS[direction][piece]
+            gemm = gemms[number]
+            gemm_s = self._gemm(gemm)
+            has_gradient_beside = is_backward and weight_grad and kind != "all_gather"
+            after_s = gemm_s if has_gradient_beside else 0.0
+            chunk_s = gemm_s if after_s else self._chunk_of_gemm(gemm, split.chunks)
+            beside[piece] = ComputeBeside(gemm_s, chunk_s, after_s)
+        return beside
+
+    def _chunk_of_gemm(self, gemm: Gemm, chunks: int) -> float:
+        """Return the seconds of one chunk of a GEMM, with its share of what further chunks start."""
+        launches_s = (chunks - 1) / chunks * CHUNK_KERNELS * self.hardware.kernel_launch_s
+        return self._gemm(replace(gemm, m=-(-gemm.m // chunks))) + launches_s
+
+    @lru_cache(maxsize=1 << 16)  # noqa: B019
+    def _saved_by_chunks(
+        self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection, input_grad: bool, split: TokenSplit
+    ) -> float:
+        """Return by how much chunks shorten a direction of a block; negative where they lengthen it."""
+        has_pass = direction == "forward" or layer.trainable or input_grad
+        if tp == 1 or layer.kind not in REDUCED_BESIDE_WEIGHT_GRADIENT or not has_pass:
+            return 0.0
+        nbytes = load.tokens * layer.hidden * self.element_bytes
+        hidden_s = []
+        for of_split in (split, TokenSplit(split.sp)):
+            beside = self.compute_beside(layer, tp, load, direction, input_grad=input_grad, split=of_split)
+            collectives = piece_collectives(self, nbytes, tp, direction, beside, of_split)
+            hidden_s.append(sum(collective.hidden_s for collective in collectives.values()))
+        return hidden_s[0] - hidden_s[1]
 
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True

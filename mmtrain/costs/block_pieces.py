@@ -8,14 +8,17 @@ In forward there is an all-reduce after `projection` and after `down`, which sum
 one after `qkv` and after `up`, which sums the gradients of their inputs. With sequence parallelism each all-reduce
 becomes a reduce-scatter at the same place, and an all-gather before the GEMMs that need all tokens: in forward after
 `norm` and `norm_mlp`, in backward after `add` and `norm_mlp` (Korthikanti et al., arXiv 2205.05198).
+
+In chunks of tokens (`models.megatron.chunked_gemms`) a GEMM hides most of its collective: all of them but the gathers
+and reductions of the first and the last chunk. A pass that stops at a collective communicates all tokens at once.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
-from mmtrain.costs.cost_model import CostModel, PieceCost
+from mmtrain.costs.cost_model import CostModel, PieceCost, TokenSplit
 from mmtrain.costs.layer_arithmetic import head_elements
 from mmtrain.models.model_shape import BLOCK_PIECES, LayerShape
 
@@ -39,51 +42,90 @@ class BlockSeconds:
     kv_gather: float  # of joining keys and values where there are fewer heads than ranks; nothing runs beside it
 
 
+class ComputeBeside(NamedTuple):
+    """The compute around a collective of a block that can run beside it unless the pass stops there."""
+
+    gemm_s: float = 0.0  # of the GEMM that makes what is reduced, or reads what is gathered
+    chunk_s: float = 0.0  # of one of its chunks of tokens; as `gemm_s` where there are no chunks
+    # Of the GEMM of the weight's gradient, which runs beside all of the collective. Where there is one, no chunks are
+    # made: most of the collective is hidden without.
+    after_s: float = 0.0
+
+    def scaled(self, factor: float) -> "ComputeBeside":
+        """Return the compute at so many times its seconds."""
+        return ComputeBeside(*(factor * seconds for seconds in self))
+
+
 @dataclass(frozen=True)
 class PieceCollective:
     """The tensor-parallel collective at the end of a piece."""
 
     kind: CollectiveKind
-    seconds: float
+    seconds: float  # of all tokens at once
     slowdown: float  # share of the seconds that compute beside it loses
-    beside_s: float = 0.0  # of the piece's own compute, which runs beside it unless the pass stops behind the piece
+    beside: ComputeBeside
+    chunks: int
+    chunk_seconds: float  # of one chunk of the tokens; as `seconds` where there are no chunks
 
     @property
     def lengthening_s(self) -> float:
         """By how much it lengthens a pass that goes on behind the piece."""
-        return self.seconds - self._hidden_s
+        return self.seconds - self.hidden_s
 
     @property
-    def _hidden_s(self) -> float:
-        return (1 - self.slowdown) * min(self.seconds, self.beside_s)
+    def hidden_s(self) -> float:
+        """What a pass that goes on behind the piece saves of GEMM and collective one after the other.
+
+        Chunk by chunk, the longer of the two streams runs through, and waits only for one chunk of the other. Smaller
+        GEMMs and smaller collectives take longer together, so that little or less than nothing may be saved.
+        """
+        gemm_s, chunk_s, after_s = self.beside
+        if self.chunks == 1:
+            return (1 - self.slowdown) * min(self.seconds, after_s)
+        collective_s = self.chunks * self.chunk_seconds
+        compute_s = self.chunks * chunk_s
+        end_s = max(compute_s + self.chunk_seconds, chunk_s + collective_s, compute_s + after_s)
+        together_s = compute_s + after_s + collective_s - end_s
+        return self.seconds + gemm_s + after_s - end_s - self.slowdown * together_s
 
     def cost(self, compute_s: float) -> PieceCost:
         """Return the cost of a piece that computes so long and ends with this collective."""
         taken_s = self.slowdown * self.seconds
-        return PieceCost(compute_s + taken_s, self.seconds - taken_s, self._hidden_s)
+        return PieceCost(compute_s + taken_s, self.seconds - taken_s, self.hidden_s)
+
+
+def collective_kinds(direction: PassDirection, *, sp: bool) -> dict[int, CollectiveKind]:
+    """Return the collectives behind pieces of a block, by piece; `sp`: with sequence parallelism."""
+    reduced: CollectiveKind = "reduce_scatter" if sp else "all_reduce"
+    gathered = _GATHERED[direction] if sp else ()
+    return dict.fromkeys(_REDUCED[direction], reduced) | dict.fromkeys(gathered, "all_gather")
 
 
 def piece_collectives(
-    costs: CostModel, nbytes: int, tp: int, direction: PassDirection, beside: Mapping[int, float], *, sp: bool
+    costs: CostModel,
+    nbytes: int,
+    tp: int,
+    direction: PassDirection,
+    beside: Mapping[int, ComputeBeside],
+    split: TokenSplit,
 ) -> dict[int, PieceCollective]:
     """Return the collectives that follow pieces of a block in its tensor-parallel group.
 
-    nbytes: of the hidden states. beside: by piece, the seconds of its own compute beside the reduction that follows it.
-    sp: with sequence parallelism.
+    nbytes: of the hidden states. beside: by piece, the compute beside the collective that follows it.
     """
-    reduced: CollectiveKind = "reduce_scatter" if sp else "all_reduce"
-    kinds = dict.fromkeys(_REDUCED[direction], reduced)
-    kinds |= dict.fromkeys(_GATHERED[direction] if sp else (), "all_gather")
-    group = GroupLayout(tp)
-    return {
-        piece: PieceCollective(
+    group, collectives = GroupLayout(tp), {}
+    for piece, kind in collective_kinds(direction, sp=split.sp).items():
+        chunks = 1 if beside[piece].after_s else split.chunks
+        chunk_bytes = -(-nbytes // chunks)
+        collectives[piece] = PieceCollective(
             kind,
             costs.collective(kind, nbytes, group),
-            costs.overlap_slowdown(kind, nbytes, group),
-            0.0 if kind == "all_gather" else beside.get(piece, 0.0),
+            costs.overlap_slowdown(kind, chunk_bytes, group),
+            beside[piece],
+            chunks,
+            costs.collective(kind, chunk_bytes, group),
         )
-        for piece, kind in kinds.items()
-    }
+    return collectives
 
 
 def pieces_of(compute: Sequence[float], collectives: Mapping[int, PieceCollective]) -> tuple[PieceCost, ...]:

@@ -59,6 +59,17 @@ class TokenLoad:
         )
 
 
+@dataclass(frozen=True)
+class TokenSplit:
+    """How the ranks of a tensor-parallel group divide the tokens of a block."""
+
+    sp: bool = False  # sequence parallelism: between GEMMs each rank holds a slice of the tokens
+    chunks: int = 1  # GEMMs run in so many chunks of tokens, each communicated while a neighbour is computed
+
+
+UNDIVIDED = TokenSplit()
+
+
 class PieceCost(NamedTuple):
     """The seconds of a piece of a layer on one rank.
 
@@ -67,7 +78,9 @@ class PieceCost(NamedTuple):
 
     compute_s: float
     collective_s: float  # of the collective at its end, during which the rank may compute something else
-    hidden_s: float = 0.0  # of these, what the piece's own compute hides unless the pass stops behind the piece
+    # Of these, what the pass itself hides unless it stops behind the piece. Negative where chunks of tokens cost more
+    # than they hide.
+    hidden_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -88,11 +101,19 @@ class CostModel(Protocol):
         ...
 
     def seconds(
-        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
+        self,
+        layer: LayerShape,
+        tp: int,
+        load: TokenLoad,
+        kind: ComputeKind,
+        *,
+        input_grad: bool = True,
+        split: TokenSplit = UNDIVIDED,
     ) -> float:
         """Return the seconds one rank of `tp` spends on `layer`.
 
-        `backward` excludes `recompute`. A forward that no backward follows keeps no activations.
+        `backward` excludes `recompute`. A forward that no backward follows keeps no activations. Sequence parallelism
+        itself changes nothing here, only what chunks hide with it.
         """
         ...
 
@@ -104,9 +125,9 @@ class CostModel(Protocol):
         kind: ComputeKind,
         *,
         input_grad: bool = True,
-        sp: bool = False,
+        split: TokenSplit = UNDIVIDED,
     ) -> tuple[PieceCost, ...]:
-        """Divide `seconds` among the layer's pieces; `sp`: with sequence parallelism. See `costs.block_pieces`."""
+        """Divide `seconds` among the layer's pieces; see `costs.block_pieces`."""
         ...
 
     def activation_bytes(

@@ -80,6 +80,7 @@ class LayerEntry(_Frozen):
 
     layer: LayerFields
     tp: Annotated[int, Field(gt=0)]
+    tp_chunks: Annotated[int, Field(gt=0)] = 1  # of tokens, in which the layer's GEMMs hid their collectives
     source: Source = "measured"
     samples: Annotated[tuple[LayerSample, ...], Field(min_length=1)]
 
@@ -88,6 +89,12 @@ class LayerEntry(_Frozen):
         require_same_passes([(sample.tokens, sample.seconds) for sample in self.samples])
         require_repeatable([(sample.load, sample.seconds["forward"]) for sample in self.samples])
         return self
+
+    @property
+    def name(self) -> str:
+        """The layer and how it was split, as text."""
+        chunks = f" in {self.tp_chunks} chunks" if self.tp_chunks > 1 else ""
+        return f"{layer_key(self.layer)} at tp {self.tp}{chunks}"
 
     @property
     def shape(self) -> LayerShape:
@@ -178,7 +185,7 @@ class CostTable(_Frozen):
 
     @model_validator(mode="after")
     def _require_one_entry_of_each(self) -> Self:
-        require_distinct("layers", [f"{layer_key(e.layer)} at tp {e.tp}" for e in self.layers])
+        require_distinct("layers", [entry.name for entry in self.layers])
         require_distinct("messages", [f"{e.kind} of {e.size} ranks on {e.nodes} nodes" for e in self.messages])
         require_distinct("optimizer", [f"{e.parameters} parameters" for e in self.optimizer])
         require_distinct("layer_scales", [layer_key(scale.layer) for scale in self.layer_scales])
@@ -223,7 +230,7 @@ class CostTable(_Frozen):
                     f"the table was measured with {name} {old_value}, now it is {new_value}; seconds of both in one "
                     "table would mislead. Write to another file with --out, or delete the old one"
                 )
-        layers = {(layer_key(e.layer), e.tp): e for e in (*self.layers, *newer.layers)}
+        layers = {(layer_key(e.layer), e.tp, e.tp_chunks): e for e in (*self.layers, *newer.layers)}
         messages = {(e.kind, e.size, e.nodes): e for e in (*self.messages, *newer.messages)}
         optimizer = {e.parameters: e for e in (*self.optimizer, *newer.optimizer)}
         newest_error = self.held_out_error if newer.held_out_error is None else newer.held_out_error
@@ -245,9 +252,18 @@ class CostTable(_Frozen):
         return " and ".join(sorted({entry.source for entry in entries})) or "measured"
 
     @cached_property
-    def by_layer(self) -> dict[tuple[str, int], LayerEntry]:
-        """Entries by the key of their layer and tp."""
-        return {(layer_key(e.layer), e.tp): e for e in self.layers}
+    def by_layer(self) -> dict[tuple[str, int, int], LayerEntry]:
+        """Entries by the key of their layer, tp and chunks."""
+        return {(layer_key(e.layer), e.tp, e.tp_chunks): e for e in self.layers}
+
+    @cached_property
+    def chunk_counts(self) -> dict[tuple[str, int], tuple[int, ...]]:
+        """Numbers of chunks above 1 in which a layer was measured, by its key and tp."""
+        counts: dict[tuple[str, int], tuple[int, ...]] = {}
+        for key, tp, chunks in self.by_layer:
+            if chunks > 1:
+                counts[key, tp] = (*counts.get((key, tp), ()), chunks)
+        return counts
 
     @cached_property
     def measured_layers(self) -> frozenset[str]:

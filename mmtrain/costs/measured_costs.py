@@ -12,7 +12,7 @@ from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.block_pieces import PassDirection, PieceCollective, piece_collectives, pieces_of, scale_pieces
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
-from mmtrain.costs.cost_model import ComputeKind, PieceCost, TokenLoad
+from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.cost_table import (
     CostTable,
     LayerEntry,
@@ -106,7 +106,7 @@ class MeasuredCosts:
     extrapolated: set[str] = field(default_factory=set, compare=False)
     missing: set[str] = field(default_factory=set, compare=False)
     replaced: set[int] = field(default_factory=set, compare=False)
-    _curves: dict[tuple[str, int, Quantity], Curve] = field(default_factory=dict, compare=False, repr=False)
+    _curves: dict[tuple[str, int, int, Quantity], Curve] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def source(self) -> str:
@@ -133,10 +133,28 @@ class MeasuredCosts:
         return "; ".join(parts)
 
     def seconds(
-        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
+        self,
+        layer: LayerShape,
+        tp: int,
+        load: TokenLoad,
+        kind: ComputeKind,
+        *,
+        input_grad: bool = True,
+        split: TokenSplit = UNDIVIDED,
     ) -> float:
-        """Return the seconds one rank of `tp` spends on `layer`; see `CostModel`."""
-        seconds = self._unscaled_seconds(layer, tp, load, kind, input_grad)
+        """Return the seconds one rank of `tp` spends on `layer`; see `CostModel`.
+
+        In chunks they are those of a layer that was measured in as many. From those of the nearest number that was
+        measured, or of a layer without chunks, they differ as modelled.
+        """
+        measured_split = TokenSplit(split.sp, self._measured_chunks(layer, tp, split.chunks))
+        seconds = self._unscaled_seconds(layer, tp, load, kind, input_grad, measured_split.chunks)
+        if split != measured_split and seconds:
+            wanted_s, reference_s = (
+                self.model.seconds(layer, tp, load, kind, input_grad=input_grad, split=of_split)
+                for of_split in (split, measured_split)
+            )
+            seconds *= wanted_s / reference_s
         if layer.lora is not None and load.tokens:
             seconds += self.model.adapter_seconds(layer, tp, load, "backward" if kind == "backward" else "forward")
         if not self.table.layer_scales:
@@ -147,13 +165,13 @@ class MeasuredCosts:
         return seconds * (scale.forward if kind == "forward" else scale.backward)
 
     def _unscaled_seconds(
-        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, input_grad: bool
+        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, input_grad: bool, chunks: int
     ) -> float:
         """Return the seconds of the layer without its adapters, for they are in no table."""
         if load.tokens == 0 or (kind == "backward" and not (layer.trainable or input_grad)):
             return 0.0
         weight_grad, input_grad = analytic.needed_gradients(layer, input_grad)
-        entry = self._entry(layer, tp)
+        entry = self._entry(layer, tp, chunks)
         timed: TimedPass = kind
         no_backward_follows = kind == "forward" and not (layer.trainable or input_grad)
         if no_backward_follows and entry is not None and "forward_only" in entry.samples[0].seconds:
@@ -176,24 +194,28 @@ class MeasuredCosts:
         kind: ComputeKind,
         *,
         input_grad: bool = True,
-        sp: bool = False,
+        split: TokenSplit = UNDIVIDED,
     ) -> tuple[PieceCost, ...]:
         """Divide the measured seconds of the layer among its pieces.
 
         Where the table knows the layer and the collectives of its tensor-parallel group, these take what was measured,
         and the rest is divided in the modelled proportions. Else everything is.
         """
+        if num_pieces(layer.kind) == 1 or not load.tokens or not self._knows_collectives(layer, tp, sp=split.sp):
+            total_s = self.seconds(layer, tp, load, kind, input_grad=input_grad, split=split)
+            return scale_pieces(self.model.pieces(layer, tp, load, kind, input_grad=input_grad, split=split), total_s)
         total_s = self.seconds(layer, tp, load, kind, input_grad=input_grad)
-        if num_pieces(layer.kind) == 1 or not total_s or not self._knows_collectives(layer, tp, sp=sp):
-            return scale_pieces(self.model.pieces(layer, tp, load, kind, input_grad=input_grad, sp=sp), total_s)
         direction: PassDirection = "backward" if kind == "backward" else "forward"
-        compute = self.model.block_compute(layer, tp, load, direction, input_grad=input_grad)
-        beside = self.model.compute_beside_reductions(layer, tp, load, direction, input_grad=input_grad)
         nbytes = load.tokens * layer.hidden * self.model.element_bytes
-        measured = piece_collectives(self, nbytes, tp, direction, beside, sp=False)  # as the layer was profiled
+        compute = self.model.block_compute(layer, tp, load, direction, input_grad=input_grad)
+        if not total_s or not any(compute):
+            return scale_pieces(pieces_of(compute, {}), total_s)
+        whole = self.model.compute_beside(layer, tp, load, direction, input_grad=input_grad)
+        measured = piece_collectives(self, nbytes, tp, direction, whole, UNDIVIDED)  # as the layer was profiled
         factor = _compute_factor(sum(compute), measured.values(), total_s)
-        scaled_beside = {piece: factor * seconds for piece, seconds in beside.items()}
-        collectives = piece_collectives(self, nbytes, tp, direction, scaled_beside, sp=sp)
+        beside = self.model.compute_beside(layer, tp, load, direction, input_grad=input_grad, split=split)
+        scaled = {piece: seconds.scaled(factor) for piece, seconds in beside.items()}
+        collectives = piece_collectives(self, nbytes, tp, direction, scaled, split)
         return pieces_of([factor * seconds for seconds in compute], collectives)
 
     def _knows_collectives(self, layer: LayerShape, tp: int, *, sp: bool) -> bool:
@@ -297,11 +319,16 @@ class MeasuredCosts:
         self.replaced.add(group.size)
         return self.transfer(nbytes, same_node) if nbytes else 0.0
 
-    def _entry(self, layer: LayerShape, tp: int) -> LayerEntry | None:
-        return self.table.by_layer.get((_key(layer), tp))
+    def _entry(self, layer: LayerShape, tp: int, chunks: int = 1) -> LayerEntry | None:
+        return self.table.by_layer.get((_key(layer), tp, chunks))
+
+    def _measured_chunks(self, layer: LayerShape, tp: int, chunks: int) -> int:
+        """Return the measured number of chunks that is nearest to `chunks`; 1 if none was measured."""
+        measured = self.table.chunk_counts.get((_key(layer), tp), ()) if chunks > 1 else ()
+        return min(measured, key=lambda count: abs(count - chunks), default=1)
 
     def _interpolate(self, entry: LayerEntry, quantity: Quantity, layer: LayerShape, load: TokenLoad) -> float:
-        key = (_key(layer), entry.tp, quantity)
+        key = (_key(layer), entry.tp, entry.tp_chunks, quantity)
         if key not in self._curves:
             self._curves[key] = fit_curve(entry, quantity)
         curve = self._curves[key]
@@ -323,7 +350,7 @@ def _compute_factor(compute_s: float, collectives: Iterable[PieceCollective], to
     of_layer = list(collectives)
 
     def seconds(factor: float) -> float:
-        scaled = [replace(collective, beside_s=factor * collective.beside_s) for collective in of_layer]
+        scaled = [replace(collective, beside=collective.beside.scaled(factor)) for collective in of_layer]
         return factor * compute_s + sum(collective.lengthening_s for collective in scaled)
 
     lowest, highest = MIN_COMPUTE_SHARE * total_s / compute_s, total_s / compute_s

@@ -9,7 +9,7 @@ from typing import Literal
 
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
-from mmtrain.costs.cost_model import ComputeKind, CostModel, PieceCost, TokenLoad
+from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, CostModel, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.hardware import Hardware, Link
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.models.model_shape import LayerShape
@@ -97,12 +97,21 @@ class PerturbedTable:
         return f"{self.measured.source}; scaled to {self.model.hardware.name}"
 
     def seconds(
-        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
+        self,
+        layer: LayerShape,
+        tp: int,
+        load: TokenLoad,
+        kind: ComputeKind,
+        *,
+        input_grad: bool = True,
+        split: TokenSplit = UNDIVIDED,
     ) -> float:
         """Return the seconds one rank of `tp` spends on `layer`; see `CostModel`."""
-        seconds = self.measured.seconds(layer, tp, load, kind, input_grad=input_grad)
-        changed = self.model.seconds(layer, tp, load, kind, input_grad=input_grad)
-        return _scaled(seconds, changed, self.measured.model.seconds(layer, tp, load, kind, input_grad=input_grad))
+        measured, changed, modelled = (
+            costs.seconds(layer, tp, load, kind, input_grad=input_grad, split=split)
+            for costs in (self.measured, self.model, self.measured.model)
+        )
+        return _scaled(measured, changed, modelled)
 
     def pieces(
         self,
@@ -112,11 +121,11 @@ class PerturbedTable:
         kind: ComputeKind,
         *,
         input_grad: bool = True,
-        sp: bool = False,
+        split: TokenSplit = UNDIVIDED,
     ) -> tuple[PieceCost, ...]:
         """Return the measured pieces of the layer, the compute and the collective of each scaled by itself."""
         measured, changed, modelled = (
-            costs.pieces(layer, tp, load, kind, input_grad=input_grad, sp=sp)
+            costs.pieces(layer, tp, load, kind, input_grad=input_grad, split=split)
             for costs in (self.measured, self.model, self.measured.model)
         )
         return tuple(PieceCost(*map(_scaled, *of_piece)) for of_piece in zip(measured, changed, modelled, strict=True))

@@ -99,6 +99,7 @@ def _layer_factory(
         sequence_parallel=spec.sequence_parallel and groups.tp_size > 1,
         fused_kernels=uses_fused_kernels(options.kernels, options.device),
         query_scale=query_scale,
+        tp_chunks=spec.tp_chunks,
     )
 
 

@@ -39,6 +39,7 @@ class StageSpec:
     layers: tuple[int, int]  # [lo, hi) in the unit's layers
     recompute: frozenset[int] = frozenset()  # layers, by index in the unit, whose activations backward recomputes
     sequence_parallel: bool = False  # split the tokens between GEMMs over the ranks of the TP group
+    tp_chunks: int = 1  # of the tokens, so that the TP group communicates one while it computes another
 
 
 class StageModule(nn.Module):

@@ -49,6 +49,7 @@ def formulate_problem(
         choices=choices,
         recompute={name: recipe.parallel.of(name).recompute for name in choices},
         sequence_parallel={name: recipe.parallel.of(name).sp for name in choices},
+        tp_overlap={name: recipe.parallel.of(name).tp_overlap for name in choices},
         encoder_microbatches=encoder_microbatches(recipe, shape),
     )
     return PlanningProblem(

@@ -26,7 +26,7 @@ from mmtrain.plan.formulate import formulate_problem, require_feasible
 from mmtrain.plan.measured_choice import Baselines, choose_by_measurement
 from mmtrain.plan.problem import PlanningProblem, PlanRequest
 from mmtrain.plan.search.mesh_enumeration import unit_mesh_sizes
-from mmtrain.plan.search.sequence_parallel import choose_sequence_parallelism
+from mmtrain.plan.search.tp_chunks import with_token_splits
 from mmtrain.plan.search_progress import progress_of_part
 from mmtrain.plan.strategies import strategies_of
 from mmtrain.recipe.schema import Recipe
@@ -98,14 +98,13 @@ def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[E
     Raises:
         PlanError: nothing fits.
     """
-    layer_costs = LayerCosts(problem, budget=budget)
-    sp = choose_sequence_parallelism(problem, layer_costs)
-    evaluator = Evaluator(problem, budget, layer_costs.with_settings(sp=sp))
+    layer_costs = with_token_splits(problem, LayerCosts(problem, budget=budget))
+    evaluator = Evaluator(problem, budget, layer_costs)
     results = run_strategies(evaluator)
     if results.best is None:
-        sp_everywhere = choose_sequence_parallelism(problem, layer_costs, at_any_cost=True)
-        if sp_everywhere != sp:
-            evaluator = Evaluator(problem, budget, layer_costs.with_settings(sp=sp_everywhere))
+        sharded_costs = with_token_splits(problem, layer_costs, sp_at_any_cost=True)
+        if sharded_costs.sp != layer_costs.sp:
+            evaluator = Evaluator(problem, budget, sharded_costs)
             results = run_strategies(evaluator)
     if results.best is None:
         raise PlanError(explain_misfit_of_all(evaluator, results))

@@ -9,7 +9,7 @@ from mmtrain.models.model_shape import ModelShape
 from mmtrain.plan.artifact.plan import Placement, Plan, StepMeasurement
 from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.plan.search.allocation_watch import AllocationWatch
-from mmtrain.plan.search.constraints import RecomputeMode, SequenceParallelSetting, UnitChoices
+from mmtrain.plan.search.constraints import RecomputeMode, SequenceParallelSetting, TpOverlapSetting, UnitChoices
 from mmtrain.plan.search_progress import Progress
 from mmtrain.recipe.schema import Recipe
 
@@ -50,6 +50,7 @@ class Constraints:
     choices: Mapping[str, UnitChoices]  # mesh sizes
     recompute: Mapping[str, RecomputeMode]
     sequence_parallel: Mapping[str, SequenceParallelSetting]
+    tp_overlap: Mapping[str, TpOverlapSetting]
     encoder_microbatches: Mapping[str, int]  # of units whose number of microbatches the recipe fixes
 
 

@@ -143,6 +143,9 @@ def check_generator(recipe: Recipe) -> Iterator[Problem]:
     if degrees.sp is True:
         text = "found true, allowed: false or auto (a generator does not support sequence parallelism)"
         yield Problem(("parallel", "generator", "sp"), text)
+    if degrees.tp_overlap is True:
+        text = "found true, allowed: false or auto (the linears of a generator do not run in chunks of tokens)"
+        yield Problem(("parallel", "generator", "tp_overlap"), text)
     if model.kind == "dit":
         yield from check_tp("generator", degrees, heads=model.heads[0])
         num_layers = model.layers + NUM_END_LAYERS + 1  # and the projector of the context

@@ -191,6 +191,9 @@ def check_tp(unit: str, degrees: UnitParallel, **widths: int) -> Iterator[Proble
     if degrees.sp is True and degrees.tp == 1:
         text = f"sequence parallelism needs a tensor-parallel degree above 1, parallel.{path}.tp is 1; set sp to false"
         yield Problem(("parallel", *unit_path(unit), "sp"), text)
+    if degrees.tp_overlap is True and degrees.tp == 1:
+        text = f"chunks hide the communication of tensor parallelism, and parallel.{path}.tp is 1; set it to false"
+        yield Problem(("parallel", *unit_path(unit), "tp_overlap"), text)
     uneven = [f"model.{path}.{name} {width}" for name, width in widths.items() if degrees.tp and width % degrees.tp]
     if uneven:
         yield Problem(("parallel", *unit_path(unit), "tp"), f"{degrees.tp} does not divide {' or '.join(uneven)}")

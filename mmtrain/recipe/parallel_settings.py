@@ -32,6 +32,14 @@ class UnitParallel(Section):
         description="Sequence parallelism: the ranks of a tensor-parallel group shard the tokens in norms and residual "
         "connections. Needs tp above 1. `auto`: if it costs no time, or if nothing fits into memory without it.",
     )
+    tp_overlap: bool | Literal["auto"] = setting(
+        False,
+        affects={"plan"},
+        added_later=True,
+        description="Run the GEMMs of tensor-parallel linears in chunks of tokens, so that the ranks of a group "
+        "communicate one chunk while they compute the next. Needs tp above 1. `auto`: where it saves time, by the "
+        "cost table or by the model of the hardware.",
+    )
     num_microbatches: PositiveInt | None = setting(
         None,
         affects={"plan"},

@@ -63,6 +63,8 @@ def _legend(plan: Plan, num_cards: int) -> Iterator[Mark]:
         context_parallel = f"cp {unit.cp} x " if unit.cp > 1 else ""
         virtual_stages = f", vpp {unit.vpp}" if unit.vpp > 1 else ""
         sequence_parallel = ", sequence parallel" if unit.sp else ""
+        if unit.tp_chunks > 1:
+            sequence_parallel += f", tp communication in {unit.tp_chunks} chunks"
         num_microbatches = plan.schedule.num_microbatches[name]
         text = (
             f"{name}: tp {unit.tp} x {context_parallel}pp {unit.pp} x dp {unit.dp}{virtual_stages}{sequence_parallel}; "

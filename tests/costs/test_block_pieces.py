@@ -6,8 +6,18 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from mmtrain.costs import AnalyticCosts, CostTable, GroupLayout, MeasuredCosts, TokenLoad, preset
-from mmtrain.costs.block_pieces import ADD, DOWN, NORM, NORM_MLP, PROJECTION, QKV, UP
+from mmtrain.costs import AnalyticCosts, CostTable, GroupLayout, MeasuredCosts, TokenLoad, TokenSplit, preset
+from mmtrain.costs.block_pieces import (
+    ADD,
+    DOWN,
+    NORM,
+    NORM_MLP,
+    PROJECTION,
+    QKV,
+    UP,
+    ComputeBeside,
+    PieceCollective,
+)
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, layer_fields
 from mmtrain.models.model_shape import BLOCK_PIECES
 from tests.models.factory import settings, shape_of
@@ -28,7 +38,7 @@ def test_pieces_add_up_to_their_layer(tp: int, sp: bool, kind: Literal["forward"
     for layer in LAYERS:
         for trains, input_grad in ((True, True), (True, False), (False, True), (False, False)):
             changed = replace(layer, trainable=trains)
-            pieces = COSTS.pieces(changed, tp, LOAD, kind, input_grad=input_grad, sp=sp)
+            pieces = COSTS.pieces(changed, tp, LOAD, kind, input_grad=input_grad, split=TokenSplit(sp))
             total = COSTS.seconds(changed, tp, LOAD, kind, input_grad=input_grad)
             if not sp or tp == 1:  # else reduce-scatters and all-gathers take the place of all-reduces
                 assert sum(piece.total_s for piece in pieces) == pytest.approx(total, rel=1e-12)
@@ -46,12 +56,63 @@ def test_pieces_add_up_to_their_layer(tp: int, sp: bool, kind: Literal["forward"
     ],
 )
 def test_blocks_communicate_around_their_gemms(kind: Literal["forward", "backward"], sp: bool, ends: set[int]) -> None:
-    pieces = COSTS.pieces(BLOCK, 2, LOAD, kind, sp=sp)
+    pieces = COSTS.pieces(BLOCK, 2, LOAD, kind, split=TokenSplit(sp))
     assert {i for i, piece in enumerate(pieces) if piece.collective_s} == ends
     nbytes = LOAD.tokens * BLOCK.hidden * COSTS.element_bytes
     names = ("reduce_scatter", "all_gather") if sp else ("all_reduce",)
     seconds = sum(COSTS.collective(name, nbytes, GroupLayout(2)) for name in names)  # type: ignore[arg-type]
     assert sum(piece.collective_s for piece in pieces) == pytest.approx(2 * seconds * LEFT_FREE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_pieces_in_chunks_add_up_to_their_layer(kind: Literal["forward", "backward"], chunks: int) -> None:
+    split = TokenSplit(chunks=chunks)
+    for trains, input_grad in ((True, True), (True, False), (False, True), (False, False)):
+        changed = replace(BLOCK, trainable=trains)
+        for costs in (COSTS, measured_costs()):
+            pieces = costs.pieces(changed, 2, LOAD, kind, input_grad=input_grad, split=split)
+            total = costs.seconds(changed, 2, LOAD, kind, input_grad=input_grad, split=split)
+            assert sum(piece.total_s for piece in pieces) == pytest.approx(total, rel=1e-9)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("chunk_s", [0.5, 1.0, 3.0])
+def test_chunks_take_as_long_as_their_two_streams(gathers: bool, chunk_s: float) -> None:
+    """A stream of GEMMs and one of collectives, chunk by chunk."""
+    chunks, message_s = 4, 1.0
+    end = {"first": 0.0, "second": 0.0}
+    first_s, second_s = (message_s, chunk_s) if gathers else (chunk_s, message_s)
+    for _ in range(chunks):
+        end["first"] += first_s
+        end["second"] = max(end["first"], end["second"]) + second_s
+    beside = ComputeBeside(gemm_s=3.0, chunk_s=chunk_s)
+    collective = PieceCollective("all_reduce", 3.5, 0.0, beside, chunks, message_s)
+    assert 3.5 + 3.0 - collective.hidden_s == pytest.approx(end["second"])
+
+
+def test_chunks_of_many_tokens_hide_most_of_what_they_communicate() -> None:
+    load = TokenLoad.of(np.array([8192, 8192]))
+    wide = replace(BLOCK, hidden=8192, ffn=32768, heads=64, kv_heads=64, head_dim=128)
+    for sp in (False, True):
+        whole, in_chunks = (COSTS.pieces(wide, 8, load, "forward", split=TokenSplit(sp, count)) for count in (1, 8))
+        communicated = sum(piece.collective_s for piece in whole)
+        assert not any(piece.hidden_s for piece in whole)
+        assert 0.4 * communicated < sum(piece.hidden_s for piece in in_chunks) < communicated
+    assert COSTS.seconds(BLOCK, 2, LOAD, "forward", split=TokenSplit(chunks=8)) > COSTS.seconds(
+        BLOCK, 2, LOAD, "forward"
+    )
+
+
+def test_a_layer_measured_in_chunks_takes_what_was_measured() -> None:
+    costs = measured_costs()
+    [entry] = costs.table.layers
+    sample = entry.samples[0].model_copy(update={"seconds": {"forward": 0.4, "backward": 0.6, "recompute": 0.4}})
+    in_chunks = entry.model_copy(update={"tp_chunks": 4, "samples": (sample,)})
+    both = MeasuredCosts(costs.table.model_copy(update={"layers": (entry, in_chunks)}), COSTS)
+    assert both.seconds(BLOCK, 2, LOAD, "forward") == pytest.approx(0.5)
+    assert both.seconds(BLOCK, 2, LOAD, "forward", split=TokenSplit(chunks=4)) == pytest.approx(0.4)
+    assert both.seconds(BLOCK, 2, LOAD, "backward", split=TokenSplit(chunks=4)) == pytest.approx(0.6)
 
 
 def test_a_collective_that_takes_the_whole_rank_leaves_no_gap() -> None:

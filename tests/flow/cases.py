@@ -123,6 +123,7 @@ class Mesh:
     cp: int = 1
     method: ContextMethod = "ulysses"
     split: CutSequences = "auto"
+    tp_chunks: int = 1
 
 
 Order = dict[int, tuple[str, ...]]
@@ -157,6 +158,7 @@ def plan(
             cp=mesh.cp,
             cp_method=mesh.method if mesh.cp > 1 else None,
             cp_split=mesh.split if mesh.cp > 1 else None,
+            tp_chunks=mesh.tp_chunks,
             shard=shard,
             dispatch=dispatch,
             exchange=settings.parallel.exchange,

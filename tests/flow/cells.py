@@ -121,12 +121,14 @@ class Cell:
     seed: int  # of where stages end, and of an explicit order
     llm_kind: str = PLAIN
     vision_kind: str = PLAIN
+    tp_chunks: int = 1  # of the tokens in units with tensor parallelism
 
     def __str__(self) -> str:
         units = " | ".join(f"{unit} {size}" for unit, size in self.sizes)
         texts = ", texts between" * self.texts_between
         kinds = "".join(f", {axis}: {kind}" for axis, kind in self.kinds.items())
-        return f"{self.placement}: {units}; frozen {self.frozen}, recompute {self.recompute}{texts}{kinds}"
+        chunks = f", {self.tp_chunks} chunks" * (self.tp_chunks > 1)
+        return f"{self.placement}: {units}; frozen {self.frozen}, recompute {self.recompute}{texts}{kinds}{chunks}"
 
     @property
     def kinds(self) -> dict[str, object]:
@@ -316,6 +318,7 @@ def _unified(cell: Cell, model: ModelShape, rng: np.random.Generator) -> dict[st
             unit.vpp,
             RECOMPUTED[cell.recompute],
             size.sp,
+            tp_chunks=cell.tp_chunks if size.tp > 1 else 1,
         )
         for name, unit in units.items()
     }
@@ -331,7 +334,8 @@ def _own_meshes(cell: Cell, model: ModelShape, rng: np.random.Generator) -> dict
             ranks = _on_top(size, sizes["llm"])
         layers = len(model.unit(unit).layers)
         cuts = _bounds(layers, min(size.pp * size.vpp, layers), rng)[1:-1]
-        meshes[unit] = Mesh(cuts, ranks, size.tp, size.dp, size.vpp, RECOMPUTED[cell.recompute], size.sp, size.n)
+        recompute, tp_chunks = RECOMPUTED[cell.recompute], cell.tp_chunks if size.tp > 1 else 1
+        meshes[unit] = Mesh(cuts, ranks, size.tp, size.dp, size.vpp, recompute, size.sp, size.n, tp_chunks=tp_chunks)
     return meshes
 
 

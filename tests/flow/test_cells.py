@@ -87,20 +87,29 @@ def test_any_cell_computes_what_one_process_does(cell: Cell) -> None:
     assert_equals_one_process(cell.recipe(), cell.plan(), cell.texts_between)
 
 
-def _with_adapters(placement: Placement) -> list[Cell]:
-    """Return two tensor-parallel cells of the placement: one without sequence parallelism, one with it."""
-    chosen: dict[bool, Cell] = {}
-    for cell in sample_cells(placement, 40):
-        split = {size.sp for _, size in cell.sizes if size.tp > 1}
-        if len(split) == 1:
-            chosen.setdefault(split.pop(), replace(cell, frozen=ADAPTERS))
-    assert chosen.keys() == {False, True}
-    return list(chosen.values())
+def _tensor_parallel_cells() -> list[Cell]:
+    """Return two tensor-parallel cells of each placement: one without sequence parallelism, one with it."""
+    cells_of_all = []
+    for placement in PLACEMENTS:
+        chosen: dict[bool, Cell] = {}
+        for cell in sample_cells(placement, 40):
+            split = {size.sp for _, size in cell.sizes if size.tp > 1}
+            if len(split) == 1:
+                chosen.setdefault(split.pop(), cell)
+        assert chosen.keys() == {False, True}
+        cells_of_all += chosen.values()
+    return cells_of_all
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", [cell for placement in PLACEMENTS for cell in _with_adapters(placement)], ids=str)
+@pytest.mark.parametrize("cell", [replace(cell, frozen=ADAPTERS) for cell in _tensor_parallel_cells()], ids=str)
 def test_adapters_train_on_any_mesh_as_in_one_process(cell: Cell) -> None:
+    assert_equals_one_process(cell.recipe(), cell.plan(), cell.texts_between)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [replace(cell, tp_chunks=3) for cell in _tensor_parallel_cells()], ids=str)
+def test_communication_in_chunks_changes_no_result(cell: Cell) -> None:
     assert_equals_one_process(cell.recipe(), cell.plan(), cell.texts_between)
 
 

@@ -67,6 +67,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {},
         {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 4), (1, 2, 3, 4), tp=2, vpp=2, sp=True)},
     ),
+    "chunks of tokens, tp4, and tp2 with slices of tokens, partly frozen": (
+        {"train__freeze": ("llm.layers.1.*", "vision.layers.1.mlp.*", "llm.layers.2.*norm.weight")},
+        {
+            "vision": Mesh((), (0, 1), tp=2, sp=True, recompute=(1,), tp_chunks=2),
+            "llm": Mesh((), (2, 3, 4, 5), tp=4, recompute=(2,), tp_chunks=3),
+        },
+    ),
+    "chunks of tokens, tp2, and tp4 with slices of tokens and two kv heads": (
+        {},
+        {
+            "vision": Mesh((2,), (0, 1, 2, 3), tp=2, tp_chunks=4),
+            "llm": Mesh((), (4, 5, 6, 7), tp=4, sp=True, tp_chunks=2),
+        },
+    ),
     "frozen encoder and projector": (
         FROZEN_VISION | {"model__vision__projector__freeze": True},
         {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2)},

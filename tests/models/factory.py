@@ -92,11 +92,16 @@ def stage(
     freeze: Iterable[str] = (),
     sequence_parallel: bool = False,
     lora: dict[str, Any] | None = None,
+    tp_chunks: int = 1,
 ) -> StageModule:
     """Build a stage in fp32 on the CPU; all layers of the unit if none are named."""
     whole = shape_of(model, freeze, lora)
     spec = StageSpec(
-        unit, layers or (0, len(whole.unit(unit).layers)), frozenset(recompute), sequence_parallel=sequence_parallel
+        unit,
+        layers or (0, len(whole.unit(unit).layers)),
+        frozenset(recompute),
+        sequence_parallel=sequence_parallel,
+        tp_chunks=tp_chunks,
     )
     options = StageOptions(torch.float32, CPU, seed, attention)
     return build_stage(model, whole, spec, groups or ParallelGroups.single(), options)

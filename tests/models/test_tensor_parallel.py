@@ -51,10 +51,17 @@ class Outcome:
     """The results of one rank; plain attributes because it is pickled."""
 
     def __init__(
-        self, model: ModelSettings, groups: ParallelGroups, recompute: tuple[int, ...], sp: bool = False
+        self,
+        model: ModelSettings,
+        groups: ParallelGroups,
+        recompute: tuple[int, ...],
+        sp: bool = False,
+        tp_chunks: int = 1,
     ) -> None:
-        vision = stage(model, "vision", groups=groups, recompute=recompute, sequence_parallel=sp)
-        llm = stage(model, "llm", groups=groups, recompute=recompute, sequence_parallel=sp)
+        vision, llm = (
+            stage(model, unit, groups=groups, recompute=recompute, sequence_parallel=sp, tp_chunks=tp_chunks)
+            for unit in ("vision", "llm")
+        )
         inputs = text(8, 17, 0, 5, places=PLACES)
         features = vision(None, images((4, 4), (6, 4)))
         loss = llm(None, inputs, {"vision": features})
@@ -120,6 +127,20 @@ def test_sequence_parallelism_changes_no_result() -> None:
     on_ranks = run_ranks(4, _with_slices, (1, 3))
     for name, model in VARIANTS.items():
         _assert_equal([outcomes[name] for outcomes in on_ranks], Outcome(model, ParallelGroups.single(), ()))
+
+
+def _in_chunks(sp: bool, num_chunks: int) -> dict[str, Outcome]:
+    groups = _groups()
+    return {name: Outcome(model, groups, (1,), sp, num_chunks) for name, model in VARIANTS.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "sp", "num_chunks"), [(2, False, 4), (2, True, 3), (4, False, 3), (4, True, 100)])
+def test_chunks_change_no_result(tp: int, sp: bool, num_chunks: int) -> None:
+    """30 tokens of text and 42 of images are no multiples of the chunks; 100 are more than there are tokens."""
+    on_ranks = run_ranks(tp, _in_chunks, sp, num_chunks)
+    for name, model in VARIANTS.items():
+        _assert_equal([outcomes[name] for outcomes in on_ranks], Outcome(model, ParallelGroups.single(), (1,)))
 
 
 def _empty_with_slices() -> list[float]:

@@ -31,7 +31,7 @@ class LayerCosts:
 
     source: str = "given: round numbers"
 
-    def seconds(self, layer, tp, load, kind, *, input_grad=True):
+    def seconds(self, layer, tp, load, kind, *, input_grad=True, split=None):
         return load.tokens * {"forward": 1.0, "backward": 2.0 + input_grad, "recompute": 10.0}[kind] / tp
 
     def activation_bytes(self, layer, tp, load, recompute, *, input_grad=True):
@@ -125,7 +125,7 @@ def test_equal_stages_are_computed_once(timing):
     calls = []
 
     class Counted(LayerCosts):
-        def seconds(self, layer, tp, load, kind, *, input_grad=True):
+        def seconds(self, layer, tp, load, kind, *, input_grad=True, split=None):
             calls.append(kind)
             return super().seconds(layer, tp, load, kind, input_grad=input_grad)
 

@@ -51,7 +51,7 @@ def table() -> CostTable:
 
     Each group of ranks that is measured starts Python anew, which takes most of the time.
     """
-    [text] = fork_ranks(1, _measure, _recipe(), (1, 2))
+    [text] = fork_ranks(1, _measure, _recipe(parallel={"llm": {"tp_overlap": "auto"}}), (1, 2))
     return CostTable.model_validate_json(text)
 
 
@@ -61,7 +61,11 @@ def test_every_kind_of_layer_is_in_the_table(table: CostTable) -> None:
     kinds = [(entry.layer["kind"], entry.tp) for entry in table.layers]
     llm = ["embedding", "decoder_block", "head"]
     vision = ["patch_embed", "vit_block", "projector"]
-    assert sorted(kinds) == sorted([(k, 1) for k in vision] + [(k, tp) for k in llm for tp in (1, 2)])
+    in_chunks = [entry for entry in table.layers if entry.tp_chunks > 1]
+    assert [(entry.layer["kind"], entry.tp) for entry in in_chunks] == [("decoder_block", 2)]
+    assert sorted(kinds) == sorted(
+        [(k, 1) for k in vision] + [(k, tp) for k in llm for tp in (1, 2)] + [("decoder_block", 2)]
+    )
     for entry in table.layers:
         assert len({s.tokens for s in entry.samples}) >= 4
         for sample in entry.samples:

@@ -7,7 +7,7 @@ Importing it takes about two seconds, so the rest of mmtrain imports it inside t
 from mmtrain.models.megatron import compat as compat
 from mmtrain.models.megatron.block_segments import run_pieces, start_tp_communication
 from mmtrain.models.megatron.compat import optimizer_scope, prepare_megatron
-from mmtrain.models.megatron.layer_factory import LayerFactory
+from mmtrain.models.megatron.layer_factory import LayerFactory, set_tp_chunks
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "optimizer_scope",
     "prepare_megatron",
     "run_pieces",
+    "set_tp_chunks",
     "start_tp_communication",
 ]

@@ -179,6 +179,7 @@ class LayerFactory:
     attention: AttentionBackend
     sequence_parallel: bool
     fused_kernels: bool = False  # where an operation has a fused form: see `models.kernels.choice`
+    tp_chunks: int = 1  # of the tokens in linears of blocks; with more, communication overlaps with GEMMs
     query_scale: float | None = None  # scores are divided by its square root; by default that of a head's width
 
     @cached_property
@@ -299,6 +300,8 @@ class LayerFactory:
         _mark(layer.self_attention.linear_proj, dim=1)
         _mark(layer.mlp.linear_fc1, dim=0, stride=2 if self.block.gated else 1)
         _mark(layer.mlp.linear_fc2, dim=1)
+        if self.groups.tp_size > 1:
+            set_tp_chunks(layer, self.tp_chunks)
         if self.block.joint_qk_norm:
             _mark(layer.self_attention.q_layernorm, dim=0)
             _mark(layer.self_attention.k_layernorm, dim=0)
@@ -430,6 +433,15 @@ class LayerFactory:
         all_logits, all_ids = torch.stack(candidates, dim=1)
         tokens: Tensor = all_ids.gather(0, all_logits.argmax(dim=0, keepdim=True))[0].long()
         return tokens
+
+
+def set_tp_chunks(module: nn.Module, num_chunks: int) -> None:
+    """Let the linears of all blocks in a module run in so many chunks of tokens."""
+    for block in module.modules():
+        if isinstance(block, PackedTransformerBlock):
+            for linear in block.modules():
+                if isinstance(linear, ColumnLinear | RowLinear):
+                    linear.num_chunks = num_chunks
 
 
 def _mark(module: nn.Module, dim: int, stride: int = 1) -> nn.Module:

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from mmtrain.models.layer_shape import LoraShape
-from mmtrain.models.megatron.tp_linear import tp_linear
+from mmtrain.models.megatron.tp_linear import reduced_linear, tp_linear
 
 
 class LoraAdapter(nn.Module):
@@ -42,6 +42,7 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron-core
     """
 
     bias_mask: Tensor | None
+    num_chunks = 1  # of the tokens; with more, communication overlaps with GEMMs
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build the linear as Megatron-core does, without an adapter: see `add_adapter`."""
@@ -83,8 +84,15 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron-core
     ) -> Tensor:
         if bias is not None and self.bias_mask is not None:
             bias = bias * self.bias_mask
-        group = self.tp_group
-        return tp_linear(input, weight, bias, group, sums_input_grad=allreduce_dgrad, gathers_tokens=sequence_parallel)
+        return tp_linear(
+            input,
+            weight,
+            bias,
+            self.tp_group,
+            sums_input_grad=allreduce_dgrad,
+            gathers_tokens=sequence_parallel,
+            num_chunks=self.num_chunks,
+        )
 
 
 class RowLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron-core has no types
@@ -92,6 +100,8 @@ class RowLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron-core has n
 
     Where no rank has a summand but this one, its GEMM adds the bias; else the bias is `late_bias`.
     """
+
+    num_chunks = 1  # of the tokens; with more, communication overlaps with GEMMs
 
     def __init__(self, *args: Any, skip_bias_add: bool, **kwargs: Any) -> None:
         """Build the linear as Megatron-core does, without an adapter: see `add_adapter`.
@@ -104,7 +114,13 @@ class RowLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron-core has n
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute (..., outputs) of (..., inputs / tp), and return the bias that is left to the caller."""
-        out, _ = super().forward(input_)
+        if self.num_chunks > 1 and not self.explicit_expert_comm:
+            is_sharded = self.sequence_parallel
+            out = reduced_linear(
+                input_, self.weight, self.tp_group, scatters_tokens=is_sharded, num_chunks=self.num_chunks
+            )
+        else:
+            out, _ = super().forward(input_)
         if self.lora is not None:
             out = out + self._adapted(self.lora, input_)
         bias = self.late_bias

@@ -1,4 +1,4 @@
-"""The GEMM of a tensor-parallel linear, with the communication of its backward.
+"""The GEMM of a tensor-parallel linear, with the communication of its backward, and in chunks also of its forward.
 
 It takes the place of Megatron-core's function, which needs Apex to sum gradients of weights in fp32, adds a bias in a
 pass of its own, gives biases of frozen weights no gradient, and always computes the gradient of the input.
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mmtrain.models.kernels.weight_gradient import add_weight_gradient
+from mmtrain.models.megatron.chunked_gemms import Reductions, gather_then_multiply, multiply_then_reduce
 
 
 def tp_linear(
@@ -23,14 +24,27 @@ def tp_linear(
     *,
     sums_input_grad: bool = False,
     gathers_tokens: bool = False,
+    num_chunks: int = 1,
 ) -> Tensor:
     """Compute (T, ..., outputs) of (T, ..., inputs).
 
     sums_input_grad: backward sums the gradient of the input over the group, while it computes that of the weight.
     gathers_tokens: `x` is this rank's shard of the tokens; backward reduces its gradient to that of the shard.
+    num_chunks: of the tokens; a chunk is gathered or reduced while a neighbour is computed. See `chunked_gemms`.
     """
-    arguments = (x, weight, bias, tp_group, sums_input_grad, gathers_tokens)
+    arguments = (x, weight, bias, tp_group, sums_input_grad, gathers_tokens, num_chunks)
     return cast(Tensor, _TensorParallelLinear.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+def reduced_linear(
+    x: Tensor, weight: Tensor, tp_group: dist.ProcessGroup, *, scatters_tokens: bool, num_chunks: int
+) -> Tensor:
+    """Compute the sum over the group of each rank's (T, ..., outputs) of (T, ..., inputs / tp), in chunks of tokens.
+
+    scatters_tokens: return this rank's shard of the tokens; backward gathers its gradient.
+    """
+    arguments = (x, weight, tp_group, scatters_tokens, num_chunks)
+    return cast(Tensor, _ReducedLinear.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
 class _TensorParallelLinear(torch.autograd.Function):
@@ -43,11 +57,15 @@ class _TensorParallelLinear(torch.autograd.Function):
         tp_group: dist.ProcessGroup,
         sums_input_grad: bool,
         gathers_tokens: bool,
+        num_chunks: int,
     ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.tp_group = tp_group
         ctx.sums_input_grad = sums_input_grad
         ctx.gathers_tokens = gathers_tokens
+        ctx.num_chunks = num_chunks
+        if gathers_tokens and num_chunks > 1:
+            return gather_then_multiply(x, weight.T, bias, tp_group, num_chunks)[0]
         return F.linear(_gather(x, tp_group)[0] if gathers_tokens else x, weight, bias)
 
     @staticmethod
@@ -66,11 +84,48 @@ class _TensorParallelLinear(torch.autograd.Function):
         weight_grad = add_weight_gradient(weight, rows, x.flatten(0, -2)) if needs_weight else None
         if reduction is not None:
             reduction.wait()
-        return x_grad, weight_grad, bias_grad, None, None, None
+        return x_grad, weight_grad, bias_grad, None, None, None, None
 
 
-def _input_grad(ctx: Any, out_grad: Tensor, weight: Tensor) -> tuple[Tensor, dist.Work | None]:
-    """Return where the input's gradient will be, and the work to wait for before anyone reads it."""
+class _ReducedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, tp_group: dist.ProcessGroup, scatters_tokens: bool, num_chunks: int
+    ) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.tp_group = tp_group
+        ctx.scatters_tokens = scatters_tokens
+        ctx.num_chunks = num_chunks
+        out, reductions = multiply_then_reduce(x, weight.T, tp_group, num_chunks, scatters=scatters_tokens)
+        reductions.wait()
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        x_grad: Tensor | None = None
+        if not ctx.scatters_tokens:
+            x_grad = out_grad @ weight if needs_x else None
+        elif needs_x:
+            x_grad, out_grad = gather_then_multiply(out_grad, weight, None, ctx.tp_group, ctx.num_chunks)
+        else:
+            out_grad, _ = _gather(out_grad, ctx.tp_group)
+        weight_grad = None
+        if needs_weight:
+            weight_grad = add_weight_gradient(weight, out_grad.flatten(0, -2), x.flatten(0, -2))
+        return x_grad, weight_grad, None, None, None
+
+
+def _input_grad(ctx: Any, out_grad: Tensor, weight: Tensor) -> tuple[Tensor, dist.Work | Reductions | None]:
+    """Return where the input's gradient will be, and the work to wait for before anyone reads it.
+
+    The GEMM of the weight's gradient, if there is one, hides the reduction; only without one are there chunks.
+    """
+    is_hidden = ctx.needs_input_grad[1]
+    if ctx.num_chunks > 1 and not is_hidden and (ctx.sums_input_grad or ctx.gathers_tokens):
+        return multiply_then_reduce(out_grad, weight, ctx.tp_group, ctx.num_chunks, scatters=ctx.gathers_tokens)
     x_grad = out_grad @ weight
     if ctx.sums_input_grad:
         return x_grad, dist.all_reduce(x_grad, group=ctx.tp_group, async_op=True)

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
 from mmtrain.balance import BalancedLoad, PipelineRank, SampleLengths, SequenceCost, StepTargets
-from mmtrain.costs import CostModel, TokenLoad, costs_for, input_grad_needed, machine_for
+from mmtrain.costs import CostModel, TokenLoad, TokenSplit, costs_for, input_grad_needed, machine_for
 from mmtrain.models.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.plan.artifact.marginal_cost import MarginalCost, marginal_cost
 from mmtrain.plan.artifact.plan import Plan
@@ -59,16 +59,17 @@ class _StageCosts:
     def of(self, stage: Stage) -> tuple[MarginalCost, MarginalCost]:
         """Return a stage's forward and its backward, with what is computed again in the latter."""
         unit = stage.id.unit
-        tp, typical = self.graph.mesh(unit).tp, self.typical[unit]
+        mesh, typical = self.graph.mesh(unit), self.typical[unit]
+        tp, seconds = mesh.tp, partial(self.costs.seconds, split=TokenSplit(stage.sp, mesh.tp_chunks))
 
         @cache
         def of_layer(layer: LayerShape, input_grad: bool, recomputed: bool) -> tuple[MarginalCost, MarginalCost]:
             def forward(load: TokenLoad) -> float:
-                return self.costs.seconds(layer, tp, load, "forward")
+                return seconds(layer, tp, load, "forward")
 
             def backward(load: TokenLoad) -> float:
-                seconds = self.costs.seconds(layer, tp, load, "backward", input_grad=input_grad)
-                return seconds + (self.costs.seconds(layer, tp, load, "recompute") if recomputed else 0.0)
+                backward_s = seconds(layer, tp, load, "backward", input_grad=input_grad)
+                return backward_s + (seconds(layer, tp, load, "recompute") if recomputed else 0.0)
 
             return marginal_cost(forward, typical), marginal_cost(backward, typical)
 

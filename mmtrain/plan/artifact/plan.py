@@ -24,7 +24,12 @@ class _Frozen(BaseModel):
 
 
 _CONTEXT_FIELDS = ("cp", "cp_method", "cp_split")  # of `UnitPlan`
-_UNSTATED_OF_UNITS = {"shard": None, "dispatch": None, "exchange": "all_to_all"}  # what older files do not have
+_UNSTATED_OF_UNITS = {
+    "shard": None,
+    "dispatch": None,
+    "exchange": "all_to_all",
+    "tp_chunks": 1,
+}  # what older files do not have
 
 
 class StagePlan(_Frozen):
@@ -59,6 +64,8 @@ class UnitPlan(_Frozen):
     cp: int = Field(1, ge=1)
     cp_method: ContextMethod | None = None
     cp_split: CutSequences | None = None
+    # Chunks of tokens in the linears of blocks: the TP group communicates one while it computes another.
+    tp_chunks: int = Field(1, ge=1)
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
 
@@ -100,6 +107,15 @@ class UnitPlan(_Frozen):
                 raise ValueError(
                     f"ranks are {self.ranks}: those that share sequences ascend, as torch orders its groups"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_need_a_group(self) -> "UnitPlan":
+        if self.tp == 1 and self.tp_chunks > 1:
+            raise ValueError(
+                f"tp_chunks is {self.tp_chunks} with tp 1: chunks hide the communication of a tensor-parallel group; "
+                "use 1, or make a new plan"
+            )
         return self
 
     @model_validator(mode="after")

@@ -46,6 +46,7 @@ def build_stage_graph(
             cp=unit.cp,
             cp_method=unit.cp_method or "ulysses",
             cp_split=unit.cp_split or "auto",
+            tp_chunks=unit.tp_chunks,
         )
         for name, unit in ((unit_shape.name, units[unit_shape.name]) for unit_shape in shape.units)
     )

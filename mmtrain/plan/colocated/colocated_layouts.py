@@ -107,6 +107,7 @@ def colocated_layout(
             dp=size.dp,
             vpp=size.vpp,
             sp=layer_costs.has_sp(unit, size.tp),
+            tp_chunks=layer_costs.num_chunks(unit, size.tp),
             ranks=_ranks_on_llm(size, llm),
             stages=stages,
         )

@@ -84,7 +84,7 @@ def segment_costs(layer_costs: LayerCosts, graph: StageGraph, stage: StageId, ki
             load,
             "forward" if kind == "F" else "backward",
             input_grad=input_grad[i],
-            sp=node.sp,
+            split=layer_costs.token_split(stage.unit, tp),
         )
         segments += scale_pieces(pieces, total_s)
     assert len(segments) == len(segment_layers(graph, stage))
@@ -93,13 +93,13 @@ def segment_costs(layer_costs: LayerCosts, graph: StageGraph, stage: StageId, ki
 
 def compute_share(layer_costs: LayerCosts, unit: str, tp: int, split: BatchSplit) -> float:
     """Return the share of a unit's forwards and backwards that is not spent on collectives inside its layers."""
-    load = layer_costs.microbatch_loads(unit, split).mean()
+    load, token_split = layer_costs.microbatch_loads(unit, split).mean(), layer_costs.token_split(unit, tp)
     layers = zip(layer_costs.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True)
     counted_pieces = [
         (count, piece)
         for (layer, input_grad), count in Counter(layers).items()
         for kind in _COMPUTE_KINDS
-        for piece in layer_costs.costs.pieces(layer, tp, load, kind, input_grad=input_grad)
+        for piece in layer_costs.costs.pieces(layer, tp, load, kind, input_grad=input_grad, split=token_split)
     ]
     total_s = sum(count * piece.total_s for count, piece in counted_pieces)
     return sum(count * piece.compute_s for count, piece in counted_pieces) / total_s if total_s else 1.0

@@ -20,6 +20,7 @@ from mmtrain.costs import (
     RankMemory,
     StateBytes,
     TokenLoad,
+    TokenSplit,
     input_grad_needed,
     model_flops,
     num_trained_parameters,
@@ -51,6 +52,7 @@ from mmtrain.program.schedules.builder import in_flight_microbatches
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 SpSizes = Mapping[str, frozenset[int]]  # by unit, the tensor-parallel sizes with sequence parallelism
+TpChunks = Mapping[str, Mapping[int, int]]  # by unit and tensor-parallel size, chunks of tokens where there are several
 
 
 class UnitSplit(NamedTuple):
@@ -136,13 +138,20 @@ class UnitLayerCosts:
 class LayerCosts:
     """Costs of a model's layers on the sampled batches. Each is computed once and kept."""
 
-    def __init__(self, problem: PlanningProblem, sp: SpSizes | None = None, budget: SearchBudget = DEFAULT_BUDGET):
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        sp: SpSizes | None = None,
+        budget: SearchBudget = DEFAULT_BUDGET,
+        chunks: TpChunks | None = None,
+    ):
         """Take shapes, cost model and batches from the problem.
 
         Args:
             problem: what is planned.
             sp: where sequence parallelism is used; nowhere by default. See `search.sequence_parallel`.
             budget: how exactly loads are priced.
+            chunks: where chunks of tokens hide communication; nowhere by default. See `search.tp_chunks`.
         """
         self.shape = problem.shape
         self.costs = problem.costs
@@ -153,6 +162,7 @@ class LayerCosts:
         self.encoder_microbatches = problem.constraints.encoder_microbatches
         self.recompute: Mapping[str, RecomputeMode] = problem.constraints.recompute
         self.sp: SpSizes = sp or {}
+        self.chunks: TpChunks = chunks or {}
         self.budget = budget
         self._step_loads: dict[BatchSplit, list[StepLoads]] = {}
         self._laid_out: dict[BatchSplit, list[BatchMeta]] = {}
@@ -168,16 +178,19 @@ class LayerCosts:
         *,
         recompute: Mapping[str, RecomputeMode] | None = None,
         sp: SpSizes | None = None,
+        chunks: TpChunks | None = None,
         state: StateBytes | None = None,
         costs: CostModel | None = None,
     ) -> "LayerCosts":
-        """Return the same layers under other recompute modes, sequence parallelism, bytes of state, or cost model.
+        """Return the same layers under other recompute modes, ways to split tokens, bytes of state, or cost model.
 
-        Loads depend on none of them and stay shared, seconds on the cost model only; bytes are computed anew.
+        Loads depend on none of them and stay shared, seconds on the cost model and on chunks of tokens, which hide
+        more with sequence parallelism; bytes are computed anew.
         """
         changed = copy(self)
-        if costs is not None:
-            changed.costs = costs
+        changed.chunks = self.chunks if chunks is None else chunks
+        if costs is not None or changed.chunks != self.chunks or (changed.chunks and sp is not None):
+            changed.costs = costs or self.costs
             changed._unit_times = {}
         changed.recompute = self.recompute if recompute is None else recompute
         changed.sp = self.sp if sp is None else sp
@@ -193,6 +206,14 @@ class LayerCosts:
     def has_sp(self, unit: str, tp: int) -> bool:
         """Return whether the unit uses sequence parallelism at this tensor-parallel size."""
         return tp in self.sp.get(unit, ())
+
+    def num_chunks(self, unit: str, tp: int) -> int:
+        """Return the chunks of tokens in which the unit's linears run at this tensor-parallel size."""
+        return self.chunks.get(unit, {}).get(tp, 1)
+
+    def token_split(self, unit: str, tp: int) -> TokenSplit:
+        """Return how a TP group of this size divides the unit's tokens."""
+        return TokenSplit(self.has_sp(unit, tp), self.num_chunks(unit, tp))
 
     def batch_split(self, dp: Mapping[str, int], num_microbatches: Mapping[str, int] | None = None) -> BatchSplit:
         """Return data-parallel degrees with each unit's microbatches.
@@ -250,8 +271,12 @@ class LayerCosts:
             distinct = list(dict.fromkeys(kinds))
             loads = self.microbatch_loads(unit, split)
             group = self.context_group(_of_unit(unit, split), tp)
+            token_split = self.token_split(unit, tp)
             by_kind = np.stack(
-                [self._layer_seconds(layer, needs_grad, tp, loads, group) for layer, needs_grad in distinct]
+                [
+                    self._layer_seconds(layer, needs_grad, tp, loads, group, token_split)
+                    for layer, needs_grad in distinct
+                ]
             )
             kind = np.array([distinct.index(layer_kind) for layer_kind in kinds], dtype=np.int64)
             self._unit_times[key] = UnitLayerTimes(by_kind, kind)
@@ -372,7 +397,13 @@ class LayerCosts:
         return ContextGroup.of_mesh(tp, split.cp, split.cp_method == "ring", self._machine.ranks_per_node)
 
     def _layer_seconds(
-        self, layer: LayerShape, input_grad: bool, tp: int, loads: LoadArrays, group: ContextGroup
+        self,
+        layer: LayerShape,
+        input_grad: bool,
+        tp: int,
+        loads: LoadArrays,
+        group: ContextGroup,
+        token_split: TokenSplit,
     ) -> FloatArray:
         """Return (3, batches, dp, microbatches) seconds of one layer: forward, backward, recompute."""
 
@@ -382,7 +413,7 @@ class LayerCosts:
 
         def seconds(kind: ComputeKind, needs_grad: bool = True) -> FloatArray:
             def of_load(load: TokenLoad) -> float:
-                compute_s = self.costs.seconds(layer, tp, load, kind, input_grad=needs_grad)
+                compute_s = self.costs.seconds(layer, tp, load, kind, input_grad=needs_grad, split=token_split)
                 return compute_s + context_seconds(layer, tp, load, kind, self.costs, group, element_bytes)
 
             of_replicas = seconds_of_loads(of_load, loads, self.budget.loads)

@@ -13,7 +13,7 @@ from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.planner import run_strategies
 from mmtrain.plan.problem import PlanRequest
-from mmtrain.plan.search.sequence_parallel import choose_sequence_parallelism
+from mmtrain.plan.search.tp_chunks import with_token_splits
 from mmtrain.recipe.schema import Recipe
 
 MIN_GAIN = 1.1  # in tokens/s, below which there is no hint
@@ -76,8 +76,8 @@ def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int) ->
         layer_costs = LayerCosts(problem, budget=QUICK_BUDGET)
         tokens = layer_costs.tokens()
         request = PlanRequest(num_alternatives=0, max_step_s=tokens / tokens_per_s / MIN_GAIN)
-        sp = choose_sequence_parallelism(problem, layer_costs)
-        evaluator = Evaluator(replace(problem, request=request), QUICK_BUDGET, layer_costs.with_settings(sp=sp))
+        split_costs = with_token_splits(problem, layer_costs)
+        evaluator = Evaluator(replace(problem, request=request), QUICK_BUDGET, split_costs)
         best = run_strategies(evaluator).best
     except UserError:
         return 0.0

@@ -83,6 +83,6 @@ def _with_parallel(problem: PlanningProblem, **settings: object) -> PlanningProb
 
 
 def evaluator_of_changed(problem: PlanningProblem, evaluator: Evaluator) -> Evaluator:
-    """Return an evaluator of a changed problem, with the sequence parallelism and the budget of another one."""
-    layer_costs = LayerCosts(problem, evaluator.layer_costs.sp, evaluator.budget)
+    """Return an evaluator of a changed problem, with the budget of another one and its way to split tokens."""
+    layer_costs = LayerCosts(problem, evaluator.layer_costs.sp, evaluator.budget, evaluator.layer_costs.chunks)
     return Evaluator(problem, evaluator.budget, layer_costs)

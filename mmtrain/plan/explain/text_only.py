@@ -22,9 +22,8 @@ def with_text_only(plan: Plan, recipe: Recipe, lengths: SampleLengths) -> Plan:
     if len(plan.units) == 1 or "generator" in plan.units or not is_trained:
         return plan
     model = recipe.model.model_copy(update={"vision": None, "audio": None, "encoders": {}})
-    parallel = ParallelSettings.model_validate(
-        {"llm": {"recompute": recipe.parallel.llm.recompute, "sp": recipe.parallel.llm.sp}}
-    )
+    of_llm = recipe.parallel.llm.model_dump(include={"recompute", "sp", "tp_overlap"})
+    parallel = ParallelSettings.model_validate({"llm": of_llm})
     problem_recipe = recipe.model_copy(update={"model": model, "parallel": parallel})
     try:
         problem = formulate_problem(

@@ -18,6 +18,7 @@ from mmtrain.recipe.schema import Recipe
 _SETTINGS = ("tp", "pp", "dp", "vpp", "num_microbatches")
 RecomputeMode = Literal["none", "all", "auto"]  # what the recipe says of a unit
 SequenceParallelSetting = Literal["auto"] | bool  # the same of `sp`
+TpOverlapSetting = Literal["auto"] | bool  # the same of `tp_overlap`
 
 
 @dataclass(frozen=True)

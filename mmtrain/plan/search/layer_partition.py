@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from mmtrain.costs.rank_memory import MEMORY_MARGIN
 from mmtrain.plan.artifact.layout import Layout, disaggregated_units, replicated_units, unified_units
+from mmtrain.plan.artifact.plan import UnitPlan
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.plan.budget import DEFAULT_BUDGET, PartitionBudget
 from mmtrain.plan.candidate import LayerPartition, MeshAssignment
@@ -262,11 +263,14 @@ def partitioned_layout(
     else:
         partition_of_unit = dict(zip(assignment.meshes, partition, strict=True))
         units = disaggregated_units(assignment.meshes, partition_of_unit, recomputed)
-    with_sp = {
-        name: unit.model_copy(update={"sp": True}) for name, unit in units.items() if layer_costs.has_sp(name, unit.tp)
-    }
-    num_microbatches = dict(assignment.num_microbatches)
-    return Layout(assignment.placement, units | with_sp, num_microbatches, assignment.encoder_first)
+    units = {name: with_token_split(name, unit, layer_costs) for name, unit in units.items()}
+    return Layout(assignment.placement, units, dict(assignment.num_microbatches), assignment.encoder_first)
+
+
+def with_token_split(name: str, unit: UnitPlan, layer_costs: LayerCosts) -> UnitPlan:
+    """Return the unit's plan with the way in which its TP groups divide tokens."""
+    split = layer_costs.token_split(name, unit.tp)
+    return unit.model_copy(update={"sp": split.sp, "tp_chunks": split.chunks})
 
 
 def anchored_partition(

@@ -72,6 +72,7 @@ class UnitMesh:
     cp: int = 1
     cp_method: ContextMethod = "ulysses"
     cp_split: CutSequences = "auto"
+    tp_chunks: int = 1  # of the tokens in linears of blocks, so that TP communication overlaps with GEMMs
 
     @property
     def num_replicas(self) -> int:

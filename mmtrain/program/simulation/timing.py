@@ -10,7 +10,7 @@ import numpy as np
 
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds
-from mmtrain.costs.cost_model import ComputeKind, CostModel, PieceCost, TokenLoad
+from mmtrain.costs.cost_model import ComputeKind, CostModel, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT, ShardedLayers, overlapped_seconds
 from mmtrain.models.model_shape import LayerShape, ModelShape
 from mmtrain.program.ir.actions import (
@@ -54,6 +54,7 @@ class StageContent(NamedTuple):
     number: int
     tp: int
     layers: tuple[StageLayer, ...]
+    split: TokenSplit
 
 
 class TransferCost(NamedTuple):
@@ -140,21 +141,21 @@ class ModelTiming:
             sharing = self.graph.mesh(mb.unit).cp_replicas(mb.replica)
             parts = [self.loads.loads[Microbatch(mb.unit, replica, mb.index)] for replica in sharing]
             layers, group = content.layers[lo:hi], self._context_groups[mb.unit]
-            self._compute_s[key] = max(self._part_seconds(kind, layers, content.tp, load, group) for load in parts)
+            self._compute_s[key] = max(self._part_seconds(kind, layers, content, load, group) for load in parts)
         return self._compute_s[key]
 
     def _part_seconds(
-        self, kind: Direction, layers: Sequence[StageLayer], tp: int, load: TokenLoad, group: ContextGroup
+        self, kind: Direction, layers: Sequence[StageLayer], content: StageContent, load: TokenLoad, group: ContextGroup
     ) -> float:
         """Return the seconds of one of the replicas that share a microbatch's sequences: all wait for the slowest."""
         if not load.tokens:
             return 0.0
-        seconds = self._seconds(kind, layers, tp, load)
+        seconds = self._seconds(kind, layers, content, load)
         if group.cp == 1:
             return seconds
         exchanged_s = 0.0
         for held in layers:
-            exchanged = partial(context_seconds, held.layer, tp, load, costs=self.costs, group=group)
+            exchanged = partial(context_seconds, held.layer, content.tp, load, costs=self.costs, group=group)
             if kind == "F":
                 exchanged_s += exchanged(kind="forward", element_bytes=self.element_bytes)
             elif held.layer.trainable or held.input_grad:
@@ -320,8 +321,10 @@ class ModelTiming:
         return self._compute_s[key]
 
     def _slowest_replica(self, unit: str, index: int, kind: Direction, held: StageLayer) -> float:
-        loads = [self.loads.loads[Microbatch(unit, replica, index)] for replica in range(self.graph.mesh(unit).dp)]
-        return max(self._seconds(kind, (held,), 1, load) if load.tokens else 0.0 for load in loads)
+        mesh = self.graph.mesh(unit)
+        loads = [self.loads.loads[Microbatch(unit, replica, index)] for replica in range(mesh.dp)]
+        content = next(content for stage, content in self._contents.items() if stage.unit == unit)
+        return max(self._seconds(kind, (held,), content, load) if load.tokens else 0.0 for load in loads)
 
     @cached_property
     def _sharded_layers(self) -> dict[str, ShardedLayers]:
@@ -332,8 +335,8 @@ class ModelTiming:
             if mesh.shard is not None
         }
 
-    def _seconds(self, kind: Direction, layers: Sequence[StageLayer], tp: int, load: TokenLoad) -> float:
-        seconds = self.costs.seconds
+    def _seconds(self, kind: Direction, layers: Sequence[StageLayer], content: StageContent, load: TokenLoad) -> float:
+        tp, seconds = content.tp, partial(self.costs.seconds, split=content.split)
         if kind == "F":
             return sum(seconds(held.layer, tp, load, "forward", input_grad=held.input_grad) for held in layers)
         total = 0.0
@@ -354,7 +357,7 @@ class ModelTiming:
             pieces = [
                 piece
                 for held, num_pieces in zip(content.layers, stage.pieces, strict=True)
-                for piece in self._of_layer(kind, held, num_pieces, content.tp, load, stage.sp)
+                for piece in self._of_layer(kind, held, num_pieces, content, load)
             ]
             self._pieces[key] = [0.0, *accumulate(piece.total_s for piece in pieces)], pieces
         sums, pieces = self._pieces[key]
@@ -367,12 +370,13 @@ class ModelTiming:
         return seconds_in_pass + cut_s + last.hidden_s, last.collective_s
 
     def _of_layer(
-        self, kind: Direction, held: StageLayer, num_pieces: int, tp: int, load: TokenLoad, sp: bool
+        self, kind: Direction, held: StageLayer, num_pieces: int, content: StageContent, load: TokenLoad
     ) -> tuple[PieceCost, ...]:
         if num_pieces == 1:
-            return (PieceCost(self._seconds(kind, (held,), tp, load) if load.tokens else 0.0, 0.0),)
+            return (PieceCost(self._seconds(kind, (held,), content, load) if load.tokens else 0.0, 0.0),)
         name: ComputeKind = "forward" if kind == "F" else "backward"
-        return self.costs.pieces(held.layer, tp, load, name, input_grad=held.input_grad, sp=sp)
+        tp, split = content.tp, content.split
+        return self.costs.pieces(held.layer, tp, load, name, input_grad=held.input_grad, split=split)
 
     @cached_property
     def _pieces(self) -> dict[tuple[int, Direction, int, int], tuple[list[float], list[PieceCost]]]:
@@ -400,7 +404,8 @@ class ModelTiming:
             layers, input_grad = self.shape.unit(unit).layers, self.input_grad[unit]
             held = tuple(StageLayer(layers[i], input_grad[i], i in stage.recompute) for i in range(*stage.layers))
             number = numbers.setdefault((unit, held), len(numbers))
-            contents[stage.id] = StageContent(number, self.graph.mesh(unit).tp, held)
+            mesh = self.graph.mesh(unit)
+            contents[stage.id] = StageContent(number, mesh.tp, held, TokenSplit(stage.sp, mesh.tp_chunks))
         return contents
 
     @cached_property

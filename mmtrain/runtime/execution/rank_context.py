@@ -278,7 +278,9 @@ def build_units(
         stages: dict[StageId, StageModule] = {}
         for stage in graph.stages:
             if stage.id.unit == name and any(transport.rank in tp_group for tp_group in stage.tp_groups):
-                spec = StageSpec(name, stage.layers, stage.recompute, name in sequence_parallel)
+                spec = StageSpec(
+                    name, stage.layers, stage.recompute, name in sequence_parallel, tp_chunks=mesh.tp_chunks
+                )
                 build = build_stage if mesh.shard is None else build_stage_without_weights
                 stages[stage.id] = build(recipe.model, model, spec, groups, options)
         _join_tied(stages.values())

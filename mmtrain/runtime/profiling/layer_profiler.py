@@ -19,7 +19,7 @@ from torch import Tensor
 from mmtrain.costs.cost_table import LayerSample, TimedPass, layer_fields, layer_key
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.clip_factors import clip_factors
-from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.megatron import ParallelGroups, set_tp_chunks
 from mmtrain.models.megatron.zero_adamw import ZeroAdamW
 from mmtrain.models.model_shape import ModelShape, UnitShape
 from mmtrain.models.stage_inputs import TextInput, UnitInput
@@ -75,6 +75,10 @@ class LayerProfiler:
     def keys(self) -> list[str]:
         """The cost-table key of each layer."""
         return [layer_key(layer_fields(layer)) for layer in self.stage.shape.layers]
+
+    def set_chunks(self, num_chunks: int) -> None:
+        """Let blocks run their linears in so many chunks of tokens from now on."""
+        set_tp_chunks(self.stage, num_chunks)
 
     def sample(
         self, probe: Probe, recipe: Recipe, repeats: tuple[int, int], all_modes: bool = True

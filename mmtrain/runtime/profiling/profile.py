@@ -35,6 +35,7 @@ from mmtrain.costs.measured_costs import interpolation_errors
 from mmtrain.errors import PlanError
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import UnitShape, build_model_shape
+from mmtrain.models.stage_module import BLOCK_KINDS
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.profiling.core_speed import measure_core_speed
@@ -43,6 +44,8 @@ from mmtrain.runtime.profiling.message_profiler import measure_node_groups, meas
 from mmtrain.runtime.profiling.probes import Probe, make_probes
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, World, join, leave
+
+MEASURED_CHUNKS = 4  # of tokens, in which blocks are measured a second time; other numbers differ as modelled
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,10 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
     dtype = compute_dtype(precision_for(request.recipe, preset(request.hardware)), world.device)
     units = [unit for unit in model.units if tp in request.tp.get(unit.name, ())]
     unit_probes = [(unit, *make_probes(request.recipe, unit, request.lengths)) for unit in units]
-    num_probes = sum(len(fitted) + len(held_out) for _, fitted, held_out in unit_probes)
+    num_probes = sum(
+        len(fitted) * (1 + _measures_chunks(request.recipe, unit, tp)) + len(held_out)
+        for unit, fitted, held_out in unit_probes
+    )
     console = Console(stderr=True, quiet=not world.is_first)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"tp {tp}", total=num_probes)
@@ -182,6 +188,11 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
             held_out_samples = [measure(probe, False) for probe in held_out]
             entries = _layer_entries(unit, tp, fitted_samples)
             result.layers.extend(entries.values())
+            if _measures_chunks(request.recipe, unit, tp):
+                profiler.set_chunks(MEASURED_CHUNKS)
+                in_chunks = [measure(probe, True) for probe in fitted]
+                result.layers.extend(_chunked_entries(unit, tp, in_chunks))
+                profiler.set_chunks(1)
             errors = result.errors.setdefault(f"{unit.name} tp{tp}", [])
             for key, entry in entries.items():
                 errors += interpolation_errors(entry, [samples[key] for samples in held_out_samples])
@@ -227,6 +238,18 @@ def _layer_entries(unit: UnitShape, tp: int, samples: list[dict[str, LayerSample
         key: LayerEntry(layer=fields, tp=tp, samples=tuple(of_load[key] for of_load in ordered))
         for key, fields in layers.items()
     }
+
+
+def _measures_chunks(recipe: Recipe, unit: UnitShape, tp: int) -> bool:
+    """Return whether the unit's blocks are measured in chunks of tokens too: where a plan may run them so."""
+    return tp > 1 and unit.kind != "generator" and recipe.parallel.of(unit.name).tp_overlap is not False
+
+
+def _chunked_entries(unit: UnitShape, tp: int, samples: list[dict[str, LayerSample]]) -> list[LayerEntry]:
+    """Return the entries of blocks, the only layers with chunks, from samples that were measured in chunks."""
+    blocks = replace(unit, layers=tuple(layer for layer in unit.layers if layer.kind in BLOCK_KINDS))
+    entries = _layer_entries(blocks, tp, samples).values()
+    return [entry.model_copy(update={"tp_chunks": MEASURED_CHUNKS}) for entry in entries]
 
 
 def device_name(device: torch.device) -> str:

@@ -1,0 +1,189 @@
+"""Measure what chunks of tokens hide of tensor-parallel communication in a block (`parallel.UNIT.tp_overlap`).
+
+    python -m scripts.bench_tp_overlap                      # a link of 400 MB/s, then no delay at all
+    python -m scripts.bench_tp_overlap --megabytes-per-s 200 --chunks 4 8
+
+On a CPU, gloo's collectives take the core that computes, so there is nothing to hide. Here every all-reduce,
+reduce-scatter and all-gather of the processes takes the time of a slow link more, by its bytes, in a background thread
+that leaves the core free. Two ranks run forward and backward of two blocks with all linears as they are without the
+setting, and in chunks, in turn. Printed is the share of the link's time that a pass hides: 1 - (time with the link -
+time without it) / time of the link. Target: at least 70% in chunks; without a link at most 1.02x as long, or switched
+off, which `tp_overlap: auto` does by the costs of `mmtrain profile`.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NUM_RANKS = 2
+NUM_BLOCKS = 2
+LLM = {"layers": NUM_BLOCKS, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn": 3072, "vocab": 64}
+NUM_TOKENS = 512
+_REDUCED = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
+_GATHERED = ("all_gather", "all_gather_into_tensor", "all_gather_single")
+
+
+@dataclass
+class SlowLink:
+    """The thread of a process in which its collectives take their time, one after another."""
+
+    bytes_per_s: float | None = None  # None: no delay
+    seconds: float = 0.0  # that the link took since this was set to 0
+    _threads: dict[int, ThreadPoolExecutor] = field(default_factory=dict)  # by process: threads do not survive a fork
+
+    def delayed(self, collective: Callable[..., Any], position: int) -> Callable[..., Any]:
+        """Return the collective on this link; `position`: of the argument whose bytes count, the whole tensor or list.
+
+        An all-reduce moves its tensor through the link twice, by halves: (n - 1) / n of it in both directions.
+        """
+        num_passes = 2 if collective.__name__ == "all_reduce" else 1
+
+        def run(*tensors: Any, async_op: bool = False, **options: Any) -> Any:
+            if self.bytes_per_s is None:
+                return collective(*tensors, async_op=async_op, **options)
+            whole = tensors[position]
+            parts = whole if isinstance(whole, list) else [whole]
+            nbytes = sum(part.numel() * part.element_size() for part in parts)
+            seconds = num_passes * nbytes * (NUM_RANKS - 1) / NUM_RANKS / self.bytes_per_s
+            self.seconds += seconds
+            thread = self._threads.setdefault(os.getpid(), ThreadPoolExecutor(1))
+            work = LateWork(thread.submit(self._pass, collective(*tensors, async_op=True, **options), seconds))
+            return work if async_op else work.wait()
+
+        return run
+
+    def _pass(self, work: Any, seconds: float) -> None:
+        with torch.no_grad():  # gloo copies into what it gathers
+            work.wait()
+        time.sleep(seconds)
+
+
+@dataclass(frozen=True)
+class LateWork:
+    """A collective that ends when the link has carried it."""
+
+    ended: Future[None]
+
+    def wait(self, timeout: object = None) -> bool:
+        """Wait for the end."""
+        self.ended.result()
+        return True
+
+
+LINK = SlowLink()
+for _name in (*_REDUCED, *_GATHERED):  # before Megatron-core keeps these functions under names of its own
+    if hasattr(dist, _name):
+        _original = getattr(dist, _name)
+        setattr(dist, _name, LINK.delayed(_original, 1 if _name.startswith("reduce_scatter") else 0))
+
+from mmtrain.models.build_stage import StageOptions, build_stage  # noqa: E402
+from mmtrain.models.megatron import ParallelGroups  # noqa: E402
+from mmtrain.models.model_shape import build_model_shape  # noqa: E402
+from mmtrain.models.stage_inputs import TextInput  # noqa: E402
+from mmtrain.models.stage_module import StageModule, StageSpec  # noqa: E402
+from mmtrain.recipe import Recipe  # noqa: E402
+from mmtrain.runtime.resilience.launch import launch_local  # noqa: E402
+from mmtrain.runtime.world import Address, join, leave  # noqa: E402
+
+
+def main() -> None:
+    """Print a line for each way to run the blocks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes-per-s", type=float, default=400.0)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--repeats", type=int, default=15)
+    arguments = parser.parse_args()
+    print("sp | chunks | forward: link, hidden | backward: link, hidden | without a link: forward and backward")
+    for sp in (False, True):
+        measure = partial(_rank_main, sp, arguments.chunks, arguments.megabytes_per_s * 1e6, arguments.repeats)
+        launch_local(NUM_RANKS, measure)
+
+
+def _rank_main(sp: bool, chunk_counts: list[int], bytes_per_s: float, repeats: int, address: Address) -> None:
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[address.local_rank % len(cores)]})
+    world = join(address)
+    alone = ParallelGroups.single()
+    group = dist.group.WORLD
+    assert group is not None
+    groups = ParallelGroups(tp=group, dp=alone.dp, pp=alone.pp)
+    counts = [1, *chunk_counts]
+    stages = {count: _blocks(groups, sp, count) for count in counts}
+    times: dict[tuple[int, float | None], list[tuple[float, float]]] = {}
+    links: dict[int, tuple[float, float]] = {}
+    for repeat in range(repeats + 1):
+        for count in counts:
+            for rate in (None, bytes_per_s):
+                seconds, link_s = _pass_seconds(stages[count], sp, rate)
+                if repeat:  # the first is a warm-up
+                    times.setdefault((count, rate), []).append(seconds)
+                if rate is not None:
+                    links[count] = link_s
+    if world.is_first:
+        for count in counts:
+            _print_row(sp, count, times, links[count], bytes_per_s)
+    leave()
+
+
+def _print_row(
+    sp: bool,
+    count: int,
+    times: dict[tuple[int, float | None], list[tuple[float, float]]],
+    link_s: tuple[float, float],
+    bytes_per_s: float,
+) -> None:
+    columns = []
+    for direction in (0, 1):
+        without, with_link = (
+            statistics.median(seconds[direction] for seconds in times[count, rate]) for rate in (None, bytes_per_s)
+        )
+        hidden = 1 - (with_link - without) / link_s[direction]
+        columns.append(f"{link_s[direction] * 1e3:.1f} ms, {hidden:.0%}")
+    ratios = [sum(a) / sum(b) for a, b in zip(times[count, None], times[1, None], strict=True)]
+    print(f"{sp} | {count} | {columns[0]} | {columns[1]} | {statistics.median(ratios):.3f}x", flush=True)
+
+
+def _blocks(groups: ParallelGroups, sp: bool, num_chunks: int) -> StageModule:
+    recipe = Recipe.model_validate(
+        {
+            "name": "blocks",
+            "model": {"llm": LLM},
+            "data": {"sources": [{"path": "none.json"}], "tokenizer": "none.json", "seq_len": NUM_TOKENS},
+            "train": {"steps": 1, "global_batch": 1, "optimizer": {"lr": 1e-3}},
+        }
+    )
+    spec = StageSpec("llm", (1, 1 + NUM_BLOCKS), sequence_parallel=sp, tp_chunks=num_chunks)
+    options = StageOptions(torch.float32, torch.device("cpu"), 0)
+    return build_stage(recipe.model, build_model_shape(recipe), spec, groups, options)
+
+
+def _pass_seconds(
+    stage: StageModule, sp: bool, bytes_per_s: float | None
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the seconds of forward and backward, and those of the link in each."""
+    hidden = torch.randn(NUM_TOKENS // (NUM_RANKS if sp else 1), LLM["hidden"], requires_grad=True)
+    context = stage.context(TextInput((NUM_TOKENS,)), {})
+    LINK.bytes_per_s = None
+    dist.barrier()
+    LINK.bytes_per_s = bytes_per_s
+    LINK.seconds = 0.0
+    start_s = time.perf_counter()
+    out = stage.run(context, hidden, stage.indices)
+    middle_s, forward_link_s = time.perf_counter(), LINK.seconds
+    out.sum().backward()
+    end_s = time.perf_counter()
+    return (middle_s - start_s, end_s - middle_s), (forward_link_s, LINK.seconds - forward_link_s)
+
+
+if __name__ == "__main__":
+    main()
