@@ -4,6 +4,7 @@ It takes the place of Megatron-core's function, which needs Apex to sum gradient
 pass of its own, gives biases of frozen weights no gradient, and always computes the gradient of the input.
 """
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -32,8 +33,8 @@ def tp_linear(
     gathers_tokens: `x` is this rank's shard of the tokens; backward reduces its gradient to that of the shard.
     num_chunks: of the tokens; a chunk is gathered or reduced while a neighbour is computed. See `chunked_gemms`.
     """
-    arguments = (x, weight, bias, tp_group, sums_input_grad, gathers_tokens, num_chunks)
-    return cast(Tensor, _TensorParallelLinear.apply(*arguments))  # type: ignore[no-untyped-call]
+    communication = _Communication(tp_group, sums_input_grad, gathers_tokens, num_chunks)
+    return cast(Tensor, _TensorParallelLinear.apply(x, weight, bias, communication))  # type: ignore[no-untyped-call]
 
 
 def reduced_linear(
@@ -47,26 +48,26 @@ def reduced_linear(
     return cast(Tensor, _ReducedLinear.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
+@dataclass(frozen=True)
+class _Communication:
+    """What the group of a linear communicates; see `tp_linear`."""
+
+    group: dist.ProcessGroup
+    sums_input_grad: bool
+    gathers_tokens: bool
+    num_chunks: int
+
+
 class _TensorParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        tp_group: dist.ProcessGroup,
-        sums_input_grad: bool,
-        gathers_tokens: bool,
-        num_chunks: int,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, communication: _Communication) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.tp_group = tp_group
-        ctx.sums_input_grad = sums_input_grad
-        ctx.gathers_tokens = gathers_tokens
-        ctx.num_chunks = num_chunks
-        if gathers_tokens and num_chunks > 1:
-            return gather_then_multiply(x, weight.T, bias, tp_group, num_chunks)[0]
-        return F.linear(_gather(x, tp_group)[0] if gathers_tokens else x, weight, bias)
+        ctx.communication = communication
+        if not communication.gathers_tokens:
+            return F.linear(x, weight, bias)
+        if communication.num_chunks > 1:
+            return gather_then_multiply(x, weight.T, bias, communication.group, communication.num_chunks)[0]
+        return F.linear(_gather(x, communication.group)[0], weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -74,8 +75,8 @@ class _TensorParallelLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         gathering: dist.Work | None = None
-        if ctx.gathers_tokens and needs_weight:
-            x, gathering = _gather(x, ctx.tp_group, async_op=True)
+        if ctx.communication.gathers_tokens and needs_weight:
+            x, gathering = _gather(x, ctx.communication.group, async_op=True)
         x_grad, reduction = _input_grad(ctx, out_grad, weight) if needs_x else (None, None)
         rows = out_grad.flatten(0, -2)
         bias_grad = rows.sum(0) if needs_bias else None
@@ -84,7 +85,7 @@ class _TensorParallelLinear(torch.autograd.Function):
         weight_grad = add_weight_gradient(weight, rows, x.flatten(0, -2)) if needs_weight else None
         if reduction is not None:
             reduction.wait()
-        return x_grad, weight_grad, bias_grad, None, None, None, None
+        return x_grad, weight_grad, bias_grad, None
 
 
 class _ReducedLinear(torch.autograd.Function):
@@ -123,16 +124,18 @@ def _input_grad(ctx: Any, out_grad: Tensor, weight: Tensor) -> tuple[Tensor, dis
 
     The GEMM of the weight's gradient, if there is one, hides the reduction; only without one are there chunks.
     """
+    communication: _Communication = ctx.communication
+    group, scatters = communication.group, communication.gathers_tokens
     is_hidden = ctx.needs_input_grad[1]
-    if ctx.num_chunks > 1 and not is_hidden and (ctx.sums_input_grad or ctx.gathers_tokens):
-        return multiply_then_reduce(out_grad, weight, ctx.tp_group, ctx.num_chunks, scatters=ctx.gathers_tokens)
+    if communication.num_chunks > 1 and not is_hidden and (communication.sums_input_grad or scatters):
+        return multiply_then_reduce(out_grad, weight, group, communication.num_chunks, scatters=scatters)
     x_grad = out_grad @ weight
-    if ctx.sums_input_grad:
-        return x_grad, dist.all_reduce(x_grad, group=ctx.tp_group, async_op=True)
-    if not ctx.gathers_tokens:
+    if communication.sums_input_grad:
+        return x_grad, dist.all_reduce(x_grad, group=group, async_op=True)
+    if not scatters:
         return x_grad, None
-    shard_grad = x_grad.new_empty(len(x_grad) // ctx.tp_group.size(), *x_grad.shape[1:])
-    return shard_grad, dist.reduce_scatter_tensor(shard_grad, x_grad, group=ctx.tp_group, async_op=True)
+    shard_grad = x_grad.new_empty(len(x_grad) // group.size(), *x_grad.shape[1:])
+    return shard_grad, dist.reduce_scatter_tensor(shard_grad, x_grad, group=group, async_op=True)
 
 
 def _gather(shard: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
