@@ -27,7 +27,7 @@ DEGREES: dict[str, dict[str, Mesh]] = {
     "cp1": {"vision": Mesh((), (0,)), "llm": Mesh((), (0,))},
     "ring cp2 pp2": {"vision": VISION, "llm": Mesh((2,), (0, 1, 2, 3), cp=2, method="ring", split="even")},
     "ulysses cp4": {"vision": VISION, "llm": Mesh((), (0, 1, 2, 3), cp=4)},
-    "ulysses cp2 dp2": {"vision": VISION, "llm": Mesh((), (0, 1, 2, 3), cp=2, dp=2)},
+    "ulysses cp2 dp2": {"vision": Mesh((), (0, 1, 2, 3), dp=4), "llm": Mesh((), (0, 1, 2, 3), cp=2, dp=2)},
 }
 
 
