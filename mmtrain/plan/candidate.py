@@ -50,7 +50,8 @@ class MeshAssignment:
     placement: Placement
     meshes: Mapping[str, MeshSize]
     num_microbatches: Mapping[str, int]  # of each replica, by unit
-    shard: int | None = None  # in `replicated`: ranks that hold one copy of the state together
+    # In `replicated`: ranks that hold one copy of the state together; None: all hold weights whole (ZeRO-1).
+    shard: int | None = None
     dispatch: DispatchMode | None = None  # in `replicated`: what is balanced over the ranks
     exchange: Exchange = "all_to_all"  # in `replicated`: by which rows are dispatched
     encoder_first: bool = False  # in `replicated`: see `StageGraph`
@@ -103,7 +104,7 @@ class MeshAssignment:
     def __str__(self) -> str:
         if self.placement == "colocated":
             return "colocated: " + ", ".join(f"{unit} {mesh}" for unit, mesh in self.meshes.items())
-        if self.shard is not None:
+        if self.placement == "replicated":
             num_ranks, counts = self.meshes[LLM].dp, self.num_microbatches
             return replicated_summary(num_ranks, self.shard, counts, self.dispatch, self.exchange, self.encoder_first)
         num_llm = self.num_microbatches[LLM]

@@ -5,13 +5,12 @@ from collections.abc import Mapping
 _ZERO = (
     "is part of parallel.placement. `unified`, `disaggregated` and `colocated` keep parameters whole in each replica "
     "and shard the optimizer (ZeRO-1). `replicated` shards what parallel.shard says: `all` everything (ZeRO-3), "
-    "1 nothing"
+    "1 nothing; with parallel.zero: 1 the optimizer alone"
 )
 _RECOMPUTE = "is parallel.llm.recompute and parallel.vision.recompute: auto, none or all"
 
 # The name, without case, `-` and `_` -> what follows it in a sentence.
 _HERE: Mapping[str, str] = {
-    "zero": _ZERO,
     "zerostage": _ZERO,
     "usedistributedoptimizer": _ZERO,
     "tensormodelparallelsize": "is tp of each unit, such as parallel.llm.tp",

@@ -89,7 +89,7 @@ def check_placement(recipe: Recipe) -> Iterator[Problem]:
     """The placement suits the model's units and their fixed parallel degrees."""
     placement = recipe.parallel.placement
     path = ("parallel", "placement")
-    defaults = {"shard": "auto", "dispatch": "auto", "exchange": "all_to_all", "schedule": "auto"}
+    defaults = {"shard": "auto", "zero": 3, "dispatch": "auto", "exchange": "all_to_all", "schedule": "auto"}
     for name, default in defaults.items():
         value = getattr(recipe.parallel, name)
         if value != default and placement != "replicated":
@@ -130,6 +130,9 @@ def _check_replicated(recipe: Recipe) -> Iterator[Problem]:
             text = f"found {fixed}, allowed: 1 (in `replicated` every rank runs the whole unit; `unified` divides it)"
             yield Problem(("parallel", *unit_path(name), degree), text)
     shard, ranks = recipe.parallel.shard, recipe.cluster.ranks
+    if recipe.parallel.zero == 1 and shard != "auto":
+        text = f"found {shard} with parallel.zero 1, which keeps weights whole on every rank; leave out one of the two"
+        yield Problem(("parallel", "shard"), text)
     if isinstance(shard, int) and ranks is not None and ranks % shard:
         yield Problem(("parallel", "shard"), f"{shard} does not divide cluster.ranks {ranks}; use a divisor, or `all`")
 

@@ -51,8 +51,8 @@ def plan_table(plan: Plan, width: int = DEFAULT_WIDTH, *, with_details: bool = F
 
 def _unit_table(plan: Plan) -> Table:
     title = f"Plan: {plan.placement} on {plan.world_size} x {plan.hardware}"
-    if plan.shard is not None:
-        title += f", shard {plan.shard}"
+    if plan.placement == "replicated":
+        title += ", zero 1" if plan.shard is None else f", shard {plan.shard}"
     if plan.schedule.kind == "encoder_first":
         title += ", encoders first"
     table = Table(title=title, title_justify="left")

@@ -137,7 +137,7 @@ def plan(
     dispatch: DispatchMode | None = None,
     **meshes: Mesh,
 ) -> Plan:
-    """Return a plan with these meshes (unit name -> mesh); with `shard` their placement is `replicated`."""
+    """Return a plan with these meshes (unit name -> mesh); with `shard` or `dispatch` it is `replicated`."""
     model = build_model_shape(settings)
     units = {}
     for name, mesh in meshes.items():
@@ -172,7 +172,7 @@ def plan(
         hardware="cpu-core",
         world_size=len(shared),
         placement="replicated"
-        if shard is not None
+        if shard is not None or dispatch is not None
         else "colocated"
         if kind != "1f1b"
         else "unified"

@@ -39,13 +39,14 @@ from tests.flow.runs import REPLICATED, assert_same_end, refuse, request_for, ru
 def replicated(
     settings: Recipe,
     num_ranks: int,
-    shard: int,
+    shard: int | None,
     recompute: tuple[int, ...] = (),
     dispatch: DispatchMode | None = None,
     encoder_first_in: int | None = None,
 ) -> Plan:
     """Return a plan in which each of `num_ranks` ranks runs every unit, and `shard` of them hold one copy.
 
+    shard: None with a `dispatch` for weights that are whole on every rank (`parallel.zero: 1`).
     encoder_first_in: mini-batches of encoders that run before and after the LLM.
     """
     mesh = Mesh((), tuple(range(num_ranks)), dp=num_ranks, recompute=recompute)
@@ -61,12 +62,12 @@ TWO_NODES: dict[str, Any] = {"cluster__ranks_per_node": 2}
 ALL = (0, 1, 2, 3, 4)
 FROZEN_VISION: dict[str, Any] = {"model__vision__freeze": True}
 FROZEN_PROJECTOR: dict[str, Any] = FROZEN_VISION | {"model__vision__projector__freeze": True}
-# name -> (recipe changes, ranks, shard, recomputed layers, whether every second step has text alone[, dispatch[,
-# mini-batches of encoders that run first]])
+# name -> (recipe changes, ranks, shard or None for whole weights, recomputed layers, whether every second step has
+# text alone[, dispatch[, mini-batches of encoders that run first]])
 Case = (
     tuple[dict[str, Any], int, int, tuple[int, ...], bool]
-    | tuple[dict[str, Any], int, int, tuple[int, ...], bool, DispatchMode]
-    | tuple[dict[str, Any], int, int, tuple[int, ...], bool, DispatchMode, int]
+    | tuple[dict[str, Any], int, int | None, tuple[int, ...], bool, DispatchMode]
+    | tuple[dict[str, Any], int, int | None, tuple[int, ...], bool, DispatchMode, int]
 )
 CASES: dict[str, Case] = {
     "two ranks, one copy": ({}, 2, 2, (), False),
@@ -93,6 +94,20 @@ MORE: dict[str, Case] = {
         "all",
     ),
     "all dispatched, one rank": ({}, 1, 1, (), False, "all"),
+    "whole weights, all dispatched on two nodes, audio": (SPEECH | TIED | TWO_NODES, 4, None, ALL, True, "all"),
+    "whole weights, all dispatched by all-gather, some frozen": (
+        BY_ALL_GATHER | SPEECH | FROZEN_PROJECTOR,
+        4,
+        None,
+        (),
+        True,
+        "all",
+    ),
+    "whole weights, encoders first in one": (SPEECH, 4, None, (), True, "all", 1),
+    "whole weights, encoders first in two, adapters": (ADAPTED, 2, None, ALL, True, "llm", 2),
+    "whole weights, microbatches of one sample": (SPEECH | {"train__global_batch": 8}, 4, None, (), True, "all"),
+    "whole weights, frozen llm": ({"model__llm__freeze": True} | SPEECH, 2, None, ALL, True, "all"),
+    "whole weights, nothing dispatched": (SPEECH, 2, None, (), True, "none"),
     "all dispatched, one copy, recomputed": (SPEECH | TIED, 4, 4, ALL, True, "all"),
     "all dispatched, two copies": (SPEECH, 2, 1, (), True, "all"),
     "all dispatched, frozen encoder": ({"model__vision__freeze": True} | SPEECH, 4, 2, (), True, "all"),
@@ -191,13 +206,13 @@ FREEZE: dict[str, dict[str, Any]] = {
     "llm": SPEECH | {"model__llm__freeze": True},
 }
 # of three modalities: dispatch, node-wise, shard, what is frozen, mini-batches of encoders that run first
-DispatchCell = tuple[DispatchMode, bool, int, str, int | None]
+DispatchCell = tuple[DispatchMode, bool, int | None, str, int | None]
 DISPATCH_MODES: tuple[DispatchMode, ...] = ("all", "llm", "none")
 
 
 def _cells_of_most_pairs(number: int) -> list[DispatchCell]:
     """Return cells that together show the most pairs of values; of equal ones the first."""
-    left = list(product(DISPATCH_MODES, (True, False), (1, 2, 4), FREEZE, (None, 1, 2)))
+    left = list(product(DISPATCH_MODES, (True, False), (1, 2, 4, None), FREEZE, (None, 1, 2)))
     pairs = {cell: set(combinations(enumerate(cell), 2)) for cell in left}
     seen: set[Any] = set()
     chosen = []
@@ -210,7 +225,7 @@ def _cells_of_most_pairs(number: int) -> list[DispatchCell]:
 
 
 @pytest.mark.slow  # 3 s each
-@pytest.mark.parametrize("cell", _cells_of_most_pairs(12), ids=lambda cell: "-".join(map(str, cell)))
+@pytest.mark.parametrize("cell", _cells_of_most_pairs(14), ids=lambda cell: "-".join(map(str, cell)))
 def test_three_modalities_compute_what_one_process_does(cell: DispatchCell) -> None:
     dispatch, node_wise, shard, frozen, encoder_first_in = cell
     settings = recipe(**FREEZE[frozen] | TWO_NODES | {"parallel__node_wise": node_wise})
@@ -289,7 +304,7 @@ def _drawn(number: int) -> tuple[Recipe, Plan, bool]:
     batch = {"train__global_batch": num_ranks * choose((1, 2)), "cluster__ranks_per_node": choose((1, 2, 4))}
     exchange = choose(({}, BY_ALL_GATHER))
     settings = recipe(**encoders, **of_kinds, **choose(list(FROZEN.values())), **batch, **exchange)
-    shard = choose([size for size in (1, 2, 4) if size <= num_ranks])
+    shard = choose([size for size in (1, 2, 4, None) if size is None or size <= num_ranks])
     recompute, texts_between = choose(list(RECOMPUTED.values())), choose((False, True))
     dispatch = choose(("all", "llm", "none"))
     encoder_first_in = choose(
@@ -406,7 +421,7 @@ def _restore(settings: Recipe, chosen: Plan, folder: Path) -> list[NamedShard]:
 
 
 @pytest.mark.slow  # 3 s each
-@pytest.mark.parametrize("change", ["to replicated", "from replicated", "another shard"])
+@pytest.mark.parametrize("change", ["to replicated", "from replicated", "another shard", "to whole weights"])
 def test_a_checkpoint_goes_over_to_another_placement_or_shard(change: str, tmp_path: Path) -> None:
     settings = recipe(model__llm__tie_embeddings=True, train__freeze=("vision.layers.0.*",))
     whole_copy, two_copies = replicated(settings, 2, 2), replicated(settings, 2, 1)
@@ -414,6 +429,7 @@ def test_a_checkpoint_goes_over_to_another_placement_or_shard(change: str, tmp_p
         "to replicated": (_unified(settings), whole_copy),
         "from replicated": (whole_copy, _unified(settings)),
         "another shard": (whole_copy, two_copies),
+        "to whole weights": (whole_copy, replicated(settings, 2, None, dispatch="all")),
     }[change]
     ranks = run_ranks(2, _change_plan, settings, first, second, tmp_path)
     losses, next_losses = (sum(rank[i] for rank in ranks) for i in (0, 1))
@@ -427,7 +443,7 @@ def test_a_checkpoint_goes_over_to_another_placement_or_shard(change: str, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tp": 2, "dp": 1, "shard": 1}, "a sharded unit has tp 1, pp 1 and vpp 1"),
+        ({"tp": 2, "dp": 1, "shard": 1}, "a unit that is sharded, or dispatches, has tp 1, cp 1, pp 1"),
         ({"dp": 4, "ranks": (0, 1, 2, 3), "shard": 3}, "shard is 3, which does not divide dp 4; use a divisor of it"),
         ({"ranks": (1, 0), "shard": 2}, "those of a sharded unit ascend"),
     ],
@@ -448,9 +464,10 @@ def test_a_plan_of_another_placement_has_no_shards() -> None:
 def test_what_is_dispatched_is_stated_of_all_sharded_units_alike() -> None:
     chosen = replicated(recipe(), 2, 2, dispatch="all")
     assert chosen.dispatch == "all"
-    without_shard = chosen.units["llm"].model_dump() | {"shard": None}
-    with pytest.raises(ValueError, match="dispatch is all without `shard`"):
-        UnitPlan.model_validate(without_shard)
+    whole = chosen.units["llm"].model_dump() | {"shard": None}
+    assert UnitPlan.model_validate(whole).is_replicated
+    with pytest.raises(ValueError, match="shard is None and dispatch all with tp 2"):
+        UnitPlan.model_validate(whole | {"tp": 2, "dp": 1})
     llm = chosen.units["llm"].model_copy(update={"dispatch": "llm"})
     with pytest.raises(ValueError, match="the same `ranks`, `shard`, `dispatch` and `exchange`"):
         Plan.model_validate(chosen.model_dump() | {"units": chosen.model_dump()["units"] | {"llm": llm.model_dump()}})

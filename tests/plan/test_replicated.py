@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping, ItemLengths, SampleLengths
-from mmtrain.costs import CostTable
+from mmtrain.costs import CostTable, num_trained_parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.sharded_layers import overlapped_seconds
 from mmtrain.data import GroupStream, build_index
 from mmtrain.errors import PlanError
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.artifact.replanned import plan_layout
 from mmtrain.plan.budget import DEFAULT_BUDGET
 from mmtrain.plan.estimate.evaluator import Evaluator
@@ -28,6 +30,7 @@ from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.problem import PlanRequest
 from mmtrain.plan.replicated.replicated_search import ReplicatedStrategy
 from mmtrain.program import build_program, simulate
+from mmtrain.recipe import Recipe
 from tests.plan import factory
 
 
@@ -383,3 +386,41 @@ def test_plans_and_steps_exchange_samples_between_ranks_that_dispatch(pad: bool)
     for dispatch in ("llm", "all"):
         assert llm[dispatch][0] < llm["none"][0]
         assert llm[dispatch][1] < llm["none"][1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "encoder_first"])
+@pytest.mark.parametrize("dispatch", ["all", "llm"])
+def test_whole_weights_are_planned_by_name(dispatch: str, schedule: str) -> None:
+    """Every rank holds them, and shares the optimizer's state; passes are its own, and nothing is gathered in them."""
+    plans = {}
+    for zero in (1, 3):
+        parallel = {"placement": "replicated", "dispatch": dispatch, "schedule": schedule, "zero": zero}
+        settings = factory.recipe(parallel=parallel, global_batch=32)
+        plans[zero] = plan_recipe(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
+    whole, sharded = plans[1], plans[3]
+    assert (whole.placement, whole.shard, whole.dispatch) == ("replicated", None, dispatch)
+    assert whole.schedule.kind == sharded.schedule.kind == schedule
+    assert plan_layout(whole).summary.startswith("replicated: 16 ranks, zero 1, 2 mini-batches")
+    assert (whole.predicted.bubbles["dispatch"] > 0) == (dispatch == "all")
+    assert whole.predicted.bubbles["dp_reduce"] > 0  # behind the last backward, and before the next step's forwards
+    kinds = next(iter(whole.predicted.memory_kinds_gib.values()))
+    trained = num_trained(settings)
+    assert kinds["gradients"] * GIB == pytest.approx(4 * trained, abs=1e-4 * GIB)
+    assert kinds["optimizer"] * GIB == pytest.approx(12 * trained / 16, abs=1e-4 * GIB)
+    assert whole.predicted.balance is not None
+    assert whole.predicted.balance.phases is not None
+    problem = formulate_problem(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
+    graph = stage_graph(whole, problem.shape)
+    layer_costs = Evaluator(problem).layer_costs
+    timings = [
+        model_timing(graph, layer_costs, loads, problem.hardware)
+        for loads in layer_costs.step_loads(batch_split_of(graph))
+    ]
+    steps = [simulate(build_program(graph, kind=schedule), timing, graph.num_groups).step_time_s for timing in timings]
+    assert whole.predicted.step_time_s == pytest.approx(np.mean(steps), rel=1e-6)
+
+
+def num_trained(settings: Recipe) -> int:
+    """Return the number of trained parameters of the model."""
+    layers = [layer for unit in build_model_shape(settings).units for layer in unit.layers]
+    return sum(num_trained_parameters(layer, 1) for layer in layers)

@@ -86,7 +86,6 @@ def test_all_problems_are_reported_at_once(base: Path, write: Write) -> None:
         ("model.vision=[]", "found a list, allowed: a mapping, or null"),
         ("train.precision=fp16", "allowed: auto, fp32 or bf16; did you mean bf16?"),
         ("data.lr=1", "unknown key here; it belongs to train.optimizer.lr"),
-        ("parallel.zero=1", "what other trainers call zero is part of parallel.placement. `unified`"),
         ("parallel.zero_stage=3", "what parallel.shard says: `all` everything (ZeRO-3), 1 nothing"),
         ("parallel.tensor-model-parallel-size=8", "is tp of each unit, such as parallel.llm.tp"),
         ("train.micro_batch_size=1", "is one packed group of at most data.seq_len tokens"),
@@ -219,6 +218,11 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "parallel.shard: 3 does not divide cluster.ranks 4",
         ),
         (["parallel.shard=2"], "parallel.shard: found 2 with placement auto"),
+        (["parallel.zero=1"], "parallel.zero: found 1 with placement auto"),
+        (
+            ["parallel.placement=replicated", "parallel.zero=1", "parallel.shard=2"],
+            "parallel.shard: found 2 with parallel.zero 1, which keeps weights whole",
+        ),
         (["parallel.dispatch=all"], "parallel.dispatch: found all with placement auto"),
         (["parallel.exchange=all_gather"], "parallel.exchange: found all_gather with placement auto"),
         (

@@ -191,7 +191,7 @@ def _distinct_loads(
     """Return the different kinds of work that ranks do, those first of which encoders have the largest share."""
     if graph.mesh(LLM).dp == 1:
         return ()
-    llm_alone = graph.num_groups == 1 or graph.is_sharded
+    llm_alone = graph.num_groups == 1 or graph.is_sharded or graph.dispatches_items
     balanced_units = frozenset({LLM}) if llm_alone else frozenset(typical)
     with_seconds: list[tuple[UnitCosts, WorkSeconds]] = []
     for rank in ranks:

@@ -66,7 +66,7 @@ class Layout:
         """
         counts = self.num_microbatches
         llm = self.units[LLM]
-        if llm.shard is not None:
+        if llm.is_replicated:
             return replicated_summary(llm.dp, llm.shard, counts, llm.dispatch, llm.exchange, self.encoder_first)
         counts_differ = len(set(counts.values())) > 1
         meshes = []
@@ -87,7 +87,7 @@ class Layout:
 
 def replicated_summary(
     num_ranks: int,
-    shard: int,
+    shard: int | None,
     num_microbatches: Mapping[str, int],
     dispatch: DispatchMode | None,
     exchange: Exchange,
@@ -95,7 +95,8 @@ def replicated_summary(
 ) -> str:
     """Return one line on a layout in which every rank runs every unit."""
     count = num_microbatches[LLM]
-    text = f"replicated: {num_ranks} ranks, shard {shard}, {count} mini-batch{'' if count == 1 else 'es'}"
+    sharded = "zero 1" if shard is None else f"shard {shard}"
+    text = f"replicated: {num_ranks} ranks, {sharded}, {count} mini-batch{'' if count == 1 else 'es'}"
     if dispatch is not None:
         text += f", dispatch {dispatch}"
     if exchange != "all_to_all":
@@ -109,17 +110,17 @@ def replicated_summary(
 def replicated_units(
     shape: ModelShape,
     num_ranks: int,
-    shard: int,
+    shard: int | None,
     dispatch: DispatchMode | None,
     exchange: Exchange,
     recompute: Mapping[str, Collection[int]] = NO_LAYERS,
 ) -> dict[str, UnitPlan]:
-    """Give every rank all layers of all units, each `shard` ranks one copy of them.
+    """Give every rank all layers of all units, each `shard` ranks one copy of their weights, or every rank (None).
 
     Args:
         shape: the model.
         num_ranks: data-parallel degree of every unit.
-        shard: a divisor of it.
+        shard: a divisor of it; None: the optimizer alone is sharded (ZeRO-1).
         dispatch: what is balanced over the ranks.
         exchange: by which collective rows are dispatched.
         recompute: recomputed layers by unit.

@@ -56,7 +56,8 @@ class UnitPlan(_Frozen):
     vpp: int = 1
     sp: bool = False  # sequence parallelism: the ranks of a TP group share the tokens between GEMMs
     shard: int | None = None  # replicas that hold one copy of the unit together (FSDP); None: each holds it whole
-    # What is balanced over sharded replicas; None without `shard`, or in old files.
+    # What is balanced over the replicas of `replicated`, which are whole (ZeRO-1) without `shard`; None in others, or
+    # in old files.
     dispatch: DispatchMode | None = None
     exchange: Exchange = "all_to_all"  # by which replicas that dispatch move rows
     # Context parallelism: replicas that share the sequences of a microbatch, how they attend to each other's tokens,
@@ -120,20 +121,24 @@ class UnitPlan(_Frozen):
 
     @model_validator(mode="after")
     def _shards_divide_the_replicas(self) -> "UnitPlan":
-        if self.shard is None:
-            if self.dispatch is not None:
-                raise ValueError(f"dispatch is {self.dispatch} without `shard`: only units of `replicated` dispatch")
+        if not self.is_replicated:
             return self
-        if (self.tp, self.pp, self.vpp, self.sp) != (1, 1, 1, False):
+        if (self.tp, self.cp, self.pp, self.vpp, self.sp) != (1, 1, 1, 1, False):
             raise ValueError(
-                f"shard is {self.shard} with tp {self.tp}, pp {self.pp}, vpp {self.vpp}: a sharded unit has tp 1, pp 1 "
-                "and vpp 1, since every rank runs all of it; leave `shard` out, or make a new plan"
+                f"shard is {self.shard} and dispatch {self.dispatch} with tp {self.tp}, cp {self.cp}, pp {self.pp}, "
+                f"vpp {self.vpp}: a unit that is sharded, or dispatches, has tp 1, cp 1, pp 1 and vpp 1, since every "
+                "rank runs all of it; leave `shard` and `dispatch` out, or make a new plan"
             )
-        if self.shard < 1 or self.dp % self.shard:
+        if self.shard is not None and (self.shard < 1 or self.dp % self.shard):
             raise ValueError(f"shard is {self.shard}, which does not divide dp {self.dp}; use a divisor of it")
         if list(self.ranks) != sorted(self.ranks):
             raise ValueError(f"ranks are {self.ranks}: those of a sharded unit ascend, as torch orders its groups")
         return self
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether it is a unit of `replicated`: sharded (ZeRO-3), or whole on ranks that balance or dispatch."""
+        return self.shard is not None or self.dispatch is not None
 
     @property
     def num_replicas(self) -> int:
@@ -343,19 +348,19 @@ class Plan(_Frozen):
     @model_validator(mode="after")
     def _all_units_sharded_alike(self) -> "Plan":
         shards = {(unit.shard, unit.dispatch, unit.exchange, unit.ranks) for unit in self.units.values()}
-        is_sharded = any(shard is not None for shard, *_ in shards)
-        if is_sharded != (self.placement == "replicated"):
+        is_replicated = any(unit.is_replicated for unit in self.units.values())
+        if is_replicated != (self.placement == "replicated"):
             raise ValueError(
                 f"placement is {self.placement}, and shard is {[unit.shard for unit in self.units.values()]}: units of "
-                "`replicated`, and of no other placement, have a `shard`"
+                "`replicated`, and of no other placement, have a `shard` or a `dispatch`"
             )
-        if is_sharded and len(shards) > 1:
+        if is_replicated and len(shards) > 1:
             raise ValueError("in `replicated` all units have the same `ranks`, `shard`, `dispatch` and `exchange`")
         is_encoder_first = self.schedule.kind == "encoder_first"
-        if is_sharded and self.schedule.kind != "1f1b" and not is_encoder_first:
+        if is_replicated and self.schedule.kind != "1f1b" and not is_encoder_first:
             kinds = "`1f1b` or `encoder_first`"
             raise ValueError(f"schedule.kind is {self.schedule.kind}; `replicated` runs its units by {kinds}")
-        if is_encoder_first and not is_sharded:
+        if is_encoder_first and not is_replicated:
             raise ValueError(f"schedule.kind is encoder_first with placement {self.placement}; allowed: replicated")
         return self
 

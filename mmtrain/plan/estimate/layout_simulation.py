@@ -365,9 +365,10 @@ def _first_replicas(graph: StageGraph, group: int) -> dict[str, int]:
 def _loads_of_group(graph: StageGraph, loads: StepLoads, first_replica: Mapping[str, int]) -> StepLoads:
     """Return loads and routes of one replica group, under the names of group 0's microbatches.
 
-    Replicas of sharded units wait for each other in every layer, so there the loads of all of them remain.
+    Replicas of sharded units wait for each other in every layer, and those that dispatch exchange rows with all others,
+    so there the loads of all of them remain.
     """
-    if graph.is_sharded:
+    if graph.is_sharded or graph.dispatches_items:
         return loads
     name = {
         Microbatch(mesh.unit, first_replica[mesh.unit] + replica, index): Microbatch(mesh.unit, replica, index)

@@ -45,7 +45,8 @@ def _is_allowed(shard: int, num_ranks: int, parallel: ParallelSettings) -> bool:
     """Return whether the recipe's settings leave a plan with such shards, no dispatch and encoders in mini-batches."""
     shards_allowed = {"auto": shard, "all": num_ranks}.get(str(parallel.shard), parallel.shard)
     return (
-        shard == shards_allowed
+        parallel.zero == 3
+        and shard == shards_allowed
         and parallel.dispatch in ("auto", "none")
         and parallel.schedule in ("auto", "1f1b")
         and parallel.exchange == "all_to_all"

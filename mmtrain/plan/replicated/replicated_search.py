@@ -2,7 +2,8 @@
 
 Candidates differ in how many ranks hold one copy of the state (hybrid sharding where that is not all of them), in what
 is balanced over the ranks (OrchMLLM, arXiv 2503.23830), and in when encoders run; layers are recomputed where memory
-demands it. Every layer makes all ranks wait for the slowest, so a pass is simulated as one of all of them.
+demands it. Every layer makes all ranks wait for the slowest, so a pass is simulated as one of all of them. With
+`parallel.zero: 1` every rank holds weights whole, as replicas in `unified` do, and passes are each rank's own.
 
 Encoders that run before the LLM (`encoder_first`) may have fewer mini-batches than it. Each gathers all weights and
 waits for the slowest rank once, so the fewest that fit are taken, unless more of them spare recomputation.
@@ -74,22 +75,24 @@ def enumerate_replicated(problem: PlanningProblem, evaluator: Evaluator) -> list
 
     Those in one list differ in the number of the encoders' mini-batches alone, which ascends.
     """
-    fixed = problem.recipe.parallel.shard
+    parallel = problem.recipe.parallel
     candidates = []
     for num_ranks in problem.cluster.rank_counts:
         if not has_replicated_mesh(problem.choices, num_ranks):
             continue
-        sizes = shard_sizes(num_ranks, problem.hardware.ranks_per_node)
-        if fixed != "auto":
-            shard = num_ranks if fixed == "all" else fixed
-            sizes = [shard] if num_ranks % shard == 0 else []
+        sizes: Sequence[int | None] = shard_sizes(num_ranks, problem.hardware.ranks_per_node)
+        if parallel.zero == 1:
+            sizes = [None]
+        elif parallel.shard != "auto":
+            fixed = num_ranks if parallel.shard == "all" else parallel.shard
+            sizes = [fixed] if num_ranks % fixed == 0 else []
         meshes = {unit.name: MeshSize(1, 1, num_ranks) for unit in problem.shape.units}
         numbers = num_microbatches_of(evaluator.layer_costs.batch_split(dict.fromkeys(meshes, num_ranks)))
         schedules = _schedules(problem, numbers)
         for shard, dispatch, (encoder_first, numbers_to_try) in product(
             sizes, _dispatch_modes(problem, num_ranks), schedules
         ):
-            exchange = problem.recipe.parallel.exchange if dispatch == "all" else "all_to_all"
+            exchange = parallel.exchange if dispatch == "all" else "all_to_all"
             candidates.append(
                 [
                     evaluator.enumerated(

@@ -256,7 +256,7 @@ def partitioned_layout(
     recomputed |= dict(recompute or {})
     if assignment.placement == "unified":
         units = unified_units(layer_costs.shape, assignment.meshes[LLM], partition[0], recomputed)
-    elif assignment.shard is not None:
+    elif assignment.placement == "replicated":
         num_ranks = assignment.meshes[LLM].dp
         dispatch, exchange = assignment.dispatch, assignment.exchange
         units = replicated_units(layer_costs.shape, num_ranks, assignment.shard, dispatch, exchange, recomputed)

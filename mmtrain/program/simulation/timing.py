@@ -141,7 +141,12 @@ class ModelTiming:
             sharing = self.graph.mesh(mb.unit).cp_replicas(mb.replica)
             parts = [self.loads.loads[Microbatch(mb.unit, replica, mb.index)] for replica in sharing]
             layers, group = content.layers[lo:hi], self._context_groups[mb.unit]
-            self._compute_s[key] = max(self._part_seconds(kind, layers, content, load, group) for load in parts)
+            passes: list[Direction] = [kind]
+            if kind == "B" and self.graph.reruns_forward(action.stage):
+                passes = ["F", "B"]
+            self._compute_s[key] = max(
+                sum(self._part_seconds(way, layers, content, load, group) for way in passes) for load in parts
+            )
         return self._compute_s[key]
 
     def _part_seconds(

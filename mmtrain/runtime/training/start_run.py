@@ -241,8 +241,8 @@ def introduce_run(
         text = "\n  ".join(["the run goes on with another number of ranks:", *changes, as_before])
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
     meshes = ", ".join(f"{name} {u.mesh_text}" for name, u in plan.units.items())
-    if plan.shard is not None:
-        meshes += f", shard {plan.shard}"
+    if plan.placement == "replicated":
+        meshes += ", zero 1" if plan.shard is None else f", shard {plan.shard}"
     if plan.schedule.kind == "encoder_first":
         meshes += ", encoders first"
     console.print(
