@@ -185,14 +185,14 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
                 return _mean_over_ranks(world, samples)
 
             fitted_samples = [measure(probe, True) for probe in fitted]
-            held_out_samples = [measure(probe, False) for probe in held_out]
-            entries = _layer_entries(unit, tp, fitted_samples)
-            result.layers.extend(entries.values())
             if _measures_chunks(request.recipe, unit, tp):
                 profiler.set_chunks(MEASURED_CHUNKS)
                 in_chunks = [measure(probe, True) for probe in fitted]
                 result.layers.extend(_chunked_entries(unit, tp, in_chunks))
                 profiler.set_chunks(1)
+            held_out_samples = [measure(probe, False) for probe in held_out]
+            entries = _layer_entries(unit, tp, fitted_samples)
+            result.layers.extend(entries.values())
             errors = result.errors.setdefault(f"{unit.name} tp{tp}", [])
             for key, entry in entries.items():
                 errors += interpolation_errors(entry, [samples[key] for samples in held_out_samples])
