@@ -21,7 +21,6 @@ from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.problem import PlanRequest
 from mmtrain.program import Backward, Forward, build_program, simulate, step_loads
 from mmtrain.recipe.generator_settings import GeneratorSettings
-from mmtrain.recipe.parallel_settings import UnitParallel
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import UNET, recipe, with_generator
 
@@ -151,7 +150,7 @@ def test_settings_that_contradict_a_generator_are_named(dit_recipe: Recipe) -> N
     settings = dit_recipe.model_copy(update={"model": dit_recipe.model.model_copy(update={"generator": generator})})
     llm = dit_recipe.parallel.llm.model_copy(update={"tp": 2})
     with pytest.raises(PlanError, match=r"unified: parallel\.llm\.tp 2 cannot be met: .*generator\.tp \(1\).*common"):
-        planned(settings, 2, llm=llm)
+        planned(settings, 2, placement="unified", llm=llm)
 
 
 def _num_chunks(plan: Plan) -> int:
@@ -187,12 +186,13 @@ def test_a_u_net_is_in_one_chunk_of_an_interleaved_pipeline(unet_recipe: Recipe,
     assert free <= min(steps.values()) * 1.001
 
 
-@pytest.fixture
-def apart() -> dict[str, Any]:
-    """Return degrees by which each unit has one rank."""
-    return {unit: UnitParallel(tp=1, pp=1, dp=1) for unit in ("vision", "llm", "generator")}
+def with_degrees(settings: Recipe, **degrees: dict[str, int]) -> Recipe:
+    """Return the recipe with other degrees of units: `llm={"pp": 2}`."""
+    changed = {unit: settings.parallel.of(unit).model_copy(update=of_unit) for unit, of_unit in degrees.items()}
+    return settings.model_copy(update={"parallel": settings.parallel.model_copy(update=changed)})
 
 
+ONE_RANK = {"tp": 1, "pp": 1, "dp": 1}
 # MMScale (arXiv 2408.04275), section 7.3: which units are frozen. Queries and projectors train in all cases.
 FROZEN = {
     "complete": (),
@@ -203,7 +203,7 @@ FROZEN = {
 }
 
 
-def test_frozen_units_take_the_time_of_what_is_left_to_compute(dit_recipe: Recipe, apart: dict[str, Any]) -> None:
+def test_frozen_units_take_the_time_of_what_is_left_to_compute(dit_recipe: Recipe) -> None:
     """Compare the simulated seconds of each unit's rank with those of the complete case."""
     busy: dict[str, dict[str, float]] = {}
     steps = {}
@@ -212,7 +212,7 @@ def test_frozen_units_take_the_time_of_what_is_left_to_compute(dit_recipe: Recip
         for unit in frozen:
             plain["model"][unit]["freeze"] = True
         settings = Recipe.model_validate(plain)
-        settings = settings.model_copy(update={"parallel": settings.parallel.model_copy(update=apart)})
+        settings = with_degrees(settings, vision=ONE_RANK, llm=ONE_RANK, generator=ONE_RANK)
         problem = formulate_problem(
             settings, index(settings).lengths, world_size=3, hardware="cpu-core", recipe_sha256="f" * 64
         )
@@ -220,7 +220,7 @@ def test_frozen_units_take_the_time_of_what_is_left_to_compute(dit_recipe: Recip
         steps[case] = chosen.predicted.step_time_s
         graph = stage_graph(chosen, problem.shape)
         timeline = simulate_first_batch(graph, chosen.schedule, Evaluator(problem).layer_costs, problem.hardware)
-        busy[case] = dict.fromkeys(apart, 0.0)
+        busy[case] = dict.fromkeys(("vision", "llm", "generator"), 0.0)
         for span in timeline.spans:
             if isinstance(span.action, Forward | Backward):
                 busy[case][span.action.stage.unit] += span.duration_s
@@ -270,10 +270,9 @@ def test_microbatches_are_ordered_by_what_a_generator_costs(dit_recipe: Recipe, 
     plain["model"]["vision"] = None
     plain["data"] |= {"sources": [{"path": file}], "seq_len": 128}
     plain["train"]["global_batch"] = 16
-    settings = Recipe.model_validate(plain)
+    settings = with_degrees(Recipe.model_validate(plain), llm=ONE_RANK | {"pp": 2}, generator=ONE_RANK)
     lengths = index(settings).lengths
-    one = UnitParallel(tp=1, pp=1, dp=1)
-    chosen = planned(settings, 3, placement="disaggregated", llm=UnitParallel(tp=1, pp=2, dp=1), generator=one)
+    chosen = planned(settings, 3, placement="disaggregated")
     shape = build_model_shape(settings)
     graph = stage_graph(chosen, shape)
     program = build_program(graph)
