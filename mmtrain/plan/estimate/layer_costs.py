@@ -508,17 +508,16 @@ def _llm_loads(split: UnitSplit, batches: Sequence[BatchMeta]) -> LoadArrays:
     """Return the loads of the LLM's microbatches, of each part by itself where replicas share them."""
     if split.cp == 1:
         return load_arrays(LLM, batches, split.dp, split.num_microbatches)
-    size = _mesh_of(split)
     mesh = UnitMesh(
-        LLM,
-        size.tp,
-        size.pp,
-        size.dp,
-        tuple(range(size.ranks)),
-        split.num_microbatches,
-        cp=size.cp,
-        cp_method=size.cp_method,
-        cp_split=size.cp_split,
+        unit=LLM,
+        tp=1,
+        pp=1,
+        dp=split.dp,
+        ranks=tuple(range(split.dp * split.cp)),
+        num_microbatches=split.num_microbatches,
+        cp=split.cp,
+        cp_method=split.cp_method,
+        cp_split=split.cp_split,
     )
     return loads_of_parts(mesh, [part_loads(mesh, batch, split_microbatches(mesh, batch)) for batch in batches])
 
