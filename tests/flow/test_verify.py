@@ -29,6 +29,8 @@ def _arguments(data: Path, *changes: str) -> tuple[str, ...]:
     [
         ("parallel.placement=disaggregated", "parallel.llm.tp=2"),
         ("parallel.placement=colocated", "parallel.llm.pp=2", "parallel.llm.tp=2"),
+        ("parallel.placement=unified", "parallel.llm.cp=2", "parallel.llm.cp_method=ulysses"),
+        ("parallel.placement=disaggregated", "parallel.llm.cp=2", "parallel.llm.cp_method=ring"),
     ],
 )
 def test_plans_for_gpus_that_are_not_here_compute_what_one_process_computes(

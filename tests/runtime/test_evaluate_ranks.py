@@ -32,6 +32,8 @@ from tests.runtime.models import CPU, evaluated, run_folder
 from tests.runtime.taught import Taught, asking
 
 APART = {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))}
+SHARED = {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), cp=2)}
+THREE_RANKS = "evaluating on 3 ranks by the plan of its training"
 
 
 def _plan(recipe: Recipe, lengths: SampleLengths, num_ranks: int) -> Plan:
@@ -55,16 +57,21 @@ def _evaluate(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "says"),
+    ("meshes", "num_ranks", "says"),
     [
-        (3, "evaluating on 3 ranks by the plan of its training: disaggregated, vision tp1 pp1 dp1, llm tp1 pp2 dp1"),
-        (2, "evaluating on 2 ranks by a plan made for them: "),
+        (APART, 3, f"{THREE_RANKS}: disaggregated, vision tp1 pp1 dp1, llm tp1 pp2 dp1"),
+        (APART, 2, "evaluating on 2 ranks by a plan made for them: "),
+        pytest.param(
+            SHARED, 3, f"{THREE_RANKS}: disaggregated, vision tp1 pp1 dp1, llm tp1 cp2 pp1 dp1", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_ranks_score_together_what_one_scores(taught: Taught, tmp_path: Path, num_ranks: int, says: str) -> None:
+def test_ranks_score_together_what_one_scores(
+    taught: Taught, tmp_path: Path, meshes: dict[str, Mesh], num_ranks: int, says: str
+) -> None:
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, taught.rows), taught.model)
     settings = load_recipe(folder / RECIPE_FILE).recipe
-    training = plan(settings, **APART).model_copy(update={"recipe_sha256": recipe_fingerprint(settings)})
+    training = plan(settings, **meshes).model_copy(update={"recipe_sha256": recipe_fingerprint(settings)})
     training.save(folder / PLAN_FILE)
     (first, said), *others = fork_ranks(num_ranks, _evaluate, folder, free_port())
     assert first == [evaluated(folder)]
@@ -123,6 +130,7 @@ def test_a_job_asks_the_model_that_it_trains(taught: Taught, tmp_path: Path) -> 
         plan(settings, vision=Mesh((), (0, 1), tp=2, sp=True), llm=Mesh((1,), (0, 1, 2, 3), tp=2, sp=True)),
         plan(settings, vision=Mesh((), (0, 1), dp=2), llm=Mesh((), (2, 3), dp=2)),
         plan(settings, shard=2, vision=Mesh((), (0, 1, 2, 3), dp=4), llm=Mesh((), (0, 1, 2, 3), dp=4)),
+        plan(settings, vision=Mesh((), (0, 1), dp=2), llm=Mesh((1,), (0, 1, 2, 3), cp=2, method="ring", split="even")),
     ]
     for shares in run_ranks(4, _ask_in_training, asking, folder / CHECKPOINTS_FOLDER, plans):
         assert len(shares) == len(asking) * len(plans)

@@ -83,7 +83,7 @@ class GreedyGenerator:
             self._replica = next(replica for stage, replica in graph.held_by(transport.rank) if stage.unit == LLM)
             self._decoder = self._executor(build_program(_only_llm(self._graph)))
         self._prefiller = self._executor(self.prefill_program)
-        self.needs: tuple[PayloadNeed, ...] = payload_needs(graph, self.units, transport.rank)
+        self.needs: tuple[PayloadNeed, ...] = payload_needs(self._graph, self.units, transport.rank)
         self.dp = {mesh.unit: mesh.dp for mesh in self._graph.meshes}
         self.num_microbatches = {mesh.unit: mesh.num_microbatches for mesh in self._graph.meshes}
 
