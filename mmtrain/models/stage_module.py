@@ -218,13 +218,15 @@ class StageModule(nn.Module):
         shapes = [self.shape.layers[index] for index in self.indices]
         layouts = {layout.name: layout for layout in map(context.block_layout, filter(_is_block, shapes))}
         tables = context.index_tables() if layouts else {}
+        shared_attention = context.context_attention if isinstance(context, TextContext) else None
+        if layouts and shared_attention is not None:
+            tables |= shared_attention.host_tables(self.factory.attention)
+            layouts = {}  # nothing attends inside pieces of sequences
         for layout in layouts.values():
             num_tokens = layout.num_tokens
             num_padding_rows = self.factory.num_padding_rows(num_tokens) if self.factory.sequence_parallel else 0
             run_layout = layout.padded(num_padding_rows) if num_padding_rows else layout
             tables |= run_layout.host_tables(self.factory.attention)
-        if layouts and isinstance(context, TextContext) and context.context_attention is not None:
-            tables |= context.context_attention.host_tables(self.factory.attention)
         for layer in self.layers.values():
             if isinstance(layer, TableUser):
                 tables |= layer.index_tables(context)

@@ -53,6 +53,8 @@ class DeviceCopies(TorchDispatchMode):
                 is_async = bool(kwargs.get("non_blocking")) or (name == "copy_" and len(args) > 2 and bool(args[2]))
                 kind = "asynchronous" if is_async else "blocking"
                 self.found.add(f"{_product_line()}: {kind} copy {source} -> {target}")
+        elif {"cpu", "meta"} <= {arg.device.type for arg in args if isinstance(arg, Tensor) and arg.ndim}:
+            self.found.add(f"{_product_line()}: {name} of tensors of host and device")  # an error on a GPU
         return func(*args, **kwargs)
 
 

@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from mmtrain.balance.batch_meta import BatchMeta, ItemTable
 from mmtrain.models import build_stage as stage_builder
 from mmtrain.models.attention import AttentionBackend
 from mmtrain.models.build_stage import StageOptions, build_stage
@@ -16,8 +19,11 @@ from mmtrain.models.llm_layers import TextContext
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
 from mmtrain.models.stage_inputs import TextInput, UnitInput
 from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.program.ir.graph import ContextMethod, CutSequences, UnitMesh
 from mmtrain.recipe.model_settings import ModelSettings
-from tests.models.device_copies import META, DeviceCopies, on_device
+from mmtrain.runtime.execution.context_inputs import context_share
+from mmtrain.runtime.execution.unit_inputs import map_tensors
+from tests.models.device_copies import META, DeviceCopies
 from tests.models.factory import (
     AUDIO,
     CPU,
@@ -86,6 +92,35 @@ def test_a_step_neither_copies_nor_reads(
     assert copies.found == set()
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attn"])
+@pytest.mark.parametrize(
+    ("case", "method", "split"),
+    [
+        ("llm", "ulysses", "auto"),
+        ("llm", "ulysses", "even"),
+        ("llm", "ring", "auto"),
+        ("llm", "ring", "even"),
+        ("llm, time, row and column", "ring", "even"),
+        ("llm, windows", "ulysses", "even"),
+        ("llm, images", "ulysses", "auto"),
+        ("llm, images", "ulysses", "even"),
+    ],
+)
+def test_ranks_that_share_sequences_neither_copy_nor_read(
+    case: str, method: ContextMethod, split: CutSequences, attention: AttentionBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmtrain.models.attention.fused.FusedKernel.load", lambda _: attend_without_numbers)
+    monkeypatch.setattr(stage_builder, "choose_backend", lambda *_: attention)
+    exchange_without_numbers(monkeypatch)
+    unit, model = MODELS[case]
+    module = stage_on_meta(model, unit, cp_group=TwoRanks())
+    first, second = (brought_inputs(module, share_of(inputs_of(case, seed), method, split)) for seed in (0, 1))
+    run_step(module, first)
+    with DeviceCopies() as copies:
+        run_step(module, second)
+    assert copies.found == set()
+
+
 @pytest.mark.parametrize("case", ["vision, class token and grid", "audio", "generator, transformer"])
 def test_a_microbatch_without_items_neither_copies_nor_reads(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank has one in each step that has fewer images than there are ranks."""
@@ -113,17 +148,58 @@ def test_a_stage_of_one_layer_gets_what_it_needs(case: str) -> None:
     assert hidden is not None
 
 
-def stage_on_meta(model: ModelSettings, unit: str, layers: tuple[int, int] | None = None) -> StageModule:
+class TwoRanks:
+    """Stands for the group of two ranks that share sequences."""
+
+    def size(self) -> int:
+        return 2
+
+
+def exchange_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let collectives and messages do nothing but check that they are asked to move what lies on the device."""
+
+    def all_to_all(
+        received: Tensor, rows: Tensor, num_received: list[int], num_sent: list[int], group: TwoRanks
+    ) -> None:
+        assert rows.device == received.device == META
+        assert (len(rows), len(received)) == (sum(num_sent), sum(num_received))
+
+    def start(messages: list[Tensor]) -> list[dist.Work]:
+        assert {rows.device for rows in messages} == {META}
+        return []
+
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+    monkeypatch.setattr(dist, "P2POp", lambda operation, rows, **_: rows)
+    monkeypatch.setattr(dist, "batch_isend_irecv", start)
+
+
+def share_of(text: UnitInput, method: ContextMethod, split: CutSequences) -> TextInput:
+    """Return what the first of two ranks computes of a microbatch, whose features are one image of the first sample."""
+    assert isinstance(text, TextInput)
+    mesh = UnitMesh("llm", 1, 1, 1, (0, 1), 1, cp=2, cp_method=method, cp_split=split)
+    num_sequences = len(text.lengths)
+    zeros = np.zeros(num_sequences, dtype=np.int64)
+    tokens = np.array(text.lengths, dtype=np.int64)
+    one, num_features = zeros[:1], zeros[:1] + NUM_FEATURES
+    image = ItemTable(one, one, num_features, num_features, num_features, num_features, one, one)
+    meta = BatchMeta(0, 0, np.arange(num_sequences), tokens, tokens, zeros, zeros, {"vision": image})
+    return context_share(text, mesh, meta, 0, 0)
+
+
+def stage_on_meta(
+    model: ModelSettings, unit: str, layers: tuple[int, int] | None = None, cp_group: Any = None
+) -> StageModule:
     whole = shape_of(model)
+    groups = replace(ParallelGroups.single(), cp=cp_group)
     spec = StageSpec(unit, layers or (0, len(whole.unit(unit).layers)), recompute=frozenset({2}))
     options = StageOptions(torch.bfloat16, META, seed=1, attention="sdpa")
-    return build_stage(model, whole, spec, ParallelGroups.single(), options)
+    return build_stage(model, whole, spec, groups, options)
 
 
 def brought_inputs(module: StageModule, inputs: UnitInput) -> UnitInput:
-    """Bring a microbatch to the device, with the index tables that the stage asks for."""
+    """Bring to the device what a run's arena brings: a microbatch, with the index tables that the stage asks for."""
     tables = {name: torch.from_numpy(table) for name, table in module.host_tables(inputs).items()}
-    return on_device(replace(inputs, tables=tables), META)
+    return map_tensors(replace(inputs, tables=tables), lambda tensor: tensor.to(META))
 
 
 def inputs_of(case: str, seed: int) -> UnitInput:
@@ -134,13 +210,13 @@ def inputs_of(case: str, seed: int) -> UnitInput:
         return clips(16, 8 + 4 * seed, 16)
     if case.startswith("generator"):
         return drawings((8, 8), (4, 12 - 4 * seed), (8, 8), patch_features=4 if "U-Net" in case else 16)
-    made = text(33, 20 + seed, 33, places=range(NUM_FEATURES))
+    made = text(66, 20 + seed, 20 + seed, places=range(NUM_FEATURES))
     assert made.labels is not None
     targets = (made.labels != -100).nonzero().flatten()
     position_ids = None
     if "column" in case:
         position_ids = torch.arange(sum(made.lengths)).expand(3, -1).contiguous()
-    spans = ((2, 12), (40, 44)) if "images" in case else ()
+    spans = ((2, 12), (70, 74)) if "images" in case else ()
     queries = torch.arange(10, 10 + DIT["context_tokens"]) if "queries" in case else None
     given: dict[str, Any] = {
         "target_positions": targets,
@@ -173,7 +249,10 @@ def run_step(module: StageModule, inputs: UnitInput) -> None:
     """Run forward and backward."""
     features: dict[str, Tensor] = {}
     if isinstance(inputs, TextInput):
-        rows = torch.randn(NUM_FEATURES, 48, device=META, dtype=torch.bfloat16, requires_grad=True)
+        num_rows = NUM_FEATURES
+        if inputs.context is not None:  # of a sequence that is cut: each rank gets some, and passes on what it must
+            num_rows = sum(inputs.context.features["vision"].num_sent)
+        rows = torch.randn(num_rows, 48, device=META, dtype=torch.bfloat16, requires_grad=True)
         features = {"vision": rows}
     if isinstance(inputs, GeneratorInput):
         rows = torch.randn(len(inputs.rows) * DIT["context_tokens"], 48, device=META, dtype=torch.bfloat16)
