@@ -96,6 +96,8 @@ def profile(
         return
     typer.echo(f"{out}: {len(result.table.layers)} layers and {len(result.table.messages)} messages on {table.device}")
     for name, values in result.errors.items():
+        if not values:  # too few different loads to hold one out
+            continue
         typer.echo(f"  {name:<14} median interpolation error {statistics.median(values):.1%}")
     if result.errors:
         typer.echo(f"median interpolation error of all layers: {result.median_error:.1%}")

@@ -31,9 +31,6 @@ FACTOR_BISECTIONS = 40  # a relative error below 1e-12
 MIN_NODE_SPACING = 0.1  # relative; measured loads whose numbers of tokens differ by less share a node
 _COMPARED: tuple[TimedPass, ...] = ("forward", "backward")
 
-# Kinds of layers that `mmtrain profile` does not measure.
-GENERATOR_PREFIXES = ("context_projector", "unet_", "dit_")
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -126,10 +123,8 @@ class MeasuredCosts:
         if self.replaced:
             sizes = ", ".join(map(str, sorted(self.replaced)))
             parts.append(f"all-to-alls of {sizes} ranks, which the table lacks, by messages between two ranks")
-        unmeasured = {name for name in self.missing if name.startswith(GENERATOR_PREFIXES)}
-        if self.missing - unmeasured or self.extrapolated or self.replaced:
-            but_generator = ", but layers of an image generator" if unmeasured else ""
-            parts.append(f"`mmtrain profile` on such hardware measures them{but_generator}")
+        if self.missing or self.extrapolated or self.replaced:
+            parts.append("`mmtrain profile` on such hardware measures them")
         return "; ".join(parts)
 
     def seconds(

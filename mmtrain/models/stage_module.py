@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,13 @@ class StageModule(nn.Module):
         if not num_tokens:
             return out[:0]
         return self._redistribute(out, is_sharded, shard=True, num_tokens=num_tokens)
+
+    def run_layer(self, context: StageContext, state: Any, index: int) -> Any:
+        """Run one layer on what the layer before it made, None for the first; return what the next one reads.
+
+        It is a tensor, or the state of a generator's layers.
+        """
+        return self.run(context, state, range(index, index + 1))
 
     @property
     def feeds_generator(self) -> bool:

@@ -1,5 +1,6 @@
 """The settings of an image generator after the LLM."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -90,6 +91,21 @@ class GeneratorSettings(Section):
         added_later=True,
         description="Side of the square images to draw, in pixels. Images of answers are resized until they cover it, "
         "and cropped at their centre. Needed with samples; stated lengths say the size of each image.",
+    )
+    bucket_step: PositiveInt | None = setting(
+        None,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Draw images in buckets of several aspect ratios (SDXL), each about as large as the square of "
+        "`image_size`, whose sides are multiples of so many pixels. An image goes to the bucket nearest to it in "
+        "aspect ratio. Must divide `image_size`. Default: all images are square.",
+    )
+    max_aspect: PositiveFloat = setting(
+        2.0,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Longer side of the narrowest bucket, as a multiple of its shorter one. Images that are narrower "
+        "are cropped to it. Needs `bucket_step`.",
     )
     sample_size: PositiveInt = setting(
         64,
@@ -208,13 +224,33 @@ class GeneratorSettings(Section):
             ]
         divisor = self.latent_scale * self.patch * 2 ** (len(self.widths) - 1)
         if self.image_size is not None and self.image_size % divisor:
-            dividers = "the patch divides" if self.kind == "dit" else "the U-Net divides"
-            if self.latent_scale > 1:
-                dividers = f"the autoencoder and {dividers.removesuffix('s')}"
-            problems.append(f"image_size is {self.image_size}, but {dividers} it by {divisor}: take a multiple")
+            problems.append(f"image_size is {self.image_size}, but {self._dividers} it by {divisor}: take a multiple")
+        problems += self._bucket_problems(divisor)
         if (self.vae is None) != (self.latents is None):
             missing, stated = ("vae", "latents") if self.vae is None else ("latents", "vae")
             problems.append(f"{stated} is set without {missing}: `mmtrain data latents` writes `latents` with `vae`")
         if self.latent_scale > 1 and self.vae is None:
             problems.append(f"latent_scale is {self.latent_scale} without a vae, whose config states it: remove it")
         return self._without(problems)
+
+    @property
+    def _dividers(self) -> str:
+        """Name what divides the sides of images, with its verb."""
+        dividers = "the patch divides" if self.kind == "dit" else "the U-Net divides"
+        return f"the autoencoder and {dividers.removesuffix('s')}" if self.latent_scale > 1 else dividers
+
+    def _bucket_problems(self, divisor: int) -> Iterator[str]:
+        """Yield what contradicts the buckets of aspect ratios; `divisor` divides the sides of all images."""
+        step, max_aspect = self.bucket_step, self.max_aspect
+        if step is None:
+            if max_aspect != type(self).model_fields["max_aspect"].default:
+                yield f"max_aspect is {max_aspect} without bucket_step, so that all images are square: remove it"
+            return
+        if max_aspect <= 1:
+            yield f"max_aspect is {max_aspect}; allowed: above 1, the longer side over the shorter one"
+        if self.image_size is None:
+            yield "bucket_step is set without image_size, whose square says how large buckets are: set image_size"
+        elif self.image_size % step:
+            yield f"bucket_step is {step}, which does not divide image_size {self.image_size}: take a divisor of it"
+        if step % divisor:
+            yield f"bucket_step is {step}, but {self._dividers} the sides of every bucket by {divisor}: take a multiple"

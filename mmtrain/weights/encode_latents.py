@@ -1,7 +1,7 @@
 """Encode the images that a recipe's generator learns to draw, once, with the autoencoder that the recipe names."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -64,7 +64,7 @@ def encode_latents(
         )
     model, weights_hash = load_autoencoder(settings.vae)
     model.to(device)
-    header = latent_header(settings, weights_hash)
+    header = LatentHeader.of(settings, weights_hash)
     reader = TargetImageReader(settings, recipe.data)
     added = known = 0
     bad: list[str] = []
@@ -85,8 +85,8 @@ def encode_latents(
                     pixels[key] = reader.load_pixels(image)
                 except BadMediaError as error:
                     bad.append(str(error))
-            if pixels:
-                writer.add([*pixels], _encode(model, np.stack([*pixels.values()]), device))
+            for keys in _by_size(pixels):
+                writer.add(keys, _encode(model, np.stack([pixels[key] for key in keys]), device))
             added += len(pixels)
             progress(len(batch))
             known += len(batch)
@@ -127,19 +127,20 @@ def load_latent_decoder(settings: GeneratorSettings) -> "Autoencoder":
     assert settings.vae is not None
     model, weights_hash = load_autoencoder(settings.vae)
     if settings.latents is not None:
-        check_header(settings.latents, latent_header(settings, weights_hash))
+        check_header(settings.latents, LatentHeader.of(settings, weights_hash))
     return model
 
 
-def latent_header(settings: GeneratorSettings, encoder_hash: str) -> LatentHeader:
-    """Return what all latents have in common that an encoder makes for a generator."""
-    assert settings.image_size is not None
-    side = settings.image_size // settings.latent_scale
-    return LatentHeader(settings.image_size, settings.channels, side, encoder_hash)
+def _by_size(pixels: Mapping[bytes, np.ndarray]) -> list[list[bytes]]:
+    """Return the keys of images of each size."""
+    keys: dict[tuple[int, ...], list[bytes]] = {}
+    for key, image in pixels.items():
+        keys.setdefault(image.shape, []).append(key)
+    return [*keys.values()]
 
 
 def _encode(model: "Autoencoder", pixels: np.ndarray, device: "torch.device") -> np.ndarray:
-    """Return the latents (n, channels, side, side) of images (n, rows, columns, 3)."""
+    """Return the latents (n, channels, rows / 2^k, columns / 2^k) of images (n, rows, columns, 3)."""
     import torch
 
     with torch.no_grad():

@@ -93,9 +93,3 @@ def test_the_source_says_how_to_measure_missing_layers() -> None:
     assert costs.source.endswith(
         "modelled (h200-141g, within 15%): decoder_block tp2; `mmtrain profile` on such hardware measures them"
     )
-    costs.seconds(LayerShape("dit_out", hidden=48, out=48), 1, TokenLoad(10, 100, 10, 1), "forward")
-    assert costs.source.endswith("`mmtrain profile` on such hardware measures them, but layers of an image generator")
-    alone = costs_for(preset("h200-141g"), "bf16", Path("h200-141g"))
-    alone.seconds(LayerShape("dit_out", hidden=48, out=48), 1, TokenLoad(10, 100, 10, 1), "forward")
-    assert "dit_out" in alone.source
-    assert "mmtrain profile" not in alone.source

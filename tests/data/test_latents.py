@@ -1,12 +1,14 @@
 """Latents of images to draw: encoded once by the command, read by every step, and refused where they do not fit."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mmtrain.balance import assign
 from mmtrain.data import BatchBuilder, PayloadNeed, build_index
@@ -105,6 +107,47 @@ def test_new_images_are_added_and_a_cut_record_is_written_again(
     old, new = (np.frombuffer(part, np.float16).astype(np.float32) for part in (records, content[: len(records)]))
     np.testing.assert_allclose(new, old, atol=1e-2)  # the second image was encoded again, in another batch
     assert len((tmp_path / "latents" / "keys.bin").read_bytes()) == 3 * 16
+
+
+def test_latents_of_several_sizes_are_read_as_they_were_written(
+    latent_recipe: Callable[..., Path],
+    run_mmtrain: RunMmtrain,
+    tmp_path: Path,
+) -> None:
+    import torch
+
+    rng = np.random.default_rng(0)
+    names = {"wide.png": (8, 32), "square.png": (SIDE, SIDE), "high.png": (32, 8)}  # rows, columns of pixels
+    pixels = {name: rng.integers(0, 256, (*size, 3)).astype(np.uint8) for name, size in names.items()}
+    for name, image in pixels.items():
+        Image.fromarray(image).save(tmp_path / name)
+    buckets = {"bucket_step": 8, "max_aspect": 4.0}
+    first = latent_recipe([row("draw", "<image>", "wide.png")], **buckets)
+    assert run_mmtrain("data", "latents", first).returncode == 0
+    folder = tmp_path / "latents"
+    for name in ("sizes.bin", "latents.bin"):  # as a run that was killed between a record and its hash may leave it
+        (folder / name).write_bytes((folder / name).read_bytes() + b"12345678")
+    path = latent_recipe([row("draw", "<image>", name) for name in names], **buckets)
+    done = run_mmtrain("data", "latents", path, "--json")
+    assert json.loads(done.stdout)["added"] == 2, done.stderr
+    payload = payload_of(load_recipe(path).recipe)
+    cells_per_side = [(rows // SCALE // PATCH, cols // SCALE // PATCH) for rows, cols in names.values()]
+    assert [*zip(payload.rows, payload.cols, strict=True)] == cells_per_side
+    assert payload.cells is not None
+    model, _ = load_autoencoder(tmp_path / "vae")
+    ends = np.cumsum([rows * cols for rows, cols in cells_per_side])[:-1]
+    for image, cells in zip(pixels.values(), np.split(payload.cells, ends), strict=True):
+        [latent] = model(torch.from_numpy(image).permute(2, 0, 1)[None].float() / 127.5 - 1.0)
+        patches = latent.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).permute(1, 2, 0, 3, 4).reshape(cells.shape)
+        np.testing.assert_allclose(cells, patches, atol=1e-2)
+        assert patches.std() > 0.05  # else the comparison would prove nothing
+    cut = tmp_path / "cut"
+    shutil.copytree(folder, cut)
+    (cut / "sizes.bin").write_bytes((cut / "sizes.bin").read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"sizes\.bin has 23 bytes, too few for 3 latents; copy it again"):
+        payload_of(load_recipe(latent_recipe(latents="cut", **buckets)).recipe)
+    with pytest.raises(DataError, match="bucket_step is 8 there, 0 in this recipe"):
+        payload_of(load_recipe(latent_recipe()).recipe)
 
 
 def test_images_that_cannot_be_decoded_are_named_and_set_aside(

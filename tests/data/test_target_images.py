@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mmtrain.balance import assign
 from mmtrain.data import BatchBuilder, ChatTokenizer, PayloadNeed, build_index
@@ -146,6 +147,31 @@ def test_a_step_holds_patches_and_the_positions_of_queries(drawing: MakeRecipe) 
     red, blue = targets.cells[:4].reshape(4, 3, 16), targets.cells[4:].reshape(4, 3, 16)
     assert (red == np.array([255, 0, 0])[:, None]).all()
     assert (blue == np.array([0, 0, 255])[:, None]).all()
+
+
+def test_images_keep_about_their_aspect_ratio_in_buckets(drawing: MakeRecipe, tmp_path: Path) -> None:
+    for name, sides in (("wide.png", (8, 16)), ("high.png", (16, 8)), ("square.png", (24, 24))):
+        pixels = np.full((*sides, 3), 255, dtype=np.uint8)
+        pixels[: sides[0] // 2, : sides[1] // 2] = (255, 0, 0)  # the upper left quarter is red
+        Image.fromarray(pixels).save(tmp_path / name)
+    rows = [row("draw", "<image> <image>", "wide.png", "square.png"), row("draw", "<image>", "high.png")]
+    made = drawing(rows, GENERATOR | {"image_size": 12, "bucket_step": 4})
+    index = build_index(made)
+    items = index.lengths.items["generator"]
+    assert [*zip(items.rows.tolist(), items.cols.tolist(), strict=True)] == [(2, 4), (3, 3), (4, 2)]
+    assert items.tokens.tolist() == [8, 9, 8]
+    dp = {"vision": 1, "llm": 1, "generator": 1}
+    meta = assign(0, 0, [np.array([0, 1])], index.lengths, dp, dp)
+    payload = BatchBuilder(index, made, (PayloadNeed("generator", 0, media=True),), dp).build(meta)
+    drawn = payload.encoders["generator"][0, 0]
+    assert (drawn.rows, drawn.cols) == ((2, 3, 4), (4, 3, 2))
+    assert drawn.cells is not None
+    for (num_rows, num_cols), cells in zip(((2, 4), (4, 2)), (drawn.cells[:8], drawn.cells[17:]), strict=True):
+        red = (cells.reshape(num_rows, num_cols, 3, 16) == np.array([255, 0, 0])[:, None]).all(axis=(2, 3))
+        assert red[: num_rows // 2, : num_cols // 2].all()
+        assert red.sum() == num_rows * num_cols // 4
+    squares = build_index(drawing(rows, GENERATOR | {"image_size": 12})).lengths.items["generator"]
+    assert set(squares.tokens.tolist()) == {9}
 
 
 def test_pairs_of_image_and_caption_teach_both_ways(drawing: MakeRecipe, tmp_path: Path) -> None:

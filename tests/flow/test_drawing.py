@@ -41,6 +41,7 @@ NUM_STEPS = 2
 LR = 0.01
 OPTIMIZER = {"lr": LR, "weight_decay": 0.1, "clip_norm": None, "schedule": "constant", "eps": 1e-3}
 Meshes = dict[str, Mesh]
+BUCKETS = {"model__generator__image_size": 12, "model__generator__bucket_step": 4}
 APART = {"vision": Mesh((), (0,)), "llm": Mesh((), (1,)), "generator": Mesh((), (2,))}
 
 # name -> (recipe changes, meshes). Layers of the generator: 0 projects its context, 1 embeds patches, 2-3 are blocks.
@@ -99,6 +100,14 @@ CASES: dict[str, tuple[dict[str, Any], Meshes]] = {
             "model__generator__flow_shift": 3.0,
         },
         APART,
+    ),
+    "images in buckets of two sizes, one microbatch for two of the llm": (
+        BUCKETS,
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2), "generator": Mesh((3,), (3, 4), n=2)},
+    ),
+    "images in buckets of two sizes, generator tp2": (
+        BUCKETS,
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (0, 1), tp=2), "generator": Mesh((), (2, 3), tp=2)},
     ),
     "tied, encoder and llm frozen": (
         {"model__vision__freeze": True, "model__llm__freeze": True, "model__llm__tie_embeddings": True},

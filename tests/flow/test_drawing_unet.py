@@ -44,6 +44,10 @@ CASES: dict[str, tuple[dict[str, Any], Meshes]] = {
         {},
         {"vision": Mesh((), (0,)), "llm": Mesh((), (0, 1), tp=2, sp=True), "generator": Mesh((), (2, 3), dp=2)},
     ),
+    "images in buckets of two sizes": (
+        {"model__generator": UNET | {"image_size": 12, "bucket_step": 4}},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2), "generator": Mesh((), (3,), n=2)},
+    ),
     "generator only": (freeze("vision", "llm"), APART),
     "projectors only": (freeze("vision", "llm", "generator"), APART),
 }

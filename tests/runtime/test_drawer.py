@@ -96,6 +96,20 @@ def test_an_image_depends_on_its_sample_and_the_seed_alone(drawer: Drawer) -> No
     assert sum(part.num_elements for part in three) == together.num_elements == 4 * 8 * 8 * 3
 
 
+def test_images_are_drawn_in_the_sizes_of_their_buckets(folder: Path, tmp_path: Path) -> None:
+    settings = settings_of(folder, model__generator__image_size=12, model__generator__bucket_step=4)
+    units = whole(settings)
+    randomize(units.values())
+    run = run_folder(tmp_path / "run", settings, units)
+    result = evaluated(run, limit=1, drawing=DrawingRequest(samples=4, steps=1))
+    assert result.drawings is not None
+    shapes = set()
+    for path in (run / "samples" / DRAWN_FOLDER).iterdir():
+        shapes.add(pixels(path).shape)
+        assert pixels(path).shape == pixels(run / "samples" / TARGET_FOLDER / path.name).shape
+    assert shapes == {(12, 12, 3), (8, 16, 3)}  # of images of 8 x 8 and 8 x 12 pixels
+
+
 def test_blanked_captions_say_nothing(drawer: Drawer) -> None:
     texts = [turn.text for turn in without_user_text(drawer.index.samples[4]).turns]
     assert texts == ["<image>", "<image>", "", "red"]  # what the assistant says stays

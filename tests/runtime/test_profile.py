@@ -180,17 +180,6 @@ def test_probes_of_an_llm_with_a_generator_hold_the_queries_of_whole_images() ->
     assert len(without_data.query_positions) == 0
 
 
-@pytest.mark.slow
-def test_the_llm_and_encoders_of_a_model_with_a_generator_are_measured() -> None:
-    """Layers of the generator itself are modelled, which plans say."""
-    settings = _with_generator()
-    [text] = fork_ranks(1, _measure, settings, (1,))
-    kinds = {entry.layer["kind"] for entry in CostTable.model_validate_json(text).layers}
-    assert {"vit_block", "decoder_block", "head"} <= kinds
-    assert not kinds & {"dit_block", "dit_out"}
-    assert set(sizes_to_measure(settings, 2)) == {"vision", "llm"}
-
-
 def test_probes_of_stated_lengths_are_images_that_the_encoder_accepts() -> None:
     lengths = factory.lengths()
     settings = _recipe()

@@ -29,13 +29,14 @@ def fit_picture(rgb: Image.Image, size: Size, settings: ImageSettings) -> Image.
 
 
 def covering_size(source: Size, target: Size) -> Size:
-    """Return the smallest size with the aspect ratio of `source` that covers a square `target`.
+    """Return the smallest size with the aspect ratio of `source` that covers `target`.
 
-    The longer side is rounded down, as torchvision and `transformers` do.
+    The side that reaches beyond is rounded down, as torchvision and `transformers` do, but not below the target's.
     """
     width, height = source
-    side = max(target)
-    return (side, side * height // width) if width <= height else (side * width // height, side)
+    if width * target[1] <= height * target[0]:  # narrower than the target
+        return target[0], max(target[1], target[0] * height // width)
+    return max(target[0], target[1] * width // height), target[1]
 
 
 def _resize(rgb: Image.Image, size: Size, settings: ImageSettings) -> Image.Image:

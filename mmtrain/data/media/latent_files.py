@@ -1,8 +1,9 @@
 """A folder of latent images: what a frozen autoencoder makes of the images that a generator learns to draw.
 
 An image is known by a hash of its file's bytes, so latents outlive a move of the data, and an image that changed has
-none. `latents.bin` holds one record after another, and `keys.bin` the hash of each. A record is written before its
-hash: what a run that was killed leaves behind is complete up to the last hash, and the next run goes on from there.
+none. `latents.bin` holds one record after another, and `keys.bin` the hash of each. Where images are drawn in buckets
+of several sizes, `sizes.bin` holds rows and columns of each record. A record and its size are written before its hash:
+what a run that was killed leaves behind is complete up to the last hash, and the next run goes on from there.
 """
 
 import hashlib
@@ -17,13 +18,16 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from mmtrain.balance import IntArray
 from mmtrain.data.media.images import Float32Array, read_image_bytes
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.errors import DataError, writing
+from mmtrain.recipe.generator_settings import GeneratorSettings
 
 HEADER_FILE = "latents.json"
-_RECORDS_FILE, _KEYS_FILE = "latents.bin", "keys.bin"
+_RECORDS_FILE, _KEYS_FILE, _SIZES_FILE = "latents.bin", "keys.bin", "sizes.bin"
 _KEY_BYTES = 16
+_SIZE_DTYPE = np.dtype("<u4")  # rows, then columns
 _DTYPE = np.dtype("<f2")  # latents have about unit variance, and noise is added to them: 11 bits are enough
 COMMAND = "mmtrain data latents"
 
@@ -32,15 +36,37 @@ COMMAND = "mmtrain data latents"
 class LatentHeader:
     """What all latents of a folder have in common."""
 
-    image_size: int  # side in pixels
+    image_size: int  # side of a square in pixels
     channels: int
-    side: int  # in positions of the latent
+    side: int  # of a square in positions of the latent
     encoder_hash: str | None  # of the weights that made them; None: any
+    bucket_step: int = 0  # see `GeneratorSettings`; 0: all images are squares
+    max_aspect: float = 0.0  # likewise
 
-    @property
-    def record_elements(self) -> int:
-        """Return the numbers of one latent image."""
-        return self.channels * self.side**2
+    @classmethod
+    def of(cls, settings: GeneratorSettings, encoder_hash: str | None) -> "LatentHeader":
+        """Return what all latents have in common that an encoder makes for a generator."""
+        assert settings.image_size is not None
+        side = settings.image_size // settings.latent_scale
+        step = settings.bucket_step or 0
+        max_aspect = settings.max_aspect if step else 0.0
+        return cls(settings.image_size, settings.channels, side, encoder_hash, step, max_aspect)
+
+
+@dataclass(frozen=True)
+class _Records:
+    """The latents of a folder, which stay on disk."""
+
+    numbers: dict[bytes, int]  # of the record of each image
+    sizes: IntArray  # (n, 2) rows and columns of each record
+    starts: IntArray  # (n + 1,) where each record starts, in numbers, and where the last one ends
+    values: npt.NDArray[np.float16]  # of all records
+
+    def read(self, number: int, channels: int) -> Float32Array:
+        """Return a latent image (channels, rows, columns)."""
+        values = self.values[self.starts[number] : self.starts[number + 1]].astype(np.float32)
+        latent: Float32Array = values.reshape(channels, *self.sizes[number])
+        return latent
 
 
 def image_key(media: Media) -> bytes:
@@ -56,16 +82,13 @@ class LatentReader:
         self._folder, self._expected = folder, expected
 
     def read(self, media: Media) -> Float32Array | None:
-        """Return the latent image (channels, side, side) of an image; None if it has none.
+        """Return the latent image (channels, rows, columns) of an image; None if it has none.
 
         Raises BadImageError for an image that cannot be read, DataError for a folder that cannot be used.
         """
-        rows, records = _open_records(self._folder, self._expected)
-        row = rows.get(image_key(media))
-        if row is None:
-            return None
-        latent: Float32Array = records[row].astype(np.float32)
-        return latent
+        records = _open_records(self._folder, self._expected)
+        number = records.numbers.get(image_key(media))
+        return None if number is None else records.read(number, self._expected.channels)
 
     def missing(self, media: Media) -> DataError:
         """Return the error for an image without a latent."""
@@ -76,22 +99,37 @@ class LatentReader:
 
 
 @lru_cache(maxsize=2)  # of training and validation; every step has a reader of its own
-def _open_records(folder: Path, expected: LatentHeader) -> tuple[dict[bytes, int], npt.NDArray[np.float16]]:
-    """Return the number of each image's record, and all records (n, channels, side, side), which stay on disk."""
+def _open_records(folder: Path, expected: LatentHeader) -> _Records:
+    """Open the records of a folder, which must be of the expected kind."""
     check_header(folder, expected)
-    rows = read_keys(folder)
-    shape = (len(rows), expected.channels, expected.side, expected.side)
-    if not rows:
-        return rows, np.empty(shape, dtype=_DTYPE)
+    numbers = read_keys(folder)
+    sizes = _read_sizes(folder, expected, len(numbers))
+    starts = np.concatenate([[0], np.cumsum(expected.channels * sizes.prod(axis=1))]).astype(np.int64)
+    if not numbers:
+        return _Records(numbers, sizes, starts, np.empty(0, dtype=_DTYPE))
     path = folder / _RECORDS_FILE
     try:
         num_bytes = path.stat().st_size
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; run `{COMMAND}` again") from None
-    needed = len(rows) * expected.record_elements * _DTYPE.itemsize
+    needed = int(starts[-1]) * _DTYPE.itemsize
     if num_bytes < needed:
-        raise DataError(f"{path} has {num_bytes} bytes, but {len(rows)} latents take {needed}; copy it again")
-    return rows, np.memmap(path, dtype=_DTYPE, mode="r", shape=shape)
+        raise DataError(f"{path} has {num_bytes} bytes, but {len(numbers)} latents take {needed}; copy it again")
+    return _Records(numbers, sizes, starts, np.memmap(path, dtype=_DTYPE, mode="r", shape=(int(starts[-1]),)))
+
+
+def _read_sizes(folder: Path, header: LatentHeader, num_records: int) -> IntArray:
+    """Return rows and columns of the first records, (n, 2)."""
+    if not header.bucket_step:
+        return np.full((num_records, 2), header.side, dtype=np.int64)
+    path = folder / _SIZES_FILE
+    try:
+        content = path.read_bytes()[: num_records * 2 * _SIZE_DTYPE.itemsize]
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; run `{COMMAND}` again") from None
+    if len(content) < num_records * 2 * _SIZE_DTYPE.itemsize:
+        raise DataError(f"{path} has {len(content)} bytes, too few for {num_records} latents; copy it again")
+    return np.frombuffer(content, dtype=_SIZE_DTYPE).reshape(-1, 2).astype(np.int64)
 
 
 class LatentWriter:
@@ -109,18 +147,27 @@ class LatentWriter:
             else:
                 (folder / HEADER_FILE).write_text(json.dumps(asdict(header), indent=2) + "\n", encoding="utf-8")
             self.keys = set(read_keys(folder))
+            sizes = _read_sizes(folder, header, len(self.keys)) if self.keys else np.empty((0, 2), dtype=np.int64)
+            num_values = int(header.channels * sizes.prod(axis=1).sum())
             self._records = (folder / _RECORDS_FILE).open("ab")
             self._keys = (folder / _KEYS_FILE).open("ab")
-            self._records.truncate(len(self.keys) * header.record_elements * _DTYPE.itemsize)
+            self._sizes = (folder / _SIZES_FILE).open("ab") if header.bucket_step else None
+            self._records.truncate(num_values * _DTYPE.itemsize)
             self._keys.truncate(len(self.keys) * _KEY_BYTES)
+            if self._sizes is not None:
+                self._sizes.truncate(len(self.keys) * 2 * _SIZE_DTYPE.itemsize)
         self._folder = folder
 
     def add(self, keys: Sequence[bytes], latents: Float32Array) -> None:
-        """Add latents (n, channels, side, side) of images with these keys. Raises UserError."""
+        """Add latents (n, channels, rows, columns) of images with these keys. Raises UserError."""
         with writing("model.generator.latents", self._folder, "latents"):
             self._records.write(latents.astype(_DTYPE).tobytes())
             self._records.flush()
             os.fsync(self._records.fileno())
+            if self._sizes is not None:
+                self._sizes.write(np.array([latents.shape[2:]] * len(keys), dtype=_SIZE_DTYPE).tobytes())
+                self._sizes.flush()
+                os.fsync(self._sizes.fileno())
             self._keys.write(b"".join(keys))
             self._keys.flush()
         self.keys.update(keys)
@@ -131,8 +178,9 @@ class LatentWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._records.close()
-        self._keys.close()
+        for file in (self._records, self._sizes, self._keys):
+            if file is not None:
+                file.close()
 
 
 def read_keys(folder: Path) -> dict[bytes, int]:

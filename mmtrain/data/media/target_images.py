@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from mmtrain.data.media.aspect_buckets import drawing_sizes, nearest_bucket
 from mmtrain.data.media.image_grids import Grid, MediumItems
 from mmtrain.data.media.images import (
     CellArray,
@@ -18,46 +19,53 @@ from mmtrain.recipe.generator_settings import GeneratorSettings
 
 
 class TargetImageReader:
-    """Reads images in one size. Its methods raise `BadMediaError` for images that cannot be used."""
+    """Reads images in the sizes that are drawn. Its methods raise `BadMediaError` for images that cannot be used."""
 
     def __init__(self, settings: GeneratorSettings, data: DataSettings) -> None:
         """Read as the settings of the generator say; those of the data bound the size of a file's image."""
-        assert settings.image_size is not None, "`check_generator` rejects samples without a size to draw"
-        self._side, self._patch = settings.image_size, settings.patch
-        self._patches_per_side = settings.image_size // (settings.latent_scale * settings.patch)
+        self._patch = settings.patch
+        self._pixels_per_patch = settings.latent_scale * settings.patch
+        self._sizes = drawing_sizes(settings)
         self._latents = None
         if settings.latents is not None:
-            header = LatentHeader(self._side, settings.channels, self._side // settings.latent_scale, None)
-            self._latents = LatentReader(settings.latents, header)
-        self._image = data.image.model_copy(update={"scheme": "fixed", "size": self._side, "fit": "crop"})
+            self._latents = LatentReader(settings.latents, LatentHeader.of(settings, None))
+        self._image = data.image.model_copy(update={"scheme": "fixed", "fit": "crop"})
 
     def read_items(self, media: Media) -> MediumItems:
         """Return the grid of patches of an image, which is one item, after a look at its header."""
         image_size = read_image_size(media, self._image.max_source_pixels)
-        return MediumItems(((self._patches_per_side, self._patches_per_side),), image_size=image_size)
+        width, height = nearest_bucket(image_size, self._sizes)
+        grid = (height // self._pixels_per_patch, width // self._pixels_per_patch)
+        return MediumItems((grid,), image_size=image_size)
 
     def load_cells(self, media: Media, grid: Grid) -> CellArray:
         """Return the patches (rows * cols, channels * patch * patch) of an image, each ordered (channel, y, x).
 
         Pixels are bytes, latents are numbers. Raises DataError for an image without a latent.
         """
-        assert grid == (self._patches_per_side,) * 2, "the recipe changed under a running index"
+        size = grid[1] * self._pixels_per_patch, grid[0] * self._pixels_per_patch
+        assert size in self._sizes, "the recipe changed under a running index"
         if self._latents is not None:
             latent = self._latents.read(media)
             if latent is None:
-                self.load_pixels(media)  # one that cannot be decoded has no latent, and is set aside
+                self._load(media, size)  # one that cannot be decoded has no latent, and is set aside
                 raise self._latents.missing(media)
+            assert latent.shape[1:] == (grid[0] * self._patch, grid[1] * self._patch), "the header was compared"
             return _patches_of(latent, self._patch)
-        return patchify(load_rgb_images(media, [(self._side, self._side)], self._image), self._patch)
+        return patchify(load_rgb_images(media, [size], self._image), self._patch)
 
     def load_pixels(self, media: Media) -> Uint8Array:
-        """Return the pixels (side, side, 3) of an image."""
-        [image] = load_rgb_images(media, [(self._side, self._side)], self._image)
+        """Return the pixels (height, width, 3) of an image in the size in which it is drawn."""
+        image_size = read_image_size(media, self._image.max_source_pixels)
+        return self._load(media, nearest_bucket(image_size, self._sizes))
+
+    def _load(self, media: Media, size: tuple[int, int]) -> Uint8Array:
+        [image] = load_rgb_images(media, [size], self._image)
         return np.asarray(image)
 
 
 def _patches_of(latent: Float32Array, patch: int) -> Float32Array:
-    """Cut a latent image (channels, side, side) into patches, row by row."""
-    channels, side, _ = latent.shape
-    split = latent.reshape(channels, side // patch, patch, side // patch, patch).transpose(1, 3, 0, 2, 4)
+    """Cut a latent image (channels, rows, columns) into patches, row by row."""
+    channels, rows, cols = latent.shape
+    split = latent.reshape(channels, rows // patch, patch, cols // patch, patch).transpose(1, 3, 0, 2, 4)
     return np.ascontiguousarray(split.reshape(-1, channels * patch**2))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,14 @@ class GeneratorStage(StageModule):
         assert state.hidden is not None
         return _sum_of_squares(state.hidden, context.inputs)
 
+    def run_layer(self, context: StageContext, state: Any, index: int) -> Any:
+        """Run one layer on the state before it, None for the first; the last layer's result is the loss."""
+        assert isinstance(context, DrawingContext)
+        before = self._start_state(context, None, range(index, index + 1)) if state is None else state
+        after = self._map_state(context, before, index)
+        is_last = index == len(self.shape.layers) - 1
+        return _sum_of_squares(after.hidden, context.inputs) if is_last else after
+
     def predict(self, inputs: GeneratorInput, outputs: Tensor) -> Tensor:
         """Run a stage that holds the whole unit on the LLM's outputs (I * context tokens, llm_hidden).
 
@@ -71,12 +80,15 @@ class GeneratorStage(StageModule):
         """Run consecutive layers; return what the last one leaves."""
         state = self._start_state(context, hidden, layers)
         for index in layers:
-            layer = self.layers[str(index)]
-            if index in self.recompute and torch.is_grad_enabled():
-                state = checkpoint(layer, state, context.generator, use_reentrant=False, preserve_rng_state=False)
-            else:
-                state = layer(state, context.generator)
+            state = self._map_state(context, state, index)
         return state
+
+    def _map_state(self, context: DrawingContext, state: Any, index: int) -> Any:
+        """Return the state behind a layer."""
+        layer = self.layers[str(index)]
+        if index in self.recompute and torch.is_grad_enabled():
+            return checkpoint(layer, state, context.generator, use_reentrant=False, preserve_rng_state=False)
+        return layer(state, context.generator)
 
     def _start_state(self, context: DrawingContext, hidden: Tensor | None, layers: range) -> GeneratorState:
         if layers.start:

@@ -125,6 +125,18 @@ class UnetEmbed(nn.Module):
                 )
 
 
+class ImageNorm(nn.GroupNorm):
+    """A norm over groups of channels of each image."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map features (n, channels, rows, columns) to the same shape."""
+        needs_weights_alone = self.weight.requires_grad and not features.requires_grad
+        if needs_weights_alone and torch.is_grad_enabled():
+            # On CPUs the backward of torch 2.13 crashes on channels-last features without a gradient of their own.
+            features = features.contiguous()
+        return super().forward(features)
+
+
 class UnetResidual(nn.Module):
     """Two convolutions behind norms, with the timestep added between them, beside a residual connection."""
 
@@ -132,10 +144,10 @@ class UnetResidual(nn.Module):
         """Build the layer that `shape` describes; its weights are uninitialized."""
         super().__init__()
         self.channels = shape.hidden
-        self.norm1 = nn.GroupNorm(settings.norm_groups, shape.hidden, eps=_GROUP_NORM_EPS, dtype=factory.dtype)
+        self.norm1 = ImageNorm(settings.norm_groups, shape.hidden, eps=_GROUP_NORM_EPS, dtype=factory.dtype)
         self.conv1 = _convolution(shape.hidden, shape.out, factory)
         self.time = nn.Linear(shape.time_width, shape.out, dtype=factory.dtype)
-        self.norm2 = nn.GroupNorm(settings.norm_groups, shape.out, eps=_GROUP_NORM_EPS, dtype=factory.dtype)
+        self.norm2 = ImageNorm(settings.norm_groups, shape.out, eps=_GROUP_NORM_EPS, dtype=factory.dtype)
         self.conv2 = _convolution(shape.out, shape.out, factory)
         self.shortcut: nn.Module | None = None
         if shape.hidden != shape.out:
@@ -163,7 +175,7 @@ class UnetAttention(nn.Module):
         """Build the layer that `shape` describes; its weights are uninitialized."""
         super().__init__()
         width = shape.hidden
-        self.norm = nn.GroupNorm(settings.norm_groups, width, eps=_ATTENTION_GROUP_NORM_EPS, dtype=factory.dtype)
+        self.norm = ImageNorm(settings.norm_groups, width, eps=_ATTENTION_GROUP_NORM_EPS, dtype=factory.dtype)
         self.linear_in = nn.Linear(width, width, dtype=factory.dtype)
         self.self_attention_norm = nn.LayerNorm(width, eps=_LAYER_NORM_EPS, dtype=factory.dtype)
         self.self_attention = PixelSelfAttention(shape, factory)
@@ -270,7 +282,7 @@ class UnetOut(nn.Module):
     def __init__(self, settings: GeneratorSettings, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the layer that `shape` describes; its weights are uninitialized."""
         super().__init__()
-        self.norm = nn.GroupNorm(settings.norm_groups, shape.hidden, eps=_GROUP_NORM_EPS, dtype=factory.dtype)
+        self.norm = ImageNorm(settings.norm_groups, shape.hidden, eps=_GROUP_NORM_EPS, dtype=factory.dtype)
         self.conv = _convolution(shape.hidden, shape.out, factory)
 
     def forward(self, state: UnetState, context: GeneratorContext) -> GeneratorState:

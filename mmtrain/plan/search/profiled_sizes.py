@@ -26,10 +26,7 @@ def sizes_to_measure(
     hardware = preset(recipe.cluster.hardware) if recipe.cluster.hardware != "auto" else None
     ranks_per_node = recipe.cluster.ranks_per_node or (hardware.ranks_per_node if hardware else ranks)
     model = build_model_shape(recipe)
-    generators = {unit.name for unit in model.units if unit.kind == "generator"}  # not profiled
-    choices = {
-        unit: choice for unit, choice in unit_choices(recipe, model, ranks_per_node).items() if unit not in generators
-    }
+    choices = unit_choices(recipe, model, ranks_per_node)
     unknown = [unit for unit in only if unit not in choices]
     if unknown:
         raise UserError(f"--only {unknown[0]}: no such unit; allowed: {', '.join(choices)}")

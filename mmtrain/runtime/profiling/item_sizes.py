@@ -1,4 +1,4 @@
-"""The sizes of items to measure encoders on, by modality: valid ones near those of the data, and synthetic ones."""
+"""The sizes of items to measure encoders and generators on: valid ones near those of the data, and synthetic ones."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from mmtrain.data.media.aspect_buckets import drawing_sizes
 from mmtrain.recipe.audio_settings import AudioSettings
 from mmtrain.recipe.data_settings import DataSettings
+from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.modalities import GENERATOR
 from mmtrain.recipe.vision_settings import VisionSettings
 
 NUM_SYNTHETIC_ITEMS = 64  # items of a recipe without data
@@ -70,8 +73,27 @@ def _synthetic_clips(settings: AudioSettings, data: DataSettings) -> list[ItemSi
     return [(max(1, n) * settings.cells_per_feature, 1) for n in num_features]
 
 
-# By the name of the modality.
+def _nearest_drawing(settings: GeneratorSettings, size: ItemSize) -> ItemSize:
+    """Return the size if the generator divides it, else the most square image of about as many positions."""
+    divisor = 2 ** (len(settings.widths) - 1)
+    if all(side % divisor == 0 for side in size):
+        return size
+    side = max(1, round(math.sqrt(size[0] * size[1]) / divisor)) * divisor
+    return side, max(1, round(size[0] * size[1] / (side * divisor))) * divisor
+
+
+def _synthetic_drawings(settings: GeneratorSettings, data: DataSettings) -> list[ItemSize]:
+    pixels_per_patch = settings.latent_scale * settings.patch
+    if settings.image_size is None:
+        side = settings.sample_size // settings.patch
+        return [_nearest_drawing(settings, (side, side))]
+    sizes = drawing_sizes(settings)
+    return [(height // pixels_per_patch, width // pixels_per_patch) for width, height in sizes]
+
+
+# By the name of the modality, or of the generator.
 ITEM_SIZES: Mapping[str, ItemSizes] = {
     "vision": ItemSizes(_nearest_image, _synthetic_images),
     "audio": ItemSizes(_nearest_clip, _synthetic_clips),
+    GENERATOR: ItemSizes(_nearest_drawing, _synthetic_drawings),
 }

@@ -10,7 +10,6 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,16 +18,18 @@ from torch import Tensor
 from mmtrain.costs.cost_table import LayerSample, TimedPass, layer_fields, layer_key
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.clip_factors import clip_factors
+from mmtrain.models.generator.generator_input import GeneratorInput
 from mmtrain.models.megatron import ParallelGroups, set_tp_chunks
 from mmtrain.models.megatron.zero_adamw import ZeroAdamW
 from mmtrain.models.model_shape import ModelShape, UnitShape
 from mmtrain.models.stage_inputs import TextInput, UnitInput
 from mmtrain.models.stage_module import StageModule, StageSpec
-from mmtrain.program import StageId
+from mmtrain.program import LLM, StageId
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_unit_optimizer
 from mmtrain.runtime.execution.recorder import clock_for
 from mmtrain.runtime.execution.unit import UnitRunner
+from mmtrain.runtime.profiling.layer_passes import LayerPass, Span, backward_by_layer, forward_by_layer
 from mmtrain.runtime.profiling.probes import Probe
 from mmtrain.runtime.world import World
 
@@ -64,7 +65,10 @@ _OTHER_MODES = (
 
 @dataclass(frozen=True)
 class LayerProfiler:
-    """Times the distinct layers of a unit on one rank; of equal layers at most `MAX_EQUAL_LAYERS` run."""
+    """Times the distinct layers of a unit on one rank.
+
+    Of equal layers at most `MAX_EQUAL_LAYERS` run, but all of a U-Net.
+    """
 
     stage: StageModule
     optimizer: ZeroAdamW
@@ -159,62 +163,43 @@ class LayerProfiler:
         clock = clock_for(self.world.device)
         stage.recompute = frozenset(stage.indices if mode.recompute else ())
         stage.requires_grad_(mode.weight_grad)
-        marks: list[Any] = []
-        microbatches: list[tuple[list[Tensor | None], list[Tensor]]] = []  # inputs and outputs of the layers
         features = [self._features(unit_input, mode.input_grad) for unit_input in inputs]
         self.world.barrier()
         clock.start()
+        spans: list[Span] = []
+        microbatches: list[list[LayerPass]] = []
         for unit_input, rows in zip(inputs, features, strict=True):
-            marks.append(clock.mark())
-            context = stage.context(unit_input, rows)
-            layer_inputs: list[Tensor | None] = []
-            layer_outputs: list[Tensor] = []
-            for index in stage.indices:
-                before = layer_outputs[-1].detach().requires_grad_(mode.input_grad) if layer_outputs else None
-                layer_inputs.append(before)
-                layer_outputs.append(stage.run(context, before, range(index, index + 1)))
-                del before  # or the last layer's input would outlive its backward
-                marks.append(clock.mark())
-            microbatches.append((layer_inputs, layer_outputs))
-        for layer_inputs, layer_outputs in microbatches:
-            self._run_backward(layer_inputs, layer_outputs, clock.mark, marks)
+            passes, forward_spans = forward_by_layer(stage, unit_input, rows, mode.input_grad, clock.mark)
+            microbatches.append(passes)
+            spans += forward_spans
+        for passes in microbatches:
+            spans += backward_by_layer(passes, clock.mark)
         self.optimizer.zero_grad()
-        return self._times_by_layer(clock.seconds(marks), len(inputs))
+        seconds = clock.seconds([*itertools.chain.from_iterable(spans)])
+        return self._times_by_layer([end_s - start_s for start_s, end_s in zip(*[iter(seconds)] * 2, strict=True)])
 
     def _features(self, inputs: UnitInput, input_grad: bool) -> dict[str, Tensor]:
-        """Return random features in place of the encoders'."""
-        positions = inputs.feature_positions if isinstance(inputs, TextInput) else {}
-        width, device = self.stage.shape.layers[0].out_width, self.world.device
+        """Return random features in place of what other units send."""
+        first = self.stage.shape.layers[0]
+        num_rows: dict[str, int] = {}
+        width = first.out_width
+        if isinstance(inputs, GeneratorInput):
+            num_rows = {LLM: len(inputs.rows) * first.context}
+            width = first.hidden
+        elif isinstance(inputs, TextInput):
+            num_rows = {name: len(rows) for name, rows in inputs.feature_positions.items()}
         return {
-            name: torch.randn(len(rows), width, device=device, dtype=self.dtype).requires_grad_(input_grad)
-            for name, rows in positions.items()
+            name: torch.randn(num, width, device=self.world.device, dtype=self.dtype).requires_grad_(input_grad)
+            for name, num in num_rows.items()
         }
 
-    @staticmethod
-    def _run_backward(
-        layer_inputs: list[Tensor | None], layer_outputs: list[Tensor], mark: Callable[[], Any], marks: list[Any]
-    ) -> None:
-        """Run one microbatch's backward, the last layer first; free each layer's tensors as a run does."""
-        gradient: Tensor | None = None
-        marks.append(mark())
-        while layer_outputs:
-            output = layer_outputs.pop()
-            hidden = layer_inputs.pop()
-            if output.requires_grad:
-                torch.autograd.backward(output, torch.ones_like(output) if gradient is None else gradient)
-            gradient = None if hidden is None else hidden.grad
-            del output, hidden
-            marks.append(mark())
-
-    def _times_by_layer(self, seconds: list[float], num_in_flight: int) -> LayerTimes:
-        """Return the time between the marks of a round, by layer: `num_in_flight` forwards, then their backwards."""
+    def _times_by_layer(self, seconds: list[float]) -> LayerTimes:
+        """Return the times of a round's passes by layer: the forwards of all microbatches, then their backwards."""
         keys = self.keys
         times: LayerTimes = {key: ([], []) for key in keys}
-        num_marks = len(keys) + 1  # of one microbatch in one direction
-        passes = [seconds[first : first + num_marks] for first in range(0, len(seconds), num_marks)]
-        for number, marks_s in enumerate(passes):
-            layer_s = [end_s - start_s for start_s, end_s in itertools.pairwise(marks_s)]
-            is_backward = number >= num_in_flight
+        for number, first in enumerate(range(0, len(seconds), len(keys))):
+            is_backward = number >= len(seconds) // len(keys) // 2
+            layer_s = seconds[first : first + len(keys)]
             for key, value in zip(reversed(keys) if is_backward else keys, layer_s, strict=True):
                 times[key][is_backward].append(value)
         return times
@@ -236,9 +221,9 @@ class LayerProfiler:
 
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             context = stage.context(inputs, self._features(inputs, True))
-            hidden = None
+            state = None
             for index in stage.indices:
-                hidden = stage.run(context, hidden, range(index, index + 1))
+                state = stage.run_layer(context, state, index)
                 totals.append(sum(nbytes for nbytes, _ in saved.values()))
         return [after - before for before, after in itertools.pairwise(totals)]
 
@@ -252,7 +237,7 @@ def build_layer_profiler(
     for layer in unit.layers:
         key = layer_key(layer_fields(layer))
         num_equal[key] += 1
-        if num_equal[key] <= MAX_EQUAL_LAYERS:
+        if num_equal[key] <= MAX_EQUAL_LAYERS or not unit.is_splittable:  # skip connections join all of a U-Net
             layers.append(replace(layer, lora=None))  # the cost of adapters is modelled
     short = replace(unit, layers=tuple(layers))
     stage = build_stage(

@@ -6,17 +6,22 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mmtrain.balance import SampleLengths
 from mmtrain.costs import TokenLoad
 from mmtrain.models.attention import Spans
+from mmtrain.models.generator.generator_input import GeneratorInput
+from mmtrain.models.generator.noise_schedules import DiffusionSchedule
 from mmtrain.models.model_shape import UnitShape
 from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
 from mmtrain.recipe.modalities import GENERATOR
 from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings import Section
 from mmtrain.runtime.profiling.item_sizes import ITEM_SIZES, ItemSize, synthetic_shares
 
 NUM_FITTED_LOADS = 5  # numbers of tokens, each twice the one before
+MAX_GENERATOR_LOAD_FACTOR = 4.0  # largest load / mean: groups of random samples hardly hold more images
 HELD_OUT_LOAD_SHARES = (0.37, 0.74)  # of the largest load; between the fitted ones
 
 Size = ItemSize | int  # of an encoder's item (rows, cols), of a sequence of the LLM its tokens
@@ -47,10 +52,37 @@ class Probe:
         """Return random payload of this size."""
         encoder = recipe.model.all_encoders.get(self.unit)
         if encoder is not None:
-            rows, cols = (tuple(size[k] for size in self.sizes) for k in (0, 1))  # type: ignore[index]
-            num_cells = sum(r * c for r, c in zip(rows, cols, strict=True))
-            cells = torch.randn(num_cells, encoder.cell_features, device=device, dtype=dtype)
-            return EncoderInput(rows, cols, cells)
+            rows, cols = self._sides
+            return EncoderInput(rows, cols, self._random_cells(encoder.cell_features, device, dtype))
+        if self.unit == GENERATOR:
+            return self._drawing_inputs(recipe, device, dtype)
+        return self._text_inputs(recipe, device)
+
+    def _drawing_inputs(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> GeneratorInput:
+        """Return noisy images and what is to be predicted of them."""
+        generator = recipe.model.generator
+        assert generator is not None
+        rows, cols = self._sides
+        return GeneratorInput(
+            rows,
+            cols,
+            cells=self._random_cells(generator.cell_features, device, dtype),
+            timesteps=torch.randint(0, DiffusionSchedule.num_steps, (len(rows),), device=device),
+            targets=self._random_cells(generator.cell_features, device, torch.float32),
+            kept_contexts=torch.ones(len(rows), device=device) if generator.context_dropout else None,
+        )
+
+    @property
+    def _sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return rows and columns of each item."""
+        rows, cols = (tuple(size[k] for size in self.sizes) for k in (0, 1))  # type: ignore[index]
+        return rows, cols
+
+    def _random_cells(self, num_features: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        num_cells = sum(rows * cols for rows, cols in zip(*self._sides, strict=True))
+        return torch.randn(num_cells, num_features, device=device, dtype=dtype)
+
+    def _text_inputs(self, recipe: Recipe, device: torch.device) -> TextInput:
         lengths = tuple(int(size) for size in self.sizes)  # type: ignore[arg-type]
         ids = torch.randint(0, recipe.model.llm.vocab, (sum(lengths),), device=device)
         positions = {}
@@ -92,12 +124,12 @@ def make_probes(
 ) -> tuple[list[Probe], list[Probe]]:
     """Return loads to fit a unit's costs to, and held-out loads to test the fit on.
 
-    The largest load fills `data.seq_len`. Sizes are sampled from the data's `lengths`: some kernels start once for each
-    distinct length, so equal items would measure too fast. Without data, sizes are synthetic and within what the recipe
-    allows. Each number of tokens comes with items of all sizes, with long ones and with short ones: this separates the
-    cost of attention from the cost of each item.
+    The largest load fills `data.seq_len`, for a generator see `_largest_load`. Sizes are sampled from the data's
+    `lengths`: some kernels start once for each distinct length, so equal items would measure too fast. Without data,
+    sizes are synthetic and within what the recipe allows. Each number of tokens comes with items of all sizes, with
+    long ones and with short ones: this separates the cost of attention from the cost of each item.
     """
-    largest = recipe.data.seq_len * unit.layers[-1].joins  # for an encoder: all LLM tokens are its features
+    largest = _largest_load(recipe, unit, lengths)
     sampler = _ProbeSampler(recipe, unit, lengths)
     pool = sorted(_sizes_in_data(recipe, unit, lengths) or _synthetic_sizes(recipe, unit), key=sampler.num_tokens)
     half = len(pool) // 2
@@ -111,6 +143,29 @@ def make_probes(
         sampler.sample(pool, max(1, round(share * largest))) for share in HELD_OUT_LOAD_SHARES for _ in range(2)
     ]
     return list(dict.fromkeys(fitted)), [probe for probe in dict.fromkeys(held_out) if probe not in fitted]
+
+
+def _largest_load(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None) -> int:
+    """Return the most tokens to measure the unit on.
+
+    Of a generator they are those of the images in a group of the samples that draw most, but of no more than
+    `MAX_GENERATOR_LOAD_FACTOR` mean groups. Without data each second token of a group is a query.
+    """
+    seq_len = recipe.data.seq_len
+    generator = recipe.model.generator
+    if unit.kind != "generator" or generator is None:
+        return seq_len * unit.layers[-1].joins  # for an encoder: all LLM tokens are its features
+    if lengths is None or unit.name not in lengths.items or not len(lengths.items[unit.name].tokens):
+        num_cells = max(rows * cols for rows, cols in ITEM_SIZES[GENERATOR].synthetic(generator, recipe.data))
+        return max(1, seq_len // (2 * generator.context_tokens)) * num_cells
+    items = lengths.items[unit.name]
+    ends = np.concatenate([[0], np.cumsum(items.tokens)])[items.first]
+    drawn_tokens = np.diff(ends)  # of each sample
+    densest_first = np.argsort(-drawn_tokens / np.maximum(lengths.tokens, 1), kind="stable")
+    fits = np.cumsum(lengths.tokens[densest_first]) <= seq_len
+    of_densest_group = int(drawn_tokens[densest_first][fits].sum())
+    of_mean_group = int(drawn_tokens.sum()) * seq_len / max(1, int(lengths.tokens.sum()))
+    return max(int(items.tokens.max()), min(of_densest_group, round(MAX_GENERATOR_LOAD_FACTOR * of_mean_group)))
 
 
 class _ProbeSampler:
@@ -171,8 +226,8 @@ def _sizes_in_data(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | Non
     items = lengths.items.get(unit.name)
     if items is None:
         return []
-    settings = recipe.model.all_encoders[unit.name]
-    nearest = ITEM_SIZES[settings.modality].nearest
+    settings, modality = _item_settings(recipe, unit)
+    nearest = ITEM_SIZES[modality].nearest
     return [nearest(settings, size) for size in zip(items.rows.tolist(), items.cols.tolist(), strict=True)]
 
 
@@ -183,5 +238,14 @@ def _synthetic_sizes(recipe: Recipe, unit: UnitShape) -> list[Size]:
     """
     if unit.kind == "llm":
         return [max(1, int(recipe.data.seq_len * share / 4)) for share in synthetic_shares()]
-    settings = recipe.model.all_encoders[unit.name]
-    return [*ITEM_SIZES[settings.modality].synthetic(settings, recipe.data)]
+    settings, modality = _item_settings(recipe, unit)
+    return [*ITEM_SIZES[modality].synthetic(settings, recipe.data)]
+
+
+def _item_settings(recipe: Recipe, unit: UnitShape) -> tuple[Section, str]:
+    """Return the settings of a unit with items, and the key of these in `ITEM_SIZES`."""
+    if unit.kind == "generator":
+        assert recipe.model.generator is not None
+        return recipe.model.generator, GENERATOR
+    encoder = recipe.model.all_encoders[unit.name]
+    return encoder, encoder.modality

@@ -126,3 +126,18 @@ def test_sides_that_the_levels_do_not_divide_are_named() -> None:
     inputs = GeneratorInput((8,), (6,), torch.zeros(48, SETTINGS.channels), torch.zeros(1))
     with pytest.raises(DataError, match=r"8 x 6 latent positions.*2 times.*multiples of 4"):
         run(modules, GeneratorState(torch.zeros(SETTINGS.context_tokens, LLM_HIDDEN)), inputs)
+
+
+def test_norms_learn_from_images_whose_embedding_is_frozen() -> None:
+    """On a CPU the backward of torch's norm crashes on channels-last features that need no gradient."""
+    gradients = []
+    for is_frozen in (False, True):
+        modules = build(SETTINGS)
+        modules[1].requires_grad_(not is_frozen)
+        generator = torch.Generator().manual_seed(1)
+        images = [torch.randn(SETTINGS.channels, 8, 8, generator=generator)] * 2
+        inputs = GeneratorInput((8, 8), (8, 8), patches_of(images, 1), torch.tensor([3, 700]))
+        context = torch.randn(2 * SETTINGS.context_tokens, LLM_HIDDEN, generator=generator)
+        run(modules, GeneratorState(context), inputs).square().sum().backward()
+        gradients.append(modules[2].norm1.weight.grad)
+    torch.testing.assert_close(*gradients)
