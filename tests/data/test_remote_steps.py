@@ -602,7 +602,11 @@ def test_a_run_reads_the_secret_that_its_recipe_names(made: Dataset, tmp_path: P
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [(None, ONE_SECRET), (ONE_SECRET, None), (OTHER_SECRET, ONE_SECRET)],
+    [
+        pytest.param(None, ONE_SECRET, marks=pytest.mark.slow),
+        pytest.param(ONE_SECRET, None, marks=pytest.mark.slow),
+        (OTHER_SECRET, ONE_SECRET),
+    ],
     ids=["trainer without", "producer without", "different"],
 )
 def test_a_stranger_gets_no_step_and_is_told_why(ours: CurveKeys | None, theirs: CurveKeys | None) -> None:

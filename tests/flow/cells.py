@@ -31,8 +31,7 @@ PLACEMENTS: tuple[Placement, ...] = ("unified", "disaggregated", "coarse", "expl
 MAX_RANKS = 8
 POOL_SIZE = 120  # cells of each placement to choose from
 CELLS_PER_PLACEMENT = 12
-# Enough to show every value of every axis; the others add pairs of values.
-QUICK_CELLS_PER_PLACEMENT = 5
+QUICK_CELLS_PER_PLACEMENT = 3  # in `make test`, which shows most values of most axes; all cells show every one
 KIND_CELLS_PER_PLACEMENT = 8
 LLM_LAYERS = 5  # embedding, three blocks, head
 ENCODER_LAYERS = 4  # first layer, two blocks, projector; of every encoder

@@ -56,6 +56,7 @@ def test_losses_are_those_of_steps_as_they_come(
     assert _losses(arranged.run_dir) == pytest.approx(_losses(plain.run_dir), rel=1e-5)
 
 
+@pytest.mark.slow  # 8 s
 def test_a_run_continues_in_the_same_data_under_another_plan(data: Path, tmp_path: Path) -> None:
     whole = request_for(data, tmp_path / "whole", *TOGETHER)
     assert run_all(whole, whole) == ["", ""]

@@ -114,7 +114,7 @@ CASES: dict[str, tuple[dict[str, Any], Meshes]] = {
         {"vision": Mesh((), (0,)), "llm": Mesh((1,), (0, 1)), "generator": Mesh((), (2,))},
     ),
 }
-QUICK = ("one rank", "unified, a stage of its own at the end", "disaggregated 1:2:1")
+QUICK = ("disaggregated 1:2:1",)
 
 
 def freeze(*units: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int, tuple[int, ...], DispatchMode, 
     "llm only": (freeze("vision", "generator"), 2, 2, (), "none", "1f1b"),
     "u-net, projectors only": (U_NET | freeze("vision", "llm", "generator"), 2, 2, (), "none", "1f1b"),
 }  # fmt: skip
-QUICK = ("two ranks, one copy", "u-net, two ranks, one copy")
+QUICK = ("two ranks, one copy",)
 
 
 @pytest.fixture(scope="module")

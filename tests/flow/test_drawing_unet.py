@@ -51,7 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], Meshes]] = {
     "generator only": (freeze("vision", "llm"), APART),
     "projectors only": (freeze("vision", "llm", "generator"), APART),
 }
-QUICK = ("unified, a stage of its own at the end", "unified, whole on both ranks of a tensor-parallel group")
+QUICK = ("unified, a stage of its own at the end",)
 
 
 @pytest.fixture(scope="module")

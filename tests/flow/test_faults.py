@@ -239,6 +239,7 @@ def test_saves_on_a_slow_disk_take_longer_than_the_watchdog_waits(data: Path, un
     assert [folder.name for folder in find(tmp_path / CHECKPOINTS_FOLDER)] == ["step-00000006", "step-00000003"]
 
 
+@pytest.mark.slow  # 9 s
 def test_a_run_that_is_stopped_on_a_slow_disk_keeps_its_work(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, WATCHED, "train.checkpoint.every=0")
     faults = AllOf(FailAt(0, range(9), "slow disk"), FailAt(1, 2, "signal"))
@@ -248,6 +249,7 @@ def test_a_run_that_is_stopped_on_a_slow_disk_keeps_its_work(data: Path, tmp_pat
     assert [folder.name for folder in find(tmp_path / CHECKPOINTS_FOLDER)] == ["step-00000003"]
 
 
+@pytest.mark.slow  # 6 s
 def test_a_disk_that_is_stuck_is_named_with_its_file_and_speed(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, WATCHED, "train.checkpoint.async_save=false")
     code, message = launch(request, FailAt(1, 2, "stuck disk"))
@@ -325,6 +327,7 @@ def test_torch_draws_the_same_numbers_on_all_ranks(unbroken: Path) -> None:
         assert checkpoint.rank_state(rank)["torch_rng"] == bytes(state.tolist()).hex()
 
 
+@pytest.mark.slow  # 4 s; `tests/runtime` chooses the step to go back to
 def test_a_run_goes_back_to_before_bad_steps_and_leaves_their_samples_out(
     data: Path, unbroken: Path, tmp_path: Path
 ) -> None:

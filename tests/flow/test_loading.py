@@ -60,6 +60,7 @@ class KillProducer(FaultPoints):
                 os.kill(self.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow  # 5 s
 def test_a_run_whose_producer_is_killed_is_the_run_without(data: Path, unbroken: Path, tmp_path: Path) -> None:
     alone = request_for(data, tmp_path)
     served = alone.loaded.recipe

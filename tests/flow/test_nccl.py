@@ -19,9 +19,8 @@ from tests.distributed import RanksFailed, run_ranks
 from tests.flow.cases import Mesh, plan, recipe
 from tests.flow.equality import assert_equals_one_process, train_steps
 from tests.flow.nccl_like import like_nccl
-from tests.flow.test_master import CASES, COLOCATED, COUNTS, ORDERS, PLAIN, STACKED, STACKED_COLOCATED, kind_of
+from tests.flow.test_master import ALL_CASES, ORDERS, kind_of
 
-ALL_CASES = CASES | COUNTS | COLOCATED | PLAIN | STACKED | STACKED_COLOCATED
 TIMEOUT_S = 90.0
 HANG_S = 4.0  # of a rank that waits for a communicator, where a test expects that
 

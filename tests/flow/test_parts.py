@@ -126,7 +126,10 @@ def test_parts_and_gaps_compute_what_one_process_does(case: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.slow] * c.startswith(("adapters", "windows", "deepstack"))) for c in INSIDE],
+    [
+        pytest.param(c, marks=[pytest.mark.slow] * c.startswith(("adapters", "windows", "deepstack", "slices")))
+        for c in INSIDE
+    ],
 )
 def test_pieces_of_layers_compute_what_one_process_does(case: str) -> None:
     changes, meshes = INSIDE[case]

@@ -147,6 +147,7 @@ def test_a_save_that_outlasts_the_steps_between_two_delays_training(
     assert traffic.worst_loss_s == worst_loss_s
 
 
+@pytest.mark.slow  # 6 s
 def test_a_lost_message_is_named_with_both_its_ends() -> None:
     request = _request(*_apart(), num_steps=2, stretch=1.0, fault=RehearsalFault("lost", 0))
     result = rehearsed(request, min_hang_s=WATCHDOG_S)

@@ -74,7 +74,11 @@ def _stored(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "before", ["disaggregated, llm pp2 dp2", "disaggregated, both tp2, encoder microbatches merged"]
+    "before",
+    [
+        "disaggregated, llm pp2 dp2",
+        pytest.param("disaggregated, both tp2, encoder microbatches merged", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_continues_on_any_plan(tmp_path: Path, before: str) -> None:
     settings: Any = recipe(**TIED)

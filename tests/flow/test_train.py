@@ -170,6 +170,7 @@ def test_resuming_without_a_run_is_rejected(data: Path, tmp_path: Path) -> None:
     assert "holds no run" in message
 
 
+@pytest.mark.slow  # 4 s
 def test_a_run_that_broke_before_its_first_checkpoint_starts_again(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path / "run", "train.steps=2")
     with pytest.raises(RanksFailed):

@@ -77,9 +77,9 @@ def test_an_encoder_is_on_all_ranks_and_its_mesh_divides_the_llms(world_size: in
     ("world_size", "vpp", "changes"),
     [
         pytest.param(2, 1, {}, id="two ranks"),
-        pytest.param(4, 1, {}, id="four ranks"),
+        pytest.param(4, 1, {}, id="four ranks", marks=pytest.mark.slow),
         pytest.param(4, 2, {"llm": {"layers": 9}}, id="interleaved"),
-        pytest.param(4, 1, {"parallel": {"vision": {"num_microbatches": 4}}}, id="merged"),
+        pytest.param(4, 1, {"parallel": {"vision": {"num_microbatches": 4}}}, id="merged", marks=pytest.mark.slow),
         pytest.param(4, 1, {"parallel": {"vision": {"num_microbatches": 16}, "llm": {"dp": 1}}}, id="split"),
     ],
 )

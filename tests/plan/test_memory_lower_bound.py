@@ -66,7 +66,7 @@ def test_the_fullest_rank_holds_no_less(case: str, num_ranks: int) -> None:
     assert closest > 0.4
 
 
-@pytest.mark.parametrize("seed", [*(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1)), 2, 3, 4, 5])
+@pytest.mark.parametrize("seed", [*(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 2, 4)), 3, 5])
 def test_the_bound_excludes_nothing_that_fits(seed: int) -> None:
     instance = random_instance(seed, max_partitions=60)
     for candidate in instance.candidates:

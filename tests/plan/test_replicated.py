@@ -114,6 +114,7 @@ def test_auto_chooses_it_where_it_is_predicted_to_be_the_fastest() -> None:
     assert not [other for other in forced.alternatives if other.placement == "replicated"]
 
 
+@pytest.mark.slow
 def test_auto_shows_it_where_another_placement_is_the_fastest() -> None:
     chosen = plan_recipe(factory.recipe(), factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
     shown = next(other for other in chosen.alternatives if other.placement == "replicated")

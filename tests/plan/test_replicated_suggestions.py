@@ -42,7 +42,7 @@ def suggested(memory_gib: float, **changes: Any) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize(("fixed", "larger"), [(1, 2), (2, 4)])
+@pytest.mark.parametrize(("fixed", "larger"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_the_smallest_larger_shard_that_fits_is_suggested_and_the_fixed_one_named(fixed: int, larger: int) -> None:
     of_larger, of_next_smaller = (
         needed_gib(parallel={"shard": shard, "schedule": "1f1b", **AGAIN}) for shard in (larger, larger // 2)

@@ -59,7 +59,7 @@ def holds(instance: Instance, fastest_s: float) -> None:
     assert min(len(instance.candidates), max_unsearched) <= num_explained <= len(instance.candidates)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3, 4, 5])
+@pytest.mark.parametrize("seed", [0, 3, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 4))])
 def test_the_search_finds_the_fastest_of_all_plans(seed: int) -> None:
     instance = random_instance(seed, max_partitions=120)
     holds(instance, least_step(instance))
@@ -90,13 +90,13 @@ def test_within_one_percent_the_simplest_mechanism_is_chosen(seed: int) -> None:
     assert best.step_time_s <= fastest_s[best.assignment.mechanism] * EQUAL_STEP_TIME_RATIO
 
 
-@pytest.mark.parametrize("seed", [2, 4, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 3))])
+@pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5))])
 def test_the_oracle_skips_no_plan_that_could_be_the_fastest(seed: int) -> None:
     instance = random_instance(seed, max_partitions=60)
     assert least_step(instance) == min(candidate.step_time_s for candidate in everything(instance))
 
 
-@pytest.mark.parametrize("seed", range(100, 104))
+@pytest.mark.parametrize("seed", [103, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 103))])
 def test_the_search_finds_the_fastest_of_all_plans_that_fit(seed: int) -> None:
     instance = squeezed(random_instance(seed, max_partitions=60), 0.8)
     holds(instance, least_step(instance))

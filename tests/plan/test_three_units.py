@@ -27,7 +27,7 @@ def planned(settings: Recipe, world_size: int) -> Plan:
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 @pytest.mark.parametrize("vision", [VISION, None], ids=["vision+audio+llm", "audio+llm"])
 def test_every_placement_is_planned(vision: dict[str, Any] | None, world_size: int) -> None:
     settings = speech(vision)

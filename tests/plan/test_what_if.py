@@ -35,6 +35,7 @@ def test_fewer_ranks_are_used_only_where_the_recipe_allows_it() -> None:
     assert planned(recipe(parallel={"max_gpus": 2})).world_size <= 2
 
 
+@pytest.mark.slow  # 4 s
 def test_all_losers_are_explained_on_demand() -> None:
     brief, complete = planned(SETTINGS, num_alternatives=1), planned(SETTINGS, num_alternatives=1, explain=True)
     assert len(brief.alternatives) == 1 < len(complete.alternatives)
@@ -96,6 +97,7 @@ def test_runs_that_the_best_sizes_do_not_need_go_to_the_next_sizes() -> None:
     assert predicted[1:] == pytest.approx(others[:2])
 
 
+@pytest.mark.slow  # 4 s
 def test_a_rule_of_thumb_that_measures_fastest_is_chosen() -> None:
     rule = planned(SETTINGS, baseline="megatron")
 

@@ -59,8 +59,10 @@ def _evaluate(
 @pytest.mark.parametrize(
     ("meshes", "num_ranks", "says"),
     [
-        (APART, 3, f"{THREE_RANKS}: disaggregated, vision tp1 pp1 dp1, llm tp1 pp2 dp1"),
         (APART, 2, "evaluating on 2 ranks by a plan made for them: "),
+        pytest.param(
+            APART, 3, f"{THREE_RANKS}: disaggregated, vision tp1 pp1 dp1, llm tp1 pp2 dp1", marks=pytest.mark.slow
+        ),
         pytest.param(
             SHARED, 3, f"{THREE_RANKS}: disaggregated, vision tp1 pp1 dp1, llm tp1 cp2 pp1 dp1", marks=pytest.mark.slow
         ),
@@ -119,6 +121,7 @@ def _ask_in_training(asking: list[Recipe], root: Path, plans: list[Plan]) -> lis
     return shares
 
 
+@pytest.mark.slow  # 7 s
 def test_a_job_asks_the_model_that_it_trains(taught: Taught, tmp_path: Path) -> None:
     """Evaluate with the units of training as they are, sequence-parallel where training is."""
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, taught.rows), taught.model)

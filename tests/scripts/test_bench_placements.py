@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import pytest
+
 from mmtrain.plan.planner import plan
 from mmtrain.plan.problem import PlanRequest
 from scripts.bench_placements import best_of_other_placements, summary
 from tests.plan.factory import problem_for, recipe
 
 
+@pytest.mark.slow
 def test_a_row_names_every_placement_once() -> None:
     problem = replace(problem_for(recipe(), "cpu-core", 4), request=PlanRequest(num_alternatives=20))
     chosen = plan(problem)
