@@ -26,9 +26,14 @@ class Route:
     spans: dict[tuple[Microbatch, Microbatch], IntArray]  # (src, dst) -> (k, 3): src_offset, dst_offset, length
 
     @cached_property
+    def _rows(self) -> dict[tuple[Microbatch, Microbatch], int]:
+        """Rows that travel, by (source, destination): the simulator asks once for each message."""
+        return {pair: sum(spans[:, 2].tolist()) for pair, spans in self.spans.items()}
+
+    @cached_property
     def pairs(self) -> IntArray:
         """(pairs, 5): replica and index of the source, those of the destination, and the rows that travel."""
-        rows = [(s.replica, s.index, d.replica, d.index, spans[:, 2].sum()) for (s, d), spans in self.spans.items()]
+        rows = [(s.replica, s.index, d.replica, d.index, rows) for (s, d), rows in self._rows.items()]
         return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
     @cached_property
@@ -55,8 +60,7 @@ class Route:
 
     def rows(self, src: Microbatch, dst: Microbatch) -> int:
         """Return the number of feature rows that travel from `src` to `dst`."""
-        spans = self.spans.get((src, dst))
-        return 0 if spans is None else int(spans[:, 2].sum())
+        return self._rows.get((src, dst), 0)
 
 
 @dataclass(frozen=True)
