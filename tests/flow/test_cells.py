@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from tests.flow.cells import (
     ADAPTERS,
@@ -27,6 +27,7 @@ from tests.flow.cells import (
 )
 from tests.flow.equality import assert_equals_one_process
 
+NUM_SAMPLED_CELLS = 20  # of each placement, about a second each
 # Every value of every axis, all of which `CELLS` must show.
 AXES: dict[str, set[object]] = {
     "placement": set(PLACEMENTS),
@@ -118,6 +119,7 @@ def test_communication_in_chunks_changes_no_result(cell: Cell) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_more_cells_compute_what_one_process_does(placement: Placement) -> None:
+    @settings(max_examples=NUM_SAMPLED_CELLS)
     @given(cells(placement))
     def check(cell: Cell) -> None:
         assert_equals_one_process(cell.recipe(), cell.plan(), cell.texts_between)
