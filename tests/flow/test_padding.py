@@ -39,6 +39,6 @@ def test_losses_and_gradients_are_those_without_padding(data: Path, tmp_path: Pa
     for key in ("loss", "grad_norm"):
         assert [s[key] for s in of_padded] == pytest.approx([s[key] for s in of_plain], rel=1e-6, abs=1e-6)
     for step, plain_step in zip(of_padded, of_plain, strict=True):
-        assert step["padding"] > 0.05 * step["tokens"]
+        assert step["padding"] > 0  # few tokens where ranks exchange samples: these make their loads almost equal
         assert "padding" not in plain_step
         assert (step["samples"], step["tokens"]) == (plain_step["samples"], plain_step["tokens"])

@@ -22,7 +22,7 @@ from mmtrain.recipe import Recipe, json_schema, recipe_fingerprint
 from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
 from mmtrain.recipe.encoder_settings import EncoderSettings
-from mmtrain.recipe.modalities import MODALITIES, Modality
+from mmtrain.recipe.modalities import GENERATOR, MODALITIES, Modality
 from mmtrain.recipe.model_settings import ModelSettings
 from mmtrain.recipe.parallel_settings import ParallelSettings, UnitParallel
 from mmtrain.recipe.settings import NOTHING, setting
@@ -168,8 +168,9 @@ def test_problems_of_another_encoder_are_named(registered: None, tmp_path: Path)
 
 
 def test_every_package_has_an_entry_for_every_modality() -> None:
-    for table in (ENCODER_SHAPES, ENCODER_MODULES, ITEM_READERS, ENCODER_CHECKS, ITEM_SIZES):
+    for table in (ENCODER_SHAPES, ENCODER_MODULES, ITEM_READERS, ENCODER_CHECKS):
         assert set(table) == set(MODALITIES)
+    assert set(ITEM_SIZES) == {*MODALITIES, GENERATOR}
     for name, modality in MODALITIES.items():
         assert modality.name == modality.settings.model_fields["modality"].default == name
         assert name in json_schema.schema_at(("model", "encoders", "any", "modality"))["enum"]

@@ -160,7 +160,7 @@ def _assert_equal(ranks: list[Outcome], whole: Outcome) -> None:
         torch.testing.assert_close(rank.loss, whole.loss, rtol=1e-6, atol=0)
         for result, reference in ((rank.features, whole.features), (rank.logits, whole.logits)):
             # Rounding goes with the largest terms of a sum, so the tolerance goes with the tensor's scale.
-            torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-6 * float(reference.abs().max()))
+            torch.testing.assert_close(result, reference, rtol=1e-5, atol=2e-6 * float(reference.abs().max()))
     largest = max(gradient.norm() for gradient in whole.grads.values())
     for full_name, spec in whole.specs.items():
         assert all(rank.specs[full_name] == spec for rank in ranks)

@@ -34,6 +34,7 @@ class Taught:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._num_recipes = 0
         self.rows = [*colour_rows(folder), asking("sum", row("What is 1 + 2?", "3"))]
         rare = asking("colour", row("What else?", "blue"))  # makes blue the most frequent answer
         texts = (turn["value"] for r in self.rows for turn in r["conversations"])
@@ -42,6 +43,9 @@ class Taught:
         self.model = teach(self.settings)
 
     def recipe(self, train: list[Row], heldout: list[Row], **data: Any) -> Recipe:
-        paths = write(self.folder / "train.json", train), write(self.folder / "heldout.json", heldout)
+        """Return a recipe with data files of its own, so that those of an earlier recipe stay as they are."""
+        self._num_recipes += 1
+        names = (f"{kind}{self._num_recipes}.json" for kind in ("train", "heldout"))
+        paths = [write(self.folder / name, rows) for name, rows in zip(names, (train, heldout), strict=True)]
         made = recipe(self.folder / "tokenizer.json", *paths)
         return made.model_copy(update={"data": made.data.model_copy(update=data)})
