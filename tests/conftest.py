@@ -24,6 +24,8 @@ for profile, examples in EXAMPLES.items():
     )
 settings.load_profile("quick")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell makes its background jobs ignore Ctrl-C. Our runs respect that, so tests of Ctrl-C would wait in vain.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell makes its background jobs ignore Ctrl-C, and `nohup` makes a command ignore a closed terminal. Our runs
+# respect both, so tests of them would wait in vain.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
