@@ -1,5 +1,7 @@
 """The planner counts the communicators that a rank really connects."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,24 +14,31 @@ from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe
 
-# name -> meshes, and whether embeddings are tied.
-LAYOUTS: dict[str, tuple[dict[str, Mesh], bool]] = {
+TIED: dict[str, Any] = {"model__llm__tie_embeddings": True}
+EACH = Mesh((), (0, 1, 2, 3), dp=4)
+
+# name -> recipe changes, and what `plan` takes beside the recipe.
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "disaggregated 1:2, pp2 with tied embeddings": (
+        TIED,
         {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((2,), (2, 3, 4, 5), dp=2)},
-        True,
     ),
     "colocated, tp2 beside pp2 vpp2": (
+        {},
         {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((1, 2, 3), (0, 1), vpp=2)},
-        False,
     ),
-    "two replica groups": ({"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2, 3, 4, 5), tp=2, dp=2)}, False),
+    "two replica groups": ({}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2, 3, 4, 5), tp=2, dp=2)}),
+    "two ranks share sequences": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2, 3, 4), cp=2)}),
+    "weights over all ranks": ({}, {"shard": 4, "dispatch": "all", "vision": EACH, "llm": EACH}),
+    "two copies of the weights": ({}, {"shard": 2, "vision": EACH, "llm": EACH}),
+    "whole weights on each rank": ({}, {"dispatch": "all", "vision": EACH, "llm": EACH}),
 }
 
 
 def _graph(name: str) -> StageGraph:
-    meshes, tied = LAYOUTS[name]
-    settings = recipe(model__llm__tie_embeddings=tied)
-    return stage_graph(plan(settings, **meshes), build_model_shape(settings))
+    changes, planned = LAYOUTS[name]
+    settings = recipe(**changes)
+    return stage_graph(plan(settings, **planned), build_model_shape(settings))
 
 
 def _count_connected(name: str) -> tuple[int, int]:

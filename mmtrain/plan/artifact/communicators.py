@@ -25,8 +25,9 @@ def count_communicators(graph: StageGraph) -> tuple[Counter[int], Counter[int]]:
     """Count the communicators of each rank of the first replica group: of two ranks for messages, and of collectives.
 
     Collectives have one of all ranks, one of each unit's TP group, one of its replicas and one of those that share
-    sequences, unless these are alone, and one for embeddings that two stages hold. Groups of pipeline ranks only
-    generate text, and connect when they do.
+    sequences, unless these are alone, and one for embeddings that two stages hold. Where weights are sharded, ranks
+    that hold one copy together have one, and ranks with equal shards another; units on the same ranks share both.
+    Groups of pipeline ranks only generate text, and connect when they do.
     """
     num_channels, num_collectives = Counter[int](), Counter[int]()
     for _, _, sender, receiver in graph_channels(graph, graph.num_groups):
@@ -41,6 +42,9 @@ def count_communicators(graph: StageGraph) -> tuple[Counter[int], Counter[int]]:
         for stage_id in tied if mesh.unit in {stage_id.unit for stage_id in tied} else ():
             for tp_group in graph.stage(stage_id).tp_groups[:per_group]:
                 num_collectives.update(tp_group)
+    first_group = set(num_collectives)
+    for ranks, shard in {(mesh.ranks, mesh.shard) for mesh in graph.meshes if mesh.shard is not None}:
+        num_collectives.update(dict.fromkeys(first_group.intersection(ranks), (shard > 1) + (shard < len(ranks))))
     if graph.world_size > 1:
-        num_collectives.update(set(num_collectives))
+        num_collectives.update(first_group)
     return num_channels, num_collectives
