@@ -15,10 +15,12 @@ from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.evaluation.drawer import NUM_LOSS_BUCKETS, Drawer, SamplingOptions, without_user_text
 from mmtrain.runtime.evaluation.drawn_files import DRAWN_FOLDER, GRID_FILE, LIST_FILE, TARGET_FOLDER
-from mmtrain.runtime.evaluation.score_drawings import DrawingRequest, require_one_rank
+from mmtrain.runtime.evaluation.score_drawings import DrawingRequest
+from mmtrain.runtime.world import World
 from tests.flow.drawing import recipe, write_samples
-from tests.runtime.models import evaluated, randomize, run_folder, whole
+from tests.runtime.models import CPU, evaluated, randomize, run_folder, whole
 
+ALONE = World(0, 1, CPU)
 OPTIONS = SamplingOptions(steps=3, guidance=1.0, seed=0)
 
 
@@ -54,7 +56,7 @@ def units(settings: Recipe) -> dict[str, StageModule]:
 @pytest.fixture(scope="module")
 def drawer(settings: Recipe, units: dict[str, StageModule]) -> Drawer:
     tokenizer = load_tokenizer(settings.data.tokenizer_path)
-    return Drawer(units, settings, build_index(settings, "validation"), tokenizer)
+    return Drawer(units, settings, build_index(settings, "validation"), tokenizer, ALONE)
 
 
 def test_a_run_answers_and_draws(settings: Recipe, units: dict[str, StageModule], tmp_path: Path) -> None:
@@ -125,9 +127,8 @@ def test_a_broken_target_is_left_out(folder: Path, tmp_path: Path) -> None:
     position = good.index(b"IDAT") + 6
     (tmp_path / "red.png").write_bytes(good[:position] + bytes(8) + good[position + 8 :])
     settings = settings_of(tmp_path, data__max_bad_rate=0.9)
-    drawer = Drawer(
-        whole(settings), settings, build_index(settings, "validation"), load_tokenizer(tmp_path / "tokenizer.json")
-    )
+    index, tokenizer = build_index(settings, "validation"), load_tokenizer(tmp_path / "tokenizer.json")
+    drawer = Drawer(whole(settings), settings, index, tokenizer, ALONE)
     drawn = drawer.draw([1, 6], OPTIONS, blank=False)
     assert drawn.images.keys() == {(6, 0)}
     assert drawn.num_elements == 8 * 8 * 3
@@ -144,8 +145,6 @@ def test_what_cannot_be_drawn_is_refused(
         evaluated(run, drawing=DrawingRequest(steps=1001))
     with pytest.raises(UserError, match=r"not empty and holds no drawn images"):
         evaluated(run, limit=1, drawing=DrawingRequest(samples=1, steps=1, folder=folder))
-    with pytest.raises(UserError, match=r"--ranks: found 2, allowed for a run with model\.generator: 1"):
-        require_one_rank(2)
     plain = settings.model_copy(update={"model": settings.model.model_copy(update={"generator": None})})
     with pytest.raises(UserError, match=r"no model\.generator, so there is nothing to draw"):
         evaluated(run_folder(tmp_path / "other", plain), drawing=DrawingRequest(steps=2))

@@ -1,4 +1,4 @@
-"""Evaluation by several ranks: as a command under a launcher, and in the middle of training."""
+"""Evaluation by several ranks: as a command under a launcher, also of a model that draws, and in training."""
 
 import contextlib
 import io
@@ -6,9 +6,11 @@ import itertools
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from mmtrain.balance import SampleLengths
 from mmtrain.checkpoint import open_newest_good
@@ -17,8 +19,10 @@ from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan_recipe as planner
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report import EvaluationResult
+from mmtrain.runtime.evaluation.drawn_files import DRAWN_FOLDER
 from mmtrain.runtime.evaluation.generate import load_weights
 from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation
+from mmtrain.runtime.evaluation.score_drawings import DEFAULT_DRAWING, DrawingRequest
 from mmtrain.runtime.evaluation.score_run import EvaluateRequest, run
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.resilience.launch import free_port
@@ -27,8 +31,9 @@ from mmtrain.runtime.world import World
 from tests.data.rows import row
 from tests.distributed import fork_ranks, run_ranks
 from tests.flow.cases import Mesh, plan
+from tests.flow.drawing import DIT, recipe, write_samples
 from tests.flow.runs import refuse
-from tests.runtime.models import CPU, evaluated, run_folder
+from tests.runtime.models import CPU, evaluated, randomize, run_folder, whole
 from tests.runtime.taught import Taught, asking
 
 APART = {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))}
@@ -41,7 +46,13 @@ def _plan(recipe: Recipe, lengths: SampleLengths, num_ranks: int) -> Plan:
 
 
 def _evaluate(
-    rank: int, world_size: int, _: Path, run_dir: Path, port: int, ranks: int = 1
+    rank: int,
+    world_size: int,
+    _: Path,
+    run_dir: Path,
+    port: int,
+    ranks: int = 1,
+    drawing: DrawingRequest = DEFAULT_DRAWING,
 ) -> tuple[list[EvaluationResult], str]:
     """Evaluate as one rank that torchrun started; return its output and messages."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_PORT": port}
@@ -50,7 +61,7 @@ def _evaluate(
     shown: list[EvaluationResult] = []
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            run(EvaluateRequest(run_dir, _plan, shown.append, ranks=ranks))
+            run(EvaluateRequest(run_dir, _plan, shown.append, ranks=ranks, drawing=drawing))
         except MmtrainError as e:
             print(e, file=said)
     return shown, said.getvalue()
@@ -97,6 +108,38 @@ def test_too_many_broken_images_end_all_ranks(taught: Taught, tmp_path: Path) ->
         assert not shown
         assert "1 of 5 samples are unusable" in said
         assert "'b1'" in said
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_share_the_images_to_draw(num_ranks: int, tmp_path: Path) -> None:
+    """Draw images of two sizes, one of which is broken, as one rank does."""
+    write_samples(tmp_path)
+    good = (tmp_path / "red.png").read_bytes()
+    position = good.index(b"IDAT") + 6
+    (tmp_path / "red.png").write_bytes(good[:position] + bytes(8) + good[position + 8 :])
+    buckets = {"image_size": 12, "bucket_step": 4, "prediction": "flow", "context_dropout": 0.1}
+    data = {"data__validation": [{"path": tmp_path / "train.json"}], "data__max_bad_rate": 0.9}
+    settings = recipe(tmp_path, model__generator=DIT | buckets, **data)
+    units = whole(settings)
+    randomize(units.values())
+    folder = run_folder(tmp_path / "run", settings, units)
+    requests = [DrawingRequest(steps=2, guidance=2.0, folder=tmp_path / name) for name in ("alone", "shared")]
+    alone = evaluated(folder, drawing=requests[0])
+    (first, said), *others = fork_ranks(num_ranks, _evaluate, folder, free_port(), 1, requests[1])
+    assert said.startswith(f"evaluating on {num_ranks} ranks, each of which holds the whole model")
+    assert others == [([], "")] * (num_ranks - 1), "one rank speaks"
+    [shared] = first
+    assert shared.drawings is not None
+    assert alone.drawings is not None
+    assert (shared.templates, shared.drawings.images) == (alone.templates, alone.drawings.images)
+    for ours, expected in zip(shared.drawings.losses, alone.drawings.losses, strict=True):
+        assert (ours.loss, ours.blanked) == pytest.approx((expected.loss, expected.blanked), rel=1e-4)
+    files = sorted((tmp_path / "alone" / DRAWN_FOLDER).iterdir())
+    assert len(files) == shared.drawings.images > 2 * num_ranks
+    assert [path.name for path in files] == sorted(os.listdir(tmp_path / "shared" / DRAWN_FOLDER))
+    for path in files:
+        with Image.open(path) as one, Image.open(tmp_path / "shared" / DRAWN_FOLDER / path.name) as other:
+            assert np.abs(np.asarray(one, dtype=int) - np.asarray(other)).max() <= 1
 
 
 def _ask_in_training(asking: list[Recipe], root: Path, plans: list[Plan]) -> list[tuple[float, ...]]:

@@ -1,10 +1,10 @@
-"""Draw the images of held-out samples, and measure how well noise is told from them, in one process.
+"""Draw the images of held-out samples, and measure how well noise is told from them.
 
 The LLM reads each conversation as in training. Its outputs at the queries condition the generator, which starts from
-noise that depends on seed, sample and place alone.
+noise that depends on seed, sample and place alone. So ranks that each hold the whole model share the samples.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,6 +52,7 @@ from mmtrain.runtime.execution.noisy_images import (
     flow_schedule,
 )
 from mmtrain.runtime.execution.unit_inputs import unit_inputs
+from mmtrain.runtime.world import World
 from mmtrain.weights.encode_latents import load_latent_decoder
 
 NUM_LOSS_BUCKETS = 10  # of timesteps, equally wide
@@ -72,21 +73,39 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class DrawnBatch:
-    """What one pass over held-out samples made."""
+    """What one pass over held-out samples made, on one rank or on all together."""
 
     images: Mapping[ImageId, Uint8Array]  # (rows, columns, 3)
     squared_errors: tuple[float, ...]  # of predictions, summed over all elements; by bucket of timesteps
     num_elements: int  # of images, each of which counts once in every bucket
     bad: tuple[Quarantined, ...]  # samples whose images cannot be decoded; the others are above
 
+    @classmethod
+    def joined(cls, parts: "Iterable[DrawnBatch]") -> "DrawnBatch":
+        """Return what ranks made that shared the samples."""
+        images: dict[ImageId, Uint8Array] = {}
+        squared_errors, num_elements = np.zeros(NUM_LOSS_BUCKETS), 0
+        bad: list[Quarantined] = []
+        for part in parts:
+            images |= part.images
+            squared_errors += part.squared_errors
+            num_elements += part.num_elements
+            bad += part.bad
+        return cls(images, tuple(squared_errors.tolist()), num_elements, tuple(bad))
+
 
 class Drawer:
-    """Draws with a model whose units each lie on this rank as one stage."""
+    """Draws this rank's share of samples, with a model whose units each lie on this rank as one stage."""
 
     def __init__(
-        self, stages: Mapping[str, StageModule], recipe: Recipe, index: DataIndex, tokenizer: SampleTokenizer
+        self,
+        stages: Mapping[str, StageModule],
+        recipe: Recipe,
+        index: DataIndex,
+        tokenizer: SampleTokenizer,
+        world: World,
     ) -> None:
-        """Draw images of samples of `index`. stages: of every unit.
+        """Draw images of samples of `index`, which must be equal on all ranks. stages: of every unit.
 
         Raises ModelFolderError or DataError for a generator of latents whose autoencoder is not as in training.
         """
@@ -95,13 +114,13 @@ class Drawer:
         assert isinstance(generator, GeneratorStage)
         self.settings, self._generator = settings, generator
         self._stages, self._tokenizer = stages, tokenizer
-        self.recipe, self.index = recipe, index
+        self.recipe, self.index, self.world = recipe, index, world
         self._device = next(generator.parameters()).device
         self._autoencoder = None if settings.vae is None else load_latent_decoder(settings).to(self._device)
 
     @torch.no_grad()
     def draw(self, numbers: Sequence[int], options: SamplingOptions, *, blank: bool) -> DrawnBatch:
-        """Draw all images of these samples; with `blank` without what users wrote and showed."""
+        """Draw all images of this rank's share of these samples; with `blank` without what users wrote and showed."""
         encoded = {number: self._encode(number, blank) for number in numbers}
         lengths = self._lengths(encoded)
         once = dict.fromkeys(self._stages, 1)
@@ -136,15 +155,15 @@ class Drawer:
         return SampleLengths(tokens, np.zeros_like(tokens), self.index.lengths.items)
 
     def _batches(self, numbers: Sequence[int], lengths: SampleLengths) -> Iterator[IntArray]:
-        """Divide samples into batches of about equal work."""
+        """Divide samples into batches of about equal work for all ranks; yield those of this rank."""
         of_generator = self.index.lengths.items[GENERATOR]
         bounds = of_generator.first
         sizes = [
             int(lengths.tokens[number] + of_generator.tokens[bounds[number] : bounds[number + 1]].sum())
             for number in numbers
         ]
-        for [batch] in batch_by_length(sizes, 1, _MAX_BATCH_TOKENS):
-            if batch:
+        for batches in batch_by_length(sizes, self.world.size, _MAX_BATCH_TOKENS):
+            if batch := batches[self.world.rank]:
                 yield np.array([numbers[i] for i in batch], dtype=np.int64)
 
     def _llm_outputs(self, data: StepData) -> Tensor:

@@ -1,8 +1,9 @@
 """The part of `mmtrain evaluate` that lets a model with a generator draw."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from mmtrain.data import Quarantined
 from mmtrain.data.media.target_images import TargetImageReader
@@ -63,15 +64,6 @@ def choose_options(request: DrawingRequest, settings: GeneratorSettings | None) 
     return SamplingOptions(steps, guidance, request.seed or 0)
 
 
-def require_one_rank(num_ranks: int) -> None:
-    """Raise UserError where several ranks would draw."""
-    if num_ranks > 1:
-        raise UserError(
-            f"--ranks: found {num_ranks}, allowed for a run with model.generator: 1; this version draws on one rank, "
-            "which holds the whole model"
-        )
-
-
 def single_stages(units: Mapping[str, UnitRunner]) -> dict[str, StageModule]:
     """Return the only stage of every unit."""
     stages = {}
@@ -84,27 +76,40 @@ def single_stages(units: Mapping[str, UnitRunner]) -> dict[str, StageModule]:
 def draw_held_out(
     drawer: Drawer, request: DrawingRequest, folder: Path, *, blank: bool
 ) -> tuple[DrawingResult | None, list[Quarantined]]:
-    """Draw held-out samples into a folder; None if no sample has an image to draw.
+    """Draw held-out samples into a folder, on all ranks together; None if no sample has an image to draw.
 
     With `blank`, captions are blanked, else both are drawn. Samples whose images cannot be decoded are left out, and
-    returned with the reason. Raises UserError for a folder that cannot be written.
+    returned with the reason. The first rank writes. Raises UserError for a folder that cannot be written.
     """
-    settings = drawer.settings
-    options = choose_options(request, settings)
+    world = drawer.world
+    options = choose_options(request, drawer.settings)
     assert options is not None, "a drawer has a generator"
     with_targets = [number for number, sample in enumerate(drawer.index.samples) if sample.target_images]
     numbers = evenly_spaced(with_targets, request.samples or DEFAULT_IMAGES)
     if not numbers:
         return None, []
-    require_own_folder(folder)
-    drawn = drawer.draw(numbers, options, blank=blank)
-    blanked = None if blank else drawer.draw(numbers, options, blank=True)
+    world.on_first(lambda: require_own_folder(folder))
+    drawn = _draw_together(drawer, numbers, options, blank=blank)
+    blanked = None if blank else _draw_together(drawer, numbers, options, blank=True)
+    return world.on_first(lambda: _write_drawn(drawer, drawn, blanked, options, folder))
+
+
+def _draw_together(drawer: Drawer, numbers: Sequence[int], options: SamplingOptions, *, blank: bool) -> DrawnBatch:
+    """Draw all images of these samples, shared by all ranks; return them on the first rank, and none on others."""
+    parts = drawer.world.gather_to_first(drawer.draw(numbers, options, blank=blank))
+    return DrawnBatch.joined(cast(list[DrawnBatch], parts))
+
+
+def _write_drawn(
+    drawer: Drawer, drawn: DrawnBatch, blanked: DrawnBatch | None, options: SamplingOptions, folder: Path
+) -> tuple[DrawingResult, list[Quarantined]]:
+    """Write what all ranks drew beside its targets; return the result, and what cannot be decoded."""
     images = _with_targets(drawer, drawn, blanked)
     write_images(folder, images)
     result = DrawingResult(
         samples=len({image.number for image in images}),
         images=len(images),
-        sampler="euler" if settings.prediction == "flow" else "ddim",
+        sampler="euler" if drawer.settings.prediction == "flow" else "ddim",
         steps=options.steps,
         guidance=options.guidance,
         seed=options.seed,

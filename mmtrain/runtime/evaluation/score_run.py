@@ -41,7 +41,6 @@ from mmtrain.runtime.evaluation.score_drawings import (
     DrawingRequest,
     choose_options,
     draw_held_out,
-    require_one_rank,
     single_stages,
 )
 from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
@@ -70,7 +69,7 @@ class EvaluateRequest:
 def run(request: EvaluateRequest) -> None:
     """Score the newest good checkpoint of a run on its recipe's held-out samples, at most `limit` of them.
 
-    A model with a generator also draws, on one rank.
+    A model with a generator also draws. Each rank then holds the whole model, and takes its share of the images.
 
     Evaluates in the processes that a launcher has started, or starts its own. With `blank_images` the model gets zeros
     in place of every image and clip. Damaged checkpoints and unusable samples are reported on stderr and passed over.
@@ -80,11 +79,9 @@ def run(request: EvaluateRequest) -> None:
     hold the model.
     """
     recipe = _load_recipe(request.run_dir)
-    drawing = choose_options(request.drawing, recipe.model.generator)
+    choose_options(request.drawing, recipe.model.generator)  # refuses what it cannot draw, before ranks start
     _require_checkpoint(request.run_dir / CHECKPOINTS_FOLDER, recipe)
     address = find_address()
-    if drawing is not None:
-        require_one_rank(request.ranks if address is None else address.world_size)
     if address is not None:
         if request.ranks not in (1, address.world_size):
             raise LaunchError(
@@ -122,7 +119,7 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     answers, bad = answerer.answer(select_questions(index, request.limit), blank=request.blank_images)
     drawings = None
     if recipe.model.generator is not None:
-        drawer = Drawer(single_stages(generator.all_units), recipe, index, tokenizer)
+        drawer = Drawer(single_stages(generator.all_units), recipe, index, tokenizer, world)
         folder = request.drawing.folder or request.run_dir / SAMPLES_FOLDER
         drawings, undrawn = draw_held_out(drawer, request.drawing, folder, blank=request.blank_images)
         bad += [entry for entry in undrawn if entry not in bad]
@@ -139,12 +136,18 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
 def _choose_layout(request: EvaluateRequest, recipe: Recipe, index: DataIndex, num_ranks: int) -> dict[str, UnitPlan]:
     """Choose the meshes and stages of every unit, and report them.
 
-    One rank holds the whole model. As many ranks as in training use its plan. Any other number gets a plan of its own,
-    without the constraints that the recipe sets for training.
+    One rank holds the whole model, and so does each of several that draw: an image takes many passes through all of
+    it, which then need no other rank. As many ranks as in training use its plan. Any other number gets a plan of its
+    own, without the constraints that the recipe sets for training.
     """
     if num_ranks == 1:
         _print_note("evaluating on 1 rank, which holds the whole model")
-        return {unit.name: _single_stage(len(unit.layers)) for unit in build_model_shape(recipe).units}
+        return _whole_model(recipe, num_ranks)
+    if recipe.model.generator is not None:
+        _print_note(
+            f"evaluating on {num_ranks} ranks, each of which holds the whole model, and answers and draws its share"
+        )
+        return _whole_model(recipe, num_ranks)
     saved = request.run_dir / PLAN_FILE
     plan = load_plan(saved) if saved.exists() else None
     origin = "the plan of its training"
@@ -157,8 +160,14 @@ def _choose_layout(request: EvaluateRequest, recipe: Recipe, index: DataIndex, n
     return plan.units
 
 
-def _single_stage(num_layers: int) -> UnitPlan:
-    return UnitPlan(tp=1, pp=1, dp=1, ranks=(0,), stages=(StagePlan(stage=0, layers=(0, num_layers)),))
+def _whole_model(recipe: Recipe, num_ranks: int) -> dict[str, UnitPlan]:
+    """Return a layout in which each rank holds every unit as one stage."""
+    ranks = tuple(range(num_ranks))
+    units = {}
+    for unit in build_model_shape(recipe).units:
+        stage = StagePlan(stage=0, layers=(0, len(unit.layers)))
+        units[unit.name] = UnitPlan(tp=1, pp=1, dp=num_ranks, ranks=ranks, stages=(stage,))
+    return units
 
 
 def score(answers: Answers, blanked: Answers, training: Sequence[tuple[str, str]]) -> tuple[TemplateScore, ...]:
