@@ -43,6 +43,7 @@ OPTIMIZER = {"lr": LR, "weight_decay": 0.1, "clip_norm": None, "schedule": "cons
 Meshes = dict[str, Mesh]
 BUCKETS = {"model__generator__image_size": 12, "model__generator__bucket_step": 4}
 APART = {"vision": Mesh((), (0,)), "llm": Mesh((), (1,)), "generator": Mesh((), (2,))}
+UNIFIED = {"vision": Mesh((), (0,)), "llm": Mesh((2,), (0, 1)), "generator": Mesh((), (1,))}
 
 # name -> (recipe changes, meshes). Layers of the generator: 0 projects its context, 1 embeds patches, 2-3 are blocks.
 CASES: dict[str, tuple[dict[str, Any], Meshes]] = {
@@ -59,10 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], Meshes]] = {
             "generator": Mesh((3,), (2, 3), recompute=(0, 1, 2, 3, 4)),
         },
     ),
-    "unified, the llm's end beside the generator's start": (
-        {},
-        {"vision": Mesh((), (0,)), "llm": Mesh((2,), (0, 1)), "generator": Mesh((), (1,))},
-    ),
+    "unified, the llm's end beside the generator's start": ({}, UNIFIED),
     "disaggregated 1:1:1": ({}, APART),
     "disaggregated 1:2:1": (
         {},
@@ -225,9 +223,10 @@ def test_more_plans_compute_what_one_process_computes(folder: Path, case: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("meshes", [APART, UNIFIED], ids=["disaggregated", "unified"])
 @pytest.mark.parametrize("case", FROZEN)
-def test_frozen_units_leave_the_gradients_of_all_others_as_they_are(folder: Path, case: str) -> None:
-    assert_equals_one_process(folder, FROZEN[case], APART)
+def test_frozen_units_leave_the_gradients_of_all_others_as_they_are(folder: Path, case: str, meshes: Meshes) -> None:
+    assert_equals_one_process(folder, FROZEN[case], meshes)
 
 
 def command(folder: Path, *arguments: str) -> str:

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int, tuple[int, ...], DispatchMode, 
     "some drawn without context": (
         {"model__generator": {**DIT, "context_dropout": 0.5, "loss_weight": 0.3}}, 2, 2, (), "none", "1f1b"
     ),
+    "encoder only": (freeze("llm", "generator"), 2, 2, (), "none", "1f1b"),
     "generator only": (freeze("vision", "llm"), 2, 2, (), "none", "1f1b"),
     "llm only": (freeze("vision", "generator"), 2, 2, (), "none", "1f1b"),
     "u-net, projectors only": (U_NET | freeze("vision", "llm", "generator"), 2, 2, (), "none", "1f1b"),

@@ -36,9 +36,9 @@ CASES: dict[str, tuple[dict[str, Any], Meshes]] = {
         {},
         {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2), "generator": Mesh((), (3,))},
     ),
-    "disaggregated 1:1:2": (
+    "disaggregated 2:1:2": (
         {},
-        {"vision": Mesh((), (0,)), "llm": Mesh((), (1,)), "generator": Mesh((), (2, 3), dp=2)},
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2,)), "generator": Mesh((), (3, 4), dp=2)},
     ),
     "llm tp2, u-net of two replicas": (
         {},
@@ -48,6 +48,8 @@ CASES: dict[str, tuple[dict[str, Any], Meshes]] = {
         {"model__generator": UNET | {"image_size": 12, "bucket_step": 4}},
         {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2), "generator": Mesh((), (3,), n=2)},
     ),
+    "encoder only": (freeze("llm", "generator"), APART),
+    "llm only": (freeze("vision", "generator"), APART),
     "generator only": (freeze("vision", "llm"), APART),
     "projectors only": (freeze("vision", "llm", "generator"), APART),
 }
