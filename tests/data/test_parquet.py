@@ -212,6 +212,22 @@ def test_pairs_of_texts_have_their_images_in_front(tmp_path: Path) -> None:
     assert third.turns[0].text == "What colour?"
 
 
+def test_documents_have_gaps_where_their_other_column_has_a_value(tmp_path: Path) -> None:
+    """Read nulls of images, and structs without bytes and path, as places of texts; elsewhere they are faults."""
+    empty = {"bytes": None, "path": None}
+    images = [[None, {"bytes": b"a", "path": None}, empty, {"bytes": b"b", "path": None}], [None]]
+    texts = pa.array([["one", None, "two", None], None], pa.list_(pa.string()))
+    columns = {"images": pa.array(images, pa.list_(HF_IMAGE)), "texts": texts, "caption": [None, "x"]}
+    document, bad = _read(parquet(tmp_path / "x.parquet", columns))
+    assert isinstance(document, Sample)
+    assert [(t.role, t.text) for t in document.turns] == [("assistant", "one\n<image>\ntwo\n<image>")]
+    assert _bytes(document, "target_images") == [b"a", b"b"]
+    assert isinstance(bad, Quarantined)
+    assert bad.kind == "missing_image"
+    as_json = {"images": columns["images"].slice(0, 1), "texts": [json.dumps(texts[0].as_py())]}
+    assert _bytes(_read(parquet(tmp_path / "y.parquet", as_json))[0], "target_images") == [b"a", b"b"]
+
+
 @pytest.mark.parametrize("texts", [[], [{"user": "x"}], "[1]"])
 def test_pairs_that_are_rejected(tmp_path: Path, texts: object) -> None:
     column = pa.array([texts], pa.list_(pa.struct([("user", pa.string())]))) if texts == [] else [texts]

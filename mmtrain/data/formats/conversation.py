@@ -103,9 +103,8 @@ def build_sample(
         expected = "` or `".join(keys)
         raise BadSampleError("malformed", f"found {json_type_name(entry)}, expected an object with `{expected}`")
     has_texts = keys == CONVERSATION_KEYS and PAIRS_KEY in entry and not any(key in entry for key in keys)
-    is_document = has_texts and _is_document(entry[PAIRS_KEY])
-    is_pairs = has_texts and not is_document
-    if is_document:
+    is_pairs = has_texts and not is_document(entry)
+    if has_texts and not is_pairs:
         entry = _document_to_conversation(entry)
     if is_pairs:
         entry = {**entry, "messages": _pairs_to_messages(entry[PAIRS_KEY])}
@@ -160,8 +159,9 @@ def caption_to_conversation(entry: Any, media_kinds: Iterable[str]) -> Any:
     return entry | {"messages": [{"role": "user", "content": marks}, {"role": "assistant", "content": caption}]}
 
 
-def _is_document(texts: Any) -> bool:
-    """Return whether texts are those of a document, not questions and answers."""
+def is_document(entry: dict[str, Any]) -> bool:
+    """Return whether the texts of an entry are those of a document, not questions and answers."""
+    texts = entry.get(PAIRS_KEY)
     return isinstance(texts, list) and bool(texts) and all(text is None or isinstance(text, str) for text in texts)
 
 

@@ -1,8 +1,8 @@
 """Read Parquet and Arrow files: a row is an entry, and its media are bytes in a column, or paths.
 
-Columns: `conversations` or `messages` as a list of structs or as JSON, `texts` (pairs of FineVision), or `caption`
-(`text`, `txt`); media in `image`, `images`, `audio`, `audios`, `video`, `videos`, each cell holding bytes, a path, a
-data URL, a struct `{bytes, path}` (as the `datasets` library writes it) or a list of these. Shards that were converted
+Columns: `conversations` or `messages` as a list of structs or as JSON, `texts` (pairs of FineVision, documents), or
+`caption` (`text`, `txt`); media in `image`, `images`, `audio`, `audios`, `video`, `videos`, each cell holding bytes, a
+path, a data URL, a struct `{bytes, path}` (as the `datasets` library writes it) or a list of these. Shards converted
 from WebDataset have bytes in columns called `jpg`, `png` and the like. Other columns are not read. In an Arrow file,
 record batches stand for row groups.
 """
@@ -26,6 +26,7 @@ from mmtrain.data.formats.conversation import (
     build_sample,
     caption_to_conversation,
     entry_id,
+    is_document,
 )
 from mmtrain.data.formats.json_files import parse_json
 from mmtrain.data.formats.sample import Quarantined, Sample
@@ -196,20 +197,21 @@ def _read_row(
     """
     path = str(source.path)
     try:
-        media_kinds: list[str] = []
-        for name, value in values.items():
-            kind = source.media_kinds[name]
-            media: list[Media] = [cell(name, None)]
-            if value is not None:
-                media = _media_in_value(source, value, kind, partial(cell, name))
-            media_kinds += [kind] * len(media)
-            key = name if name in _MEDIA_KIND_BY_COLUMN else f"{kind}s"
-            entry[key] = [*(entry.get(key) or ()), *media] or None
         for key in (*CONVERSATION_KEYS, PAIRS_KEY):
             if isinstance(entry.get(key), str):
                 entry[key] = parse_json(entry[key].encode())
             elif isinstance(entry.get(key), dict):
                 entry[key] = _list_of_turns(entry[key])
+        has_gaps = is_document(entry)
+        media_kinds: list[str] = []
+        for name, value in values.items():
+            kind = source.media_kinds[name]
+            media: list[Media | None] = [cell(name, None)]
+            if value is not None:
+                media = _media_in_value(source, value, kind, partial(cell, name), has_gaps)
+            media_kinds += [kind] * len(media)
+            key = name if name in _MEDIA_KIND_BY_COLUMN else f"{kind}s"
+            entry[key] = [*(entry.get(key) or ()), *media] or None
         resolve = partial(_resolve_in_row, source, entry, cell)
         return build_sample(caption_to_conversation(entry, media_kinds), path, number, resolve)
     except BadSampleError as bad:
@@ -244,22 +246,35 @@ def _resolve_in_row(
 
 
 def _media_in_value(
-    source: _ParquetSource, value: Any, kind: str, cell: Callable[[int | None], ParquetCell]
-) -> list[Media]:
-    """Return the media in the value of one cell; those of a list are numbered by their place in it."""
+    source: _ParquetSource, value: Any, kind: str, cell: Callable[[int | None], ParquetCell], has_gaps: bool
+) -> list[Media | None]:
+    """Return the media in the value of one cell; those of a list are numbered by their place in it.
+
+    has_gaps: empty places of a list are None, since a document has texts there; elsewhere they are faults.
+    """
     if not value.is_valid:
         return []
     value = decode_dictionary(value)
-    if isinstance(value, pa.ListScalar):
-        return [_medium_in_value(source, element, kind, cell(place)) for place, element in enumerate(value)]
-    return [_medium_in_value(source, value, kind, cell(None))]
+    if not isinstance(value, pa.ListScalar):
+        return [_medium_in_value(source, _bytes_or_path(value), kind, cell(None))]
+    media: list[Media | None] = []
+    for place, element in enumerate(value):
+        content = _bytes_or_path(element)
+        is_gap = has_gaps and not content.is_valid
+        media.append(None if is_gap else _medium_in_value(source, content, kind, cell(place)))
+    return media
+
+
+def _bytes_or_path(value: Any) -> Any:
+    """Return what a struct holds of a medium, bytes before a path; other values as they are."""
+    if not isinstance(value, pa.StructScalar) or not value.is_valid:
+        return value
+    fields = {name: value[name] for name in value.keys() if value[name].is_valid}  # noqa: SIM118 - not a dict
+    return fields.get("bytes", fields.get("path", pa.NULL))
 
 
 def _medium_in_value(source: _ParquetSource, value: Any, kind: str, cell: ParquetCell) -> Media:
-    """Return the medium that a value stands for: the bytes in `cell`, or a path; in a struct, bytes come first."""
-    if isinstance(value, pa.StructScalar) and value.is_valid:
-        fields = {name: value[name] for name in value.keys() if value[name].is_valid}  # noqa: SIM118 - not a dict
-        value = fields.get("bytes", fields.get("path", pa.NULL))
+    """Return the medium that a value stands for: the bytes in `cell`, or a path."""
     if not value.is_valid:
         raise BadSampleError(f"missing_{kind}", f"{cell} is empty")
     if not isinstance(value, pa.BinaryScalar):
