@@ -13,7 +13,7 @@ from mmtrain.families.family import Family, FolderSettings
 from mmtrain.families.gemma3_text import TINY_TEXT, gemma3_text_settings
 from mmtrain.families.llava import LLAVA_SPELLINGS, llava_buffers
 from mmtrain.families.media_markup import MediaMarkup
-from mmtrain.families.siglip import siglip_settings, siglip_weights, unused_siglip_weights
+from mmtrain.families.siglip import TINY_SIGLIP, siglip_settings, siglip_weights, unused_siglip_weights
 from mmtrain.families.tiny import TINY_TOKENS
 from mmtrain.families.weight_layouts import ParameterSource, as_is, transposed
 
@@ -29,16 +29,7 @@ _TINY = {
     "mm_tokens_per_image": 4,
     "eos_token_id": TINY_TEXT["eos_token_id"],
     "text_config": TINY_TEXT,
-    "vision_config": {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": 32,
-        "patch_size": 8,
-        "vision_use_head": False,
-    },
+    "vision_config": TINY_SIGLIP,
     "dtype": "float32",
 }
 _TINY_IMAGES = {

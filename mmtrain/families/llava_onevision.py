@@ -12,6 +12,7 @@ from mmtrain.families.image_processors import LLAVA_ONEVISION_PINPOINTS
 from mmtrain.families.llava import LLAVA_SPELLINGS, TINY_LLAVA, llava_buffers
 from mmtrain.families.llava_files import LLAVA_ONEVISION_WRITER
 from mmtrain.families.llava_next import llava_next_settings, llava_next_weights
+from mmtrain.families.siglip import TINY_SIGLIP
 from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
 
 _HALF = (0.5, 0.5, 0.5)
@@ -25,16 +26,7 @@ _TINY = {
     "image_grid_pinpoints": _TINY_PINPOINTS,
     "vision_aspect_ratio": _TINY_ASPECT,
     "text_config": tiny_decoder(model_type="qwen2"),
-    "vision_config": {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": 32,
-        "patch_size": 8,
-        "vision_use_head": False,
-    },
+    "vision_config": TINY_SIGLIP,
     "vision_feature_layer": -1,
     "vision_feature_select_strategy": "full",
 }

@@ -1,11 +1,24 @@
 """SigLIP's vision transformer (arXiv 2303.15343), as `SiglipVisionModel` of `transformers` computes it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from mmtrain.families.clip import ACTIVATIONS, PLAIN_TRANSFORMER, clip_block_weights, num_used_blocks
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Settings
 from mmtrain.families.weight_layouts import ParameterSource, as_is, flattened
+
+# The configuration of a tower in a tiny model, which takes pictures of 4 x 4 patches.
+TINY_SIGLIP: Mapping[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+    "vision_use_head": False,
+}
 
 
 def siglip_settings(config: ConfigSection, feature_layer: int | None = None) -> Settings:

@@ -1,7 +1,7 @@
 """The least bytes that a rank of a unit holds on a mesh: arithmetic that excludes meshes before they are searched."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,7 +73,7 @@ class UnitMemoryBound:
         self._layer_costs = layer_costs
         units = layer_costs.shape.units
         self._unsplit: BatchSplit = tuple(UnitSplit(unit.name, 1, layer_costs.batches.global_batch) for unit in units)
-        self._kinds: dict[tuple[str, int, int, int, int], KindBytes] = {}
+        self._kinds_of = KindBytesByMesh(layer_costs, self._largest_load)
         self._bounds: dict[tuple[str, MeshSize, int, int], float] = {}
 
     def __call__(self, unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
@@ -116,16 +116,6 @@ class UnitMemoryBound:
             )
         return max(mean, kinds.max_layer_peak)
 
-    def _kinds_of(self, unit: str, mesh: MeshSize, num_microbatches: int) -> KindBytes:
-        step_microbatches = 0 if unit == LLM else num_microbatches * mesh.dp
-        key = (unit, mesh.tp, mesh.num_replicas, mesh.cp, step_microbatches)
-        if key not in self._kinds:
-            load = self._largest_load(unit, step_microbatches)
-            if mesh.cp > 1:
-                load = context_parallel_load(load, mesh.cp)
-            self._kinds[key] = kind_bytes(self._layer_costs, unit, mesh, load)
-        return self._kinds[key]
-
     def _largest_load(self, unit: str, step_microbatches: int) -> TokenLoad:
         if unit == LLM:
             return self._layer_costs.largest_load(LLM, self._unsplit)
@@ -160,7 +150,32 @@ def _weighted_mean(kinds: KindBytes, in_flight: FloatArray) -> float:
     return float(kinds.count @ fewest_bytes / weights.sum())
 
 
-def kind_bytes(layer_costs: LayerCosts, unit: str, mesh: MeshSize, load: TokenLoad) -> KindBytes:
+class KindBytesByMesh:
+    """The bytes of a unit's kinds of layers on each mesh, computed once for meshes that share what they depend on."""
+
+    def __init__(self, layer_costs: LayerCosts, largest_load: Callable[[str, int], TokenLoad]) -> None:
+        """Compute under these costs.
+
+        largest_load: returns the load of a unit's largest microbatch, for so many microbatches in a step of all its
+            replicas; for 0 where the number is not known or does not matter, as for the LLM.
+        """
+        self._layer_costs = layer_costs
+        self._largest_load = largest_load
+        self._kinds: dict[tuple[str, int, int, int, int], KindBytes] = {}
+
+    def __call__(self, unit: str, mesh: MeshSize, num_microbatches: int) -> KindBytes:
+        """Return the bytes on this mesh, with `num_microbatches` of each replica; 0 where they are not known."""
+        step_microbatches = 0 if unit == LLM else num_microbatches * mesh.dp
+        key = (unit, mesh.tp, mesh.num_replicas, mesh.cp, step_microbatches)
+        if key not in self._kinds:
+            load = self._largest_load(unit, step_microbatches)
+            if mesh.cp > 1:
+                load = context_parallel_load(load, mesh.cp)
+            self._kinds[key] = _kind_bytes(self._layer_costs, unit, mesh, load)
+        return self._kinds[key]
+
+
+def _kind_bytes(layer_costs: LayerCosts, unit: str, mesh: MeshSize, load: TokenLoad) -> KindBytes:
     """Return the bytes of a unit's kinds of layers, where a microbatch has this load."""
     costs, precision = layer_costs.costs, layer_costs.precision
     tp, sp, mode = mesh.tp, layer_costs.has_sp(unit, mesh.tp), layer_costs.recompute[unit]

@@ -9,10 +9,9 @@ import math
 import numpy as np
 
 from mmtrain.costs import TokenLoad
-from mmtrain.costs.layer_arithmetic import context_parallel_load
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.estimate.layer_costs import RECOMPUTE, BatchSplit, FloatArray, LayerCosts, UnitSplit
-from mmtrain.plan.estimate.memory_lower_bound import KindBytes, kind_bytes
+from mmtrain.plan.estimate.memory_lower_bound import KindBytesByMesh
 from mmtrain.plan.search.mesh_enumeration import UnitTimeBound
 from mmtrain.program.ir.graph import LLM
 
@@ -37,7 +36,7 @@ class MeshTimeEstimate:
         self._memory_bytes = memory_bytes
         units = layer_costs.shape.units
         self._unsplit: BatchSplit = tuple(UnitSplit(unit.name, 1, layer_costs.batches.global_batch) for unit in units)
-        self._kinds: dict[tuple[str, int, int, int, int], KindBytes] = {}
+        self._kinds_of = KindBytesByMesh(layer_costs, self._largest_load)
         self._seconds: dict[tuple[str, int], tuple[float, float]] = {}
         self._ratios: dict[tuple[str, MeshSize, int, int], float] = {}
 
@@ -75,16 +74,6 @@ class MeshTimeEstimate:
             mean = self._layer_costs.unit_times(unit, tp, self._unsplit).mean
             self._seconds[unit, tp] = (float(mean[:, :RECOMPUTE].sum()), float(mean[:, RECOMPUTE].sum()))
         return self._seconds[unit, tp]
-
-    def _kinds_of(self, unit: str, mesh: MeshSize, num_microbatches: int) -> KindBytes:
-        step_microbatches = 0 if unit == LLM else num_microbatches * mesh.dp
-        key = (unit, mesh.tp, mesh.num_replicas, mesh.cp, step_microbatches)
-        if key not in self._kinds:
-            load = self._largest_load(unit, step_microbatches)
-            if mesh.cp > 1:
-                load = context_parallel_load(load, mesh.cp)
-            self._kinds[key] = kind_bytes(self._layer_costs, unit, mesh, load)
-        return self._kinds[key]
 
     def _largest_load(self, unit: str, step_microbatches: int) -> TokenLoad:
         """Return about the largest microbatch: larger ones vary less, as sums of independent parts do."""
