@@ -96,6 +96,14 @@ class SourceSettings(Section):
         "`draw`: the user writes it, and the assistant draws the images; every sample of the source must then be one "
         "user turn that shows images, and an answer in words, which is the caption. Name a source twice to learn both.",
     )
+    documents: Literal["draw", "show"] = setting(
+        "draw",
+        affects={"plan", "lengths"},
+        added_later=True,
+        description="What becomes of the images of documents whose texts and images take turns. `draw`: the assistant "
+        "draws them. `show`: the user shows them, for models without a generator too; the assistant writes the texts. "
+        "Name a source twice to learn both.",
+    )
 
     @property
     def states_lengths(self) -> bool:

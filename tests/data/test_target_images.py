@@ -302,8 +302,41 @@ def test_a_document_is_one_answer_that_draws_its_images(drawing: MakeRecipe, tmp
     assert [Path(media.path).name for media in found.target_images] == ["red.png", "blue.png"]
     assert index.lengths.items["generator"].first.tolist() == [0, 2]
     assert index.lengths.targets[0] > len("done") // 2
+    [refused] = build_index(drawing([document, row("x", "y")], generator=None)).quarantined
+    assert (refused.kind, "documents: show of its source" in refused.reason) == ("no_generator", True)
     report = check_sources_for_recipe(made := drawing([document, both, shorter]), made.data.sources)
     assert [(bad.kind, bad.reason) for bad in report.bad] == [
         ("malformed", "place 2 of 5 of the document holds both a text and an image"),
         ("malformed", "`texts` is a list of 5, and `images` is a list of 1"),
     ]
+
+
+@pytest.mark.parametrize("generator", [GENERATOR, None], ids=["with a generator", "without"])
+def test_images_of_a_document_may_be_shown_instead(
+    drawing: MakeRecipe, tmp_path: Path, generator: dict[str, Any] | None
+) -> None:
+    first = {"texts": ["A red one:", None, None, "both\nare red", None, "blue"]}
+    first["images"] = [None, "red.png", "red.png", None, "blue.png", None]
+    second = {"texts": [None, "blue", None], "images": ["blue.png", None, "see.png"]}  # nothing follows its last image
+    alone = {"texts": [None], "images": ["red.png"]}
+    rows = [first, second, alone, row("<image>which?", "blue", "blue.png")]
+    made = drawing(rows, generator, sources=[{"path": tmp_path / "train.json", "documents": "show"}])
+    index = build_index(made)
+    turns = [[(turn.role, turn.text) for turn in entry.turns] for entry in index.samples]
+    assert turns == [
+        [
+            ("user", ""), ("assistant", "A red one:"), ("user", "<image><image>"), ("assistant", "both\nare red"),
+            ("user", "<image>"), ("assistant", "blue"),
+        ],
+        [("user", "<image>"), ("assistant", "blue")],
+        [("user", "<image>which?"), ("assistant", "blue")],
+    ]  # fmt: skip
+    shown = [[Path(str(medium)).name for medium in entry.images] for entry in index.samples]
+    assert shown == [["red.png", "red.png", "blue.png"], ["blue.png"], ["blue.png"]]
+    assert all(not entry.target_images for entry in index.samples)
+    assert index.lengths.items["vision"].first.tolist() == [0, 3, 4, 5]
+    assert [bad.kind for bad in index.quarantined] == ["no_answer"]
+    tokenizer = ChatTokenizer.load(made.data.tokenizer_path)
+    encoded = tokenizer.encode(index.samples[0], index.media_features(0))
+    targets = tokenizer.decode(encoded.labels[encoded.labels != IGNORE_INDEX].tolist())
+    assert targets == "A red one:both\nare redblue"

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from mmtrain.data import Sample, Turn
+from mmtrain.data.formats.sample import turned_to_show
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.text.chat_template import TEMPLATE_DATE
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, MediumFeatures, TimedItems, total_features
@@ -148,6 +149,29 @@ def test_ids_and_labels_are_those_of_transformers(case: Case, number: int) -> No
         assert (encoded.labels[positions] == encoded.ids[positions + 1]).all(), "the label is the next token"
         assert count(drawn.sample, drawn.features) == (len(encoded.ids), len(targets))
         assert at_once(drawn.sample, drawn.features)[0] <= len(encoded.ids)
+
+
+@pytest.mark.parametrize("case", [name for name in FAMILIES if "image" in FAMILIES[name].media], indirect=True)
+def test_a_document_whose_images_are_shown_is_a_conversation(case: Case) -> None:
+    """Encode one that starts with a text, in front of which an empty turn of the user stands."""
+    answer = Turn("assistant", "first\n<image>\n<image>\nthen")
+    document = Sample("s", "f.json", 0, (answer,), (), target_images=(FileMedia("a.png"), FileMedia("b.png")))
+    shown = turned_to_show(document)
+    assert [turn.role for turn in shown.turns] == ["user", "assistant"] * 2
+    as_parts = "message.content is string" not in case.family.template
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": ""}] if as_parts else ""},
+        {"role": "assistant", "content": [{"type": "text", "text": "first"}] if as_parts else "first"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "image"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "then"}] if as_parts else "then"},
+    ]
+    random = Random(0)
+    features = {"vision": [_draw_features(case.family, "image", random) for _ in shown.images]}
+    encoded = case.tokenizer.encode(shown, features)
+    assert encoded.ids.tolist() == expected_ids(case, messages, Drawn(shown, features, messages))
+    judged = case.marking_judge.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    targets = np.array(judged["input_ids"])[np.array(judged["assistant_masks"], dtype=bool)]
+    assert encoded.labels[encoded.labels != IGNORE_INDEX].tolist() == targets.tolist()
 
 
 def test_text_between_special_tokens_is_encoded_as_in_the_whole(case: Case) -> None:

@@ -9,7 +9,7 @@ from mmtrain.data.formats.conversation import CONVERSATION_KEYS, CONVERSATION_KE
 from mmtrain.data.formats.datasets_folder import saved_dataset_files
 from mmtrain.data.formats.energon import read_energon_folder
 from mmtrain.data.formats.json_files import JSON_LINES_SUFFIXES, read_json
-from mmtrain.data.formats.sample import Quarantined, Sample, turned_to_draw, with_marks_in_front
+from mmtrain.data.formats.sample import Quarantined, Sample, turned_to_draw, turned_to_show, with_marks_in_front
 from mmtrain.data.formats.shard_patterns import expand_braces
 from mmtrain.data.formats.webdataset import read_shard
 from mmtrain.data.optional_packages import require_package
@@ -40,6 +40,8 @@ def read_samples(source: SourceSettings, limits: LimitSettings) -> Iterator[Samp
         samples = (with_marks_in_front(sample) if isinstance(sample, Sample) else sample for sample in samples)
     if source.captions == "draw":
         samples = (turned_to_draw(sample) if isinstance(sample, Sample) else sample for sample in samples)
+    if source.documents == "show":
+        samples = (turned_to_show(sample) if isinstance(sample, Sample) else sample for sample in samples)
     return samples
 
 

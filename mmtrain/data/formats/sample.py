@@ -133,6 +133,29 @@ def turned_to_draw(sample: Sample) -> "Sample | Quarantined":
     return replace(sample, turns=(*before, Turn("user", caption), drawn), images=(), target_images=sample.images)
 
 
+def turned_to_show(sample: Sample) -> Sample:
+    """Return the conversation in which the user shows the images of a document, and the assistant writes its texts.
+
+    Any other sample is returned unchanged. A text at the start answers an empty turn, since many chat templates let
+    users begin. Images at the end, which no text follows, are left out: they teach nothing.
+    """
+    if not is_document_sample(sample):
+        return sample
+    text_before, *texts_behind_images = [text.strip("\n") for text in sample.answer.split(IMAGE_MARK)]
+    turns = [Turn("user", ""), Turn("assistant", text_before)] if text_before else []
+    num_shown = 0
+    for num_images, text in enumerate(texts_behind_images, 1):
+        if text:
+            turns += [Turn("user", IMAGE_MARK * (num_images - num_shown)), Turn("assistant", text)]
+            num_shown = num_images
+    return replace(sample, turns=tuple(turns), images=sample.target_images[:num_shown], target_images=())
+
+
+def is_document_sample(sample: Sample) -> bool:
+    """Return whether a sample is one answer alone, with images to draw in it."""
+    return bool(sample.target_images) and [turn.role for turn in sample.turns] == ["assistant"]
+
+
 def find_unusable(sample: Sample, read_kinds: Container[MediaKind]) -> Quarantined | None:
     """Quarantine a sample whose marks do not match its media, or which has no answer to learn from.
 

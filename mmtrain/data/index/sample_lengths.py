@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import read_samples
-from mmtrain.data.formats.sample import PLURALS, Quarantined, Sample, find_unusable
+from mmtrain.data.formats.sample import PLURALS, Quarantined, Sample, find_unusable, is_document_sample
 from mmtrain.data.index.feature_counts import FeatureCounter
 from mmtrain.data.media.image_grids import MediumItems
 from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
@@ -251,6 +251,8 @@ class _SampleMeasurer:
                 return Quarantined.of(sample, f"no_{modality.name}", reason)
         if sample.target_images and self._generator is None:
             reason = "an assistant turn holds an image, but the recipe's model has no generator"
+            if is_document_sample(sample):
+                reason += "; documents: show of its source lets the user show the images of documents"
             return Quarantined.of(sample, "no_generator", reason)
         items = self._find_items(sample)
         if isinstance(items, Quarantined):
