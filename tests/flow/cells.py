@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
 from random import Random
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 from hypothesis import strategies as st
@@ -22,7 +22,9 @@ from mmtrain.plan import Plan, stage_graph
 from mmtrain.plan.artifact import layout as layouts
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.program import Microbatch, StageGraph, StageId
+from mmtrain.program.ir.graph import ContextMethod, CutSequences
 from mmtrain.recipe import Recipe
+from mmtrain.recipe.context_checks import context_methods
 from tests.flow.cases import AUDIO, FINE, SAMPLES, Mesh, Order, plan, recipe
 
 T = TypeVar("T")
@@ -30,9 +32,9 @@ Placement = Literal["unified", "disaggregated", "coarse", "explicit"]  # the las
 PLACEMENTS: tuple[Placement, ...] = ("unified", "disaggregated", "coarse", "explicit")
 MAX_RANKS = 8
 POOL_SIZE = 120  # cells of each placement to choose from
-CELLS_PER_PLACEMENT = 12
+CELLS_PER_PLACEMENT = 11
 QUICK_CELLS_PER_PLACEMENT = 3  # in `make test`, which shows most values of most axes; all cells show every one
-KIND_CELLS_PER_PLACEMENT = 8
+KIND_CELLS_PER_PLACEMENT = 9
 LLM_LAYERS = 5  # embedding, three blocks, head
 ENCODER_LAYERS = 4  # first layer, two blocks, projector; of every encoder
 
@@ -89,8 +91,26 @@ VISION_KINDS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class Context:
+    """How `cp` ranks share sequences."""
+
+    cp: int
+    method: ContextMethod = "ulysses"
+    split: CutSequences = "auto"
+
+    def __str__(self) -> str:
+        return f"cp{self.cp} {self.method}" + " even" * (self.split == "even")
+
+
+NOT_SHARED = Context(1)
+
+
+@dataclass(frozen=True)
 class Size:
-    """A unit's mesh in one word, like `tp2s pp2x2 dp1 n4`: s for slices of tokens, x2 for two chunks a rank."""
+    """A unit's mesh in one word, like `tp2s pp2x2 dp1 n4`: s for slices of tokens, x2 for two chunks a rank.
+
+    Ranks that share sequences (cp) are named with their method, and with `even` where all sequences are cut.
+    """
 
     tp: int
     sp: bool
@@ -98,19 +118,21 @@ class Size:
     vpp: int
     dp: int
     n: int
+    context: Context = NOT_SHARED
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.context.cp * self.pp * self.dp
 
     def __str__(self) -> str:
         slices, chunks = "s" * self.sp, f"x{self.vpp}" * (self.vpp > 1)
-        return f"tp{self.tp}{slices} pp{self.pp}{chunks} dp{self.dp} n{self.n}"
+        context = f" {self.context}" if self.context.cp > 1 else ""
+        return f"tp{self.tp}{slices}{context} pp{self.pp}{chunks} dp{self.dp} n{self.n}"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination. `sizes`: of every unit, the LLM's last; in `unified` all units share the LLM's."""
+    """One combination. `sizes`: of every unit, the LLM's last; in `unified` all units are on the LLM's ranks."""
 
     placement: Placement
     sizes: tuple[tuple[str, Size], ...]
@@ -148,9 +170,13 @@ class Cell:
             "dp ratio": self.ratio,
             "llm dp": sizes["llm"].dp,
             "llm n": sizes["llm"].n,
-            "sharded optimizer": any(size.dp > 1 for size in sizes.values()),
+            "sharded optimizer": any(size.dp * size.context.cp > 1 for size in sizes.values()),
             "microbatches": "/".join(sorted({_compared(s.n, sizes["llm"].n) for s in sizes.values()})),
         }
+        context = sizes["llm"].context
+        found["llm cp"] = (context.cp, context.method)
+        if context.cp > 1:
+            found["cut sequences"] = context.split
         for unit, size in self.sizes:
             found |= {f"{unit} tp": (size.tp, size.sp), f"{unit} pp": size.pp, f"{unit} vpp": size.vpp}
         return found | self.kinds
@@ -234,7 +260,16 @@ def _with_kinds(cell: Cell, choose: Choose) -> Cell:
     """Give the cell's model any kinds of blocks; places of images are those of one encoder alone."""
     has_second = "fine" in dict(cell.sizes)
     llm_kinds = [kind for kind in LLM_KINDS if kind != "m-rope" or not has_second]
+    llm = dict(cell.sizes)["llm"]
+    if llm.context.method == "ring":  # keys and values cannot go round for blocks with windows
+        llm_kinds = [kind for kind in llm_kinds if "ring" in _methods(llm, kind)]
     return replace(cell, llm_kind=choose(llm_kinds), vision_kind=choose(list(VISION_KINDS)))
+
+
+def _methods(size: Size, llm_kind: str = PLAIN) -> tuple[ContextMethod, ...]:
+    """Return by which methods the LLM may share sequences."""
+    kind = {f"model__llm__{name}": value for name, value in LLM_KINDS[llm_kind].items()}
+    return context_methods(recipe(**kind), size.tp, size.context.cp)
 
 
 def _cell(placement: Placement, choose: Choose) -> Cell:
@@ -247,8 +282,9 @@ def _cell(placement: Placement, choose: Choose) -> Cell:
 def _one_size(choose: Choose, encoders: Sequence[str]) -> dict[str, Size]:
     """Unified: one size for all units, which pass through one pipeline."""
     dp = choose((1, 2, 4))
-    size = choose(_sizes(dp, _counts(dp), MAX_RANKS, 8))
-    return dict.fromkeys((*encoders, "llm"), size)
+    llm = choose(_with_context(_sizes(dp, _counts(dp), MAX_RANKS, 8), MAX_RANKS, choose))
+    size = replace(llm, dp=llm.dp * llm.context.cp, context=NOT_SHARED)
+    return dict.fromkeys(encoders, size) | {"llm": llm}
 
 
 def _sizes_apart(choose: Choose, encoders: Sequence[str]) -> dict[str, Size]:
@@ -262,7 +298,9 @@ def _sizes_apart(choose: Choose, encoders: Sequence[str]) -> dict[str, Size]:
         after.remove(unit)
         layers = LLM_LAYERS if unit == "llm" else ENCODER_LAYERS
         counts = (n,) if unit == "llm" else (n, n, 2 * n) + (n // 2,) * (n % 2 == 0)
-        sizes[unit] = choose(_sizes(dp[unit], counts, left - sum(dp[u] for u in after), layers))
+        max_ranks = left - sum(dp[u] for u in after)
+        possible = _sizes(dp[unit], counts, max_ranks, layers)
+        sizes[unit] = choose(_with_context(possible, max_ranks, choose) if unit == "llm" else possible)
         left -= sizes[unit].ranks
     return {unit: sizes[unit] for unit in (*encoders, "llm")}
 
@@ -280,6 +318,16 @@ def _sizes_on_top(choose: Choose, encoders: Sequence[str]) -> dict[str, Size]:
         ]
         sizes[unit] = choose(possible)
     return sizes | {"llm": llm}
+
+
+def _with_context(sizes: Sequence[Size], max_ranks: int, choose: Choose) -> Sequence[Size]:
+    """Let ranks share sequences in one of the ways, where that leaves a mesh, or in none."""
+    cp = choose((1, 2, 4))
+    if cp == 1:
+        return sizes
+    context = Context(cp, choose(get_args(ContextMethod)), choose(get_args(CutSequences)))
+    shared = [replace(size, context=context) for size in sizes]
+    return [size for size in shared if size.ranks <= max_ranks and context.method in _methods(size)] or sizes
 
 
 def _sizes(dp: int, counts: Iterable[int], max_ranks: int, layers: int) -> list[Size]:
@@ -306,7 +354,8 @@ def _unified(cell: Cell, model: ModelShape, rng: np.random.Generator) -> dict[st
     size = cell.sizes[-1][1]
     num_layers = sum(len(unit.layers) for unit in model.units)
     cuts = _bounds(num_layers, size.pp * size.vpp, rng)
-    whole = MeshSize(size.tp, size.pp, size.dp, size.vpp)
+    context = size.context
+    whole = MeshSize(size.tp, size.pp, size.dp, size.vpp, context.cp, context.method, context.split)
     units = layouts.unified_units(model, whole, cuts)
     return {
         name: Mesh(
@@ -317,6 +366,9 @@ def _unified(cell: Cell, model: ModelShape, rng: np.random.Generator) -> dict[st
             unit.vpp,
             RECOMPUTED[cell.recompute],
             size.sp,
+            cp=unit.cp,
+            method=context.method,
+            split=context.split,
             tp_chunks=cell.tp_chunks if size.tp > 1 else 1,
         )
         for name, unit in units.items()
@@ -333,8 +385,20 @@ def _own_meshes(cell: Cell, model: ModelShape, rng: np.random.Generator) -> dict
             ranks = _on_top(size, sizes["llm"])
         layers = len(model.unit(unit).layers)
         cuts = _bounds(layers, min(size.pp * size.vpp, layers), rng)[1:-1]
-        recompute, tp_chunks = RECOMPUTED[cell.recompute], cell.tp_chunks if size.tp > 1 else 1
-        meshes[unit] = Mesh(cuts, ranks, size.tp, size.dp, size.vpp, recompute, size.sp, size.n, tp_chunks=tp_chunks)
+        meshes[unit] = Mesh(
+            cuts,
+            ranks,
+            size.tp,
+            size.dp,
+            size.vpp,
+            RECOMPUTED[cell.recompute],
+            size.sp,
+            size.n,
+            size.context.cp,
+            size.context.method,
+            size.context.split,
+            cell.tp_chunks if size.tp > 1 else 1,
+        )
     return meshes
 
 

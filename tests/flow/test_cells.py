@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -39,6 +40,8 @@ AXES: dict[str, set[object]] = {
     "dp ratio": {"1:1", "1:2", "2:1", "2:3", "3:2", "4:1"},
     "llm dp": {1, 2, 3},
     "llm n": {1, 2, 3, 4},
+    "llm cp": {(1, "ulysses"), *product((2, 4), ("ulysses", "ring"))},
+    "cut sequences": {"auto", "even"},
     "microbatches": {"equal", "equal/merged", "equal/split"},
     "vision tp": {(1, False), (2, False), (2, True)},
     "audio tp": {(1, False), (2, False), (2, True)},
