@@ -28,8 +28,8 @@ def evaluate(
         typer.Option(
             min=1,
             metavar="N",
-            help="Number of local processes to start. The model is split among them; one with a generator is whole in "
-            "each.",
+            help="Number of local processes to start. The model is split among them; "
+            "one with a generator runs whole in each.",
         ),
     ] = 1,
     draw: Annotated[
@@ -61,8 +61,8 @@ def evaluate(
     """Score a trained model on held-out questions.
 
     An answer is right if it matches exactly. The baseline always gives the most frequent answer of each question
-    template. Under torchrun or SLURM each started process is one rank and holds only its own stages of the model, or
-    with a generator all of them.
+    template. Under torchrun or SLURM each started process is one rank and holds only its own stages of the model; one
+    with a generator runs whole on each, and is sharded if it is too large for that.
 
     A model with a generator also draws the images of held-out samples, beside what it draws with blanked captions, and
     shows how well it predicts noise (or direction) at ten levels of noise.

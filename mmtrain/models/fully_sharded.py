@@ -23,7 +23,7 @@ from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe.train_settings import OptimizerSettings
 
 # Everything of a stage, and of a head, that computes with parameters, beside `forward`.
-_STAGE_ENTRIES = ("run", "run_to_queries", "logits", "next_tokens")
+_STAGE_ENTRIES = ("run", "run_to_queries", "logits", "next_tokens", "predict")
 _HEAD_ENTRIES = ("queries_and_loss", "logits", "greedy_tokens")
 # Switches of FSDP modules that older releases of torch lack: without them ranks with different work hang.
 _NEEDED_SWITCHES = (
@@ -89,7 +89,8 @@ def shard_stage(stage: StageModule, mesh: DeviceMesh, device: torch.device, comp
     _move_empty(stage, device)
     fully_shard(stage, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     for entry in _STAGE_ENTRIES:
-        register_fsdp_forward_method(stage, entry)
+        if hasattr(stage, entry):  # only a generator predicts noise
+            register_fsdp_forward_method(stage, entry)
     for head in (layer for layer in grouped if isinstance(layer, Head)):
         for entry in _HEAD_ENTRIES:
             register_fsdp_forward_method(head, entry)

@@ -1,7 +1,7 @@
 """Draw the images of held-out samples, and measure how well noise is told from them.
 
 The LLM reads each conversation as in training. Its outputs at the queries condition the generator, which starts from
-noise that depends on seed, sample and place alone. So ranks that each hold the whole model share the samples.
+noise that depends on seed, sample and place alone. So ranks that each run the whole model share the samples.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -163,8 +163,8 @@ class Drawer:
             for number in numbers
         ]
         for batches in batch_by_length(sizes, self.world.size, _MAX_BATCH_TOKENS):
-            if batch := batches[self.world.rank]:
-                yield np.array([numbers[i] for i in batch], dtype=np.int64)
+            # Empty ones, too: ranks that hold shards of the model run it equally often.
+            yield np.array([numbers[i] for i in batches[self.world.rank]], dtype=np.int64)
 
     def _llm_outputs(self, data: StepData) -> Tensor:
         """Return what the LLM says at the queries of all images: (I * context tokens, llm_hidden)."""

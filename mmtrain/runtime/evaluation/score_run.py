@@ -20,8 +20,7 @@ from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.index.data_index import check_bad_rate
 from mmtrain.errors import CheckpointError, LaunchError, UserError
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.artifact.plan import Plan, StagePlan, UnitPlan
+from mmtrain.plan.artifact.plan import Plan, UnitPlan
 from mmtrain.plan.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.recipe.parallel_settings import LlmParallel, ParallelSettings
@@ -43,6 +42,7 @@ from mmtrain.runtime.evaluation.score_drawings import (
     draw_held_out,
     single_stages,
 )
+from mmtrain.runtime.evaluation.whole_model import too_large_for_one_rank, whole_model
 from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.launch import launch_local
@@ -69,7 +69,7 @@ class EvaluateRequest:
 def run(request: EvaluateRequest) -> None:
     """Score the newest good checkpoint of a run on its recipe's held-out samples, at most `limit` of them.
 
-    A model with a generator also draws. Each rank then holds the whole model, and takes its share of the images.
+    A model with a generator also draws. Each rank then runs the whole model, and takes its share of the images.
 
     Evaluates in the processes that a launcher has started, or starts its own. With `blank_images` the model gets zeros
     in place of every image and clip. Damaged checkpoints and unusable samples are reported on stderr and passed over.
@@ -112,7 +112,10 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     require_consensus(world, {"held-out data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
     if index.cache_folder is not None and world.is_first:
         _print_note(index.remarks()[0])  # quarantined samples are reported below, with those found while answering
-    layout = world.on_first(lambda: _choose_layout(request, recipe, index, world.size))
+    if recipe.model.generator is not None or world.size == 1:
+        layout = _run_whole_model(recipe, world)
+    else:
+        layout = world.on_first(lambda: _choose_layout(request, recipe, index, world.size))
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
     answerer = QuestionAnswerer(generator, recipe, tokenizer, index, world)
 
@@ -133,21 +136,29 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
         request.show(EvaluationResult(checkpoint.step, templates, _examples(answers), drawings))
 
 
-def _choose_layout(request: EvaluateRequest, recipe: Recipe, index: DataIndex, num_ranks: int) -> dict[str, UnitPlan]:
-    """Choose the meshes and stages of every unit, and report them.
+def _run_whole_model(recipe: Recipe, world: World) -> dict[str, UnitPlan]:
+    """Choose how the ranks hold a model that each of them runs alone, and report it. All ranks call this together.
 
-    One rank holds the whole model, and so does each of several that draw: an image takes many passes through all of
-    it, which then need no other rank. As many ranks as in training use its plan. Any other number gets a plan of its
-    own, without the constraints that the recipe sets for training.
+    Ranks that draw do so: an image takes many passes through the whole model, which then wait for no other rank.
     """
-    if num_ranks == 1:
+    if world.size == 1:
         _print_note("evaluating on 1 rank, which holds the whole model")
-        return _whole_model(recipe, num_ranks)
-    if recipe.model.generator is not None:
-        _print_note(
-            f"evaluating on {num_ranks} ranks, each of which holds the whole model, and answers and draws its share"
-        )
-        return _whole_model(recipe, num_ranks)
+        return whole_model(recipe, 1)
+    too_large = too_large_for_one_rank(recipe, world)
+    if world.is_first:
+        holding = "each of which holds the whole model"
+        if too_large is not None:
+            holding = f"which hold shards of the model ({too_large})"
+        _print_note(f"evaluating on {world.size} ranks, {holding}; each answers and draws its share")
+    return whole_model(recipe, world.size, sharded=too_large is not None)
+
+
+def _choose_layout(request: EvaluateRequest, recipe: Recipe, index: DataIndex, num_ranks: int) -> dict[str, UnitPlan]:
+    """Choose the meshes and stages of every unit for several ranks, and report them.
+
+    As many ranks as in training use its plan. Any other number gets a plan of its own, without the constraints that the
+    recipe sets for training.
+    """
     saved = request.run_dir / PLAN_FILE
     plan = load_plan(saved) if saved.exists() else None
     origin = "the plan of its training"
@@ -158,16 +169,6 @@ def _choose_layout(request: EvaluateRequest, recipe: Recipe, index: DataIndex, n
     meshes = ", ".join(f"{name} {u.mesh_text}" for name, u in plan.units.items())
     _print_note(f"evaluating on {num_ranks} ranks by {origin}: {plan.placement}, {meshes}")
     return plan.units
-
-
-def _whole_model(recipe: Recipe, num_ranks: int) -> dict[str, UnitPlan]:
-    """Return a layout in which each rank holds every unit as one stage."""
-    ranks = tuple(range(num_ranks))
-    units = {}
-    for unit in build_model_shape(recipe).units:
-        stage = StagePlan(stage=0, layers=(0, len(unit.layers)))
-        units[unit.name] = UnitPlan(tp=1, pp=1, dp=num_ranks, ranks=ranks, stages=(stage,))
-    return units
 
 
 def score(answers: Answers, blanked: Answers, training: Sequence[tuple[str, str]]) -> tuple[TemplateScore, ...]:
