@@ -33,11 +33,14 @@ NUM_PLANNED = 16  # samples for which tests make plans: both of these
 GRIDS = [[], [(2, 4)], [(2, 2), (4, 4), (4, 2), (6, 2)], [], [(4, 6)], [(2, 2)], [(2, 6), (2, 2)], [(8, 4)]]
 GRIDS += [[] for _ in TEXTS]
 HEARD, LONG = range(16, 24), range(24, 32)  # those of a step without any image; and of one with a giant sample
+MANY = range(32, 40)  # those of a step with 64 images in one sample
 GRIDS += [[] for _ in HEARD] + [[(8, 8)] * 5 + [(8, 4)] * 4] + [[] for _ in LONG[1:]]
+GRIDS += [[(4, 4)] * 8 + [(2, 2)] * 56, [(2, 4)]] + [[] for _ in MANY[2:]]
 ITEM_IDS = {"vision": (IMAGE_ID,), "fine": (IMAGE_ID,), "audio": (AUDIO_ID,)}
 CLIPS = [[], [], [8], [12, 4], [], [16], [], []]  # log-mel frames; heard only by models with an audio unit
 CLIPS += [[] for _ in TEXTS]
 CLIPS += [[16, 8], [], [], [4], [], [], [12], []] + [[16] * 4] + [[] for _ in LONG[1:]]
+CLIPS += [[16, 4], [], [12]] + [[] for _ in MANY[3:]]
 AUDIO = {
     "layers": 2,
     "hidden": 16,
@@ -68,7 +71,7 @@ DEEPSTACK = {
     "model__llm__rope_sections": (1, 1, 1),
     "model__llm__rope_interleaved": True,
 }
-TEXT_TOKENS = [9, 5, 7, 13, 4, 11, 6, 8] * 3 + [40, 5, 4, 6, 4, 5, 7, 4]
+TEXT_TOKENS = [9, 5, 7, 13, 4, 11, 6, 8] * 3 + [40, 5, 4, 6, 4, 5, 7, 4] * 2
 GLOBAL_BATCH = 4  # groups of two samples, unless a case says otherwise
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.flow.cases import AUDIO, DEEPSTACK, FINE, LONG, Mesh, plan, recipe
+from tests.flow.cases import AUDIO, DEEPSTACK, FINE, LONG, MANY, Mesh, plan, recipe
 from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.test_master import BIDIRECTIONAL, FROZEN_VISION, WINDOWED
@@ -109,3 +109,34 @@ def test_a_giant_sample_with_many_images_is_shared(method: str) -> None:
         "llm": Mesh((), (0, 1, 2, 3), cp=4, method=method),  # type: ignore[arg-type]
     }
     _assert_equals({}, meshes, LONG)
+
+
+# 64 images in one sample, clips in two, and text beside them.
+CLIPS_AND_IMAGES: dict[str, dict[str, Mesh]] = {
+    "ulysses cp2 pp2": {
+        "vision": Mesh((), (0, 1), dp=2),
+        "audio": Mesh((), (0, 1), dp=2),
+        "llm": Mesh((2,), (0, 1, 2, 3), cp=2, split="even"),
+    },
+    "ring cp2 tp2": {
+        "vision": Mesh((), (0, 1), tp=2),
+        "audio": Mesh((), (2, 3), tp=2),
+        "llm": Mesh((), (0, 1, 2, 3), cp=2, tp=2, sp=True, method="ring"),
+    },
+    "ulysses cp4": {
+        "vision": Mesh((), (0, 1, 2, 3), dp=4),
+        "audio": Mesh((), (0, 1), dp=2),
+        "llm": Mesh((), (0, 1, 2, 3), cp=4),
+    },
+    "ring cp4": {
+        "vision": Mesh((), (0, 1, 2), dp=3),
+        "audio": Mesh((), (3,)),
+        "llm": Mesh((), (0, 1, 2, 3), cp=4, method="ring", split="even"),
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CLIPS_AND_IMAGES)
+def test_a_sample_with_64_images_and_clips_is_shared(case: str) -> None:
+    _assert_equals({"model__audio": AUDIO}, CLIPS_AND_IMAGES[case], MANY)

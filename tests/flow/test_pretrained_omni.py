@@ -63,8 +63,11 @@ PLACEMENTS = {
 }
 
 
-def _write_model(folder: Path) -> list[dict[str, Any]]:
-    """Write a tiny model, and data in which some samples have a picture, a video and a clip; return held-out rows."""
+def write_model_and_media(folder: Path) -> list[dict[str, Any]]:
+    """Write a tiny model, and data in which some samples have a picture, a video and a clip; return held-out rows.
+
+    In `conversations/watched.json` half of the samples have all of these.
+    """
     write_tiny_model(FAMILIES["qwen2_5_omni"], folder, seed=0)
     conversations = folder / "conversations"
     (conversations / "video.mp4").write_bytes(movie(["red", "lime", "blue", "white"], seconds_each=1.0))
@@ -76,6 +79,7 @@ def _write_model(folder: Path) -> list[dict[str, Any]]:
         watched = {**both, "messages": [asked, *others], "videos": ["video.mp4"]}
         rows = [*rows[:count], watched, watched]
         (conversations / f"{target}.json").write_text(json.dumps(rows), encoding="utf-8")
+    (conversations / "watched.json").write_text(json.dumps([*rows[:2], watched, watched]), encoding="utf-8")
     return rows
 
 
@@ -169,7 +173,7 @@ def _assert_same_answers(recipe: Recipe, checkpoint: Checkpoint, folder: Path, m
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_trained_qwen2_5_omni_has_the_same_loss_and_answers_in_transformers(placement: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    rows = _write_model(folder)
+    rows = write_model_and_media(folder)
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.format(folder=folder, parallel=PLACEMENTS[placement]), encoding="utf-8")
     request = TrainRequest(load_recipe(path, env={}), planner, plan_again, "cpu-core", 4, tmp_path / "run")

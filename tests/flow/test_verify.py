@@ -11,6 +11,7 @@ from mmtrain.models.megatron.zero_adamw import ZeroAdamW
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.distributed import fork_ranks
 from tests.flow.runs import RECIPE, SMALL
+from tests.flow.test_pretrained_omni import write_model_and_media
 from tests.forked_command import main_here, run_forked
 
 pytestmark = pytest.mark.slow
@@ -65,6 +66,33 @@ cluster: {hardware: cpu-core, ranks: 2}
     assert step["loss"] == pytest.approx(step["expected_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize(("method", "cp"), [("ulysses", 2), ("ring", 4)])
+def test_ranks_that_share_videos_and_clips_compute_what_one_process_computes(
+    method: str, cp: int, tmp_path: Path
+) -> None:
+    write_model_and_media(tmp_path / "tiny")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"""
+name: verify
+model: {{hf: tiny}}
+data:
+  sources: [{{path: tiny/conversations/watched.json}}]
+  seq_len: 512
+  video: {{min_pixels: 1024, max_pixels: 4096}}
+parallel: {{placement: unified, llm: {{cp: {cp}, cp_method: {method}, cp_split: even}}}}
+train: {{steps: 10, global_batch: 4, optimizer: {{lr: 1.0e-3}}}}
+cluster: {{hardware: cpu-core, ranks: {cp}}}
+""",
+        encoding="utf-8",
+    )
+    done = run_forked(tmp_path, "verify", str(recipe), "--steps", "1", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    [step] = json.loads(done.stdout)
+    assert step["differences"] == []
+    assert step["num_parameters"] > 0
+
+
 def _without_tp_reduction(
     rank: int, size: int, scratch: Path, folder: Path, arguments: tuple[str, ...]
 ) -> CompletedProcess[str]:
@@ -94,6 +122,7 @@ DISAGGREGATED = (
     "parallel.vision.pp=2",
     "parallel.llm.dp=8",
 )
+SHARED = ("parallel.placement=unified", "parallel.llm.cp=4", "parallel.llm.tp=2", "parallel.llm.pp=1")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +130,7 @@ DISAGGREGATED = (
     [
         (COLOCATED, "Cut to 8 of the plan's 64 ranks: 2 of its 16 replica groups"),
         (DISAGGREGATED, "Cut to 8 of the plan's 64 ranks: 1 of its 8 replica groups"),
+        (SHARED, "Cut to 8 of the plan's 64 ranks: 1 of its 8 replica groups"),
     ],
 )
 def test_a_plan_for_64_gpus_is_cut_to_8_processes(
