@@ -1,4 +1,4 @@
-"""Normalize patches as the device does, for comparison with what `transformers` normalizes."""
+"""Normalize patches as the device does, for comparison with what `transformers` normalizes; break images."""
 
 from typing import Any
 
@@ -15,3 +15,9 @@ def normalized(patches: npt.NDArray[Any], image: ImageSettings) -> npt.NDArray[n
     assert patches.dtype == np.uint8
     scale = PixelScale.of(image.mean, image.std, patches.shape[1], torch.device("cpu"))
     return np.asarray(scale.normalize(torch.from_numpy(patches)).numpy(), dtype=np.float32)
+
+
+def undecodable_png(content: bytes) -> bytes:
+    """Return a PNG file whose header and end are whole, so that only decoding shows that its pixels are not."""
+    position = content.index(b"IDAT") + 6
+    return content[:position] + bytes(8) + content[position + 8 :]

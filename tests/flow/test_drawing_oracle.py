@@ -1,6 +1,7 @@
 """A generator and its LLM train as a model of `diffusers` behind `transformers`' Llama, put together in plain torch."""
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from tests.flow.drawing import DIT, NUM_SAMPLES, UNET, recipe, write_samples
 from tests.flow.gather import copy, whole
 from tests.models.generator.test_unet_layers import reference_model as unet_of
 from tests.models.generator.tiny import images_of
+from tests.pixels import undecodable_png
 from tests.runtime.models import evaluated, randomize, run_folder
 from tests.runtime.models import whole as whole_units
 
@@ -94,7 +96,8 @@ class Drawer(nn.Module):
             return text_loss, text_loss.new_zeros(())
         context = self.projector(hidden).unflatten(0, (num_images, -1))
         noisy = DDPMScheduler(1000, 1e-4, 0.02, "linear").add_noise(images.pixels, images.noise, images.steps)
-        return text_loss, (self.predict(noisy, context, images.steps) - images.noise).square().sum()
+        errors = self.predict(noisy, context, images.steps) - images.noise
+        return text_loss, (errors.square() * images.counted[:, None, None, None]).sum()
 
     def predict(self, noisy: Tensor, context: Tensor, steps: Tensor) -> Tensor:
         """Return what the generator says of noisy images (images, 3, side, side), without variances."""
@@ -115,9 +118,11 @@ def pixart_of(generator: GeneratorSettings) -> PixArtTransformer2DModel:
 
 
 class NoisyImages:
-    """The images that a sample draws, their noise and their timesteps in a step."""
+    """The images that a sample draws, their noise and their timesteps in a step; those called `broken` do not count."""
 
-    def __init__(self, folder: Path, settings: Recipe, sample: int, seed: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, settings: Recipe, sample: int, seed: int | None = None, broken: str | None = None
+    ) -> None:
         generator = generator_of(settings)
         entry = json.loads((folder / "train.json").read_text())[sample]
         opened = [np.asarray(Image.open(folder / name)) for name in entry["images"]]
@@ -125,6 +130,7 @@ class NoisyImages:
         assert side is not None
         pixels = np.array(opened, dtype=np.float32).reshape(-1, side, side, 3)
         self.pixels = torch.from_numpy(pixels).movedim(3, 1) / 127.5 - 1.0
+        self.counted = torch.tensor([float(name != broken) for name in entry["images"]])
         seed = settings.train.seed if seed is None else seed
         keys = [ImageKey(seed, 0, sample, item) for item in range(len(opened))]
         sides = side // generator.patch, side // generator.patch
@@ -214,21 +220,28 @@ def encode(folder: Path, sample: int) -> tuple[Tensor, Tensor, int]:
     return torch.tensor(ids), torch.tensor([*labels[1:], -100]), tokenizer.token_to_id("<|query|>")
 
 
+@pytest.mark.parametrize("broken", [None, "lime.png"], ids=["all images", "one that cannot be decoded"])
 @pytest.mark.parametrize("generator", [DIT, UNET], ids=["transformer", "u-net"])
 def test_losses_and_gradients_equal_those_of_diffusers_and_transformers(
-    generator: dict[str, Any], tmp_path: Path
+    generator: dict[str, Any], broken: str | None, tmp_path: Path
 ) -> None:
-    write_samples(tmp_path, shows_images=False)
+    """Compare one step; where an image cannot be decoded, only its part of the loss is missing."""
+    intact, damaged = tmp_path / "intact", tmp_path / "damaged"
+    intact.mkdir()
+    write_samples(intact, shows_images=False)
+    shutil.copytree(intact, damaged)
+    if broken is not None:
+        (damaged / broken).write_bytes(undecodable_png((intact / broken).read_bytes()))
     settings = recipe(
-        tmp_path, model__vision=None, model__generator={**generator, "loss_weight": WEIGHT}, train__global_batch=2,
+        damaged, model__vision=None, model__generator={**generator, "loss_weight": WEIGHT}, train__global_batch=2,
         train__optimizer={"lr": 0.01, "clip_norm": None},
     )  # fmt: skip
     [(losses, weights, gradients)] = run_ranks(1, train_one_step, settings)
     drawer = drawer_with(settings, weights)
     parts, num_targets, num_elements = [], 0, 0
     for sample in SAMPLES.tolist():
-        images = NoisyImages(tmp_path, settings, sample)
-        ids, labels, query_id = encode(tmp_path, sample)
+        images = NoisyImages(intact, settings, sample, broken=broken)
+        ids, labels, query_id = encode(intact, sample)
         parts.append(drawer.losses(ids, labels, query_id, images))
         num_targets += int((labels >= 0).sum())
         num_elements += images.pixels.numel()

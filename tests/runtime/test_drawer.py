@@ -18,6 +18,7 @@ from mmtrain.runtime.evaluation.drawn_files import DRAWN_FOLDER, GRID_FILE, LIST
 from mmtrain.runtime.evaluation.score_drawings import DrawingRequest
 from mmtrain.runtime.world import World
 from tests.flow.drawing import recipe, write_samples
+from tests.pixels import undecodable_png
 from tests.runtime.models import CPU, evaluated, randomize, run_folder, whole
 
 ALONE = World(0, 1, CPU)
@@ -123,9 +124,7 @@ def test_blanked_captions_say_nothing(drawer: Drawer) -> None:
 
 def test_a_broken_target_is_left_out(folder: Path, tmp_path: Path) -> None:
     write_samples(tmp_path)
-    good = (tmp_path / "red.png").read_bytes()
-    position = good.index(b"IDAT") + 6
-    (tmp_path / "red.png").write_bytes(good[:position] + bytes(8) + good[position + 8 :])
+    (tmp_path / "red.png").write_bytes(undecodable_png((tmp_path / "red.png").read_bytes()))
     settings = settings_of(tmp_path, data__max_bad_rate=0.9)
     index, tokenizer = build_index(settings, "validation"), load_tokenizer(tmp_path / "tokenizer.json")
     drawer = Drawer(whole(settings), settings, index, tokenizer, ALONE)

@@ -35,6 +35,7 @@ from tests.distributed import fork_ranks, run_ranks
 from tests.flow.cases import Mesh, plan
 from tests.flow.drawing import DIT, UNET, recipe, write_samples
 from tests.flow.runs import refuse
+from tests.pixels import undecodable_png
 from tests.runtime.models import CPU, evaluated, randomize, run_folder, whole
 from tests.runtime.taught import Taught, asking
 
@@ -101,9 +102,7 @@ def test_a_launcher_decides_how_many_ranks_there_are(taught: Taught, tmp_path: P
 
 
 def test_too_many_broken_images_end_all_ranks(taught: Taught, tmp_path: Path) -> None:
-    good = (taught.folder / "red.png").read_bytes()
-    position = good.index(b"IDAT") + 6
-    (taught.folder / "split.png").write_bytes(good[:position] + bytes(8) + good[position + 8 :])
+    (taught.folder / "split.png").write_bytes(undecodable_png((taught.folder / "red.png").read_bytes()))
     rows = [*taught.rows, asking("colour", row("<image>What colour?", "red", "split.png", name="b1"))]
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, rows), taught.model)
     for shown, said in fork_ranks(2, _evaluate, folder, free_port()):
@@ -126,9 +125,7 @@ def test_ranks_share_the_images_to_draw(
 ) -> None:
     """Draw images of two sizes, one of which is broken, as one rank does; also where a rank has none to draw."""
     write_samples(tmp_path)
-    good = (tmp_path / "red.png").read_bytes()
-    position = good.index(b"IDAT") + 6
-    (tmp_path / "red.png").write_bytes(good[:position] + bytes(8) + good[position + 8 :])
+    (tmp_path / "red.png").write_bytes(undecodable_png((tmp_path / "red.png").read_bytes()))
     buckets = {"image_size": 12, "bucket_step": 4, "prediction": "flow", "context_dropout": 0.1}
     data = {"data__validation": [{"path": tmp_path / "train.json"}], "data__max_bad_rate": 0.9}
     settings = recipe(tmp_path, model__generator=generator | buckets, **data)

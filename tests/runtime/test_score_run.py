@@ -22,6 +22,7 @@ from mmtrain.runtime.world import ALLOCATOR_SETTINGS, ALLOCATOR_VARIABLES
 from tests.data.archives import movie
 from tests.data.model_folders import FAMILIES, write_folder
 from tests.data.rows import Row, row
+from tests.pixels import undecodable_png
 from tests.runtime.models import evaluated, recipe, run_folder, teach, whole
 from tests.runtime.taught import COLOURS, Taught, asking
 
@@ -86,9 +87,7 @@ def test_a_limit_takes_questions_from_everywhere(taught: Taught, tmp_path: Path)
 
 
 def test_a_broken_image_costs_its_question_and_is_named(taught: Taught, tmp_path: Path, capsys) -> None:
-    good = (taught.folder / "red.png").read_bytes()
-    position = good.index(b"IDAT") + 6
-    (taught.folder / "broken.png").write_bytes(good[:position] + bytes(8) + good[position + 8 :])
+    (taught.folder / "broken.png").write_bytes(undecodable_png((taught.folder / "red.png").read_bytes()))
     rows = [*taught.rows, asking("colour", row("<image>What colour?", "red", "broken.png", name="b1"))]
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, rows, max_bad_rate=0.5), taught.model)
     assert evaluated(folder).total.questions == 4
