@@ -144,6 +144,8 @@ def test_what_cannot_be_drawn_is_refused(
         evaluated(run, drawing=DrawingRequest(steps=1001))
     with pytest.raises(UserError, match=r"not empty and holds no drawn images"):
         evaluated(run, limit=1, drawing=DrawingRequest(samples=1, steps=1, folder=folder))
+    with pytest.raises(UserError, match=r"--samples: .*train\.json is no folder"):
+        evaluated(run, limit=1, drawing=DrawingRequest(samples=1, steps=1, folder=folder / "train.json"))
     plain = settings.model_copy(update={"model": settings.model.model_copy(update={"generator": None})})
     with pytest.raises(UserError, match=r"no model\.generator, so there is nothing to draw"):
         evaluated(run_folder(tmp_path / "other", plain), drawing=DrawingRequest(steps=2))

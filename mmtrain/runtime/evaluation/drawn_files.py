@@ -63,7 +63,9 @@ class DrawnImage:
 
 
 def require_own_folder(folder: Path) -> None:
-    """Raise UserError for a folder that holds anything but images of an evaluation before."""
+    """Raise UserError for a folder that holds anything but images of an evaluation before, and for a file."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--samples: {folder} is no folder; name one, which is made if it does not exist")
     if folder.exists() and any(folder.iterdir()) and not (folder / LIST_FILE).exists():
         raise UserError(f"--samples: {folder} is not empty and holds no drawn images; name another folder or empty it")
 
