@@ -63,7 +63,7 @@ class GroupingSettings(Protocol):
 
     @property
     def budgets(self) -> Mapping[str, int]:
-        """The most tokens of an encoder in a group, by unit."""
+        """The most tokens of an encoder or of the generator in a group, by unit."""
 
     @property
     def long_sample_tokens(self) -> int | None:
@@ -95,7 +95,7 @@ class Grouping:
     window: int  # samples that are grouped together
     global_batch: int  # groups in a step
     method: GroupingMethod = "matched"
-    budgets: Mapping[str, int] = field(default_factory=dict)  # encoder unit -> most of its tokens in a group
+    budgets: Mapping[str, int] = field(default_factory=dict)  # unit but the LLM -> most of its tokens in a group
     long_tokens: int | None = None  # samples with more LLM tokens than this are trained in steps of their own
     matching: Matching = "step"
     isf: IsfRules = field(default_factory=IsfRules)

@@ -13,7 +13,7 @@ from mmtrain.recipe.context_checks import check_context_parallelism
 from mmtrain.recipe.data_settings import is_lengths_source
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
 from mmtrain.recipe.generator_settings import NUM_PIXEL_CHANNELS, GeneratorSettings
-from mmtrain.recipe.modalities import dotted_unit, unit_path
+from mmtrain.recipe.modalities import GENERATOR, dotted_unit, unit_path
 from mmtrain.recipe.parallel_checks import (
     NUM_END_LAYERS,
     check_cluster_size,
@@ -181,13 +181,15 @@ def check_sample_length(recipe: Recipe) -> Iterator[Problem]:
 
 
 def check_budgets(recipe: Recipe) -> Iterator[Problem]:
-    """Budgets belong to encoders of the model; the LLM's budget is `seq_len`."""
-    encoders = recipe.model.all_encoders
+    """Budgets belong to encoders of the model and to its generator; the LLM's budget is `seq_len`."""
+    units = [*recipe.model.all_encoders]
+    if recipe.model.generator is not None:
+        units.append(GENERATOR)
     for unit in recipe.data.budgets:
         if unit == "llm":
             yield Problem(("data", "budgets", unit), "the LLM's budget is data.seq_len; remove it here")
-        elif unit not in encoders:
-            allowed = f"allowed: {', '.join(encoders)}" if encoders else "the model has no encoder"
+        elif unit not in units:
+            allowed = f"allowed: {', '.join(units)}" if units else "it has none, and no generator"
             yield Problem(("data", "budgets", unit), f"no encoder of this model is called {unit}; {allowed}")
 
 

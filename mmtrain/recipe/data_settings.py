@@ -454,9 +454,9 @@ class DataSettings(Section):
     budgets: dict[str, PositiveInt] = setting(
         {},
         affects={"plan", "steps", "resume"},
-        description="Most tokens of an encoder in one group, by unit (`vision: 4096`). A sample above a budget shares "
-        "its group with no other sample that uses this encoder. Default: no limit; for `isf` in proportion to "
-        "`seq_len`.",
+        description="Most tokens of an encoder, or of the generator, in one group, by unit (`vision: 4096`). A sample "
+        "above a budget shares its group with no other sample that uses this unit. Default: no limit; for `isf` in "
+        "proportion to `seq_len`.",
     )
     pad: bool = setting(
         False,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mmtrain.balance import assign
+from mmtrain.data import GroupStream
 from mmtrain.data import build_index as index
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
@@ -260,6 +261,29 @@ def test_a_generator_without_encoders_shares_the_llms_ranks(dit_recipe: Recipe) 
     build_program(
         stage_graph(chosen, build_model_shape(settings)), kind=chosen.schedule.kind, order=chosen.schedule.order
     )
+
+
+def test_a_budget_of_the_generator_bounds_what_a_group_draws(dit_recipe: Recipe, tmp_path: Path) -> None:
+    """Draw several images of several sizes: groups keep the budget, and the generator's rank needs less memory."""
+    budget, file = 400, tmp_path / "drawn.csv"
+    file.write_text("count,text,generator\n16,60,\n16,60,64\n16,60,256\n16,60,2x64 256\n", encoding="utf-8")
+    plain = dit_recipe.model_dump()
+    plain["model"]["vision"] = None
+    plain["data"] |= {"sources": [{"path": file}], "seq_len": 512}
+    plain["train"]["global_batch"] = 4
+    largest, peaks = [], []
+    for budgets in ({}, {"generator": budget}):
+        plain["data"]["budgets"] = budgets
+        settings = with_degrees(Recipe.model_validate(plain), llm=ONE_RANK, generator=ONE_RANK)
+        data = index(settings)
+        images = data.lengths.items["generator"]
+        drawn = np.add.reduceat(np.append(images.tokens, 0), images.first[:-1]) * (np.diff(images.first) > 0)
+        stream = GroupStream.of(settings, data)
+        largest.append(max(int(drawn[group].sum()) for group in stream.groups(0, 2 * stream.groups_per_epoch)))
+        chosen = planned(settings, 2, placement="disaggregated")
+        peaks.append(chosen.predicted.peak_memory_gib[str(chosen.units["generator"].ranks[0])])
+    assert largest[1] <= budget < largest[0]
+    assert peaks[1] < 0.9 * peaks[0]
 
 
 def test_microbatches_are_ordered_by_what_a_generator_costs(dit_recipe: Recipe, tmp_path: Path) -> None:

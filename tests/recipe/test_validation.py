@@ -277,6 +277,10 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (["train.evaluate_every=5"], "train.evaluate_every: 5, but data.validation is empty"),
         (["data.max_sample_tokens=4096"], "data.max_sample_tokens: 4096 is above data.seq_len 2048"),
         (["data.budgets={audio: 5}"], "data.budgets.audio: no encoder of this model is called audio; allowed: vision"),
+        (
+            ["model.vision=null", "data.budgets={generator: 5}"],
+            "data.budgets.generator: no encoder of this model is called generator; it has none, and no generator",
+        ),
         (["data.budgets={llm: 5}"], "data.budgets.llm: the LLM's budget is data.seq_len; remove it here"),
         (
             ["data.grouping=isf", "data.isf.encoder_budget=items", "data.budgets.vision=512"],
