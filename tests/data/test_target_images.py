@@ -340,3 +340,30 @@ def test_images_of_a_document_may_be_shown_instead(
     encoded = tokenizer.encode(index.samples[0], index.media_features(0))
     targets = tokenizer.decode(encoded.labels[encoded.labels != IGNORE_INDEX].tolist())
     assert targets == "A red one:both\nare redblue"
+
+
+def test_images_of_a_document_of_mmc4_stand_in_front_of_their_sentences(drawing: MakeRecipe, tmp_path: Path) -> None:
+    def match(name: object, place: object) -> dict[str, object]:
+        return {"image_name": name, "matched_text_index": place, "matched_sim": 0.3}
+
+    document = {"text_list": ["One.", "Two.", "Three.", "Four."], "url": "x"}
+    document["image_info"] = [match("blue.png", 2), match("red.png", 0), match("see.png", 2)]
+    faults = [[match("red.png", 4)], [match("red.png", True)], [match(None, 0)], ["red.png"], {}]
+    rows = [document, *(document | {"image_info": fault} for fault in faults), document | {"text_list": ["a", None]}]
+    lines = tmp_path / "mmc4.jsonl"
+    lines.write_text("\n".join(map(json.dumps, rows)))
+    made = drawing([], sources=[{"path": lines}, {"path": lines, "documents": "show"}])
+    index = build_index(made)
+    drawn, shown = index.samples
+    assert [(turn.role, turn.text) for turn in drawn.turns] == [
+        ("assistant", "<image>\nOne. Two.\n<image>\n<image>\nThree. Four.")
+    ]
+    assert [Path(str(medium)).name for medium in drawn.target_images] == ["red.png", "blue.png", "see.png"]
+    assert [(turn.role, turn.text) for turn in shown.turns] == [
+        ("user", "<image>"), ("assistant", "One. Two."), ("user", "<image><image>"), ("assistant", "Three. Four."),
+    ]  # fmt: skip
+    assert shown.images == drawn.target_images
+    bad = check_sources_for_recipe(made, made.data.sources[:1]).bad
+    assert [entry.kind for entry in bad] == ["malformed"] * 6
+    assert "image 1 of 1 has image_name 'red.png' and matched_text_index 4, expected" in bad[0].reason
+    assert "from 0" in bad[0].reason

@@ -10,6 +10,9 @@ FineVision:        {"texts": [{"user": "What colour?", "assistant": "red"}, ...]
 
 OBELICS:           {"texts": ["A red square:", null, "and a blue one:", null], "images": [null, "a.png", null, "b.png"]}
                    a document whose texts and images take turns: one answer, in which the images are drawn
+MMC4:              {"text_list": ["A red square.", "And a blue one."],
+                    "image_info": [{"image_name": "b.png", "matched_text_index": 1}, ...]}
+                   such a document, in which each image stands in front of its sentence
 
 Media may also be given inside a turn: `content` as a list of parts `{"type": "text", "text": ...}` and
 `{"type": "image", "image": "a.png"}` (or `image_url`, `audio`, `video`; or the path under `path` or `url`). A path
@@ -57,6 +60,8 @@ _MEDIA_KIND_BY_PART_TYPE = {
     "video_url": "video",
 }
 _PATH_KEYS = ("path", "url")  # of a part, or of the object in it, that names a file
+_SENTENCES_KEY, _MATCHES_KEY = "text_list", "image_info"  # of a document of MMC4
+_MATCH_KEYS = ("image_name", "matched_text_index")
 _CAPTION_KEYS = ("caption", "text", "txt")
 PAIRS_KEY = "texts"  # a list of questions and answers; or of the texts of a document, null where an image stands
 TEXT_KEYS = (*CONVERSATION_KEYS, PAIRS_KEY, *_CAPTION_KEYS)  # each of which makes an entry a sample
@@ -102,6 +107,8 @@ def build_sample(
     if not isinstance(entry, dict):
         expected = "` or `".join(keys)
         raise BadSampleError("malformed", f"found {json_type_name(entry)}, expected an object with `{expected}`")
+    if keys == CONVERSATION_KEYS and _SENTENCES_KEY in entry and _MATCHES_KEY in entry:
+        entry = _matches_to_document(entry)
     has_texts = keys == CONVERSATION_KEYS and PAIRS_KEY in entry and not any(key in entry for key in keys)
     is_pairs = has_texts and not is_document(entry)
     if has_texts and not is_pairs:
@@ -179,6 +186,39 @@ def _document_to_conversation(entry: dict[str, Any]) -> dict[str, Any]:
         pieces.append(IMAGE_MARK if text is None else text)
     answer = {"role": "assistant", "content": "\n".join(pieces)}
     return {**entry, "messages": [answer], "images": [image for image in images if image is not None]}
+
+
+def _matches_to_document(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a document of MMC4, whose images name the sentences that they belong to, as one of two lists."""
+    sentences, matches = entry[_SENTENCES_KEY], entry[_MATCHES_KEY]
+    if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
+        raise BadSampleError(
+            "malformed", f"`{_SENTENCES_KEY}` is {json_type_name(sentences)}, expected a list of texts"
+        )
+    if not isinstance(matches, list):
+        raise BadSampleError("malformed", f"`{_MATCHES_KEY}` is {json_type_name(matches)}, expected a list of objects")
+    images_before: list[list[str]] = [[] for _ in sentences]
+    for number, match in enumerate(matches, 1):
+        name, place = (match.get(key) if isinstance(match, dict) else None for key in _MATCH_KEYS)
+        if not isinstance(name, str) or type(place) is not int or not 0 <= place < len(sentences):
+            reason = (
+                f"`{_MATCHES_KEY}`: image {number} of {len(matches)} has {_MATCH_KEYS[0]} {name!r} and "
+                f"{_MATCH_KEYS[1]} {place!r}, expected a text and the place of one of {len(sentences)} texts, from 0"
+            )
+            raise BadSampleError("malformed", reason)
+        images_before[place].append(name)
+    texts: list[str | None] = []
+    images: list[str | None] = []
+    for sentence, names in zip(sentences, images_before, strict=True):
+        texts += [None] * len(names)
+        images += names
+        if texts and texts[-1] is not None:
+            texts[-1] += f" {sentence}"
+            continue
+        texts.append(sentence)
+        images.append(None)
+    rest = {key: value for key, value in entry.items() if key not in (_SENTENCES_KEY, _MATCHES_KEY)}
+    return rest | {PAIRS_KEY: texts, "images": images}
 
 
 def _pairs_to_messages(pairs: Any) -> list[dict[str, str]]:
