@@ -384,6 +384,8 @@ class AnalyticCosts:
         if direction == "backward":
             nbytes *= 2 + execution.recomputes_elementwise
             nbytes += execution.gradient_bytes * analytic.num_trained_parameters(layer, tp)
+            if layer.recomputes_activation:
+                nbytes += analytic.activation_function_elements(layer, load, tp) * self.element_bytes
         return nbytes / self.hardware.moved_bytes_per_s
 
     def _backward_reduces(self, layer: LayerShape, tp: int, load: TokenLoad, weight_grad: bool) -> float:

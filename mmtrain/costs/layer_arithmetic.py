@@ -298,7 +298,7 @@ def _layer_activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: i
             num_softmaxes = num_attention_passes(layer) * layer.heads // tp
             statistics = 4 * (4 + num_softmaxes)  # of two norms and of each head's softmax, in fp32
             # Gated: gate and up together, and what they make; else input and output of the activation.
-            mlp = layer.ffn * (3 if layer.gated else 2)
+            mlp = layer.ffn * ((2 if layer.gated else 1) + (not layer.recomputes_activation))
             gathered = (tp - 1) * (inner + kv) if layer.kv_heads < tp else 0  # keys and values of all ranks
             image_rows = 2 * inner if layer.image_spans else 0  # queries and outputs of the second pass
             split = (inner + kv) + gathered + head_norms + rotated + 2 * inner + image_rows + mlp
@@ -371,7 +371,8 @@ def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp
             normalized_heads = (layer.heads + layer.kv_heads) * layer.head_dim if layer.joint_qk_norm else 0
             scaled = 2 * h if layer.layer_scale else 0
             read_by = {"self_attention.linear_qkv": h, "mlp.linear_fc1": h}
-            read_by["mlp.linear_fc2"] = layer.ffn // tp
+            if not layer.recomputes_activation:
+                read_by["mlp.linear_fc2"] = layer.ffn // tp
             adapted = () if layer.lora is None else layer.lora.linears
             width = sum(inputs for linear, inputs in read_by.items() if linear not in adapted)
             width += scaled + normalized_heads // tp
@@ -434,6 +435,11 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
 def softmax_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Return how many numbers the softmax of a head's logits moves in forward."""
     return load.num_targets * (8 * layer.vocab // tp)
+
+
+def activation_function_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
+    """Return how many numbers the activation function of a block's MLP moves in forward."""
+    return load.tokens * (3 if layer.gated else 2) * layer.ffn // tp
 
 
 def head_elements(layer: LayerShape) -> int:

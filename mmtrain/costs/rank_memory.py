@@ -261,9 +261,11 @@ def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, prec
     """
     carried = carried_bytes(held, load, precision)
     carried += exchange_buffer_bytes(held.layer, held.tp, load, ELEMENT_BYTES[precision])
-    computed = replace(held, input_grad=True, recompute=False)
+    # Backward computes the output of an activation function again, so that its gradients need as much as without.
+    layer = replace(held.layer, recomputes_activation=False)
+    computed = replace(held, layer=layer, input_grad=True, recompute=False)
     if not (held.layer.trainable or held.input_grad):
-        computed = replace(computed, layer=replace(held.layer, trainable=True))
+        computed = replace(computed, layer=replace(layer, trainable=True))
         activations = layer_activation_bytes(computed, load, costs, precision)
         return activations + hidden_state_bytes(held.layer, load, precision)
     activations = layer_activation_bytes(computed, load, costs, precision)

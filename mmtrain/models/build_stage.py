@@ -13,9 +13,10 @@ from mmtrain.models.attention import AttentionBackend, choose_backend, prepare_a
 from mmtrain.models.generator.dit_layers import DIT_NORM_EPS
 from mmtrain.models.generator.generator_stage import GeneratorStage
 from mmtrain.models.kernels.choice import uses_fused_kernels
+from mmtrain.models.layer_shape import BLOCK_KINDS
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.models.parameter_specs import WeightSource, initialize_parameters, stage_param_specs
-from mmtrain.models.stage_module import BLOCK_KINDS, StageModule, StageSpec
+from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.models.unit_shape import UnitShape
 from mmtrain.recipe.encoder_settings import Activation
 from mmtrain.recipe.model_settings import ModelSettings

@@ -28,11 +28,12 @@ NUM_MODULATION_VECTORS = 6  # shift, scale and gate of attention and of MLP (ada
 # Pieces of a transformer block that can run at different times. Tensor-parallel communication surrounds `qkv` and `up`
 # and follows `projection` and `down`: see `costs.block_pieces`.
 BLOCK_PIECES = ("norm", "qkv", "attention", "projection", "norm_mlp", "up", "down", "add")
+BLOCK_KINDS = ("vit_block", "decoder_block")
 
 
 def num_pieces(kind: LayerKind) -> int:
     """Return the number of pieces of a layer: those of a block, 1 for every other layer."""
-    return len(BLOCK_PIECES) if kind in ("vit_block", "decoder_block") else 1
+    return len(BLOCK_PIECES) if kind in BLOCK_KINDS else 1
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class LayerShape:
     context: int = 0  # generator: outputs of the LLM that condition one item
     context_width: int = 0  # generator: features of each of them
     time_width: int = 0  # generator: features of the diffusion timestep
+    recomputes_activation: bool = False  # block: the output of the MLP's activation function is computed again
     trainable: bool = True  # whether anything trains: weights of the layer, or adapters on them
     frozen: frozenset[str] = frozenset()  # parameters, by their names inside the layer, that do not train
     lora: LoraShape | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from mmtrain.models.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.freezing import mark_frozen
 from mmtrain.models.generator_shapes import generator_layers
-from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape, adaptable_linears, num_pieces
+from mmtrain.models.layer_shape import BLOCK_KINDS, BLOCK_PIECES, LayerShape, adaptable_linears, num_pieces
 from mmtrain.models.loss_chunks import LossSizes
 from mmtrain.models.unit_shape import UnitShape
 from mmtrain.recipe.llm_settings import LlmSettings
@@ -101,7 +101,16 @@ def build_model_shape(recipe: Recipe) -> ModelShape:
     if model.generator is not None:
         units.append(UnitShape("generator", "generator", generator_layers(model.generator, llm_hidden)))
         edges.append(ModelEdge("llm", "generator", layer=0, width=llm_hidden))
+    units = [_with_recomputed_activation(unit, recipe) for unit in units]
     return ModelShape(mark_frozen(units, recipe), tuple(edges), model.llm.tie_embeddings)
+
+
+def _with_recomputed_activation(unit: UnitShape, recipe: Recipe) -> UnitShape:
+    """Mark the blocks of a unit for which the recipe asks that."""
+    if not recipe.parallel.of(unit.name).recompute_activation_function:
+        return unit
+    layers = [replace(layer, recomputes_activation=layer.kind in BLOCK_KINDS) for layer in unit.layers]
+    return replace(unit, layers=tuple(layers))
 
 
 def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tuple[LayerShape, ...]:

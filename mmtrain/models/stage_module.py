@@ -13,7 +13,7 @@ from mmtrain.models.deepstack import carry_on, join_rows, split_rows
 from mmtrain.models.encoder_modules import ENCODER_MODULES
 from mmtrain.models.generator.generator_input import DrawingContext
 from mmtrain.models.index_tables import HostTables, TableUser
-from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape
+from mmtrain.models.layer_shape import BLOCK_KINDS, BLOCK_PIECES, LayerShape
 from mmtrain.models.llm_layers import Embedding, Head, TextContext
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.models.packed_sequences import PackedSequences
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 StageContext: TypeAlias = EncoderContext | TextContext | DrawingContext
 _BlockContext: TypeAlias = EncoderContext | TextContext  # of units whose blocks pack their tokens
-BLOCK_KINDS = ("vit_block", "decoder_block")
 _SHARDED_KINDS = (*BLOCK_KINDS, "head")  # layers that read this rank's tokens only, under sequence parallelism
 
 
@@ -69,6 +68,8 @@ class StageModule(nn.Module):
                     copied = replace(self.shape.layers[0], queries=0)  # the first stage alone inserts queries
                     self.layers["0"] = self._build_layer(copied)
                 embedding = self.layers["0"]
+            if index in self.recompute:  # the activation function is among what is computed again
+                layer = replace(layer, recomputes_activation=False)
             self.layers[str(index)] = self._build_layer(layer, embedding)
             if layer.lora is not None:
                 factory.add_adapters(self.layers[str(index)], layer.lora)
@@ -297,7 +298,7 @@ class StageModule(nn.Module):
     def _build_layer(self, layer: LayerShape, tied_embedding: nn.Module | None = None) -> nn.Module:
         match layer.kind:
             case "vit_block" | "decoder_block":
-                return self.factory.transformer_block()
+                return self.factory.transformer_block(layer.recomputes_activation)
             case "patch_embed" | "audio_embed":
                 encoder = self._settings.all_encoders[self.unit]
                 return ENCODER_MODULES[encoder.modality].embedding(encoder, layer, self.factory)

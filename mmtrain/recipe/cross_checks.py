@@ -146,6 +146,11 @@ def check_generator(recipe: Recipe) -> Iterator[Problem]:
     if degrees.tp_overlap is True:
         text = "found true, allowed: false or auto (the linears of a generator do not run in chunks of tokens)"
         yield Problem(("parallel", "generator", "tp_overlap"), text)
+    if degrees.recompute_activation_function:
+        text = (
+            "found true, allowed: false (layers of a generator are recomputed whole; use parallel.generator.recompute)"
+        )
+        yield Problem(("parallel", "generator", "recompute_activation_function"), text)
     if model.kind == "dit":
         yield from check_tp("generator", degrees, heads=model.heads[0])
         num_layers = model.layers + NUM_END_LAYERS + 1  # and the projector of the context

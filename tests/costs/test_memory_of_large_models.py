@@ -137,11 +137,13 @@ CASES: dict[str, tuple[str, slice, bool, float]] = {
     "1.5B, recomputed": ("llm", slice(0, 4), True, 1.45),
     "1.5B, head": ("llm", slice(3, 4), False, 1.2),
     "1.5B, head, all targets": ("llm", slice(3, 4), False, 1.15),
+    "1.5B, activation again": ("llm", slice(0, 4), False, 1.15),
     "7B": ("llm", slice(0, 4), False, 1.15),
     "7B, embedding": ("llm", slice(0, 1), False, 1.05),
     "7B, recomputed": ("llm", slice(0, 4), True, 1.3),
     "7B, head": ("llm", slice(3, 4), False, 1.2),
     "ViT 0.6B": ("vision", slice(0, 4), False, 1.4),
+    "ViT 0.6B, activation again": ("vision", slice(0, 4), False, 1.4),
     "ViT 0.6B, recomputed": ("vision", slice(0, 4), True, 1.65),
 }
 
@@ -157,7 +159,8 @@ def test_a_large_stage_holds_what_is_predicted(case: str) -> None:
     """
     unit, span, recompute, max_peak_ratio = CASES[case]
     model = settings(vision=VIT if unit == "vision" else None, llm=LLMS.get(case.split(",")[0]))
-    whole = shape_of(model)
+    again = {unit: {"recompute_activation_function": case.endswith("activation again")}}
+    whole = shape_of(model, parallel=again)
     indices = range(len(whole.unit(unit).layers))[span]
     blocks = frozenset({1, 2}) if recompute else frozenset[int]()
     options = stage_builder.StageOptions(torch.bfloat16, META, seed=1)

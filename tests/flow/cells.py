@@ -207,6 +207,8 @@ class Cell:
             | (FROZEN | {ADAPTERS: ADAPTED})[self.frozen]
             | {"train__global_batch": sizes["llm"].n * sizes["llm"].dp}
         )
+        if self.seed % 2:
+            changes |= {f"parallel__{unit}__recompute_activation_function": True for unit in ("vision", "llm")}
         return recipe(**changes)
 
     def plan(self) -> Plan:

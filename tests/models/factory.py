@@ -71,11 +71,17 @@ def settings(
     )
 
 
-def shape_of(model: ModelSettings, freeze: Iterable[str] = (), lora: dict[str, Any] | None = None) -> ModelShape:
+def shape_of(
+    model: ModelSettings,
+    freeze: Iterable[str] = (),
+    lora: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None,
+) -> ModelShape:
     recipe = {
         "name": "tiny",
         "model": model,
         "data": {"sources": [{"path": "samples.json"}], "tokenizer": "tokenizer.json", "seq_len": 64},
+        "parallel": parallel or {},
         "train": {"steps": 1, "global_batch": 1, "optimizer": {"lr": 1e-3}, "freeze": tuple(freeze), "lora": lora},
     }
     return build_model_shape(Recipe.model_validate(recipe))
@@ -93,9 +99,10 @@ def stage(
     sequence_parallel: bool = False,
     lora: dict[str, Any] | None = None,
     tp_chunks: int = 1,
+    parallel: dict[str, Any] | None = None,
 ) -> StageModule:
     """Build a stage in fp32 on the CPU; all layers of the unit if none are named."""
-    whole = shape_of(model, freeze, lora)
+    whole = shape_of(model, freeze, lora, parallel)
     spec = StageSpec(
         unit,
         layers or (0, len(whole.unit(unit).layers)),

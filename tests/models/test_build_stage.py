@@ -143,6 +143,58 @@ def test_recompute_keeps_fewer_activations() -> None:
     assert nothing - single_layer == pytest.approx((nothing - everything) / 3, rel=0.01)
 
 
+AGAIN = {"vision": {"recompute_activation_function": True}, "llm": {"recompute_activation_function": True}}
+
+
+@pytest.mark.parametrize(
+    ("unit", "model"),
+    [
+        ("llm", settings()),
+        ("llm", settings(llm={"mlp": "geglu"})),
+        ("vision", settings(vision={"activation": "gelu"})),
+        ("vision", settings(vision={"activation": "quick_gelu"})),
+    ],
+    ids=["swiglu", "geglu", "gelu", "quick_gelu"],
+)
+def test_an_activation_function_that_runs_again_changes_nothing(unit: str, model: ModelSettings) -> None:
+    """Autograd does not keep its output, and an adapter on the last linear reads it as well."""
+    num_blocks = sum(layer.recomputes_activation for layer in shape_of(model, parallel=AGAIN).unit(unit).layers)
+    num_rows = sum(LENGTHS) if unit == "llm" else sum(rows * cols for rows, cols in IMAGES)
+    lora: dict[str, Any] = {"rank": 2, "alpha": 4.0, "targets": ("*mlp*",)}
+    for adapters in (None, lora):
+        inputs, features = _inputs(unit, model)
+        modules = [stage(model, unit, lora=adapters, parallel=parallel) for parallel in (None, AGAIN)]
+        num_saved = []
+        for module in modules:
+            randomize(module)
+            num_saved.append(_num_saved_elements(module, inputs, features))
+        usual, again = (
+            {name: param.grad for name, param in module.named_parameters() if param.requires_grad} for module in modules
+        )
+        assert any("mlp.linear_fc2" in name for name in usual)
+        for name, gradient in usual.items():
+            torch.testing.assert_close(again[name], gradient, rtol=0, atol=0)
+        if adapters is None:  # hooks of the block hide from those of this test what adapters keep
+            assert num_blocks > 0
+            assert num_saved[0] - num_saved[1] == num_blocks * num_rows * model.unit(unit).ffn
+
+
+def _num_saved_elements(module: StageModule, inputs: EncoderInput | TextInput, features: dict[str, Tensor]) -> int:
+    """Run forward and backward; return how many numbers autograd kept in different tensors, without parameters."""
+    sizes: dict[int, int] = {}
+    kept: list[Tensor] = []  # so that no storage is given out twice
+
+    def pack(x: Tensor) -> Tensor:
+        if not isinstance(x, torch.nn.Parameter):
+            sizes[x.untyped_storage()._cdata] = x.numel()
+            kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        _run([module], inputs, features)
+    return sum(sizes.values())
+
+
 def test_packed_sequences_equal_separate_ones() -> None:
     llm = stage(settings(), "llm")
     randomize(llm)

@@ -126,6 +126,18 @@ def test_recompute_is_in_the_plan() -> None:
     assert all(s.recompute == () for s in chosen.units["llm"].stages)
 
 
+def test_fewer_layers_are_recomputed_where_activation_functions_run_again() -> None:
+    again = {unit: {"recompute_activation_function": True} for unit in ("vision", "llm")}
+    with_room = planned(recipe(parallel={"placement": "unified"}), 1)
+    cluster = {"memory_gib": 0.95 * with_room.predicted.peak_memory_gib["0"]}
+    usual, saving = (
+        planned(recipe(parallel={"placement": "unified"} | units, cluster=cluster), 1) for units in ({}, again)
+    )
+    assert sum(unit.num_recomputed for unit in usual.units.values()) > 0
+    assert sum(unit.num_recomputed for unit in saving.units.values()) == 0
+    assert with_room.predicted.step_time_s < saving.predicted.step_time_s < usual.predicted.step_time_s
+
+
 def test_a_text_model_has_one_unit() -> None:
     chosen = planned(recipe(vision=None), 4)
     assert list(chosen.units) == ["llm"]

@@ -326,6 +326,14 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             [DIT, "data.sources=[{path: a.csv}]", "parallel.generator={tp: 2, sp: true}"],
             "parallel.generator.sp: found true, allowed: false or auto",
         ),
+        (
+            [
+                DIT,
+                "data.sources=[{path: a.csv}]",
+                "parallel.generator.recompute_activation_function=true",
+            ],
+            "parallel.generator.recompute_activation_function: found true, allowed: false",
+        ),
         (["data.tokenizer=null"], "data.tokenizer: missing; allowed: a folder with tokenizer.json and a chat template"),
         (
             ["parallel.max_gpus=4", "cluster.ranks=8", "parallel.llm={tp: 2, dp: 4}"],

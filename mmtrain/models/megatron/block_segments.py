@@ -130,13 +130,46 @@ def _norm_mlp(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -
 
 def _up(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
     inner = block.mlp.linear_fc1(x)[0]
-    if block.is_gated:
-        return hidden, activate_gated(inner, block.activation, fused=block.fused_kernels)
-    return hidden, activate(inner, block.activation)
+    if block.recomputes_activation:
+        return hidden, inner
+    return hidden, _apply_activation(block, inner)
 
 
 def _down(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
+    if block.recomputes_activation:
+        return hidden, _activate_again_in_backward(block, x)
     return hidden, block.mlp.linear_fc2(x)[0]
+
+
+def _apply_activation(block: Any, inner: Tensor) -> Tensor:
+    if block.is_gated:
+        return activate_gated(inner, block.activation, fused=block.fused_kernels)
+    return activate(inner, block.activation)
+
+
+def _activate_again_in_backward(block: Any, inner: Tensor) -> Tensor:
+    """Compute the MLP's last linear of the activated `inner`, whose activation autograd does not keep.
+
+    The activation function keeps its input anyway. Whatever else would keep its output, the linear or an adapter on
+    it, gets the output computed again.
+    """
+    activated = _apply_activation(block, inner)
+    # Autograd keeps both functions, so neither may refer to the output itself.
+    kept, address, num_elements = inner.detach(), activated.data_ptr(), activated.numel()
+
+    def pack(tensor: Tensor) -> Tensor | torch.Size:
+        is_activated = tensor.data_ptr() == address and tensor.numel() == num_elements
+        return tensor.shape if is_activated else tensor
+
+    def unpack(packed: Tensor | torch.Size) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        with torch.no_grad():
+            return _apply_activation(block, kept).view(packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        out: Tensor = block.mlp.linear_fc2(activated)[0]
+    return out
 
 
 def _add(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:

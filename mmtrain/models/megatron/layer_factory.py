@@ -144,9 +144,18 @@ class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core ha
 class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no types
     """One pre-norm transformer block on packed tokens, of Megatron-core's modules."""
 
-    def __init__(self, *args: Any, activation: Activation, is_gated: bool, fused_kernels: bool, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        activation: Activation,
+        is_gated: bool,
+        fused_kernels: bool,
+        recomputes_activation: bool,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.fused_kernels = fused_kernels
+        self.recomputes_activation = recomputes_activation
         self.activation = activation
         self.is_gated = is_gated
         self.mlp.linear_fc1.skip_bias_add = False  # its GEMM adds the bias
@@ -246,8 +255,11 @@ class LayerFactory:
         """Return the unit's process groups for Megatron-core."""
         return self.groups.collection()
 
-    def transformer_block(self) -> nn.Module:
-        """Build one `PackedTransformerBlock`: attention and MLP with residual connections."""
+    def transformer_block(self, recomputes_activation: bool = False) -> nn.Module:
+        """Build one `PackedTransformerBlock`: attention and MLP with residual connections.
+
+        recomputes_activation: keep no output of the MLP's activation function: see `block_segments`.
+        """
 
         def build_qkv(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
             # Megatron-core gives qkv a bias whenever the other linears have one; here it is a setting of its own.
@@ -295,17 +307,22 @@ class LayerFactory:
             activation=self.activation,
             is_gated=self.block.gated,
             fused_kernels=self.fused_kernels,
+            recomputes_activation=recomputes_activation,
         )
-        _mark(layer.self_attention.linear_qkv, dim=0)
-        _mark(layer.self_attention.linear_proj, dim=1)
-        _mark(layer.mlp.linear_fc1, dim=0, stride=2 if self.block.gated else 1)
-        _mark(layer.mlp.linear_fc2, dim=1)
+        self._mark_shards(layer)
         if self.groups.tp_size > 1:
             set_tp_chunks(layer, self.tp_chunks)
-        if self.block.joint_qk_norm:
-            _mark(layer.self_attention.q_layernorm, dim=0)
-            _mark(layer.self_attention.k_layernorm, dim=0)
         return cast(nn.Module, layer)
+
+    def _mark_shards(self, block: PackedTransformerBlock) -> None:
+        """Say along which dimension tensor parallelism splits the weights of a block."""
+        _mark(block.self_attention.linear_qkv, dim=0)
+        _mark(block.self_attention.linear_proj, dim=1)
+        _mark(block.mlp.linear_fc1, dim=0, stride=2 if self.block.gated else 1)
+        _mark(block.mlp.linear_fc2, dim=1)
+        if self.block.joint_qk_norm:
+            _mark(block.self_attention.q_layernorm, dim=0)
+            _mark(block.self_attention.k_layernorm, dim=0)
 
     def add_adapters(self, layer: nn.Module, lora: LoraShape) -> None:
         """Give the linears of a layer that `lora` names their adapters, with uninitialized weights."""

@@ -33,9 +33,9 @@ from mmtrain.costs.cost_table import (
 from mmtrain.costs.hardware import CORE_PREFIX, is_other_hardware
 from mmtrain.costs.measured_costs import interpolation_errors
 from mmtrain.errors import PlanError
+from mmtrain.models.layer_shape import BLOCK_KINDS
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import UnitShape, build_model_shape
-from mmtrain.models.stage_module import BLOCK_KINDS
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.profiling.core_speed import measure_core_speed
