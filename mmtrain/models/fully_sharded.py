@@ -44,8 +44,9 @@ def require_fsdp2() -> None:
         missing = [f"FSDPModule.{name}" for name in _NEEDED_SWITCHES if not hasattr(FSDPModule, name)]
     if missing:
         raise LaunchError(
-            f"the plan's placement is `replicated`, which shards weights with FSDP2, and torch {torch.__version__} "
-            f"lacks {', '.join(missing)}; install torch 2.13 or later, or plan with `--set parallel.placement=unified`"
+            "FSDP2 shards weights in placement `replicated`, and those of models that are too large for a rank of an "
+            f"evaluation; torch {torch.__version__} lacks {', '.join(missing)}; install torch 2.13 or later, or "
+            "plan with `--set parallel.placement=unified`"
         )
 
 
