@@ -131,7 +131,8 @@ class AnalyticCosts:
         saved_s = self._saved_by_chunks(layer, tp, load, direction, input_grad, split) if split.chunks > 1 else 0.0
         if kind == "backward":
             return self._backward(layer, tp, load, input_grad) - saved_s
-        return self._forward(layer, tp, load) + self._early_gradients(layer, tp, load, input_grad) - saved_s
+        again_s = self.activation_again(layer, tp, load, kind)
+        return self._forward(layer, tp, load) + self._early_gradients(layer, tp, load, input_grad) + again_s - saved_s
 
     def pieces(
         self,
@@ -384,9 +385,18 @@ class AnalyticCosts:
         if direction == "backward":
             nbytes *= 2 + execution.recomputes_elementwise
             nbytes += execution.gradient_bytes * analytic.num_trained_parameters(layer, tp)
-            if layer.recomputes_activation:
-                nbytes += analytic.activation_function_elements(layer, load, tp) * self.element_bytes
-        return nbytes / self.hardware.moved_bytes_per_s
+        return nbytes / self.hardware.moved_bytes_per_s + self.activation_again(layer, tp, load, direction)
+
+    def activation_again(self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind) -> float:
+        """Return the seconds by which an activation function that runs again lengthens a backward.
+
+        Where the whole layer is recomputed it does not run a third time, so these are taken from `recompute`.
+        """
+        if not layer.recomputes_activation or kind == "forward":
+            return 0.0
+        moved_bytes = analytic.activation_function_elements(layer, load, tp) * self.element_bytes
+        seconds = moved_bytes / self.hardware.moved_bytes_per_s + self.hardware.kernel_launch_s
+        return seconds if kind == "backward" else -seconds
 
     def _backward_reduces(self, layer: LayerShape, tp: int, load: TokenLoad, weight_grad: bool) -> float:
         """Return by how much the all-reduces of input gradients lengthen a backward."""

@@ -442,6 +442,11 @@ def activation_function_elements(layer: LayerShape, load: TokenLoad, tp: int = 1
     return load.tokens * (3 if layer.gated else 2) * layer.ffn // tp
 
 
+def activation_output_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
+    """Return the bytes of what the activation function of a block's MLP makes."""
+    return load.tokens * (layer.ffn // tp) * element_bytes
+
+
 def head_elements(layer: LayerShape) -> int:
     """Return how many numbers a block's work on queries and keys moves for a token: rotation and norms of heads."""
     passes = int(layer.rotates) + int(layer.qk_norm or layer.joint_qk_norm)

@@ -6,8 +6,8 @@ from typing import Any, get_args, get_type_hints
 
 from mmtrain.models.model_shape import LayerShape
 
-# Not measured apart: what trains, and the few vectors that queries are.
-_NOT_MEASURED = ("trainable", "frozen", "lora", "trains_adapters_only", "queries")
+# Not measured apart: what trains, the few vectors that queries are, and activation functions that run again.
+_NOT_MEASURED = ("trainable", "frozen", "lora", "trains_adapters_only", "queries", "recomputes_activation")
 _KINDS: tuple[str, ...] = get_args(get_type_hints(LayerShape)["kind"])
 _NO_WIDTHS = {"hidden": 0, "out": 0}
 _DEFAULTS = {
@@ -20,8 +20,8 @@ _DEFAULTS = {
 def layer_fields(layer: LayerShape) -> dict[str, Any]:
     """Return the fields of a layer that differ from their defaults.
 
-    Which parts of a layer train is left out: it decides only which of the measured seconds apply. So are adapters:
-    their modelled costs come on top.
+    Which parts of a layer train is left out: it decides only which of the measured seconds apply. So are adapters and
+    activation functions that run again: their modelled costs come on top.
     """
     values = asdict(layer)
     stated = {name: values[name] for name, default in _DEFAULTS.items() if values[name] != default}

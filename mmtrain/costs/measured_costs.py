@@ -152,6 +152,8 @@ class MeasuredCosts:
             seconds *= wanted_s / reference_s
         if layer.lora is not None and load.tokens:
             seconds += self.model.adapter_seconds(layer, tp, load, "backward" if kind == "backward" else "forward")
+        if seconds:
+            seconds += self.model.activation_again(layer, tp, load, kind)
         if not self.table.layer_scales:
             return seconds
         scale = self.table.scale_by_layer.get(_key(layer))
@@ -177,7 +179,8 @@ class MeasuredCosts:
             timed = "backward"  # a layer whose input has no gradient has only this one
         if entry is None or timed not in entry.samples[0].seconds:
             self.missing.add(f"{layer.kind} tp{tp}")
-            bare = layer if layer.lora is None else replace(layer, lora=None)
+            has_extras = layer.lora is not None or layer.recomputes_activation
+            bare = replace(layer, lora=None, recomputes_activation=False) if has_extras else layer
             return self.model.seconds(bare, tp, load, kind, input_grad=input_grad)
         return self._interpolate(entry, timed, layer, load)
 
@@ -229,6 +232,8 @@ class MeasuredCosts:
         element_bytes = self.model.element_bytes
         min_bytes = analytic.input_bytes(layer, load, element_bytes)
         not_needed = 0 if layer.trains_weights else analytic.weight_grad_bytes(layer, load, element_bytes, tp)
+        if layer.recomputes_activation:
+            not_needed += analytic.activation_output_bytes(layer, load, element_bytes, tp)
         adapters = analytic.adapter_bytes(layer, load, element_bytes, tp)
         return max(min_bytes, round(self._interpolate(entry, "bytes", layer, load)) - not_needed) + adapters
 

@@ -16,6 +16,7 @@ from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, laye
 from mmtrain.costs.layer_arithmetic import query_key_pairs
 from mmtrain.costs.measured_costs import Curve, interpolation_errors
 from mmtrain.errors import PlanError
+from mmtrain.models.layer_shape import LoraShape
 from mmtrain.models.model_shape import LayerShape
 from tests.models.factory import settings, shape_of
 
@@ -229,6 +230,23 @@ def test_files_that_are_no_tables_are_rejected(tmp_path: Path) -> None:
 def test_freezing_does_not_make_another_layer() -> None:
     assert layer_fields(BLOCK) == layer_fields(replace(BLOCK, trainable=False, frozen=frozenset({"x"})))
     assert layer_fields(BLOCK) != layer_fields(replace(BLOCK, ffn=BLOCK.ffn + 1))
+
+
+def test_an_activation_function_that_runs_again_is_modelled_beside_what_was_measured() -> None:
+    costs, load, again = MeasuredCosts(_table(), MODEL), _load(200), replace(BLOCK, recomputes_activation=True)
+    backward_s, recompute_s, forward_s = (
+        costs.seconds(again, 1, load, kind) - costs.seconds(BLOCK, 1, load, kind)
+        for kind in ("backward", "recompute", "forward")
+    )
+    assert backward_s == pytest.approx(-recompute_s)  # a layer that is recomputed whole does not run it a third time
+    assert backward_s > forward_s == 0
+    output_bytes = 200 * BLOCK.ffn * MODEL.element_bytes
+    assert costs.activation_bytes(again, 1, load, False) == costs.activation_bytes(BLOCK, 1, load, False) - output_bytes
+    adapted = LoraShape(2, 1.0, ("mlp.linear_fc2",))  # whose input is kept although the weights are frozen
+    for part in ({"trains_adapters_only": True}, {"trains_adapters_only": True, "lora": adapted}):
+        kept, kept_again = (MODEL.activation_bytes(replace(layer, **part), 1, load, False) for layer in (BLOCK, again))
+        assert kept - kept_again == (output_bytes if "lora" in part else 0)
+    assert costs.source == "measured: one core, 2026-11-21"
 
 
 def test_an_optimizer_step_is_on_a_line_through_the_measurements() -> None:
