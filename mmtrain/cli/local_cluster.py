@@ -81,7 +81,7 @@ def require_costs(recipe: Recipe) -> None:
 
 
 @contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
+def rare_garbage_collection() -> Iterator[None]:
     """Make Python collect reference cycles rarely inside this context."""
     before = gc.get_threshold()
     gc.set_threshold(GC_THRESHOLD_OBJECTS)
@@ -91,7 +91,7 @@ def _rare_garbage_collection() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-@_rare_garbage_collection()
+@rare_garbage_collection()
 def plan_here(
     recipe: Recipe,
     lengths: "SampleLengths",
@@ -112,7 +112,7 @@ def plan_here(
     )
 
 
-@_rare_garbage_collection()
+@rare_garbage_collection()
 def plan_for_started_ranks(
     recipe: Recipe, lengths: "SampleLengths", *, world_size: int, hardware: str, recipe_sha256: str
 ) -> "Plan":

@@ -13,7 +13,7 @@ import typer
 from mmtrain.balance import SampleLengths
 from mmtrain.cli.calibrated_costs import calibrated_setting
 from mmtrain.cli.compared_layout import compare_layout, parse_layout
-from mmtrain.cli.local_cluster import plan_here, plan_timer, require_costs
+from mmtrain.cli.local_cluster import plan_here, plan_timer, rare_garbage_collection, require_costs
 from mmtrain.cli.options import require_writable, text_width
 from mmtrain.cli.planning_bar import planning_bar
 from mmtrain.cli.recipe_index import index_recipe
@@ -158,7 +158,7 @@ def _plan_and_print(options: PlanOptions, settings: Recipe, lengths: SampleLengt
     hints: list[str] = []
     is_text = not options.as_json
     timer = plan_timer(settings) if options.measure else None
-    with planning_bar() as progress:
+    with planning_bar() as progress, rare_garbage_collection():
         request = PlanRequest(
             num_alternatives=options.top,
             explain=options.explain,

@@ -120,9 +120,15 @@ def test_an_assigned_batch_flows_along_the_edges_of_its_graph(dp, n, llm_n, seed
     counts = {"vision": n, "llm": llm_n}
     meta = assign(0, 0, make_groups(rng, 3 * num_groups, num_groups), lengths, {"vision": dp[0], "llm": dp[1]}, counts)
     loads = step_loads(graph, meta)
-    spans = loads.routes["vision", "llm"].spans
+    route = loads.routes["vision", "llm"]
+    spans = route.spans
     edge = graph.edges[-1]
     assert all(dst in graph.destinations(edge, src) for src, dst in spans)
+    for dst in microbatches(graph, "llm"):
+        assert route.received_rows(dst, is_back=False) == sum(route.rows(src, dst) for src in graph.sources(edge, dst))
+    for src in microbatches(graph, "vision"):
+        destinations = graph.destinations(edge, src)
+        assert route.received_rows(src, is_back=True) == sum(route.rows(src, dst) for dst in destinations)
     assert sum(int(s[:, 2].sum()) for s in spans.values()) == lengths.items["vision"].features.sum()
 
 

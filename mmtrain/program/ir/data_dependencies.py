@@ -153,11 +153,11 @@ def needs_share(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload)
     if not edge.crosses_units:
         return False
     tp_group = receiving_tp_group(graph, edge, mb, payload)
+    if len(tp_group) == 1:
+        return False
     if payload == "activation":
-        others = [graph.tp_group(edge.src, s.replica) for s in graph.sources(edge, mb)]
-    else:
-        others = [graph.tp_group(edge.dst, d.replica) for d in graph.destinations(edge, mb)]
-    return len(tp_group) > 1 and any(other != tp_group for other in others)
+        return any(graph.tp_group(edge.src, s.replica) != tp_group for s in graph.sources(edge, mb))
+    return any(graph.tp_group(edge.dst, d.replica) != tp_group for d in graph.destinations(edge, mb))
 
 
 def receiving_tp_group(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> tuple[int, ...]:

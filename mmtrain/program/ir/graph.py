@@ -247,6 +247,11 @@ class StageGraph:
     def _block(self, unit: str, mb: Microbatch) -> tuple[Microbatch, ...]:
         if unit == mb.unit:
             return (mb,)
+        if (unit, mb) not in self._blocks:
+            self._blocks[unit, mb] = self._list_block(unit, mb)
+        return self._blocks[unit, mb]
+
+    def _list_block(self, unit: str, mb: Microbatch) -> tuple[Microbatch, ...]:
         per_own_block, per_block = microbatches_per_block(
             self.mesh(mb.unit).num_microbatches, self.mesh(unit).num_microbatches
         )
@@ -306,6 +311,11 @@ class StageGraph:
                 for rank in tp_group:
                     held.setdefault(rank, []).append((sid, replica))
         return held
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[str, Microbatch], tuple[Microbatch, ...]]:
+        """Cache of `sources` and `destinations` between units: every message of a block asks for it."""
+        return {}
 
     @cached_property
     def _ranks_at(self) -> dict[tuple[StageId, int], tuple[int, ...]]:

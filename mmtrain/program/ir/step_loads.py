@@ -1,5 +1,6 @@
 """`StepLoads`: what changes from step to step, while the program is fixed for the run."""
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -57,6 +58,20 @@ class Route:
         moved = (src_index == src) & (dst_index == dst)
         source, destination = src_replica[moved], dst_replica[moved]
         return (destination, source, rows[moved]) if is_back else (source, destination, rows[moved])
+
+    @cached_property
+    def _received_rows(self) -> tuple[Counter[Microbatch], Counter[Microbatch]]:
+        """Rows into each destination, and those whose gradients come back to each source."""
+        into: Counter[Microbatch] = Counter()
+        back: Counter[Microbatch] = Counter()
+        for (src, dst), rows in self._rows.items():
+            into[dst] += rows
+            back[src] += rows
+        return into, back
+
+    def received_rows(self, mb: Microbatch, is_back: bool) -> int:
+        """Return the rows that a destination receives or, with `is_back`, whose gradients a source gets back."""
+        return self._received_rows[is_back][mb]
 
     def rows(self, src: Microbatch, dst: Microbatch) -> int:
         """Return the number of feature rows that travel from `src` to `dst`."""

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from mmtrain.program.ir.actions import Collective, Compute, Send
+from mmtrain.program.trace.bubble_accounting import is_forward
 from mmtrain.program.verify.live_activations import ActivationEvent
 
 
@@ -110,6 +111,16 @@ class SimGraph:
     def is_compute(self) -> tuple[bool, ...]:
         """By task: whether it runs on compute streams; collectives occupy the others."""
         return tuple([task is not None and isinstance(task.action, Compute) for task in self.tasks])
+
+    @cached_property
+    def tasks_by_rank(self) -> tuple[tuple[tuple[int, SimTask], ...], ...]:
+        """By sim rank: what `tasks_of` returns, kept for all batches."""
+        return tuple([tuple(self.tasks_of(sim_rank)) for sim_rank in range(len(self.ranks))])
+
+    @cached_property
+    def num_forwards(self) -> tuple[int, ...]:
+        """By sim rank: forwards that it runs, and parts of them."""
+        return tuple([sum(is_forward(task.action) for _, task in tasks) for tasks in self.tasks_by_rank])
 
     def tasks_of(self, sim_rank: int) -> Iterator[tuple[int, SimTask]]:
         """Return the numbered tasks that occupy a sim rank, in order."""

@@ -128,8 +128,8 @@ def _by_rank(graph: SimGraph, values: Sequence[T]) -> dict[int, T]:
 
 
 def _bubbles(graph: SimGraph, sim_rank: int, times: EventTimes, step_time_s: float) -> dict[BubbleKind, float]:
-    tasks = list(graph.tasks_of(sim_rank))
-    account = BubbleAccount.for_actions(task.action for _, task in tasks)
+    tasks = graph.tasks_by_rank[sim_rank]
+    account = BubbleAccount(graph.num_forwards[sim_rank])
     awaited: dict[int, list[Interval]] = {}
     for collective, _ in graph.launched_by(sim_rank):
         for waiting in graph.awaited_by.get(collective, ()):

@@ -14,12 +14,10 @@ from mmtrain.costs.cost_model import ComputeKind, CostModel, PieceCost, TokenLoa
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT, ShardedLayers, overlapped_seconds
 from mmtrain.models.model_shape import LayerShape, ModelShape
 from mmtrain.program.ir.actions import (
-    Backward,
     Collective,
     Compute,
     Direction,
     Dispatch,
-    Forward,
     GatherParams,
     Partial,
     ReduceGrads,
@@ -28,10 +26,10 @@ from mmtrain.program.ir.actions import (
     Share,
     Step,
 )
-from mmtrain.program.ir.data_dependencies import Flow, gradient_buckets, input_flows
+from mmtrain.program.ir.data_dependencies import gradient_buckets
 from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId
 from mmtrain.program.ir.segments import direction, finished_pass
-from mmtrain.program.ir.step_loads import IntArray, StepLoads
+from mmtrain.program.ir.step_loads import IntArray, Route, StepLoads
 
 NORM_BYTES = 4  # `Step` all-reduces one fp32 number
 
@@ -185,15 +183,16 @@ class ModelTiming:
 
         Gradients are as large as the activations.
         """
+        rows = self._route(action.edge).rows(action.src, action.dst) if action.edge.crosses_units else None
+        if rows == 0:  # most pairs of microbatches of two units
+            return NO_TRANSFER
         same_node = sender // self.ranks_per_node == action.peer // self.ranks_per_node
-        if action.edge.crosses_units:
-            flow = Flow(action.edge, action.src, action.dst, action.payload)
-            return self._transfer(self._flow_bytes(flow), same_node)
+        if rows is not None:
+            return self._transfer(self._row_bytes(action.edge, rows), same_node)
         # Inside a unit, most messages of a step are alike: each microbatch passes many edges, there and back.
         key = (self._edge_numbers[action.edge], action.src.replica, action.src.index, same_node)
         if key not in self._transfers:
-            flow = Flow(action.edge, action.src, action.dst, action.payload)
-            self._transfers[key] = self._transfer(self._flow_bytes(flow), same_node)
+            self._transfers[key] = self._transfer(self._bytes_inside(action.edge, action.src), same_node)
         return self._transfers[key]
 
     def _transfer(self, nbytes: int, same_node: bool) -> TransferCost:
@@ -218,8 +217,7 @@ class ModelTiming:
         layout = self.link_class(group)
         match action:
             case Share(edge, mb, payload):
-                reader = Forward(edge.dst, mb) if payload == "activation" else Backward(edge.src, mb)
-                nbytes = sum(self._flow_bytes(f) for f in input_flows(self.graph, reader) if f.edge == edge)
+                nbytes = self._row_bytes(edge, self._route(edge).received_rows(mb, payload == "gradient"))
                 seconds = self.costs.collective("broadcast", nbytes, layout) if nbytes else 0.0
             case Dispatch():
                 return self._dispatch(action, layout)
@@ -423,12 +421,16 @@ class ModelTiming:
         """Cache of `activation_bytes`, by number of the stage, replica and index of the microbatch."""
         return {}
 
-    def _flow_bytes(self, flow: Flow) -> int:
-        edge = flow.edge
-        if edge.crosses_units:
-            rows = self.loads.routes[edge.src.unit, edge.dst.unit].rows(flow.src, flow.dst)
-            return rows * self._widths[edge] * self.element_bytes
-        load = self.loads.loads[flow.src]
+    def _route(self, edge: Edge) -> Route:
+        return self.loads.routes[edge.src.unit, edge.dst.unit]
+
+    def _row_bytes(self, edge: Edge, rows: int) -> int:
+        """Return the bytes of rows that flow between units."""
+        return rows * self._widths[edge] * self.element_bytes
+
+    def _bytes_inside(self, edge: Edge, mb: Microbatch) -> int:
+        """Return the bytes of a microbatch's hidden states over an edge inside its unit."""
+        load = self.loads.loads[mb]
         tokens = -(-load.tokens // self._num_slices(edge))
         return self._entered[edge].input_elements(tokens, load.num_sequences) * self.element_bytes
 

@@ -33,7 +33,7 @@ class BubbleAccount:
     @classmethod
     def for_actions(cls, actions: Iterable[Compute | Collective]) -> "BubbleAccount":
         """Return an empty account for a rank that runs these actions in a step."""
-        return cls(sum(_is_forward(action) for action in actions))
+        return cls(sum(is_forward(action) for action in actions))
 
     def add(
         self, action: Compute | Collective, start_s: float, duration_s: float, awaited: Iterable[Interval] = ()
@@ -51,7 +51,7 @@ class BubbleAccount:
             self.has_computed = True
             if isinstance(action, Partial):
                 self.started.add(pass_of(action))
-            self.forwards_left -= _is_forward(action)
+            self.forwards_left -= is_forward(action)
         else:
             self.bubbles[_own_kind(action)] += duration_s
         self.clock = start_s + duration_s
@@ -88,7 +88,8 @@ class BubbleAccount:
         return "imbalance" if isinstance(action, GatherParams) else "pp_cooldown"
 
 
-def _is_forward(action: Compute | Collective) -> bool:
+def is_forward(action: Compute | Collective) -> bool:
+    """Return whether the action is a forward or a part of one."""
     return isinstance(action, Compute) and direction(action) == "F"
 
 

@@ -8,10 +8,17 @@ from collections.abc import Mapping, Sequence
 
 from mmtrain.program.ir.actions import Action, Payload, Recv, Send
 from mmtrain.program.ir.data_dependencies import Flow, rank_pairs
-from mmtrain.program.ir.graph import Edge, Microbatch, StageGraph
+from mmtrain.program.ir.graph import Edge, Microbatch, StageGraph, StageId
 
 Channel = tuple[Edge, Payload, int, int]  # ..., sender, receiver
+ChannelKey = tuple[StageId, StageId, Payload, int, int]
 MicrobatchPair = tuple[Microbatch, Microbatch]  # source, destination
+
+
+def channel_key(end: Send | Recv, sender: int, receiver: int) -> ChannelKey:
+    """Return the channel of a message as a tuple of tuples, which is hashed without a call of Python."""
+    edge = end.edge
+    return edge.src, edge.dst, end.payload, sender, receiver
 
 
 def graph_channels(graph: StageGraph, num_parts: int = 1) -> list[Channel]:
@@ -42,22 +49,23 @@ def order_receives(actions: Mapping[int, Sequence[Action]]) -> dict[int, tuple[A
     earlier than they are needed, never later, so nothing waits that did not wait before. A receive without a matching
     send stays where it is.
     """
-    sent: defaultdict[Channel, dict[MicrobatchPair, int]] = defaultdict(dict)  # channel -> message -> its place
+    sent: defaultdict[ChannelKey, dict[MicrobatchPair, int]] = defaultdict(dict)  # channel -> message -> its place
     for rank, actions_of_rank in actions.items():
         for action in actions_of_rank:
             if isinstance(action, Send):
-                places = sent[action.edge, action.payload, rank, action.peer]
+                places = sent[channel_key(action, rank, action.peer)]
                 places.setdefault((action.src, action.dst), len(places))
     return {rank: _reordered(rank, actions_of_rank, sent) for rank, actions_of_rank in actions.items()}
 
 
 def _reordered(
-    rank: int, actions: Sequence[Action], sent: Mapping[Channel, Mapping[MicrobatchPair, int]]
+    rank: int, actions: Sequence[Action], sent: Mapping[ChannelKey, Mapping[MicrobatchPair, int]]
 ) -> tuple[Action, ...]:
-    receives: defaultdict[Channel, list[tuple[int, int]]] = defaultdict(list)  # (place in channel, place in `actions`)
+    # By channel: (place in the channel, place in `actions`).
+    receives: defaultdict[ChannelKey, list[tuple[int, int]]] = defaultdict(list)
     for place_of_action, action in enumerate(actions):
         if isinstance(action, Recv):
-            channel = (action.edge, action.payload, action.peer, rank)
+            channel = channel_key(action, action.peer, rank)
             place = sent[channel].get((action.src, action.dst)) if channel in sent else None
             if place is not None:
                 receives[channel].append((place, place_of_action))

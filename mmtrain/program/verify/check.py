@@ -47,7 +47,7 @@ from mmtrain.program.ir.data_dependencies import (
     shared_embedding_stages,
     shares_before,
 )
-from mmtrain.program.ir.graph import Microbatch, StageGraph, StageId
+from mmtrain.program.ir.graph import Edge, Microbatch, StageGraph, StageId
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import (
     direction,
@@ -59,7 +59,7 @@ from mmtrain.program.ir.segments import (
     started_pass,
 )
 from mmtrain.program.ir.serialize import action_to_text
-from mmtrain.program.verify.channels import Channel, MicrobatchPair
+from mmtrain.program.verify.channels import ChannelKey, MicrobatchPair, channel_key
 from mmtrain.program.verify.deadlock import find_deadlock
 from mmtrain.program.verify.live_activations import BytesOf, peak_activation_bytes
 from mmtrain.program.verify.matching import JointAction, MatchedMessage
@@ -264,21 +264,21 @@ def _adds_to(stages: Sequence[StageId], action: Action) -> bool:
 
 def _channels_disagree(program: Program) -> list[str]:
     """Describe channels whose ends disagree: messages have no tags, so the k-th sent must be the k-th received."""
-    sent: defaultdict[Channel, list[MicrobatchPair]] = defaultdict(list)
-    received: defaultdict[Channel, list[MicrobatchPair]] = defaultdict(list)
+    sent: defaultdict[ChannelKey, list[MicrobatchPair]] = defaultdict(list)
+    received: defaultdict[ChannelKey, list[MicrobatchPair]] = defaultdict(list)
     for rank, actions in program.actions.items():
         for action in actions:
             if isinstance(action, Send):
-                sent[action.edge, action.payload, rank, action.peer].append((action.src, action.dst))
+                sent[channel_key(action, rank, action.peer)].append((action.src, action.dst))
             elif isinstance(action, Recv):
-                received[action.edge, action.payload, action.peer, rank].append((action.src, action.dst))
+                received[channel_key(action, action.peer, rank)].append((action.src, action.dst))
     problems = []
     for channel in dict.fromkeys([*sent, *received]):
-        edge, payload, sender, receiver = channel
         for k, (out, into) in enumerate(zip_longest(sent[channel], received[channel])):
             if out != into:
+                src, dst, payload, sender, receiver = channel
                 problems.append(
-                    f"channel {edge} ({payload}s, rank {sender} to {receiver}): message {k} is "
+                    f"channel {Edge(src, dst)} ({payload}s, rank {sender} to {receiver}): message {k} is "
                     f"{_pair_text(out, 'sent')}, {_pair_text(into, 'received')}"
                 )
                 break
@@ -294,6 +294,8 @@ def _groups_disagree(program: Program) -> list[str]:
     orders: defaultdict[tuple[int, ...], dict[int, list[AtomicAction]]] = defaultdict(dict)
     for rank, actions in program.actions.items():
         for action in expand_all(program.graph, actions):
+            if isinstance(action, Send | Recv):  # of this rank alone, and most actions
+                continue
             group = participants(program.graph, rank, action)
             orders[group].setdefault(rank, []).append(joint_form(program.graph, action))
     problems = []

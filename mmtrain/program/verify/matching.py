@@ -3,15 +3,15 @@
 The deadlock test walks the result, and the simulator makes its graph of it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mmtrain.program.ir.actions import Action, AsyncCollective, Collective, Compute, Recv, Send
 from mmtrain.program.ir.data_dependencies import awaits_result, covered_stages, participants, reader_of
-from mmtrain.program.ir.graph import StageGraph
+from mmtrain.program.ir.graph import Microbatch, StageGraph
 from mmtrain.program.ir.segments import expand_all, started_pass
-from mmtrain.program.verify.channels import Channel
+from mmtrain.program.verify.channels import ChannelKey, channel_key
 
 
 class MatchedMessage(NamedTuple):
@@ -64,25 +64,23 @@ class MatchedActions:
 
 def match_actions(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> MatchedActions:
     """Match sends with receives by what they carry, and the k-th collectives of a group's ranks with each other."""
-    messages: dict[tuple[Send, int], int] = {}  # (send, sender) -> number of the message
+    messages = _Messages()
     joint_numbers: dict[tuple[int, int], int] = {}  # (group, how many before it in the group) -> number of the action
     joint_actions: list[JointAction] = []
     sequences: dict[int, tuple[Post | Launch | Join, ...]] = {}
     groups = _Groups(graph, actions)
     for rank, actions_of_rank in actions.items():
-        reads: dict[Action, tuple[int, ...]] = {}  # reader -> messages it reads
+        reads: dict[Action, list[int]] = {}  # reader -> messages it reads
         num_done: dict[int, int] = {}  # by group
         launched: dict[int, AsyncCollective] = {}  # joint actions that nothing has waited for yet
         covered = covered_stages(graph, rank)
         sequence: list[Post | Launch | Join] = []
         for action in expand_all(graph, actions_of_rank):
             if isinstance(action, Send):
-                sequence.append(Post(messages.setdefault((action, rank), len(messages))))
+                sequence.append(Post(messages.number(action, rank, action.peer)))
             elif isinstance(action, Recv):
-                send = Send(action.edge, action.src, action.dst, rank, action.payload)
-                message = messages.setdefault((send, action.peer), len(messages))
-                waiting = reader_of(graph, action)
-                reads[waiting] = (*reads.get(waiting, ()), message)
+                message = messages.number(action, action.peer, rank)
+                reads.setdefault(reader_of(graph, action), []).append(message)
                 sequence.append(Post(message))
             else:
                 group = groups.number(rank, action)
@@ -104,18 +102,30 @@ def match_actions(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) ->
                 )
                 for number in awaits:
                     del launched[number]
-                sequence.append(Join(joint_action, reads.pop(reader, ()) if reader else (), awaits))
+                sequence.append(Join(joint_action, tuple(reads.pop(reader, ())) if reader else (), awaits))
         sequences[rank] = tuple(sequence)
-    return MatchedActions(_number_channels(messages), tuple(joint_actions), sequences)
+    return MatchedActions(tuple(messages.matched), tuple(joint_actions), sequences)
 
 
-def _number_channels(messages: Iterable[tuple[Send, int]]) -> tuple[MatchedMessage, ...]:
-    """Number the channels of messages, which are given as (send, sender)."""
-    numbers: dict[Channel, int] = {}
-    return tuple(
-        MatchedMessage(sender, send, numbers.setdefault((send.edge, send.payload, sender, send.peer), len(numbers)))
-        for send, sender in messages
-    )
+class _Messages:
+    """The messages of a step, numbered in the order in which an end of each is seen first."""
+
+    def __init__(self) -> None:
+        self.matched: list[MatchedMessage] = []
+        self._numbers: dict[tuple[ChannelKey, Microbatch, Microbatch], int] = {}
+        self._channels: dict[ChannelKey, int] = {}
+
+    def number(self, end: Send | Recv, sender: int, receiver: int) -> int:
+        """Return the number of the message of which `end` is one end."""
+        channel = channel_key(end, sender, receiver)
+        key = (channel, end.src, end.dst)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.matched)
+            send = end if isinstance(end, Send) else Send(end.edge, end.src, end.dst, receiver, end.payload)
+            in_channel = self._channels.setdefault(channel, len(self._channels))
+            self.matched.append(MatchedMessage(sender, send, in_channel))
+        return number
 
 
 class _Groups:
