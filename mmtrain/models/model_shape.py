@@ -4,6 +4,7 @@ A `ModelShape` lists its units; a `UnitShape` lists its layers in execution orde
 Layer indices into `UnitShape.layers` are the `layers: [lo, hi)` of plans and stages, and part of parameter names.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from mmtrain.models.encoder_shapes import ENCODER_SHAPES
@@ -101,16 +102,21 @@ def build_model_shape(recipe: Recipe) -> ModelShape:
     if model.generator is not None:
         units.append(UnitShape("generator", "generator", generator_layers(model.generator, llm_hidden)))
         edges.append(ModelEdge("llm", "generator", layer=0, width=llm_hidden))
-    units = [_with_recomputed_activation(unit, recipe) for unit in units]
-    return ModelShape(mark_frozen(units, recipe), tuple(edges), model.llm.tie_embeddings)
+    shape = ModelShape(mark_frozen(units, recipe), tuple(edges), model.llm.tie_embeddings)
+    fixed = [u.name for u in units if recipe.parallel.of(u.name).recompute_activation_function is True]
+    return with_recomputed_activations(shape, fixed) if fixed else shape
 
 
-def _with_recomputed_activation(unit: UnitShape, recipe: Recipe) -> UnitShape:
-    """Mark the blocks of a unit for which the recipe asks that."""
-    if not recipe.parallel.of(unit.name).recompute_activation_function:
-        return unit
-    layers = [replace(layer, recomputes_activation=layer.kind in BLOCK_KINDS) for layer in unit.layers]
-    return replace(unit, layers=tuple(layers))
+def with_recomputed_activations(shape: ModelShape, units: Collection[str]) -> ModelShape:
+    """Return the model with blocks that compute their activation functions again, in these units and no others."""
+    marked: dict[LayerShape, LayerShape] = {}
+    for unit in shape.units:
+        for layer in unit.layers:
+            again = unit.name in units and layer.kind in BLOCK_KINDS
+            marked.setdefault(layer, replace(layer, recomputes_activation=again))
+    return replace(
+        shape, units=tuple(replace(u, layers=tuple(marked[layer] for layer in u.layers)) for u in shape.units)
+    )
 
 
 def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tuple[LayerShape, ...]:

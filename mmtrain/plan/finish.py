@@ -7,8 +7,9 @@ from itertools import chain, groupby
 
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
+from mmtrain.models.model_shape import UnitShape
 from mmtrain.plan.artifact.data_drift import summarize_data
-from mmtrain.plan.artifact.plan import AS_FAST_TEXT, Alternative, MeasuredPlan, Plan, Prediction
+from mmtrain.plan.artifact.plan import AS_FAST_TEXT, Alternative, MeasuredPlan, Plan, Prediction, UnitPlan
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, MECHANISMS, Candidate, CandidateStage, Rejected
 from mmtrain.plan.colocated.encoder_order import scheduling_efficiency
 from mmtrain.plan.estimate.evaluator import Evaluator
@@ -27,13 +28,18 @@ def finish_plan(chosen: Candidate, evaluator: Evaluator, alternatives: Sequence[
         world_size=chosen.graph.world_size,
         precision=problem.precision,
         placement=chosen.placement,
-        units=dict(chosen.layout.units),
+        units={name: _with_activations(unit, problem.shape.unit(name)) for name, unit in chosen.layout.units.items()},
         schedule=chosen.schedule,
         data=summarize_data(problem.batches.lengths, evaluator.layer_costs.graph_memory(chosen.graph).largest_load),
         predicted=predict(chosen, evaluator),
         measured=_as_measured(chosen, evaluator),
         alternatives=tuple(alternatives),
     )
+
+
+def _with_activations(unit: UnitPlan, shape: UnitShape) -> UnitPlan:
+    again = any(layer.recomputes_activation for layer in shape.layers)
+    return unit.model_copy(update={"recompute_activation_function": again}) if again else unit
 
 
 def _as_measured(chosen: Candidate, evaluator: Evaluator) -> MeasuredPlan | None:

@@ -146,10 +146,8 @@ def check_generator(recipe: Recipe) -> Iterator[Problem]:
     if degrees.tp_overlap is True:
         text = "found true, allowed: false or auto (the linears of a generator do not run in chunks of tokens)"
         yield Problem(("parallel", "generator", "tp_overlap"), text)
-    if degrees.recompute_activation_function:
-        text = (
-            "found true, allowed: false (layers of a generator are recomputed whole; use parallel.generator.recompute)"
-        )
+    if degrees.recompute_activation_function is True:
+        text = "found true, allowed: false or auto (layers of a generator are recomputed whole, by `recompute`)"
         yield Problem(("parallel", "generator", "recompute_activation_function"), text)
     if model.kind == "dit":
         yield from check_tp("generator", degrees, heads=model.heads[0])

@@ -53,13 +53,14 @@ class UnitParallel(Section):
         description="Activation recomputation in backward. `auto`: for as few layers as memory allows. `none`: no "
         "layers. `all`: all layers.",
     )
-    recompute_activation_function: bool = setting(
-        False,
+    recompute_activation_function: bool | Literal["auto"] = setting(
+        "auto",
         affects={"plan"},
         added_later=True,
         description="Keep the input of each MLP's activation function, but not its output, which backward computes "
         "again before the gradient of the MLP's last linear. Saves a fifth to a quarter of what a block keeps, for a "
-        "pass over its widest tensor. For encoders and the LLM.",
+        "pass over its widest tensor. For encoders and the LLM. `auto`: where layers would be recomputed, and a plan "
+        "with it is over 1% faster or the only one that fits.",
     )
 
 

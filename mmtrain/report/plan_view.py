@@ -35,6 +35,7 @@ def plan_table(plan: Plan, width: int = DEFAULT_WIDTH, *, with_details: bool = F
         "",
         _rank_table(plan),
         "Layer 0 of a unit is its embedding, the last layer its projector or head.",
+        *_activations_again(plan),
         "",
         *_sentences(plan),
     ]
@@ -75,6 +76,12 @@ def _unit_table(plan: Plan) -> Table:
             str(unit.num_recomputed),
         )
     return table
+
+
+def _activations_again(plan: Plan) -> Iterator[str]:
+    units = [name for name, unit in plan.units.items() if unit.recompute_activation_function]
+    if units:
+        yield f"Blocks of {' and '.join(units)} that are not recomputed compute their activation functions again."
 
 
 def _sequence_parallelism(unit: UnitPlan) -> str:

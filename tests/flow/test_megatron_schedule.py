@@ -57,7 +57,7 @@ def _ours_and_theirs(settings: Recipe, wanted: Plan) -> tuple[float, list[NamedS
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     job = build_rank_context(settings, wanted, world)
     transport = replace(job.transport, groups=build_groups(job.graph, world))
-    runner = build_units(settings, job.graph, transport)["llm"]
+    runner = build_units(settings, job.shape, job.graph, transport)["llm"]
     data = step_data(job, 1, texts_between=True)
     inputs = unit_inputs(data, {name: unit.stages.values() for name, unit in job.units.items()}, settings)
     found = _theirs(runner, inputs, data.meta.total_targets, wanted.units["llm"].vpp)

@@ -11,7 +11,6 @@ from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.explain.faster_nearby import describe_faster_nearby
 from mmtrain.plan.planner import plan_recipe, run_strategies
 from mmtrain.plan.problem import PlanRequest
-from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import lengths, problem_for, recipe
 
 
@@ -28,20 +27,6 @@ def test_a_batch_that_divides_better_is_named(global_batch: int, world_size: int
     hints = describe_faster_nearby(wide, lengths(), plan)
     assert len(hints) == bool(expected)
     assert all(hint.startswith(expected) for hint in hints)
-
-
-def test_activation_functions_that_run_again_are_named_where_they_save_recomputation() -> None:
-    with_room = recipe(parallel={"placement": "unified"})
-
-    def hints(settings: Recipe) -> tuple[list[str], float]:
-        chosen = plan_recipe(settings, lengths(), world_size=1, hardware="cpu-core", recipe_sha256="a" * 64)
-        return describe_faster_nearby(settings, lengths(), chosen), chosen.predicted.peak_memory_gib["0"]
-
-    no_hints, peak_gib = hints(with_room)
-    assert no_hints == []
-    cluster = with_room.cluster.model_copy(update={"memory_gib": 0.95 * peak_gib})
-    ([hint], _) = hints(with_room.model_copy(update={"cluster": cluster}))
-    assert hint.startswith("parallel.{vision,llm}.recompute_activation_function true: at least ")
 
 
 @pytest.mark.parametrize("placement", ["unified", "disaggregated", "colocated", "replicated"])

@@ -127,15 +127,25 @@ def test_recompute_is_in_the_plan() -> None:
 
 
 def test_fewer_layers_are_recomputed_where_activation_functions_run_again() -> None:
-    again = {unit: {"recompute_activation_function": True} for unit in ("vision", "llm")}
     with_room = planned(recipe(parallel={"placement": "unified"}), 1)
+    assert not any(unit.recompute_activation_function for unit in with_room.units.values())
     cluster = {"memory_gib": 0.95 * with_room.predicted.peak_memory_gib["0"]}
-    usual, saving = (
-        planned(recipe(parallel={"placement": "unified"} | units, cluster=cluster), 1) for units in ({}, again)
+    fixed = [{unit: {"recompute_activation_function": value} for unit in ("vision", "llm")} for value in (False, True)]
+    usual, saving, chosen = (
+        planned(recipe(parallel={"placement": "unified"} | units, cluster=cluster), 1) for units in (*fixed, {})
     )
     assert sum(unit.num_recomputed for unit in usual.units.values()) > 0
     assert sum(unit.num_recomputed for unit in saving.units.values()) == 0
     assert with_room.predicted.step_time_s < saving.predicted.step_time_s < usual.predicted.step_time_s
+    assert (chosen.units, chosen.predicted) == (saving.units, saving.predicted)
+    assert all(unit.recompute_activation_function for unit in chosen.units.values())
+
+
+def test_activation_functions_run_again_where_nothing_fits_otherwise() -> None:
+    parallel: dict[str, Any] = {"placement": "unified", "vision": {"recompute": "none"}, "llm": {"recompute": "none"}}
+    peak_gib = planned(recipe(parallel=parallel), 1).predicted.peak_memory_gib["0"]
+    chosen = planned(recipe(parallel=parallel, cluster={"memory_gib": 0.95 * peak_gib}), 1)
+    assert all(unit.recompute_activation_function for unit in chosen.units.values())
 
 
 def test_a_text_model_has_one_unit() -> None:

@@ -1,6 +1,7 @@
 """Sequence parallelism is chosen where it costs no time, and where nothing fits without it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,12 +20,14 @@ from tests.plan.exhaustive import least_step, random_instance, squeezed
 from tests.plan.factory import anchor_layout, evaluator_for, lengths, problem_for, recipe, simulated
 from tests.plan.test_search import holds
 
+KEEPING_ALL: dict[str, Any] = {"recompute": "none", "recompute_activation_function": False}
+
 
 def planned(sp: object, hardware: str = "cpu-core", memory_gib: float | None = None) -> Plan:
     parallel = {
         "placement": "unified",
-        "vision": {"sp": sp, "recompute": "none"},
-        "llm": {"tp": 2, "dp": 1, "sp": sp, "recompute": "none"},
+        "vision": {"sp": sp, **KEEPING_ALL},
+        "llm": {"tp": 2, "dp": 1, "sp": sp, **KEEPING_ALL},
     }
     settings = recipe(parallel=parallel, cluster={"memory_gib": memory_gib})
     return plan_recipe(settings, lengths(), world_size=2, hardware=hardware, recipe_sha256="f" * 64)

@@ -11,7 +11,7 @@ from mmtrain.costs import CostModel, TokenLoad, TokenSplit, costs_for, input_gra
 from mmtrain.models.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.plan.artifact.marginal_cost import MarginalCost, marginal_cost
 from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.plan.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.plan.artifact.plan_precision import plan_precision
 from mmtrain.plan.artifact.schedule_table import build_schedule_table, is_single_chain
 from mmtrain.program.ir.graph import LLM, Stage, StageGraph, StageId
@@ -99,7 +99,7 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     dispatched by their cost in their encoder if the plan says `all`, and stay with their samples otherwise; with `none`
     samples stay where the stream puts them, too. Without `parallel.node_wise` the targets name no nodes.
     """
-    shape, machine = build_model_shape(recipe), machine_for(recipe, plan.hardware)
+    shape, machine = planned_shape(plan, build_model_shape(recipe)), machine_for(recipe, plan.hardware)
     graph = stage_graph(plan, shape)
     cost_model = costs_for(machine, plan_precision(plan, recipe), recipe.cluster.costs)
     typical = typical_loads(graph, lengths, recipe.data.seq_len)

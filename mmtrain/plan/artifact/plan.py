@@ -29,6 +29,7 @@ _UNSTATED_OF_UNITS = {
     "dispatch": None,
     "exchange": "all_to_all",
     "tp_chunks": 1,
+    "recompute_activation_function": False,
 }  # what older files do not have
 
 
@@ -67,6 +68,7 @@ class UnitPlan(_Frozen):
     cp_split: CutSequences | None = None
     # Chunks of tokens in the linears of blocks: the TP group communicates one while it computes another.
     tp_chunks: int = Field(1, ge=1)
+    recompute_activation_function: bool = False  # blocks compute the activation functions of their MLPs again
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
 

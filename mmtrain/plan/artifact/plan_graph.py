@@ -3,9 +3,16 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from mmtrain.models.model_shape import ModelShape, num_pieces
+from mmtrain.models.model_shape import ModelShape, num_pieces, with_recomputed_activations
 from mmtrain.plan.artifact.plan import Plan, UnitPlan
 from mmtrain.program.ir.graph import Edge, Stage, StageGraph, StageId, UnitMesh
+
+
+def planned_shape(plan: Plan, shape: ModelShape) -> ModelShape:
+    """Return the model whose blocks compute their activation functions again where plan or recipe say so."""
+    again = {name for name, unit in plan.units.items() if unit.recompute_activation_function}
+    again |= {unit.name for unit in shape.units if any(layer.recomputes_activation for layer in unit.layers)}
+    return with_recomputed_activations(shape, again)
 
 
 def stage_graph(plan: Plan, shape: ModelShape) -> StageGraph:

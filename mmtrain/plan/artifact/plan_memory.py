@@ -10,7 +10,7 @@ from mmtrain.models.model_shape import LossSizes, ModelShape
 from mmtrain.plan.artifact.communicators import communicator_bytes
 from mmtrain.plan.artifact.graph_memory import GraphMemory, schedule_in_flight
 from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.plan.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.plan.artifact.plan_precision import plan_precision
 from mmtrain.program.ir.graph import LLM, StageGraph
 from mmtrain.program.verify.check import MemoryLimit
@@ -82,7 +82,7 @@ def _graph_memory(recipe: Recipe, plan: Plan, shape: ModelShape) -> GraphMemory:
     assert plan.data.largest_microbatch is not None
     machine, precision = machine_for(recipe, plan.hardware), plan_precision(plan, recipe)
     return GraphMemory(
-        shape,
+        planned_shape(plan, shape),
         costs_for(machine, precision, recipe.cluster.costs),
         precision,
         state_bytes(precision, recipe.train.optimizer.moments),

@@ -5,7 +5,7 @@ from mmtrain.costs import costs_for, input_grad_needed, machine_for, num_trained
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.plan.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.plan.artifact.plan_precision import plan_precision
 from mmtrain.program import ModelTiming, Timeline, build_program, simulate, step_loads
 from mmtrain.recipe.schema import Recipe
@@ -21,7 +21,7 @@ def simulate_plan(recipe: Recipe, plan: Plan, batch: BatchMeta) -> Timeline:
 def plan_timing(recipe: Recipe, plan: Plan, batch: BatchMeta) -> ModelTiming:
     """Return what every action of the plan takes in a step with this batch."""
     machine = machine_for(recipe, plan.hardware)
-    model = build_model_shape(recipe)
+    model = planned_shape(plan, build_model_shape(recipe))
     precision = plan_precision(plan, recipe)
     graph = stage_graph(plan, model)
     return ModelTiming(

@@ -1,7 +1,4 @@
-"""Hint at settings that the planner does not change by itself, where another value is faster.
-
-These are the global batch and the number of ranks, where they divide badly, and whether activation functions run again.
-"""
+"""Hint at another global batch, or at fewer ranks, where the present number divides badly."""
 
 import math
 from collections.abc import Iterator
@@ -17,11 +14,9 @@ from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.planner import run_strategies
 from mmtrain.plan.problem import PlanRequest
 from mmtrain.plan.search.tp_chunks import with_token_splits
-from mmtrain.recipe.modalities import GENERATOR, dotted_unit
 from mmtrain.recipe.schema import Recipe
 
-MIN_GAIN = 1.1  # in tokens/s, below which there is no hint at another batch or other ranks
-MIN_GAIN_OF_ACTIVATIONS = 1.01  # the same where activation functions run again, which changes nothing else
+MIN_GAIN = 1.1  # in tokens/s, below which there is no hint
 MAX_BATCH_CHANGE = 0.1  # share of the global batch by which another one may differ
 MAX_RANKS_LEFT_OUT = 0.25  # share of the ranks
 MIN_DIVISOR_RATIO = 2  # by how much the common divisor of batch and ranks must grow before a plan is tried
@@ -31,10 +26,9 @@ def describe_faster_nearby(recipe: Recipe, lengths: SampleLengths, plan: Plan) -
     """Return a sentence for another batch, and one for fewer ranks, that is over 10% faster.
 
     At most one of each is planned, roughly, and only where data-parallel degrees divide it much better: what is said is
-    what a plan reaches at least. Searches end where no plan can be so much faster. Where layers are recomputed, another
-    sentence says whether activation functions that run again make a plan over 1% faster.
+    what a plan reaches at least. Searches end where no plan can be so much faster.
     """
-    sentences = list(_describe_activations(recipe, lengths, plan))
+    sentences = []
     batch, num_ranks = recipe.train.global_batch, plan.world_size
     for other in _better_divided(batch, num_ranks, _nearest(batch, MAX_BATCH_CHANGE, both_ways=True)):
         train = recipe.train.model_copy(update={"global_batch": other})
@@ -46,23 +40,6 @@ def describe_faster_nearby(recipe: Recipe, lengths: SampleLengths, plan: Plan) -
         if gain >= MIN_GAIN:
             sentences.append(f"{other} ranks instead of {num_ranks}: at least {gain - 1:.0%} more tokens/s.")
     return sentences
-
-
-def _describe_activations(recipe: Recipe, lengths: SampleLengths, plan: Plan) -> Iterator[str]:
-    """Yield a sentence if the plan is faster where blocks keep less, so that fewer layers are recomputed."""
-    setting = "recompute_activation_function"
-    units = [unit for unit in plan.units if unit != GENERATOR and not getattr(recipe.parallel.of(unit), setting)]
-    if not units or not any(planned.num_recomputed for planned in plan.units.values()):
-        return
-    parallel = recipe.parallel
-    for unit in units:
-        parallel = parallel.with_unit(unit, **{setting: True})
-    changed = recipe.model_copy(update={"parallel": parallel})
-    gain = _gain(changed, lengths, plan, plan.world_size, MIN_GAIN_OF_ACTIVATIONS)
-    if gain >= MIN_GAIN_OF_ACTIVATIONS:
-        names = ",".join(dotted_unit(unit) for unit in units)
-        where = f"{{{names}}}" if len(units) > 1 else names
-        yield f"parallel.{where}.{setting} true: at least {gain - 1:.1%} more tokens/s."
 
 
 def _nearest(number: int, share: float, both_ways: bool) -> list[int]:
@@ -79,8 +56,8 @@ def _better_divided(number: int, partner: int, others: list[int]) -> Iterator[in
         yield best
 
 
-def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int, min_gain: float = MIN_GAIN) -> float:
-    """Return how many times as many tokens/s a plan reaches that is sought with little effort; 0 if below `min_gain`.
+def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int) -> float:
+    """Return how many times as many tokens/s a plan reaches that is sought with little effort; 0 if below `MIN_GAIN`.
 
     Where memory leaves no plan without sequence parallelism at any cost, none is found.
     """
@@ -98,7 +75,7 @@ def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int, mi
             return 0.0
         layer_costs = LayerCosts(problem, budget=QUICK_BUDGET)
         tokens = layer_costs.tokens()
-        request = PlanRequest(num_alternatives=0, max_step_s=tokens / tokens_per_s / min_gain)
+        request = PlanRequest(num_alternatives=0, max_step_s=tokens / tokens_per_s / MIN_GAIN)
         split_costs = with_token_splits(problem, layer_costs)
         evaluator = Evaluator(replace(problem, request=request), QUICK_BUDGET, split_costs)
         best = run_strategies(evaluator).best

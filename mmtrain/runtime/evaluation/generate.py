@@ -252,7 +252,7 @@ def load_generator(
     probe_channels(groups, world)
     # Without sequence parallelism: it saves memory of activations, and generation keeps next to none.
     transport = Transport(world.rank, groups, edge_widths(graph, model), {}, world.device, dtype)
-    units = build_units(recipe, graph, transport)
+    units = build_units(recipe, model, graph, transport)
     for unit in units.values():
         load_weights(unit, checkpoint)
     return GreedyGenerator(graph, units, transport, tokenizer, recipe)

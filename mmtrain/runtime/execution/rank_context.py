@@ -19,7 +19,7 @@ from mmtrain.models.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.models.parameter_specs import WeightSource
 from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.plan.artifact.plan import Plan, SchedulePlan
-from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.plan.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.plan.artifact.plan_memory import DeviceMemory, prove_memory
 from mmtrain.plan.artifact.plan_precision import plan_precision
 from mmtrain.plan.artifact.shared_sequences import require_shareable
@@ -157,7 +157,7 @@ def build_rank_context(
     faults = faults or FaultPoints()
     precision = plan_precision(plan, recipe)
     dtype = compute_dtype(precision, world.device)
-    model = build_model_shape(recipe)
+    model = planned_shape(plan, build_model_shape(recipe))
     graph = stage_graph(plan, model)
     limit = None if device_memory is None else prove_memory(recipe, plan, model, device_memory)
     program, forward_program = build_programs(graph, plan.schedule, limit)
@@ -166,7 +166,7 @@ def build_rank_context(
     sequence_parallel = {name: unit.tp for name, unit in plan.units.items() if unit.sp}
     widths, readers = edge_widths(graph, model), state_readers(graph, model)
     transport = Transport(world.rank, groups, widths, sequence_parallel, world.device, dtype, readers)
-    units = build_units(recipe, graph, transport, sequence_parallel, pretrained)
+    units = build_units(recipe, model, graph, transport, sequence_parallel, pretrained)
     unit_optimizers = {name: _optimizer_of(recipe, unit, world) for name, unit in units.items()}
     optimizer = Optimizer(unit_optimizers, recipe.train.optimizer, world, groups.tied_embeddings)
     if pretrained is not None:
@@ -261,13 +261,13 @@ def state_readers(graph: StageGraph, model: ModelShape) -> dict[Edge, LayerShape
 
 def build_units(
     recipe: Recipe,
+    model: ModelShape,
     graph: StageGraph,
     transport: Transport,
     sequence_parallel: Collection[str] = (),
     pretrained: WeightSource | None = None,
 ) -> dict[str, UnitRunner]:
     """Build this rank's stages of every unit, with their initial weights; `sequence_parallel` names units with it."""
-    model = build_model_shape(recipe)
     train = recipe.train
     options = StageOptions(transport.dtype, transport.device, train.seed, train.attention, pretrained, train.kernels)
     units: dict[str, UnitRunner] = {}
