@@ -58,7 +58,7 @@ def test_few_microbatches_in_a_long_pipeline_are_divided_as_well_as_by_rules_of_
     """Search four microbatches on 16 ranks that recompute: the way down and up is most of the step.
 
     Of partitions that recompute, estimates are up to 3% above the simulator's steps, so the search alone may miss a
-    partition that is 1% faster. The planner also simulates the rules of thumb, and takes one that is faster.
+    partition that is as much faster. The planner also simulates the rules of thumb, and takes one that is faster.
     """
     meshes = ["parallel.placement=unified", "parallel.llm.tp=1", "parallel.llm.dp=32"]
     recipe = load_recipe(FOLDER / "mmscale_70b.yaml", meshes).recipe
@@ -74,7 +74,7 @@ def test_few_microbatches_in_a_long_pipeline_are_divided_as_well_as_by_rules_of_
     baselines = BaselinePlanner(evaluator, results.enumerated).plan_all()
     assert len(baselines) > 3
     of_rules_s = min(baseline.step_time_s for baseline in baselines.values())
-    assert results.fastest_s < 1.01 * of_rules_s
+    assert results.fastest_s < 1.03 * of_rules_s
     assert planned(recipe, num_alternatives=1).predicted.step_time_s <= min(results.fastest_s, of_rules_s)
 
 
