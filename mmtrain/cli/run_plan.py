@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -67,7 +67,7 @@ class PlanOptions:
                 "--baseline returns one plan, so --measure has nothing to choose from; leave one of them out"
             )
 
-    @cached_property
+    @property
     def gpu_counts(self) -> list[int] | None:
         """The numbers of GPUs to compare. Raises UserError for what is no list of numbers."""
         return None if self.gpus is None else parse_gpu_counts(self.gpus)

@@ -298,7 +298,7 @@ def _layer_activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: i
             num_softmaxes = num_attention_passes(layer) * layer.heads // tp
             statistics = 4 * (4 + num_softmaxes)  # of two norms and of each head's softmax, in fp32
             # Gated: gate and up together, and what they make; else input and output of the activation.
-            mlp = layer.ffn * ((2 if layer.gated else 1) + (not layer.recomputes_activation))
+            mlp = _activation_function_width(layer) - layer.ffn * layer.recomputes_activation
             gathered = (tp - 1) * (inner + kv) if layer.kv_heads < tp else 0  # keys and values of all ranks
             image_rows = 2 * inner if layer.image_spans else 0  # queries and outputs of the second pass
             split = (inner + kv) + gathered + head_norms + rotated + 2 * inner + image_rows + mlp
@@ -419,7 +419,7 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
             on_heads = head_elements(layer)
             residual = 10 * h + (4 * h if layer.layer_scale or layer.post_norms else 0)
             residual += 3 * h * int(layer.adds_carried)
-            return t * (residual + ((3 if layer.gated else 2) * layer.ffn + on_heads) // tp)
+            return t * (residual + (_activation_function_width(layer) + on_heads) // tp)
         case "projector":
             joins = 2 * feature_rows(layer, load) * layer.out_width if layer.carried_in else 0
             of_each = 3 * t * h + 2 * feature_rows(layer, load) * layer.ffn // tp
@@ -439,7 +439,12 @@ def softmax_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
 
 def activation_function_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Return how many numbers the activation function of a block's MLP moves in forward."""
-    return load.tokens * (3 if layer.gated else 2) * layer.ffn // tp
+    return load.tokens * _activation_function_width(layer) // tp
+
+
+def _activation_function_width(layer: LayerShape) -> int:
+    """Return how many numbers the activation function of a block's MLP reads and writes for a token."""
+    return (3 if layer.gated else 2) * layer.ffn
 
 
 def activation_output_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:

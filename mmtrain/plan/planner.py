@@ -104,11 +104,11 @@ def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[E
     again = with_activations_again(problem)
     try:
         evaluator, results = _search_placements(problem, budget)
-    except PlanError as error:
+    except PlanError:
         if again is not None:
             with suppress(PlanError):
                 return _search_placements(again, budget)
-        raise error
+        raise
     if again is None or not _recomputes(results.candidates[0]):
         return evaluator, results
     problem.request.say("trying activation functions that run again")

@@ -178,13 +178,6 @@ class ParallelSettings(Section):
         degrees: UnitParallel = getattr(self, unit)
         return degrees
 
-    def with_unit(self, unit: str, **changes: object) -> "ParallelSettings":
-        """Return a copy in which these settings of a unit are changed."""
-        degrees = self.of(unit).model_copy(update=changes)
-        if unit in self._short_forms():
-            return self.model_copy(update={unit: degrees})
-        return self.model_copy(update={"encoders": {**self.encoders, unit: degrees}})
-
     @classmethod
     def _short_forms(cls) -> list[str]:
         """Return the fields that hold the degrees of one unit each."""

@@ -169,8 +169,8 @@ def test_a_document_whose_images_are_shown_is_a_conversation(case: Case) -> None
     features = {"vision": [_draw_features(case.family, "image", random) for _ in shown.images]}
     encoded = case.tokenizer.encode(shown, features)
     assert encoded.ids.tolist() == expected_ids(case, messages, Drawn(shown, features, messages))
-    judged = case.marking_judge.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    targets = np.array(judged["input_ids"])[np.array(judged["assistant_masks"], dtype=bool)]
+    rendered = case.marking_judge.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    targets = np.array(rendered["input_ids"])[np.array(rendered["assistant_masks"], dtype=bool)]
     assert encoded.labels[encoded.labels != IGNORE_INDEX].tolist() == targets.tolist()
 
 

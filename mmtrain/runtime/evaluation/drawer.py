@@ -1,4 +1,4 @@
-"""Draw the images of held-out samples, and measure how well noise is told from them.
+"""Draw the images of held-out samples, and measure how well the model predicts the noise in them.
 
 The LLM reads each conversation as in training. Its outputs at the queries condition the generator, which starts from
 noise that depends on seed, sample and place alone. So ranks that each run the whole model share the samples.

@@ -35,7 +35,7 @@ from mmtrain.costs.measured_costs import interpolation_errors
 from mmtrain.errors import PlanError
 from mmtrain.models.layer_shape import BLOCK_KINDS
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import UnitShape, build_model_shape
+from mmtrain.models.model_shape import UnitShape, build_model_shape, with_recomputed_activations
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.profiling.core_speed import measure_core_speed
@@ -160,18 +160,11 @@ def _rank_main(measure: Callable[[World], _Measurements], out: Path, address: Ad
     leave()
 
 
-def _without_activations_again(recipe: Recipe) -> Recipe:
-    """Return the recipe whose activation functions run once, as in all tables: what more they cost is modelled."""
-    parallel = recipe.parallel
-    for unit in (*recipe.model.all_encoders, "llm"):
-        parallel = parallel.with_unit(unit, recompute_activation_function=False)
-    return recipe.model_copy(update={"parallel": parallel})
-
-
 def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurements:
     """Time the layers of every unit that the request measures with this `tp`; all TP groups measure at once."""
     groups = _tp_groups(world, tp)
-    model = build_model_shape(_without_activations_again(request.recipe))
+    # Activation functions run once, as in all tables: what it costs to run them again is modelled.
+    model = with_recomputed_activations(build_model_shape(request.recipe), ())
     result = _Measurements()
     dtype = compute_dtype(precision_for(request.recipe, preset(request.hardware)), world.device)
     units = [unit for unit in model.units if tp in request.tp.get(unit.name, ())]
