@@ -107,6 +107,12 @@ class LayerShape:
         return self.trainable and not self.trains_adapters_only
 
     @property
+    def keeps_activation_output(self) -> bool:
+        """Whether a gradient reads the output of a block's activation function: a weight's, or that of an adapter."""
+        last_linear = "mlp.linear_fc2"
+        return self.trains_weights or (self.lora is not None and last_linear in self.lora.linears)
+
+    @property
     def rotates(self) -> bool:
         """Return whether a block rotates queries and keys by their positions."""
         return self.causal or self.rotary

@@ -108,11 +108,14 @@ def build_model_shape(recipe: Recipe) -> ModelShape:
 
 
 def with_recomputed_activations(shape: ModelShape, units: Collection[str]) -> ModelShape:
-    """Return the model with blocks that compute their activation functions again, in these units and no others."""
+    """Return the model with blocks that compute their activation functions again, in these units and no others.
+
+    Frozen blocks that keep no output of theirs have nothing to compute again.
+    """
     marked: dict[LayerShape, LayerShape] = {}
     for unit in shape.units:
         for layer in unit.layers:
-            again = unit.name in units and layer.kind in BLOCK_KINDS
+            again = unit.name in units and layer.kind in BLOCK_KINDS and layer.keeps_activation_output
             marked.setdefault(layer, replace(layer, recomputes_activation=again))
     return replace(
         shape, units=tuple(replace(u, layers=tuple(marked[layer] for layer in u.layers)) for u in shape.units)

@@ -19,4 +19,5 @@ def with_activations_again(problem: PlanningProblem) -> PlanningProblem | None:
     if "auto" not in settings.values():
         return None
     units = [name for name, setting in settings.items() if setting]
-    return replace(problem, shape=with_recomputed_activations(problem.shape, units))
+    shape = with_recomputed_activations(problem.shape, units)
+    return None if shape == problem.shape else replace(problem, shape=shape)

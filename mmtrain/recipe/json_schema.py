@@ -73,6 +73,14 @@ def without_tags(keys: KeyPath) -> KeyPath:
     return tuple(plain)
 
 
+def is_alternative(keys: KeyPath) -> bool:
+    """Return whether a path of pydantic's ends with the name of an alternative of a value, like `bool`."""
+    if not keys or schema_at(keys) is not None:
+        return False
+    above = schema_at(keys[:-1]) or {}
+    return "anyOf" in above and not _mapping(above)
+
+
 def _child(schema: JsonSchema, key: str | int) -> JsonSchema | None:
     properties = _mapping(schema).get("properties", {})
     kinds = _kinds(schema)
@@ -126,6 +134,11 @@ def _renamed_settings(kind: type[Section], path: KeyPath) -> Iterator[tuple[KeyP
                 yield from _renamed_settings(nested, (*path, name))
 
 
+def named_values(schema: JsonSchema) -> list[Any]:
+    """Return the values that a setting names one by one, like `auto`; none for a number or any text."""
+    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
+
+
 def describe_allowed(schema: JsonSchema) -> str:
     """Describe in words what a setting allows: `a whole number of at least 1, or null`."""
     schema = _follow(schema)
@@ -133,8 +146,8 @@ def describe_allowed(schema: JsonSchema) -> str:
         return ", or ".join(describe_allowed(choice) for choice in schema["anyOf"])
     if "discriminator" in schema:
         return "a mapping"
-    if "enum" in schema or "const" in schema:
-        *others, last = map(str, schema.get("enum", [schema.get("const")]))
+    if names := named_values(schema):
+        *others, last = map(str, names)
         return f"{', '.join(others)} or {last}" if others else last
     kind = schema.get("type")
     if kind in ("integer", "number"):
@@ -146,8 +159,8 @@ def describe_allowed(schema: JsonSchema) -> str:
         return "a path"
     if kind == "string" and "pattern" in schema:
         return f"text like {schema['pattern']}"
-    names = {"boolean": "true or false", "string": "text", "null": "null", "object": "a mapping"}
-    return names.get(str(kind), "another value")
+    of_kind = {"boolean": "true or false", "string": "text", "null": "null", "object": "a mapping"}
+    return of_kind.get(str(kind), "another value")
 
 
 def _range(schema: JsonSchema) -> str:

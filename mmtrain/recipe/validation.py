@@ -44,7 +44,8 @@ def validate(
         recipe = Recipe.model_validate_json(json.dumps(raw), strict=True)
     except ValidationError as failure:
         errors = cast(list[PydanticError], failure.errors(include_url=False))
-        field_problems = [_problem(error, tree) for error in errors if not _is_consequence(error, errors)]
+        reported = (_problem(error, tree) for error in errors if not _is_consequence(error, errors))
+        field_problems = list(dict.fromkeys(reported))  # each alternative of a union reports the same value
     known = {dotted_path(problem.where) for problem in problems}  # keys of `--set` are texts, those of lists numbers
     field_problems = [problem for problem in field_problems if dotted_path(problem.where) not in known]
     invalid = {problem.where for problem in (*problems, *field_problems)}
@@ -139,20 +140,24 @@ def _problem(error: PydanticError, tree: Node) -> Problem:
         return Problem(keys, text, node.origin)
     if kind in ("too_short", "too_long"):
         return Problem(keys, f"{error['msg']}; allowed: {allowed}", node.origin)
-    names = [name for branch in schema.get("anyOf", [schema]) for name in branch.get("enum", ())]
+    names = [name for branch in schema.get("anyOf", [schema]) for name in json_schema.named_values(branch)]
     closest = get_close_matches(str(node.value), names, n=1)
     hint = f"; did you mean {closest[0]}?" if closest else ""
     return Problem(keys, f"found {_describe_value(node)}, allowed: {allowed}{hint}", node.origin)
 
 
 def _location(error: PydanticError) -> KeyPath:
-    """Return the path of what is wrong, with the tags of unions; for a wrong name the path of the named section."""
+    """Return the path of what is wrong, with the tags of unions of sections.
+
+    For a wrong name that is the path of the named section, and for a value that no alternative of a union takes, such
+    as `true`, `false` or `auto`, the path of the setting without the alternative's name.
+    """
     keys: KeyPath = error["loc"]
     if keys and keys[-1] == "[key]":
         return keys[:-1]
     if error["type"] in ("union_tag_not_found", "union_tag_invalid"):
         return (*keys, str(error["ctx"]["discriminator"]).strip("'"))
-    return keys
+    return keys[:-1] if json_schema.is_alternative(keys) else keys
 
 
 def _unknown_key(keys: KeyPath) -> str:

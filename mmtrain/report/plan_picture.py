@@ -11,6 +11,7 @@ from mmtrain.report.rank_groups import (
     ReplicaRanks,
     UnitEdge,
     UnitStages,
+    activations_again_notes,
     layers_text,
     ranges_text,
     rank_groups,
@@ -42,8 +43,9 @@ def plan_drawing(plan: Plan) -> Drawing:
     cards = rank_groups(plan)
     edges = unit_edges(plan)
     drawn_cards = cards[:_MAX_CARDS]
-    marks: list[Mark] = list(_legend(plan, len(cards)))
-    top = _LEGEND_HEIGHT * (len(plan.units) + 1) + 8.0
+    notes = _notes(plan, len(cards))
+    marks: list[Mark] = list(_legend(plan, notes))
+    top = _LEGEND_HEIGHT * (len(plan.units) + len(notes)) + 8.0
     pitch = CARD_WIDTH_PX + CARD_GAP_PX
     for row_start in range(0, len(drawn_cards), CARDS_PER_ROW):
         row = drawn_cards[row_start : row_start + CARDS_PER_ROW]
@@ -57,7 +59,16 @@ def plan_drawing(plan: Plan) -> Drawing:
     return Drawing(max(width, 560), top, _describe(plan, cards, edges), tuple(marks), full_width=False)
 
 
-def _legend(plan: Plan, num_cards: int) -> Iterator[Mark]:
+def _notes(plan: Plan, num_cards: int) -> list[str]:
+    """Write what the picture leaves unsaid, one line each."""
+    note = "Each bar shows a stage's layers; outlined layers are recomputed in the backward pass"
+    if num_cards > _MAX_CARDS:
+        note += f"; the first {_MAX_CARDS} of {num_cards} groups of ranks"
+    note += "."
+    return [note, *activations_again_notes(plan)]
+
+
+def _legend(plan: Plan, notes: Sequence[str]) -> Iterator[Mark]:
     units = tuple(plan.units)
     for line, (name, unit) in enumerate(plan.units.items()):
         context_parallel = f"cp {unit.cp} x " if unit.cp > 1 else ""
@@ -72,10 +83,8 @@ def _legend(plan: Plan, num_cards: int) -> Iterator[Mark]:
         )
         yield Box(0, line * _LEGEND_HEIGHT + 3, 12, 12, unit_color(name, units))
         yield Label(18, line * _LEGEND_HEIGHT + 13, text, color="ink")
-    note = "each bar shows a stage's layers; outlined layers are recomputed in the backward pass"
-    if num_cards > _MAX_CARDS:
-        note += f"; the first {_MAX_CARDS} of {num_cards} groups of ranks"
-    yield Label(0, len(units) * _LEGEND_HEIGHT + 13, note, size=11)
+    for line, note in enumerate(notes, start=len(units)):
+        yield Label(0, line * _LEGEND_HEIGHT + 13, note, size=11)
 
 
 def _card_height(card: RankGroup, edges: Sequence[UnitEdge]) -> float:
@@ -250,4 +259,5 @@ def _describe(plan: Plan, cards: Sequence[RankGroup], edges: Sequence[UnitEdge])
         for stage in unit.stages
     ]
     feeds = "; ".join(f"{edge.src} feeds {edge.dst} ({edge.transport})" for edge in edges)
-    return f"{plan.placement} plan, {len(cards)} groups of ranks. " + ". ".join([*stages, feeds]) + "."
+    text = f"{plan.placement} plan, {len(cards)} groups of ranks. " + ". ".join([*stages, feeds]) + "."
+    return " ".join([text, *activations_again_notes(plan)])

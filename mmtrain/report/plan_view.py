@@ -11,7 +11,7 @@ from mmtrain.report.idle_time import idle_text
 from mmtrain.report.metrics_record import compact_number
 from mmtrain.report.phase_totals import predicted_phases
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, seconds_text
-from mmtrain.report.rank_groups import RankGroup, ranges_text, rank_groups
+from mmtrain.report.rank_groups import RankGroup, activations_again_notes, ranges_text, rank_groups
 from mmtrain.report.sensitivity_view import SENSITIVITY_LEGEND, fragile_sentences, sensitivity_table
 
 BALANCE_LEGEND = (
@@ -35,7 +35,7 @@ def plan_table(plan: Plan, width: int = DEFAULT_WIDTH, *, with_details: bool = F
         "",
         _rank_table(plan),
         "Layer 0 of a unit is its embedding, the last layer its projector or head.",
-        *_activations_again(plan),
+        *activations_again_notes(plan),
         "",
         *_sentences(plan),
     ]
@@ -76,12 +76,6 @@ def _unit_table(plan: Plan) -> Table:
             str(unit.num_recomputed),
         )
     return table
-
-
-def _activations_again(plan: Plan) -> Iterator[str]:
-    units = [name for name, unit in plan.units.items() if unit.recompute_activation_function]
-    if units:
-        yield f"Blocks of {' and '.join(units)} that are not recomputed compute their activation functions again."
 
 
 def _sequence_parallelism(unit: UnitPlan) -> str:

@@ -178,3 +178,11 @@ def recompute_text(stage: StagePlan) -> str:
     if not stage.recompute:
         return "none"
     return "all" if len(stage.recompute) == hi - lo else ranges_text(stage.recompute)
+
+
+def activations_again_notes(plan: Plan) -> list[str]:
+    """Say in one sentence in which units activation functions run again in the backward pass; in none: no sentence."""
+    units = [name for name, unit in plan.units.items() if unit.recompute_activation_function]
+    if not units:
+        return []
+    return [f"Blocks of {' and '.join(units)} that are not recomputed compute their activation functions again."]

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from mmtrain.errors import RecipeError
 from mmtrain.models.freezing import parameter_names
+from mmtrain.models.layer_shape import BLOCK_KINDS
 from mmtrain.recipe.audio_settings import AudioSettings
 from mmtrain.recipe.encoder_settings import ProjectorSettings
 from mmtrain.recipe.model_settings import ModelSettings
@@ -93,3 +94,18 @@ def test_freezing_some_parameters_leaves_the_gradients_of_others_unchanged(patte
     for name, gradient in part.items():
         assert gradient is not None, f"{name} has no gradient"
         assert (gradient - whole[name]).norm() <= 1e-5 * (whole[name].norm() + 1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("adapted", "expected"), [(None, False), ("llm.*.linear_qkv", False), ("llm.*.linear_fc2", True)]
+)
+def test_activation_functions_run_again_only_where_a_gradient_reads_their_output(
+    adapted: str | None, expected: bool
+) -> None:
+    parallel = {unit: {"recompute_activation_function": True} for unit in ("vision", "llm")}
+    lora = None if adapted is None else {"targets": (adapted,)}
+    shape = shape_of(settings(llm={"freeze": True}), lora=lora, parallel=parallel)
+    llm_blocks = [layer for layer in shape.unit("llm").layers if layer.kind in BLOCK_KINDS]
+    assert {block.recomputes_activation for block in llm_blocks} == {expected}
+    vision_blocks = [layer for layer in shape.unit("vision").layers if layer.kind in BLOCK_KINDS]
+    assert {block.recomputes_activation for block in vision_blocks} == {lora is None}  # adapters freeze all else

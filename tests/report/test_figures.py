@@ -71,6 +71,18 @@ def test_every_rank_and_layer_is_drawn_once() -> None:
     assert all(bar.outlined == ("recomputed" in bar.tooltip) for bar in bars(drawing))
 
 
+def test_the_plan_says_where_activation_functions_run_again() -> None:
+    llm = unit(1, 2, 1, 2, 12, redone=3)
+    kept = plan_drawing(planned(vision=unit(1, 1, 2, 0, 5), llm=llm))
+    again = planned(vision=unit(1, 1, 2, 0, 5), llm=llm.model_copy(update={"recompute_activation_function": True}))
+    drawing = plan_drawing(again)
+    sentence = "Blocks of llm that are not recomputed compute their activation functions again."
+    assert labels(drawing).count(sentence) == 1
+    assert drawing.description.endswith(sentence)
+    assert drawing.height > kept.height
+    assert sentence not in [*labels(kept), kept.description]
+
+
 def test_edges_between_units_name_their_transport() -> None:
     def transport(vision: UnitPlan, llm: UnitPlan) -> str:
         [edge] = unit_edges(planned(vision=vision, llm=llm))
