@@ -1,5 +1,6 @@
 """The process groups of one unit on this rank, in the form that Megatron-core expects."""
 
+import atexit
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +27,12 @@ class ParallelGroups:
         """Create the groups of a unit that only this rank holds.
 
         Starts a world of one process over gloo if torch.distributed is not initialized: Megatron-core's layers ask real
-        process groups for their size even when nothing is parallel.
+        process groups for their size even when nothing is parallel. That world ends with the process.
         """
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+            # Groups that outlive the interpreter make one process in forty abort at its end (torch 2.13).
+            atexit.register(_end_world)
         group = _new_single_member_group()
         return cls(tp=group, dp=group, pp=group)
 
@@ -95,3 +98,8 @@ class ParallelGroups:
 def _new_single_member_group() -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return group
+
+
+def _end_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
