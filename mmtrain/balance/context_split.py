@@ -65,7 +65,12 @@ class ContextSplit:
     @property
     def imbalance(self) -> float:
         """Return the fullest rank over the mean, of tokens or of attention work, whichever is less even."""
-        return max(_imbalance(self.num_tokens), _imbalance(self.work))
+        return max(_imbalance(self.num_tokens), self.work_over_mean)
+
+    @property
+    def work_over_mean(self) -> float:
+        """Return the attention work of the fullest rank over the mean."""
+        return _imbalance(self.work)
 
 
 def split_sequences(

@@ -59,8 +59,8 @@ class ImbalanceBound:
 def imbalance_bound(groups: SampleGroups, tokens: IntArray, num_replicas: int) -> ImbalanceBound:
     """Compute how uneven steps must be because one of their samples alone exceeds the mean load.
 
-    tokens: (n,) of each sample for one unit; each run of `num_replicas` groups is a step. Only splitting the items of
-    such a sample over ranks helps (`split_long_samples`).
+    tokens: (n,) of each sample for one unit; each run of `num_replicas` groups is a step. Only ranks that share such a
+    sample help (`parallel.llm.cp`).
     """
     num_groups = len(groups) // num_replicas * num_replicas  # in whole steps
     if num_groups == 0:
@@ -86,7 +86,7 @@ def sample_above_mean_load(loads: IntArray, num_replicas: int) -> tuple[int, flo
 
     loads: (k, q) what each sample adds to each load of a step. A sample that alone exceeds the mean load of a replica
     makes its replica the last one. Returns the row of the worst sample and its load over that mean, or None if there is
-    no such sample. Only splitting its items over ranks helps.
+    no such sample. Only ranks that share it help (`parallel.llm.cp`).
     """
     mean = loads.sum(axis=0) / num_replicas
     ratio = np.divide(loads, mean, out=np.zeros(loads.shape), where=mean > 0)

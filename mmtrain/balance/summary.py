@@ -40,6 +40,23 @@ class LengthSummary:
 
 
 @dataclass(frozen=True)
+class LongSamples:
+    """The samples that have more LLM tokens than one of the ranks that share the longest sequences computes."""
+
+    ranks: int  # that share a sequence of `data.seq_len` tokens
+    most_tokens: int  # of one of them
+    samples: float  # share of the samples that are longer
+    tokens: float  # share of the LLM's tokens that are in them
+
+    @classmethod
+    def count(cls, tokens: IntArray, seq_len: int, ranks: int) -> "LongSamples":
+        """Count those of samples with `tokens` (S,), at most `seq_len` each."""
+        most_tokens = -(-seq_len // ranks)
+        is_long = tokens > most_tokens
+        return cls(ranks, most_tokens, float(is_long.mean()), float(tokens[is_long].sum() / tokens.sum()))
+
+
+@dataclass(frozen=True)
 class SourceSummary:
     """One source, and what training uses of it."""
 

@@ -26,25 +26,32 @@ def stats(
     Prints a histogram per modality, the correlation between modalities, and the samples that cannot be used. With
     --recipe, lengths are tokens; without it, text is counted in characters, images in pixels and audio in seconds.
     With the recipe's own sources, a table shows which share of training each makes up, and how often it is passed
-    through. Reads headers only and decodes nothing.
+    through. For long sequences another shows how many samples context parallelism would cut. Reads headers only and
+    decodes nothing.
     """
     import json
     from dataclasses import asdict
 
-    from mmtrain.balance.summary import SourceSummary, summarize_lengths
+    from mmtrain.balance.summary import LongSamples, SourceSummary, summarize_lengths
     from mmtrain.cli.named_sources import read_named_sources
     from mmtrain.cli.recipe_index import print_note
     from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
     from mmtrain.data.stream.source_summary import summarize_sources
     from mmtrain.errors import UserError
+    from mmtrain.plan.budget import DEFAULT_BUDGET
+    from mmtrain.plan.search.constraints import context_parallel_sizes
     from mmtrain.recipe import load_recipe
-    from mmtrain.report.data_view import sources_text, stats_picture, stats_text
+    from mmtrain.report.data_view import long_samples_text, sources_text, stats_picture, stats_text
 
     named_sources = read_named_sources(sources or [])
     in_training: list[SourceSummary] = []
+    long_samples: list[LongSamples] = []
     if recipe is not None:
         settings = load_recipe(recipe, overrides).recipe
         lengths, index = compute_stats_for_recipe(settings, named_sources or settings.data.sources, print_note)
+        if len(index.lengths):
+            sizes = [cp for cp in context_parallel_sizes(settings, DEFAULT_BUDGET.meshes) if cp > 1]
+            long_samples = [LongSamples.count(index.lengths.tokens, settings.data.seq_len, cp) for cp in sizes]
         if not named_sources:
             in_training = summarize_sources(settings, index)
     elif named_sources:
@@ -55,9 +62,16 @@ def stats(
     if png is not None:
         stats_picture(summary, png)
     if as_json:
-        described = [asdict(source) for source in in_training]
-        typer.echo(json.dumps({**asdict(summary), "quarantined": lengths.quarantined, "sources": described}))
+        described = {
+            **asdict(summary),
+            "quarantined": lengths.quarantined,
+            "sources": [asdict(source) for source in in_training],
+            "long_samples": [asdict(entry) for entry in long_samples],
+        }
+        typer.echo(json.dumps(described))
     else:
         typer.echo(stats_text(summary, lengths.quarantined))
+        if long_samples:
+            typer.echo("\n" + long_samples_text(long_samples))
         if in_training:
             typer.echo("\n" + sources_text(in_training, settings.train.steps))

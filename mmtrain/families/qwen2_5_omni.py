@@ -47,7 +47,7 @@ _OF_TEXT = (
 )  # fmt: skip
 _MEDIA: Mapping[str, Settings] = {
     **MEDIA_SETTINGS,
-    "audio": {"scheme": "dynamic", "max_seconds": 300.0, "long_clips": "cut"},
+    "audio": {"scheme": "dynamic", "max_seconds": 300.0, "long_clips": "cut", "item_seconds": 30.0},
 }
 # What its processor passes to that of videos.
 _FRAME_LIMITS = {"min_pixels": 28 * 28 * 128, "max_pixels": 28 * 28 * 768}

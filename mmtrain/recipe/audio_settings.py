@@ -1,5 +1,6 @@
 """The settings of an audio encoder."""
 
+import math
 from typing import Literal
 
 from pydantic import model_validator
@@ -8,6 +9,8 @@ from mmtrain.recipe.encoder_settings import MODALITY_DESCRIPTION, EncoderSetting
 from mmtrain.recipe.presets import AudioPreset
 from mmtrain.recipe.settings import NOTHING, PositiveInt, setting
 from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION
+
+LOG_MEL_FRAMES_PER_SECOND = 100  # one frame every 10 ms, as in Whisper
 
 
 class AudioSettings(EncoderSettings):
@@ -105,6 +108,15 @@ class AudioSettings(EncoderSettings):
     def longest_clip_frames(self) -> int | None:
         """Return the frames that the positions of a clip cover; None if a clip may have any length."""
         return None if self.chunk else self.max_frames
+
+    def frames_per_item(self, seconds: float) -> int:
+        """Return the log-mel frames of about so many seconds, at whose end a chunk and a feature end.
+
+        Only for encoders with `chunk`.
+        """
+        assert self.chunk is not None, "clips without chunks are not divided into items"
+        unit = math.lcm(self.chunk, self.cells_per_feature)
+        return max(round(seconds * LOG_MEL_FRAMES_PER_SECOND / unit), 1) * unit
 
     @property
     def tokens_per_feature(self) -> int:

@@ -343,6 +343,15 @@ class AudioDataSettings(Section):
         "first `max_seconds` of such a clip are heard, as the processors of Qwen2-Audio and Qwen2.5-Omni do. Default: "
         "`cut` for a model folder with a feature extractor.",
     )
+    item_seconds: float | None = setting(
+        None,
+        gt=0,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="For an encoder that hears clips in chunks (`model.audio.chunk`): a clip becomes items of about so "
+        "many seconds, which several ranks may encode, as they do the frames of a video. The features are the same. "
+        "An item ends where a chunk and a feature end. Default: a clip is one item; 30 for folders of Qwen2.5-Omni.",
+    )
 
 
 class IsfSettings(Section):

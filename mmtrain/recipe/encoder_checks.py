@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterator, Mapping
 from math import isqrt
 from typing import cast
 
-from mmtrain.recipe.audio_settings import AudioSettings
+from mmtrain.recipe.audio_settings import LOG_MEL_FRAMES_PER_SECOND, AudioSettings
 from mmtrain.recipe.modalities import dotted_unit, unit_path
 from mmtrain.recipe.raw_tree import Problem
 from mmtrain.recipe.schema import Recipe
 from mmtrain.recipe.vision_settings import VisionSettings
-
-LOG_MEL_FRAMES_PER_SECOND = 100  # one frame every 10 ms, as in Whisper
 
 
 def check_image_size(recipe: Recipe) -> Iterator[Problem]:
@@ -116,6 +114,22 @@ def _check_clip_length(recipe: Recipe, encoder: str, audio: AudioSettings) -> It
         yield Problem(("model", *unit_path(encoder), "max_frames"), text)
 
 
+def check_clip_items(recipe: Recipe) -> Iterator[Problem]:
+    """Clips become several items only where attention ends with a chunk, and alike for all encoders that hear them."""
+    seconds = recipe.data.audio.item_seconds
+    if seconds is None:
+        return
+    where = ("data", "audio", "item_seconds")
+    encoders = _audio_encoders(recipe)
+    if len(encoders) > 1:
+        yield Problem(where, f"found {seconds:g}, allowed with one audio encoder, found {' and '.join(encoders)}")
+        return
+    for name, audio in encoders.items():
+        if audio.chunk is None:
+            text = f"found {seconds:g}, allowed where model.{dotted_unit(name)}.chunk is set: else attention sees all"
+            yield Problem(where, f"{text} of a clip; leave item_seconds out")
+
+
 def _vision_encoders(recipe: Recipe) -> dict[str, VisionSettings]:
     encoders = recipe.model.all_encoders.items()
     return {name: cast(VisionSettings, settings) for name, settings in encoders if settings.modality == "vision"}
@@ -129,5 +143,5 @@ def _audio_encoders(recipe: Recipe) -> dict[str, AudioSettings]:
 # By the name of the modality; for recipes whose sources hold samples.
 ENCODER_CHECKS: Mapping[str, tuple[Callable[[Recipe], Iterator[Problem]], ...]] = {
     "vision": (check_image_size, check_image_tokens, check_joined_tiles),
-    "audio": (check_clip_length,),
+    "audio": (check_clip_length, check_clip_items),
 }

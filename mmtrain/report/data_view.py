@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mmtrain.balance.summary import GroupingScore, LengthDistribution, LengthSummary, SourceSummary
+from mmtrain.balance.summary import GroupingScore, LengthDistribution, LengthSummary, LongSamples, SourceSummary
 from mmtrain.errors import UserError, writing
 from mmtrain.report.plain_text import render_text
 
@@ -28,6 +28,16 @@ def stats_text(summary: LengthSummary, quarantined: Mapping[str, int]) -> str:
         parts += [Text(""), _correlation(summary, present)]
     parts.append(Text(f"\n{summary.samples} samples, {_quarantined_text(quarantined)}"))
     return render_text(*parts).strip("\n")
+
+
+def long_samples_text(long_samples: Sequence[LongSamples]) -> str:
+    """Write how many samples only several ranks can hold, by the number of ranks that share the longest."""
+    table = Table(title="Samples longer than a rank's part of data.seq_len (parallel.llm.cp)", title_justify="left")
+    for column in ("cp", "a rank's part", "longer samples", "their tokens"):
+        table.add_column(column, justify="right")
+    for entry in long_samples:
+        table.add_row(str(entry.ranks), f"{entry.most_tokens:,}", f"{entry.samples:.2%}", f"{entry.tokens:.2%}")
+    return render_text(table).strip("\n")
 
 
 def sources_text(sources: Sequence[SourceSummary], num_steps: int) -> str:

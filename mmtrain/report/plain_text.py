@@ -24,4 +24,4 @@ def seconds_text(seconds: float) -> str:
 
 def memory_text(gib: float) -> str:
     """Write memory with three digits: `73.9 GiB`, `59.1 MiB`."""
-    return f"{gib:.3g} GiB" if gib >= 1 else f"{gib * 1024:.3g} MiB"
+    return f"{gib:.3g} GiB" if gib * 1024 >= 999.5 else f"{gib * 1024:.3g} MiB"  # not 1.01e+03 MiB

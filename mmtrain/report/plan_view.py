@@ -7,6 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from mmtrain.plan.artifact.plan import AS_FAST_RATIO, AS_FAST_TEXT, Plan, Prediction, UnitPlan
+from mmtrain.program.ir.graph import LLM
 from mmtrain.report.idle_time import idle_text
 from mmtrain.report.metrics_record import compact_number
 from mmtrain.report.phase_totals import predicted_phases
@@ -199,6 +200,13 @@ def _sentences(plan: Plan) -> Iterator[str]:
     phases = predicted_phases(plan)
     if phases is not None:
         yield f"Balance over ranks: {phases.to_text()}."
+    shared = None if predicted.balance is None else predicted.balance.shared
+    if shared is not None:
+        yield (
+            f"Of the LLM's sequences {shared.sequences:.1%} are cut for {plan.units[LLM].cp} ranks, with "
+            f"{shared.tokens:.0%} of the tokens; the fullest of these ranks has {shared.work_over_mean:.2f}x the "
+            "attention work of the mean."
+        )
     if predicted.scheduling_efficiency is not None:
         yield f"{predicted.scheduling_efficiency:.0%} of the encoders' work runs inside the LLM's own step."
     yield from _choice_sentences(plan)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mmtrain.data import build_index
 from mmtrain.data.synthetic.demo import generate_demo
+from mmtrain.recipe import load_recipe
 from tests.cli.conftest import RunMmtrain
 
 RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
@@ -38,6 +40,26 @@ def test_stats_with_a_recipe_count_tokens(run_mmtrain: RunMmtrain, folder: Path,
     assert done.stdout.startswith("LLM tokens: ")
     assert "\nvision tokens in " in done.stdout
     assert "120 samples, none quarantined" in done.stdout
+
+
+def test_stats_of_a_recipe_show_which_samples_only_several_ranks_can_hold(
+    run_mmtrain: RunMmtrain, folder: Path
+) -> None:
+    values = [f"data.sources.0.path={folder}/train.json", f"data.tokenizer={folder}/tokenizer.json", "data.seq_len=100"]
+    values += ["parallel.placement=unified", "parallel.llm.cp=2"]
+    settings = [part for value in values for part in ("--set", value)]
+    done = run_mmtrain("data", "stats", "--recipe", RECIPE, *settings, "--json")
+    assert done.returncode == 0, done.stderr
+    [entry] = json.loads(done.stdout)["long_samples"]
+    index = build_index(load_recipe(RECIPE, values).recipe)
+    tokens = index.lengths.tokens
+    assert (entry["ranks"], entry["most_tokens"]) == (2, 50)
+    assert 0 < entry["samples"] < 1
+    assert entry["samples"] == pytest.approx((tokens > 50).mean())
+    assert entry["tokens"] == pytest.approx(tokens[tokens > 50].sum() / tokens.sum())
+    shown = run_mmtrain("data", "stats", "--recipe", RECIPE, *settings).stdout
+    [row] = [line for line in shown.splitlines() if f"{entry['samples']:.2%}" in line]
+    assert f"{entry['tokens']:.2%}" in row
 
 
 def test_stats_of_a_recipe_show_its_mixture(run_mmtrain: RunMmtrain, folder: Path) -> None:

@@ -131,6 +131,30 @@ def test_payload_follows_the_batch_meta(speech_recipe: MakeRecipe, tmp_path: Pat
     assert set(data.encoders) == {"audio"}
 
 
+def test_a_giant_clip_is_spread_over_the_ranks_of_its_encoder(speech_recipe: MakeRecipe, tmp_path: Path) -> None:
+    """Its five seconds are two thirds of all sound. An encoder that hears chunks may hear each part elsewhere."""
+    rows = [_row("<audio>", str(s), clips=("long.wav",)) for s in range(8)]
+    plain = speech_recipe([*rows, _row("<audio>", "giant", clips=("endless.wav",))], seq_len=1000).model_dump()
+    plain["model"]["audio"] |= {"chunk": 20, "clip_end": "unpadded"}
+    plain["data"]["audio"] |= {"max_seconds": 9.0, "item_seconds": 0.4}
+    made = Recipe.model_validate(plain)
+    index = build_index(made)
+    stream = GroupStream(index.lengths, Grouping(1000, 1000, 2), seed=0)
+    dp = {"vision": 1, "audio": 4, "llm": 1}
+    needs = tuple(PayloadNeed("audio", replica, media=True) for replica in range(4))
+    with Loader(index, stream, made, StepRequest(0, dp, dict.fromkeys(dp, 1), needs)) as loader:
+        data = next(loader)
+    table = data.meta.items["audio"]
+    loads = np.bincount(table.replica, weights=table.tokens, minlength=4)
+    assert len(table.tokens) == 8 + 13, "500 frames are twelve items of 40, and one of 20"
+    assert loads.max() - loads.min() <= table.tokens.max()
+    cells = np.concatenate([data.encoders["audio"][replica, 0].cells for replica in range(4)])
+    is_giant = np.repeat(np.bincount(table.sample)[table.sample] > 1, table.rows)
+    order = np.argsort(np.repeat(table.position, table.rows)[is_giant], kind="stable")
+    whole = load_log_mels(FileMedia(str(tmp_path / "endless.wav")), 500, 16, silence_follows=True)
+    assert np.array_equal(cells[is_giant][order], whole)
+
+
 def test_a_clip_that_breaks_after_indexing_becomes_silence_and_is_quarantined(
     speech_recipe: MakeRecipe, tmp_path: Path
 ) -> None:

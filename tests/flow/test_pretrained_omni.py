@@ -46,6 +46,7 @@ data:
   validation: [{{path: {folder}/conversations/few.json}}]
   seq_len: 512
   video: {{min_pixels: 1024, max_pixels: 4096}}
+  audio: {{item_seconds: 0.2}}
 parallel: {parallel}
 cluster: {{hardware: cpu-core}}
 train:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mmtrain.balance import SampleLengths
+from mmtrain.balance.context_split import MAX_IMBALANCE
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan
@@ -22,6 +23,7 @@ from mmtrain.plan.search.mesh_enumeration import mesh_assignments
 from mmtrain.program.ir.actions import Backward, Forward
 from mmtrain.program.ir.graph import LLM, Microbatch
 from mmtrain.recipe.schema import Recipe
+from mmtrain.report.plan_view import plan_table
 from tests.plan.factory import lengths, recipe
 
 LONG = 65_536
@@ -124,7 +126,15 @@ def test_long_samples_are_shared_where_that_is_faster() -> None:
     plan = planned(long_recipe(global_batch=1))
     assert plan.units[LLM].cp == 4
     assert (plan.units["vision"].cp, plan.units["vision"].dp) == (1, 4)  # images are divided over the same ranks
+    assert plan.predicted.balance is not None
+    shared = plan.predicted.balance.shared
+    assert shared is not None
+    assert (shared.sequences, shared.tokens) == (1, 1), "a batch of one sample leaves nothing to put beside it"
+    assert 1 <= shared.work_over_mean <= MAX_IMBALANCE
+    assert "Of the LLM's sequences 100.0% are cut for 4 ranks, with 100% of the tokens" in plan_table(plan, 200)
     alone = planned(long_recipe(global_batch=1, cp=1))
+    assert alone.predicted.balance is not None
+    assert alone.predicted.balance.shared is None
     assert plan.predicted.step_time_s < 0.95 * alone.predicted.step_time_s
     graph = stage_graph(plan, build_model_shape(long_recipe()))
     assert graph.mesh(LLM).cp_replicas(2) == range(4)

@@ -306,6 +306,11 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         ([AUDIO, "model.audio.max_frames=2000"], "data.audio.max_seconds: 30 s become 3000 frames"),
         ([AUDIO, "model.audio.downsample=7"], "model.audio.max_frames: 3000 is not a multiple of 2 x"),
         (
+            [AUDIO, "data.audio.item_seconds=10"],
+            "data.audio.item_seconds: found 10, allowed where model.audio.chunk is set",
+        ),
+        ([AUDIO, "data.audio.item_seconds=0"], "data.audio.item_seconds: found 0"),
+        (
             [AUDIO, "parallel.placement=unified", "parallel.audio.dp=2", "parallel.llm.dp=1"],
             "parallel.audio.dp: 2 differs from parallel.llm.dp 1",
         ),
@@ -392,7 +397,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 27
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 28
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"

@@ -221,7 +221,7 @@ def _decode_and_report(
         if error is not None:
             undecodable.append(Quarantined.of(sample, error.kind, str(error)))
     decoded = [medium for medium in distinct if medium not in errors]
-    num_frames = sum(medium.grids[0][0] for medium in decoded if medium.kind == "audio")
+    num_frames = sum(rows for medium in decoded if medium.kind == "audio" for rows, _ in medium.grids)
     seconds_of_sound = num_frames * HOP_SAMPLES / SAMPLE_RATE_HZ
     counts: dict[str, int] = dict(Counter[str](medium.kind for medium in decoded))
     return CheckReport(len(samples) + len(bad), counts, seconds_of_sound, (*bad, *undecodable), allowed_rate)

@@ -1,10 +1,11 @@
 """How each modality reads its media: the grids of their items from the header, and the cells of one item.
 
-An item (an image, a tile, a frame of a video, a clip) is a grid of rows x cols cells: patches of an image, or log-mel
-frames of a clip in one column.
+An item (an image, a tile, a frame of a video, a clip or a part of one) is a grid of rows x cols cells: patches of an
+image, or log-mel frames of a clip in one column.
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Protocol
 
 from mmtrain.data.media.audio import (
@@ -63,24 +64,48 @@ class VisionItemReader:
 
 
 class AudioItemReader:
-    """Clips: each is one item, of log-mel frames in one column."""
+    """Clips: each is one item of log-mel frames in one column, or several, where the encoder hears it in chunks."""
 
     def __init__(self, settings: AudioSettings, data: DataSettings) -> None:
         """Read as the settings of the encoder and of the data say."""
         self._settings = settings
         self._data = data
+        seconds = data.audio.item_seconds
+        self._item_frames = None if seconds is None else settings.frames_per_item(seconds)
+        # The next item of a clip is usually wanted next.
+        self._load_clip = lru_cache(maxsize=1)(self._load_whole_clip)
 
     def check_settings(self) -> None:
         """Raise `DataError` if the library that reads sound is missing."""
         require_soundfile()
 
     def read_items(self, kind: MediaKind, media: Media) -> MediumItems:
-        """Return one item of (frames, 1) from the header of a clip."""
-        return MediumItems(((self._num_frames(media), 1),))
+        """Return the items of (frames, 1) from the header of a clip; its last item may be shorter than the others."""
+        frames = self._num_frames(media)
+        if self._item_frames is None:
+            return MediumItems(((frames, 1),))
+        num_whole, rest = divmod(frames, self._item_frames)
+        grids = [(self._item_frames, 1)] * num_whole
+        if rest + self._settings.partial_cells >= self._settings.cells_per_feature:  # fewer become no feature
+            grids.append((rest, 1))
+        return MediumItems(tuple(grids))
 
     def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
-        """Return the log-mel frames of a clip."""
-        return load_log_mels(media, grid[0], self._settings.mel_bins, silence_follows=grid[0] < self._padded_frames())
+        """Return the log-mel frames of an item of a clip."""
+        if self._item_frames is None:
+            return self._load_whole_clip(media, grid[0])
+        first = part * self._item_frames
+        cells = self._load_clip(media, self._num_frames(media))[first : first + grid[0]]
+        if len(cells) < grid[0]:
+            reason = (
+                f"{media}: it has changed since lengths were read; touch the data file, so that they are read again"
+            )
+            raise BadAudioError("undecodable", reason)
+        return cells
+
+    def _load_whole_clip(self, media: Media, frames: int) -> Float32Array:
+        """Return the log-mel frames of a clip, which depend on all of it: their scale is that of the loudest one."""
+        return load_log_mels(media, frames, self._settings.mel_bins, silence_follows=frames < self._padded_frames())
 
     def _padded_frames(self) -> float:
         """Return the frames to which the feature extractor of the encoder's family pads clips with silence."""

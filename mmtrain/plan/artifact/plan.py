@@ -180,6 +180,14 @@ class SchedulePlan(_Frozen):
         return self
 
 
+class SharedSequences(_Frozen):
+    """What context parallelism cuts of the sampled batches' sequences, and how evenly their ranks attend."""
+
+    sequences: float  # share of the LLM's sequences that are cut (OmniBal's sequence-parallel ratio, as we read it)
+    tokens: float  # share of its tokens that are in them
+    work_over_mean: float  # attention work of the fullest rank of a microbatch over the mean of its ranks, mean
+
+
 class StageBalance(_Frozen):
     """How evenly pipeline ranks are filled (OmniBal, arXiv 2407.20761, tables 4 and 5).
 
@@ -198,6 +206,8 @@ class StageBalance(_Frozen):
     # others, and in files of versions that did not write it.
     phases: dict[str, PhaseLoad] | None = None
     dispatch_s: float | None = None
+    # Where ranks share sequences; None in files of versions that did not write it.
+    shared: SharedSequences | None = None
 
 
 class Prediction(_Frozen):
@@ -245,7 +255,7 @@ def _unstated_of_balance(balance: StageBalance | None) -> dict[str, Any]:
     """Return what the fingerprint of a plan leaves out of a prediction or an alternative with this balance."""
     if balance is None:
         return {"balance": True}
-    return {"balance": {name: True for name in ("phases", "dispatch_s") if getattr(balance, name) is None}}
+    return {"balance": {name: True for name in ("phases", "dispatch_s", "shared") if getattr(balance, name) is None}}
 
 
 class PlannedData(_Frozen):

@@ -232,11 +232,12 @@ class LayerCosts:
             one_stage = {unit.name: (0, len(unit.layers)) for unit in self.shape.units}
             num_microbatches = num_microbatches_of(split)
             graph = build_stage_graph(disaggregated_units(meshes, one_stage), num_microbatches, self.shape)
-            batches = self._lay_out(split)
+            batches = self.lay_out(split)
             self._step_loads[split] = [step_loads(graph, batch) for batch in batches]
         return self._step_loads[split]
 
-    def _lay_out(self, split: BatchSplit) -> list[BatchMeta]:
+    def lay_out(self, split: BatchSplit) -> list[BatchMeta]:
+        """Return every sampled batch as this split arranges it."""
         if split not in self._laid_out:
             self._laid_out[split] = self.batches.lay_out(_dp_of(split), num_microbatches_of(split), split[0].dispatch)
         return self._laid_out[split]
@@ -244,7 +245,7 @@ class LayerCosts:
     def phase_loads(self, split: BatchSplit) -> dict[str, PhaseLoad]:
         """Return by unit how evenly sharded units fill the ranks, mean over the sampled batches."""
         num_microbatches = num_microbatches_of(split)
-        return mean_phase_loads([phase_loads(batch, split[0].dp, num_microbatches) for batch in self._lay_out(split)])
+        return mean_phase_loads([phase_loads(batch, split[0].dp, num_microbatches) for batch in self.lay_out(split)])
 
     def microbatch_loads(self, unit: str, split: BatchSplit) -> LoadArrays:
         """Return the loads of a unit's microbatches: arrays of (batches, dp * cp, microbatches)."""
@@ -256,7 +257,7 @@ class LayerCosts:
             batches = alone.lay_out({LLM: of_llm.dp}, {LLM: of_llm.num_microbatches}, of_llm.dispatch)
             self._loads[key] = _llm_loads(of_llm, batches)
         if key not in self._loads:
-            batches = self._lay_out(split)
+            batches = self.lay_out(split)
             for entry in split:
                 if entry.cp == 1:
                     loads = load_arrays(entry.unit, batches, entry.dp, entry.num_microbatches)
@@ -372,7 +373,7 @@ class LayerCosts:
         """Return the FLOPs of a step that MFU counts, mean over the batches; padding does not count."""
         arrays = {entry.unit: self.microbatch_loads(entry.unit, split) for entry in split}
         if self.batches.pad:
-            unpadded = [without_padding(batch) for batch in self._lay_out(split)]
+            unpadded = [without_padding(batch) for batch in self.lay_out(split)]
             arrays = {
                 entry.unit: load_arrays(entry.unit, unpadded, entry.dp, entry.num_microbatches) for entry in split
             }

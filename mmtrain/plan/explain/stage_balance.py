@@ -6,10 +6,11 @@ import numpy as np
 
 from mmtrain.costs import RankMemory, num_parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
-from mmtrain.plan.artifact.plan import StageBalance
+from mmtrain.plan.artifact.plan import SharedSequences, StageBalance
 from mmtrain.plan.candidate import Candidate
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import BatchSplit, FloatArray, LayerCosts, batch_split_of
+from mmtrain.program.ir.context_loads import split_microbatches
 from mmtrain.program.ir.graph import LLM, Edge, Stage, StageGraph
 
 SECONDS_PER_DAY = 86_400
@@ -46,6 +47,7 @@ def stage_balance(candidate: Candidate, evaluator: Evaluator) -> StageBalance:
         gpu_days_per_million_samples=round(gpu_seconds * 1e6 / SECONDS_PER_DAY, 4),
         phases=layer_costs.phase_loads(batch_split_of(graph)) if dispatches else None,
         dispatch_s=candidate.bubbles["dispatch"] * candidate.step_time_s if dispatches else None,
+        shared=_shared_sequences(graph, layer_costs),
     )
 
 
@@ -88,6 +90,23 @@ def _sent_bytes(graph: StageGraph, layer_costs: LayerCosts) -> float:
             totals = (layer_costs.microbatch_loads(edge.src.unit, split).total(batch) for batch in range(num_batches))
             elements += sum(entered.input_elements(total.tokens, total.num_sequences) for total in totals)
     return elements / num_batches * ELEMENT_BYTES[layer_costs.precision]
+
+
+def _shared_sequences(graph: StageGraph, layer_costs: LayerCosts) -> SharedSequences | None:
+    """Return which share of the sampled sequences is cut; None where no ranks share them."""
+    mesh = graph.mesh(LLM)
+    if mesh.cp == 1:
+        return None
+    batches = layer_costs.lay_out(batch_split_of(graph))
+    splits = [split for batch in batches for split in split_microbatches(mesh, batch).values()]
+    num_cut, num_sequences, cut_tokens, num_tokens = np.array(
+        [(len(split.cut), len(split.lengths), sum(split.num_cut_tokens), sum(split.num_tokens)) for split in splits]
+    ).sum(axis=0)
+    return SharedSequences(
+        sequences=round(float(num_cut / num_sequences), 4),
+        tokens=round(float(cut_tokens / num_tokens), 4),
+        work_over_mean=round(float(np.mean([split.work_over_mean for split in splits])), 4),
+    )
 
 
 def _feature_elements(edge: Edge, split: BatchSplit, layer_costs: LayerCosts) -> int:

@@ -127,7 +127,7 @@ def _with_shared_sequences(llm: UnitChoices, recipe: Recipe, ranks_per_node: int
     and a ring between nodes, which hides its messages behind attention; the other where only that is possible.
     """
     degrees = recipe.parallel.llm
-    sizes = [degrees.cp] if degrees.cp else _cp_to_try(recipe, budget)
+    sizes = context_parallel_sizes(recipe, budget)
     methods: list[tuple[int, int, ContextMethod]] = []
     for tp, cp in product(llm.tp, sizes):
         possible = context_methods(recipe, tp, cp) if cp > 1 else ()
@@ -141,8 +141,13 @@ def _with_shared_sequences(llm: UnitChoices, recipe: Recipe, ranks_per_node: int
     return replace(llm, cp=cp_sizes, cp_methods=tuple(methods), cp_split=degrees.cp_split)
 
 
-def _cp_to_try(recipe: Recipe, budget: MeshBudget) -> list[int]:
-    """Return the powers of two that leave each rank enough tokens of the longest microbatches, from 1."""
+def context_parallel_sizes(recipe: Recipe, budget: MeshBudget) -> list[int]:
+    """Return how many ranks may share sequences: as many as the recipe says, or several numbers to try.
+
+    These are the powers of two, from 1, that leave each rank enough tokens of the longest microbatches.
+    """
+    if recipe.parallel.llm.cp is not None:
+        return [recipe.parallel.llm.cp]
     seq_len = recipe.data.seq_len
     if seq_len < budget.min_tokens_to_share or recipe.model.generator is not None:
         return [1]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mmtrain.data.media.aspect_buckets import drawing_sizes
-from mmtrain.recipe.audio_settings import AudioSettings
+from mmtrain.recipe.audio_settings import LOG_MEL_FRAMES_PER_SECOND, AudioSettings
 from mmtrain.recipe.data_settings import DataSettings
 from mmtrain.recipe.generator_settings import GeneratorSettings
 from mmtrain.recipe.modalities import GENERATOR
@@ -66,9 +66,11 @@ def _nearest_clip(settings: AudioSettings, size: ItemSize) -> ItemSize:
 
 
 def _synthetic_clips(settings: AudioSettings, data: DataSettings) -> list[ItemSize]:
-    max_frames = int(100 * data.audio.max_seconds)
+    max_frames = int(LOG_MEL_FRAMES_PER_SECOND * data.audio.max_seconds)
     if settings.longest_clip_frames is not None:
         max_frames = min(settings.longest_clip_frames, max_frames)
+    if data.audio.item_seconds is not None:
+        max_frames = min(settings.frames_per_item(data.audio.item_seconds), max_frames)
     num_features = [int(max_frames * share) // settings.cells_per_feature for share in synthetic_shares()]
     return [(max(1, n) * settings.cells_per_feature, 1) for n in num_features]
 

@@ -52,7 +52,8 @@ class LoadImbalanceReports(StepHook):
         self._reported.add(number)
         self._records.note(
             f"step {ctx.step_number}: load imbalance: sample {sample} alone is {load_over_mean:.2f}x the mean load of "
-            "a data-parallel rank, so this step cannot be balanced; raise train.global_batch or shorten samples"
+            "a data-parallel rank, so this step cannot be balanced; raise train.global_batch, shorten samples, or let "
+            "ranks share them (parallel.llm.cp)"
         )
 
 
