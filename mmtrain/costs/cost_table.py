@@ -177,6 +177,8 @@ class CostTable(_Frozen):
     messages: tuple[MessageEntry, ...] = ()
     optimizer: tuple[OptimizerEntry, ...] = ()
     core_speed: CoreSpeed | None = None  # of CPUs; None: the table is older, or nothing was measured
+    # What a pass loses each time it stops inside a layer for other work and goes on; None: not measured.
+    cut_s: Seconds | None = None
     held_out_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # median, relative, of its layers
     layer_scales: tuple[LayerScale, ...] = ()
     calibrated: bool = False  # the scales come from `plan --calibrate` and from no run
@@ -235,9 +237,11 @@ class CostTable(_Frozen):
         optimizer = {e.parameters: e for e in (*self.optimizer, *newer.optimizer)}
         newest_error = self.held_out_error if newer.held_out_error is None else newer.held_out_error
         newest_speed = self.core_speed if newer.core_speed is None else newer.core_speed
+        newest_cut_s = self.cut_s if newer.cut_s is None else newer.cut_s
         return newer.model_copy(
             update={
                 "core_speed": newest_speed,
+                "cut_s": newest_cut_s,
                 "held_out_error": newest_error,
                 "layers": tuple(layers.values()),
                 "messages": tuple(messages.values()),

@@ -276,8 +276,8 @@ class MeasuredCosts:
         return float(np.interp(nbytes, entry.nbytes, entry.overlap_slowdown))
 
     def cut(self) -> float:
-        """Return the seconds that a pass loses each time it stops inside a layer and goes on; always modelled."""
-        return self.model.cut()
+        """Return the seconds that a pass loses each time it stops inside a layer and goes on."""
+        return self.model.cut() if self.table.cut_s is None else self.table.cut_s
 
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step over `parameters` of one rank, on a line through the measurements."""

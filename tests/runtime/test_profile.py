@@ -7,17 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
 from mmtrain.errors import PlanError, UserError
+from mmtrain.models.layer_shape import BLOCK_PIECES
+from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.stage_inputs import TextInput
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.profiling.layer_profiler import median_without_outliers
+from mmtrain.runtime.profiling.cut_profiler import ProfiledUnit, _Passes, seconds_of_a_stop
+from mmtrain.runtime.profiling.layer_profiler import build_layer_profiler, median_without_outliers
 from mmtrain.runtime.profiling.probes import make_probes
-from mmtrain.runtime.profiling.profile import ProfileRequest, profile
+from mmtrain.runtime.profiling.profile import ProfileRequest, empty_cost_table, profile
+from mmtrain.runtime.world import World
 from tests.distributed import fork_ranks
 from tests.plan import factory
 
@@ -58,6 +63,7 @@ def table() -> CostTable:
 @pytest.mark.slow
 def test_every_kind_of_layer_is_in_the_table(table: CostTable) -> None:
     assert table.core_speed is not None  # by which a calibration of another day corrects it
+    assert table.cut_s is not None
     kinds = [(entry.layer["kind"], entry.tp) for entry in table.layers]
     llm = ["embedding", "decoder_block", "head"]
     vision = ["patch_embed", "vit_block", "projector"]
@@ -206,6 +212,43 @@ def test_only_tp_sizes_that_the_recipe_allows_are_profiled() -> None:
         sizes_to_measure(settings, 4, (), "3")
     with pytest.raises(UserError, match="whole numbers"):
         sizes_to_measure(settings, 4, (), "two")
+
+
+def test_a_measured_stop_takes_the_place_of_the_modelled_one_also_after_another_profile() -> None:
+    model = AnalyticCosts(preset("cpu-core"), "fp32")
+    empty = empty_cost_table(ProfileRequest(_recipe(), "cpu-core", 2, {}))
+    measured = empty.model_copy(update={"cut_s": 3e-4})
+    assert MeasuredCosts(empty, model).cut() == model.cut() > 0
+    assert MeasuredCosts(measured.merged(empty), model).cut() == MeasuredCosts(measured, model).cut() == 3e-4
+    with pytest.raises(ValidationError, match="cut_s"):
+        CostTable.model_validate({**empty.model_dump(), "cut_s": -1e-4})
+
+
+def test_passes_stop_where_the_tensor_parallel_group_communicates() -> None:
+    """An encoder's part of about equal size runs at each stop, and the weights of all layers train again afterwards."""
+    recipe = _recipe(vision={**VISION, "layers": 2}, llm={**LLM, "layers": 2})
+    model, groups, world = build_model_shape(recipe), ParallelGroups.single(), World(0, 1, torch.device("cpu"))
+    units = []
+    for name in ("llm", "vision"):
+        probe = make_probes(recipe, model.unit(name), factory.lengths())[0][0]
+        profiler = build_layer_profiler(recipe, model, model.unit(name), groups, world, torch.float32)
+        units.append(ProfiledUnit(profiler, groups, probe))
+    llm, encoder = map(_Passes, units)
+    first_blocks = 1  # segments before: the embedding
+    stops = {"forward": ("projection", "down"), "backward": ("qkv", "up")}
+    for direction, pieces in stops.items():
+        inner = llm.bounds_at_collectives(direction)[1:-1]  # type: ignore[arg-type]
+        offset = direction == "forward"
+        expected = [
+            first_blocks + 8 * block + BLOCK_PIECES.index(piece) + offset for block in (0, 1) for piece in pieces
+        ]
+        assert inner == expected
+    assert encoder.even_bounds(5) == [0, 3, 7, 10, 14, 18], "two blocks of eight pieces, embedding and projector"
+    assert seconds_of_a_stop(*units, recipe, rounds=1) >= 0
+    assert all(param.requires_grad for unit in units for param in unit.profiler.stage.parameters())
+    assert all(
+        param.grad is None or not param.grad.any() for unit in units for param in unit.profiler.stage.parameters()
+    )
 
 
 def test_outliers_do_not_change_the_typical_value() -> None:

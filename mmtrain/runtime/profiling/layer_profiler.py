@@ -163,7 +163,7 @@ class LayerProfiler:
         clock = clock_for(self.world.device)
         stage.recompute = frozenset(stage.indices if mode.recompute else ())
         stage.requires_grad_(mode.weight_grad)
-        features = [self._features(unit_input, mode.input_grad) for unit_input in inputs]
+        features = [self.features(unit_input, mode.input_grad) for unit_input in inputs]
         self.world.barrier()
         clock.start()
         spans: list[Span] = []
@@ -178,7 +178,7 @@ class LayerProfiler:
         seconds = clock.seconds([*itertools.chain.from_iterable(spans)])
         return self._times_by_layer([end_s - start_s for start_s, end_s in zip(*[iter(seconds)] * 2, strict=True)])
 
-    def _features(self, inputs: UnitInput, input_grad: bool) -> dict[str, Tensor]:
+    def features(self, inputs: UnitInput, input_grad: bool) -> dict[str, Tensor]:
         """Return random features in place of what other units send."""
         first = self.stage.shape.layers[0]
         num_rows: dict[str, int] = {}
@@ -220,7 +220,7 @@ class LayerProfiler:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            context = stage.context(inputs, self._features(inputs, True))
+            context = stage.context(inputs, self.features(inputs, True))
             state = None
             for index in stage.indices:
                 state = stage.run_layer(context, state, index)

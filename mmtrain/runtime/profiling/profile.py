@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mmtrain.balance import SampleLengths
-from mmtrain.costs import precision_for, preset
+from mmtrain.costs import num_parameters, precision_for, preset
 from mmtrain.costs.cost_table import (
     CoreSpeed,
     CostTable,
@@ -35,10 +35,12 @@ from mmtrain.costs.measured_costs import interpolation_errors
 from mmtrain.errors import PlanError
 from mmtrain.models.layer_shape import BLOCK_KINDS
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import UnitShape, build_model_shape, with_recomputed_activations
+from mmtrain.models.model_shape import ModelShape, UnitShape, build_model_shape, with_recomputed_activations
+from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.profiling.core_speed import measure_core_speed
+from mmtrain.runtime.profiling.cut_profiler import ProfiledUnit, seconds_of_a_stop
 from mmtrain.runtime.profiling.layer_profiler import LayerProfiler, build_layer_profiler
 from mmtrain.runtime.profiling.message_profiler import measure_node_groups, measure_node_links
 from mmtrain.runtime.profiling.probes import Probe, make_probes
@@ -46,6 +48,7 @@ from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, World, join, leave
 
 MEASURED_CHUNKS = 4  # of tokens, in which blocks are measured a second time; other numbers differ as modelled
+CUT_ROUNDS = 24  # a stop costs a small part of what a round takes
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class _Measurements(BaseModel):
     optimizer: list[OptimizerEntry] = []
     errors: dict[str, list[float]] = {}
     core_speed: CoreSpeed | None = None
+    cut_s: float | None = None
 
 
 def profile(request: ProfileRequest) -> Profile:
@@ -107,7 +111,9 @@ def profile(request: ProfileRequest) -> Profile:
             "messages": (*result.messages,),
             "optimizer": (*result.optimizer,),
         }
-        table = table.merged(table.model_copy(update=entries | {"core_speed": result.core_speed}))
+        table = table.merged(
+            table.model_copy(update=entries | {"core_speed": result.core_speed, "cut_s": result.cut_s})
+        )
     errors = {name: tuple(errors) for result in results for name, errors in result.errors.items()}
     measured = Profile(table, errors)
     return replace(measured, table=table.model_copy(update={"held_out_error": measured.median_error}))
@@ -199,9 +205,32 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
                 errors += interpolation_errors(entry, [samples[key] for samples in held_out_samples])
             parameters, seconds = profiler.optimizer_seconds(request.repeats)
             result.optimizer.append(OptimizerEntry(parameters=parameters, seconds=seconds))
+    result.cut_s = _measure_cut(request, model, tp, world, dtype)
     if world.device.type == "cpu":
         result.core_speed = measure_core_speed()  # on all cores at once, as the layers
     return result
+
+
+def _measure_cut(request: ProfileRequest, model: ModelShape, tp: int, world: World, dtype: torch.dtype) -> float | None:
+    """Time what a stop inside a layer costs; None where no plan stops there.
+
+    Only `colocated` plans do, in an LLM with tensor parallelism, for the encoder with most to compute.
+    """
+    if request.recipe.parallel.placement not in ("auto", "colocated") or tp == 1 or tp not in request.tp.get(LLM, ()):
+        return None
+    if not model.encoders:
+        return None
+    encoder = max(map(model.unit, model.encoders), key=lambda unit: sum(map(num_parameters, unit.layers)))
+
+    def built(unit: UnitShape, tp: int) -> ProfiledUnit:
+        groups = _tp_groups(world, tp)
+        fitted, _ = make_probes(request.recipe, unit, request.lengths)
+        profiler = build_layer_profiler(request.recipe, model, unit, groups, world, dtype)
+        return ProfiledUnit(profiler, groups, fitted[-1])
+
+    units = built(model.unit(LLM), tp), built(encoder, min(request.tp.get(encoder.name, (1,))))
+    seconds = seconds_of_a_stop(*units, request.recipe, CUT_ROUNDS)
+    return statistics.fmean(cast(list[float], world.all_gather(seconds)))
 
 
 def _measure_messages(group_size: int, world: World) -> _Measurements:
