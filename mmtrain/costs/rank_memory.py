@@ -68,7 +68,7 @@ class HeldLayers:
     num_microbatches: int = 1  # of a step
     shard: int | None = None  # replicas that hold one copy of the layers together; None: each holds them whole
     held_features: int = 0  # microbatches whose features, or gradients of these, the rank holds at once
-    gathered_rows: int = 0  # of features, or gradients of these, that an all-gather brings at once
+    gathered_elements: int = 0  # of features, or gradients of these, that an all-gather brings at once
 
     @property
     def state_replicas(self) -> int:
@@ -165,7 +165,7 @@ def rank_memory(
     gathered = (layer for stage in held for layer in stage.gathered)
     buffers += max((gathered_bytes(layer, precision) for layer in gathered), default=0)
     buffers += sum(stage.held_features * feature_bytes(stage, precision) for stage in held)
-    buffers += max((gathered_feature_bytes(stage, precision) for stage in held), default=0)
+    buffers += max((stage.gathered_elements for stage in held), default=0) * ELEMENT_BYTES[precision]
     margin = MEMORY_MARGIN * (parameters + gradients + optimizer + activations + buffers)
     inputs = NUM_INPUT_ARENAS * INPUT_ARENA_GROWTH * sum(step_input_bytes(stage) for stage in held)
     return RankMemory(parameters, gradients, optimizer, activations, buffers, margin, communicator_bytes, inputs)
@@ -244,11 +244,6 @@ def feature_bytes(stage: HeldLayers, precision: Precision) -> int:
     """Return the bytes of the features that an encoder's last stage makes of one microbatch."""
     projector = stage.layers[-1]
     return analytic.feature_rows(projector, stage.load) * projector.out_width * ELEMENT_BYTES[precision]
-
-
-def gathered_feature_bytes(stage: HeldLayers, precision: Precision) -> int:
-    """Return the bytes of the features that an all-gather brings from all replicas of an encoder."""
-    return stage.gathered_rows * stage.layers[-1].out_width * ELEMENT_BYTES[precision]
 
 
 def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, precision: Precision) -> int:

@@ -85,16 +85,15 @@ def require_feasible(problem: PlanningProblem) -> None:
 def placements_to_search(recipe: Recipe, choices: Mapping[str, UnitChoices], world_size: int) -> tuple[Placement, ...]:
     """Return the placements that the recipe allows.
 
-    Where it leaves them open, `replicated` is one of them for several ranks without a generator: on one rank it is
-    `unified`, and images to draw cannot be dispatched. Ranks share sequences in `unified` and `disaggregated` only.
+    Where it leaves them open, `replicated` is one of them for several ranks: on one rank it is `unified`. Ranks share
+    sequences in `unified` and `disaggregated` only.
     """
     if recipe.parallel.placement != "auto":
         return (recipe.parallel.placement,)
     if (recipe.parallel.llm.cp or 1) > 1:
         return ("unified", "disaggregated") if len(choices) > 1 else ("unified",)
     chosen: tuple[Placement, ...] = ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
-    can_replicate = world_size > 1 and "generator" not in choices
-    return (*chosen, "replicated") if can_replicate else chosen
+    return (*chosen, "replicated") if world_size > 1 else chosen
 
 
 def rank_counts(recipe: Recipe, constraints: Constraints, world_size: int, budget: MeshBudget) -> tuple[int, ...]:

@@ -121,9 +121,6 @@ def _check_replicated(recipe: Recipe) -> Iterator[Problem]:
     if exchange != "all_to_all" and dispatch not in ("all", "auto"):
         text = f"found {exchange} with parallel.dispatch {dispatch}, which exchanges nothing; use dispatch all or auto"
         yield Problem(("parallel", "exchange"), text)
-    if recipe.model.generator is not None and dispatch == "all":
-        text = "found all, allowed with model.generator: llm, none or auto (an image is drawn where its sample is)"
-        yield Problem(("parallel", "dispatch"), text)
     for name, degree in product(("llm", *_present_other_units(recipe)), ("tp", "pp", "vpp")):
         fixed = getattr(recipe.parallel.of(name), degree)
         if fixed is not None and fixed > 1:

@@ -126,16 +126,16 @@ class ParallelSettings(Section):
         affects={"plan"},
         added_later=True,
         description="In `replicated`: what is balanced over the ranks, which wait for each other in every unit. `all`: "
-        "each unit's work by itself; any rank may compute an image or clip, and an all-to-all brings its features to "
-        "the rank of its sample. `llm`: the LLM's work; images and clips stay with their samples. In both, ranks "
-        "exchange samples of a mini-batch, unless `data.grouping: matched` makes them even. `none`: nothing, samples "
-        "stay where the stream puts them. `auto`: the faster of `all` and `llm`.",
+        "each unit's work by itself; any rank may encode an image or clip, or draw an image, and an all-to-all brings "
+        "features to and from the rank of its sample. `llm`: the LLM's work; images and clips stay with their samples. "
+        "In both, ranks exchange samples of a mini-batch, unless `data.grouping: matched` makes them even. `none`: "
+        "nothing, samples stay where the stream puts them. `auto`: the faster of `all` and `llm`.",
     )
     exchange: Literal["all_to_all", "all_gather"] = setting(
         "all_to_all",
         affects={"plan"},
         added_later=True,
-        description="In `replicated` with `dispatch: all`: how features go to the rank of their sample. `all_to_all`: "
+        description="In `replicated` with `dispatch: all`: how features go from rank to rank. `all_to_all`: "
         "each rank gets its own. `all_gather`: every rank gets those of all ranks and takes its own, which moves and "
         "holds more; a baseline.",
     )
@@ -143,7 +143,7 @@ class ParallelSettings(Section):
         True,
         affects={"plan"},
         added_later=True,
-        description="Exchange batches of images or clips between replicas of their encoder, which costs no balance, so "
+        description="Exchange batches of images or clips between replicas of their unit, which costs no balance, so "
         "that few features go to other nodes (`cluster.ranks_per_node`). `false`: places do not depend on nodes.",
     )
     schedule: Literal["auto", "1f1b", "encoder_first"] = setting(

@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmtrain.balance import BatchMeta, IntArray, assign
+from mmtrain.balance import BatchMeta, IntArray, StepTargets, assign
 from mmtrain.data import BatchBuilder, DataIndex, PayloadNeed, build_index
 from mmtrain.data.loading.batch_builder import StepData
-from mmtrain.errors import RecipeError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.program import LLM, Backward, build_program
-from mmtrain.recipe import Recipe, load_recipe
+from mmtrain.recipe import Recipe
 from mmtrain.recipe.modalities import GENERATOR
 from mmtrain.report.runlog import METRICS_FILE
 from mmtrain.runtime.execution.rank_context import build_rank_context
@@ -41,6 +40,8 @@ NUM_STEPS = 2
 LR = 0.01
 OPTIMIZER = {"lr": LR, "weight_decay": 0.1, "clip_norm": None, "schedule": "constant", "eps": 1e-3}
 Meshes = dict[str, Mesh]
+Samples = tuple[int, ...]
+ALL_SAMPLES = tuple(range(NUM_SAMPLES))
 BUCKETS = {"model__generator__image_size": 12, "model__generator__bucket_step": 4}
 APART = {"vision": Mesh((), (0,)), "llm": Mesh((), (1,)), "generator": Mesh((), (2,))}
 UNIFIED = {"vision": Mesh((), (0,)), "llm": Mesh((2,), (0, 1)), "generator": Mesh((), (1,))}
@@ -140,18 +141,29 @@ def no_plan(*_: object) -> Plan:
     raise AssertionError("a refused run needs no plan")
 
 
-def groups_of(step: int, num_groups: int) -> list[IntArray]:
-    """Return the groups of a step: ten samples of all kinds, in another order every step."""
-    samples = np.random.default_rng(step).permutation(NUM_SAMPLES)[:10]
-    return [group.astype(np.int64) for group in np.array_split(samples, num_groups)]
+def groups_of(step: int, num_groups: int, samples: Samples = ALL_SAMPLES) -> list[IntArray]:
+    """Return the groups of a step: up to ten of the samples, in another order every step."""
+    chosen = np.random.default_rng(step).permutation(samples)[:10]
+    return [group.astype(np.int64) for group in np.array_split(chosen, num_groups)]
 
 
-def batch(settings: Recipe, index: DataIndex, step: int, dp: dict[str, int], counts: dict[str, int]) -> BatchMeta:
-    """Return the global batch of a step."""
-    return assign(step, 0, groups_of(step, settings.train.global_batch), index.lengths, dp, counts)
+def batch(
+    settings: Recipe,
+    index: DataIndex,
+    step: int,
+    dp: dict[str, int],
+    counts: dict[str, int],
+    samples: Samples = ALL_SAMPLES,
+    dispatch: bool = False,
+) -> BatchMeta:
+    """Return the global batch of a step; with `dispatch` any rank may compute an item."""
+    groups = groups_of(step, settings.train.global_batch, samples)
+    return assign(step, 0, groups, index.lengths, dp, counts, StepTargets(dispatch=dispatch))
 
 
-def train(settings: Recipe, wanted: Plan) -> tuple[list[tuple[dict[str, float], float]], list[NamedShard]]:
+def train(
+    settings: Recipe, wanted: Plan, samples: Samples = ALL_SAMPLES
+) -> tuple[list[tuple[dict[str, float], float]], list[NamedShard]]:
     """Run on every rank: loss parts by unit and the norm of each step, and this rank's gradients of the first."""
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), CPU)
     context = build_rank_context(settings, wanted, world)
@@ -159,7 +171,9 @@ def train(settings: Recipe, wanted: Plan) -> tuple[list[tuple[dict[str, float], 
     builder = BatchBuilder(index, settings, context.needs, context.num_microbatches)
     steps, gradients = [], []
     for step in range(NUM_STEPS):
-        outcome = context.train(builder.build(batch(settings, index, step, context.dp, context.num_microbatches)), LR)
+        dispatch = context.graph.dispatches_items
+        meta = batch(settings, index, step, context.dp, context.num_microbatches, samples, dispatch)
+        outcome = context.train(builder.build(meta), LR)
         assert outcome.stepped
         assert outcome.grad_norm is not None
         steps.append((dict(outcome.unit_losses), outcome.grad_norm))
@@ -168,7 +182,7 @@ def train(settings: Recipe, wanted: Plan) -> tuple[list[tuple[dict[str, float], 
     return steps, gradients
 
 
-def train_alone(settings: Recipe) -> list[tuple[float, dict[str, Tensor]]]:
+def train_alone(settings: Recipe, samples: Samples = ALL_SAMPLES) -> list[tuple[float, dict[str, Tensor]]]:
     """Run in one process, one sample after another: loss and gradients of each step."""
     index = build_index(settings)
     once = dict.fromkeys((unit.name for unit in build_model_shape(settings).units), 1)
@@ -182,7 +196,7 @@ def train_alone(settings: Recipe) -> list[tuple[float, dict[str, Tensor]]]:
     steps = []
     for step in range(NUM_STEPS):
         counts = once | {LLM: settings.train.global_batch}
-        meta = batch(settings, index, step, once, counts)
+        meta = batch(settings, index, step, once, counts, samples)
         steps.append(alone.step(meta.sample_id.tolist(), loss_scales(settings, meta), partial(load, step)))
     return steps
 
@@ -190,17 +204,19 @@ def train_alone(settings: Recipe) -> list[tuple[float, dict[str, Tensor]]]:
 _alone: dict[str, list[tuple[float, dict[str, Tensor]]]] = {}
 
 
-def assert_equals_one_process(folder: Path, changes: dict[str, Any], meshes: Meshes, **placement: Any) -> None:
+def assert_equals_one_process(
+    folder: Path, changes: dict[str, Any], meshes: Meshes, samples: Samples = ALL_SAMPLES, **placement: Any
+) -> None:
     """Compare losses and norms of all steps, and the gradients of the first, with those of one process.
 
-    placement: more arguments of `plan`.
+    samples: of the steps. placement: more arguments of `plan`.
     """
     settings = recipe(folder, train__global_batch=4, train__optimizer=OPTIMIZER, **changes)
     wanted = plan(settings, **placement, **meshes)
-    ranks = run_ranks(wanted.world_size, train, settings, wanted)
-    key = settings.model.model_dump_json() + str(folder)
+    ranks = run_ranks(wanted.world_size, train, settings, wanted, samples)
+    key = settings.model.model_dump_json() + str(folder) + str(samples)
     if key not in _alone:
-        [_alone[key]] = run_ranks(1, train_alone, settings)
+        [_alone[key]] = run_ranks(1, train_alone, settings, samples)
     for step, (loss, gradients) in enumerate(_alone[key]):
         parts = [steps[step][0] for steps, _ in ranks]
         assert sum(sum(part.values()) for part in parts) == pytest.approx(loss, rel=1e-5)
@@ -260,16 +276,19 @@ def test_held_out_losses_and_answers_are_those_of_any_plan(folder: Path, tmp_pat
     settings = recipe(folder, data__validation=[{"path": folder / "train.json"}], **held_out)
     path.write_text(settings.model_dump_json(exclude_unset=True))
     measured = []
-    for ranks, placement in ((1, "unified"), (3, "disaggregated")):
+    for ranks, placement in ((1, "unified"), (2, "replicated"), (3, "disaggregated")):
         run = tmp_path / f"run{ranks}"
-        changes = ("--set", f"cluster.ranks={ranks}", "--set", f"parallel.placement={placement}")
+        changes = ["--set", f"cluster.ranks={ranks}", "--set", f"parallel.placement={placement}"]
+        if placement == "replicated":
+            changes += ["--set", "parallel.dispatch=all"]
         command(tmp_path, "train", str(path), "--run-dir", str(run), *changes)
         measured.append(steps_of(run)[-1])
     for key in ("val_loss", "val_drawing_loss", "val_exact"):
-        assert measured[0][key] == pytest.approx(measured[1][key], rel=1e-4), key
+        for step in measured[1:]:
+            assert measured[0][key] == pytest.approx(step[key], rel=1e-4), key
     assert measured[0]["val_drawing_loss"] < measured[0]["val_loss"]
     result = json.loads(command(tmp_path, "evaluate", str(run), "--json", "--draw", "4", "--steps", "4"))
-    assert result["exact"] == measured[1]["val_exact"]
+    assert result["exact"] == measured[-1]["val_exact"]
     assert result["drawings"]["samples"] == 4
     assert (run / "samples" / "grid.png").exists()
 
@@ -313,11 +332,3 @@ def test_no_unit_runs_backward_without_anything_to_train_in_it_or_before_it(
     graph = build_stage_graph(wanted.units, wanted.schedule.num_microbatches, build_model_shape(settings))
     actions = build_program(graph).actions.values()
     assert {action.stage.unit for todo in actions for action in todo if isinstance(action, Backward)} == backward
-
-
-def test_what_does_not_run_is_refused(folder: Path, tmp_path: Path) -> None:
-    plain = recipe(folder, data__validation=[{"path": folder / "train.json"}]).model_dump_json()
-    path = tmp_path / "recipe.json"
-    path.write_text(plain)
-    with pytest.raises(RecipeError, match=r"parallel\.dispatch: found all, allowed with model.generator: llm, none"):
-        load_recipe(path, ["parallel.placement=replicated", "parallel.dispatch=all"])

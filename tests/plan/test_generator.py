@@ -160,9 +160,10 @@ def _num_chunks(plan: Plan) -> int:
     return 1 + sum(behind < before for before, behind in itertools.pairwise(ranks))
 
 
-def test_by_name_every_rank_draws_the_images_of_its_own_samples(dit_recipe: Recipe) -> None:
-    chosen = planned(dit_recipe, 2, placement="replicated")
-    assert {unit.dispatch for unit in chosen.units.values()} == {"llm"}
+@pytest.mark.parametrize("dispatch", ["all", "llm", "none"])
+def test_every_rank_draws_images_in_a_phase_of_each_mini_batch(dit_recipe: Recipe, dispatch: str) -> None:
+    chosen = planned(dit_recipe, 2, placement="replicated", dispatch=dispatch)
+    assert {unit.dispatch for unit in chosen.units.values()} == {dispatch}
     assert {unit.ranks for unit in chosen.units.values()} == {(0, 1)}
     numbers = chosen.schedule.num_microbatches
     assert numbers["generator"] == numbers["llm"]  # a phase behind each forward of the LLM

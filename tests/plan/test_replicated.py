@@ -124,16 +124,37 @@ def test_auto_shows_it_where_another_placement_is_the_fastest() -> None:
     assert shown.balance is not None
 
 
-def test_auto_leaves_it_out_on_one_rank_and_with_a_generator(tmp_path: Path) -> None:
+def test_auto_leaves_it_out_on_one_rank(tmp_path: Path) -> None:
     generates = factory.with_generator(factory.recipe(), tmp_path / "lengths.csv", factory.UNET)
     for settings, num_ranks, has_it in (
         (factory.recipe(), 1, False),
         (factory.recipe(), 2, True),
-        (generates, 2, False),
+        (generates, 1, False),
+        (generates, 2, True),
     ):
         samples = build_index(settings).lengths if settings.model.generator else factory.lengths()
         problem = formulate_problem(settings, samples, world_size=num_ranks, hardware="cpu-core", recipe_sha256="x")
         assert ("replicated" in problem.constraints.placements) == has_it
+
+
+def test_images_to_draw_are_dispatched_and_balanced(tmp_path: Path) -> None:
+    """Half of the samples draw one image or two, so without dispatch most of them wait for the rank that draws most."""
+    phases, dispatch_s = {}, {}
+    for dispatch in ("llm", "all"):
+        parallel = {"placement": "replicated", "dispatch": dispatch, "shard": 4}
+        settings = factory.with_generator(factory.recipe(parallel=parallel), tmp_path / "lengths.csv", factory.UNET)
+        data = settings.data.model_copy(update={"grouping": "random"})  # `matched` makes groups even already
+        settings = settings.model_copy(update={"data": data})
+        samples = build_index(settings).lengths
+        chosen = plan_recipe(settings, samples, world_size=4, hardware="cpu-core", recipe_sha256="x")
+        assert chosen.dispatch == dispatch
+        balance = chosen.predicted.balance
+        assert balance is not None
+        assert balance.phases is not None
+        phases[dispatch], dispatch_s[dispatch] = balance.phases["generator"], balance.dispatch_s
+    assert phases["all"].over_mean[1] < phases["llm"].over_mean[1]
+    assert dispatch_s["llm"] == 0
+    assert dispatch_s["all"] > 0
 
 
 def test_where_it_cannot_fit_the_line_says_what_the_least_needs() -> None:
@@ -258,6 +279,20 @@ def test_an_all_gather_holds_the_features_of_all_ranks() -> None:
         [of_ranks] = chosen.predicted.memory_kinds_gib.values()
         buffers_gib[exchange] = of_ranks["buffers"]
     gathered_bytes = 8 * _lopsided().tokens.max() * factory.LLM["hidden"] * ELEMENT_BYTES["bf16"]
+    assert buffers_gib["all_gather"] - buffers_gib["all_to_all"] > gathered_bytes / GIB
+
+
+def test_an_all_gather_holds_what_all_ranks_send_to_the_generator(tmp_path: Path) -> None:
+    buffers_gib, samples = {}, None
+    for exchange in ("all_to_all", "all_gather"):
+        parallel = {"placement": "replicated", "shard": 4, "dispatch": "all", "exchange": exchange}
+        settings = factory.with_generator(factory.recipe(parallel=parallel), tmp_path / "lengths.csv", factory.UNET)
+        samples = build_index(settings).lengths
+        chosen = plan_recipe(settings, samples, world_size=4, hardware="h100-80g", recipe_sha256="x")
+        [of_ranks] = chosen.predicted.memory_kinds_gib.values()
+        buffers_gib[exchange] = of_ranks["buffers"]
+    assert samples is not None
+    gathered_bytes = 4 * samples.tokens.max() * factory.LLM["hidden"] * ELEMENT_BYTES["bf16"]
     assert buffers_gib["all_gather"] - buffers_gib["all_to_all"] > gathered_bytes / GIB
 
 

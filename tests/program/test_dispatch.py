@@ -75,6 +75,29 @@ def test_an_encoder_that_does_not_train_takes_no_gradients_back() -> None:
     assert [line for line in lines if line.startswith("D")] == ["DA vision.0>llm.0 0 0", "DA vision.0>llm.0 1 1"]
 
 
+def test_what_the_llm_makes_for_a_generator_is_dispatched_and_its_gradient_comes_back() -> None:
+    ranks = tuple(range(NUM_REPLICAS))
+    units = [Unit(name, dp=NUM_REPLICAS, ranks=ranks) for name in ("vision", "llm", "generator")]
+    graph = chain(*units, n=1)
+    graph = replace(graph, meshes=tuple(replace(mesh, shard=1, dispatch="all") for mesh in graph.meshes))
+    program = build_program(graph)
+    check_program(program)
+    assert text_of(program, 1) == [
+        "F vision.0 vision:1.0",
+        "DA vision.0>llm.0 0 0",
+        "F llm.0 llm:1.0",
+        "DA llm.0>generator.0 0 0",
+        "F generator.0 generator:1.0",
+        "B generator.0 generator:1.0",
+        "DG llm.0>generator.0 0 0",
+        "B llm.0 llm:1.0",
+        "DG vision.0>llm.0 0 0",
+        "B vision.0 vision:1.0",
+        "STEP",
+    ]
+    assert program_from_text(program_to_text(program), graph).actions == program.actions
+
+
 def test_a_merged_microbatch_is_dispatched_to_each_that_it_serves() -> None:
     lines = text_of(build_program(dispatching(vision_n=1)), 2)
     assert [line.split()[0] for line in lines] == ["F", "DA", "F", "B", "DA", "F", "B", "DG", "DG", "B", "STEP"]

@@ -240,10 +240,6 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "parallel.schedule: found encoder_first, but the model has no encoder",
         ),
         (
-            [GENERATOR, "data.sources=[{path: a.csv}]", "parallel={placement: replicated, dispatch: all}"],
-            "parallel.dispatch: found all, allowed with model.generator: llm, none or auto",
-        ),
-        (
             [DIT, "data.sources=[{path: a.csv}]", "parallel={placement: colocated, generator: {pp: 2}, llm: {pp: 3}}"],
             "parallel.generator.pp: 2 does not divide parallel.llm.pp 3",
         ),

@@ -50,7 +50,7 @@ class GraphMemory:
             num_microbatches=mesh.num_microbatches,
             shard=mesh.shard,
             held_features=self._held_features(graph, stage),
-            gathered_rows=self._gathered_rows(graph, stage),
+            gathered_elements=self._gathered_elements(graph, stage),
         )
 
     def _held_features(self, graph: StageGraph, stage: Stage) -> int:
@@ -62,17 +62,18 @@ class GraphMemory:
         is_encoder = self.shape.unit(stage.id.unit).kind == "encoder"
         return graph.mesh(stage.id.unit).num_microbatches + 1 if graph.encoder_first and is_encoder else 0
 
-    def _gathered_rows(self, graph: StageGraph, stage: Stage) -> int:
-        """Return how many rows a rank holds while its encoder's features, or their gradients, are gathered.
+    def _gathered_elements(self, graph: StageGraph, stage: Stage) -> int:
+        """Return how many numbers a rank holds while rows between a unit and the LLM, or their gradients, are gathered.
 
-        They are those of all replicas, padded to the largest, and its own. A replica's LLM reads no more features than
-        it has tokens; how many tokens are features is not known here, so all of them count.
+        They are those of all replicas, padded to the largest, and its own. A replica's LLM reads or makes no more such
+        rows than it has tokens; how many those are is not known here, so all tokens count.
         """
-        mesh = graph.mesh(stage.id.unit)
+        mesh, kind = graph.mesh(stage.id.unit), self.shape.unit(stage.id.unit).kind
         is_gathered = mesh.dispatch == "all" and mesh.exchange == "all_gather" and mesh.dp > 1
-        if not is_gathered or self.shape.unit(stage.id.unit).kind != "encoder":
+        if not is_gathered or kind == "llm":
             return 0
-        return (mesh.dp + 1) * self.largest_load[LLM].tokens
+        ends = (mesh.unit, LLM) if kind == "encoder" else (LLM, mesh.unit)
+        return (mesh.dp + 1) * self.largest_load[LLM].tokens * self.shape.edge(*ends).width
 
     def by_rank(
         self, graph: StageGraph, num_in_flight: Mapping[StageId, int], communicator_bytes: Mapping[int, float]

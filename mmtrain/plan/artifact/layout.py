@@ -8,6 +8,7 @@ from mmtrain.models.model_shape import ModelShape
 from mmtrain.plan.artifact.plan import Placement, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
+from mmtrain.recipe.modalities import GENERATOR
 
 NO_LAYERS: Mapping[str, Collection[int]] = {}
 
@@ -102,7 +103,9 @@ def replicated_summary(
     if exchange != "all_to_all":
         text += f" by {exchange.replace('_', '-')}"
     if encoder_first:
-        numbers = dict.fromkeys(str(number) for unit, number in num_microbatches.items() if unit != LLM)
+        numbers = dict.fromkeys(
+            str(number) for unit, number in num_microbatches.items() if unit not in (LLM, GENERATOR)
+        )
         text += f", encoders first in {' and '.join(numbers)}"
     return text
 

@@ -131,15 +131,11 @@ def _recomputes_encoders(candidate: Candidate) -> bool:
 
 
 def _dispatch_modes(problem: PlanningProblem, num_ranks: int) -> tuple[DispatchMode, ...]:
-    """Return what may be balanced over the ranks; `all` and `llm` differ where there is an encoder and another rank.
-
-    Images are drawn where their samples are, so with a generator nothing but whole samples is dispatched.
-    """
+    """Return what may be balanced over the ranks; `all` and `llm` differ where there are items and another rank."""
     fixed = problem.recipe.parallel.dispatch
     if fixed != "auto":
         return (fixed,)
-    kinds = {unit.kind for unit in problem.shape.units}
-    return ("all", "llm") if num_ranks > 1 and "encoder" in kinds and "generator" not in kinds else ("llm",)
+    return ("all", "llm") if num_ranks > 1 and len(problem.shape.units) > 1 else ("llm",)
 
 
 def fit_replicated(candidate: Candidate, evaluator: Evaluator) -> Candidate | Rejected:
