@@ -81,8 +81,9 @@ def main() -> None:
         usual = {name: _timed(measure) for name, measure in measures.items()}
         for module in chosen:
             for constant, value in _constants(module):
+                limit = 1.0 if constant.endswith(("_SHARE", "_QUANTILE")) else math.inf  # of all there is
                 for factor in FACTORS:
-                    with _changed(constant, _scaled(value, factor)):
+                    with _changed(constant, _scaled(value, factor, limit)):
                         changed = {name: _timed(measure) for name, measure in measures.items()}
                     print(f"  {module}.{constant} x {factor:g}: {_beside(changed, usual)}", flush=True)
 
@@ -184,13 +185,13 @@ def _constants(module: str) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-def _scaled(value: object, factor: float) -> object:
+def _scaled(value: object, factor: float, limit: float) -> object:
     if isinstance(value, tuple):
-        return tuple(_scaled(part, factor) for part in value)
+        return tuple(_scaled(part, factor, limit) for part in value)
     if isinstance(value, int):
         return max(round(value * factor), 1)
     assert isinstance(value, float)
-    return value * factor
+    return min(value * factor, limit)
 
 
 @contextmanager
