@@ -10,12 +10,12 @@ from mmtrain.costs.context_parallel_costs import exchange_buffer_bytes
 from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.model_shape import BLOCK_KINDS, LayerShape
 
 # Share added to what is counted: nine measured runs held up to 5% more, and allocators lose memory to fragments.
 MEMORY_MARGIN = 0.12
-# Gradients alive at once in a layer's backward, as a share of its activations, beyond activations already freed. With
-# one half, predictions came out below the measured runs.
+# Gradients alive at once in the backward of a layer that is no block (see `_block_gradient_bytes`), as a share of its
+# activations, beyond activations already freed. With one half, predictions came out below the measured runs.
 LIVE_GRADIENT_SHARE = 0.75
 
 # The input of the step that computes and that of the next, each in an arena with room to grow; see
@@ -234,10 +234,25 @@ def layer_activation_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, p
 
 
 def stage_working_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
-    """Return the bytes that live only while a layer is computed, and those of messages at both ends of the stage."""
-    largest = max(layer_working_bytes(run, stage.load, costs, precision) for run, _ in stage.runs)
-    ends = (stage.layers[0], stage.layers[-1])
-    return largest + sum(hidden_state_bytes(layer, stage.load, precision) for layer in ends)
+    """Return the bytes that live only while a layer is computed, and those of messages at both ends of the stage.
+
+    They count beyond what the stage keeps, of which layers behind the computed one have freed their part in backward.
+    """
+    largest = freed = 0
+    for run, number in reversed(stage.runs):
+        largest = max(largest, layer_working_bytes(run, stage.load, costs, precision) - freed)
+        freed += number * layer_activation_bytes(run, stage.load, costs, precision)
+    ends = (stage.runs[0][0], stage.runs[-1][0])
+    return largest + sum(message_bytes(held, stage.load, precision) for held in ends)
+
+
+def message_bytes(held: RankLayer, load: TokenLoad, precision: Precision) -> int:
+    """Return the bytes of a message at the end of a stage with this layer; between blocks, ranks may share the tokens.
+
+    They are those of what enters the layer.
+    """
+    nbytes = hidden_state_bytes(held.layer, load, precision)
+    return nbytes // held.tp if held.sp and held.layer.kind in BLOCK_KINDS else nbytes
 
 
 def feature_bytes(stage: HeldLayers, precision: Precision) -> int:
@@ -249,14 +264,14 @@ def feature_bytes(stage: HeldLayers, precision: Precision) -> int:
 def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, precision: Precision) -> int:
     """Return the bytes that a layer needs while it is computed.
 
-    In a backward these are gradients, as large as what forward keeps but freed as backward goes on, what is recomputed,
-    and the gradient of a vocabulary matrix before it is added up, which is most of it where few tokens have a target. A
+    In a backward these are gradients, less what it has freed by then, what is recomputed beyond the input, and the
+    gradient of a vocabulary matrix before it is added up, which is most of it where few tokens have a target. A
     layer without backward needs what its forward computes, and its input, which nothing else counts.
-    What travels beside the hidden states is alive meanwhile, and so is what ranks that share sequences exchange.
+    What travels beside the hidden states is alive meanwhile, and so is in attention what ranks that share sequences
+    exchange.
     """
     carried = carried_bytes(held, load, precision)
-    carried += exchange_buffer_bytes(held.layer, held.tp, load, ELEMENT_BYTES[precision])
-    # Backward computes the output of an activation function again, so that its gradients need as much as without.
+    # Where the whole layer is computed again, its activation function is among that.
     layer = replace(held.layer, recomputes_activation=False)
     computed = replace(held, layer=layer, input_grad=True, recompute=False)
     if not (held.layer.trainable or held.input_grad):
@@ -264,22 +279,53 @@ def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, prec
         activations = layer_activation_bytes(computed, load, costs, precision)
         return activations + hidden_state_bytes(held.layer, load, precision)
     activations = layer_activation_bytes(computed, load, costs, precision)
-    matrix_gradient = _matrix_gradient_bytes(held, precision)
-    live_gradients = LIVE_GRADIENT_SHARE * activations
-    if held.layer.kind == "head":
-        live_gradients = _head_gradient_bytes(held, load, precision)
-    return round(live_gradients + activations * held.recompute) + carried + matrix_gradient
+    match held.layer.kind:
+        case "vit_block" | "decoder_block":
+            live_gradients = _block_gradient_bytes(held, load, precision)
+        case "head":
+            live_gradients = _head_gradient_bytes(held, load, precision)
+        case _:
+            live_gradients = LIVE_GRADIENT_SHARE * activations
+    recomputed = activations - layer_activation_bytes(held, load, costs, precision) if held.recompute else 0
+    return round(live_gradients + recomputed) + carried + _matrix_gradient_bytes(held, precision)
+
+
+def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision) -> float:
+    """Return by how much the backward of a block at its peak exceeds what its forward keeps.
+
+    That is in the MLP, while the gradient of the activation function's input is made from that of its output. The
+    output itself is then free, if it was kept. Tensor parallelism divides these widths, but not those of whole hidden
+    states: where ranks share the tokens between GEMMs, the MLP's last linear gathers the gradient of its output, and
+    the first one, whose input has a whole gradient, that input. Attention comes later, when all of the MLP is free. It
+    has gradients of its output, and of queries, keys and values before and after their rotation. Gradients of hidden
+    states at both ends of a stage are counted with its messages.
+    """
+    layer = held.layer
+    ffn = layer.ffn // held.tp
+    kept = ffn if layer.keeps_activation_output and (held.recompute or not layer.recomputes_activation) else 0
+    input_width = 2 * ffn if layer.gated else ffn
+    gathered = layer.hidden if held.sp else 0
+    last_linear = gathered + 2 * ffn - kept  # the output made again, if it is not kept, and its gradient
+    activation = ffn + input_width - kept
+    first_linear = gathered + layer.hidden - kept
+    queries, keys_and_values = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
+    attention = (3 * queries + 2 * keys_and_values) // held.tp - input_width - kept
+    element_bytes = ELEMENT_BYTES[precision]
+    exchanged = exchange_buffer_bytes(layer, held.tp, load, element_bytes)
+    in_mlp = max(last_linear, activation, first_linear) * load.tokens * element_bytes
+    return float(max(in_mlp, attention * load.tokens * element_bytes + exchanged))
 
 
 def _head_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision) -> float:
     """Return the bytes that a head makes besides what it keeps: gradients of logits are written over these.
 
     The softmax of some logits is computed in fp32. If the loss is computed by chunks, a chunk's logits come to it, and
-    what a smaller microbatch, whose loss is computed with all logits, needs beyond that. Gradients of hidden states, in
-    and behind the norm, are as large as the states.
+    what a smaller microbatch, whose loss is computed with all logits, needs beyond that. Beside logits there are the
+    normalized states of tokens with a target, or the gradients of these. The gradient of all hidden states comes later,
+    and is counted with the stage's messages.
     """
     sizes = analytic.loss_sizes(held.layer, load, ELEMENT_BYTES[precision], held.tp)
-    states = (load.tokens + 2 * load.num_targets) * held.layer.hidden * ELEMENT_BYTES[precision]
+    states = load.num_targets * held.layer.hidden * ELEMENT_BYTES[precision]
     if not sizes.uses_chunks:
         return states + sizes.softmax_bytes
     most = replace(sizes, tokens=sizes.most_tokens_at_once or 0)

@@ -17,6 +17,7 @@ from mmtrain.recipe.llm_settings import LlmSettings
 from mmtrain.recipe.schema import Recipe
 
 __all__ = [
+    "BLOCK_KINDS",
     "BLOCK_PIECES",
     "LayerShape",
     "LossSizes",

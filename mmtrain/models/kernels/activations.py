@@ -45,7 +45,10 @@ class _QuickGelu(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """A gated activation that keeps its input only and activates the gates again in backward."""
+    """A gated activation that keeps its input only and activates the gates again in backward.
+
+    Backward is where a block needs most memory, so all its steps write into the gradient that it returns.
+    """
 
     @staticmethod
     def forward(ctx: Any, inner: Tensor, activation: Activation) -> Tensor:
@@ -61,8 +64,9 @@ class _Gated(torch.autograd.Function):
         gates, values = inner.chunk(2, dim=-1)
         inner_grad = torch.empty_like(inner)
         gates_grad, values_grad = inner_grad.chunk(2, dim=-1)
-        torch.mul(grad, _plain(gates, ctx.activation), out=values_grad)
-        _gradient(grad * values, gates, ctx.activation, out=gates_grad)
+        _plain(gates, ctx.activation, out=values_grad).mul_(grad)
+        torch.mul(grad, values, out=gates_grad)
+        _gradient(gates_grad, gates, ctx.activation, out=gates_grad)
         return inner_grad, None
 
 
@@ -78,20 +82,37 @@ _PLAIN: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _plain(x: Tensor, activation: Activation) -> Tensor:
-    """Return a new tensor with the activation of each element, without a backward of its own."""
-    return _PLAIN[activation](x)
+def _plain(x: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
+    """Return the activation of each element, in a new tensor or in `out`, without a backward of its own."""
+    out = torch.empty_like(x) if out is None else out
+    match activation:
+        case "silu":
+            torch.ops.aten.silu.out(x, out=out)
+        case "quick_gelu":
+            torch.mul(x, _QUICK_GELU_SCALE, out=out)
+            F.silu(out, inplace=True).mul_(1 / _QUICK_GELU_SCALE)
+        case _:
+            torch.ops.aten.gelu.out(x, approximate=_approximation(activation), out=out)
+    return out
 
 
 def _gradient(grad: Tensor, x: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
-    """Return the gradient at x of a loss whose gradient at the activation of x is `grad`; into `out` if it is given."""
+    """Return the gradient at x of a loss whose gradient at the activation of x is `grad`; into `out` if it is given.
+
+    `out` may be `grad` itself.
+    """
     out = torch.empty_like(x) if out is None else out
     match activation:
         case "silu":
             torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=out)
         case "quick_gelu":  # the scales before and behind the SiLU cancel in the chain rule
-            torch.ops.aten.silu_backward.grad_input(grad, x * _QUICK_GELU_SCALE, grad_input=out)
+            scaled = x * _QUICK_GELU_SCALE if out is grad else torch.mul(x, _QUICK_GELU_SCALE, out=out)
+            torch.ops.aten.silu_backward.grad_input(grad, scaled, grad_input=out)
         case _:
-            approximate = "tanh" if activation == "gelu_tanh" else "none"
-            torch.ops.aten.gelu_backward.grad_input(grad, x, approximate=approximate, grad_input=out)
+            torch.ops.aten.gelu_backward.grad_input(grad, x, approximate=_approximation(activation), grad_input=out)
     return out
+
+
+def _approximation(activation: Activation) -> str:
+    """Return how torch's GELU is to compute an activation."""
+    return "tanh" if activation == "gelu_tanh" else "none"

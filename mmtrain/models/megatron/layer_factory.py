@@ -233,7 +233,7 @@ class LayerFactory:
         """Return this rank's shard of tokens (T, width); zeros are added so that all ranks have equally many rows."""
         padded = F.pad(hidden, (0, 0, 0, self.num_padding_rows(len(hidden))))
         shard: Tensor = scatter_to_sequence_parallel_region(padded, group=self.groups.tp)
-        return shard
+        return shard.clone()  # a slice would keep the tokens of all ranks alive until backward
 
     def gather_tokens(self, hidden: Tensor, num_tokens: int) -> Tensor:
         """Gather the shards of all ranks into (num_tokens, width), without padding.

@@ -30,10 +30,10 @@ from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.costs.layer_arithmetic import context_parallel_load
 from mmtrain.costs.rank_memory import (
     RankLayer,
-    hidden_state_bytes,
     layer_activation_bytes,
     layer_state,
     layer_working_bytes,
+    message_bytes,
 )
 from mmtrain.models.model_shape import LayerShape
 from mmtrain.plan.artifact.communicators import communicator_bytes
@@ -130,7 +130,7 @@ class UnitLayerCosts:
     saved_bytes: FloatArray  # of them, what choosing to recompute saves; 0 where there is no choice
     working_bytes: FloatArray  # what is alive only while the layer is computed
     recompute_working_bytes: FloatArray  # the same if the layer is recomputed
-    input_bytes: FloatArray  # hidden states that enter the layer
+    input_bytes: FloatArray  # hidden states that enter the layer, as a message
     parameters: FloatArray  # parameters that train, on one rank
     kind: IntArray  # layers of one kind are alike in all of this
 
@@ -474,7 +474,7 @@ class LayerCosts:
             max(full - recomputed, 0) if mode == "auto" else 0,
             working(mode == "all"),
             working(mode != "none"),
-            hidden_state_bytes(layer, load, self.precision),
+            message_bytes(RankLayer(layer, tp, input_grad, sp=sp), load, self.precision),
         )
 
     def _trained_parameters(self, unit: str, tp: int) -> FloatArray:

@@ -318,8 +318,11 @@ def recompute_to_fit(chain: LayerChain, num_in_flight: IntArray, memory_bytes: f
         kept_until=prefix_sums((costs.kept_bytes[:, None] * num_in_flight).T),
         saved_until=prefix_sums(saved.T),
         state_until=prefix_sums(costs.state_bytes),
-        working=_span_working(costs.working_bytes, costs.input_bytes) / chain.vpp,
-        recompute_working=_span_working(costs.recompute_working_bytes, costs.input_bytes) / chain.vpp,
+        working=_span_working(costs.working_bytes, costs.kept_bytes, costs.input_bytes) / chain.vpp,
+        recompute_working=_span_working(
+            costs.recompute_working_bytes, costs.kept_bytes - costs.saved_bytes, costs.input_bytes
+        )
+        / chain.vpp,
         saved_of_kind=saved[first_of_kind].T,
         seconds_of_kind=costs.recompute_seconds[first_of_kind],
         num_of_kind_until=prefix_sums((costs.kind[:, None] == kinds).T.astype(np.float64)).T,
@@ -452,13 +455,17 @@ def _allowed(chain: LayerChain, partitions: IntArray) -> BoolArray:
     return np.asarray(np.any(allowed_by_mask, axis=0))
 
 
-def _span_working(working: FloatArray, inputs: FloatArray) -> FloatArray:
-    """Return (L + 1, L + 1) the largest layer's working bytes in [lo, hi), plus the messages at both ends."""
+def _span_working(working: FloatArray, kept: FloatArray, inputs: FloatArray) -> FloatArray:
+    """Return (L + 1, L + 1) the most working bytes of a layer in [lo, hi), plus the messages at both ends.
+
+    They count beyond what the span keeps, of which layers behind have freed their part: see `stage_working_bytes`.
+    """
     num_layers = len(working)
     nbytes = np.zeros((num_layers + 1, num_layers + 1))
-    for lo in range(num_layers):
-        nbytes[lo, lo + 1 :] = np.maximum.accumulate(working[lo:])
-        nbytes[lo, lo + 1 :] += inputs[lo] + inputs[lo:]
+    most = np.zeros(num_layers)  # by lo, of spans that end before the layer
+    for layer in range(num_layers):
+        most[: layer + 1] = np.maximum(most[: layer + 1] - kept[layer], working[layer])
+        nbytes[: layer + 1, layer + 1] = most[: layer + 1] + inputs[: layer + 1] + inputs[layer]
     return nbytes
 
 

@@ -1,0 +1,118 @@
+"""Count what a forward and backward of one stage holds: the bytes that autograd saves, and the most alive at once.
+
+On torch's `meta` device stages of any size have shapes without numbers. Stand-ins there save what a GPU's fused kernels
+save.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from mmtrain.models import build_stage as stage_builder
+from mmtrain.models.stage_inputs import UnitInput
+from mmtrain.models.stage_module import StageModule
+from tests.models.live_tensors import LiveTensors
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes of a forward and backward, without weights and their accumulated gradients."""
+
+    saved: int  # by autograd, between forward and backward
+    peak: int  # of all tensors alive at once
+
+
+@contextmanager
+def large_stages_on_meta() -> Iterator[None]:
+    """Draw no weights; stand in for fused kernels of a GPU, in whose place `meta` keeps scores and fp32 copies."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(stage_builder, "initialize_parameters", lambda *_: None))
+        stack.enter_context(patch.object(stage_builder, "choose_backend", lambda *_: "varlen"))
+        stack.enter_context(patch("torch.nn.functional.rms_norm", _fused_rms_norm))
+        stack.enter_context(patch("torch.nn.attention.varlen.varlen_attn", _varlen_stand_in))
+        yield
+
+
+def count(module: StageModule, inputs: UnitInput, hidden: Tensor | None) -> Counted:
+    """Run forward and backward; gradients of weights are freed at once, as where they are accumulated elsewhere."""
+    live, saved = LiveTensors(), SavedStorages(module)
+    live.ignore(module.parameters())
+    with live:
+        with saved:
+            out = module.run(module.context(inputs, {}), hidden, module.indices)
+        torch.autograd.backward(out, None if out.ndim == 0 else torch.empty_like(out))
+    return Counted(saved.nbytes, live.peak)
+
+
+class SavedStorages(torch.autograd.graph.saved_tensors_hooks):
+    """While active, count what autograd saves of a stage's forward, each storage once, without weights.
+
+    Gradients of weights are freed as soon as a backward has made them.
+    """
+
+    def __init__(self, module: StageModule) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
+        self._device = next(module.parameters()).device
+        self._lasting = {p.untyped_storage()._cdata for p in module.parameters()}
+        self._nbytes_of: dict[int, int] = {}  # autograd holds the storages, so their addresses are their own
+        for param in module.parameters():
+            param.register_post_accumulate_grad_hook(_drop_gradient)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all storages."""
+        return sum(self._nbytes_of.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.device == self._device and storage._cdata not in self._lasting:
+            self._nbytes_of[storage._cdata] = storage.nbytes()
+        return tensor
+
+
+def _drop_gradient(param: Tensor) -> None:
+    param.grad = None
+
+
+class _FlashLike(torch.autograd.Function):
+    """Saves what a fused kernel saves: queries, keys, values, outputs and a statistic of each softmax."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:2], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, _, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Saves what torch's kernel for CUDA saves: its input, the weight, and a statistic of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _fused_rms_norm(x: Tensor, _shape: object, weight: Tensor, _eps: object) -> Tensor:
+    out: Tensor = _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _varlen_stand_in(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
+    out: Tensor = _FlashLike.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return out
