@@ -25,7 +25,8 @@ from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, PieceCost, TokenLoa
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.layer_arithmetic import Gemm
-from mmtrain.models.model_shape import LayerShape, adaptable_linears, num_pieces
+from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
+from mmtrain.models.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, adaptable_linears, num_pieces
 
 _ROTATION_KERNELS, _GATE_KERNELS, _JOINT_NORM_KERNELS, _SCALE_KERNELS = 6, 1, 14, 2  # what they add to a block
 # Kernels of one forward: GEMMs with their biases, norms, rotary, attention, activation, residual adds and layout
@@ -131,7 +132,7 @@ class AnalyticCosts:
         saved_s = self._saved_by_chunks(layer, tp, load, direction, input_grad, split) if split.chunks > 1 else 0.0
         if kind == "backward":
             return self._backward(layer, tp, load, input_grad) - saved_s
-        again_s = self.activation_again(layer, tp, load, kind)
+        again_s = self.activation_again(layer, tp, load, kind) + self.mlp_chunk_sums(layer, tp, load, kind)
         return self._forward(layer, tp, load) + self._early_gradients(layer, tp, load, input_grad) + again_s - saved_s
 
     def pieces(
@@ -397,6 +398,18 @@ class AnalyticCosts:
         moved_bytes = analytic.activation_function_elements(layer, load, tp) * self.element_bytes
         seconds = moved_bytes / self.hardware.moved_bytes_per_s + self.hardware.kernel_launch_s
         return seconds if kind == "backward" else -seconds
+
+    def mlp_chunk_sums(self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind) -> float:
+        """Return the seconds by which a recomputed MLP takes longer in chunks of tokens than at once.
+
+        Each chunk reads and writes the sums of gradients of the MLP's weights, in fp32. Other frameworks have none.
+        """
+        is_chunked = kind == "recompute" and layer.kind in BLOCK_KINDS and self.execution == OWN_RUNTIME
+        if not is_chunked or not layer.trains_weights:
+            return 0.0
+        num_more = (load.tokens - 1) // MLP_CHUNK_TOKENS
+        num_weights = (3 if layer.gated else 2) * layer.hidden * layer.ffn // tp
+        return num_more * num_weights * 2 * BYTES_PER_GRADIENT / self.hardware.moved_bytes_per_s
 
     def _backward_reduces(self, layer: LayerShape, tp: int, load: TokenLoad, weight_grad: bool) -> float:
         """Return by how much the all-reduces of input gradients lengthen a backward."""

@@ -154,6 +154,7 @@ class MeasuredCosts:
             seconds += self.model.adapter_seconds(layer, tp, load, "backward" if kind == "backward" else "forward")
         if seconds:
             seconds += self.model.activation_again(layer, tp, load, kind)
+            seconds += self.model.mlp_chunk_sums(layer, tp, load, kind)
         if not self.table.layer_scales:
             return seconds
         scale = self.table.scale_by_layer.get(_key(layer))

@@ -10,7 +10,7 @@ from mmtrain.costs.context_parallel_costs import exchange_buffer_bytes
 from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
-from mmtrain.models.model_shape import BLOCK_KINDS, LayerShape
+from mmtrain.models.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape
 
 # Share added to what is counted: nine measured runs held up to 5% more, and allocators lose memory to fragments.
 MEMORY_MARGIN = 0.12
@@ -299,6 +299,9 @@ def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision
     the first one, whose input has a whole gradient, that input. Attention comes later, when all of the MLP is free. It
     has gradients of its output, and of queries, keys and values before and after their rotation. Gradients of hidden
     states at both ends of a stage are counted with its messages.
+
+    In a recomputed block with many tokens the MLP is computed in chunks, of which one exists at a time, so the block
+    then holds less than what its forward would keep.
     """
     layer = held.layer
     ffn = layer.ffn // held.tp
@@ -310,10 +313,14 @@ def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision
     first_linear = gathered + layer.hidden - kept
     queries, keys_and_values = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
     attention = (3 * queries + 2 * keys_and_values) // held.tp - input_width - kept
+    in_mlp = max(last_linear, activation, first_linear) * load.tokens
+    if held.recompute and load.tokens > MLP_CHUNK_TOKENS:
+        states = layer.hidden // (held.tp if held.sp else 1)  # output of a chunk, gradients of its input and of all
+        in_chunk = input_width + kept + max(last_linear, activation, first_linear) + 2 * states
+        in_mlp = in_chunk * MLP_CHUNK_TOKENS + (states - input_width - kept) * load.tokens
     element_bytes = ELEMENT_BYTES[precision]
     exchanged = exchange_buffer_bytes(layer, held.tp, load, element_bytes)
-    in_mlp = max(last_linear, activation, first_linear) * load.tokens * element_bytes
-    return float(max(in_mlp, attention * load.tokens * element_bytes + exchanged))
+    return float(max(in_mlp * element_bytes, attention * load.tokens * element_bytes + exchanged))
 
 
 def _head_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision) -> float:

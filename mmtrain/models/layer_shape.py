@@ -29,6 +29,9 @@ NUM_MODULATION_VECTORS = 6  # shift, scale and gate of attention and of MLP (ada
 # and follows `projection` and `down`: see `costs.block_pieces`.
 BLOCK_PIECES = ("norm", "qkv", "attention", "projection", "norm_mlp", "up", "down", "add")
 BLOCK_KINDS = ("vit_block", "decoder_block")
+# Tokens for which the MLP of a recomputed block exists at once. Each chunk reads and writes the sums of gradients of
+# its weights once more, in fp32: on an H100, as modelled, 3% of its GEMMs, whatever their widths.
+MLP_CHUNK_TOKENS = 8192
 
 
 def num_pieces(kind: LayerKind) -> int:

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from mmtrain.models.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.freezing import mark_frozen
 from mmtrain.models.generator_shapes import generator_layers
-from mmtrain.models.layer_shape import BLOCK_KINDS, BLOCK_PIECES, LayerShape, adaptable_linears, num_pieces
+from mmtrain.models.layer_shape import (
+    BLOCK_KINDS,
+    BLOCK_PIECES,
+    MLP_CHUNK_TOKENS,
+    LayerShape,
+    adaptable_linears,
+    num_pieces,
+)
 from mmtrain.models.loss_chunks import LossSizes
 from mmtrain.models.unit_shape import UnitShape
 from mmtrain.recipe.llm_settings import LlmSettings
@@ -19,6 +26,7 @@ from mmtrain.recipe.schema import Recipe
 __all__ = [
     "BLOCK_KINDS",
     "BLOCK_PIECES",
+    "MLP_CHUNK_TOKENS",
     "LayerShape",
     "LossSizes",
     "ModelEdge",

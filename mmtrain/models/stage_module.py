@@ -70,7 +70,7 @@ class StageModule(nn.Module):
                 embedding = self.layers["0"]
             if index in self.recompute:  # the activation function is among what is computed again
                 layer = replace(layer, recomputes_activation=False)
-            self.layers[str(index)] = self._build_layer(layer, embedding)
+            self.layers[str(index)] = self._build_layer(layer, embedding, index in self.recompute)
             if layer.lora is not None:
                 factory.add_adapters(self.layers[str(index)], layer.lora)
         holds_both_ends = {0, len(self.shape.layers) - 1} <= set(self.indices)
@@ -295,10 +295,12 @@ class StageModule(nn.Module):
             return hidden
         return self.factory.scatter_tokens(hidden) if shard else self.factory.gather_tokens(hidden, num_tokens)
 
-    def _build_layer(self, layer: LayerShape, tied_embedding: nn.Module | None = None) -> nn.Module:
+    def _build_layer(
+        self, layer: LayerShape, tied_embedding: nn.Module | None = None, is_recomputed: bool = False
+    ) -> nn.Module:
         match layer.kind:
             case "vit_block" | "decoder_block":
-                return self.factory.transformer_block(layer.recomputes_activation)
+                return self.factory.transformer_block(layer.recomputes_activation, is_recomputed)
             case "patch_embed" | "audio_embed":
                 encoder = self._settings.all_encoders[self.unit]
                 return ENCODER_MODULES[encoder.modality].embedding(encoder, layer, self.factory)

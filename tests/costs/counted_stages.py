@@ -40,8 +40,13 @@ def large_stages_on_meta() -> Iterator[None]:
 
 def count(module: StageModule, inputs: UnitInput, hidden: Tensor | None) -> Counted:
     """Run forward and backward; gradients of weights are freed at once, as where they are accumulated elsewhere."""
+    sums = []
+    for name, param in module.named_parameters():
+        if ".mlp." in name:  # chunks of an MLP add their gradients where the optimizer sums them
+            sums.append(torch.empty_like(param, dtype=torch.float32))
+            param.main_grad = sums[-1]  # type: ignore[attr-defined]
     live, saved = LiveTensors(), SavedStorages(module)
-    live.ignore(module.parameters())
+    live.ignore([*module.parameters(), *sums])
     with live:
         with saved:
             out = module.run(module.context(inputs, {}), hidden, module.indices)

@@ -9,7 +9,7 @@ from mmtrain.costs import PRESETS, AnalyticCosts, GroupLayout, TokenLoad, preset
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.errors import PlanError
-from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape
+from mmtrain.models.layer_shape import BLOCK_PIECES, MLP_CHUNK_TOKENS, LayerShape
 from tests.models.factory import settings, shape_of
 
 LOAD = TokenLoad.of(np.array([300, 212]))
@@ -166,3 +166,20 @@ def test_a_head_that_computes_by_chunks_has_its_gradients_in_forward() -> None:
     assert sum(shares(head, by_chunks, True)) == pytest.approx(sum(shares(head, at_once, True)), rel=0.05)
     assert 1.5 < shares(frozen, by_chunks, True)[0] < shares(head, by_chunks, True)[0]
     assert shares(frozen, by_chunks, False) == (1, 0)
+
+
+def test_an_mlp_in_chunks_reads_and_writes_sums_of_gradients_for_each_more() -> None:
+    """Only where the block is recomputed, and its weights train."""
+    hardware = preset("h100-80g")
+    costs = AnalyticCosts(hardware, "bf16")
+    [block] = {layer for layer in shape_of(settings()).unit("llm").layers if layer.kind == "decoder_block"}
+    num_weights = 3 * block.hidden * block.ffn
+    sums_s = 2 * 4 * num_weights / hardware.moved_bytes_per_s
+    for num_tokens, num_more in ((MLP_CHUNK_TOKENS, 0), (MLP_CHUNK_TOKENS + 1, 1), (3 * MLP_CHUNK_TOKENS, 2)):
+        load = TokenLoad.of(np.array([num_tokens]))
+        assert costs.mlp_chunk_sums(block, 1, load, "recompute") == pytest.approx(num_more * sums_s)
+        assert costs.mlp_chunk_sums(block, 1, load, "backward") == 0.0
+        forward_s, recompute_s = (costs.seconds(block, 1, load, kind) for kind in ("forward", "recompute"))  # type: ignore[arg-type]
+        assert recompute_s - forward_s == pytest.approx(num_more * sums_s, abs=1e-9)
+        frozen = replace(block, trainable=False)
+        assert costs.mlp_chunk_sums(frozen, 1, load, "recompute") == 0.0

@@ -103,7 +103,9 @@ class GeneratorStage(StageModule):
             outputs = outputs * kept.to(outputs.dtype).repeat_interleave(rows_per_image)[:, None]
         return GeneratorState(outputs)
 
-    def _build_layer(self, layer: LayerShape, tied_embedding: nn.Module | None = None) -> nn.Module:
+    def _build_layer(
+        self, layer: LayerShape, tied_embedding: nn.Module | None = None, is_recomputed: bool = False
+    ) -> nn.Module:
         generator = self._settings.generator
         assert generator is not None, "a model without a generator has no stage of one"
         return build_generator_layer(generator, layer, self.factory)

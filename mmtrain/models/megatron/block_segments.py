@@ -17,6 +17,7 @@ from mmtrain.models.kernels.activations import activate, activate_gated
 from mmtrain.models.kernels.liger import add_and_rms_norm
 from mmtrain.models.layer_shape import BLOCK_PIECES
 from mmtrain.models.megatron.block_parts import add_to_residual
+from mmtrain.models.megatron.chunked_mlp import needs_chunks, run_mlp_in_chunks
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.packed_sequences import PackedSequences
 
@@ -30,9 +31,10 @@ _AFTER_REDUCE = (NORM_MLP, ADD)  # before these, forward reduces the partial sum
 def run_block(block: Any, hidden: Tensor, packing: PackedSequences) -> Tensor:
     """Run all pieces of a `PackedTransformerBlock`: (T, hidden) to (T, hidden), at least one token."""
     state: BlockState = (hidden,)
-    for run_piece in _PIECES:
+    for run_piece in _PIECES[:UP]:
         state = run_piece(block, packing, *state)
-    return state[0]
+    state = (state[0], _mlp(block, packing, state[1]))
+    return _add(block, packing, *state)[0]
 
 
 def run_pieces(block: Any, state: BlockState, packing: PackedSequences, pieces: range) -> BlockState:
@@ -126,6 +128,20 @@ def _norm_mlp(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -
         return add_and_rms_norm(x, hidden, norm.weight, norm.eps)
     hidden = add_to_residual(add, (x, bias), hidden)
     return hidden, norm(hidden)
+
+
+def _mlp(block: Any, packing: PackedSequences, x: Tensor) -> Tensor:
+    """Run the pieces from `up` to `down`, in chunks where the block is recomputed and has many tokens."""
+
+    def run(rows: Tensor) -> Tensor:
+        return _down(block, packing, *_up(block, packing, rows, rows))[1]
+
+    num_ranks = block.mlp.linear_fc1.tp_group.size() if block.config.sequence_parallel else 1
+    if not block.chunks_mlp or not needs_chunks(len(x) * num_ranks):
+        return run(x)
+    weights = [weight for weight in block.mlp.parameters() if weight.requires_grad]
+    is_plain_add = not isinstance(block.mlp_bda, nn.Module)
+    return run_mlp_in_chunks(run, x, weights, num_ranks, output_is_read=not is_plain_add)
 
 
 def _up(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:

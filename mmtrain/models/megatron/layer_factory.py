@@ -151,11 +151,13 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
         is_gated: bool,
         fused_kernels: bool,
         recomputes_activation: bool,
+        chunks_mlp: bool,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.fused_kernels = fused_kernels
         self.recomputes_activation = recomputes_activation
+        self.chunks_mlp = chunks_mlp
         self.activation = activation
         self.is_gated = is_gated
         self.mlp.linear_fc1.skip_bias_add = False  # its GEMM adds the bias
@@ -255,10 +257,11 @@ class LayerFactory:
         """Return the unit's process groups for Megatron-core."""
         return self.groups.collection()
 
-    def transformer_block(self, recomputes_activation: bool = False) -> nn.Module:
+    def transformer_block(self, recomputes_activation: bool = False, chunks_mlp: bool = False) -> nn.Module:
         """Build one `PackedTransformerBlock`: attention and MLP with residual connections.
 
         recomputes_activation: keep no output of the MLP's activation function: see `block_segments`.
+        chunks_mlp: compute the MLP of many tokens in chunks, for a block that is recomputed: see `chunked_mlp`.
         """
 
         def build_qkv(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
@@ -308,6 +311,7 @@ class LayerFactory:
             is_gated=self.block.gated,
             fused_kernels=self.fused_kernels,
             recomputes_activation=recomputes_activation,
+            chunks_mlp=chunks_mlp,
         )
         self._mark_shards(layer)
         if self.groups.tp_size > 1:
