@@ -69,6 +69,8 @@ class HeldLayers:
     shard: int | None = None  # replicas that hold one copy of the layers together; None: each holds them whole
     held_features: int = 0  # microbatches whose features, or gradients of these, the rank holds at once
     gathered_elements: int = 0  # of features, or gradients of these, that an all-gather brings at once
+    is_computed: bool = True  # in the part of a step that is counted; else the rank only holds state and activations
+    has_gradients: bool = True  # else no backward of the step has begun, and gradients of the last step are dropped
 
     @property
     def state_replicas(self) -> int:
@@ -161,8 +163,9 @@ def rank_memory(
             state = _held_state(stage, matrix_state(head, stage.tp, stage.state_replicas, size))
             parameters, gradients, optimizer = parameters - state[0], gradients - state[1], optimizer - state[2]
     activations = float(sum(stage.in_flight * microbatch_activation_bytes(stage, costs, precision) for stage in held))
-    buffers = max((stage_working_bytes(stage, costs, precision) for stage in held), default=0)
-    gathered = (layer for stage in held for layer in stage.gathered)
+    computed = [stage for stage in held if stage.is_computed]
+    buffers = max((stage_working_bytes(stage, costs, precision) for stage in computed), default=0)
+    gathered = (layer for stage in computed for layer in stage.gathered)
     buffers += max((gathered_bytes(layer, precision) for layer in gathered), default=0)
     buffers += sum(stage.held_features * feature_bytes(stage, precision) for stage in held)
     buffers += max((stage.gathered_elements for stage in held), default=0) * ELEMENT_BYTES[precision]
@@ -185,7 +188,7 @@ def layer_state(layer: LayerShape, tp: int, dp: int, size: StateBytes) -> tuple[
 def _held_state(stage: HeldLayers, state: tuple[float, float, float]) -> tuple[float, float, float]:
     """Return what a rank holds of a layer's state: all of it, or its shard."""
     shard = stage.shard or 1
-    return (state[0] / shard, state[1] / shard, state[2] / shard)
+    return (state[0] / shard, state[1] / shard * stage.has_gradients, state[2] / shard)
 
 
 def gathered_bytes(layer: LayerShape, precision: Precision) -> int:

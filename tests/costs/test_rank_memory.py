@@ -60,6 +60,18 @@ def test_every_kind_is_counted_by_hand() -> None:
     assert memory.binding == "activations"
 
 
+def test_a_stage_that_does_not_compute_has_no_buffers_and_before_its_backwards_no_gradients() -> None:
+    llm = replace(held(shape_of(settings()).unit("llm").layers[1:3]), shard=1)
+    computed, held_alone, before = (
+        rank_memory([stage], COSTS, "fp32", STATE, tied=False)
+        for stage in (llm, replace(llm, is_computed=False), replace(llm, has_gradients=False))
+    )
+    assert computed.buffers > held_alone.buffers == 0
+    assert held_alone.activations == computed.activations
+    assert computed.gradients > before.gradients == 0
+    assert (before.parameters, before.optimizer) == (computed.parameters, computed.optimizer)
+
+
 def test_layers_that_fsdp_wraps_are_copied_also_where_a_rank_holds_all_of_them() -> None:
     """A copy of the layer that computes, one of the next, and the gradient of a layer in fp32."""
     blocks = shape_of(settings()).unit("llm").layers[1:3]

@@ -18,15 +18,16 @@ from mmtrain.data import GroupStream, build_index
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
+from mmtrain.plan.artifact.graph_memory import MemoryPhase, memory_phases, schedule_in_flight
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.artifact.replanned import plan_layout
 from mmtrain.plan.budget import DEFAULT_BUDGET
 from mmtrain.plan.estimate.evaluator import Evaluator
-from mmtrain.plan.estimate.layer_costs import batch_split_of
+from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
 from mmtrain.plan.estimate.layout_simulation import model_timing, simulate_first_batch
 from mmtrain.plan.formulate import formulate_problem
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.plan.planner import plan, plan_recipe
 from mmtrain.plan.problem import PlanRequest
 from mmtrain.plan.replicated.replicated_search import ReplicatedStrategy
 from mmtrain.program import build_program, simulate
@@ -380,7 +381,32 @@ def test_encoders_first_keep_features_and_no_activations_beside_the_llm() -> Non
         chosen = _plan_schedule(schedule, encoder_microbatches=4)
         [held[schedule]] = chosen.predicted.memory_kinds_gib.values()
     assert held["encoder_first"]["activations"] < held["1f1b"]["activations"]
-    assert held["encoder_first"]["buffers"] > held["1f1b"]["buffers"]
+
+
+@pytest.mark.parametrize(("shard", "frozen"), [("all", False), ("all", True), (None, False)])
+def test_encoders_first_count_only_the_phase_that_computes(shard: str | None, frozen: bool) -> None:
+    """In the LLM's phase an encoder takes state and what it keeps, without gradients where it is sharded."""
+    parallel = {"placement": "replicated", "dispatch": "all", "schedule": "encoder_first"}
+    parallel |= {"zero": 1} if shard is None else {"shard": shard}
+    vision = factory.VISION | {"freeze": frozen}
+    settings = factory.recipe(vision=vision, parallel=parallel, global_batch=16)
+    problem = formulate_problem(settings, _lopsided(), world_size=4, hardware="h100-80g", recipe_sha256="x")
+    chosen = plan(problem)
+    shape, layer_costs = build_model_shape(settings), LayerCosts(problem)
+    graph = stage_graph(chosen, shape)
+    num_in_flight = schedule_in_flight(graph, chosen.schedule)
+    phases = memory_phases(graph, num_in_flight)
+    assert [{stage.unit for stage in phase.computed} for phase in phases] == [{"llm"}, {"vision"}]
+    of_llm, of_vision = (layer_costs.phase_memory(graph, phase)[0] for phase in phases)
+    at_once = MemoryPhase(num_in_flight, frozenset(stage.id for stage in graph.stages))
+    together = layer_costs.phase_memory(graph, at_once)[0]
+    assert min(of_llm.buffers, of_vision.buffers) < max(of_llm.buffers, of_vision.buffers) <= together.buffers
+    assert of_llm.activations + of_vision.activations >= together.activations
+    assert (max(of_llm.activations, of_vision.activations) < together.activations) == (not frozen)
+    num_trained = sum(num_trained_parameters(layer) for layer in shape.unit("vision").layers)
+    assert of_vision.gradients == together.gradients
+    assert together.gradients - of_llm.gradients == (0 if shard is None else 4 * num_trained / 4)
+    assert layer_costs.memory(graph, num_in_flight)[0] == max(of_llm, of_vision, key=lambda memory: memory.total)
 
 
 @pytest.mark.parametrize(("recompute", "num_microbatches"), [("auto", 1), ("none", 4)])

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 from mmtrain.costs import CostModel, HeldLayers, Precision, RankMemory, StateBytes, TokenLoad, input_grad_needed
 from mmtrain.costs.rank_memory import MEMORY_MARGIN, microbatch_activation_bytes, rank_memory
@@ -17,6 +18,14 @@ from mmtrain.program.verify.check import MemoryLimit
 from mmtrain.program.verify.live_activations import peak_in_flight_by_stage
 
 ROUNDING_BYTES = 1.0  # bytes are counted in floats where state is sharded
+
+
+class MemoryPhase(NamedTuple):
+    """A part of a step in which some of the stages compute."""
+
+    num_in_flight: Mapping[StageId, int]  # microbatches of each stage between forward and backward, at most
+    computed: Collection[StageId]  # the stages that compute; of others a rank holds state and activations alone
+    without_gradients: Collection[StageId] = ()  # sharded stages before the first of their backwards in the step
 
 
 @dataclass(frozen=True)
@@ -82,12 +91,26 @@ class GraphMemory:
 
         Args:
             graph: the stages.
-            num_in_flight: microbatches of each stage between forward and backward, at most.
+            num_in_flight: microbatches of each stage between forward and backward, at most, in the whole step.
             communicator_bytes: by rank of the first replica group.
         """
-        of_phases = [
-            [self.held_layers(graph, stage, in_flight[stage.id]) for stage in graph.stages]
-            for in_flight in memory_phases(graph, num_in_flight)
+        phases = memory_phases(graph, num_in_flight)
+        first, *others = [self.in_phase(graph, phase, communicator_bytes) for phase in phases]
+        for of_phase in others:
+            first = {rank: max(first[rank], of_phase[rank], key=_total_bytes) for rank in first}
+        return first
+
+    def in_phase(
+        self, graph: StageGraph, phase: MemoryPhase, communicator_bytes: Mapping[int, float]
+    ) -> dict[int, RankMemory]:
+        """Return what every rank of the first replica group holds at the peak of one phase of a step."""
+        held = [
+            replace(
+                self.held_layers(graph, stage, phase.num_in_flight[stage.id]),
+                is_computed=stage.id in phase.computed,
+                has_gradients=stage.id not in phase.without_gradients,
+            )
+            for stage in graph.stages
         ]
         held_by_rank: dict[int, list[int]] = {}  # positions in `held`
         for position, stage in enumerate(graph.stages):
@@ -100,23 +123,23 @@ class GraphMemory:
         memory: dict[int, RankMemory] = {}
         for positions_held, ranks in ranks_of.items():
             most_bytes = max(communicator_bytes.get(rank, 0.0) for rank in ranks)
-            candidates = [
-                rank_memory(
-                    [held[position] for position in positions_held],
-                    self.costs,
-                    self.precision,
-                    self.state_bytes,
-                    graph.tied_embeddings,
-                    most_bytes,
-                )
-                for held in of_phases
-            ]
-            fullest = max(candidates, key=lambda of_phase: of_phase.total)
-            memory |= dict.fromkeys(ranks, fullest)
+            of_ranks = rank_memory(
+                [held[position] for position in positions_held],
+                self.costs,
+                self.precision,
+                self.state_bytes,
+                graph.tied_embeddings,
+                most_bytes,
+            )
+            memory |= dict.fromkeys(ranks, of_ranks)
         return memory
 
     def activation_limit(self, graph: StageGraph, memory: Mapping[int, RankMemory], memory_bytes: float) -> MemoryLimit:
-        """Return what activations may take on each rank of `memory`: `memory_bytes` without state, buffers, margin."""
+        """Return what activations may take on each rank of `memory`: `memory_bytes` without state, buffers, margin.
+
+        Where a step has several phases, gradients and buffers are those of the phase that has least: activations of all
+        phases are compared with one limit.
+        """
         nbytes = {}
         for stage in graph.stages:
             held = self.held_layers(graph, stage, num_in_flight=1)
@@ -125,26 +148,43 @@ class GraphMemory:
         def bytes_of(stage: StageId, mb: Microbatch) -> int:
             return nbytes[stage]
 
+        phases = memory_phases(graph, dict.fromkeys(nbytes, 1))
+        of_phases = [memory] if len(phases) == 1 else [self.in_phase(graph, phase, {}) for phase in phases]
         limit_bytes = {}
         for rank, of_rank in memory.items():
-            fixed = of_rank.parameters + of_rank.gradients + of_rank.optimizer + of_rank.buffers
+            fixed = of_rank.parameters + of_rank.optimizer
+            fixed += min(of_phase[rank].gradients + of_phase[rank].buffers for of_phase in of_phases)
             managed_bytes = (memory_bytes - of_rank.communicators - of_rank.inputs) / (1 + MEMORY_MARGIN)
             limit_bytes[rank] = math.floor(managed_bytes - fixed + ROUNDING_BYTES)
         return MemoryLimit(bytes_of, limit_bytes)
 
 
-def memory_phases(graph: StageGraph, num_in_flight: Mapping[StageId, int]) -> list[Mapping[StageId, int]]:
-    """Return the microbatches between forward and backward of each stage, in every phase of a step.
+def memory_phases(graph: StageGraph, num_in_flight: Mapping[StageId, int]) -> list[MemoryPhase]:
+    """Return the phases of a step whose peaks differ.
 
-    Where encoders run first and their backwards begin with another forward, activations of such an encoder live while
-    it runs backward, when there are none of the LLM or of another such encoder. Elsewhere a step has one phase.
+    Where encoders run first, each computes by itself before the LLM and behind it, and activations of one whose
+    backward begins with another forward live only there. The LLM, and a generator, compute and hold activations in
+    between, when encoders that are sharded have no gradients yet: each step makes them anew. Elsewhere a step has one
+    phase.
     """
-    rerun = [stage.id for stage in graph.stages if graph.reruns_forward(stage.id)]
-    if not rerun:
-        return [num_in_flight]
-    of_llm = {**num_in_flight, **dict.fromkeys(rerun, 0)}
-    idle = {stage_id: 0 if stage_id.unit == LLM else count for stage_id, count in of_llm.items()}
-    return [of_llm, *({**idle, stage_id: num_in_flight[stage_id]} for stage_id in rerun)]
+    stage_ids = [stage.id for stage in graph.stages]
+    if not graph.encoder_first:
+        return [MemoryPhase(num_in_flight, frozenset(stage_ids))]
+    of_encoders = [stage_id for stage_id in stage_ids if stage_id.unit in graph.encoders]
+    of_llm = frozenset(stage_ids).difference(of_encoders)
+    rerun = [stage_id for stage_id in of_encoders if graph.reruns_forward(stage_id)]
+    kept = {**num_in_flight, **dict.fromkeys(rerun, 0)}
+    kept_by_encoders = {**kept, **dict.fromkeys(of_llm, 0)}
+    sharded = [stage_id for stage_id in of_encoders if graph.mesh(stage_id.unit).shard is not None]
+    phases = [MemoryPhase(kept, of_llm, without_gradients=sharded)]
+    for stage_id in of_encoders:
+        in_flight = {**kept_by_encoders, stage_id: num_in_flight[stage_id]}
+        phases.append(MemoryPhase(in_flight, frozenset([stage_id])))
+    return phases
+
+
+def _total_bytes(memory: RankMemory) -> float:
+    return memory.total
 
 
 def schedule_in_flight(graph: StageGraph, schedule: SchedulePlan) -> dict[StageId, int]:

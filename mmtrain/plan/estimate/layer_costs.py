@@ -37,7 +37,7 @@ from mmtrain.costs.rank_memory import (
 )
 from mmtrain.models.model_shape import LayerShape
 from mmtrain.plan.artifact.communicators import communicator_bytes
-from mmtrain.plan.artifact.graph_memory import GraphMemory
+from mmtrain.plan.artifact.graph_memory import GraphMemory, MemoryPhase
 from mmtrain.plan.artifact.layout import MeshSize, disaggregated_units
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.plan.budget import DEFAULT_BUDGET, SearchBudget
@@ -311,6 +311,10 @@ class LayerCosts:
         """
         in_flight = in_flight_microbatches(graph) if num_in_flight is None else num_in_flight
         return self.graph_memory(graph).by_rank(graph, in_flight, self._communicator_bytes(graph))
+
+    def phase_memory(self, graph: StageGraph, phase: MemoryPhase) -> dict[int, RankMemory]:
+        """Return what every rank of the first replica group holds at the peak of one phase of a step."""
+        return self.graph_memory(graph).in_phase(graph, phase, self._communicator_bytes(graph))
 
     def graph_memory(self, graph: StageGraph) -> GraphMemory:
         """Return what counts the bytes of the graph's ranks, for the largest microbatches of its split."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
 from mmtrain.costs.rank_memory import MEMORY_MARGIN
-from mmtrain.plan.artifact.graph_memory import memory_phases
+from mmtrain.plan.artifact.graph_memory import MemoryPhase, memory_phases
 from mmtrain.plan.budget import DEFAULT_BUDGET, EvaluationBudget
 from mmtrain.plan.candidate import FittedLayout, LayerPartition, MeshAssignment
 from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
@@ -37,14 +37,35 @@ def fit_memory(
     """Recompute the layers that memory demands, on each rank in the least time; or say why the layout cannot fit.
 
     memory_bytes: of a rank. num_in_flight: microbatches of each stage between forward and backward, at most.
+
+    Buffers of whole units take the room of what later layers kept, so recomputation rarely adds to them. Therefore that
+    is tried first.
     """
+    arguments = (assignment, partition, layer_costs, memory_bytes, num_in_flight, budget)
+    if assignment.placement == "replicated":
+        fit = _fit_memory(*arguments, recompute_adds_buffers=False)
+        if isinstance(fit, FittedLayout):
+            return fit
+    return _fit_memory(*arguments, recompute_adds_buffers=True)
+
+
+def _fit_memory(
+    assignment: MeshAssignment,
+    partition: LayerPartition,
+    layer_costs: LayerCosts,
+    memory_bytes: float,
+    num_in_flight: Mapping[StageId, int],
+    budget: EvaluationBudget,
+    recompute_adds_buffers: bool,
+) -> FittedLayout | MemoryMisfit:
+    """Do as `fit_memory`; `recompute_adds_buffers`: whether recomputed layers are taken to need larger buffers."""
     recompute: dict[str, frozenset[int]] = {}
     to_save: defaultdict[int, defaultdict[TpGroup, float]] = defaultdict(lambda: defaultdict(float))  # by phase
     for _ in range(budget.max_fit_rounds):
         layout = partitioned_layout(assignment, layer_costs, partition, recompute)
         graph = layout_graph(layout, layer_costs)
         phases = memory_phases(graph, num_in_flight)
-        of_phases = [layer_costs.memory(graph, in_flight) for in_flight in phases]
+        of_phases = [layer_costs.phase_memory(graph, phase) for phase in phases]
         memory = max(of_phases, key=_fullest_bytes)
         if _fullest_bytes(memory) <= memory_bytes:
             return FittedLayout(layout, graph, memory)
@@ -56,7 +77,7 @@ def fit_memory(
                 if nbytes > memory_bytes:
                     to_save[phase][tp_group] += (nbytes - memory_bytes) / (1 + MEMORY_MARGIN)
         enough = [
-            _layers_to_recompute(graph, layer_costs, of_phase, phases[phase], budget)
+            _layers_to_recompute(graph, layer_costs, of_phase, phases[phase], budget, recompute_adds_buffers)
             for phase, of_phase in to_save.items()
         ]
         if None in enough:
@@ -106,10 +127,14 @@ def _layers_to_recompute(
     graph: StageGraph,
     layer_costs: LayerCosts,
     to_save: Mapping[TpGroup, float],
-    num_in_flight: Mapping[StageId, int],
+    phase: MemoryPhase,
     budget: EvaluationBudget,
+    adds_buffers: bool,
 ) -> dict[str, frozenset[int]] | None:
-    """Return layers by unit whose recomputation saves what each TP group must; None where one cannot save enough."""
+    """Return layers by unit whose recomputation saves what each TP group must; None where one cannot save enough.
+
+    adds_buffers: whether recomputed layers are taken to need larger buffers than others.
+    """
     chosen: defaultdict[str, set[int]] = defaultdict(set)
     for tp_group, nbytes in to_save.items():
         kinds: list[tuple[Stage, list[int]]] = []  # layers of one stage and kind
@@ -121,14 +146,15 @@ def _layers_to_recompute(
             mesh = graph.mesh(stage.id.unit)
             costs = layer_costs.unit_costs(stage.id.unit, mesh.tp, batch_split_of(graph))
             held = slice(*stage.layers)
-            working = max(working, costs.working_bytes[held].max())
-            recompute_working = max(recompute_working, costs.recompute_working_bytes[held].max())
+            if stage.id in phase.computed and adds_buffers:
+                working = max(working, costs.working_bytes[held].max())
+                recompute_working = max(recompute_working, costs.recompute_working_bytes[held].max())
             by_kind: defaultdict[int, list[int]] = defaultdict(list)
             for layer in range(*stage.layers):
                 by_kind[int(costs.kind[layer])].append(layer)
             for layers in by_kind.values():
                 kinds.append((stage, layers))
-                saved_bytes.append(float(costs.saved_bytes[layers[0]]) * num_in_flight[stage.id])
+                saved_bytes.append(float(costs.saved_bytes[layers[0]]) * phase.num_in_flight[stage.id])
                 seconds.append(float(costs.recompute_seconds[layers[0]]) * mesh.num_microbatches)
         numbers = least_recompute(
             saved_bytes,
