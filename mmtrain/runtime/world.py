@@ -297,8 +297,9 @@ def limit_threads(address: Address) -> None:
         # srun binds each task to cores of its own; every other launcher leaves all cores to all ranks.
         is_bound = address.launcher == "slurm" and num_cores < (os.cpu_count() or 1)
         num_threads = max(1, num_cores if is_bound else num_cores // address.ranks_here)
-    if torch.get_num_threads() > num_threads:  # OMP_NUM_THREADS may say less
-        torch.set_num_threads(num_threads)
+    # OMP_NUM_THREADS may say less. It is set anyway: a forked process replaces torch's pool of threads at first use,
+    # and if two threads use it first at the same time, one finds none ("Invalid thread pool", torch 2.13).
+    torch.set_num_threads(min(num_threads, torch.get_num_threads()))
 
 
 def leave() -> None:

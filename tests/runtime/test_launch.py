@@ -1,13 +1,15 @@
 import gc
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
-from mmtrain.errors import MmtrainError, PlanError, StoppedAndSaved
+from mmtrain.errors import LaunchError, MmtrainError, PlanError, StoppedAndSaved
 from mmtrain.runtime.resilience.launch import _first_failure, _RankExit, free_port, launch_local
 from mmtrain.runtime.world import Address, join, leave
 from tests.distributed import fork_ranks
@@ -84,6 +86,24 @@ def _leave_a_group_to_the_collector(rank: int, size: int, folder: Path) -> str:
 
 def _collects(address: Address) -> None:
     gc.collect()
+
+
+def test_ranks_meet_at_a_port_that_no_connection_is_given() -> None:
+    ports = {free_port() for _ in range(20)}
+    lines = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first_of_connections = int(lines.read_text(encoding="utf-8").split()[0]) if lines.exists() else 49_152
+    assert max(ports) < first_of_connections
+    assert len(ports) > 1, "two runs that start together would meet"
+
+
+def test_no_free_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("mmtrain.runtime.resilience.launch._PORTS", range(port, port + 1))
+        monkeypatch.setattr("mmtrain.runtime.resilience.launch._MAX_PORTS_TRIED", 1)
+        with pytest.raises(LaunchError, match=f"1 of the ports {port} to {port} are taken"):
+            free_port()
 
 
 def test_ranks_do_not_collect_a_process_group_of_the_launcher() -> None:

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing as mp
 import os
+import random
 import signal
 import socket
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -17,7 +19,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from mmtrain.errors import MmtrainError, RankDied, RunError, StoppedAndSaved, UserError
+from mmtrain.errors import LaunchError, MmtrainError, RankDied, RunError, StoppedAndSaved, UserError
 from mmtrain.runtime.resilience.failures import is_lost_peer
 from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 from mmtrain.runtime.resilience.orphans import stop_orphan
@@ -26,6 +28,10 @@ from mmtrain.runtime.world import Address
 
 PEER_FAILURE_GRACE_S = 3.0  # in which ranks may end by themselves, and report why, after a peer failed
 PEER_STOP_GRACE_S = 5.0  # the same, after a peer has stopped and saved
+
+# Below those that Linux gives to connections, of which a run opens many while its ranks have yet to meet.
+_PORTS = range(20_000, 32_768)
+_MAX_PORTS_TRIED = 100
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,12 @@ def _kill(ranks: Iterable[BaseProcess]) -> None:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface on which no process listens."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Return a port on which no process listens, and which no connection takes before a rank listens there."""
+    for port in random.SystemRandom().sample(_PORTS, _MAX_PORTS_TRIED):
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("", port))
+            return port
+    raise LaunchError(
+        f"no port to meet at: {_MAX_PORTS_TRIED} of the ports {_PORTS.start} to {_PORTS.stop - 1} are taken; end what "
+        "listens there, or start the ranks with torchrun --master-port"
+    )
