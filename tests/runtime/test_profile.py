@@ -21,7 +21,7 @@ from mmtrain.recipe import Recipe
 from mmtrain.runtime.profiling.cut_profiler import ProfiledUnit, _Passes, seconds_of_a_stop
 from mmtrain.runtime.profiling.layer_profiler import build_layer_profiler, median_without_outliers
 from mmtrain.runtime.profiling.probes import make_probes
-from mmtrain.runtime.profiling.profile import ProfileRequest, empty_cost_table, profile
+from mmtrain.runtime.profiling.profile import ProfileRequest, _measure_cut, empty_cost_table, profile
 from mmtrain.runtime.world import World
 from tests.distributed import fork_ranks
 from tests.plan import factory
@@ -249,6 +249,12 @@ def test_passes_stop_where_the_tensor_parallel_group_communicates() -> None:
     assert all(
         param.grad is None or not param.grad.any() for unit in units for param in unit.profiler.stage.parameters()
     )
+
+
+def test_stops_are_not_measured_where_the_encoder_has_no_group_on_every_rank() -> None:
+    recipe, world = _recipe(), World(0, 3, torch.device("cpu"))
+    request = ProfileRequest(recipe, "cpu-core", 3, {"vision": (2,), "llm": (3,)})
+    assert _measure_cut(request, build_model_shape(recipe), 3, world, torch.float32) is None
 
 
 def test_outliers_do_not_change_the_typical_value() -> None:

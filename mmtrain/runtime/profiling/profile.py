@@ -221,6 +221,9 @@ def _measure_cut(request: ProfileRequest, model: ModelShape, tp: int, world: Wor
     if not model.encoders:
         return None
     encoder = max(map(model.unit, model.encoders), key=lambda unit: sum(map(num_parameters, unit.layers)))
+    encoder_tp = min(request.tp.get(encoder.name, (1,)))
+    if world.size % encoder_tp:  # a rank would be in no group of the encoder
+        return None
 
     def built(unit: UnitShape, tp: int) -> ProfiledUnit:
         groups = _tp_groups(world, tp)
@@ -228,7 +231,7 @@ def _measure_cut(request: ProfileRequest, model: ModelShape, tp: int, world: Wor
         profiler = build_layer_profiler(request.recipe, model, unit, groups, world, dtype)
         return ProfiledUnit(profiler, groups, fitted[-1])
 
-    units = built(model.unit(LLM), tp), built(encoder, min(request.tp.get(encoder.name, (1,))))
+    units = built(model.unit(LLM), tp), built(encoder, encoder_tp)
     seconds = seconds_of_a_stop(*units, request.recipe, CUT_ROUNDS)
     return statistics.fmean(cast(list[float], world.all_gather(seconds)))
 
