@@ -19,7 +19,7 @@ from mmtrain.data.media.audio import (
 from mmtrain.data.media.image_grids import Grid, MediumItems
 from mmtrain.data.media.images import CellArray, Float32Array, Uint8Array
 from mmtrain.data.media.joined_tiles import TileJoin
-from mmtrain.data.media.media_bytes import Media
+from mmtrain.data.media.media_bytes import Media, describe_changed
 from mmtrain.data.media.vision_items import VisionItemDecoder, check_image_settings, read_vision_items
 from mmtrain.recipe.audio_settings import AudioSettings
 from mmtrain.recipe.data_settings import DataSettings
@@ -97,10 +97,7 @@ class AudioItemReader:
         first = part * self._item_frames
         cells = self._load_clip(media, self._num_frames(media))[first : first + grid[0]]
         if len(cells) < grid[0]:
-            reason = (
-                f"{media}: it has changed since lengths were read; touch the data file, so that they are read again"
-            )
-            raise BadAudioError("undecodable", reason)
+            raise BadAudioError("undecodable", describe_changed(media))
         return cells
 
     def _load_whole_clip(self, media: Media, frames: int) -> Float32Array:

@@ -137,6 +137,11 @@ def describe_missing(media: Media) -> str:
     return f"{media}: no such file{suggestion}"
 
 
+def describe_changed(what: object) -> str:
+    """Say that a medium, or what was found of it, is not as it was when the lengths of samples were read."""
+    return f"{what}: it has changed since lengths were read; touch the data file, so that they are read again"
+
+
 class _FileSlice(io.RawIOBase):
     """The bytes [offset, offset + size) of a file, as a file."""
 

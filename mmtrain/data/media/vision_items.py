@@ -20,7 +20,7 @@ from mmtrain.data.media.image_grids import (
     video_grid,
 )
 from mmtrain.data.media.images import Uint8Array, load_rgb_images, patchify, read_image_size
-from mmtrain.data.media.media_bytes import BadMediaError, Media
+from mmtrain.data.media.media_bytes import BadMediaError, Media, describe_changed
 from mmtrain.data.media.video import BadVideoError, load_video_frames, read_video_header
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
@@ -163,8 +163,7 @@ def _load_tiles(media: Media, expected_tiles: int, settings: ImageSettings) -> l
     is_alone = settings.tile_several or expected_tiles > 1  # in its sample
     if is_alone and num_tiles(width, height, settings) != expected_tiles:
         what = f"{media}: {width} x {height} pixels are not {expected_tiles} tiles"
-        reason = f"{what}: it has changed since lengths were read; touch the data file, so that they are read again"
-        raise BadMediaError("undecodable", reason)
+        raise BadMediaError("undecodable", describe_changed(what))
     if expected_tiles == 1 and settings.scheme == "pinpoints":
         return load_rgb_images(media, [(side, side)], settings.model_copy(update={"fit": "pad"}))
     if settings.scheme == "pinpoints":

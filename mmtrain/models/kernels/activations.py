@@ -1,7 +1,5 @@
 """Activations of MLPs, plain and gated."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +17,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     """Apply an activation to each element; `quick_gelu` is CLIP's approximation of GELU, `x * sigmoid(1.702 x)`."""
     if activation == "quick_gelu":
         return cast(Tensor, _QuickGelu.apply(x))  # type: ignore[no-untyped-call]
-    return _PLAIN[activation](x)
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate=_approximation(activation))
 
 
 def activate_gated(inner: Tensor, activation: Activation, *, fused: bool) -> Tensor:
@@ -35,7 +33,7 @@ class _QuickGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return _quick_gelu(x)
+        return _plain(x, "quick_gelu")
 
     @staticmethod
     @once_differentiable
@@ -68,18 +66,6 @@ class _Gated(torch.autograd.Function):
         torch.mul(grad, values, out=gates_grad)
         _gradient(gates_grad, gates, ctx.activation, out=gates_grad)
         return inner_grad, None
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return F.silu(x * _QUICK_GELU_SCALE, inplace=True).mul_(1 / _QUICK_GELU_SCALE)
-
-
-_PLAIN: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": _quick_gelu,
-    "silu": F.silu,
-}
 
 
 def _plain(x: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:

@@ -31,7 +31,7 @@ class ParallelGroups:
         """
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-            # Groups that outlive the interpreter make one process in forty abort at its end (torch 2.13).
+            # Groups that outlive the interpreter make a process abort at its end, now and then (torch 2.13).
             atexit.register(_end_world)
         group = _new_single_member_group()
         return cls(tp=group, dp=group, pp=group)
