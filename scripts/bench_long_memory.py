@@ -26,11 +26,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mmtrain.costs import AnalyticCosts, HeldLayers, Precision, TokenLoad, preset
 from mmtrain.costs.layer_arithmetic import context_parallel_load
-from mmtrain.costs.rank_memory import microbatch_activation_bytes, stage_working_bytes
+from mmtrain.costs.rank_memory import microbatch_activation_bytes, microbatch_host_bytes, stage_working_bytes
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.context_share import ContextShare
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import ModelShape
+from mmtrain.models.model_shape import ModelShape, OffloadMode
 from mmtrain.models.stage_inputs import TextInput
 from mmtrain.models.stage_module import StageModule, StageSpec
 from scripts.bench_loss import added_peak_mib
@@ -54,12 +54,17 @@ class Variant:
     recompute: bool = False  # all blocks
     activation_again: bool = False
     cp: int = 1  # ranks that share the sequence; the memory is that of one
+    offload: OffloadMode = "none"  # what waits in host memory, with two microbatches at once
 
 
 VARIANTS = (
     Variant("nothing recomputed"),
     Variant("activation functions again", activation_again=True),
     Variant("blocks recomputed", recompute=True),
+)
+ON_HOST = (
+    Variant("blocks recomputed, inputs in host memory", recompute=True, offload="inputs"),
+    Variant("activations of blocks in host memory", recompute=True, offload="all"),
 )
 SHARED = tuple(replace(v, name=f"{v.name}, cp 4", cp=4) for v in VARIANTS)
 
@@ -75,8 +80,8 @@ class LongSequence:
     @property
     def shape(self) -> ModelShape:
         """Return the model as planner and costs know it."""
-        again = {"llm": {"recompute_activation_function": self.variant.activation_again}}
-        return shape_of(settings(vision=None, llm=self.llm), parallel=again)
+        choices = {"recompute_activation_function": self.variant.activation_again, "offload": self.variant.offload}
+        return shape_of(settings(vision=None, llm=self.llm), parallel={"llm": choices})
 
     @property
     def recomputed(self) -> range:
@@ -103,7 +108,7 @@ class LongSequence:
         return TextInput((num_tokens,), ids, ids.clone(), target_positions=targets, context=context)
 
     def predicted(self, precision: Precision) -> Counted:
-        """Return what costs say."""
+        """Return what costs say of a microbatch, or of two where activations wait in host memory."""
         costs = AnalyticCosts(preset("h200-141g"), precision)
         layers = self.shape.unit("llm").layers
         num_layers = range(len(layers))
@@ -111,15 +116,21 @@ class LongSequence:
         if self.variant.cp > 1:
             load = context_parallel_load(load, self.variant.cp)
         flags = (tuple(i > 0 for i in num_layers), tuple(i in self.recomputed for i in num_layers))
-        held = HeldLayers(layers, *flags, 1, 1, 1, load)
-        kept = microbatch_activation_bytes(held, costs, precision)
-        return Counted(kept, kept + stage_working_bytes(held, costs, precision))
+        held = HeldLayers(layers, *flags, 1, 1, self.num_microbatches, load)
+        kept = self.num_microbatches * microbatch_activation_bytes(held, costs, precision)
+        host = self.num_microbatches * microbatch_host_bytes(held, costs, precision)
+        return Counted(kept, kept + stage_working_bytes(held, costs, precision), host)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return how many microbatches are between forward and backward at once."""
+        return 1 if self.variant.offload == "none" else 2
 
 
 def count_on_meta(run: LongSequence) -> Counted:
     """Count the tensors of a forward and backward in bf16 on torch's `meta` device."""
     with large_stages_on_meta():
-        return count(run.build(META, torch.bfloat16), on_device(run.inputs(), META), None)
+        return count(run.build(META, torch.bfloat16), on_device(run.inputs(), META), *[None] * run.num_microbatches)
 
 
 def measure_on_cpu(run: LongSequence) -> Counted:
@@ -149,7 +160,10 @@ def measure_in_own_process(tokens: int, variant: Variant) -> Counted:
 def row(variant: Variant, predicted: Counted, measured: Counted) -> str:
     """Write a row of a table in Markdown."""
     cells = [variant.name]
-    for ours, real in ((predicted.saved, measured.saved), (predicted.peak, measured.peak)):
+    pairs = [(predicted.saved, measured.saved), (predicted.peak, measured.peak)]
+    if measured.host:
+        pairs.append((predicted.host, measured.host))
+    for ours, real in pairs:
         cells += [f"{ours / GIB:.2f}", f"{real / GIB:.2f}", f"{ours / real:.2f}"]
     return "| " + " | ".join(cells) + " |"
 
@@ -172,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(row(variant, run.predicted("fp32"), measure_in_own_process(options.cpu_tokens, variant)), flush=True)
     print(f"meta, {options.tokens} tokens in bf16, {QWEN_7B}\n{head}")
     dist.init_process_group("fake", rank=0, world_size=SHARED[0].cp, store=FakeStore())
-    for variant in (*VARIANTS, *SHARED):
+    for variant in (*VARIANTS, *ON_HOST, *SHARED):
         run = LongSequence(QWEN_7B, options.tokens, variant)
         print(row(variant, run.predicted("bf16"), count_on_meta(run)), flush=True)
 

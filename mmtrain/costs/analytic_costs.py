@@ -24,6 +24,7 @@ from mmtrain.costs.collectives import CollectiveKind, GroupLayout, collective_se
 from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
+from mmtrain.costs.host_offload import offloaded_bytes, offloaded_seconds
 from mmtrain.costs.layer_arithmetic import Gemm
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
 from mmtrain.models.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, adaptable_linears, num_pieces
@@ -112,14 +113,6 @@ class AnalyticCosts:
         """Bytes of one activation."""
         return ELEMENT_BYTES[self.precision]
 
-    @property
-    def sorts_sequences(self) -> bool:
-        """Whether attention computes sequences of one length together, in copies of its inputs.
-
-        So it does where no fused kernel runs, and these take no numbers in fp32.
-        """
-        return "sdpa" in self.hardware.attention_backends or self.precision == "fp32"
-
     def seconds(
         self,
         layer: LayerShape,
@@ -136,6 +129,9 @@ class AnalyticCosts:
         """
         if load.tokens == 0:
             return 0.0
+        if layer.offload != "none":
+            arguments = (layer, tp, load, kind, input_grad, split)
+            return offloaded_seconds(self, self.hardware, self.element_bytes, *arguments)
         direction: PassDirection = "backward" if kind == "backward" else "forward"
         saved_s = self._saved_by_chunks(layer, tp, load, direction, input_grad, split) if split.chunks > 1 else 0.0
         if kind == "backward":
@@ -244,13 +240,12 @@ class AnalyticCosts:
         """Return the bytes one rank keeps between forward and backward of `layer`; 0 if it has no backward."""
         if not (layer.trainable or input_grad):
             return 0
+        if recompute and layer.offload != "none":
+            return offloaded_bytes(self, self.hardware, layer, tp, load, input_grad)
         if recompute:
             return analytic.input_bytes(layer, load, self.element_bytes)
-        not_needed = 0
-        if not layer.trains_weights:
-            joins_output = analytic.joins_attention_output(load, self.sorts_sequences)
-            not_needed = analytic.weight_grad_bytes(layer, load, self.element_bytes, tp, joins_output)
-        return analytic.activation_bytes(layer, load, self.element_bytes, tp, self.sorts_sequences) - not_needed
+        not_needed = 0 if layer.trains_weights else analytic.weight_grad_bytes(layer, load, self.element_bytes, tp)
+        return analytic.activation_bytes(layer, load, self.element_bytes, tp) - not_needed
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
         """Return the seconds of one message of `nbytes` between two ranks."""

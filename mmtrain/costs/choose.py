@@ -25,6 +25,7 @@ def machine_for(recipe: Recipe, hardware: str) -> Hardware:
         machine,
         ranks_per_node=cluster.ranks_per_node or machine.ranks_per_node,
         memory_bytes=cluster.memory_gib * GIB if cluster.memory_gib else machine.memory_bytes,
+        host_memory_bytes=cluster.host_memory_gib * GIB if cluster.host_memory_gib else machine.host_memory_bytes,
     )
 
 

@@ -43,9 +43,10 @@ def context_seconds(
 ) -> float:
     """Return the seconds that a block waits for other ranks in one direction; `load` is that of one rank.
 
-    Layers in which tokens do not meet wait for nothing, and nor does a rank that shares no sequence.
+    Layers in which tokens do not meet wait for nothing, and nor does a rank that shares no sequence. A block whose
+    activations come back from host memory is not computed again.
     """
-    if layer.kind != BLOCK or group.cp == 1 or not load.exchanged:
+    if layer.kind != BLOCK or group.cp == 1 or not load.exchanged or (kind, layer.offload) == ("recompute", "all"):
         return 0.0
     if group.is_ring:
         return _ring_seconds(layer, tp, load, kind, costs, group, element_bytes)

@@ -133,7 +133,7 @@ class CostModel(Protocol):
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
     ) -> int:
-        """Return the bytes one rank keeps between forward and backward of `layer`."""
+        """Return the bytes one rank keeps on its device between forward and backward of `layer`."""
         ...
 
     def transfer(self, nbytes: int, same_node: bool) -> float:

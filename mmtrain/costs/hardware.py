@@ -66,6 +66,8 @@ class Hardware:
     slowest_rank_ratio: float = 1.0  # compute time of the slowest rank, for which all wait, over that of a mean one
     expected_ratio: float = 1.15  # within which a modelled step time is expected to lie of the measured one
     overlap_slowdown: float = 1.0  # share of a collective's time that GEMMs beside it lose; 1: nothing is hidden
+    host_bytes_per_s: float | None = None  # to or from pinned host memory; None: memory is the host's
+    host_memory_bytes: float = 0.0  # that a rank may fill with activations
 
     @property
     def band(self) -> str:
@@ -153,6 +155,13 @@ _NCCL_COMMUNICATOR_BYTES = 160 * MIB
 _SLOWEST_OF_GPUS = 1.04
 _NCCL_OVERLAP_SLOWDOWN = 0.15
 
+# Host memory: a copy over PCIe reaches 80% of a direction of 16 lanes, generation 4 (31.5 GB/s) with an A100 and 5 (63
+# GB/s) with an H100, while all GPUs of a node copy: an estimate. A DGX A100 and a DGX H100 have 2 TB for 8 GPUs (data
+# sheets); half of a rank's share is left to the loader, to checkpoints and to what the allocator rounds up.
+_PCIE_4_BYTES_PER_S = 25 * GB
+_PCIE_5_BYTES_PER_S = 50 * GB
+_HALF_OF_HOST_SHARE = 2000 * GB / 8 / 2
+
 # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s bf16, 19.5 fp32, 2039 GB/s, NVLink 600 GB/s in both directions together.
 # DGX A100 data sheet: 8 GPUs, one 200 Gb/s InfiniBand port each. GEMMs: within its 400 W it sustains 1,305 of 1,410 MHz
 # (NVIDIA's clock for HPL), times 0.93 for what a large product reaches at that clock. A tile's start and end cost as
@@ -181,6 +190,8 @@ _A100 = Hardware(
     num_multiprocessors=108,
     slowest_rank_ratio=_SLOWEST_OF_GPUS,
     overlap_slowdown=_NCCL_OVERLAP_SLOWDOWN,
+    host_bytes_per_s=_PCIE_4_BYTES_PER_S,
+    host_memory_bytes=_HALF_OF_HOST_SHARE,
 )
 
 # NVIDIA A800 SXM: an A100 whose NVLink has 400 GB/s in both directions together instead of 600 (Reuters, 2022-11-07).
@@ -215,6 +226,8 @@ _H100 = Hardware(
     num_multiprocessors=132,
     slowest_rank_ratio=_SLOWEST_OF_GPUS,
     overlap_slowdown=_NCCL_OVERLAP_SLOWDOWN,
+    host_bytes_per_s=_PCIE_5_BYTES_PER_S,
+    host_memory_bytes=_HALF_OF_HOST_SHARE,
 )
 
 # NVIDIA H200 SXM data sheet: the H100's compute with 141 GB at 4.8 TB/s. DGX H200: links as in DGX H100.

@@ -6,8 +6,9 @@ from typing import Any, get_args, get_type_hints
 
 from mmtrain.models.model_shape import LayerShape
 
-# Not measured apart: what trains, the few vectors that queries are, and activation functions that run again.
-_NOT_MEASURED = ("trainable", "frozen", "lora", "trains_adapters_only", "queries", "recomputes_activation")
+# Not measured apart: what trains, the few vectors that queries are, activation functions that run again, and copies to
+# host memory.
+_NOT_MEASURED = ("trainable", "frozen", "lora", "trains_adapters_only", "queries", "recomputes_activation", "offload")
 _KINDS: tuple[str, ...] = get_args(get_type_hints(LayerShape)["kind"])
 _NO_WIDTHS = {"hidden": 0, "out": 0}
 _DEFAULTS = {

@@ -22,6 +22,7 @@ from mmtrain.costs.cost_table import (
     layer_fields,
     layer_key,
 )
+from mmtrain.costs.host_offload import offloaded_bytes, offloaded_seconds
 from mmtrain.models.model_shape import LayerShape, num_pieces
 
 FloatArray = npt.NDArray[np.float64]
@@ -142,6 +143,9 @@ class MeasuredCosts:
         In chunks they are those of a layer that was measured in as many. From those of the nearest number that was
         measured, or of a layer without chunks, they differ as modelled.
         """
+        if layer.offload != "none":
+            arguments = (layer, tp, load, kind, input_grad, split)
+            return offloaded_seconds(self, self.model.hardware, self.model.element_bytes, *arguments)
         measured_split = TokenSplit(split.sp, self._measured_chunks(layer, tp, split.chunks))
         seconds = self._unscaled_seconds(layer, tp, load, kind, input_grad, measured_split.chunks)
         if split != measured_split and seconds:
@@ -228,15 +232,13 @@ class MeasuredCosts:
     ) -> int:
         """Return the bytes one rank keeps between forward and backward of `layer`; see `CostModel`."""
         entry = self._entry(layer, tp)
+        if recompute and layer.offload != "none" and (layer.trainable or input_grad):
+            return offloaded_bytes(self, self.model.hardware, layer, tp, load, input_grad)
         if entry is None or recompute or load.tokens == 0 or not (layer.trainable or input_grad):
             return self.model.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
         element_bytes = self.model.element_bytes
         min_bytes = analytic.input_bytes(layer, load, element_bytes)
-        not_needed = 0
-        if not layer.trains_weights:
-            loads = (sample.load for sample in entry.samples)
-            joins_output = all(analytic.joins_attention_output(of, self.model.sorts_sequences) for of in loads)
-            not_needed = analytic.weight_grad_bytes(layer, load, element_bytes, tp, joins_output)
+        not_needed = 0 if layer.trains_weights else analytic.weight_grad_bytes(layer, load, element_bytes, tp)
         if layer.recomputes_activation:
             not_needed += analytic.activation_output_bytes(layer, load, element_bytes, tp)
         adapters = analytic.adapter_bytes(layer, load, element_bytes, tp)

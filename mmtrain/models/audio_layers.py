@@ -9,7 +9,7 @@ up to the projector.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mmtrain.errors import DataError
 from mmtrain.models.attention import SequenceLayout
+from mmtrain.models.host_offload import OffloadedBlocks
 from mmtrain.models.index_tables import HostTables, brought_or_computed
 from mmtrain.models.kernels.activations import activate
 from mmtrain.models.layer_shape import LayerShape
@@ -45,6 +46,7 @@ class AudioContext:
     device: torch.device
     chunk: int = 0  # tokens of a chunk, if clips are cut into chunks; else 0
     partial_cells: int = 0  # frames that may be missing in the last token of a clip
+    offloaded: OffloadedBlocks = field(default_factory=OffloadedBlocks, compare=False)
 
     @cached_property
     def item_lengths(self) -> tuple[int, ...]:

@@ -23,6 +23,10 @@ LayerKind = Literal[
     "dit_out",
 ]
 
+# What waits in host memory where a block's activations do not stay on the device: nothing, so that it is recomputed
+# from its input; the input, from which it is recomputed; or all that it would keep, so that it is not recomputed.
+OffloadMode = Literal["none", "inputs", "all"]
+
 NUM_MODULATION_VECTORS = 6  # shift, scale and gate of attention and of MLP (adaLN-single: PixArt, arXiv 2310.00426)
 
 # Pieces of a transformer block that can run at different times. Tensor-parallel communication surrounds `qkv` and `up`
@@ -99,6 +103,7 @@ class LayerShape:
     context_width: int = 0  # generator: features of each of them
     time_width: int = 0  # generator: features of the diffusion timestep
     recomputes_activation: bool = False  # block: the output of the MLP's activation function is computed again
+    offload: OffloadMode = "none"  # block: what waits for its backward in host memory
     trainable: bool = True  # whether anything trains: weights of the layer, or adapters on them
     frozen: frozenset[str] = frozenset()  # parameters, by their names inside the layer, that do not train
     lora: LoraShape | None = None

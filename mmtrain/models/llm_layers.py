@@ -1,7 +1,7 @@
 """The LLM's first and last layer: embedding and head. Its blocks come from the Megatron adapter."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmtrain.models.attention import SequenceLayout
 from mmtrain.models.attention.context_parallel import SharedAttention
 from mmtrain.models.attention.row_exchange import exchange_rows
+from mmtrain.models.host_offload import OffloadedBlocks
 from mmtrain.models.index_tables import HostTables, brought_or_computed
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
@@ -38,6 +39,7 @@ class TextContext:
     dtype: torch.dtype
     device: torch.device
     cp_group: dist.ProcessGroup | None = None  # of the ranks that share the sequences, where the input has a share
+    offloaded: OffloadedBlocks = field(default_factory=OffloadedBlocks, compare=False)
 
     @cached_property
     def packing(self) -> PackedSequences:

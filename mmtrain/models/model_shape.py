@@ -4,7 +4,7 @@ A `ModelShape` lists its units; a `UnitShape` lists its layers in execution orde
 Layer indices into `UnitShape.layers` are the `layers: [lo, hi)` of plans and stages, and part of parameter names.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from mmtrain.models.encoder_shapes import ENCODER_SHAPES
@@ -15,6 +15,7 @@ from mmtrain.models.layer_shape import (
     BLOCK_PIECES,
     MLP_CHUNK_TOKENS,
     LayerShape,
+    OffloadMode,
     adaptable_linears,
     num_pieces,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "LossSizes",
     "ModelEdge",
     "ModelShape",
+    "OffloadMode",
     "UnitShape",
     "adaptable_linears",
     "build_model_shape",
@@ -113,7 +115,9 @@ def build_model_shape(recipe: Recipe) -> ModelShape:
         edges.append(ModelEdge("llm", "generator", layer=0, width=llm_hidden))
     shape = ModelShape(mark_frozen(units, recipe), tuple(edges), model.llm.tie_embeddings)
     fixed = [u.name for u in units if recipe.parallel.of(u.name).recompute_activation_function is True]
-    return with_recomputed_activations(shape, fixed) if fixed else shape
+    modes = {u.name: recipe.parallel.of(u.name).offload for u in units}
+    offload: dict[str, OffloadMode] = {name: mode for name, mode in modes.items() if mode != "auto"}
+    return with_offload(with_recomputed_activations(shape, fixed) if fixed else shape, offload)
 
 
 def with_recomputed_activations(shape: ModelShape, units: Collection[str]) -> ModelShape:
@@ -129,6 +133,27 @@ def with_recomputed_activations(shape: ModelShape, units: Collection[str]) -> Mo
     return replace(
         shape, units=tuple(replace(u, layers=tuple(marked[layer] for layer in u.layers)) for u in shape.units)
     )
+
+
+def with_offload(shape: ModelShape, modes: Mapping[str, OffloadMode]) -> ModelShape:
+    """Return the model whose blocks keep in host memory what `modes` says by unit, nothing in other units."""
+    if not any(mode != "none" for mode in modes.values()) and all(
+        layer.offload == "none" for unit in shape.units for layer in unit.layers
+    ):
+        return shape
+    units = []
+    for unit in shape.units:
+        mode = modes.get(unit.name, "none")
+        marked = {
+            layer: replace(layer, offload=mode) for layer in dict.fromkeys(unit.layers) if layer.kind in BLOCK_KINDS
+        }
+        units.append(replace(unit, layers=tuple(marked.get(layer, layer) for layer in unit.layers)))
+    return replace(shape, units=tuple(units))
+
+
+def unit_offload(unit: UnitShape) -> OffloadMode:
+    """Return what the blocks of a unit keep in host memory."""
+    return next((layer.offload for layer in unit.layers if layer.kind in BLOCK_KINDS), "none")
 
 
 def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tuple[LayerShape, ...]:

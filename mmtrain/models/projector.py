@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmtrain.models.attention import SequenceLayout
+from mmtrain.models.host_offload import OffloadedBlocks
 from mmtrain.models.index_tables import HostTables
 from mmtrain.models.kernels.activations import activate
 from mmtrain.models.layer_shape import LayerShape
@@ -30,6 +31,14 @@ class EncoderContext(Protocol):
     @property
     def item_lengths(self) -> tuple[int, ...]:
         """Tokens of each item."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stage computes."""
+
+    @property
+    def offloaded(self) -> OffloadedBlocks:
+        """Blocks of the stage whose activations are in host memory."""
 
     @property
     def num_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mmtrain.models.deepstack import carry_on, join_rows, split_rows
 from mmtrain.models.encoder_modules import ENCODER_MODULES
 from mmtrain.models.generator.generator_input import DrawingContext
+from mmtrain.models.host_offload import HostOffload
 from mmtrain.models.index_tables import HostTables, TableUser
 from mmtrain.models.layer_shape import BLOCK_KINDS, BLOCK_PIECES, LayerShape
 from mmtrain.models.llm_layers import Embedding, Head, TextContext
@@ -56,7 +58,9 @@ class StageModule(nn.Module):
         self.shape = shape.unit(spec.unit)
         self.indices = range(*spec.layers)
         self.factory = factory
-        self.recompute = spec.recompute
+        offloaded = {index for index in spec.recompute if self.shape.layers[index].offload == "all"}
+        self.offloaded = frozenset(offloaded)  # blocks whose activations come back from host memory
+        self.recompute = spec.recompute - self.offloaded
         self.layers = nn.ModuleDict()
         self._settings = settings
         is_tied = self._is_tied = shape.tied_embeddings and self.shape.kind == "llm"
@@ -68,7 +72,7 @@ class StageModule(nn.Module):
                     copied = replace(self.shape.layers[0], queries=0)  # the first stage alone inserts queries
                     self.layers["0"] = self._build_layer(copied)
                 embedding = self.layers["0"]
-            if index in self.recompute:  # the activation function is among what is computed again
+            if index in spec.recompute:  # the output of the activation function is computed again with it, or copied
                 layer = replace(layer, recomputes_activation=False)
             self.layers[str(index)] = self._build_layer(layer, embedding, index in self.recompute)
             if layer.lora is not None:
@@ -171,7 +175,8 @@ class StageModule(nn.Module):
             state = tuple(split_rows(state[0], shape.hidden))
         first_carried = len(state) - shape.carried_in
         carried = state[first_carried:]
-        tensors = run_pieces(self.layers[str(layer)], state[:first_carried], packing, pieces)
+        with self._offloading(layer, packing, context):
+            tensors = run_pieces(self.layers[str(layer)], state[:first_carried], packing, pieces)
         if pieces.stop < len(BLOCK_PIECES):
             return (*tensors, *carried)
         return (join_rows(carry_on(shape, tensors[0], carried)),)
@@ -268,26 +273,40 @@ class StageModule(nn.Module):
                 if windows not in packings:
                     packings[windows] = context.block_packing(layer_shape).padded(num_padding_rows)
                 argument = packings[windows]
-            tensors = self._run_layer(index, tensors, argument)
+            tensors = self._run_layer(index, tensors, argument, context)
         if not tensors and hidden is not None:  # of a stage that holds nothing but the head, which its caller runs
             tensors = [hidden]
         assert tensors, "a stage has at least one layer, and only the first stage starts without an input"
         return join_rows(tensors), is_sharded
 
-    def _run_layer(self, index: int, tensors: list[Tensor], argument: PackedSequences | _BlockContext) -> list[Tensor]:
+    def _run_layer(
+        self, index: int, tensors: list[Tensor], argument: PackedSequences | _BlockContext, context: _BlockContext
+    ) -> list[Tensor]:
         """Run a layer on the hidden states, if there are any, and what travels beside them; return both."""
         shape, layer = self.shape.layers[index], self.layers[str(index)]
         hidden, carried = (tensors[0], tensors[1:]) if tensors else (None, [])
         is_block = shape.kind in BLOCK_KINDS
         others = [] if is_block else carried
-        if index in self.recompute and torch.is_grad_enabled():
-            # There is no dropout, so there is no random state to restore.
-            output = checkpoint(layer, hidden, argument, *others, use_reentrant=False, preserve_rng_state=False)
-        else:
-            output = layer(hidden, argument, *others)
+        with self._offloading(index, argument, context):
+            if index in self.recompute and torch.is_grad_enabled():
+                # There is no dropout, so there is no random state to restore.
+                output = checkpoint(layer, hidden, argument, *others, use_reentrant=False, preserve_rng_state=False)
+            else:
+                output = layer(hidden, argument, *others)
         if is_block:
             return carry_on(shape, output, carried)
         return split_rows(output, shape.out) if shape.kind == "embedding" else [output]
+
+    def _offloading(
+        self, index: int, argument: PackedSequences | _BlockContext, context: _BlockContext
+    ) -> AbstractContextManager[None]:
+        """Return the context in which a layer saves its activations: to host memory, if the plan says so."""
+        keeps_input = index in self.recompute and self.shape.layers[index].offload == "inputs"
+        if not (keeps_input or index in self.offloaded) or not torch.is_grad_enabled():
+            return nullcontext()
+        assert isinstance(argument, PackedSequences), "blocks alone keep activations in host memory"
+        offload = HostOffload.of(context.device)
+        return offload.offload(self.layers[str(index)], argument.rope or (), context.offloaded)
 
     def _redistribute(self, hidden: Tensor, is_sharded: bool, shard: bool, num_tokens: int) -> Tensor:
         """Convert between all tokens and this rank's shard of them (`shard` is what the result must be)."""

@@ -6,7 +6,7 @@ packed sequences too.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import isqrt
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mmtrain.errors import DataError
 from mmtrain.models.attention import SequenceLayout
+from mmtrain.models.host_offload import OffloadedBlocks
 from mmtrain.models.index_tables import HostTables, brought_or_computed
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
@@ -44,6 +45,7 @@ class VisionContext:
     rotary_width: int = 0  # of a head, if queries and keys are rotated by row and column; else 0
     window_side: int = 0  # in patches, if some blocks attend inside windows; else 0
     dtype: torch.dtype = torch.float32  # of the rotation
+    offloaded: OffloadedBlocks = field(default_factory=OffloadedBlocks, compare=False)
 
     @property
     def item_lengths(self) -> tuple[int, ...]:

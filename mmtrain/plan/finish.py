@@ -7,7 +7,7 @@ from itertools import chain, groupby
 
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
-from mmtrain.models.model_shape import UnitShape
+from mmtrain.models.model_shape import UnitShape, unit_offload
 from mmtrain.plan.artifact.data_drift import summarize_data
 from mmtrain.plan.artifact.plan import AS_FAST_TEXT, Alternative, MeasuredPlan, Plan, Prediction, UnitPlan
 from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, MECHANISMS, Candidate, CandidateStage, Rejected
@@ -39,7 +39,7 @@ def finish_plan(chosen: Candidate, evaluator: Evaluator, alternatives: Sequence[
 
 def _with_activations(unit: UnitPlan, shape: UnitShape) -> UnitPlan:
     again = any(layer.recomputes_activation for layer in shape.layers)
-    return unit.model_copy(update={"recompute_activation_function": again}) if again else unit
+    return unit.model_copy(update={"recompute_activation_function": again, "offload": unit_offload(shape)})
 
 
 def _as_measured(chosen: Candidate, evaluator: Evaluator) -> MeasuredPlan | None:
@@ -70,6 +70,9 @@ def predict(chosen: Candidate, evaluator: Evaluator) -> Prediction:
         tokens_per_s_per_gpu=layer_costs.tokens() / rank_seconds,
         peak_memory_gib={ranks: round(held.total / GIB, 4) for ranks, held in memory.items()},
         memory_kinds_gib=kinds_gib,
+        host_gib={
+            ranks: round(held.host_activations / GIB, 4) for ranks, held in memory.items() if held.host_activations
+        },
         bubbles=dict(chosen.bubbles),
         cost_source=layer_costs.costs.source,
         scheduling_efficiency=efficiency,

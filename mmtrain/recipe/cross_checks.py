@@ -14,6 +14,7 @@ from mmtrain.recipe.data_settings import is_lengths_source
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
 from mmtrain.recipe.generator_settings import NUM_PIXEL_CHANNELS, GeneratorSettings
 from mmtrain.recipe.modalities import GENERATOR, dotted_unit, unit_path
+from mmtrain.recipe.offload_checks import check_offload
 from mmtrain.recipe.parallel_checks import (
     NUM_END_LAYERS,
     check_cluster_size,
@@ -240,6 +241,7 @@ CHECKS: tuple[Check, ...] = (
     check_model_chunks,
     check_cluster_size,
     check_context_parallelism,
+    check_offload,
     check_rotary_width,
     check_rope_context,
     check_rope_sections,

@@ -8,6 +8,7 @@ _ZERO = (
     "1 nothing; with parallel.zero: 1 the optimizer alone"
 )
 _RECOMPUTE = "is parallel.llm.recompute and parallel.vision.recompute: auto, none or all"
+_OFFLOAD = "is parallel.llm.offload and parallel.vision.offload: none, inputs, all or auto"
 
 # The name, without case, `-` and `_` -> what follows it in a sentence.
 _HERE: Mapping[str, str] = {
@@ -23,6 +24,10 @@ _HERE: Mapping[str, str] = {
     "perdevicetrainbatchsize": "has no setting: a microbatch is one packed group of at most data.seq_len tokens",
     "gradientaccumulationsteps": "follows from train.global_batch, the groups of a step over all replicas",
     "globalbatchsize": "is train.global_batch, in packed groups of at most data.seq_len tokens",
+    "cpuoffloading": _OFFLOAD,
+    "activationoffloading": _OFFLOAD,
+    "enableactivationoffloading": _OFFLOAD,
+    "cpucheckpointing": _OFFLOAD,
     "recomputegranularity": _RECOMPUTE,
     "gradientcheckpointing": _RECOMPUTE,
 }

@@ -62,6 +62,15 @@ class UnitParallel(Section):
         "pass over its widest tensor. For encoders and the LLM. `auto`: where layers would be recomputed, and a plan "
         "with it is over 1% faster or the only one that fits.",
     )
+    offload: Literal["none", "inputs", "all", "auto"] = setting(
+        "none",
+        affects={"plan"},
+        added_later=True,
+        description="Host memory for blocks whose activations do not stay on the device; `recompute` says how many "
+        "these are. `inputs`: their inputs wait there, and they are recomputed. `all`: all that they would keep waits "
+        "there, and nothing of them is recomputed. `auto`: the fastest, if a plan with it is over 1% faster or the "
+        "only one that fits. Copies run beside the compute. For encoders and the LLM.",
+    )
 
 
 class LlmParallel(UnitParallel):
@@ -204,6 +213,14 @@ class ClusterSettings(Section):
     )
     memory_gib: float | None = setting(
         None, gt=0, affects={"plan"}, description="Memory of a rank in GiB. Default: the preset's."
+    )
+    host_memory_gib: float | None = setting(
+        None,
+        gt=0,
+        affects={"plan"},
+        added_later=True,
+        description="Host memory in GiB that a rank may fill with activations (`parallel.UNIT.offload`). Default: the "
+        "preset's, half of a rank's share of its node.",
     )
     price_per_gpu_hour: float | None = setting(
         None,

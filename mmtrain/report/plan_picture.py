@@ -11,7 +11,7 @@ from mmtrain.report.rank_groups import (
     ReplicaRanks,
     UnitEdge,
     UnitStages,
-    activations_again_notes,
+    activation_notes,
     layers_text,
     ranges_text,
     rank_groups,
@@ -65,7 +65,7 @@ def _notes(plan: Plan, num_cards: int) -> list[str]:
     if num_cards > _MAX_CARDS:
         note += f"; the first {_MAX_CARDS} of {num_cards} groups of ranks"
     note += "."
-    return [note, *activations_again_notes(plan)]
+    return [note, *activation_notes(plan)]
 
 
 def _legend(plan: Plan, notes: Sequence[str]) -> Iterator[Mark]:
@@ -260,4 +260,4 @@ def _describe(plan: Plan, cards: Sequence[RankGroup], edges: Sequence[UnitEdge])
     ]
     feeds = "; ".join(f"{edge.src} feeds {edge.dst} ({edge.transport})" for edge in edges)
     text = f"{plan.placement} plan, {len(cards)} groups of ranks. " + ". ".join([*stages, feeds]) + "."
-    return " ".join([text, *activations_again_notes(plan)])
+    return " ".join([text, *activation_notes(plan)])

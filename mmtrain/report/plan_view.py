@@ -12,7 +12,7 @@ from mmtrain.report.idle_time import idle_text
 from mmtrain.report.metrics_record import compact_number
 from mmtrain.report.phase_totals import predicted_phases
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, seconds_text
-from mmtrain.report.rank_groups import RankGroup, activations_again_notes, ranges_text, rank_groups
+from mmtrain.report.rank_groups import RankGroup, activation_notes, ranges_text, rank_groups
 from mmtrain.report.sensitivity_view import SENSITIVITY_LEGEND, fragile_sentences, sensitivity_table
 
 BALANCE_LEGEND = (
@@ -36,7 +36,7 @@ def plan_table(plan: Plan, width: int = DEFAULT_WIDTH, *, with_details: bool = F
         "",
         _rank_table(plan),
         "Layer 0 of a unit is its embedding, the last layer its projector or head.",
-        *activations_again_notes(plan),
+        *activation_notes(plan),
         "",
         *_sentences(plan),
     ]

@@ -7,6 +7,7 @@ from math import gcd
 
 from mmtrain.plan.artifact.plan import Plan, StagePlan, UnitPlan
 from mmtrain.program.ir.graph import LLM
+from mmtrain.report.plain_text import memory_text
 
 _GENERATOR = "generator"
 
@@ -180,9 +181,21 @@ def recompute_text(stage: StagePlan) -> str:
     return "all" if len(stage.recompute) == hi - lo else ranges_text(stage.recompute)
 
 
-def activations_again_notes(plan: Plan) -> list[str]:
-    """Say in one sentence in which units activation functions run again in the backward pass; in none: no sentence."""
-    units = [name for name, unit in plan.units.items() if unit.recompute_activation_function]
-    if not units:
-        return []
-    return [f"Blocks of {' and '.join(units)} that are not recomputed compute their activation functions again."]
+def activation_notes(plan: Plan) -> list[str]:
+    """Say in which units activation functions run again in backward, and what waits for it in host memory."""
+    notes = []
+    if units := [name for name, unit in plan.units.items() if unit.recompute_activation_function]:
+        blocks = f"Blocks of {' and '.join(units)} that are not recomputed"
+        notes.append(f"{blocks} compute their activation functions again.")
+    amount = "which frees nothing: ranks compute in it"  # as on a CPU
+    if plan.predicted.host_gib:
+        amount = f"at most {memory_text(max(plan.predicted.host_gib.values()))} a rank"
+    texts = {
+        "inputs": "Inputs of recomputed blocks of {} wait in host memory",
+        "all": "Blocks of {} that are listed as recomputed are not: their activations wait in host memory",
+    }
+    for mode, text in texts.items():
+        units = [name for name, unit in plan.units.items() if unit.offload == mode and unit.num_recomputed]
+        if units:
+            notes.append(f"{text.format(' and '.join(units))}, {amount}.")
+    return notes

@@ -127,6 +127,10 @@ def training_rows(device: torch.device, run: Run) -> Iterator[Row]:
     expected, actual = run(settings, {}), run(settings, ALONE)
     yield Row("train fp32, one device / CPU", difference(actual, expected), TOLERANCE["fp32"])
     yield Row("train fp32, recomputed / kept", difference(run(settings, RECOMPUTED), actual), TOLERANCE["same"])
+    for offload in ("inputs", "all"):
+        on_host = recipe(**KERNELS_NEED, **FP32, **{f"parallel__{unit}__offload": offload for unit in RECOMPUTED})
+        name = f"train fp32, {offload} in host memory / kept"
+        yield Row(name, difference(run(on_host, RECOMPUTED), actual), TOLERANCE["same"])
     frozen = recipe(**KERNELS_NEED, **FP32, **FROZEN)
     yield Row("train fp32, partly frozen / CPU", difference(run(frozen, ALONE), run(frozen, {})), TOLERANCE["fp32"])
     for backend in get_args(AttentionBackend):

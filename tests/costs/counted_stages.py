@@ -12,8 +12,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mmtrain.models import build_stage as stage_builder
+from mmtrain.models import host_offload
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.models.stage_module import StageModule
 from tests.models.live_tensors import LiveTensors
@@ -21,10 +23,11 @@ from tests.models.live_tensors import LiveTensors
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes of a forward and backward, without weights and their accumulated gradients."""
+    """Bytes of forwards and backwards, without weights and their accumulated gradients."""
 
     saved: int  # by autograd, between forward and backward
     peak: int  # of all tensors alive at once
+    host: int = 0  # copied to host memory meanwhile
 
 
 @contextmanager
@@ -38,20 +41,33 @@ def large_stages_on_meta() -> Iterator[None]:
         yield
 
 
-def count(module: StageModule, inputs: UnitInput, hidden: Tensor | None) -> Counted:
-    """Run forward and backward; gradients of weights are freed at once, as where they are accumulated elsewhere."""
+def count(module: StageModule, inputs: UnitInput, *hidden: Tensor | None) -> Counted:
+    """Run forwards, one for each of `hidden`, then their backwards in the same order; copies to the host do not count.
+
+    Gradients of weights are freed at once, as where they are accumulated elsewhere.
+    """
     sums = []
     for name, param in module.named_parameters():
         if ".mlp." in name:  # chunks of an MLP add their gradients where the optimizer sums them
             sums.append(torch.empty_like(param, dtype=torch.float32))
             param.main_grad = sums[-1]  # type: ignore[attr-defined]
-    live, saved = LiveTensors(), SavedStorages(module)
+    live, saved, host_bytes = LiveTensors(), SavedStorages(module), 0
     live.ignore([*module.parameters(), *sums])
-    with live:
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        nonlocal host_bytes
+        with _disable_current_modes():
+            copy = torch.empty_like(tensor)
+        live.ignore([copy])
+        host_bytes += copy.untyped_storage().nbytes()
+        return copy
+
+    with live, patch.object(host_offload, "empty_on_host", on_meta):
         with saved:
-            out = module.run(module.context(inputs, {}), hidden, module.indices)
-        torch.autograd.backward(out, None if out.ndim == 0 else torch.empty_like(out))
-    return Counted(saved.nbytes, live.peak)
+            outputs = [module.run(module.context(inputs, {}), received, module.indices) for received in hidden]
+        for out in outputs:
+            torch.autograd.backward(out, None if out.ndim == 0 else torch.empty_like(out))
+    return Counted(saved.nbytes, live.peak, host_bytes)
 
 
 class SavedStorages(torch.autograd.graph.saved_tensors_hooks):

@@ -32,8 +32,8 @@ SLOW: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {},
         {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (2, 3, 4, 5), cp=4, split="even")},
     ),
-    "ulysses cp2 tp2 pp2 with slices of tokens, recomputed": (
-        {},
+    "ulysses cp2 tp2 pp2 with slices of tokens, recomputed from host memory": (
+        {"parallel__llm__offload": "inputs"},
         {
             "vision": Mesh((), (0, 1), tp=2),
             "llm": Mesh((2,), tuple(range(2, 10)), cp=2, tp=2, sp=True, recompute=(1, 3, 4), split="even"),
@@ -50,8 +50,8 @@ SLOW: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"train__global_batch": 2},
         {"vision": Mesh((), (0, 1, 2), dp=3), "llm": Mesh((), (3, 4, 5, 6), cp=2, dp=2, method="ring")},
     ),
-    "ulysses cp2 dp2, two replica groups, recomputed": (
-        {},
+    "ulysses cp2 dp2, two replica groups, all in host memory": (
+        {"parallel__llm__offload": "all"},
         {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2, 3, 4, 5), cp=2, dp=2, recompute=(0, 1, 2, 3, 4))},
     ),
     "ulysses cp2, adapters": (

@@ -55,6 +55,11 @@ def replicated(
     return plan(settings, kind, shard=shard, dispatch=dispatch, **encoders, llm=mesh)
 
 
+def offloaded(mode: str) -> dict[str, Any]:
+    """Return changes of a recipe whose recomputed blocks use host memory."""
+    return {f"parallel__{unit}__offload": mode for unit in ("vision", "llm")}
+
+
 SPEECH: dict[str, Any] = {"model__audio": AUDIO}
 TIED: dict[str, Any] = {"model__llm__tie_embeddings": True}
 BY_ALL_GATHER: dict[str, Any] = {"parallel__placement": "replicated", "parallel__exchange": "all_gather"}
@@ -134,6 +139,8 @@ MORE: dict[str, Case] = {
     "one rank": ({}, 1, 1, (), False),
     "two copies": ({}, 2, 1, (), True),
     "four copies, recomputed": (TIED, 4, 1, (1, 3), True),
+    "four copies, inputs in host memory": (TIED | offloaded("inputs"), 4, 1, (1, 3), True),
+    "two copies, all in host memory": (SPEECH | offloaded("all"), 4, 2, ALL, True),
     "four ranks, one copy": (SPEECH, 4, 4, (), True),
     "frozen encoder": ({"model__vision__freeze": True}, 2, 2, (), True),
     "frozen encoder and projector": (

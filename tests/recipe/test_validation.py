@@ -340,6 +340,14 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             ],
             "parallel.generator.recompute_activation_function: found true, allowed: false",
         ),
+        (
+            [DIT, "data.sources=[{path: a.csv}]", "parallel.generator.offload=all"],
+            "parallel.generator.offload: found all, allowed: none or auto",
+        ),
+        (
+            ["parallel.llm={offload: inputs, recompute: none}"],
+            "parallel.llm.offload: found inputs with recompute none, which keeps all activations on the device",
+        ),
         (["data.tokenizer=null"], "data.tokenizer: missing; allowed: a folder with tokenizer.json and a chat template"),
         (
             ["parallel.max_gpus=4", "cluster.ranks=8", "parallel.llm={tp: 2, dp: 4}"],
@@ -393,7 +401,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 28
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 29
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from mmtrain.balance.phase_loads import PhaseLoad
 from mmtrain.costs.hardware import Precision
+from mmtrain.models.model_shape import OffloadMode
 from mmtrain.plan.artifact.choice_sensitivity import Sensitivity
 from mmtrain.program.ir.graph import ContextMethod, CutSequences, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
@@ -30,11 +31,12 @@ _UNSTATED_OF_UNITS = {
     "exchange": "all_to_all",
     "tp_chunks": 1,
     "recompute_activation_function": False,
+    "offload": "none",
 }  # what older files do not have
 
 
 class StagePlan(_Frozen):
-    """One stage: layers [lo, hi) of the unit, and which of them are recomputed.
+    """One stage: layers [lo, hi) of the unit, and which of them are recomputed, or brought back from host memory.
 
     Stages count along the data flow, through all chunks: stage s is chunk s // pp of pipeline rank s % pp.
     """
@@ -69,6 +71,7 @@ class UnitPlan(_Frozen):
     # Chunks of tokens in the linears of blocks: the TP group communicates one while it computes another.
     tp_chunks: int = Field(1, ge=1)
     recompute_activation_function: bool = False  # blocks compute the activation functions of their MLPs again
+    offload: OffloadMode = "none"  # what blocks listed as recomputed keep in host memory; with `all` they are not
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
 
@@ -218,6 +221,7 @@ class Prediction(_Frozen):
     tokens_per_s_per_gpu: float
     peak_memory_gib: dict[str, float]  # by rank, or range of ranks
     memory_kinds_gib: dict[str, dict[str, float]] = Field({})  # the same ranks -> kind of memory -> its share
+    host_gib: dict[str, float] = Field({})  # the same ranks -> activations in host memory, where there are any
     bubbles: dict[str, float]  # kind -> share of rank-seconds
     scheduling_efficiency: float | None = None  # colocated: share of the encoders' work inside the LLM's own step
     cost_source: str
@@ -343,6 +347,8 @@ class Plan(_Frozen):
             unstated["data"] = {"largest_microbatch": True}
         added_later = ("memory_gib", "text_only_tokens_per_s_per_gpu")
         unstated["predicted"] = {name: True for name in added_later if getattr(self.predicted, name) is None}
+        if not self.predicted.host_gib:
+            unstated["predicted"]["host_gib"] = True
         unstated["predicted"] |= _unstated_of_balance(self.predicted.balance)
         unstated["alternatives"] = {i: _unstated_of_balance(other.balance) for i, other in enumerate(self.alternatives)}
         return hashlib.sha256(self.model_dump_json(exclude=unstated).encode("utf-8")).hexdigest()

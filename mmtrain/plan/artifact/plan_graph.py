@@ -3,16 +3,21 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from mmtrain.models.model_shape import ModelShape, num_pieces, with_recomputed_activations
+from mmtrain.models.model_shape import ModelShape, num_pieces, unit_offload, with_offload, with_recomputed_activations
 from mmtrain.plan.artifact.plan import Plan, UnitPlan
 from mmtrain.program.ir.graph import Edge, Stage, StageGraph, StageId, UnitMesh
 
 
 def planned_shape(plan: Plan, shape: ModelShape) -> ModelShape:
-    """Return the model whose blocks compute their activation functions again where plan or recipe say so."""
+    """Return the model whose blocks treat their activations as plan or recipe say.
+
+    That is which compute their activation functions again, and which keep what in host memory.
+    """
     again = {name for name, unit in plan.units.items() if unit.recompute_activation_function}
     again |= {unit.name for unit in shape.units if any(layer.recomputes_activation for layer in unit.layers)}
-    return with_recomputed_activations(shape, again)
+    offload = {unit.name: unit_offload(unit) for unit in shape.units}
+    offload |= {name: unit.offload for name, unit in plan.units.items() if unit.offload != "none"}
+    return with_recomputed_activations(with_offload(shape, offload), again)
 
 
 def stage_graph(plan: Plan, shape: ModelShape) -> StageGraph:

@@ -20,7 +20,7 @@ from mmtrain.plan.estimate.layout_simulation import (
     scheduled_graph,
     simulate_unless_slow,
 )
-from mmtrain.plan.estimate.memory_fit import MemoryMisfit, explain_misfit, fit_memory
+from mmtrain.plan.estimate.memory_fit import MemoryMisfit, explain_misfit, fit_memory, within_host_memory
 from mmtrain.plan.estimate.memory_lower_bound import UnitMemoryBound
 from mmtrain.plan.estimate.mesh_time_estimate import MeshTimeEstimate
 from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
@@ -124,6 +124,9 @@ class Evaluator:
         fit = FittedLayout(layout, graph, memory)
         if fit.peak_bytes > self.memory_bytes:
             return self.misfit(candidate, memory)
+        on_host = within_host_memory(fit, self.layer_costs.host_memory_bytes)
+        if isinstance(on_host, MemoryMisfit):
+            return Rejected(candidate, on_host.reason)
         return candidate.fitted(fit, schedule)
 
     def misfit(self, candidate: Candidate, memory: Mapping[int, RankMemory]) -> Rejected:

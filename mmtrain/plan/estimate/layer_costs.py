@@ -198,6 +198,11 @@ class LayerCosts:
         changed._unit_costs = {}
         return changed
 
+    @property
+    def host_memory_bytes(self) -> float:
+        """Host memory that a rank may fill with activations."""
+        return self._machine.host_memory_bytes
+
     @cached_property
     def input_grad(self) -> Mapping[str, tuple[bool, ...]]:
         """By unit, for each layer: whether anything below it trains, so that its input needs a gradient."""

@@ -22,7 +22,7 @@ TpGroup = tuple[int, ...]
 class MemoryMisfit:
     """Why a layout does not fit, whatever is recomputed."""
 
-    need_gib: float  # of the fullest rank
+    need_gib: float | None  # of the fullest rank on its device; None where host memory is too small
     reason: str
 
 
@@ -68,7 +68,7 @@ def _fit_memory(
         of_phases = [layer_costs.phase_memory(graph, phase) for phase in phases]
         memory = max(of_phases, key=_fullest_bytes)
         if _fullest_bytes(memory) <= memory_bytes:
-            return FittedLayout(layout, graph, memory)
+            return within_host_memory(FittedLayout(layout, graph, memory), layer_costs.host_memory_bytes)
         if not any(layer_costs.recompute[mesh.unit] == "auto" for mesh in graph.meshes):
             break
         for phase, of_phase in enumerate(of_phases):
@@ -87,6 +87,19 @@ def _fit_memory(
             break
         recompute = _joined(layers for layers in enough if layers is not None)
     return explain_misfit(layer_costs, memory, memory_bytes)
+
+
+def within_host_memory(fitted: FittedLayout, host_memory_bytes: float) -> FittedLayout | MemoryMisfit:
+    """Return the layout if its activations in host memory have room there."""
+    rank = max(fitted.memory, key=lambda r: fitted.memory[r].host_activations)
+    need_bytes = fitted.memory[rank].host_activations
+    if need_bytes <= host_memory_bytes or not need_bytes:
+        return fitted
+    return MemoryMisfit(
+        None,
+        f"rank {rank} keeps {need_bytes / GIB:.3g} GiB of activations in host memory, of which it may use "
+        f"{host_memory_bytes / GIB:.3g} GiB (cluster.host_memory_gib)",
+    )
 
 
 def _fullest_bytes(memory: Mapping[int, RankMemory]) -> float:

@@ -19,5 +19,5 @@ def verify_program(candidate: Candidate, evaluator: Evaluator) -> None:
     limit_bytes = evaluator.memory_bytes
     if candidate.peak_bytes > limit_bytes and candidate.memory_ratio is not None:
         limit_bytes /= candidate.memory_ratio
-    limit = counted.activation_limit(graph, candidate.memory, limit_bytes)
+    limit = counted.activation_limit(graph, candidate.memory, limit_bytes, evaluator.problem.hardware.host_memory_bytes)
     build_program(graph, limit, candidate.schedule.kind, candidate.schedule.order)

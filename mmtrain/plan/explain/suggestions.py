@@ -6,6 +6,7 @@ from itertools import islice
 
 from mmtrain.balance import Grouping
 from mmtrain.costs import StateBytes, state_bytes
+from mmtrain.models.model_shape import unit_offload, with_offload
 from mmtrain.plan.candidate import FittedLayout, MeshAssignment, SearchResults
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import SpSizes
@@ -17,6 +18,7 @@ from mmtrain.plan.explain.replicated_suggestions import (
     replicated_fits_on,
     suggest_replicated_settings,
 )
+from mmtrain.plan.offloaded import OFFLOAD_MODES
 from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.search.constraints import RecomputeMode, unit_choices
 from mmtrain.plan.search.layer_partition import anchored_partition, layout_graph, partitioned_layout
@@ -39,6 +41,7 @@ def suggest_changes(evaluator: Evaluator, results: SearchResults) -> list[str]:
         *suggest_replicated_settings(evaluator),
         *_suggest_recompute(evaluator, assignments),
         *_suggest_sequence_parallelism(evaluator, assignments),
+        *_suggest_offload(evaluator, assignments),
         *_suggest_bf16_moments(evaluator, assignments),
         *_suggest_shared_sequences(evaluator, assignments),
         *_suggest_ranks(evaluator, assignments),
@@ -67,6 +70,23 @@ def _suggest_sequence_parallelism(evaluator: Evaluator, assignments: Sequence[Me
     split = [assignment for assignment in assignments if max(mesh.tp for mesh in assignment.meshes.values()) > 1]
     if without and _fits(_with_settings(evaluator, sp=changed), split):
         yield " and ".join(f"parallel.{dotted_unit(unit)}.sp: true" for unit in without)
+
+
+def _suggest_offload(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:
+    """Suggest to keep activations of one unit in host memory, or of all, where the recipe keeps none there."""
+    problem = evaluator.problem
+    modes = {unit.name: unit_offload(unit) for unit in problem.shape.units if unit.kind != "generator"}
+    without = [
+        name for name, mode in modes.items() if mode == "none" and evaluator.layer_costs.recompute[name] != "none"
+    ]
+    if problem.hardware.host_bytes_per_s is None:
+        return
+    for units in (*((unit,) for unit in without), tuple(without)):
+        for mode in OFFLOAD_MODES if units else ():
+            changed = replace(problem, shape=with_offload(problem.shape, {**modes, **dict.fromkeys(units, mode)}))
+            if _fits_anywhere(evaluator_of_changed(changed, evaluator), assignments):
+                yield " and ".join(f"parallel.{dotted_unit(unit)}.offload: {mode}" for unit in units)
+                return
 
 
 def _suggest_bf16_moments(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:

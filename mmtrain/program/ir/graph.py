@@ -107,7 +107,7 @@ class Stage:
     layers: tuple[int, int]
     tp_groups: tuple[tuple[int, ...], ...]
     trainable: bool  # holds a trainable parameter
-    recompute: frozenset[int] = frozenset()  # layers whose activations are computed again in backward
+    recompute: frozenset[int] = frozenset()  # layers whose activations do not stay on the device
     pieces: tuple[int, ...] = ()  # by layer: its segments, where layers can be cut too; empty: a segment is a layer
     sp: bool = False  # sequence parallelism: between GEMMs each rank of a TP group holds a slice of the tokens
     # The forward keeps nothing for the backward, which begins with another forward; else activations are kept.

@@ -75,6 +75,9 @@ class MemoryLimit:
 
     bytes_of: BytesOf
     limit_bytes: Mapping[int, int]
+    place: str = "on the device"
+    remedy: str = "recompute more layers, use more stages or smaller microbatches"
+    host: "MemoryLimit | None" = None  # the same in host memory, where activations wait there
 
 
 def check_program(program: Program, memory: MemoryLimit | None = None) -> None:
@@ -111,8 +114,9 @@ def check_program(program: Program, memory: MemoryLimit | None = None) -> None:
     _raise_if_any([*early, *_channels_disagree(program), *_groups_disagree(program)])
     if deadlock := find_deadlock(program.matching):
         _raise_if_any([_deadlock_text(deadlock)])
-    if memory is not None:
+    while memory is not None:
         _raise_if_any(_too_large(program, memory))
+        memory = memory.host
 
 
 def expected_actions(graph: StageGraph, rank: int) -> Counter[Action]:
@@ -334,9 +338,9 @@ def _too_large(program: Program, memory: MemoryLimit) -> list[str]:
         peak, index = peak_activation_bytes(program.graph, actions, memory.bytes_of)
         if peak > memory.limit_bytes[rank]:
             problems.append(
-                f"rank {rank}: {peak / 2**30:.3f} GiB of activations are alive at `{action_to_text(actions[index])}` "
-                f"(action {index}), {memory.limit_bytes[rank] / 2**30:.3f} GiB are free; recompute more layers, "
-                "use more stages or smaller microbatches"
+                f"rank {rank}: {peak / 2**30:.3f} GiB of activations are alive {memory.place} at "
+                f"`{action_to_text(actions[index])}` (action {index}), {memory.limit_bytes[rank] / 2**30:.3f} GiB are "
+                f"free; {memory.remedy}"
             )
     return problems
 

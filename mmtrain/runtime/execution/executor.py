@@ -86,6 +86,9 @@ class StageRunner(Protocol):
     def backward(self, microbatch: MicrobatchState, lo: int, hi: int) -> None:
         """Run the backward of segments [lo, hi); leave the gradients of what the stage received in its `.grad`."""
 
+    def prefetch(self, microbatch: MicrobatchState) -> None:
+        """Start to bring back from host memory what the next backward of the microbatch reads first."""
+
 
 class StepOptimizer(Protocol):
     """Reduces gradients and updates weights: `Optimizer`, or a stand-in without weights."""
@@ -132,6 +135,7 @@ class Executor:
         self._actions = expand_all(graph, actions)
         self._has_update = Step() in self._actions
         self._part_bounds = _part_bounds(graph, self._actions)
+        self._next_backwards = _next_backwards(graph, self._actions)
         self._gathered_stages = parameter_gathers(graph, broker.rank)
         self._activity = activity or Activity()
         self._faults = faults or FaultPoints()
@@ -155,7 +159,9 @@ class Executor:
         if self._optimizer:
             self._optimizer.zero_grad()
         self._activity.recorder.start_step()
-        for action in self._actions:
+        for action, next_backward in zip(self._actions, self._next_backwards, strict=True):
+            if next_backward is not None and (microbatch := self._microbatches.get(next_backward)) is not None:
+                self._units[microbatch.stage.unit].prefetch(microbatch)
             self._activity.start(action)
             self._faults.before_action(step.step, action)
             self._run(action)
@@ -257,11 +263,8 @@ class Executor:
             # Stays on the device: fetched here, every microbatch would wait until the GPU has caught up.
             part = outputs[-1].detach().double() * self._step.loss_scale[stage.unit]
             self._losses[stage.unit] = self._losses[stage.unit] + part if stage.unit in self._losses else part
-        edges = self._graph.outputs(stage)
-        for edge in edges:
+        for edge in self._graph.outputs(stage):
             self._broker.put(edge, mb, "activation", outputs[0].detach())
-        if edges:
-            microbatch.release_output()
 
     def _backward(self, action: Compute) -> None:
         stage, mb = action.stage, action.mb
@@ -293,6 +296,20 @@ class Executor:
         if isinstance(action, Partial):
             return action.lo, action.hi
         return 0, num_segments(self._graph, action.stage)
+
+
+def _next_backwards(graph: StageGraph, actions: Sequence[AtomicAction]) -> list[tuple[StageId, Microbatch] | None]:
+    """Return for each action that computes which backward starts as the next one to compute, if one does."""
+    upcoming: list[tuple[StageId, Microbatch] | None] = []
+    following: tuple[StageId, Microbatch] | None = None
+    for action in reversed(actions):
+        if not isinstance(action, Compute):
+            upcoming.append(None)
+            continue
+        upcoming.append(following)
+        is_backward = isinstance(started_pass(graph, action), Backward)
+        following = (action.stage, action.mb) if is_backward else None
+    return upcoming[::-1]
 
 
 def _part_bounds(

@@ -35,7 +35,13 @@ from mmtrain.costs.measured_costs import interpolation_errors
 from mmtrain.errors import PlanError
 from mmtrain.models.layer_shape import BLOCK_KINDS
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import ModelShape, UnitShape, build_model_shape, with_recomputed_activations
+from mmtrain.models.model_shape import (
+    ModelShape,
+    UnitShape,
+    build_model_shape,
+    with_offload,
+    with_recomputed_activations,
+)
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.precision import compute_dtype
@@ -170,7 +176,7 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
     """Time the layers of every unit that the request measures with this `tp`; all TP groups measure at once."""
     groups = _tp_groups(world, tp)
     # Activation functions run once, as in all tables: what it costs to run them again is modelled.
-    model = with_recomputed_activations(build_model_shape(request.recipe), ())
+    model = with_offload(with_recomputed_activations(build_model_shape(request.recipe), ()), {})
     result = _Measurements()
     dtype = compute_dtype(precision_for(request.recipe, preset(request.hardware)), world.device)
     units = [unit for unit in model.units if tp in request.tp.get(unit.name, ())]

@@ -212,6 +212,9 @@ class StandInUnit:
         """See `StageRunner`. The gradients are zeros."""
         self._run(microbatch, "B", lo, hi)
 
+    def prefetch(self, microbatch: MicrobatchState) -> None:
+        """See `StageRunner`. Nothing is in host memory."""
+
     def _run(self, microbatch: MicrobatchState, kind: Direction, lo: int, hi: int) -> None:
         rehearsal, stage, mb = self._rehearsal, microbatch.stage, microbatch.mb
         action: Compute
