@@ -24,8 +24,8 @@ from mmtrain.costs.collectives import CollectiveKind, GroupLayout, collective_se
 from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
-from mmtrain.costs.host_offload import offloaded_bytes, offloaded_seconds
 from mmtrain.costs.layer_arithmetic import Gemm
+from mmtrain.costs.offload_costs import BlockPass, offloaded_bytes, offloaded_seconds
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
 from mmtrain.models.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, adaptable_linears, num_pieces
 
@@ -130,8 +130,8 @@ class AnalyticCosts:
         if load.tokens == 0:
             return 0.0
         if layer.offload != "none":
-            arguments = (layer, tp, load, kind, input_grad, split)
-            return offloaded_seconds(self, self.hardware, self.element_bytes, *arguments)
+            of = BlockPass(layer, tp, load, kind, input_grad, split)
+            return offloaded_seconds(self, self.hardware, self.element_bytes, of)
         direction: PassDirection = "backward" if kind == "backward" else "forward"
         saved_s = self._saved_by_chunks(layer, tp, load, direction, input_grad, split) if split.chunks > 1 else 0.0
         if kind == "backward":

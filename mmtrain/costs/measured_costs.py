@@ -22,7 +22,7 @@ from mmtrain.costs.cost_table import (
     layer_fields,
     layer_key,
 )
-from mmtrain.costs.host_offload import offloaded_bytes, offloaded_seconds
+from mmtrain.costs.offload_costs import BlockPass, offloaded_bytes, offloaded_seconds
 from mmtrain.models.model_shape import LayerShape, num_pieces
 
 FloatArray = npt.NDArray[np.float64]
@@ -144,8 +144,8 @@ class MeasuredCosts:
         measured, or of a layer without chunks, they differ as modelled.
         """
         if layer.offload != "none":
-            arguments = (layer, tp, load, kind, input_grad, split)
-            return offloaded_seconds(self, self.model.hardware, self.model.element_bytes, *arguments)
+            of = BlockPass(layer, tp, load, kind, input_grad, split)
+            return offloaded_seconds(self, self.model.hardware, self.model.element_bytes, of)
         measured_split = TokenSplit(split.sp, self._measured_chunks(layer, tp, split.chunks))
         seconds = self._unscaled_seconds(layer, tp, load, kind, input_grad, measured_split.chunks)
         if split != measured_split and seconds:

@@ -6,6 +6,7 @@ a copy costs no more than what it takes longer than a pass of such a block. See 
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.cost_model import ComputeKind, CostModel, TokenLoad, TokenSplit
@@ -34,45 +35,39 @@ def offloaded_bytes(
     return costs.activation_bytes(without_offload(layer), tp, load, layer.offload == "inputs", input_grad=input_grad)
 
 
-def offloaded_seconds(
-    costs: CostModel,
-    hardware: Hardware,
-    element_bytes: int,
-    layer: LayerShape,
-    tp: int,
-    load: TokenLoad,
-    kind: ComputeKind,
-    input_grad: bool,
-    split: TokenSplit,
-) -> float:
+class BlockPass(NamedTuple):
+    """What the seconds of a block depend on, see `CostModel.seconds`."""
+
+    layer: LayerShape
+    tp: int
+    load: TokenLoad
+    kind: ComputeKind
+    input_grad: bool
+    split: TokenSplit
+
+
+def offloaded_seconds(costs: CostModel, hardware: Hardware, element_bytes: int, of: BlockPass) -> float:
     """Return the seconds of a pass of a block that may have activations in host memory.
 
     `recompute` is what it takes longer where it has: it waits for copies, and with `inputs` it is computed again.
     """
-    seconds = partial(costs.seconds, tp=tp, load=load, input_grad=input_grad, split=split)
-    on_device = replace(layer, offload="none")
-    if kind != "recompute":
-        return seconds(on_device, kind=kind)
-    wait_s = _copy_wait(costs, hardware, element_bytes, layer, tp, load, split)
-    if layer.offload == "inputs":
-        return wait_s + seconds(on_device, kind=kind)
+    seconds = partial(costs.seconds, tp=of.tp, load=of.load, input_grad=of.input_grad, split=of.split)
+    on_device = replace(of.layer, offload="none")
+    if of.kind != "recompute":
+        return seconds(on_device, kind=of.kind)
+    wait_s = _copy_wait(costs, hardware, element_bytes, of)
+    if of.layer.offload == "inputs":
+        return wait_s + seconds(on_device, kind=of.kind)
     # The output of the activation function comes back with the rest.
-    return wait_s + seconds(without_offload(layer), kind="backward") - seconds(on_device, kind="backward")
+    return wait_s + seconds(without_offload(of.layer), kind="backward") - seconds(on_device, kind="backward")
 
 
-def _copy_wait(
-    costs: CostModel,
-    hardware: Hardware,
-    element_bytes: int,
-    layer: LayerShape,
-    tp: int,
-    load: TokenLoad,
-    split: TokenSplit,
-) -> float:
+def _copy_wait(costs: CostModel, hardware: Hardware, element_bytes: int, of: BlockPass) -> float:
     """Return by how much copies to and from host memory lengthen the forward and backward of a block.
 
-    An input comes back while the block behind is computed again, which takes less than its backward, so they wait less.
+    An input comes back while the block behind is computed again, too, so it waits even less.
     """
+    layer, tp, load, _, _, split = of
     kept, copies_inputs = without_offload(layer), layer.offload == "inputs"
     nbytes = costs.activation_bytes(kept, tp, load, copies_inputs)
     if split.sp:
