@@ -58,8 +58,9 @@ class StageModule(nn.Module):
         self.shape = shape.unit(spec.unit)
         self.indices = range(*spec.layers)
         self.factory = factory
-        offloaded = {index for index in spec.recompute if self.shape.layers[index].offload == "all"}
-        self.offloaded = frozenset(offloaded)  # blocks whose activations come back from host memory
+        recomputed = spec.recompute.intersection(self.indices)
+        # Blocks whose activations come back from host memory.
+        self.offloaded = frozenset(index for index in recomputed if self.shape.layers[index].offload == "all")
         self.recompute = spec.recompute - self.offloaded
         self.layers = nn.ModuleDict()
         self._settings = settings
