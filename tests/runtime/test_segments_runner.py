@@ -1,5 +1,6 @@
 """A stage computes the same bits segment by segment as in one piece."""
 
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
@@ -88,6 +89,26 @@ def test_pieces_of_layers_equal_the_stage_bit_for_bit(unit: str, seed: int) -> N
     result = {"output": output.detach()} | ({} if hidden is None else {"hidden": hidden.grad}) | gradients(module)
     assert result.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(result[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("unit", ["vision", "llm"])
+@pytest.mark.parametrize("cut", [WHOLE, CUTS[1]])
+def test_what_a_stage_passed_on_is_freed_and_its_gradient_still_enters(unit: str, cut: list[tuple[int, int]]) -> None:
+    expected = _run(unit, cut, (), ())
+    runner, module = _runner(unit, (), ())
+    microbatch, hidden = _microbatch(unit, bool(cut))
+    for lo, hi in cut or [(0, 4)]:
+        runner.forward(microbatch, lo, hi)
+    storage = weakref.ref(microbatch.part_outputs[-1][0].untyped_storage())
+    microbatch.output_gradients = [torch.linspace(-1, 1, expected["output"].numel()).view(expected["output"].shape)]
+    assert storage() is not None
+    microbatch.release_output()
+    assert storage() is None
+    for lo, hi in reversed(cut or [(0, 4)]):
+        runner.backward(microbatch, lo, hi)
+    result = ({} if hidden is None else {"hidden": hidden.grad}) | gradients(module)
+    assert result.keys() == expected.keys() - {"output"}
+    assert [name for name, tensor in result.items() if not torch.equal(tensor, expected[name])] == []
 
 
 def test_part_outputs_are_kept_only_where_a_backward_follows() -> None:

@@ -16,6 +16,8 @@ def attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, opti
     sorted_sequences = layout.length_buckets(q.device)
     if sorted_sequences.order is not None:
         q, k, v = (x.index_select(0, sorted_sequences.order) for x in (q, k, v))
+    elif q.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():
+        v = v.contiguous()  # values alone would keep the unrotated queries and keys that lie beside them
     bucket_tokens = [length * count for length, count in sorted_sequences.buckets]
     qs, ks, vs = (torch.split(x, bucket_tokens) for x in (q, k, v))
     outputs = [

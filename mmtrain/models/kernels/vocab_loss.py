@@ -67,7 +67,8 @@ class _VocabParallelLoss(torch.autograd.Function):
         first_id = tp_group.rank() * len(weight)
         exponentials, sums = _exponentials(hidden, weight, targets - first_id, vocab_size - first_id, tp_group)
         denominators, target_logits = sums
-        ctx.save_for_backward(hidden, weight, targets, exponentials, denominators)
+        kept = hidden if ctx.needs_input_grad[1] else None  # only the weight's gradient reads it
+        ctx.save_for_backward(kept, weight, targets, exponentials, denominators)
         ctx.first_id = first_id
         losses: Tensor = denominators.log() - target_logits
         return losses

@@ -263,8 +263,11 @@ class Executor:
             # Stays on the device: fetched here, every microbatch would wait until the GPU has caught up.
             part = outputs[-1].detach().double() * self._step.loss_scale[stage.unit]
             self._losses[stage.unit] = self._losses[stage.unit] + part if stage.unit in self._losses else part
-        for edge in self._graph.outputs(stage):
+        edges = self._graph.outputs(stage)
+        for edge in edges:
             self._broker.put(edge, mb, "activation", outputs[0].detach())
+        if edges:
+            microbatch.release_output()
 
     def _backward(self, action: Compute) -> None:
         stage, mb = action.stage, action.mb

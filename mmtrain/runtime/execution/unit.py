@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.models.fully_sharded import reduce_between_copies
@@ -25,7 +26,7 @@ class MicrobatchState:
 
     The forward runs in parts: the segments between two neighbouring `part_bounds`, or the whole stage if there are
     none. Each part starts from detached tensors, so that its backward can run by itself. Forward appends the inputs
-    and outputs of its parts; backward removes them.
+    and outputs of its parts; backward removes them. What the stage has passed on is held by whoever reads it.
     """
 
     stage: StageId
@@ -38,6 +39,7 @@ class MicrobatchState:
     context: StageContext | None = None
     part_inputs: list[tuple[Tensor, ...]] = field(default_factory=list)
     part_outputs: list[tuple[Tensor, ...]] = field(default_factory=list)
+    passed_on: GradientEdge | None = None  # where the gradient of what went over the stage's edges enters
     next_inputs: tuple[Tensor, ...] = ()  # of the next part: the last one's outputs, after the TP group's communication
     output_gradients: list[Tensor | None] = field(default_factory=list)  # of the last part that is left
     pending: dist.Work | None = None  # communication of `next_inputs` or `output_gradients`
@@ -49,9 +51,16 @@ class MicrobatchState:
                 self.pending.wait()
             self.pending = None
 
+    def release_output(self) -> None:
+        """Drop what went over the stage's edges; of the last outputs a loss stays."""
+        output, *loss = self.part_outputs[-1]
+        if output.requires_grad:
+            self.passed_on = get_gradient_edge(output)
+            self.part_outputs[-1] = tuple(loss)
+
     def forget_forward(self) -> None:
         """Drop what the forward computed; another one starts from the inputs."""
-        self.context = None
+        self.context = self.passed_on = None
         self.part_inputs.clear()
         self.part_outputs.clear()
         self.next_inputs = ()
@@ -110,11 +119,14 @@ class UnitRunner:
         for first, _ in reversed(microbatch.parts(lo, hi)):
             microbatch.wait()
             inputs = microbatch.part_inputs.pop()
-            outputs = microbatch.part_outputs.pop()
-            pairs = zip(outputs, microbatch.output_gradients, strict=False)
-            known = [(output, grad) for output, grad in pairs if output.requires_grad and grad is not None]
+            entries = [get_gradient_edge(x) if x.requires_grad else None for x in microbatch.part_outputs.pop()]
+            if microbatch.passed_on is not None:
+                entries.insert(0, microbatch.passed_on)
+                microbatch.passed_on = None
+            pairs = zip(entries, microbatch.output_gradients, strict=False)
+            known = [(entry, grad) for entry, grad in pairs if entry is not None and grad is not None]
             if known:
-                torch.autograd.backward([output for output, _ in known], [grad for _, grad in known])
+                torch.autograd.backward([entry for entry, _ in known], [grad for _, grad in known])
             microbatch.output_gradients = [tensor.grad for tensor in inputs]
             if first > 0:
                 microbatch.output_gradients = self._start_communication(
