@@ -43,6 +43,7 @@ from mmtrain.costs import AnalyticCosts, MeasuredCosts, costs_for, machine_for, 
 from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.models.fully_sharded import FullyShardedAdamW
+from mmtrain.models.megatron.zero_adamw import ZeroAdamW
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.plan import Plan
@@ -316,20 +317,32 @@ def run_rank(
 
 def _held_shards(unit: UnitOptimizer) -> Iterable[NamedShard]:
     """Return what a rank holds of a unit, also where another rank has the same and saves it."""
-    return unit._all_shards() if isinstance(unit, FullyShardedAdamW) else unit.shards()
+    if isinstance(unit, FullyShardedAdamW):
+        yield from unit._all_shards()
+        return
+    assert isinstance(unit, ZeroAdamW)
+    for param, shard in unit._shards.items() if unit._trained else ():
+        yield from unit._named_shards(param, shard)
 
 
 class Alive(TorchDispatchMode):
-    """Count the bytes of tensors that operations made and that are still alive, each storage once."""
+    """Count the bytes of tensors that operations made and that are still alive, each storage once.
+
+    The input of steps is left out, as it is of the prediction.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[int, int] = {}
+        self._inputs: dict[int, torch.UntypedStorage] = {}  # held, so that no other storage takes their addresses
         self.bytes = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.see([tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)])
+        tensors = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        if func is torch.ops.aten.lift_fresh.default:  # of the step's input, which the host made
+            self._inputs.update((tensor.untyped_storage()._cdata, tensor.untyped_storage()) for tensor in tensors)
+        self.see(tensors)
         return out
 
     def __enter__(self) -> "Alive":
@@ -357,6 +370,8 @@ class Alive(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage) -> None:
         """Count a storage, or what has changed of it."""
         key = storage._cdata
+        if key in self._inputs:
+            return
         if key not in self._seen:
             weakref.finalize(storage, self._gone, key)
         self.bytes += storage.nbytes() - self._seen.get(key, 0)

@@ -113,6 +113,14 @@ class AnalyticCosts:
         """Bytes of one activation."""
         return ELEMENT_BYTES[self.precision]
 
+    @property
+    def sorts_sequences(self) -> bool:
+        """Whether attention computes sequences of one length together, in copies of its inputs.
+
+        So it does where no fused kernel runs, and these take no numbers in fp32.
+        """
+        return "sdpa" in self.hardware.attention_backends or self.precision == "fp32"
+
     def seconds(
         self,
         layer: LayerShape,
@@ -244,8 +252,11 @@ class AnalyticCosts:
             return offloaded_bytes(self, self.hardware, layer, tp, load, input_grad)
         if recompute:
             return analytic.input_bytes(layer, load, self.element_bytes)
-        not_needed = 0 if layer.trains_weights else analytic.weight_grad_bytes(layer, load, self.element_bytes, tp)
-        return analytic.activation_bytes(layer, load, self.element_bytes, tp) - not_needed
+        not_needed = 0
+        if not layer.trains_weights:
+            joins_output = analytic.joins_attention_output(load, self.sorts_sequences)
+            not_needed = analytic.weight_grad_bytes(layer, load, self.element_bytes, tp, joins_output)
+        return analytic.activation_bytes(layer, load, self.element_bytes, tp, self.sorts_sequences) - not_needed
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
         """Return the seconds of one message of `nbytes` between two ranks."""

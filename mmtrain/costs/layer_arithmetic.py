@@ -270,12 +270,45 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
             return diffusion.num_parameters(layer, tp)
 
 
-def _layer_activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
+def joins_attention_output(load: TokenLoad, sorts_sequences: bool) -> bool:
+    """Return whether a block copies attention's output before the next linear reads it.
+
+    So do ranks that share sequences, and a kernel that sorts sequences by length where lengths differ. Where they are
+    not known, as in bounds of memory, they count as equal.
+    """
+    lengths_differ = load.num_sequences * load.max_len > load.tokens
+    return load.exchanged > 0 or (sorts_sequences and lengths_differ)
+
+
+def _attention_width(layer: LayerShape, load: TokenLoad, sorts_sequences: bool) -> int:
+    """Return how many numbers a block keeps for a token of queries, keys, values and attention's output.
+
+    Values are a part of what the first linear makes, which therefore stays whole beside rotated queries and keys. A
+    kernel that sorts sequences reads copies of all three instead, and the linear's output stays only where a norm over
+    heads has read it, or a second pass over images does.
+    """
+    inner, keys = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    of_heads = inner + 2 * keys
+    if sorts_sequences and not load.exchanged:
+        of_heads *= 1 + int(layer.qk_norm) + int(layer.image_spans)
+    else:
+        of_heads += (inner + keys) * int(layer.rotates)
+    return of_heads + inner * (1 + int(joins_attention_output(load, sorts_sequences)))
+
+
+def rotary_table_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
+    """Return the bytes of cosines and sines that rotate a microbatch's heads, which blocks of a stage share."""
+    return load.tokens * layer.head_dim * element_bytes if layer.rotates else 0
+
+
+def _layer_activation_bytes(
+    layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1, sorts_sequences: bool = False
+) -> int:
     """Return the bytes one of `tp` ranks keeps from forward to backward of `layer` when nothing is recomputed.
 
-    This counts what autograd saves: inputs of norms and GEMMs, queries, keys and values before and after rotation,
-    attention's output of each head and joined, inputs and outputs of activations. Attention keeps no scores. The head
-    keeps the logits of tokens with a target, or gradients: see `loss_sizes`.
+    This counts what autograd saves: inputs of norms and GEMMs, queries, keys and values, attention's output, inputs and
+    outputs of activations. Attention keeps no scores. The head keeps the logits of tokens with a target, or gradients:
+    see `loss_sizes`.
     """
     t, h = load.tokens, layer.hidden
     match layer.kind:
@@ -286,7 +319,6 @@ def _layer_activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: i
             return t * (element_bytes * (2 * 3 * layer.mel_bins + 2 * h + 3 * h + h) + _INDEX_BYTES)
         case "vit_block" | "decoder_block":
             inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
-            rotated = inner + kv // 2 if layer.rotates else 0
             # Queries apart from keys and values, if these are fewer; with a norm over all heads both outputs.
             head_norms = inner if layer.qk_norm and layer.kv_heads < layer.heads else 0
             head_norm_inputs = (inner + kv // 2) * int(layer.qk_norm)
@@ -294,22 +326,24 @@ def _layer_activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: i
             outputs = 2 * h if layer.post_norms else 0  # that norms read
             in_fp32 = 4 * (inner + kv // 2) // tp if layer.joint_qk_norm else 0
             scaled = 2 * h if layer.layer_scale else 0
-            tables = layer.head_dim if layer.rotates else 0
             num_softmaxes = num_attention_passes(layer) * layer.heads // tp
-            statistics = 4 * (4 + num_softmaxes)  # of two norms and of each head's softmax, in fp32
+            statistics = 4 * (4 + num_softmaxes)  # of two norms, of each head's softmax and norm, in fp32
+            statistics += 4 * ((layer.heads + layer.kv_heads) // tp) * int(layer.qk_norm)
+            statistics += 2 * _INDEX_BYTES * int(sorts_sequences)  # the order of the tokens, and back
             # Gated: gate and up together, and what they make; else input and output of the activation.
             mlp = _activation_function_width(layer) - layer.ffn * layer.recomputes_activation
             gathered = (tp - 1) * (inner + kv) if layer.kv_heads < tp else 0  # keys and values of all ranks
             image_rows = 2 * inner if layer.image_spans else 0  # queries and outputs of the second pass
-            split = (inner + kv) + gathered + head_norms + rotated + 2 * inner + image_rows + mlp
-            whole = 4 * h + outputs + tables + scaled
+            attended = _attention_width(layer, load, sorts_sequences)
+            split = attended + gathered + head_norms + image_rows + mlp
+            whole = 4 * h + outputs + scaled
             in_fp32 += _fp32_norm_bytes(layer, element_bytes, num_norms(layer) * h + head_norm_inputs // tp)
             # Only torch's plainest kernel takes both a mask and grouped queries. It keeps the softmax of those rows.
             softmax = layer.heads * layer.window // tp if layer.image_spans else 0
             return t * (element_bytes * (whole + softmax + split // tp) + statistics + in_fp32)
         case "projector":
             rows, joined = feature_rows(layer, load), merged_width(layer)
-            inputs = t * h + rows * joined * max(1, len(layer.norm_widths))
+            inputs = rows * joined * max(1, len(layer.norm_widths)) + (t * h if layer.norm_widths else 0)
             # Of each projector for an earlier block: the input of its norm, and that of its first linear.
             inputs += layer.carried_in * rows * joined * 2
             inner = rows * 2 * layer.ffn // tp * (1 + layer.carried_in)
@@ -350,9 +384,15 @@ def _fp32_norm_bytes(layer: LayerShape, element_bytes: int, normalized: int) -> 
     return normalized * _FP32_BYTES
 
 
-def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
-    """Return the bytes that one of `tp` ranks keeps between forward and backward of `layer`, with every gradient."""
-    return _layer_activation_bytes(layer, load, element_bytes, tp) + adapter_bytes(layer, load, element_bytes, tp)
+def activation_bytes(
+    layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1, sorts_sequences: bool = False
+) -> int:
+    """Return the bytes that one of `tp` ranks keeps between forward and backward of `layer`, with every gradient.
+
+    sorts_sequences: whether attention does, see `joins_attention_output`.
+    """
+    of_layer = _layer_activation_bytes(layer, load, element_bytes, tp, sorts_sequences)
+    return of_layer + adapter_bytes(layer, load, element_bytes, tp)
 
 
 def adapter_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
@@ -360,10 +400,14 @@ def adapter_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: in
     return sum(pair[0].m * pair[0].n for pair in adapter_gemms(layer, load, tp) if pair) * element_bytes
 
 
-def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
+def weight_grad_bytes(
+    layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1, joins_output: bool = False
+) -> int:
     """Return the part of `activation_bytes` that only gradients of weights need, so that a frozen layer drops it.
 
     It consists of the inputs of GEMMs, unless something else reads them too, such as the adapter of the GEMM's weight.
+
+    joins_output: see `joins_attention_output`.
     """
     h, rows = layer.hidden, load.tokens
     match layer.kind:
@@ -371,6 +415,8 @@ def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp
             normalized_heads = (layer.heads + layer.kv_heads) * layer.head_dim if layer.joint_qk_norm else 0
             scaled = 2 * h if layer.layer_scale else 0
             read_by = {"self_attention.linear_qkv": h, "mlp.linear_fc1": h}
+            if joins_output:
+                read_by["self_attention.linear_proj"] = layer.heads * layer.head_dim // tp
             if not layer.recomputes_activation:
                 read_by["mlp.linear_fc2"] = layer.ffn // tp
             adapted = () if layer.lora is None else layer.lora.linears

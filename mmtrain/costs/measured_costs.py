@@ -238,7 +238,11 @@ class MeasuredCosts:
             return self.model.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
         element_bytes = self.model.element_bytes
         min_bytes = analytic.input_bytes(layer, load, element_bytes)
-        not_needed = 0 if layer.trains_weights else analytic.weight_grad_bytes(layer, load, element_bytes, tp)
+        not_needed = 0
+        if not layer.trains_weights:
+            loads = (sample.load for sample in entry.samples)
+            joins_output = all(analytic.joins_attention_output(of, self.model.sorts_sequences) for of in loads)
+            not_needed = analytic.weight_grad_bytes(layer, load, element_bytes, tp, joins_output)
         if layer.recomputes_activation:
             not_needed += analytic.activation_output_bytes(layer, load, element_bytes, tp)
         adapters = analytic.adapter_bytes(layer, load, element_bytes, tp)

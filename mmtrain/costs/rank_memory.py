@@ -13,8 +13,9 @@ from mmtrain.costs.offload_costs import NUM_BLOCKS_ON_DEVICE, without_offload
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
 from mmtrain.models.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape
 
-# Share added to what is counted: nine measured runs held up to 5% more, and allocators lose memory to fragments.
-MEMORY_MARGIN = 0.12
+# Share added to what is counted: 7% for what a caching allocator loses to fragments, 1% for what is not counted, which
+# was up to 0.4% on 30 measured ranks (scripts/bench_costs.py).
+MEMORY_MARGIN = 0.08
 # Gradients alive at once in the backward of a layer that is no block (see `_block_gradient_bytes`), as a share of its
 # activations, beyond activations already freed. With one half, predictions came out below the measured runs.
 LIVE_GRADIENT_SHARE = 0.75
@@ -75,6 +76,8 @@ class HeldLayers:
     shard: int | None = None  # replicas that hold one copy of the layers together; None: each holds them whole
     held_features: int = 0  # microbatches whose features, or gradients of these, the rank holds at once
     gathered_elements: int = 0  # of features, or gradients of these, that an all-gather brings at once
+    read_feature_bytes: int = 0  # of encoders, which a microbatch of the LLM's first stage keeps
+    under_way_bytes: int = 0  # of messages beyond those of the microbatch that computes
     is_computed: bool = True  # in the part of a step that is counted; else the rank only holds state and activations
     has_gradients: bool = True  # else no backward of the step has begun, and gradients of the last step are dropped
 
@@ -176,6 +179,7 @@ def rank_memory(
     buffers += max((gathered_bytes(layer, precision) for layer in gathered), default=0)
     buffers += sum(stage.held_features * feature_bytes(stage, precision) for stage in held)
     buffers += max((stage.gathered_elements for stage in held), default=0) * ELEMENT_BYTES[precision]
+    buffers += sum(stage.under_way_bytes for stage in held)
     margin = MEMORY_MARGIN * (parameters + gradients + optimizer + activations + buffers)
     inputs = NUM_INPUT_ARENAS * INPUT_ARENA_GROWTH * sum(step_input_bytes(stage) for stage in held)
     host = float(sum(stage.in_flight * microbatch_host_bytes(stage, costs, precision) for stage in held))
@@ -218,23 +222,33 @@ def _state(count: int, num_trained: int, dp: int, size: StateBytes) -> tuple[flo
 def microbatch_activation_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
     """Return the bytes of activations that one microbatch keeps on the device between forward and backward.
 
-    A stage also keeps what came beside the hidden states, in the same message, and these, which the backward of its
-    first layer starts from, also where the layer itself keeps them in host memory.
+    A stage also keeps what came beside the hidden states, in the same message, features, a table of rotations, and the
+    hidden states, which the backward of its first layer starts from, also where the layer keeps them in host memory.
     """
     first, _ = stage.runs[0]
-    received = 0
+    received = stage.read_feature_bytes
     if first.layer.trainable or first.input_grad:
-        received = carried_bytes(first, stage.load, precision)
+        received += carried_bytes(first, stage.load, precision)
         if layer_host_bytes(first, stage.load, costs, precision):
             received += message_bytes(first, stage.load, precision)
-    return received + sum(
-        number * layer_activation_bytes(run, stage.load, costs, precision) for run, number in stage.runs
+    return (
+        received
+        + _rotary_table_bytes(stage, precision)
+        + sum(number * layer_activation_bytes(run, stage.load, costs, precision) for run, number in stage.runs)
     )
 
 
 def microbatch_host_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
     """Return the bytes of activations that one microbatch keeps in host memory between forward and backward."""
     return sum(number * layer_host_bytes(run, stage.load, costs, precision) for run, number in stage.runs)
+
+
+def _rotary_table_bytes(stage: HeldLayers, precision: Precision) -> int:
+    """Return the bytes of the tables that rotate heads; blocks whose windows differ may have tables of their own."""
+    runs = [run for run, _ in stage.runs if run.layer.rotates and (run.layer.trainable or run.input_grad)]
+    by_window = {run.layer.window: run.layer for run in runs}
+    element_bytes = ELEMENT_BYTES[precision]
+    return sum(analytic.rotary_table_bytes(layer, stage.load, element_bytes) for layer in by_window.values())
 
 
 def carried_bytes(held: RankLayer, load: TokenLoad, precision: Precision) -> int:
@@ -309,6 +323,8 @@ def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, prec
     if not (held.layer.trainable or held.input_grad):
         computed = replace(computed, layer=replace(layer, trainable=True))
         activations = layer_activation_bytes(computed, load, costs, precision)
+        if held.layer.kind in BLOCK_KINDS:
+            return _block_forward_bytes(held, load, activations, precision)
         return activations + hidden_state_bytes(held.layer, load, precision)
     activations = layer_activation_bytes(computed, load, costs, precision)
     match held.layer.kind:
@@ -320,6 +336,23 @@ def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, prec
             live_gradients = LIVE_GRADIENT_SHARE * activations
     recomputed = activations - layer_activation_bytes(held, load, costs, precision) if held.recompute else 0
     return round(live_gradients + recomputed) + carried + _matrix_gradient_bytes(held, precision)
+
+
+def _block_forward_bytes(held: RankLayer, load: TokenLoad, activations: int, precision: Precision) -> int:
+    """Return the bytes of a block's forward that keeps nothing, at its peak in attention or in the MLP.
+
+    Of what a forward for a backward keeps (`activations`), either has its own part, one of the norms' outputs and the
+    block's input; the MLP also has its norm's input. Tokens that ranks share between GEMMs are gathered before these.
+    """
+    element_bytes = ELEMENT_BYTES[precision]
+    whole = load.tokens * held.layer.hidden * element_bytes
+    states = whole // held.tp if held.sp else whole
+    of_mlp = analytic.activation_function_elements(held.layer, load, held.tp) * element_bytes
+    in_attention = activations - of_mlp - 2 * states  # the input and output of the MLP's norm
+    in_mlp = of_mlp + 3 * states
+    beside = hidden_state_bytes(held.layer, load, precision) - whole
+    beside += analytic.rotary_table_bytes(held.layer, load, element_bytes)
+    return max(in_attention, in_mlp) + whole - states + beside
 
 
 def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision) -> float:

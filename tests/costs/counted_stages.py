@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mmtrain.models import build_stage as stage_builder
@@ -52,6 +53,7 @@ def count(module: StageModule, inputs: UnitInput, *hidden: Tensor | None) -> Cou
             sums.append(torch.empty_like(param, dtype=torch.float32))
             param.main_grad = sums[-1]  # type: ignore[attr-defined]
     live, saved, host_bytes = LiveTensors(), SavedStorages(module), 0
+    module_device = next(module.parameters()).device
     live.ignore([*module.parameters(), *sums])
 
     def on_meta(tensor: Tensor) -> Tensor:
@@ -64,10 +66,17 @@ def count(module: StageModule, inputs: UnitInput, *hidden: Tensor | None) -> Cou
 
     with live, patch.object(host_offload, "empty_on_host", on_meta):
         with saved:
-            outputs = [module.run(module.context(inputs, {}), received, module.indices) for received in hidden]
-        for out in outputs:
-            torch.autograd.backward(out, None if out.ndim == 0 else torch.empty_like(out))
+            ends = [_end(module.run(module.context(inputs, {}), received, module.indices)) for received in hidden]
+        for entry, like in ends:
+            gradient = torch.empty(like.shape, dtype=like.dtype, device=module_device)
+            torch.autograd.backward([entry], [gradient])
     return Counted(saved.nbytes, live.peak, host_bytes)
+
+
+def _end(out: Tensor) -> tuple[GradientEdge, Tensor]:
+    """Return where the gradient of a stage's output enters, and its form; a run drops the output like this, too."""
+    with _disable_current_modes():
+        return get_gradient_edge(out), torch.empty(out.shape, dtype=out.dtype, device="meta")
 
 
 class SavedStorages(torch.autograd.graph.saved_tensors_hooks):

@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, preset
-from mmtrain.costs.rank_memory import microbatch_activation_bytes, stage_working_bytes
+from mmtrain.costs.rank_memory import (
+    RankLayer,
+    layer_working_bytes,
+    microbatch_activation_bytes,
+    stage_working_bytes,
+)
 from mmtrain.models import build_stage as stage_builder
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
@@ -21,6 +26,7 @@ from scripts.bench_long_memory import ON_HOST, QWEN_7B, VARIANTS, LongSequence, 
 from tests.costs.counted_stages import count, large_stages_on_meta
 from tests.models.device_copies import META, on_device
 from tests.models.factory import CPU, settings, shape_of
+from tests.models.live_tensors import LiveTensors
 
 QWEN: dict[str, Any] = {"layers": 2, "qkv_bias": True, "rope_base": 1e6}
 LLMS: dict[str, dict[str, Any]] = {
@@ -76,11 +82,7 @@ CASES: dict[str, tuple[str, slice, bool]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_large_stage_holds_what_is_predicted(case: str) -> None:
-    """Never predict too little; of what autograd saves, at most a tenth too much, of the peak at most 15%.
-
-    Costs count what a CPU saves too: the output of RMSNorm before its weight, and attention's output of each head
-    beside the joined one, 5% to 9% of a block.
-    """
+    """Never predict too little; of what autograd saves, at most a hundredth too much, of the peak at most 15%."""
     unit, span, recompute = CASES[case]
     model = settings(vision=VIT if unit == "vision" else None, llm=LLMS.get(case.split(",")[0]))
     again = {unit: {"recompute_activation_function": case.endswith("activation again")}}
@@ -101,20 +103,41 @@ def test_a_large_stage_holds_what_is_predicted(case: str) -> None:
     costs = AnalyticCosts(preset("h200-141g"), "bf16")
     held = HeldLayers(layers, tuple(i > 0 for i in indices), tuple(i in blocks for i in indices), 1, 1, 1, load)
     saved = microbatch_activation_bytes(held, costs, "bf16")
-    assert 1.0 <= saved / counted.saved <= 1.1
+    assert 1.0 <= saved / counted.saved <= 1.01
     assert 1.0 <= (saved + stage_working_bytes(held, costs, "bf16")) / counted.peak <= 1.15
+
+
+@pytest.mark.parametrize("unit", ["vision", "llm"])
+def test_a_block_without_backward_holds_what_is_predicted_for_its_forward(unit: str) -> None:
+    """Two frozen blocks behind nothing that trains: what one of them holds while it is computed, with its input."""
+    model = settings(vision=VIT if unit == "vision" else None, llm=LLMS["7B"])
+    whole = shape_of(model)
+    options = stage_builder.StageOptions(torch.bfloat16, META, seed=1)
+    module = stage_builder.build_stage(model, whole, StageSpec(unit, (1, 3)), ParallelGroups.single(), options)
+    inputs, load = vision_inputs() if unit == "vision" else llm_inputs(TARGET_EVERY)
+    layer = whole.unit(unit).layers[1]
+    hidden = torch.empty(load.tokens, layer.hidden, device=META, dtype=torch.bfloat16)
+    live = LiveTensors()
+    live.ignore([*module.parameters(), hidden])  # the second block has an input of its own
+    with torch.no_grad():
+        module.run(module.context(inputs, {}), hidden, module.indices)  # makes tables that last
+        with live:
+            module.run(module.context(inputs, {}), hidden, module.indices)
+    held = RankLayer(replace(layer, trainable=False), 1, input_grad=False)
+    predicted = layer_working_bytes(held, load, AnalyticCosts(preset("h200-141g"), "bf16"), "bf16")
+    assert 1.0 <= round(predicted / live.peak, 4) <= 1.05  # lengths of sequences take some bytes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [*VARIANTS, *ON_HOST], ids=lambda variant: variant.name)
 def test_a_long_sequence_holds_what_is_predicted(variant: Variant) -> None:
-    """Of a whole model with a target at every token: what it keeps and what it needs at most are in [1.00, 1.15].
+    """Of a whole model with a target at every token: what it keeps is exact, what it needs in [1.00, 1.15].
 
     Messages at both ends of a stage count, 1.75 GiB, which a whole model has not; they weigh more where blocks leave
     less.
     """
     run = LongSequence(QWEN_7B | {"layers": 12}, 128 * 1024, variant)
     predicted, counted = run.predicted("bf16"), count_on_meta(run)
-    assert 1.0 <= predicted.saved / counted.saved <= 1.15
+    assert 1.0 <= predicted.saved / counted.saved <= 1.01
     assert 1.0 <= predicted.peak / counted.peak <= (1.16 if variant in ON_HOST else 1.15)
     assert counted.host <= predicted.host <= 1.15 * counted.host

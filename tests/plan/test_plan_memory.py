@@ -4,15 +4,18 @@ import pytest
 import torch
 
 from mmtrain.costs.hardware import GIB
+from mmtrain.costs.layer_arithmetic import feature_rows
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan
+from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.artifact.plan_memory import DeviceMemory, plan_memory, prove_memory
 from mmtrain.plan.planner import plan_recipe
+from mmtrain.program.verify.send_window import MIN_SEND_WINDOW
 from mmtrain.recipe.schema import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World
-from tests.plan.factory import lengths, recipe
+from tests.plan.factory import evaluator_for, lengths, recipe
 
 PLACEMENTS = ("unified", "disaggregated", "colocated")
 
@@ -29,6 +32,26 @@ def test_what_a_run_counts_is_what_the_search_counted(placement: str, hardware: 
     memory = plan_memory(settings, chosen, build_model_shape(settings))
     predicted = max(chosen.predicted.peak_memory_gib.values())
     assert max(rank.total for rank in memory.values()) / GIB == pytest.approx(predicted, abs=1e-4)
+
+
+def test_messages_under_way_are_those_of_a_full_send_window_and_one_receive() -> None:
+    one_rank = {"tp": 1, "pp": 1, "dp": 1}
+    parallel = {"placement": "disaggregated", "vision": one_rank, "llm": {**one_rank, "pp": 2, "vpp": 1}}
+    settings = recipe(parallel=parallel)
+    shape = build_model_shape(settings)
+    graph = stage_graph(planned(settings, 3), shape)
+    memory = evaluator_for(settings).layer_costs.graph_memory(graph)
+    held = {stage.id: memory.held_layers(graph, stage, 1) for stage in graph.stages}
+    assert [str(stage_id) for stage_id in held] == ["vision.0", "llm.0", "llm.1"]
+    llm_mesh, projector = graph.mesh("llm"), shape.unit("vision").layers[-1]
+    assert llm_mesh.num_microbatches == graph.mesh("vision").num_microbatches > MIN_SEND_WINDOW
+    states = 4 * memory.largest_load["llm"].tokens * shape.unit("llm").layers[1].hidden
+    features = 4 * feature_rows(projector, memory.largest_load["vision"]) * projector.out
+    encoder, first, last = held.values()
+    assert encoder.under_way_bytes == MIN_SEND_WINDOW * features  # forward
+    assert first.under_way_bytes == MIN_SEND_WINDOW * (states + features) + features  # forward, and gradients
+    assert last.under_way_bytes == (MIN_SEND_WINDOW + 1) * states
+    assert [stage.read_feature_bytes for stage in held.values()] == [0, features, 0]
 
 
 def test_a_plan_that_fits_bounds_activations_and_a_changed_one_is_refused_with_what_binds() -> None:

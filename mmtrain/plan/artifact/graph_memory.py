@@ -8,14 +8,24 @@ from itertools import chain
 from typing import NamedTuple
 
 from mmtrain.costs import CostModel, HeldLayers, Precision, RankMemory, StateBytes, TokenLoad, input_grad_needed
-from mmtrain.costs.rank_memory import MEMORY_MARGIN, microbatch_activation_bytes, microbatch_host_bytes, rank_memory
+from mmtrain.costs.hardware import ELEMENT_BYTES
+from mmtrain.costs.layer_arithmetic import feature_rows
+from mmtrain.costs.rank_memory import (
+    MEMORY_MARGIN,
+    RankLayer,
+    message_bytes,
+    microbatch_activation_bytes,
+    microbatch_host_bytes,
+    rank_memory,
+)
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.plan.artifact.plan import SchedulePlan
-from mmtrain.program.ir.graph import LLM, Microbatch, Stage, StageGraph, StageId
+from mmtrain.program.ir.graph import LLM, Edge, Microbatch, Stage, StageGraph, StageId
 from mmtrain.program.ir.program import Program
 from mmtrain.program.schedules.builder import build_compute, in_flight_microbatches
 from mmtrain.program.verify.check import MemoryLimit
 from mmtrain.program.verify.live_activations import peak_in_flight_by_stage
+from mmtrain.program.verify.send_window import MIN_SEND_WINDOW
 
 HOST_REMEDY = "a larger cluster.host_memory_gib, if the node has it, offload: inputs or none, or a smaller data.seq_len"
 ROUNDING_BYTES = 1.0  # bytes are counted in floats where state is sharded
@@ -61,6 +71,8 @@ class GraphMemory:
             shard=mesh.shard,
             held_features=self._held_features(graph, stage),
             gathered_elements=self._gathered_elements(graph, stage),
+            read_feature_bytes=self._read_feature_bytes(graph, stage),
+            under_way_bytes=self._under_way_bytes(graph, stage),
         )
 
     def _held_features(self, graph: StageGraph, stage: Stage) -> int:
@@ -84,6 +96,56 @@ class GraphMemory:
             return 0
         ends = (mesh.unit, LLM) if kind == "encoder" else (LLM, mesh.unit)
         return (mesh.dp + 1) * self.largest_load[LLM].tokens * self.shape.edge(*ends).width
+
+    def _read_feature_bytes(self, graph: StageGraph, stage: Stage) -> int:
+        """Return the bytes of features that a microbatch of the LLM keeps until their gradients are made.
+
+        Where encoders run first, a rank holds those of the whole step already.
+        """
+        if graph.encoder_first or not graph.needs_backward(stage.id):
+            return 0
+        return sum(self._message_bytes(graph, edge) for edge in graph.inputs(stage.id) if edge.crosses_units)
+
+    def _under_way_bytes(self, graph: StageGraph, stage: Stage) -> int:
+        """Return the bytes of a stage's messages that a rank holds beside those of the microbatch it computes.
+
+        Of each channel it keeps the last ones that it sent: see `program.verify.send_window`. And it posts a receive
+        one action ahead.
+        """
+        nbytes = 0
+        for edge in graph.outputs(stage.id):
+            nbytes += self._num_kept(graph, edge, stage.id, edge.dst) * self._message_bytes(graph, edge)
+        for edge in graph.inputs(stage.id):
+            num_kept = 0
+            if graph.carries_gradient(edge):
+                num_kept = self._num_kept(graph, edge, stage.id, edge.src)
+            is_received = _num_peers(graph, edge, stage.id, edge.src) > 0
+            nbytes += (num_kept + is_received) * self._message_bytes(graph, edge)
+        return nbytes
+
+    def _num_kept(self, graph: StageGraph, edge: Edge, sender: StageId, receiver: StageId) -> int:
+        """Return of how many of the sender's microbatches a rank keeps what it sent along an edge."""
+        num_peers = _num_peers(graph, edge, sender, receiver)
+        return min(MIN_SEND_WINDOW * num_peers, graph.mesh(sender.unit).num_microbatches)
+
+    def _message_bytes(self, graph: StageGraph, edge: Edge) -> int:
+        """Return the bytes that pass along an edge for a microbatch of its destination, or back.
+
+        Features are those of as many of the encoder's largest microbatches as one of the LLM reads on average, and no
+        more rows than it has tokens. What a generator reads is little and not counted.
+        """
+        src, dst = graph.mesh(edge.src.unit), graph.mesh(edge.dst.unit)
+        if not edge.crosses_units:
+            first = graph.stage(edge.dst).layers[0]
+            layer = RankLayer(self.shape.unit(dst.unit).layers[first], dst.tp, sp=dst.unit in self.sequence_parallel)
+            return message_bytes(layer, self.largest_load[dst.unit], self.precision)
+        if dst.unit != LLM:
+            return 0
+        projector = self.shape.unit(src.unit).layers[-1]
+        num_rows = feature_rows(projector, self.largest_load[src.unit]) * src.num_replicas * src.num_microbatches
+        num_rows = math.ceil(num_rows / (dst.num_replicas * dst.num_microbatches))
+        num_rows = min(num_rows, self.largest_load[LLM].tokens)
+        return num_rows * projector.out_width * ELEMENT_BYTES[self.precision]
 
     def by_rank(
         self, graph: StageGraph, num_in_flight: Mapping[StageId, int], communicator_bytes: Mapping[int, float]
@@ -199,6 +261,14 @@ def memory_phases(graph: StageGraph, num_in_flight: Mapping[StageId, int]) -> li
         in_flight = {**kept_by_encoders, stage_id: num_in_flight[stage_id]}
         phases.append(MemoryPhase(in_flight, frozenset([stage_id])))
     return phases
+
+
+def _num_peers(graph: StageGraph, edge: Edge, stage: StageId, other: StageId) -> int:
+    """Return with how many other ranks a rank of `stage` exchanges messages along an edge; none where all is local."""
+    of_stage, of_other = graph.stage(stage).tp_groups, graph.stage(other).tp_groups
+    if of_stage == of_other or graph.dispatches(edge):
+        return 0
+    return len(of_other) // graph.num_groups if edge.crosses_units else 1
 
 
 def _total_bytes(memory: RankMemory) -> float:
