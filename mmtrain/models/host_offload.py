@@ -44,7 +44,7 @@ class HostOffload:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._leaving: _BlockActivations | None = None  # the last block that ran, which the device still holds
+        self._leaving: ReferenceType[_BlockActivations] | None = None  # the last block, which the device still holds
 
     @classmethod
     @cache
@@ -65,9 +65,10 @@ class HostOffload:
         with torch.autograd.graph.saved_tensors_hooks(activations.pack, activations.unpack):
             yield
         activations.start_copy()
-        if self._leaving is not None:
-            self._leaving.finish_copy()
-        self._leaving = activations
+        leaving = None if self._leaving is None else self._leaving()
+        if leaving is not None:
+            leaving.finish_copy()
+        self._leaving = ref(activations)
         blocks.append(activations)
 
 

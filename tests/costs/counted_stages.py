@@ -52,17 +52,16 @@ def count(module: StageModule, inputs: UnitInput, *hidden: Tensor | None) -> Cou
         if ".mlp." in name:  # chunks of an MLP add their gradients where the optimizer sums them
             sums.append(torch.empty_like(param, dtype=torch.float32))
             param.main_grad = sums[-1]  # type: ignore[attr-defined]
-    live, saved, host_bytes = LiveTensors(), SavedStorages(module), 0
+    live, saved = LiveTensors(), SavedStorages(module)
     module_device = next(module.parameters()).device
+    on_host: list[Tensor] = []  # for as long as it is counted, so that no other storage gets the address of one
     live.ignore([*module.parameters(), *sums])
 
     def on_meta(tensor: Tensor) -> Tensor:
-        nonlocal host_bytes
         with _disable_current_modes():
-            copy = torch.empty_like(tensor)
-        live.ignore([copy])
-        host_bytes += copy.untyped_storage().nbytes()
-        return copy
+            on_host.append(torch.empty_like(tensor))
+        live.ignore(on_host[-1:])
+        return on_host[-1]
 
     with live, patch.object(host_offload, "empty_on_host", on_meta):
         with saved:
@@ -70,7 +69,7 @@ def count(module: StageModule, inputs: UnitInput, *hidden: Tensor | None) -> Cou
         for entry, like in ends:
             gradient = torch.empty(like.shape, dtype=like.dtype, device=module_device)
             torch.autograd.backward([entry], [gradient])
-    return Counted(saved.nbytes, live.peak, host_bytes)
+    return Counted(saved.nbytes, live.peak, sum(copy.untyped_storage().nbytes() for copy in on_host))
 
 
 def _end(out: Tensor) -> tuple[GradientEdge, Tensor]:

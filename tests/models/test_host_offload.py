@@ -130,7 +130,7 @@ def test_the_device_holds_what_is_predicted(offload: str, recomputes: bool) -> N
     load = TokenLoad(NUM_TOKENS, NUM_TOKENS**2, NUM_TOKENS, 1)
     held = HeldLayers(whole.unit("llm").layers[1:7], (True,) * 6, (recomputes,) * 6, 1, 1, 2, load)
     predicted_peak = 2 * microbatch_activation_bytes(held, costs, "bf16") + stage_working_bytes(held, costs, "bf16")
-    assert 0.99 <= predicted_peak / counted.peak <= 1.15
+    assert 1.0 <= predicted_peak / counted.peak <= 1.15
     predicted_host = 2 * microbatch_host_bytes(held, costs, "bf16")
     assert counted.host <= predicted_host <= 1.15 * counted.host
     assert bool(counted.host) == (offload != "none")
