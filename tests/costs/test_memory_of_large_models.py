@@ -131,13 +131,9 @@ def test_a_block_without_backward_holds_what_is_predicted_for_its_forward(unit: 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [*VARIANTS, *ON_HOST], ids=lambda variant: variant.name)
 def test_a_long_sequence_holds_what_is_predicted(variant: Variant) -> None:
-    """Of a whole model with a target at every token: what it keeps is exact, what it needs in [1.00, 1.15].
-
-    Messages at both ends of a stage count, 1.75 GiB, which a whole model has not; they weigh more where blocks leave
-    less.
-    """
+    """Of a whole model with a target at every token: what it keeps and what it needs at most are in [1.00, 1.15]."""
     run = LongSequence(QWEN_7B | {"layers": 12}, 128 * 1024, variant)
     predicted, counted = run.predicted("bf16"), count_on_meta(run)
     assert 1.0 <= predicted.saved / counted.saved <= 1.01
-    assert 1.0 <= predicted.peak / counted.peak <= (1.16 if variant in ON_HOST else 1.15)
+    assert 1.0 <= predicted.peak / counted.peak <= 1.15
     assert counted.host <= predicted.host <= 1.15 * counted.host
