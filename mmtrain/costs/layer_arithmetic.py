@@ -505,16 +505,13 @@ def head_elements(layer: LayerShape) -> int:
 
 
 def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
-    """Return the bytes of the input of `layer`: what remains of its activations when all others are recomputed."""
-    match layer.kind:
-        case "patch_embed":
-            return load.tokens * layer.patch_features * element_bytes
-        case "audio_embed":
-            return 2 * load.tokens * layer.mel_bins * element_bytes
-        case "embedding":
-            return load.tokens * _INDEX_BYTES
-        case _:
-            return diffusion.input_rows(layer, load) * layer.hidden * element_bytes
+    """Return the bytes of the input of `layer`: what remains of its activations when all others are recomputed.
+
+    A layer that reads a step's data keeps nothing: it reads that again, which stays until the step ends.
+    """
+    if layer.kind in ("patch_embed", "audio_embed", "embedding"):
+        return 0
+    return diffusion.input_rows(layer, load) * layer.hidden * element_bytes
 
 
 def payload_bytes(layer: LayerShape, load: TokenLoad) -> int:

@@ -200,8 +200,10 @@ def test_context_parallel_ranks_share_tokens_and_pairs(cp: int) -> None:
         assert cp * analytic.activation_bytes(layer, share, 2) == analytic.activation_bytes(layer, exchanged, 2)
 
 
-def test_every_layer_saves_at_least_its_input() -> None:
+def test_every_layer_saves_at_least_its_input_unless_that_is_the_steps_data() -> None:
     load = TokenLoad.of(np.array([8, 16]))
     for unit in shape_of(settings(audio={})).units:
         for layer in unit.layers:
-            assert 0 < analytic.input_bytes(layer, load, 2) <= analytic.activation_bytes(layer, load, 2)
+            assert analytic.input_bytes(layer, load, 2) <= analytic.activation_bytes(layer, load, 2)
+            reads_data = layer.kind in ("patch_embed", "audio_embed", "embedding")
+            assert (analytic.input_bytes(layer, load, 2) == 0) == reads_data

@@ -9,6 +9,7 @@ from mmtrain.plan.budget import DEFAULT_BUDGET
 from mmtrain.plan.estimate.layer_costs import LayerCosts, UnitSplit, batch_split_of
 from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.plan.search.mesh_enumeration import mesh_assignments
+from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.plan import factory
 
 SPLIT = (UnitSplit("vision", 1, 8), UnitSplit("llm", 1, 8))
@@ -62,6 +63,7 @@ def test_partitions_are_compared_by_the_working_memory_that_ranks_are_counted_wi
             costs = layer_costs.unit_costs(stage.id.unit, mesh.tp, batch_split_of(graph))
             freed = [costs.kept_bytes[layer + 1 : hi].sum() for layer in range(lo, hi)]  # behind each
             working = (costs.working_bytes[lo:hi] - freed).max() + costs.input_bytes[lo] + costs.input_bytes[hi - 1]
-            messages = layer_costs.graph_memory(graph).held_layers(graph, stage, 1).under_way_bytes
+            num_in_flight = in_flight_microbatches(graph)[stage.id]
+            messages = layer_costs.graph_memory(graph).held_layers(graph, stage, num_in_flight).under_way_bytes
             if mesh.vpp == 1:
                 assert memory[stage.tp_groups[0][0]].buffers == working + messages, stage.id

@@ -55,7 +55,7 @@ def test_the_smallest_larger_shard_that_fits_is_suggested_and_the_fixed_one_name
 
 
 def test_recomputing_is_suggested_where_it_makes_room() -> None:
-    never: dict[str, Any] = {"shard": "all", "schedule": "1f1b", "llm": {"recompute": "none"}}
+    never: dict[str, Any] = {"shard": "all", "schedule": "1f1b", **{unit: {"recompute": "none"} for unit in AGAIN}}
     most, least = needed_gib(parallel=never), needed_gib(parallel={**never, "llm": {"recompute": "all"}})
     assert "parallel.llm.recompute: all" in suggested((most + least) / 2, parallel=never)
 

@@ -72,7 +72,7 @@ class GraphMemory:
             held_features=self._held_features(graph, stage),
             gathered_elements=self._gathered_elements(graph, stage),
             read_feature_bytes=self._read_feature_bytes(graph, stage),
-            under_way_bytes=self._under_way_bytes(graph, stage),
+            under_way_bytes=self._under_way_bytes(graph, stage, num_in_flight),
         )
 
     def _held_features(self, graph: StageGraph, stage: Stage) -> int:
@@ -106,11 +106,11 @@ class GraphMemory:
             return 0
         return sum(self._message_bytes(graph, edge) for edge in graph.inputs(stage.id) if edge.crosses_units)
 
-    def _under_way_bytes(self, graph: StageGraph, stage: Stage) -> int:
+    def _under_way_bytes(self, graph: StageGraph, stage: Stage, num_in_flight: int) -> int:
         """Return the bytes of a stage's messages that a rank holds beside those of the microbatch it computes.
 
         Of each channel it keeps the last ones that it sent: see `program.verify.send_window`. And it posts a receive
-        one action ahead.
+        one action ahead. Gradients were sent of microbatches that are in flight no more, each of which held more.
         """
         nbytes = 0
         for edge in graph.outputs(stage.id):
@@ -118,7 +118,8 @@ class GraphMemory:
         for edge in graph.inputs(stage.id):
             num_kept = 0
             if graph.carries_gradient(edge):
-                num_kept = self._num_kept(graph, edge, stage.id, edge.src)
+                num_ended = graph.mesh(stage.id.unit).num_microbatches - num_in_flight
+                num_kept = min(self._num_kept(graph, edge, stage.id, edge.src), max(num_ended, 0))
             is_received = _num_peers(graph, edge, stage.id, edge.src) > 0
             nbytes += (num_kept + is_received) * self._message_bytes(graph, edge)
         return nbytes
