@@ -394,12 +394,13 @@ def _head_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision)
     The softmax of some logits is computed in fp32. If the loss is computed by chunks, a chunk's logits come to it, and
     what a smaller microbatch, whose loss is computed with all logits, needs beyond that. Beside logits there are the
     normalized states of tokens with a target, or the gradients of these. The gradient of all hidden states comes later,
-    and is counted with the stage's messages.
+    and is counted with the stage's messages. That of the matrix comes when no softmax is left, and with all logits only
+    one of them counts.
     """
     sizes = analytic.loss_sizes(held.layer, load, ELEMENT_BYTES[precision], held.tp)
     states = load.num_targets * held.layer.hidden * ELEMENT_BYTES[precision]
     if not sizes.uses_chunks:
-        return states + sizes.softmax_bytes
+        return max(states, sizes.softmax_bytes - _matrix_gradient_bytes(held, precision))
     most = replace(sizes, tokens=sizes.most_tokens_at_once or 0)
     normalized = most.tokens * held.layer.hidden * ELEMENT_BYTES[precision]  # is kept for the gradient of the matrix
     at_once = most.logits_bytes + most.softmax_bytes + normalized
