@@ -80,9 +80,9 @@ def test_activations_that_are_computed_again_live_in_the_backward_alone() -> Non
 def test_the_checker_counts_them_when_they_live() -> None:
     limit = MemoryLimit(bytes_of, {0: 100})
     build_program(encoder_first(vision_n=2), limit, kind="encoder_first")
-    with pytest.raises(ProgramError, match=r"activations are alive at `F llm.0 llm:0.0`"):
+    with pytest.raises(ProgramError, match=r"activations are alive on the device at `F llm.0 llm:0.0`"):
         build_program(encoder_first(reruns=False), limit, kind="encoder_first")
-    with pytest.raises(ProgramError, match=r"activations are alive at `B vision.0 vision:0.0`"):
+    with pytest.raises(ProgramError, match=r"activations are alive on the device at `B vision.0 vision:0.0`"):
         build_program(encoder_first(), MemoryLimit(bytes_of, {0: 99}), kind="encoder_first")
 
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.models.fully_sharded import reduce_between_copies
-from mmtrain.models.generator.generator_input import DrawingContext
+from mmtrain.models.host_offload import OffloadedBlocks
 from mmtrain.models.megatron import ParallelGroups, start_tp_communication
 from mmtrain.models.parameter_specs import ParamSpec
 from mmtrain.models.stage_inputs import UnitInput
@@ -135,9 +135,9 @@ class UnitRunner:
 
     def prefetch(self, microbatch: MicrobatchState) -> None:
         """Start to bring back from host memory what the next backward of the microbatch reads first."""
-        context = microbatch.context
-        if context is not None and not isinstance(context, DrawingContext):
-            context.offloaded.fetch_last()
+        offloaded: OffloadedBlocks | None = getattr(microbatch.context, "offloaded", None)  # a generator has none
+        if offloaded is not None:
+            offloaded.fetch_last()
 
     def _start_next(self, microbatch: MicrobatchState, segment: int) -> tuple[Tensor, ...]:
         """Return the inputs of the part that starts at `segment`: the last part's outputs, detached."""
