@@ -155,9 +155,9 @@ _NCCL_COMMUNICATOR_BYTES = 160 * MIB
 _SLOWEST_OF_GPUS = 1.04
 _NCCL_OVERLAP_SLOWDOWN = 0.15
 
-# Host memory: a copy over PCIe reaches 80% of a direction of 16 lanes, generation 4 (31.5 GB/s) with an A100 and 5 (63
-# GB/s) with an H100, while all GPUs of a node copy: an estimate. A DGX A100 and a DGX H100 have 2 TB for 8 GPUs (data
-# sheets); half of a rank's share is left to the loader, to checkpoints and to what the allocator rounds up.
+# Host memory: a copy over PCIe x16 reaches 80% of one direction, which carries 31.5 GB/s in generation 4 (A100) and 63
+# in generation 5 (H100), while all GPUs of a node copy: an estimate. A DGX A100 and a DGX H100 have 2 TB for 8 GPUs
+# (data sheets); half of a rank's share is left to the loader, to checkpoints and to what the allocator rounds up.
 _PCIE_4_BYTES_PER_S = 25 * GB
 _PCIE_5_BYTES_PER_S = 50 * GB
 _HALF_OF_HOST_SHARE = 2000 * GB / 8 / 2

@@ -316,7 +316,8 @@ def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, prec
     # The input of a block that is computed again is counted with what that makes.
     num_blocks = NUM_BLOCKS_ON_DEVICE - held.is_recomputed
     carried += num_blocks * layer_host_bytes(held, load, costs, precision)
-    held = replace(held, recompute=held.is_recomputed)
+    if held.recompute and not held.is_recomputed:
+        held = replace(held, recompute=False)
     # Where the whole layer is computed again, its activation function is among that.
     layer = replace(held.layer, recomputes_activation=False, offload="none")
     computed = replace(held, layer=layer, input_grad=True, recompute=False)

@@ -4,7 +4,7 @@ A `ModelShape` lists its units; a `UnitShape` lists its layers in execution orde
 Layer indices into `UnitShape.layers` are the `layers: [lo, hi)` of plans and stages, and part of parameter names.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from mmtrain.models.encoder_shapes import ENCODER_SHAPES
@@ -125,28 +125,24 @@ def with_recomputed_activations(shape: ModelShape, units: Collection[str]) -> Mo
 
     Frozen blocks that keep no output of theirs have nothing to compute again.
     """
-    marked: dict[LayerShape, LayerShape] = {}
-    for unit in shape.units:
-        for layer in unit.layers:
-            again = unit.name in units and layer.kind in BLOCK_KINDS and layer.keeps_activation_output
-            marked.setdefault(layer, replace(layer, recomputes_activation=again))
-    return replace(
-        shape, units=tuple(replace(u, layers=tuple(marked[layer] for layer in u.layers)) for u in shape.units)
-    )
+
+    def changed(unit: str, block: LayerShape) -> LayerShape:
+        return replace(block, recomputes_activation=unit in units and block.keeps_activation_output)
+
+    return _with_blocks(shape, changed)
 
 
 def with_offload(shape: ModelShape, modes: Mapping[str, OffloadMode]) -> ModelShape:
     """Return the model whose blocks keep in host memory what `modes` says by unit, nothing in other units."""
-    if not any(mode != "none" for mode in modes.values()) and all(
-        layer.offload == "none" for unit in shape.units for layer in unit.layers
-    ):
-        return shape
+    return _with_blocks(shape, lambda unit, block: replace(block, offload=modes.get(unit, "none")))
+
+
+def _with_blocks(shape: ModelShape, changed: Callable[[str, LayerShape], LayerShape]) -> ModelShape:
+    """Return the model with what `changed` makes of each block, by its unit's name; equal blocks stay one object."""
     units = []
     for unit in shape.units:
-        mode = modes.get(unit.name, "none")
-        marked = {
-            layer: replace(layer, offload=mode) for layer in dict.fromkeys(unit.layers) if layer.kind in BLOCK_KINDS
-        }
+        blocks = (layer for layer in dict.fromkeys(unit.layers) if layer.kind in BLOCK_KINDS)
+        marked = {block: changed(unit.name, block) for block in blocks}
         units.append(replace(unit, layers=tuple(marked.get(layer, layer) for layer in unit.layers)))
     return replace(shape, units=tuple(units))
 

@@ -5,7 +5,7 @@ Read `plan` first. `formulate.py` builds its problem, `strategies.py` lists how 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -34,6 +34,8 @@ from mmtrain.plan.search.tp_chunks import with_token_splits
 from mmtrain.plan.search_progress import progress_of_part
 from mmtrain.plan.strategies import strategies_of
 from mmtrain.recipe.schema import Recipe
+
+SearchOutcome = tuple[Evaluator, SearchResults]
 
 
 def plan_recipe(
@@ -96,55 +98,71 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
     return finished.model_copy(update={"sensitivity": choice_sensitivity(results.candidates, evaluator)})
 
 
-def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[Evaluator, SearchResults]:
+def search_placements(problem: PlanningProblem, budget: SearchBudget) -> SearchOutcome:
     """Search all placements; keep activations in host memory where that is over 1% faster, or all that fits.
 
     Raises:
         PlanError: nothing fits.
     """
-    misfit: PlanError | None = None
-    best: tuple[Evaluator, SearchResults] | None = None
-    try:
-        best = _search_with_activations(problem, budget)
-    except PlanError as error:
-        misfit = error
-    for offloaded in with_activations_on_host(problem):
-        problem.request.say("trying activations in host memory")
-        if best is not None and not _has_faster_plan(offloaded, best[1].fastest_s / AS_FAST_RATIO):
-            continue
-        with suppress(PlanError):
-            found = _search_with_activations(offloaded, budget)
-            if best is None or found[1].fastest_s * AS_FAST_RATIO < best[1].fastest_s:
-                best = found
-    if best is None:
-        assert misfit is not None
-        raise misfit
-    return best
+
+    def on_host(_: SearchResults | None) -> Iterator[PlanningProblem]:
+        for variant in with_activations_on_host(problem):
+            problem.request.say("trying activations in host memory")
+            yield variant
+
+    return _search_with_variants(problem, budget, _search_with_activations, on_host)
 
 
-def _search_with_activations(problem: PlanningProblem, budget: SearchBudget) -> tuple[Evaluator, SearchResults]:
+def _search_with_activations(problem: PlanningProblem, budget: SearchBudget) -> SearchOutcome:
     """Search all placements; let activation functions run again where that is over 1% faster, or all that fits.
 
     Raises:
         PlanError: nothing fits.
     """
-    again = with_activations_again(problem)
+
+    def again(results: SearchResults | None) -> Iterator[PlanningProblem]:
+        variant = with_activations_again(problem)
+        if variant is None:
+            return
+        if results is not None:
+            if not _recomputes(results.candidates[0]):
+                return
+            problem.request.say("trying activation functions that run again")
+        yield variant
+
+    return _search_with_variants(problem, budget, _search_placements, again)
+
+
+def _search_with_variants(
+    problem: PlanningProblem,
+    budget: SearchBudget,
+    search: Callable[[PlanningProblem, SearchBudget], SearchOutcome],
+    variants_of: Callable[[SearchResults | None], Iterable[PlanningProblem]],
+) -> SearchOutcome:
+    """Search a problem, and variants of it that a quick search finds faster; take one that is over 1% faster.
+
+    variants_of: returns them; it is given what was found without, None where nothing fits. Then any that fits is taken.
+
+    Raises:
+        PlanError: nothing fits, as the problem itself says it.
+    """
+    best: SearchOutcome | None = None
+    misfit: PlanError | None = None
     try:
-        evaluator, results = _search_placements(problem, budget)
-    except PlanError:
-        if again is not None:
-            with suppress(PlanError):
-                return _search_placements(again, budget)
-        raise
-    if again is None or not _recomputes(results.candidates[0]):
-        return evaluator, results
-    problem.request.say("trying activation functions that run again")
-    if not _has_faster_plan(again, results.fastest_s / AS_FAST_RATIO):
-        return evaluator, results
-    evaluator_again, results_again = _search_placements(again, budget)
-    if results_again.fastest_s * AS_FAST_RATIO > results.fastest_s:
-        return evaluator, results
-    return evaluator_again, results_again
+        best = search(problem, budget)
+    except PlanError as error:
+        misfit = error
+    for variant in variants_of(None if best is None else best[1]):
+        if best is not None and not _has_faster_plan(variant, best[1].fastest_s / AS_FAST_RATIO):
+            continue
+        with suppress(PlanError):
+            found = search(variant, budget)
+            if best is None or found[1].fastest_s * AS_FAST_RATIO <= best[1].fastest_s:
+                best = found
+    if best is None:
+        assert misfit is not None
+        raise misfit
+    return best
 
 
 def _recomputes(candidate: Candidate) -> bool:
@@ -159,7 +177,7 @@ def _has_faster_plan(problem: PlanningProblem, step_s: float) -> bool:
     return best is not None and best.step_time_s < step_s
 
 
-def _search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[Evaluator, SearchResults]:
+def _search_placements(problem: PlanningProblem, budget: SearchBudget) -> SearchOutcome:
     """Search all placements with sequence parallelism where it costs no time; if nothing fits, wherever it may be.
 
     Raises:

@@ -208,10 +208,11 @@ class GraphMemory:
         Where a step has several phases, gradients and buffers are those of the phase that has least: activations of all
         phases are compared with one limit.
         """
-        nbytes = {}
+        nbytes, host_nbytes = {}, {}
         for stage in graph.stages:
             held = self.held_layers(graph, stage, num_in_flight=1)
             nbytes[stage.id] = microbatch_activation_bytes(held, self.costs, self.precision)
+            host_nbytes[stage.id] = microbatch_host_bytes(held, self.costs, self.precision)
 
         def bytes_of(stage: StageId, mb: Microbatch) -> int:
             return nbytes[stage]
@@ -224,20 +225,11 @@ class GraphMemory:
             fixed += min(of_phase[rank].gradients + of_phase[rank].buffers for of_phase in of_phases)
             managed_bytes = (memory_bytes - of_rank.communicators - of_rank.inputs) / (1 + MEMORY_MARGIN)
             limit_bytes[rank] = math.floor(managed_bytes - fixed + ROUNDING_BYTES)
-        return MemoryLimit(bytes_of, limit_bytes, host=self._host_limit(graph, memory, host_memory_bytes))
-
-    def _host_limit(
-        self, graph: StageGraph, memory: Mapping[int, RankMemory], host_memory_bytes: float
-    ) -> MemoryLimit | None:
-        """Return what activations may take in host memory on each rank of `memory`; None where there are none."""
-        nbytes = {}
-        for stage in graph.stages:
-            held = self.held_layers(graph, stage, num_in_flight=1)
-            nbytes[stage.id] = microbatch_host_bytes(held, self.costs, self.precision)
-        if not any(nbytes.values()):
-            return None
-        limit_bytes = dict.fromkeys(memory, math.floor(host_memory_bytes))
-        return MemoryLimit(lambda stage, mb: nbytes[stage], limit_bytes, "in host memory", HOST_REMEDY)
+        if not any(host_nbytes.values()):
+            return MemoryLimit(bytes_of, limit_bytes)
+        host_limit_bytes = dict.fromkeys(memory, math.floor(host_memory_bytes))
+        on_host = MemoryLimit(lambda stage, mb: host_nbytes[stage], host_limit_bytes, "in host memory", HOST_REMEDY)
+        return MemoryLimit(bytes_of, limit_bytes, host=on_host)
 
 
 def memory_phases(graph: StageGraph, num_in_flight: Mapping[StageId, int]) -> list[MemoryPhase]:

@@ -61,8 +61,12 @@ def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMe
         need = f"rank {rank} needs {_need_text(memory[rank])}{as_run}"
         raise PlanError(_refusal(need, device, memory[rank].binding))
     host_memory_bytes = machine_for(recipe, plan.hardware).host_memory_bytes
-    if host_bytes := max(of_rank.host_activations for of_rank in memory.values()):
-        _require_host_memory(host_bytes, host_memory_bytes, plan.hardware)
+    host_bytes = max(of_rank.host_activations for of_rank in memory.values())
+    if host_bytes > host_memory_bytes:
+        raise PlanError(
+            f"the plan keeps {host_bytes / GIB:.4g} GiB of activations of a rank in host memory, and a rank of "
+            f"{plan.hardware} may use {host_memory_bytes / GIB:.4g} GiB of it; what makes room is {HOST_REMEDY}"
+        )
     return counted.activation_limit(graph, memory, device.nbytes / ratio, host_memory_bytes)
 
 
@@ -102,14 +106,6 @@ def _memory_by_rank(recipe: Recipe, plan: Plan, graph: StageGraph, counted: Grap
 def _need_text(memory: RankMemory) -> str:
     kinds = ", ".join(f"{kind} {nbytes / GIB:.3g}" for kind, nbytes in memory.by_kind().items() if nbytes)
     return f"{memory.total / GIB:.4g} GiB ({kinds})"
-
-
-def _require_host_memory(needed_bytes: float, host_memory_bytes: float, hardware: str) -> None:
-    if needed_bytes > host_memory_bytes:
-        raise PlanError(
-            f"the plan keeps {needed_bytes / GIB:.4g} GiB of activations of a rank in host memory, and a rank of "
-            f"{hardware} may use {host_memory_bytes / GIB:.4g} GiB of it; what makes room is {HOST_REMEDY}"
-        )
 
 
 def _refusal(need: str, device: DeviceMemory, binding: str | None = None) -> str:

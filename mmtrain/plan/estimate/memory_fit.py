@@ -93,7 +93,7 @@ def within_host_memory(fitted: FittedLayout, host_memory_bytes: float) -> Fitted
     """Return the layout if its activations in host memory have room there."""
     rank = max(fitted.memory, key=lambda r: fitted.memory[r].host_activations)
     need_bytes = fitted.memory[rank].host_activations
-    if need_bytes <= host_memory_bytes or not need_bytes:
+    if need_bytes <= host_memory_bytes:
         return fitted
     return MemoryMisfit(
         None,

@@ -54,11 +54,19 @@ def _suggest_recompute(evaluator: Evaluator, assignments: Sequence[MeshAssignmen
     """Suggest to recompute one unit whose recompute is `none`, or else all of them."""
     recompute = evaluator.layer_costs.recompute
     never = [unit for unit, mode in recompute.items() if mode == "none"]
-    for units in (*((unit,) for unit in never), tuple(never)):
+    for units in _each_and_all(never):
         changed: dict[str, RecomputeMode] = {**recompute, **dict.fromkeys(units, "all")}
-        if units and _fits_anywhere(_with_settings(evaluator, recompute=changed), assignments):
+        if _fits_anywhere(_with_settings(evaluator, recompute=changed), assignments):
             yield " and ".join(f"parallel.{dotted_unit(unit)}.recompute: all" for unit in units)
             return
+
+
+def _each_and_all(units: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield each unit alone, then all of them together, if they are several."""
+    for unit in units:
+        yield (unit,)
+    if len(units) > 1:
+        yield tuple(units)
 
 
 def _suggest_sequence_parallelism(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:
@@ -81,8 +89,8 @@ def _suggest_offload(evaluator: Evaluator, assignments: Sequence[MeshAssignment]
     ]
     if problem.hardware.host_bytes_per_s is None:
         return
-    for units in (*((unit,) for unit in without), tuple(without)):
-        for mode in OFFLOAD_MODES if units else ():
+    for units in _each_and_all(without):
+        for mode in OFFLOAD_MODES:
             changed = replace(problem, shape=with_offload(problem.shape, {**modes, **dict.fromkeys(units, mode)}))
             if _fits_anywhere(evaluator_of_changed(changed, evaluator), assignments):
                 yield " and ".join(f"parallel.{dotted_unit(unit)}.offload: {mode}" for unit in units)

@@ -175,7 +175,7 @@ def _rank_main(measure: Callable[[World], _Measurements], out: Path, address: Ad
 def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurements:
     """Time the layers of every unit that the request measures with this `tp`; all TP groups measure at once."""
     groups = _tp_groups(world, tp)
-    # Activation functions run once, as in all tables: what it costs to run them again is modelled.
+    # Activation functions run once and activations stay on the device, as in all tables: the rest is modelled.
     model = with_offload(with_recomputed_activations(build_model_shape(request.recipe), ()), {})
     result = _Measurements()
     dtype = compute_dtype(precision_for(request.recipe, preset(request.hardware)), world.device)
