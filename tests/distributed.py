@@ -192,10 +192,13 @@ def _in_world(
     import torch
     import torch.distributed as dist
 
+    from mmtrain.runtime.gloo_threads import calm_gloo_threads
+
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no name look-ups, no other machine
     torch.manual_seed(0)  # independent of earlier calls
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+    calm_gloo_threads()
     result = fn(*args)
     dist.barrier()  # a rank that has finished must not close connections that others still open
     dist.destroy_process_group()

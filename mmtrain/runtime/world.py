@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from mmtrain.costs import preset_for_device
 from mmtrain.errors import LaunchError, MmtrainError
+from mmtrain.runtime.gloo_threads import calm_gloo_threads
 
 T = TypeVar("T")
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
@@ -70,7 +71,9 @@ class World:
         """
         if self.size == 1:
             return self
-        return replace(self, group=dist.new_group(backend="gloo", timeout=PATIENT_TIMEOUT))
+        patient = replace(self, group=dist.new_group(backend="gloo", timeout=PATIENT_TIMEOUT))
+        calm_gloo_threads()
+        return patient
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -260,6 +263,7 @@ def join(address: Address) -> World:
             f"{address.master}:{address.port}: {str(e).splitlines()[0]}. Check that the port is free on the first "
             "node, that every node reaches it, and that all ranks were started"
         ) from e
+    calm_gloo_threads()
     world = World(address.rank, address.world_size, device, _second_client(address, prefix))
     if cuda:
         uuid = torch.cuda.get_device_properties(device).uuid

@@ -25,6 +25,7 @@ from mmtrain.program import Dispatch, Edge, Recv, Send, Share, StageGraph, UnitM
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages
 from mmtrain.program.verify.channels import Channel, graph_channels
 from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.gloo_threads import calm_gloo_threads
 from mmtrain.runtime.world import World
 
 if TYPE_CHECKING:
@@ -225,6 +226,7 @@ class _GroupCreator:
         for group, purpose in self.purposes.items():
             self._activity.connect(purpose)
             _communicate_eagerly(group, device)
+        calm_gloo_threads()
 
 
 def _communicate_eagerly(group: dist.ProcessGroup | None, device: torch.device) -> None:

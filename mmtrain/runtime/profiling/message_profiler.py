@@ -13,6 +13,7 @@ from torch import Tensor
 from mmtrain.costs.collectives import CollectiveKind
 from mmtrain.costs.cost_table import MessageEntry
 from mmtrain.errors import LaunchError
+from mmtrain.runtime.gloo_threads import calm_gloo_threads
 from mmtrain.runtime.profiling.layer_profiler import median_without_outliers
 from mmtrain.runtime.world import Address, World
 
@@ -100,6 +101,7 @@ def _measure_collectives(
         group = dist.new_group(list(ranks))
         if world.rank in ranks:
             members = _Members(ranks, nodes, group)
+    calm_gloo_threads()
     entries = [_measure(world, kind, members, sizes) for kind in _COLLECTIVES]
     if with_overlap:
         entries = [_with_overlap(world, entry, members) for entry in entries]

@@ -45,6 +45,7 @@ from mmtrain.models.model_shape import (
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.precision import compute_dtype
+from mmtrain.runtime.gloo_threads import calm_gloo_threads
 from mmtrain.runtime.profiling.core_speed import measure_core_speed
 from mmtrain.runtime.profiling.cut_profiler import ProfiledUnit, seconds_of_a_stop
 from mmtrain.runtime.profiling.layer_profiler import LayerProfiler, build_layer_profiler
@@ -253,6 +254,7 @@ def _tp_groups(world: World, tp: int) -> ParallelGroups:
     first = world.rank // tp * tp
     group = dist.new_group([*range(first, first + tp)], use_local_synchronization=True) if tp > 1 else alone
     assert group is not None
+    calm_gloo_threads()
     return ParallelGroups(tp=group, dp=alone, pp=alone)
 
 
