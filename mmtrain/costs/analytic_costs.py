@@ -287,6 +287,10 @@ class AnalyticCosts:
         """Return the seconds that a pass loses each time it stops inside a layer and goes on later."""
         return self.hardware.cut_s
 
+    def moves(self, nbytes: float, kernels: int) -> float:
+        """Return the seconds of so many element-wise kernels that read and write `nbytes` on a rank."""
+        return nbytes / self.hardware.moved_bytes_per_s + kernels * self.hardware.kernel_launch_s
+
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step over `parameters` of one rank."""
         return parameters * self.execution.optimizer_bytes / self.hardware.moved_bytes_per_s

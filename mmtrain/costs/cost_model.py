@@ -163,6 +163,10 @@ class CostModel(Protocol):
         """Return the seconds that a pass loses each time it stops inside a layer and goes on later."""
         ...
 
+    def moves(self, nbytes: float, kernels: int) -> float:
+        """Return the seconds of so many element-wise kernels that read and write `nbytes` on a rank."""
+        ...
+
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step over `parameters` of one rank: gradient norm, clipping, update."""
         ...

@@ -145,7 +145,7 @@ class OptimizerEntry(_Frozen):
 class CoreSpeed(_Frozen):
     """What one GEMM and one copy took beside the layers, on all cores at once: how fast the cores were at that time.
 
-    `runtime.profiling.core_speed` says of which sizes. A calibration compares the cores of another day with it.
+    `costs.core_ratios` says of which sizes. A calibration compares the cores of another day with it.
     """
 
     gemm_s: Duration

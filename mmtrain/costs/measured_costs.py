@@ -12,6 +12,7 @@ from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.block_pieces import PassDirection, PieceCollective, piece_collectives, pieces_of, scale_pieces
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
+from mmtrain.costs.core_ratios import core_ratios
 from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.cost_table import (
     CostTable,
@@ -285,6 +286,18 @@ class MeasuredCosts:
         if entry is None or not entry.overlap_slowdown:
             return self.model.overlap_slowdown(kind, nbytes, group)
         return float(np.interp(nbytes, entry.nbytes, entry.overlap_slowdown))
+
+    def moves(self, nbytes: float, kernels: int) -> float:
+        """Return the seconds of element-wise kernels; they are modelled, for cores as fast as those of the table."""
+        return self._of_its_cores.moves(nbytes, kernels)
+
+    @cached_property
+    def _of_its_cores(self) -> AnalyticCosts:
+        """The model, with the cores that the table was measured on."""
+        if self.table.core_speed is None:
+            return self.model
+        ratios = core_ratios(self.table.core_speed, self.model.hardware, self.model.precision)
+        return replace(self.model, hardware=ratios.applied(self.model.hardware))
 
     def cut(self) -> float:
         """Return the seconds that a pass loses each time it stops inside a layer and goes on."""

@@ -167,6 +167,13 @@ class PerturbedTable:
         """Return the seconds that a pass loses each time it stops inside a layer, which no constant changes."""
         return self.measured.cut()
 
+    def moves(self, nbytes: float, kernels: int) -> float:
+        """Return the seconds of element-wise kernels, of whose constants the time to start one may be changed."""
+        measured, changed, modelled = (
+            costs.moves(nbytes, kernels) for costs in (self.measured, self.model, self.measured.model)
+        )
+        return _scaled(measured, changed, modelled)
+
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step, which moves memory and depends on no constant that is changed."""
         return self.measured.optimizer(parameters)

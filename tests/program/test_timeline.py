@@ -49,6 +49,9 @@ class LayerCosts:
     def collective(self, kind, nbytes, group):
         return nbytes * {"broadcast": 1.0, "reduce_scatter": 2.0, "all_gather": 3.0, "all_reduce": 4.0}[kind]
 
+    def moves(self, nbytes, kernels):
+        return 0.0
+
     def optimizer(self, parameters):
         return parameters * 0.5
 

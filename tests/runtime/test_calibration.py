@@ -3,8 +3,9 @@
 import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, GroupLayout, MeasuredCosts, TokenLoad, preset
+from mmtrain.costs.core_ratios import CoreRatios, core_ratios
 from mmtrain.costs.cost_table import CoreSpeed, LayerEntry, LayerSample, layer_fields
-from mmtrain.runtime.profiling.calibration import Calibration, CoreRatios, calibrated_table, core_ratios
+from mmtrain.runtime.profiling.calibration import Calibration, calibrated_table
 from tests.models.factory import settings, shape_of
 
 COSTS = AnalyticCosts(preset("cpu-core"), "fp32")

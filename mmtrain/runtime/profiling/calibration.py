@@ -8,7 +8,7 @@ cores have changed since it was measured, and what is modelled by how much they 
 import os
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,36 +26,19 @@ from mmtrain.costs import (
     Precision,
     TokenLoad,
 )
-from mmtrain.costs.analytic_costs import gemm_seconds
+from mmtrain.costs.collectives import CollectiveKind
+from mmtrain.costs.core_ratios import CoreRatios, core_ratios
 from mmtrain.costs.cost_table import CoreSpeed, LayerScale, MessageEntry, layer_fields, layer_key
-from mmtrain.costs.layer_arithmetic import Gemm
 from mmtrain.costs.recorded_costs import RecordedRatios, scaled_table
 from mmtrain.models.model_shape import ModelShape, UnitShape
-from mmtrain.runtime.profiling.core_speed import COPIED_BYTES, GEMM_SIDE, measure_core_speed
+from mmtrain.runtime.profiling.core_speed import measure_core_speed
 from mmtrain.runtime.profiling.message_profiler import measure_messages
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
 
 NUM_RANKS = 2
-MESSAGE_BYTES = (2**12, 2**20)
-
-
-@dataclass(frozen=True)
-class CoreRatios:
-    """Seconds of a GEMM and of a copy over those of the preset."""
-
-    gemm: float = 1.0
-    copy: float = 1.0
-
-    def applied(self, machine: Hardware) -> Hardware:
-        """Return the preset with cores of this speed; kernels start in Python, which depends on a core as GEMMs do."""
-        return replace(
-            machine,
-            fp32_flops=machine.fp32_flops / self.gemm,
-            bf16_flops=machine.bf16_flops / self.gemm,
-            kernel_launch_s=machine.kernel_launch_s * self.gemm,
-            memory_bytes_per_s=machine.memory_bytes_per_s / self.copy,
-        )
+MESSAGE_BYTES = (2**12, 2**18, 2**22)
+_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")  # that runs wait for
 
 
 @dataclass(frozen=True)
@@ -65,7 +48,8 @@ class Calibration:
     cores: CoreRatios
     message: float
     collective: float
-    at_table: CoreRatios = CoreRatios()  # the cores when the table was measured; as the preset's where it is not known
+    at_table: CoreRatios = CoreRatios()  # noqa: RUF009 - frozen; the cores when the table was measured; as the preset's where it is not known
+    speed: CoreSpeed | None = None  # what `cores` compares with the preset
 
     def __str__(self) -> str:
         gemm, copy = self.cores.gemm / self.at_table.gemm, self.cores.copy / self.at_table.copy
@@ -91,15 +75,14 @@ def calibrate(costs: CostModel, machine: Hardware, precision: Precision) -> Cali
     return Calibration(
         cores=core_ratios(measured.cores, machine, precision),
         at_table=CoreRatios() if at_table is None else core_ratios(at_table, machine, precision),
-        message=_ratio(measured.messages, "p2p", lambda nbytes: costs.transfer(nbytes, same_node=True)),
-        collective=_ratio(measured.messages, "all_reduce", lambda nbytes: costs.collective("all_reduce", nbytes, pair)),
+        message=statistics.geometric_mean(_ratios(measured.messages, "p2p", partial(costs.transfer, same_node=True))),
+        collective=statistics.geometric_mean(
+            ratio
+            for kind in _COLLECTIVES
+            for ratio in _ratios(measured.messages, kind, partial(costs.collective, kind, group=pair))
+        ),
+        speed=measured.cores,
     )
-
-
-def core_ratios(speed: CoreSpeed, machine: Hardware, precision: Precision) -> CoreRatios:
-    """Return how cores of this speed compare with those of the preset."""
-    gemm_s = gemm_seconds(machine, precision, Gemm(GEMM_SIDE, GEMM_SIDE, GEMM_SIDE))
-    return CoreRatios(speed.gemm_s / gemm_s, speed.copy_s / (2 * COPIED_BYTES / machine.moved_bytes_per_s))
 
 
 def calibrated_table(
@@ -128,14 +111,16 @@ def calibrated_table(
             ratio = of_measured if key in measured_layers else of_modelled
             scales[key] = LayerScale(layer=layer, forward=ratio, backward=ratio)
     ratios = RecordedRatios({}, {}, reductions=calibration.collective, messages=calibration.message)
-    return scaled_table(costs, machine, precision, scales, ratios).model_copy(update={"calibrated": True})
+    return scaled_table(costs, machine, precision, scales, ratios).model_copy(
+        update={"calibrated": True, "core_speed": calibration.speed}
+    )
 
 
-def _ratio(entries: list[MessageEntry], kind: str, predicted_s: Callable[[int], float]) -> float:
-    """Return measured over predicted seconds, the geometric mean over sizes."""
+def _ratios(entries: list[MessageEntry], kind: str, predicted_s: Callable[[int], float]) -> list[float]:
+    """Return measured over predicted seconds of one kind of message, by size."""
     entry = next(entry for entry in entries if entry.kind == kind)
     pairs = zip(entry.nbytes, entry.seconds, strict=True)
-    return statistics.geometric_mean(max(seconds, 1e-9) / predicted_s(nbytes) for nbytes, seconds in pairs)
+    return [max(seconds, 1e-9) / predicted_s(nbytes) for nbytes, seconds in pairs]
 
 
 def _measure_rank(out: Path, address: Address) -> None:

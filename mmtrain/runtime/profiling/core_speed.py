@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from mmtrain.costs.core_ratios import COPIED_BYTES, GEMM_SIDE
 from mmtrain.costs.cost_table import CoreSpeed
 
-GEMM_SIDE = 512
-COPIED_BYTES = 2**26  # larger than caches
 SECONDS_OF_EACH = 0.5  # of repeating the GEMM, and of repeating the copy
 
 

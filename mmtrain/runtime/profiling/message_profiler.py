@@ -1,9 +1,10 @@
 """Time messages and collectives, between the ranks of one node and across nodes."""
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from mmtrain.runtime.world import Address, World
 
 WARM_UP_REPEATS = 2
 REPEATS = 7
+BEFORE_GEMM_SIDE, GEMMS_BEFORE = 512, 2  # of those before each collective on a CPU: about 5 ms of a core
 BESIDE_GEMM_SIDE = 2048  # of those timed beside collectives: each occupies all multiprocessors of a GPU
 GEMMS_PER_REPEAT = 8  # of timing one
 MESSAGE_BYTES = tuple(2**k for k in (10, 14, 18, 20, 22, 24))
@@ -111,7 +113,15 @@ def _measure_collectives(
 
 
 def _measure(world: World, kind: MessageKind, members: _Members, sizes: tuple[int, ...]) -> MessageEntry:
+    """Time one kind of message or collective; all ranks of the world call this.
+
+    In a run a collective follows layers. On a CPU its ranks are a little out of step then, and its threads asleep, so
+    it does here too, and the mean over ranks counts: what each waits for the other on average.
+    """
     size = 2 if kind == "p2p" else len(members.ranks)
+    num_gemms = GEMMS_BEFORE if kind != "p2p" and world.device.type == "cpu" else 0
+    matrix = torch.randn(BEFORE_GEMM_SIDE, BEFORE_GEMM_SIDE)
+    takes_part = world.rank in members.ranks
     seconds = []
     for nbytes in sizes:
         data = torch.zeros(nbytes // 4 // size * size, device=world.device)
@@ -119,11 +129,17 @@ def _measure(world: World, kind: MessageKind, members: _Members, sizes: tuple[in
         times = []
         for _ in range(WARM_UP_REPEATS + REPEATS):
             world.barrier()
+            for _ in range(num_gemms):
+                torch.mm(matrix, matrix)
             start_s = _now_s(world.device)
-            if world.rank in members.ranks:
+            if takes_part:
                 operation()
             times.append(_now_s(world.device) - start_s)
-        seconds.append(median_without_outliers(times[WARM_UP_REPEATS:]))
+        median_s = median_without_outliers(times[WARM_UP_REPEATS:])
+        if kind != "p2p":
+            of_ranks = cast(list[float | None], world.all_gather(median_s if takes_part else None))
+            median_s = statistics.fmean(of_rank for of_rank in of_ranks if of_rank is not None)
+        seconds.append(median_s)
     return MessageEntry(kind=kind, size=size, nodes=members.nodes, nbytes=sizes, seconds=tuple(seconds))
 
 
