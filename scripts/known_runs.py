@@ -33,8 +33,11 @@ TITAN_COMPILED_SELECTIVE = Execution(recomputed_gemms=0.5, recomputes_elementwis
 # MPT: torch's fused LayerNorm, positions inside attention, AdamW in passes of its own. Its benchmarks take the Triton
 # kernel of FlashAttention by default (submit_benchmarks.py), 1.3 to 2.5 times slower than FlashAttention-2 (arXiv
 # 2307.08691, section 4.1). FSDP of torch 2.0 with `limit_all_gathers`: the host waits for memory of earlier gathers,
-# and collectives run in the order in which the host gets to them, so none is counted on to be hidden.
-FOUNDRY_EAGER = Execution(attention_slowdown=1.9, rotation_moves=0, optimizer_bytes=80, overlaps_shards=False)
+# and collectives run in the order in which the host gets to them, so none is counted on to be hidden. Weights are
+# views of one flat buffer for each layer, into which a gather writes.
+FOUNDRY_EAGER = Execution(
+    attention_slowdown=1.9, rotation_moves=0, optimizer_bytes=80, overlaps_shards=False, copies_shards=False
+)
 
 A100, H100 = PRESETS["a100-80g"], PRESETS["h100-80g"]
 

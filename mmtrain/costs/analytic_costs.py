@@ -287,8 +287,10 @@ class AnalyticCosts:
         """Return the seconds that a pass loses each time it stops inside a layer and goes on later."""
         return self.hardware.cut_s
 
-    def moves(self, nbytes: float, kernels: int) -> float:
-        """Return the seconds of so many element-wise kernels that read and write `nbytes` on a rank."""
+    def shard_copies(self, nbytes: float, kernels: int) -> float:
+        """Return the seconds of copies between a sharded layer's tensors and the buffers that travel."""
+        if not self.execution.copies_shards:
+            return 0.0
         return nbytes / self.hardware.moved_bytes_per_s + kernels * self.hardware.kernel_launch_s
 
     def optimizer(self, parameters: int) -> float:

@@ -163,8 +163,11 @@ class CostModel(Protocol):
         """Return the seconds that a pass loses each time it stops inside a layer and goes on later."""
         ...
 
-    def moves(self, nbytes: float, kernels: int) -> float:
-        """Return the seconds of so many element-wise kernels that read and write `nbytes` on a rank."""
+    def shard_copies(self, nbytes: float, kernels: int) -> float:
+        """Return the seconds of copies between a sharded layer's tensors and the buffers that travel.
+
+        nbytes: read and written in so many kernels.
+        """
         ...
 
     def optimizer(self, parameters: int) -> float:

@@ -34,6 +34,7 @@ class Execution:
     # gradient, weight and two moments and writes all four, the gradient since it clips it on the way.
     optimizer_bytes: int = 4 * (1 + 4 + 4)
     overlaps_shards: bool = True  # FSDP gathers and reduces a layer while it computes the next
+    copies_shards: bool = True  # FSDP2 copies out of and into buffers; FSDP1 keeps a layer's weights in one flat buffer
     gradient_bytes: int = 0  # per parameter and microbatch, where a kernel of its own adds gradients up
 
     def extra_elements(self, layer: LayerShape, tokens: int, tp: int) -> float:

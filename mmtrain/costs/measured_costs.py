@@ -287,9 +287,9 @@ class MeasuredCosts:
             return self.model.overlap_slowdown(kind, nbytes, group)
         return float(np.interp(nbytes, entry.nbytes, entry.overlap_slowdown))
 
-    def moves(self, nbytes: float, kernels: int) -> float:
-        """Return the seconds of element-wise kernels; they are modelled, for cores as fast as those of the table."""
-        return self._of_its_cores.moves(nbytes, kernels)
+    def shard_copies(self, nbytes: float, kernels: int) -> float:
+        """Return the seconds of a sharded layer's copies; they are modelled, for cores as fast as the table's."""
+        return self._of_its_cores.shard_copies(nbytes, kernels)
 
     @cached_property
     def _of_its_cores(self) -> AnalyticCosts:

@@ -167,10 +167,10 @@ class PerturbedTable:
         """Return the seconds that a pass loses each time it stops inside a layer, which no constant changes."""
         return self.measured.cut()
 
-    def moves(self, nbytes: float, kernels: int) -> float:
-        """Return the seconds of element-wise kernels, of whose constants the time to start one may be changed."""
+    def shard_copies(self, nbytes: float, kernels: int) -> float:
+        """Return the seconds of copies, of whose constants the time to start a kernel may be changed."""
         measured, changed, modelled = (
-            costs.moves(nbytes, kernels) for costs in (self.measured, self.model, self.measured.model)
+            costs.shard_copies(nbytes, kernels) for costs in (self.measured, self.model, self.measured.model)
         )
         return _scaled(measured, changed, modelled)
 

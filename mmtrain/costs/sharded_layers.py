@@ -54,17 +54,17 @@ class ShardedLayers:
             seconds += self.costs.collective("all_reduce", nbytes // self.shard, owners)
         return seconds
 
-    def gather_moves_seconds(self, layer: LayerShape) -> float:
+    def gather_copies_seconds(self, layer: LayerShape) -> float:
         """Return the seconds in which a rank copies gathered weights, into the buffer that travels and out of it."""
         count, element_bytes = num_parameters(layer), self.element_bytes
         nbytes = 2.0 * element_bytes * count
         if element_bytes != _BYTES_PER_MASTER:
             nbytes += (_BYTES_PER_MASTER + element_bytes) * count / self.shard
         if self.shard == 1:
-            return self.costs.moves(nbytes, _GATHER_KERNELS)
-        return self.costs.moves(nbytes + 2 * element_bytes * count / self.shard, _SHARED_GATHER_KERNELS)
+            return self.costs.shard_copies(nbytes, _GATHER_KERNELS)
+        return self.costs.shard_copies(nbytes + 2 * element_bytes * count / self.shard, _SHARED_GATHER_KERNELS)
 
-    def reduce_moves_seconds(self, layer: LayerShape, is_first: bool) -> float:
+    def reduce_copies_seconds(self, layer: LayerShape, is_first: bool) -> float:
         """Return the seconds in which a rank copies gradients into the buffer that travels, and adds up what comes.
 
         is_first: whether the step has no gradients yet to which these are added.
@@ -77,7 +77,7 @@ class ShardedLayers:
             nbytes += 4 * BYTES_PER_GRADIENT * count
         if not is_first:
             nbytes += 3 * BYTES_PER_GRADIENT * count / self.shard
-        return self.costs.moves(nbytes, _REDUCE_KERNELS)
+        return self.costs.shard_copies(nbytes, _REDUCE_KERNELS)
 
     @property
     def _copy(self) -> GroupLayout:

@@ -250,7 +250,8 @@ def test_a_measured_all_to_all_prices_dispatches_and_messages_do_without_one(tmp
         chosen = plan_recipe(settings, _lopsided(), world_size=4, hardware="h100-80g", recipe_sha256="x")
         dispatch_s.append(_dispatch_seconds(chosen))
         sources.append(chosen.predicted.cost_source)
-    assert dispatch_s[1] == pytest.approx(10 * dispatch_s[0], rel=0.05)
+    # Not exactly ten: ranks that wait for a dispatch also wait for the slowest of them to reach it.
+    assert dispatch_s[1] == pytest.approx(10 * dispatch_s[0], rel=0.1)
     assert "all-to-alls of 4 ranks, which the table lacks, by messages between two ranks" in sources[0]
     assert "all-to-all" not in sources[1]
 

@@ -49,7 +49,7 @@ class LayerCosts:
     def collective(self, kind, nbytes, group):
         return nbytes * {"broadcast": 1.0, "reduce_scatter": 2.0, "all_gather": 3.0, "all_reduce": 4.0}[kind]
 
-    def moves(self, nbytes, kernels):
+    def shard_copies(self, nbytes, kernels):
         return 0.0
 
     def optimizer(self, parameters):

@@ -319,11 +319,11 @@ class ModelTiming:
             is_last = mb.index == mesh.num_microbatches - 1
             gathers = [prices.gather_seconds(held.layer) for held in layers]
             reductions = [prices.reduce_seconds(held.layer, is_last) if kind == "B" else 0.0 for held in layers]
-            moves = [prices.gather_moves_seconds(held.layer) for held in layers]
+            copies = [prices.gather_copies_seconds(held.layer) for held in layers]
             if kind == "B":
-                added = [prices.reduce_moves_seconds(held.layer, is_first=mb.index == 0) for held in layers]
-                moves = [sum(both) for both in zip(moves, added, strict=True)]
-            arrays = (np.array(compute) + moves, np.array(gathers), np.array(reductions))
+                added = [prices.reduce_copies_seconds(held.layer, is_first=mb.index == 0) for held in layers]
+                copies = [sum(both) for both in zip(copies, added, strict=True)]
+            arrays = (np.array(compute) + copies, np.array(gathers), np.array(reductions))
             self._compute_s[key] = float(overlapped_seconds(*arrays, self.overlap_slowdown))
         return self._compute_s[key]
 
