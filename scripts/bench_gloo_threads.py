@@ -27,15 +27,9 @@ from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.gloo_threads import listening_threads
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, World, join, leave
+from scripts.bench_costs import CASES, DEMO, MODELS
 
-DEMO = Path(__file__).parents[1] / "recipes" / "demo.yaml"
-WIDE = ("model.vision.hidden=192", "model.vision.ffn=512", "model.vision.layers=2", "model.llm.hidden=256",
-        "model.llm.ffn=640", "model.llm.layers=4", "model.llm.kv_heads=2", "data.seq_len=384")  # fmt: skip
-PLACEMENTS = {
-    "tensor-parallel": ("parallel.placement=unified", "parallel.llm.tp=2", "train.global_batch=4"),
-    "replicated, sharded": ("parallel.placement=replicated", "parallel.shard=all", "parallel.dispatch=all",
-                            "parallel.schedule=1f1b", "train.global_batch=8"),
-}  # fmt: skip
+PLACEMENTS = ("wide, tensor-parallel", "replicated, sharded")  # cases of `bench_costs`
 KIB = 2**10
 SIZES = (4 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)
 WARM_UP, ROUNDS, REPEATS, STEPS = 3, 6, 20, 12
@@ -50,8 +44,9 @@ def main() -> None:
         generate_demo(data, seed=0, train=500, heldout=10)
         common = (f"data.sources=[{{path: {data / 'train.json'}}}]", f"data.tokenizer={data / 'tokenizer.json'}",
                   "data.validation=[]", "train.validate_every=0", "cluster.hardware=cpu-core")  # fmt: skip
-        for name, settings in PLACEMENTS.items():
-            recipe = load_recipe(DEMO, [*common, *WIDE, *settings]).recipe
+        for name in PLACEMENTS:
+            model, settings = CASES[name]
+            recipe = load_recipe(DEMO, [*common, *MODELS[model], *settings]).recipe
             lengths = build_index(recipe).lengths
             chosen = plan_recipe(recipe, lengths, world_size=2, hardware="cpu-core", recipe_sha256="")
             launch_local(2, partial(_time_steps, name, recipe, chosen))

@@ -31,5 +31,13 @@ class CoreRatios:
 
 def core_ratios(speed: CoreSpeed, machine: Hardware, precision: Precision) -> CoreRatios:
     """Return how cores of this speed compare with those of the preset."""
-    gemm_s = gemm_seconds(machine, precision, Gemm(GEMM_SIDE, GEMM_SIDE, GEMM_SIDE))
-    return CoreRatios(speed.gemm_s / gemm_s, speed.copy_s / (2 * COPIED_BYTES / machine.moved_bytes_per_s))
+    of_preset = modelled_core_speed(machine, precision)
+    return CoreRatios(speed.gemm_s / of_preset.gemm_s, speed.copy_s / of_preset.copy_s)
+
+
+def modelled_core_speed(machine: Hardware, precision: Precision) -> CoreSpeed:
+    """Return what a core of `machine` takes for the GEMM and the copy, as modelled."""
+    return CoreSpeed(
+        gemm_s=gemm_seconds(machine, precision, Gemm(GEMM_SIDE, GEMM_SIDE, GEMM_SIDE)),
+        copy_s=2 * COPIED_BYTES / machine.moved_bytes_per_s,
+    )

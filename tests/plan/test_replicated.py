@@ -237,8 +237,8 @@ def test_a_measured_all_to_all_prices_dispatches_and_messages_do_without_one(tmp
     """The second table's all-to-all takes ten times as long as messages of as many bytes; the first has none."""
     dispatch_s = []
     sources = []
-    message = {"kind": "p2p", "size": 2, "nbytes": (1000, 10**6), "seconds": (1e-3, 1.0)}
-    exchange = {"kind": "all_to_all", "size": 4, "nbytes": (1333, 4 * 10**6 // 3), "seconds": (1e-2, 10.0)}
+    message = {"kind": "p2p", "size": 2, "nbytes": (1000, 10**6), "seconds": (1e-2, 10.0)}
+    exchange = {"kind": "all_to_all", "size": 4, "nbytes": (1333, 4 * 10**6 // 3), "seconds": (0.1, 100.0)}
     for number, messages in enumerate(((message,), (message, exchange))):
         table = CostTable.model_validate(
             {"hardware": "h100-80g", "device": "NVIDIA H100", "precision": "bf16", "software": {}, "date": "2026-11-24",
@@ -250,8 +250,7 @@ def test_a_measured_all_to_all_prices_dispatches_and_messages_do_without_one(tmp
         chosen = plan_recipe(settings, _lopsided(), world_size=4, hardware="h100-80g", recipe_sha256="x")
         dispatch_s.append(_dispatch_seconds(chosen))
         sources.append(chosen.predicted.cost_source)
-    # Not exactly ten: ranks that wait for a dispatch also wait for the slowest of them to reach it.
-    assert dispatch_s[1] == pytest.approx(10 * dispatch_s[0], rel=0.1)
+    assert dispatch_s[1] == pytest.approx(10 * dispatch_s[0], rel=0.05)
     assert "all-to-alls of 4 ranks, which the table lacks, by messages between two ranks" in sources[0]
     assert "all-to-all" not in sources[1]
 

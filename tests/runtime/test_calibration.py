@@ -29,6 +29,7 @@ def test_a_core_of_half_the_speed_takes_twice_as_long() -> None:
     assert slow.transfer(1000, True) == pytest.approx(3 * COSTS.transfer(1000, True))
     pair = GroupLayout(2)
     assert slow.collective("all_reduce", 1000, pair) == pytest.approx(4 * COSTS.collective("all_reduce", 1000, pair))
+    assert slow.shard_copies(1e6, 10) == pytest.approx(2 * COSTS.shard_copies(1e6, 10))
     assert slow.source.startswith("modelled: cpu-core, corrected by a calibration on ")
 
 

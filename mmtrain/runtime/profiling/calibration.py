@@ -1,4 +1,4 @@
-"""Calibrate the costs of a CPU on this machine: one GEMM, one copy, one message, in about two seconds.
+"""Calibrate the costs of a CPU on this machine: by a GEMM, a copy, messages and collectives, in a few seconds.
 
 A cost table of another day or machine, and the preset, are off by the speed of this machine's cores: up to a factor of
 three. Both ranks measure at once, on a core each, as they will train. What a table holds is corrected by how much the
@@ -8,7 +8,7 @@ cores have changed since it was measured, and what is modelled by how much they 
 import os
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +27,7 @@ from mmtrain.costs import (
     TokenLoad,
 )
 from mmtrain.costs.collectives import CollectiveKind
-from mmtrain.costs.core_ratios import CoreRatios, core_ratios
+from mmtrain.costs.core_ratios import CoreRatios, core_ratios, modelled_core_speed
 from mmtrain.costs.cost_table import CoreSpeed, LayerScale, MessageEntry, layer_fields, layer_key
 from mmtrain.costs.recorded_costs import RecordedRatios, scaled_table
 from mmtrain.models.model_shape import ModelShape, UnitShape
@@ -48,8 +48,8 @@ class Calibration:
     cores: CoreRatios
     message: float
     collective: float
-    at_table: CoreRatios = CoreRatios()  # noqa: RUF009 - frozen; the cores when the table was measured; as the preset's where it is not known
-    speed: CoreSpeed | None = None  # what `cores` compares with the preset
+    # The cores when the table was measured; as the preset's where that is not known.
+    at_table: CoreRatios = field(default_factory=CoreRatios)
 
     def __str__(self) -> str:
         gemm, copy = self.cores.gemm / self.at_table.gemm, self.cores.copy / self.at_table.copy
@@ -81,7 +81,6 @@ def calibrate(costs: CostModel, machine: Hardware, precision: Precision) -> Cali
             for kind in _COLLECTIVES
             for ratio in _ratios(measured.messages, kind, partial(costs.collective, kind, group=pair))
         ),
-        speed=measured.cores,
     )
 
 
@@ -111,9 +110,9 @@ def calibrated_table(
             ratio = of_measured if key in measured_layers else of_modelled
             scales[key] = LayerScale(layer=layer, forward=ratio, backward=ratio)
     ratios = RecordedRatios({}, {}, reductions=calibration.collective, messages=calibration.message)
-    return scaled_table(costs, machine, precision, scales, ratios).model_copy(
-        update={"calibrated": True, "core_speed": calibration.speed}
-    )
+    table = scaled_table(costs, machine, precision, scales, ratios)
+    cores_now = modelled_core_speed(calibration.cores.applied(machine), precision)
+    return table.model_copy(update={"calibrated": True, "core_speed": cores_now})
 
 
 def _ratios(entries: list[MessageEntry], kind: str, predicted_s: Callable[[int], float]) -> list[float]:
