@@ -1,0 +1,276 @@
+"""Folders of all families that train on conversations, with vocabularies of published models.
+
+Templates are written here, with the features of the published ones. Comments in them show where answers start and end:
+this is what a judge may know, and mmtrain may not.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmtrain.data.text.sample_tokenizer import MediumFeatures, total_features
+from mmtrain.families import FAMILIES
+from mmtrain.recipe.modalities import MediaKind
+from tests.data import model_folders
+from tests.data.published_vocabularies import published_vocabulary
+from tests.data.test_tool_calls import TEMPLATES as TOOL_TEMPLATES
+
+# Llama 2's chat: the system text in the first question; nothing stands before an answer but the end of the question.
+LLAMA2_CHAT = """
+{%- set system = '' -%}
+{%- set rest = messages -%}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' -%}
+    {%- set rest = messages[1:] -%}
+{%- endif -%}
+{%- for message in rest -%}
+    {%- if message['role'] == 'user' -%}
+        {{- bos_token + '[INST] ' + (system if loop.first else '') + message['content'].strip() + ' [/INST]' -}}
+    {%- else -%}
+        {#START#}{{- ' ' + message['content'] | trim + ' ' + eos_token -}}{#END#}
+    {%- endif -%}
+{%- endfor -%}
+"""
+# As LLaVA-NeXT with Mistral has it: pictures before the text of a question.
+LLAVA_NEXT = """
+{%- for message in messages -%}
+    {%- if message['role'] == 'system' -%}
+        {{- '<<SYS>>\\n' + message['content'][0]['text'] + '\\n<</SYS>>\\n\\n' -}}
+    {%- elif message['role'] == 'user' -%}
+        {{- '[INST] ' -}}
+        {%- for part in message['content'] | selectattr('type', 'equalto', 'image') -%}
+            {{- '<image>\\n' -}}
+        {%- endfor -%}
+        {%- for part in message['content'] | selectattr('type', 'equalto', 'text') -%}{{- part['text'] -}}{%- endfor -%}
+        {{- ' [/INST]' -}}
+    {%- else -%}
+        {#START#}{{- ' ' + message['content'][0]['text'] + '</s>' -}}{#END#}{{- ' ' -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+# All contents are parts; pictures and videos stand before the text.
+ONEVISION = """
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message['role'] + ' ' -}}
+    {%- for part in message['content'] | selectattr('type', 'equalto', 'image') -%}{{- '<image>' -}}{%- endfor -%}
+    {%- for part in message['content'] | selectattr('type', 'equalto', 'video') -%}{{- '<video>' -}}{%- endfor -%}
+    {%- for part in message['content'] | selectattr('type', 'equalto', 'text') -%}
+        {%- if message['role'] == 'assistant' -%}
+            {#START#}{{- '\\n' + part['text'] + '<|im_end|>' -}}{#END#}
+        {%- else -%}
+            {{- '\\n' + part['text'] -}}
+        {%- endif -%}
+    {%- endfor -%}
+    {%- if message['role'] != 'assistant' -%}{{- '<|im_end|>' -}}{%- endif -%}
+    {{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant' -}}{%- endif -%}
+"""
+# Clips are numbered. They are known by their key, whatever the type of the part.
+QWEN2_AUDIO = """
+{%- set clips = namespace(number=0) -%}
+{%- for message in messages -%}
+    {%- if loop.first and message['role'] != 'system' -%}
+        {{- '<|im_start|>system\\nBe helpful.<|im_end|>\\n' -}}
+    {%- endif -%}
+    {{- '<|im_start|>' + message['role'] + '\\n' -}}
+    {%- if message['role'] == 'assistant' -%}
+        {#START#}{{- message['content'] + '<|im_end|>' -}}{#END#}{{- '\\n' -}}
+        {%- continue -%}
+    {%- endif -%}
+    {%- if message['content'] is string -%}
+        {{- message['content'] -}}
+    {%- else -%}
+        {%- for part in message['content'] -%}
+            {%- if AUDIO_PART -%}
+                {%- set clips.number = clips.number + 1 -%}
+                {{- 'Audio ' ~ clips.number ~ ': <|audio_bos|><|AUDIO|><|audio_eos|>\\n' -}}
+            {%- elif 'text' in part -%}
+                {{- part['text'] -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+OMNI = (
+    model_folders.CHATML_WITH_MEDIA.replace("<|image_pad|>", "<|IMAGE|>")
+    .replace("<|video_pad|>", "<|VIDEO|>")
+    .replace("<|vision_start|>", "<|vision_bos|>")
+    .replace("<|vision_end|>", "<|vision_eos|>")
+    .replace(
+        "{%- else -%}\n                {{- part.text -}}",
+        "{%- elif part.type == 'audio' -%}\n                {{- '<|audio_bos|><|AUDIO|><|audio_eos|>' -}}\n"
+        "            {%- else -%}\n                {{- part.text -}}",
+    )
+)  # fmt: skip
+# The system text stands in the first question, also where that is a list of parts.
+GEMMA3 = """
+{{- bos_token -}}
+{%- set prefix = '' -%}
+{%- set rest = messages -%}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set text = messages[0]['content'] -%}
+    {%- set prefix = (text if text is string else text[0]['text']) + '\\n\\n' -%}
+    {%- set rest = messages[1:] -%}
+{%- endif -%}
+{%- for message in rest -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{- raise_exception('Conversation roles must alternate') -}}
+    {%- endif -%}
+    {%- if message['role'] == 'assistant' -%}
+        {{- '<start_of_turn>model\\n' -}}
+        {#START#}{{- message['content'] | trim + '<end_of_turn>' -}}{#END#}{{- '\\n' -}}
+    {%- else -%}
+        {{- '<start_of_turn>user\\n' + (prefix if loop.first else '') -}}
+        {%- if message['content'] is string -%}
+            {{- message['content'] | trim -}}
+        {%- else -%}
+            {%- for part in message['content'] -%}
+                {%- if part['type'] == 'image' -%}{{- '<start_of_image>' -}}
+                {%- elif part['type'] == 'text' -%}{{- part['text'] | trim -}}{%- endif -%}
+            {%- endfor -%}
+        {%- endif -%}
+        {{- '<end_of_turn>\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<start_of_turn>model\\n' -}}{%- endif -%}
+"""
+# Special tokens of all families of a vocabulary that it does not have itself, in the order of their ids.
+_MORE_TOKENS = {
+    "llama2": ("<image>",),
+    "llama3": (),
+    "qwen3": (
+        *("<image>", "<video>", "<img>", "</img>", "<IMG_CONTEXT>", "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"),
+        *("<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>"),
+    ),
+    "gemma3": (),
+}
+TILE_FEATURES = model_folders.TILE_FEATURES
+
+
+@dataclass(frozen=True)
+class ChatFamily:
+    """How to write a folder of a family, and what conversations with it may hold."""
+
+    family: str  # in `mmtrain.families`
+    vocabulary: str
+    template: str
+    tokens: Mapping[MediaKind, str] = field(default_factory=dict)  # by kind of media: what the template writes
+    has_system: bool = True
+    all_parts: bool = False  # whether texts are lists of parts too
+    sorts_media: bool = False  # the template writes pictures before videos: samples with both are quarantined
+    has_tools: bool = False
+    thinks: bool = False
+    max_calls: int = 3  # at a time
+    tokenizer_config: Mapping[str, object] = field(default_factory=dict)  # replaces entries of the published one
+    features: Mapping[MediaKind, str] = field(default_factory=dict)  # its tokens of features, if those are others
+    write: Callable[[MediaKind, MediumFeatures], str] | None = None  # what its processor writes for a medium, if more
+
+
+def _write_like_gemma3(kind: MediaKind, features: MediumFeatures) -> str:
+    return f"\n\n<start_of_image>{'<image_soft_token>' * total_features(features)}<end_of_image>\n\n"
+
+
+_CHATML_MEDIA: dict[MediaKind, str] = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+_QWEN_TOOLS, _QWEN3_TOOLS = (TOOL_TEMPLATES[name].template for name in ("qwen2.5", "qwen3"))
+_AUDIO = {"audio": "<|AUDIO|>"}
+CHAT_FAMILIES: dict[str, ChatFamily] = {
+    "gemma3": ChatFamily(
+        "gemma3",
+        "gemma3",
+        GEMMA3,
+        {"image": "<start_of_image>"},
+        features={"image": "<image_soft_token>"},
+        write=_write_like_gemma3,
+    ),
+    "gemma3_text": ChatFamily("gemma3_text", "gemma3", GEMMA3),
+    "internvl": ChatFamily(
+        "internvl",
+        "qwen3",
+        model_folders.INTERNVL,
+        {"image": "<IMG_CONTEXT>", "video": "<video>"},
+        write=model_folders.write_like_internvl,
+    ),
+    "llama": ChatFamily(
+        "llama",
+        "llama3",
+        TOOL_TEMPLATES["llama3.1"].template,
+        has_tools=True,
+        max_calls=1,
+        tokenizer_config={"eos_token": "<|eot_id|>"},
+    ),
+    "llama2": ChatFamily("llama", "llama2", LLAMA2_CHAT),
+    "vicuna": ChatFamily("llama", "llama2", model_folders.VICUNA, tokenizer_config={"legacy": False}),
+    "llava": ChatFamily("llava", "llama2", model_folders.LLAVA, {"image": "<image>"}, all_parts=True),
+    "llava_next": ChatFamily("llava_next", "llama2", LLAVA_NEXT, {"image": "<image>"}, all_parts=True),
+    "llava_onevision": ChatFamily(
+        "llava_onevision",
+        "qwen3",
+        ONEVISION,
+        {"image": "<image>", "video": "<video>"},
+        all_parts=True,
+        sorts_media=True,
+    ),
+    "mistral": ChatFamily("mistral", "llama2", model_folders.MISTRAL),
+    "qwen2": ChatFamily("qwen2", "qwen3", _QWEN_TOOLS, has_tools=True),
+    "qwen2_audio": ChatFamily(
+        "qwen2_audio", "qwen3", QWEN2_AUDIO.replace("AUDIO_PART", "part['type'] == 'audio'"), _AUDIO
+    ),
+    "qwen2_vl": ChatFamily("qwen2_vl", "qwen3", model_folders.CHATML_WITH_MEDIA, _CHATML_MEDIA),
+    "qwen2_5_omni": ChatFamily("qwen2_5_omni", "qwen3", OMNI, {"image": "<|IMAGE|>", "video": "<|VIDEO|>", **_AUDIO}),
+    "qwen2_5_vl": ChatFamily("qwen2_5_vl", "qwen3", model_folders.CHATML_WITH_MEDIA, _CHATML_MEDIA),
+    "qwen3": ChatFamily("qwen3", "qwen3", _QWEN3_TOOLS, has_tools=True, thinks=True),
+    "qwen3_thoughts": ChatFamily("qwen3", "qwen3", model_folders.THINKING, thinks=True),
+    "qwen3_vl": ChatFamily(
+        "qwen3_vl",
+        "qwen3",
+        model_folders.CHATML_WITH_MEDIA,
+        _CHATML_MEDIA,
+        write=model_folders.write_like_qwen3_vl,
+    ),
+}
+
+
+def write_chat_folder(root: Path, name: str) -> Path:
+    """Write what decides the ids of a family's conversations: config, tokenizer and template. Return the folder.
+
+    root: where to write it; vocabularies with the tokens of their families are written there once.
+    """
+    chat, path = CHAT_FAMILIES[name], root / name
+    vocabulary = _with_more_tokens(chat.vocabulary, root)
+    path.mkdir()
+    (path / "tokenizer.json").symlink_to(vocabulary / "tokenizer.json")
+    settings = json.loads((vocabulary / "tokenizer_config.json").read_text())
+    settings = {**settings, "chat_template": chat.template, **chat.tokenizer_config}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tiny = FAMILIES[chat.family].tiny["config.json"]
+    tokens = {token["content"]: token["id"] for token in json.loads((vocabulary / "added.json").read_text())}
+    ids = {f"{kind}_token_id": tokens[chat.features.get(kind, token)] for kind, token in chat.tokens.items()}
+    of_text = {"thinker_config": ids} if chat.family == "qwen2_5_omni" else ids
+    config = {"architectures": tiny["architectures"], "model_type": tiny["model_type"], **of_text}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def _with_more_tokens(name: str, root: Path) -> Path:
+    """Return a folder with a vocabulary that has the special tokens of all its families."""
+    published, folder = published_vocabulary(name), root / f"vocabulary-{name}"
+    if not folder.exists():
+        folder.mkdir()
+        content = json.loads((published / "tokenizer.json").read_text(encoding="utf-8"))
+        first_id = 1 + max(*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"]))
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        more = [
+            {"id": i, "content": token, **flags, "special": True}
+            for i, token in enumerate(_MORE_TOKENS[name], first_id)
+        ]
+        content["added_tokens"] += more
+        (folder / "added.json").write_text(json.dumps(content["added_tokens"]))
+        (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+        settings = json.loads((published / "tokenizer_config.json").read_text(encoding="utf-8"))
+        del settings["added_tokens_decoder"]  # that of `tokenizer.json`, in other words
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
