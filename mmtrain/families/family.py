@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.folder_files import IMAGE_PROCESSOR_FILE
 from mmtrain.families.media_markup import Markups
 from mmtrain.families.new_model import FolderWriter
 from mmtrain.families.weight_layouts import ParameterSource
@@ -50,3 +51,8 @@ class Family:
     ignored: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()
     other_models: tuple[str, ...] = ()
     writer: FolderWriter | None = None
+
+    @property
+    def has_processor(self) -> bool:
+        """Whether transformers opens its folders with a processor, which calls the tokenizer: models with media."""
+        return IMAGE_PROCESSOR_FILE in self.tiny

@@ -1,5 +1,6 @@
 """Conversations through the chat template of a model folder; transformers is the judge."""
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -194,24 +195,38 @@ def test_a_text_that_is_surely_too_long_is_not_read(case: Case) -> None:
         assert (tokens > 100, targets) == (True, 0)
 
 
-LLAMA = {"tokenizer_class": "LlamaTokenizer"}
+LLAMA, FAST_LLAMA = ({"tokenizer_class": name} for name in ("LlamaTokenizer", "LlamaTokenizerFast"))
+NEW_SPACES, OLD_SPACES, NO_SPACES = {"legacy": False}, {"legacy": True}, {"add_prefix_space": False}
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("name", "model_type", "settings"),
     [
-        ("vicuna", LLAMA),
-        ("vicuna", LLAMA | {"legacy": True}),
-        ("vicuna", LLAMA | {"legacy": False}),
-        ("vicuna", LLAMA | {"add_prefix_space": False}),
-        ("mistral", LLAMA),
-        ("qwen2", {"tokenizer_class": "Qwen2Tokenizer"}),
+        *(("vicuna", "llama", LLAMA | spaces) for spaces in ({}, NEW_SPACES, OLD_SPACES, NO_SPACES, {"legacy": None})),
+        *(("mistral", kind, LLAMA | NEW_SPACES) for kind in ("llama", "mistral", "llava", "llava_next", "qwen3")),
+        *(("vicuna", kind, FAST_LLAMA) for kind in ("llama", "mistral", "llava", "llava_next", "llava_onevision")),
+        ("mistral", "llava", LLAMA | OLD_SPACES),
+        ("vicuna", "llava", NO_SPACES),
+        ("vicuna", "gemma3_text", LLAMA | NO_SPACES),
+        ("vicuna", "gemma3_text", {"tokenizer_class": "GemmaTokenizer", "unk_token": "<unk>"}),
+        ("vicuna", "gemma3", {"tokenizer_class": None, "unk_token": "<unk>"}),
+        ("qwen2", "qwen2", {"tokenizer_class": "Qwen2Tokenizer"}),
+        ("gpt2_chatml", "qwen3", {"tokenizer_class": "Qwen2TokenizerFast"}),
+        ("gpt2_chatml", "qwen2", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+        ("gpt2_chatml", "qwen3", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+        ("gpt2_chatml", "llama", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+        ("gpt2_chatml", "llama", LLAMA),
+        ("qwen2", "llama", {"tokenizer_class": "GPT2Tokenizer"}),
     ],
     ids=str,
 )
-def test_ids_are_those_of_the_class_in_transformers(tmp_path: Path, name: str, settings: dict[str, object]) -> None:
+def test_ids_are_those_of_the_class_in_transformers(
+    tmp_path: Path, name: str, model_type: str, settings: dict[str, object]
+) -> None:
+    """Which of them takes its way to treat spaces from the file depends on the model."""
     family = FAMILIES[name]
     folder = write_folder(tmp_path, family, **settings)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     judge = AutoTokenizer.from_pretrained(folder)
     case = Case(family, folder, TemplateTokenizer.load(folder), judge, judge)
     random = Random(6)

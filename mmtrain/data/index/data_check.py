@@ -17,7 +17,7 @@ from mmtrain.data.media.image_grids import Grid
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.media.target_images import TargetImageReader
-from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import AudioDataSettings, DataSettings, LimitSettings, SourceSettings
 from mmtrain.recipe.encoder_settings import EncoderSettings
@@ -82,7 +82,7 @@ def check_sources_for_recipe(
     `notify` is called while headers are read, and after that `progress` while media are decoded. Raises `DataError` if
     a source cannot be read at all, or if there are no samples.
     """
-    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
+    tokenizer = load_recipe_tokenizer(recipe)
     for warning in tokenizer.warnings:
         notify(warning)
     samples: list[_SampleMedia] = []

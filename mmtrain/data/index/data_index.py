@@ -31,7 +31,7 @@ from mmtrain.data.index.stated_lengths import read_stated_lengths
 from mmtrain.data.media.image_grids import MediumGrid, MediumItems
 from mmtrain.data.media.item_readers import tile_join
 from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin, join_media
-from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.data.text.sample_tokenizer import ItemTenths, MediaFeatures, add_queries, split_videos
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.data_settings import SourceSettings
@@ -292,7 +292,7 @@ def _read_sources(
     recipe: Recipe, sources: Sequence[SourceSettings], cache: IndexCache | None, notify: NotifyCallback
 ) -> StoredIndex:
     """Read all sources; store the result if there is a cache."""
-    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
+    tokenizer = load_recipe_tokenizer(recipe)
     with _garbage_collection_paused(), io.BytesIO() if cache is None else cache.new_records() as records:
         joined = {unit for unit, encoder in recipe.model.all_encoders.items() if tile_join(encoder, recipe.data)}
         columns = _IndexColumns(records, _units_with_items(recipe), joined, _timed_units(recipe))

@@ -97,7 +97,7 @@ class IndexCache:
             for source in sources:
                 described += [] if isinstance(source.path, RemotePath) else description_files(source.path)
             files = [(file, _file_version(file)) for file in (*shards, *described)]
-            tokenizer = tokenizer_sha256(recipe.data.tokenizer_path)
+            tokenizer = tokenizer_sha256(recipe.data.tokenizer_path, recipe.model.hf)
         except (OSError, DataError):  # reading the sources will report it
             return None
         if sum(version[0] for _, version in files) < MIN_SOURCE_BYTES:

@@ -141,7 +141,7 @@ def step_facts(recipe: Recipe, index: DataIndex) -> dict[str, str]:
         "format of requests": format_fingerprint(StepRequest),
         "samples": str(len(index.samples)),
         "fingerprint of the samples": index.fingerprint,
-        "SHA-256 of data.tokenizer": tokenizer_sha256(recipe.data.tokenizer_path),
+        "SHA-256 of data.tokenizer": tokenizer_sha256(recipe.data.tokenizer_path, recipe.model.hf),
         **_flatten(select(recipe, "steps"), ""),
     }
 

@@ -6,29 +6,47 @@ from pathlib import Path
 from mmtrain.data.text.chat_tokenizer import ChatTokenizer
 from mmtrain.data.text.sample_tokenizer import SampleTokenizer
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
+from mmtrain.data.text.tokenizer_folder import read_tokenizer_folder
 from mmtrain.errors import DataError, ModelFolderError
+from mmtrain.families.family import Family
 from mmtrain.families.folder_files import CONFIG_FILE
-from mmtrain.families.media_markup import Markups
 from mmtrain.families.model_folder import find_family
+from mmtrain.recipe.schema import Recipe
 
 
-def load_tokenizer(path: Path) -> SampleTokenizer:
-    """Load the folder of a Hugging Face model with its chat template, or a `tokenizers` file with mmtrain's format.
+def load_recipe_tokenizer(recipe: Recipe) -> SampleTokenizer:
+    """Load the tokenizer of a recipe that has samples, as the model of the recipe is served with it.
 
     Raises `DataError`.
     """
-    if path.is_dir():
-        return TemplateTokenizer.load(path, _family_markups(path))
-    return ChatTokenizer.load(path)
+    return load_tokenizer(recipe.data.tokenizer_path, recipe.model.hf, bool(recipe.model.all_encoders))
 
 
-def _family_markups(path: Path) -> Markups:
-    """Return how the family of a folder's model writes media; nothing if the folder holds no model of a known one."""
+def load_tokenizer(path: Path, model_folder: Path | None = None, has_processor: bool | None = None) -> SampleTokenizer:
+    """Load the folder of a Hugging Face model with its chat template, or a `tokenizers` file with mmtrain's format.
+
+    model_folder: the folder of the model that the tokenizer serves, if another.
+    has_processor: whether the model is served through a processor, as those with media are; by default as the folder
+        says.
+
+    Raises `DataError`.
+    """
+    if not path.is_dir():
+        return ChatTokenizer.load(path)
+    family = _family(model_folder or path)
+    if has_processor is None:
+        has_processor = family is not None and family.has_processor
+    folder = read_tokenizer_folder(path, model_folder)
+    return TemplateTokenizer(folder, {} if family is None else family.markups, has_processor)
+
+
+def _family(path: Path) -> Family | None:
+    """Return the family of a folder's model; None if the folder holds no model of a known one."""
     config_path = path / CONFIG_FILE
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
-        return find_family(config, config_path).markups if isinstance(config, dict) else {}
+        return find_family(config, config_path) if isinstance(config, dict) else None
     except (FileNotFoundError, ModelFolderError):
-        return {}
+        return None
     except (OSError, ValueError) as error:
         raise DataError(f"data.tokenizer: {config_path} cannot be read: {error}") from None

@@ -1,8 +1,9 @@
 """Encode conversations with the tokenizer and the chat template of a Hugging Face model folder.
 
 The ids are those of `apply_chat_template` of transformers: the template renders the whole conversation, and the
-tokenizer encodes the whole rendering, so that texts merge with what the template writes around them. A text that
-spells a special token stays text, which transformers does not promise.
+tokenizer encodes the whole rendering, so that texts merge with what the template writes around them. A processor lets
+the tokenizer add its special tokens, such as one that starts a text, unless the template has written that one. A text
+that spells a special token stays text, which transformers does not promise.
 """
 
 import re
@@ -61,14 +62,21 @@ class TemplateTokenizer:
 
     query_id: int | None = None  # templates have no place for images in answers
 
-    def __init__(self, folder: TokenizerFolder, family_markups: Markups | None = None) -> None:
-        """Probe the folder's template. `family_markups` say how a model family writes media, where the folder does not.
+    def __init__(
+        self, folder: TokenizerFolder, family_markups: Markups | None = None, has_processor: bool = False
+    ) -> None:
+        """Probe the folder's template.
+
+        family_markups: how a model family writes media, where the folder does not say.
+        has_processor: whether the model is served through a processor, as those with media are.
 
         Raises `DataError` for a template that cannot be trained with.
         """
         self._tokenizer = folder.tokenizer
         self._path = folder.path
         self._template = ChatTemplate(folder.template, folder.template_name, folder.special_tokens)
+        self._start_token = folder.special_tokens.get("bos_token")
+        self._added_around = _added_around(self._tokenizer) if has_processor else ((), ())
         added = self._tokenizer.get_added_tokens_decoder()
         added_tokens = [token.content for token in added.values()]
         self._facts = probe_template(self._template, folder, added_tokens, family_markups or {})
@@ -140,6 +148,7 @@ class TemplateTokenizer:
                     ]
                     self._check_media(written, conversation.media)
                     num_more = self._count_media_tokens(features) - len(conversation.media)
+                    num_more += sum(map(len, self._around(rendering.text)))
                     return counts.total + num_more, counts.targets
             ids, is_target = self._encode(conversation, rendering, features)
             return len(ids), int(is_target.sum())
@@ -224,9 +233,24 @@ class TemplateTokenizer:
     def _tokenize(self, text: str, is_escaped: bool) -> _TextTokens:
         """Encode a rendering. The special tokens in it are the template's; those that texts spell are escaped."""
         whole = _text_tokens(self._tokenizer, text)
-        if not is_escaped:
+        before, after = (np.array(ids, dtype=np.int64) for ids in self._around(text))
+        pieces = [_TextTokens(before, np.zeros_like(before), np.zeros_like(before))]
+        if is_escaped:
+            pieces += self._pieces(text, whole)
+        else:
             self._check_normalized(text, whole.ids)
-            return whole
+            pieces.append(whole)
+        ends = np.full_like(after, len(text))
+        pieces.append(_TextTokens(after, ends, ends))
+        return _TextTokens(*(np.concatenate(arrays) for arrays in zip(*map(_columns, pieces), strict=True)))
+
+    def _around(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the special tokens that the tokenizer adds before and after a rendering."""
+        is_started = self._start_token is not None and text.startswith(self._start_token)
+        return ((), ()) if is_started else self._added_around
+
+    def _pieces(self, text: str, whole: _TextTokens) -> list[_TextTokens]:
+        """Return the special tokens of a rendering as they are in `whole`, and what is between them as text."""
         pieces: list[_TextTokens] = []
         position = 0
         for i in np.flatnonzero(self._is_protected[whole.ids]):
@@ -235,7 +259,7 @@ class TemplateTokenizer:
             pieces.append(_TextTokens(whole.ids[i : i + 1], whole.starts[i : i + 1], whole.ends[i : i + 1]))
             position = end
         pieces.append(self._tokenize_text(text, position, len(text)))
-        return _TextTokens(*(np.concatenate(arrays) for arrays in zip(*map(_columns, pieces), strict=True)))
+        return pieces
 
     def _tokenize_text(self, text: str, start: int, end: int) -> _TextTokens:
         """Encode what is between two special tokens, as text whatever it spells."""
@@ -333,6 +357,8 @@ class TemplateTokenizer:
         written = [*self._added_token.findall(self._facts.answer_header), self._facts.terminator]
         for markup in self._facts.markups.values():
             written += [markup.feature_token, *self._added_token.findall(markup.placeholder)]
+        # Gemma's vocabulary has line breaks and spaces among its added tokens: they cannot forge anything.
+        written = [token for token in written if not token.isspace()]
         special = [token.content for token in added if token.special]
         return list(dict.fromkeys(token for token in [*special, *written] if token))
 
@@ -353,6 +379,13 @@ def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
     """Return a pattern with one group that matches the longest of the tokens that start at a character."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def _added_around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the special tokens that a tokenizer adds before and after any text, unless asked not to."""
+    encoding = tokenizer.encode("a")
+    places = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+    return tuple(encoding.ids[: places[0]]), tuple(encoding.ids[places[-1] + 1 :])
 
 
 def _text_tokens(tokenizer: Tokenizer, text: str) -> _TextTokens:

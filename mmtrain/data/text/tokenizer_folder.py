@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 
+from mmtrain.data.text.tokenizer_classes import find_tokenizer_class
 from mmtrain.errors import DataError
 from mmtrain.families.folder_files import (
     ADDED_TOKENS_FILE,
@@ -24,6 +25,8 @@ from mmtrain.families.folder_files import (
 )
 from mmtrain.recipe.modalities import MediaKind
 
+# What transformers 5 gives to templates. Other tokens that a folder names, such as that of images, are not defined.
+_TEMPLATE_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _DEFAULT_TEMPLATE = "default"  # the name of the one to use, where a folder has several
 
 
@@ -40,12 +43,21 @@ class TokenizerFolder:
     media_tokens: dict[MediaKind, str]  # that `config.json` or the tokenizer's settings name for a kind of media
 
 
-def read_tokenizer_folder(path: Path) -> TokenizerFolder:
-    """Read a folder. Raises `DataError`."""
+def read_tokenizer_folder(path: Path, model_folder: Path | None = None) -> TokenizerFolder:
+    """Read a folder. `model_folder`: that of the model that the tokenizer serves, if another. Raises `DataError`."""
     tokenizer = _read_tokenizer(path)
     config = _read_json(path / TOKENIZER_CONFIG_FILE)
-    _mark_words_as_llama(tokenizer, config)
-    named_tokens = _named_tokens(_read_json(path / SPECIAL_TOKENS_FILE)) | _named_tokens(config)
+    model_config = (model_folder or path) / CONFIG_FILE
+    model = _read_json(model_config)
+    named_tokens = _named_tokens(config)
+    more_tokens = _named_tokens(_read_json(path / SPECIAL_TOKENS_FILE))
+    # transformers reads the older file only where the newer one does not list the added tokens.
+    named_tokens = more_tokens | named_tokens if "added_tokens_decoder" in config else named_tokens | more_tokens
+    tokenizer_class = find_tokenizer_class(tokenizer, config, model)
+    if tokenizer_class is not None:
+        tokenizer_class.cut_text(tokenizer, config)
+        stated = {name: token for name, token in tokenizer_class.default_tokens.items() if name not in config}
+        named_tokens = stated | named_tokens
     _add_tokens(tokenizer, path, config, named_tokens)
     template, template_name = _find_template(path, config)
     return TokenizerFolder(
@@ -53,14 +65,17 @@ def read_tokenizer_folder(path: Path) -> TokenizerFolder:
         tokenizer,
         template,
         template_name,
-        named_tokens,
+        {name: token for name, token in named_tokens.items() if name in _TEMPLATE_TOKENS},
         _end_ids(path, tokenizer, named_tokens),
-        _media_tokens(path, tokenizer, named_tokens),
+        _media_tokens(model_config, model, tokenizer, named_tokens),
     )
 
 
-def tokenizer_sha256(path: Path) -> str:
-    """Hash what decides the ids of a conversation: a `tokenizers` file, or the files of a folder. Raises `OSError`."""
+def tokenizer_sha256(path: Path, model_folder: Path | None = None) -> str:
+    """Hash what decides the ids of a conversation: a `tokenizers` file, or the files of a folder. Raises `OSError`.
+
+    model_folder: that of the model that the tokenizer serves, if another.
+    """
     if not path.is_dir():
         return hashlib.sha256(path.read_bytes()).hexdigest()
     content: dict[str, object] = {
@@ -68,7 +83,8 @@ def tokenizer_sha256(path: Path) -> str:
         for name in CONVERSATION_FILES
         if (path / name).is_file()
     }
-    model = _read_json(path / CONFIG_FILE)
+    model = _read_json((model_folder or path) / CONFIG_FILE)
+    content["model"] = [model.get(key) for key in ("architectures", "model_type", "tokenizer_class")]
     content["media tokens"] = {kind: _media_token_id(model, kind) for kind in get_args(MediaKind)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -98,22 +114,6 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _mark_words_as_llama(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Make a tokenizer of Llama 2's class mark the start of words as transformers 5 does.
-
-    transformers takes the vocabulary of such a folder, and not how its `tokenizer.json` treats spaces: by default only
-    the first word of the whole text gets a space before it, not those after special tokens.
-    """
-    is_llama = config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
-    if not is_llama or not getattr(tokenizer.model, "byte_fallback", False):
-        return
-    scheme = "always" if config.get("legacy") else "first"
-    if config.get("add_prefix_space") is False:
-        scheme = "never"
-    tokenizer.normalizer = None
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -234,9 +234,10 @@ def _end_ids(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, str]) 
     return frozenset(listed)
 
 
-def _media_tokens(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, str]) -> dict[MediaKind, str]:
-    """Return for kinds of media the token that the folder names as their placeholder."""
-    model = _read_json(path / CONFIG_FILE)
+def _media_tokens(
+    model_config: Path, model: Mapping[str, Any], tokenizer: Tokenizer, named_tokens: Mapping[str, str]
+) -> dict[MediaKind, str]:
+    """Return for kinds of media the token that `config.json` or the tokenizer's settings name as their placeholder."""
     tokens: dict[MediaKind, str] = {}
     for kind in get_args(MediaKind):
         token_id = _media_token_id(model, kind)
@@ -244,7 +245,7 @@ def _media_tokens(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, s
         token = by_id or named_tokens.get(f"{kind}_token")
         if token_id is not None and by_id is None:
             raise DataError(
-                f"data.tokenizer: {path / CONFIG_FILE} names the token {token_id} for {kind} features, which "
+                f"data.tokenizer: {model_config} names the token {token_id} for {kind} features, which "
                 f"{TOKENIZER_FILE} lacks; take both files from the same model"
             )
         if token:

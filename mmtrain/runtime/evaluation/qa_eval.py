@@ -17,7 +17,7 @@ from mmtrain.data import (
     SampleTokenizer,
     Turn,
     build_index,
-    load_tokenizer,
+    load_recipe_tokenizer,
 )
 from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, MEDIA_ROLES, VIDEO_MARK
 from mmtrain.data.media.images import CellArray
@@ -176,7 +176,7 @@ def build_held_out_evaluation(rank_context: RankContext) -> Callable[[], float]:
     """
     recipe = rank_context.recipe
     index = build_index(recipe, "validation")
-    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
+    tokenizer = load_recipe_tokenizer(recipe)
     questions = select_questions(index, recipe.train.evaluate_questions)
     if not questions:
         raise UserError(

@@ -15,7 +15,7 @@ import torch
 
 from mmtrain.balance import SampleLengths
 from mmtrain.checkpoint import find, open_newest_good
-from mmtrain.data import DataIndex, Quarantined, Sample, build_index, load_tokenizer
+from mmtrain.data import DataIndex, Quarantined, Sample, build_index, load_recipe_tokenizer
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.index.data_index import check_bad_rate
 from mmtrain.errors import CheckpointError, LaunchError, UserError
@@ -108,7 +108,7 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     """Load the model, let it answer with and without media, and show the scores on the first rank."""
     checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, _print_note, checkpoint_ranks(world))
     index = build_index(recipe, "validation", _print_note)
-    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
+    tokenizer = load_recipe_tokenizer(recipe)
     require_consensus(world, {"held-out data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
     if index.cache_folder is not None and world.is_first:
         _print_note(index.remarks()[0])  # quarantined samples are reported below, with those found while answering

@@ -214,7 +214,7 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
     if recipe.data.sources[0].share is not None:  # the fingerprint covers shares; this names them
         facts["data"]["shares"] = str([source.share for source in recipe.data.sources])
     facts["data"] |= {
-        "tokenizer_sha256": tokenizer_sha256(recipe.data.tokenizer_path),
+        "tokenizer_sha256": tokenizer_sha256(recipe.data.tokenizer_path, recipe.model.hf),
         "samples": len(index.samples),
         "fingerprint": index.fingerprint,
     }
