@@ -93,17 +93,24 @@ class ConversationBuilder:
     """Builds conversations in the form that a template reads."""
 
     def __init__(
-        self, texts_as_parts: bool, has_tool_turns: bool, placeholders: Mapping[MediaKind, str], escape: TokenEscape
+        self,
+        texts_as_parts: bool,
+        has_tool_turns: bool,
+        placeholders: Mapping[MediaKind, str],
+        escape: TokenEscape,
+        parts: Mapping[MediaKind, Mapping[str, Any]],
     ) -> None:
         """Write all turns as lists of parts if `texts_as_parts`, else only those with media.
 
         has_tool_turns: whether the template knows the role of tools, whose turns are written as a user's otherwise.
         placeholders: what is written into the text for media of kinds that the template does not render as parts.
+        parts: what stands for a medium of each kind that it does.
         """
         self._texts_as_parts = texts_as_parts
         self._has_tool_turns = has_tool_turns
         self._placeholders = placeholders
         self._escape = escape
+        self._parts = parts
 
     def build(self, turns: Sequence[Turn], kinds: Mapping[str, MediaKind], tools: str = "") -> Conversation:
         """Build the messages of some turns, with the JSON list of tools that they may call.
@@ -153,9 +160,9 @@ class ConversationBuilder:
             texts[last] = texts[last].removesuffix("\n")
         return texts
 
-    def _content(self, texts: list[str], kinds: list[MediaKind]) -> str | list[dict[str, str]]:
+    def _content(self, texts: list[str], kinds: list[MediaKind]) -> str | list[Mapping[str, Any]]:
         """Return the content of a message from the texts between its media."""
-        parts: list[dict[str, str]] = []
+        parts: list[Mapping[str, Any]] = []
         text = texts[0]
         for kind, next_text in zip(kinds, texts[1:], strict=True):
             if kind in self._placeholders:
@@ -163,7 +170,7 @@ class ConversationBuilder:
                 continue
             if text:
                 parts.append({"type": "text", "text": text})
-            parts.append({"type": kind})
+            parts.append(self._parts.get(kind, {"type": kind}))
             text = next_text
         if not parts and not self._texts_as_parts:
             return text

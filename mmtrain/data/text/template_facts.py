@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import get_args
 
 from mmtrain.data.text.chat_template import PROBE, ChatTemplate, Message, RenderError
+from mmtrain.data.text.media_parts import KindFacts, MediaProber
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder
 from mmtrain.errors import DataError
 from mmtrain.families.media_markup import Markups, MediaMarkup
-from mmtrain.recipe.modalities import MODALITIES, MediaKind
+from mmtrain.recipe.modalities import MediaKind
 
 _QUESTIONS = (f"{PROBE}first question", f"{PROBE}second question")
 _ANSWERS = (f"{PROBE}first answer", f"{PROBE}second answer")
@@ -28,8 +29,12 @@ class TemplateFacts:
     terminator: str  # the special token after an answer; empty if there is none
     ends_alike: bool  # whether every answer has the terminator, not only the last one
     has_tool_turns: bool  # whether it writes turns of the role `tool`
-    markups: dict[MediaKind, MediaMarkup]
-    inserted_kinds: frozenset[MediaKind]  # of media that it does not render, so that text must hold their placeholders
+    media: dict[MediaKind, KindFacts]
+
+    @property
+    def markups(self) -> dict[MediaKind, MediaMarkup]:
+        """How media of each kind are written, of those that can be."""
+        return {kind: facts.markup for kind, facts in self.media.items() if facts.markup is not None}
 
 
 def probe_template(
@@ -68,16 +73,13 @@ class _Prober:
                 raise self._error(f"does not write the text of {role} turn")
         terminator = self._token_after(ended, answer)
         self._check_tokens(ended + header)
-        markups: dict[MediaKind, MediaMarkup] = {}
-        inserted: set[MediaKind] = set()
-        for kind in get_args(MediaKind):
-            if kind in family_markups and family_markups[kind] is None:
-                continue
-            markup, is_rendered = self._markup(kind, family_markups.get(kind))
-            if markup is not None:
-                markups[kind] = markup
-            if not is_rendered:
-                inserted.add(kind)
+        prober = MediaProber(self._template, tuple(self._added_tokens))
+        named = self._folder.media_tokens
+        media = {
+            kind: prober.probe(kind, named.get(kind), family_markups.get(kind))
+            for kind in get_args(MediaKind)
+            if family_markups.get(kind, True) is not None
+        }
         return TemplateFacts(
             texts_as_parts=self._texts_as_parts,
             answer_header=header,
@@ -85,8 +87,7 @@ class _Prober:
             terminator=terminator,
             ends_alike=bool(terminator) and self._token_after(two_answers, answer) == terminator,
             has_tool_turns=self._has_tool_turns(),
-            markups=markups,
-            inserted_kinds=frozenset(inserted),
+            media=media,
         )
 
     def _needs_parts(self) -> bool:
@@ -166,37 +167,6 @@ class _Prober:
                 "from the same model, or add the tokens with `add_special_tokens` of transformers, save the tokenizer, "
                 "and raise model.llm.vocab to its size"
             )
-
-    def _markup(self, kind: MediaKind, of_family: MediaMarkup | None) -> tuple[MediaMarkup | None, bool]:
-        """Return how media of a kind are written, None if that is not known; and whether the template renders them."""
-        written = self._tokens_written_for(kind)
-        named = self._folder.media_tokens.get(kind)
-        if of_family is not None:
-            return of_family, written is not None
-        if written is None:
-            own = next(modality.placeholder for modality in MODALITIES.values() if kind in modality.media)
-            token = named or own
-            return (MediaMarkup(token, token) if token in self._added_tokens else None), False
-        if named is None and len(written) == 1:
-            named = written[0]
-        return (MediaMarkup(named, named) if named in written else None), True
-
-    def _tokens_written_for(self, kind: MediaKind) -> list[str] | None:
-        """Return the special tokens that the template writes for a medium; None if it renders no media of the kind."""
-        question = _QUESTIONS[0]
-        parts = _text_parts(question)
-        try:
-            without = self._template.render([_message("user", parts)]).text
-            text = self._template.render([_message("user", [{"type": kind}, *parts])]).text
-        except RenderError:
-            return None
-        is_rendered = question in text and text != without and "'type'" not in text
-        if not is_rendered:
-            return None
-        tokens = self._any_token.findall(text)
-        for token in self._any_token.findall(without):
-            tokens.remove(token)
-        return tokens
 
     def _render(self, turns: Sequence[tuple[str, str]], add_generation_prompt: bool = False) -> str:
         messages = [_message(role, self._content(text)) for role, text in turns]

@@ -106,15 +106,22 @@ class TemplateTokenizer:
         self._is_feature = self._mask_of(self._kind_of_token)
         escape = TokenEscape([*self._protected, *(markup.placeholder for markup in markups.values())])
         self._restore = escape.restore
-        inserted = {kind: markups[kind].placeholder for kind in self._facts.inserted_kinds if kind in markups}
-        self._builder = ConversationBuilder(self._facts.texts_as_parts, self._facts.has_tool_turns, inserted, escape)
+        parts = {kind: facts.part for kind, facts in self._facts.media.items() if facts.part is not None}
+        inserted = {kind: markup.placeholder for kind, markup in markups.items() if kind not in parts}
+        self._builder = ConversationBuilder(
+            self._facts.texts_as_parts, self._facts.has_tool_turns, inserted, escape, parts
+        )
         self._render = SkeletonRenderer(self._template.tree, self._render_in_full).render
         self._answers = AnswerFinder(self._render, self._facts, special_token)
         end_ids = set(folder.end_ids)
         if self._facts.terminator:
             end_ids.add(self._token_id(self._facts.terminator))
         self.end_ids = frozenset(end_ids)
-        self.warnings: tuple[str, ...] = () if self._teaches_end() else (self._describe_missing_end(),)
+        ends = () if self._teaches_end() else (self._describe_missing_end(),)
+        self.warnings: tuple[str, ...] = (
+            *ends,
+            *(map(self._describe_inserted, inserted.items()) if has_processor else ()),
+        )
 
     @classmethod
     def load(cls, path: Path, family_markups: Markups | None = None) -> "TemplateTokenizer":
@@ -174,6 +181,9 @@ class TemplateTokenizer:
     def describe_missing_item_token(self, modality: str) -> str:
         """Say what to do if neither the template nor the folder names a token for a modality's features."""
         kind = MODALITIES[modality].media[0]
+        reason = self._facts.media[kind].reason if kind in self._facts.media else ""
+        if reason:
+            return f"{self._template.name}: the chat template {reason}"
         return (
             f"{self._path} does not say which token stands for {kind} features: name it as `{kind}_token` in "
             "tokenizer_config.json, or by its id as "
@@ -195,6 +205,13 @@ class TemplateTokenizer:
             f"{self._template.name}: the chat template writes no token that ends an answer, so the model does not "
             "learn to stop; write the end token of the tokenizer (`eos_token`) after the text of an assistant in "
             "it, unless the model stops in another way"
+        )
+
+    def _describe_inserted(self, inserted: tuple[MediaKind, str]) -> str:
+        kind, placeholder = inserted
+        return (
+            f"{self._template.name}: the chat template is one for texts, so that {placeholder} is written into the "
+            f"text where a sample has its {kind}; serve the model with this text in messages, too"
         )
 
     def _conversation(self, sample: Sample, turns: Sequence[Turn]) -> Conversation:
