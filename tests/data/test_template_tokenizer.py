@@ -17,7 +17,7 @@ from transformers.utils import chat_template_utils
 from mmtrain.data import Sample, Turn
 from mmtrain.data.formats.sample import turned_to_show
 from mmtrain.data.media.media_bytes import FileMedia
-from mmtrain.data.text.chat_template import TEMPLATE_DATE
+from mmtrain.data.text.chat_template import TEMPLATE_DATE, ChatTemplate, Rendering
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, MediumFeatures, TimedItems, total_features
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
 from tests.data.model_folders import (
@@ -274,3 +274,41 @@ def test_no_text_can_forge_a_special_token(case: Case) -> None:
             assert ids[np.isin(ids, special)].tolist() == before[np.isin(before, special)].tolist()
         targets = int((encoded.labels != IGNORE_INDEX).sum())
         assert count(forged_sample, drawn.features) == (len(encoded.ids), targets)
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        ("vicuna", FAMILIES["vicuna"].template),
+        ("mistral", FAMILIES["mistral"].template),
+        ("qwen2", FAMILIES["qwen2"].template.replace("message.content + '<|im_end|>'", "message.content")),
+        ("qwen2", FAMILIES["thinking"].template.replace("'<|im_start|>' + message.role", "message.role")),
+    ],
+    ids=["vicuna", "mistral", "no_end", "no_header"],
+)
+def test_the_time_for_finding_answers_is_linear_in_the_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, template: str
+) -> None:
+    """Of templates by which no special token shows where answers start and end. What they write is counted."""
+    tokenizer = TemplateTokenizer.load(write_folder(tmp_path, replace(FAMILIES[name], template=template)))
+    written = 0
+    render_in_full = ChatTemplate.render
+
+    def count(template: ChatTemplate, *arguments: Any, **options: Any) -> Rendering:
+        nonlocal written
+        rendering = render_in_full(template, *arguments, **options)
+        written += len(rendering.text)
+        return rendering
+
+    monkeypatch.setattr(ChatTemplate, "render", count)
+    random = Random(8)
+    texts = [f"{number} is the {random.choice(('red', 'green'))} answer" for number in range(800)]
+    turns = [Turn(role, f"{role} {text}") for text in texts for role in ("user", "assistant")]
+    sample = Sample("s", "f.json", 0, tuple(turns), ())
+    length = len(tokenizer._render_sample(tokenizer._conversation(sample, turns)).text)
+    written = 0
+    labels = tokenizer.encode(sample, {}).labels
+    learned = tokenizer.decode(labels[labels != IGNORE_INDEX])
+    assert all(f"assistant {text}" in learned for text in texts)
+    assert "user " not in learned
+    assert written < 15 * length

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -35,12 +35,25 @@ class Conversation:
         names = [function.get("name") for function in functions if isinstance(function, dict)]
         return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
 
-    def with_probe(self, number: int) -> tuple[Message, ...]:
-        """Return the messages with `PROBE` as the text of message `number`."""
-        message = dict(self.messages[number])
-        is_text = message["content"] is None or isinstance(message["content"], str)
-        message["content"] = PROBE if is_text else [{"type": "text", "text": PROBE}]
-        return (*self.messages[:number], message, *self.messages[number + 1 :])
+    def plain_text(self, number: int) -> str | None:
+        """Return the text of message `number`; None if it holds more than a text."""
+        message = self.messages[number]
+        content = message["content"]
+        if isinstance(content, list) and len(content) == 1:
+            content = content[0].get("text")
+        return content if isinstance(content, str) and len(message) == 2 else None
+
+    def with_probes(self, numbers: Collection[int]) -> tuple[Message, ...]:
+        """Return the messages with `PROBE` as the text of those of these numbers."""
+        messages: list[Message] = list(self.messages)
+        for number in numbers:
+            content = messages[number]["content"]
+            is_text = content is None or isinstance(content, str)
+            messages[number] = {
+                **messages[number],
+                "content": PROBE if is_text else [{"type": "text", "text": PROBE}],
+            }
+        return tuple(messages)
 
 
 class TokenEscape:
