@@ -112,7 +112,7 @@ class AnswerFinder:
                     end = start + len(answer)
                     spans[number] = (start, end)
                 break
-        return {n: spans[n] if n in spans else self._find_text(conversation, n, text) for n in answers}
+        return {n: spans[n] if n in spans else self.find_text(conversation, n, text) for n in answers}
 
     def _find_starts(
         self, conversation: Conversation, text_spans: Mapping[int, Span | None], text: str
@@ -152,7 +152,7 @@ class AnswerFinder:
             return None
         return len(prompt) if text.startswith(prompt) else None
 
-    def _find_text(self, conversation: Conversation, number: int, text: str) -> Span | None:
+    def find_text(self, conversation: Conversation, number: int, text: str) -> Span | None:
         """Return where the text of a message is, from a rendering with another text in its place."""
         try:
             before, *after = self._render(conversation.with_probes((number,)), False, conversation.tools).text.split(
