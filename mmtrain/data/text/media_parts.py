@@ -71,10 +71,9 @@ class MediaProber:
         for part, tokens in rendered:
             if expected is not None and (of_family or named) and expected.placeholder in tokens:
                 return KindFacts(expected, part)
-        if of_family is None and named is None:
-            for part, tokens in rendered:
-                if len(tokens) == 1:
-                    return KindFacts(MediaMarkup(tokens[0], tokens[0]), part)
+        if of_family is None and named is None and rendered and len(rendered[0][1]) == 1:
+            part, (token,) = rendered[0]  # another form may fall into the branch of another kind
+            return KindFacts(MediaMarkup(token, token), part)
         if expected is None:
             return KindFacts(None, None)
         return KindFacts(None, None, _describe_missing(kind, expected, rendered))
