@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mmtrain.errors import RunError
+from mmtrain.errors import RunError, describe_os_error
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the system names no file with these
 
@@ -98,9 +98,7 @@ def disk_errors_named(folder: Path) -> Iterator[None]:
         path = error.filename and Path(os.fsdecode(error.filename))
         if not (path and path.is_relative_to(folder)) and error.errno not in _DISK_FULL:
             raise
-        raise RunError(
-            f"{path or folder}: {error.strerror or error}. Free space or give access there, or choose another --run-dir"
-        ) from error
+        raise RunError(describe_os_error(error, path or folder)) from error
 
 
 def _sync_folder(folder: Path) -> None:

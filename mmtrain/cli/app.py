@@ -21,7 +21,7 @@ from mmtrain.cli import (
     train,
     verify,
 )
-from mmtrain.errors import MmtrainError
+from mmtrain.errors import MmtrainError, unusable_paths_named
 
 app = typer.Typer(
     help="Plan and train multimodal LLMs.",
@@ -48,7 +48,8 @@ app.command()(doctor.doctor)
 def main() -> None:
     """Run the command in `sys.argv`; exit with 0 (done), 1 (run failed), 2 (wrong input) or 75 (stopped and saved)."""
     try:
-        app(prog_name="mmtrain")
+        with unusable_paths_named():
+            app(prog_name="mmtrain")
     except MmtrainError as error:
         typer.echo(f"mmtrain: {error}", err=True)
         sys.exit(error.exit_code)

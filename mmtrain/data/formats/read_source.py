@@ -147,8 +147,9 @@ def _media_folder(source: SourceSettings, file: SourcePath) -> MediaFolder:
     root = source.image_root or file.parent
     if isinstance(root, RemotePath):
         return RemoteFolder(root)
-    if root.is_file():
-        raise DataError(f"{source.path}: image_root is {source.image_root}, a file; expected the folder of its media")
+    if source.image_root is not None and not root.is_dir():
+        found = "a file" if root.is_file() else "where there is no folder"
+        raise DataError(f"{source.path}: image_root is {root}, {found}; expected the folder of its media")
     return AllowedFolder(root)
 
 

@@ -19,7 +19,15 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from mmtrain.errors import LaunchError, MmtrainError, RankDied, RunError, StoppedAndSaved, UserError
+from mmtrain.errors import (
+    LaunchError,
+    MmtrainError,
+    RankDied,
+    RunError,
+    StoppedAndSaved,
+    UserError,
+    unusable_paths_named,
+)
 from mmtrain.runtime.resilience.failures import is_lost_peer
 from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 from mmtrain.runtime.resilience.orphans import stop_orphan
@@ -92,7 +100,8 @@ def _rank_main(target: Callable[[Address], None], address: Address, report: Conn
     threading.Thread(target=_wait_for_launcher, args=(when_orphaned,), name="mmtrain-parent", daemon=True).start()
     code = 0
     try:
-        target(address)
+        with unusable_paths_named():
+            target(address)
     except MmtrainError as e:
         code = e.exit_code
         report.send((code, str(e), False))
