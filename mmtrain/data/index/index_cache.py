@@ -12,7 +12,6 @@ The key does not cover the content of media, since looking at a million files is
 replaces images under their old names must touch the data file, or remove the folder.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -39,6 +38,7 @@ from mmtrain.data.index.sample_table import SampleTable
 from mmtrain.data.remote.locations import location_version
 from mmtrain.data.remote.remote_settings import remote_index_folder
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
+from mmtrain.durable_files import take_lock
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import SourceSettings
 from mmtrain.recipe.schema import Recipe
@@ -130,7 +130,7 @@ class IndexCache:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 lock = closing.enter_context(open(self.folder / "lock", "ab"))
-                fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by the end of the process
+                take_lock(lock.fileno(), wait=True)
             yield
 
     def load(self, notify: NotifyCallback) -> StoredIndex | None:
