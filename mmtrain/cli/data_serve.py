@@ -28,7 +28,7 @@ def serve(
     import sys
     from functools import partial
 
-    from mmtrain.data.loading.worker_pool import num_available_cores
+    from mmtrain.data.available_cores import num_available_cores
     from mmtrain.data.service.protocol import require_zmq
     from mmtrain.recipe import load_recipe, require_runnable
 

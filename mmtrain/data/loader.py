@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Self
 
+from mmtrain.data.available_cores import num_available_cores
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.loading.batch_builder import BadSampleTracker, StepBuilder, StepData, StepRequest
 from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.data.loading.prefetch_window import PrefetchWindow
 from mmtrain.data.loading.step_builders import build_steps_in_thread, build_steps_in_workers
-from mmtrain.data.loading.worker_pool import WorkerPool, num_available_cores
+from mmtrain.data.loading.worker_pool import WorkerPool
 from mmtrain.data.service.protocol import require_zmq, step_facts
 from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.errors import MmtrainError, RunError

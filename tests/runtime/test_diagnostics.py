@@ -10,13 +10,13 @@ import torch
 
 from mmtrain.costs import preset
 from mmtrain.costs.hardware import GIB
+from mmtrain.data.available_cores import num_available_cores
 from mmtrain.runtime.profiling import diagnostics
 from mmtrain.runtime.profiling.diagnostics import (
     OPTIONAL_PACKAGES,
     accelerator_diagnostics,
     attention_diagnostics,
     host_diagnostics,
-    num_usable_cores,
     package_diagnostics,
     throughput_diagnostics,
     unmet_requirements,
@@ -103,7 +103,9 @@ def test_low_limits_of_the_system_are_reported(tmp_path: Path, monkeypatch: pyte
     assert f"0.1 GiB of disk free in {tmp_path}" in texts
     assert "256 open files allowed; many ranks and workers need more" in texts
     assert "1.0 GiB of memory free: each rank needs half a GiB before any model" in texts
-    assert f"this container may use 0.5 of the {num_usable_cores()} cores: ranks and workers will be throttled" in texts
+    assert (
+        f"this container may use 0.5 of the {num_available_cores()} cores: ranks and workers will be throttled" in texts
+    )
     assert "this container may use 1.0 GiB of memory; processes beyond that are killed" in texts
 
 

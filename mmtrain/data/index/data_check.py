@@ -1,6 +1,5 @@
 """Check sources for `mmtrain data check`: read and decode everything once, so that nothing can fail while training."""
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from mmtrain.data.available_cores import num_available_cores
 from mmtrain.data.callbacks import NotifyCallback, ProgressCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import Quarantined, Sample, find_unusable
@@ -231,7 +231,7 @@ def _decode_in_threads(
     distinct: Sequence[_ItemizedMedia], decode: _Decode
 ) -> Iterator[tuple[_ItemizedMedia, BadMediaError | None]]:
     """Decode on all cores and yield in order; decoders release the interpreter's lock."""
-    num_cores = os.cpu_count() or 1
+    num_cores = num_available_cores()
     chunk_size = num_cores * _MEDIA_IN_FLIGHT_PER_CORE
     with ThreadPoolExecutor(num_cores) as pool:
         for first in range(0, len(distinct), chunk_size):

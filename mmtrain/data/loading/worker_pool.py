@@ -254,11 +254,6 @@ class WorkerPool(Generic[Tag]):
             self._host = None
 
 
-def num_available_cores() -> int:
-    """Return how many processor cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _is_crash(exit_status: int | None) -> bool:
     """Return whether a process ended by its own fault, and not because someone or a lack of memory ended it."""
     return exit_status is not None and -os.waitstatus_to_exitcode(exit_status) in _CRASH_SIGNALS

@@ -14,6 +14,7 @@ import torch
 from packaging.requirements import Requirement
 
 from mmtrain.costs.hardware import GIB, Hardware, Precision
+from mmtrain.data.available_cores import CORE_COUNT_VARIABLE, num_available_cores
 from mmtrain.models.attention import FUSED_KERNELS
 
 # Chosen by hand: with less, a run on one machine is slow or fails.
@@ -220,10 +221,10 @@ def _container_diagnostics(cgroup: Path) -> Iterator[Diagnostic]:
     if quota is not None:
         period = int((cgroup / "cpu.max").read_text().split()[1])
         cores = quota / period
-        if cores < 0.9 * num_usable_cores():
-            available = num_usable_cores()
+        available = num_available_cores()
+        if cores < 0.9 * available:
             what = f"this container may use {cores:.3g} of the {available} cores: ranks and workers will be throttled"
-            yield Diagnostic("slow", what, "docker run --cpus, or fewer ranks and data.workers", ("train",))
+            yield Diagnostic("slow", what, f"docker run --cpus, or {CORE_COUNT_VARIABLE} and fewer ranks", ("train",))
     memory = _first_word(cgroup / "memory.max")
     if memory is not None and memory < 2 * MIN_FREE_MEMORY_BYTES:
         what = f"this container may use {memory / GIB:.1f} GiB of memory; processes beyond that are killed"
@@ -237,8 +238,3 @@ def _first_word(path: Path) -> int | None:
     except (OSError, IndexError):
         return None
     return int(word) if word.isdigit() else None
-
-
-def num_usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

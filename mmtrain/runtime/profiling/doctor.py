@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from mmtrain.costs import preset
 from mmtrain.costs.cost_table import MessageEntry
 from mmtrain.costs.hardware import GIB
+from mmtrain.data.available_cores import num_available_cores
 from mmtrain.errors import MmtrainError, PlanError
 from mmtrain.models.attention import backend_problems, choose_backend
 from mmtrain.models.kernels.choice import kernel_choices
@@ -25,7 +26,6 @@ from mmtrain.runtime.profiling.diagnostics import (
     accelerator_diagnostics,
     attention_diagnostics,
     host_diagnostics,
-    num_usable_cores,
     package_diagnostics,
     throughput_diagnostics,
 )
@@ -131,7 +131,7 @@ def _devices(cuda: bool) -> list[str]:
     name = device_name(torch.device("cpu")).removeprefix("one core of ")
     memory = psutil.virtual_memory()
     total, free = memory.total / GIB, memory.available / GIB
-    host = f"{num_usable_cores()} cores, {name}, {total:.0f} GiB memory, {free:.0f} GiB free"
+    host = f"{num_available_cores()} cores, {name}, {total:.0f} GiB memory, {free:.0f} GiB free"
     gpus = []
     for index in range(torch.cuda.device_count() if cuda else 0):
         properties = torch.cuda.get_device_properties(index)
