@@ -11,7 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mmtrain.errors import RunError, describe_os_error
+from mmtrain.errors import RunError
+from mmtrain.system_errors import describe_os_error
 
 # What file systems answer that cannot do what was asked (FUSE, SMB, some of containers), as git and databases read it.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)

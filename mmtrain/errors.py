@@ -18,32 +18,9 @@
 `StoppedAndSaved` (exit 75) is no error but is raised like one: a signal arrived, and the state is on disk.
 """
 
-import errno
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-# What to do about an error of the file system.
-_REMEDIES = {
-    errno.ENOSPC: "free space there, or choose another folder",
-    errno.EDQUOT: "free space there, or choose another folder",
-    errno.EFBIG: "raise the limit of a file's size (`ulimit -f`), or choose another folder",
-    errno.EACCES: "give yourself access, or choose another path",
-    errno.EPERM: "give yourself access, or choose another path",
-    errno.EROFS: "choose a folder that is not mounted read-only",
-    errno.ENOENT: "check the path",
-    errno.ENOTDIR: "a part of this path is a file; check the path",
-    errno.EISDIR: "name a file, not a folder",
-    errno.EEXIST: "choose another path",
-    errno.ENAMETOOLONG: "choose shorter names",
-    errno.ELOOP: "a link on this path leads back to itself; check the path",
-    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
-    errno.EIO: "the disk or its server fails; look at the system's log (`dmesg`)",
-    errno.ESTALE: "the file server has lost it; mount the folder again",
-    errno.ENOTCONN: "the file server is away; mount the folder again",
-    errno.ETIMEDOUT: "the file server does not answer",
-}
 
 
 class MmtrainError(Exception):
@@ -123,21 +100,3 @@ def writing(option: str, path: Path, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{option} {path}: cannot write the {what}: {error.strerror or error}") from None
-
-
-def describe_os_error(error: OSError, path: Path | str | None = None) -> str:
-    """Describe what a file system answered: the path (by default the error's own), the reason and what to do."""
-    where = path if path is not None else os.fsdecode(error.filename)
-    remedy = _REMEDIES.get(error.errno or 0)
-    return f"{where}: {error.strerror or error}" + (f"; {remedy}" if remedy else "")
-
-
-@contextmanager
-def unusable_paths_named() -> Iterator[None]:
-    """Turn an OSError that names a path into a UserError; others pass, since no user could tell what to mend."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None or isinstance(error.filename, int):
-            raise
-        raise UserError(describe_os_error(error)) from error

@@ -21,7 +21,9 @@ from mmtrain.cli import (
     train,
     verify,
 )
-from mmtrain.errors import MmtrainError, unusable_paths_named
+from mmtrain.errors import MmtrainError
+from mmtrain.machine_limits import drop_thread_binding
+from mmtrain.system_errors import system_errors_named
 
 app = typer.Typer(
     help="Plan and train multimodal LLMs.",
@@ -47,8 +49,11 @@ app.command()(doctor.doctor)
 
 def main() -> None:
     """Run the command in `sys.argv`; exit with 0 (done), 1 (run failed), 2 (wrong input) or 75 (stopped and saved)."""
+    remark = drop_thread_binding()
+    if remark is not None:
+        typer.echo(f"mmtrain: {remark}", err=True)
     try:
-        with unusable_paths_named():
+        with system_errors_named():
             app(prog_name="mmtrain")
     except MmtrainError as error:
         typer.echo(f"mmtrain: {error}", err=True)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Self
 
-from mmtrain.data.available_cores import num_available_cores
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.loading.batch_builder import BadSampleTracker, StepBuilder, StepData, StepRequest
@@ -16,6 +15,7 @@ from mmtrain.data.loading.worker_pool import WorkerPool
 from mmtrain.data.service.protocol import require_zmq, step_facts
 from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.errors import MmtrainError, RunError
+from mmtrain.machine_limits import num_available_cores
 from mmtrain.recipe.data_settings import DataSettings
 from mmtrain.recipe.schema import Recipe
 

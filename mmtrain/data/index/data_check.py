@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from mmtrain.data.available_cores import num_available_cores
 from mmtrain.data.callbacks import NotifyCallback, ProgressCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import Quarantined, Sample, find_unusable
@@ -19,6 +18,7 @@ from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError
+from mmtrain.machine_limits import num_available_cores
 from mmtrain.recipe.data_settings import AudioDataSettings, DataSettings, LimitSettings, SourceSettings
 from mmtrain.recipe.encoder_settings import EncoderSettings
 from mmtrain.recipe.generator_settings import GeneratorSettings

@@ -14,11 +14,12 @@ import torch
 from packaging.requirements import Requirement
 
 from mmtrain.costs.hardware import GIB, Hardware, Precision
-from mmtrain.data.available_cores import CORE_COUNT_VARIABLE, num_available_cores
+from mmtrain.machine_limits import MachineLimits, max_processes, num_scheduled_cores
 from mmtrain.models.attention import FUSED_KERNELS
 
 # Chosen by hand: with less, a run on one machine is slow or fails.
 MIN_OPEN_FILES = 4096
+MIN_PROCESSES = 1024
 MIN_FREE_DISK_BYTES = 10 * GIB
 MIN_SHARED_MEMORY_BYTES = GIB
 MIN_FREE_MEMORY_BYTES = 2 * GIB
@@ -189,10 +190,10 @@ def attention_diagnostics(machine: Hardware, backend: str) -> Iterator[Diagnosti
         yield Diagnostic("slow", what, "run `mmtrain profile RECIPE`, and name its table in cluster.costs", ("plan",))
 
 
-def host_diagnostics(folder: Path, free_memory: float, cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[Diagnostic]:
-    """Yield limits of the system that are too low: disk, shared memory, memory, cores, open files.
+def host_diagnostics(folder: Path, free_memory: float, limits: MachineLimits) -> Iterator[Diagnostic]:
+    """Yield limits of the system that are too low: disk, shared memory, memory, cores, open files, processes.
 
-    `folder` is where runs would be written; `free_memory` is in bytes.
+    `folder` is where runs would be written; `free_memory` is in bytes; `limits` are those of the container.
     """
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -212,29 +213,20 @@ def host_diagnostics(folder: Path, free_memory: float, cgroup: Path = Path("/sys
     if files != resource.RLIM_INFINITY and files < MIN_OPEN_FILES:
         what = f"{files} open files allowed; many ranks and workers need more"
         yield Diagnostic("slow", what, "ulimit -n 65536", ("train", "data serve"))
-    yield from _container_diagnostics(cgroup)
+    processes = max_processes(limits)
+    if processes is not None and processes < MIN_PROCESSES:
+        what = f"{processes} processes and threads allowed; each rank has dozens"
+        yield Diagnostic("slow", what, "ulimit -u, docker run --pids-limit", ("train", "data serve"))
+    yield from _container_diagnostics(limits)
 
 
-def _container_diagnostics(cgroup: Path) -> Iterator[Diagnostic]:
+def _container_diagnostics(limits: MachineLimits) -> Iterator[Diagnostic]:
     """Yield limits of a container, which the machine's own cores and memory do not show."""
-    quota = _first_word(cgroup / "cpu.max")
-    if quota is not None:
-        period = int((cgroup / "cpu.max").read_text().split()[1])
-        cores = quota / period
-        available = num_available_cores()
-        if cores < 0.9 * available:
-            what = f"this container may use {cores:.3g} of the {available} cores: ranks and workers will be throttled"
-            yield Diagnostic("slow", what, f"docker run --cpus, or {CORE_COUNT_VARIABLE} and fewer ranks", ("train",))
-    memory = _first_word(cgroup / "memory.max")
+    if limits.cores is not None and limits.cores < num_scheduled_cores():
+        cores = f"{limits.cores:.3g} of the {num_scheduled_cores()} cores"
+        what = f"this container may use {cores}: more ranks and workers than that are throttled"
+        yield Diagnostic("slow", what, "docker run --cpus, or fewer ranks", ("train",))
+    memory = limits.memory_bytes
     if memory is not None and memory < 2 * MIN_FREE_MEMORY_BYTES:
         what = f"this container may use {memory / GIB:.1f} GiB of memory; processes beyond that are killed"
         yield Diagnostic("slow", what, "docker run --memory", ("train", "evaluate", "profile"))
-
-
-def _first_word(path: Path) -> int | None:
-    """Return the limit in a file of a control group; None if there is none."""
-    try:
-        word = path.read_text().split()[0]
-    except (OSError, IndexError):
-        return None
-    return int(word) if word.isdigit() else None

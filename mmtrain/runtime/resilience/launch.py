@@ -26,13 +26,13 @@ from mmtrain.errors import (
     RunError,
     StoppedAndSaved,
     UserError,
-    unusable_paths_named,
 )
 from mmtrain.runtime.resilience.failures import is_lost_peer
 from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 from mmtrain.runtime.resilience.orphans import stop_orphan
 from mmtrain.runtime.resilience.signals import STOP_SIGNALS, SignalPipe
 from mmtrain.runtime.world import Address
+from mmtrain.system_errors import system_errors_named
 
 PEER_FAILURE_GRACE_S = 3.0  # in which ranks may end by themselves, and report why, after a peer failed
 PEER_STOP_GRACE_S = 5.0  # the same, after a peer has stopped and saved
@@ -100,7 +100,7 @@ def _rank_main(target: Callable[[Address], None], address: Address, report: Conn
     threading.Thread(target=_wait_for_launcher, args=(when_orphaned,), name="mmtrain-parent", daemon=True).start()
     code = 0
     try:
-        with unusable_paths_named():
+        with system_errors_named():
             target(address)
     except MmtrainError as e:
         code = e.exit_code
