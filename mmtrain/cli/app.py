@@ -21,6 +21,7 @@ from mmtrain.cli import (
     train,
     verify,
 )
+from mmtrain.cli.streams import prepare_streams
 from mmtrain.errors import MmtrainError
 from mmtrain.machine_limits import drop_thread_binding
 from mmtrain.system_errors import system_errors_named
@@ -49,6 +50,7 @@ app.command()(doctor.doctor)
 
 def main() -> None:
     """Run the command in `sys.argv`; exit with 0 (done), 1 (run failed), 2 (wrong input) or 75 (stopped and saved)."""
+    prepare_streams()
     remark = drop_thread_binding()
     if remark is not None:
         typer.echo(f"mmtrain: {remark}", err=True)
