@@ -32,6 +32,8 @@ QUARANTINE_REASONS = {
     "empty_audio": "a clip without audio samples",
     "empty_video": "a video without a duration",
     "too_many_pixels": "an image or video of more pixels than `data.image.max_source_pixels`; it was not decoded",
+    "too_narrow": "a picture or frame that is over 200 times longer than wide, with `data.image.scheme: native`",
+    "too_many_bits": "an image of one channel of more than eight bits, which processors would clip to white or black",
     "video_too_long": "a video longer than `data.video.max_seconds`, unless `data.video.long_clips` is `cut`",
     "clip_too_long": "a clip longer than `data.audio.max_seconds`, unless `data.audio.long_clips` is `cut`",
     "clip_too_short": "a clip too short to become one LLM token",

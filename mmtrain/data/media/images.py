@@ -114,6 +114,13 @@ def _open_image(media: Media, max_source_pixels: int) -> Iterator[tuple[Image.Im
                 "too_many_pixels",
                 f"{media}: {width} x {height} is above data.image.max_source_pixels = {max_source_pixels}",
             )
+        if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+            raise BadImageError(
+                "too_many_bits",
+                f"{media}: grey values of more than 8 bits ({image.format}, mode {image.mode} of Pillow); allowed: 8. "
+                "Processors of published models clip them at 255, so that most pictures become white or black: "
+                "save it with 8 bits, scaled as its values demand",
+            )
         yield image, file
 
 
@@ -135,10 +142,8 @@ def _image_errors(media: Media) -> Iterator[None]:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):  # Pillow would clip 16 bits at 255 instead of scaling them
-        image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        image = image.convert("RGBA")
+    """Return an image as RGB, transparent pixels on white, as `convert_to_rgb` of `transformers` and vLLM do."""
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
         white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
+        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
     return image.convert("RGB") if image.mode != "RGB" else image.copy()
