@@ -265,9 +265,9 @@ class VideoSettings(Section):
         "parts",
         affects={"plan", "lengths", "steps", "resume"},
         added_later=True,
-        description="`parts`: a video is divided into equal parts, of which each shows one frame, with `fps` its first "
-        "(Qwen2-VL) and else the one in its middle. `middles`: always the one in its middle (InternVL). `ends`: frames "
-        "are evenly spaced from the first to the last one (Qwen3-VL).",
+        description="`parts`: a video is divided into equal parts, of which each shows its first frame (Qwen2-VL, "
+        "LLaVA-OneVision). `middles`: each shows the one in its middle (InternVL). `ends`: frames are evenly spaced from "
+        "the first to the last one (Qwen3-VL).",
     )
     pixel_limits: Literal["frame", "video"] = setting(
         "frame",

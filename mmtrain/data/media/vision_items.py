@@ -122,10 +122,10 @@ class VisionItemDecoder:
     ) -> None:
         """Decode into patches of `patch` x `patch` pixels of `temporal_patch` frames, preprocessed by `settings`.
 
-        video: how frames are chosen; by default as without settings.
+        video: how frames are chosen.
         """
         self._settings = settings
-        self._video = video
+        self._video = VideoSettings() if video is None else video
         self._patch = patch
         self._temporal_patch = temporal_patch
         self._cached_key: object = None
