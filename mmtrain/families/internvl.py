@@ -262,5 +262,6 @@ INTERNVL = Family(
         ),
         (),
     ),
+    video_type="InternVLVideoProcessor",
     ignored=decoder_buffers,
 )

@@ -44,7 +44,9 @@ class ModelFolder:
         if section == "audio":
             return read_audio_settings(self.path, self.settings.model["audio"]["mel_bins"]) or assumed
         if section == "video":
-            return {**assumed, **read_video_settings(self.path), **self.family.video_processor}
+            vision = self.settings.model["vision"]
+            stated = read_video_settings(self.path, self.family.video_type, self.data_settings("image"), vision)
+            return {**assumed, **stated, **self.family.video_processor}
         return assumed
 
     def config_with_tokens(self, num_tokens: int) -> Mapping[str, Any]:

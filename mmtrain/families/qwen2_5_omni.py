@@ -196,6 +196,7 @@ QWEN2_5_OMNI = Family(
         _SHORT,
         (),
     ),
+    video_type="Qwen2VLVideoProcessor",
     ignored=decoder_buffers,
     other_models=tuple(f"{name}." for name in _OTHER_MODELS),
 )

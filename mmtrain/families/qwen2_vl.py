@@ -237,5 +237,6 @@ QWEN2_VL = Family(
     _weights,
     {"config.json": TINY, "preprocessor_config.json": TINY_IMAGES},
     spellings=SPELLINGS,
+    video_type="Qwen2VLVideoProcessor",
     ignored=decoder_buffers,
 )

@@ -203,5 +203,6 @@ QWEN3_VL = Family(
             _VIDEO, _VIDEO, f"<{SECONDS} seconds>{_START}", _END, later_prefix=f"<{SECONDS} seconds>{_START}"
         )
     },
+    video_type="Qwen3VLVideoProcessor",
     ignored=decoder_buffers,
 )

@@ -266,8 +266,8 @@ class VideoSettings(Section):
         affects={"plan", "lengths", "steps", "resume"},
         added_later=True,
         description="`parts`: a video is divided into equal parts, of which each shows its first frame (Qwen2-VL, "
-        "LLaVA-OneVision). `middles`: each shows the one in its middle (InternVL). `ends`: frames are evenly spaced from "
-        "the first to the last one (Qwen3-VL).",
+        "LLaVA-OneVision). `middles`: each shows the one in its middle (InternVL). `ends`: frames are evenly spaced "
+        "from the first to the last one (Qwen3-VL).",
     )
     pixel_limits: Literal["frame", "video"] = setting(
         "frame",
