@@ -8,8 +8,8 @@ from typing import Any
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.folder_files import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
 
-# In the order of `transformers`. The first one holds the processors of all media, each under a key of its own.
-_FILES = (PROCESSOR_FILE, IMAGE_PROCESSOR_FILE)
+# The second one holds the processors of all media of a model, each under a key of its own.
+_FILES = (IMAGE_PROCESSOR_FILE, PROCESSOR_FILE)
 # Keys of `WhisperFeatureExtractor` and of no processor of images.
 _AUDIO_KEYS = frozenset(
     {"chunk_length", "dither", "feature_size", "hop_length", "n_fft", "n_samples",

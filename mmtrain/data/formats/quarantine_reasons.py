@@ -30,7 +30,7 @@ QUARANTINE_REASONS = {
     "not_audio": "not a sound file, or not in a format that mmtrain reads",
     "not_a_video": "not a video, or not in a container that mmtrain reads (playlists are not followed)",
     "empty_audio": "a clip without audio samples",
-    "empty_video": "a video without a duration",
+    "empty_video": "a video without frames",
     "too_many_pixels": "an image or video of more pixels than `data.image.max_source_pixels`; it was not decoded",
     "too_narrow": "a picture or frame that is over 200 times longer than wide, with `data.image.scheme: native`",
     "too_many_bits": "an image of one channel of more than eight bits, which processors would clip to white or black",
