@@ -67,7 +67,7 @@ def _cases(form: str) -> list[tuple[str, dict[str, Any]]]:
     """Return modes, and the options with which Pillow saves a picture of each."""
     modes = ("L", "RGB") if form == "MPO" else MODES
     alone: list[tuple[str, dict[str, Any]]] = [] if form == "MPO" else [(mode, {}) for mode in modes]
-    followed = {mode: {"save_all": True, "append_images": [_picture(mode).transpose(0)]} for mode in modes}
+    followed = {mode: {"save_all": True, "append_images": [_picture(mode).rotate(180)]} for mode in modes}
     keyed: list[tuple[str, dict[str, Any]]] = [(mode, {"transparency": 7}) for mode in ("1", "L", "P", "I;16")]
     keyed.append(("RGB", {"transparency": _picture("RGB").getpixel((3, 3))}))
     return alone + (list(followed.items()) if form in ANIMATED else []) + (keyed if form in ("PNG", "GIF") else [])

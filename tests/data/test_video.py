@@ -3,6 +3,7 @@
 import io
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import av
@@ -16,7 +17,7 @@ from PIL import Image
 from mmtrain.data.media.frame_sampling import first_of_parts
 from mmtrain.data.media.media_bytes import FileMedia, TarMember
 from mmtrain.data.media.mp4_rotation import read_quarter_turns
-from mmtrain.data.media.video import BadVideoError, load_video_frames, read_video_header
+from mmtrain.data.media.video import BadVideoError, VideoHeader, load_video_frames, read_video_header
 from mmtrain.recipe.data_settings import ImageSettings
 from tests.data.archives import movie, tar, wav
 
@@ -94,6 +95,10 @@ def test_a_short_video_yields_no_more_frames_than_it_holds(tmp_path: Path) -> No
     assert _seen(media, 4) == ["red", "red", "blue", "blue"]
 
 
+def _these(numbers: list[int], header: VideoHeader) -> list[int]:
+    return numbers
+
+
 def _uneven(num_frames: int, start_ms: int, form: str, codec: str, options: Mapping[str, str] | None = None) -> bytes:
     """Encode frames that differ, each shown for another time: the rate of the video varies."""
     if codec not in av.codecs_available:
@@ -148,8 +153,8 @@ def test_frames_of_any_container_and_rate_are_found_by_their_numbers(
     assert read_video_header(media, LIMIT).num_frames == len(decoded)
     rng = np.random.default_rng(0)
     for count in (1, 2, 5, 17, len(decoded)):
-        numbers = sorted(rng.choice(len(decoded), count, replace=False).tolist())
-        frames = load_video_frames(media, count, (64, 48), SETTINGS, lambda _, numbers=numbers: numbers)
+        numbers: list[int] = sorted(rng.choice(len(decoded), count, replace=False).tolist())
+        frames = load_video_frames(media, count, (64, 48), SETTINGS, partial(_these, numbers))
         for number, frame in zip(numbers, frames, strict=True):
             assert np.array_equal(np.asarray(frame), decoded[number]), (count, number)
 

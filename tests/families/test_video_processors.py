@@ -36,13 +36,14 @@ EVERY_FRAME = 1 << 20
 
 def _folder(path: Path, family: str, changes: Config, name: str = "video_preprocessor_config.json") -> ModelFolder:
     """Write the JSON files of a tiny model, with changes of its processor of videos; null takes a key away."""
-    files = {file: dict(content) for file, content in FAMILIES[family].tiny.items()}
+    files: dict[str, Config] = {file: dict(content) for file, content in FAMILIES[family].tiny.items()}
     images = files["preprocessor_config.json"]
-    pixels = {
+    pixels: Config = {
         key: images[key] for key in ("size", "image_mean", "image_std", "patch_size", "merge_size") if key in images
     }
-    stated = files.get("video_preprocessor_config.json", {"video_processor_type": CLASSES[family], **pixels})
-    videos = {key: value for key, value in {**stated, **changes}.items() if value is not None}
+    stated: Config = files.get("video_preprocessor_config.json", {"video_processor_type": CLASSES[family], **pixels})
+    changed: Config = {**stated, **changes}
+    videos = {key: value for key, value in changed.items() if value is not None}
     files.pop("video_preprocessor_config.json", None)
     if name == "processor_config.json":
         files[name] = {**files.get(name, {}), "video_processor": videos}
