@@ -42,7 +42,7 @@ from mmtrain.recipe.source_path import SourcePath
 _MEDIA_KIND_BY_COLUMN = {column: kind for kind in MARK_BY_MEDIA_KIND for column in (kind, f"{kind}s")}
 _MEDIA_KIND_BY_EXTENSION_COLUMN = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp"), "image"),
-    **dict.fromkeys(("wav", "flac", "mp3"), "audio"),
+    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"), "audio"),
     "mp4": "video",
 }
 _TEXT_COLUMNS = (*TEXT_KEYS, "system", "tools", "functions", "id", "template")

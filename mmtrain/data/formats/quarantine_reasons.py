@@ -35,6 +35,7 @@ QUARANTINE_REASONS = {
     "too_narrow": "a picture or frame that is over 200 times longer than wide, with `data.image.scheme: native`",
     "too_many_bits": "an image of one channel of more than eight bits, which processors would clip to white or black",
     "video_too_long": "a video longer than `data.video.max_seconds`, unless `data.video.long_clips` is `cut`",
+    "audio_length": "the header of a clip does not say how long it is; PyAV, which would measure it, is not installed",
     "clip_too_long": "a clip longer than `data.audio.max_seconds`, unless `data.audio.long_clips` is `cut`",
     "clip_too_short": "a clip too short to become one LLM token",
     "audio_too_wide": "a clip of more than 32 channels or a sample rate above 384 kHz",

@@ -11,10 +11,11 @@ from mmtrain.data.callbacks import NotifyCallback, ProgressCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import Quarantined, Sample, find_unusable
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
-from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, decoded_duration_s
+from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ
 from mmtrain.data.media.image_grids import Grid
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError, Media
+from mmtrain.data.media.sound_files import decode_sound
 from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError
@@ -192,7 +193,8 @@ class _Decoder:
                 return None
             settings = self.encoders.get(item.kind)
             if settings is None:
-                decoded_duration_s(item.media)
+                for _ in decode_sound(item.media):
+                    pass
             else:
                 reader = ITEM_READERS[settings.modality](settings, self.data)  # threads must not share its cache
                 reader.load_cells(item.kind, item.media, 0, len(item.grids), item.grids[0])

@@ -33,8 +33,8 @@ class BadImageError(BadMediaError):
 def read_image_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
     """Return the upright width and height from the header.
 
-    Also checks, without decoding, that the end of a JPEG or PNG file is there. Raises `BadImageError` for what no
-    decoder could use, and for more than `max_source_pixels` pixels.
+    Also checks that the end of the file is there, and decodes the image only where it is not seen. Raises
+    `BadImageError` for what no decoder could use, and for more than `max_source_pixels` pixels.
     """
     is_file = isinstance(media, FileMedia) and not is_url(media.path)
     size = fast_image_size(media.path) if isinstance(media, FileMedia) and is_file else _fast_size_in_archive(media)
@@ -43,8 +43,17 @@ def read_image_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
     with _open_image(media, max_source_pixels) as (image, file):
         width, height = upright_size(image, read_orientation(image, file))
         if not has_end(image.format, file):
-            raise BadImageError("truncated", f"{media}: the end of the {image.format} file is missing")
+            _check_complete(image, media)
     return width, height
+
+
+def _check_complete(image: Image.Image, media: Media) -> None:
+    """Decode an image without the usual end: Pillow decides whether pixels are missing. Raises `BadImageError`."""
+    try:
+        image.load()
+    except Exception as error:  # of many types, as in `_open_image`
+        what = f"{media}: the end of the {image.format} file is missing ({error})"
+        raise BadImageError("truncated", what) from None
 
 
 def _fast_size_in_archive(media: Media) -> tuple[int, int] | None:

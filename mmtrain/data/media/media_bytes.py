@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from mmtrain.data.media.data_urls import decode_base64
-from mmtrain.data.media.nearest_name import suggest_existing
+from mmtrain.data.media.nearest_name import show_path, suggest_existing
 from mmtrain.data.remote.locations import open_location
 from mmtrain.recipe.source_path import is_url
 
@@ -132,14 +132,14 @@ Media = FileMedia | TarMember | ParquetCell | InlineMedia
 
 def describe_missing(media: Media) -> str:
     """Say that a medium's file does not exist, and which existing one may be meant."""
-    is_here = isinstance(media, FileMedia) and not is_url(media.path)
-    suggestion = suggest_existing(str(media)) if is_here else ""
-    return f"{media}: no such file{suggestion}"
+    if isinstance(media, FileMedia) and not is_url(media.path):
+        return f"{show_path(media.path)}: no such file{suggest_existing(media.path)}"
+    return f"{media}: no such file"
 
 
 def describe_changed(what: object) -> str:
     """Say that a medium, or what was found of it, is not as it was when the lengths of samples were read."""
-    return f"{what}: it has changed since lengths were read; touch the data file, so that they are read again"
+    return f"{what}: it has changed since lengths were read; start again, so that they are read again"
 
 
 class _FileSlice(io.RawIOBase):
