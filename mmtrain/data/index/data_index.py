@@ -24,6 +24,7 @@ from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.index.frozen_samples import warn_of_frozen_samples
 from mmtrain.data.index.index_cache import IndexCache, StoredIndex
+from mmtrain.data.index.media_versions import MediaVersions
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
 from mmtrain.data.index.sample_sources import SampleSources, find_mixture, sample_uses
 from mmtrain.data.index.sample_table import SampleTable, content_json, sample_record
@@ -160,7 +161,10 @@ class DataIndex:
         """Return what the user should know: that it comes from the cache, what was quarantined, and warnings."""
         remarks = []
         if self.cache_folder:
-            remarks.append(f"{len(self.lengths):,} samples are known from the index cached in {self.cache_folder}")
+            remarks.append(
+                f"{len(self.lengths):,} samples are known from the index cached in {self.cache_folder}, and no media "
+                "file of this machine has changed since; to read all lengths anew, remove that folder"
+            )
         if self.quarantined:
             total = len(self.lengths) + len(self.quarantined)
             counts = f"{len(self.quarantined):,} of {total:,} samples are set aside ({_count_kinds(self.quarantined)})"
@@ -297,17 +301,18 @@ def _read_sources(
         joined = {unit for unit, encoder in recipe.model.all_encoders.items() if tile_join(encoder, recipe.data)}
         columns = _IndexColumns(records, _units_with_items(recipe), joined, _timed_units(recipe))
         quarantined: list[Quarantined] = []
-        for entry in notify_progress(measure_samples(recipe, sources, tokenizer), notify):
+        versions = None if cache is None else MediaVersions()
+        for entry in notify_progress(measure_samples(recipe, sources, tokenizer, versions), notify):
             if isinstance(entry, MeasuredSample):
                 columns.add(entry)
             else:
                 quarantined.append(entry)
         arrays = columns.arrays()
         content_sha256 = columns.content.hexdigest()
-        if cache is None:
+        if cache is None or versions is None:
             table = SampleTable(records.getvalue(), arrays["ends"])  # type: ignore[attr-defined]
             return StoredIndex(table, arrays, tuple(quarantined), content_sha256, tokenizer.warnings)
-        return cache.store(records, arrays, quarantined, content_sha256, tokenizer.warnings)
+        return cache.store(records, versions, arrays, quarantined, content_sha256, tokenizer.warnings)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, count_frames, 
 from mmtrain.data.media.image_grids import Grid, MediumItems
 from mmtrain.data.media.images import CellArray, Float32Array, Uint8Array
 from mmtrain.data.media.joined_tiles import TileJoin
-from mmtrain.data.media.media_bytes import Media, describe_changed
+from mmtrain.data.media.media_bytes import BadMediaError, Media, describe_changed
 from mmtrain.data.media.sound_files import BadAudioError, SoundLength, read_sound_length, require_soundfile
 from mmtrain.data.media.vision_items import VisionItemDecoder, check_image_settings, read_vision_items
 from mmtrain.recipe.audio_settings import AudioSettings
@@ -43,6 +43,7 @@ class VisionItemReader:
         self._settings = settings
         self._data = data
         self._decoder = VisionItemDecoder(data.image, settings.patch, settings.temporal_patch, data.video)
+        self._unchanged: object = None  # the last medium that had the expected items
 
     def check_settings(self) -> None:
         """Raise `DataError` if no image could have a valid size."""
@@ -54,7 +55,21 @@ class VisionItemReader:
 
     def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Uint8Array:
         """Return the patches of one tile or frame."""
+        medium = kind, media, num_parts, grid
+        if self._unchanged != medium:
+            self._check_unchanged(kind, media, num_parts, grid)
+            self._unchanged = medium
         return self._decoder.patches(kind, media, part, num_parts, grid)
+
+    def _check_unchanged(self, kind: MediaKind, media: Media, num_parts: int, grid: Grid) -> None:
+        """Raise `BadMediaError` for a medium that would become other items than it was indexed as.
+
+        It would be stretched to its former shape otherwise.
+        """
+        grids = self.read_items(kind, media).grids
+        is_one_tile = kind == "image" and num_parts == 1 and not self._data.image.tile_several
+        if (grids[:1] if is_one_tile else grids) != (grid,) * num_parts:
+            raise BadMediaError("undecodable", describe_changed(media))
 
 
 class AudioItemReader:
