@@ -15,6 +15,7 @@ import soundfile
 from mmtrain.data.index.data_check import check_sources
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.sound_files import BadAudioError, decode_sound, read_sound_length
+from mmtrain.data.media.sound_lengths import judge_stated_length
 from mmtrain.recipe.data_settings import SourceSettings
 
 RATE = 16_000
@@ -141,6 +142,17 @@ def test_clips_that_only_ffmpeg_measures_name_what_to_install(tmp_path: Path, mo
             read_sound_length(FileMedia(str(tmp_path / name)), 100.0)
         assert refused.value.kind == kind
     assert read_sound_length(FileMedia(str(tmp_path / "good.mp3")), 100.0).num_samples == round(SECONDS * RATE)
+
+
+@pytest.mark.parametrize("num_samples", [1, 16, 4095, 4096, 4097, 50_000])
+@pytest.mark.parametrize("subtype", ["PCM_16", "PCM_24"])
+@pytest.mark.parametrize("loudness", [0.0, 1.0])
+def test_whole_flac_files_need_no_decoding(num_samples: int, subtype: str, loudness: float) -> None:
+    for num_channels in (1, 2, 6):
+        buffer = io.BytesIO()
+        wave = loudness * np.random.default_rng(0).uniform(-1, 1, (num_samples, num_channels))
+        soundfile.write(buffer, wave, RATE, format="FLAC", subtype=subtype)
+        assert judge_stated_length("FLAC", subtype, num_samples, buffer) == "exact"
 
 
 def test_what_is_too_long_is_not_decoded_to_its_end_to_be_measured(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ _MPEG_KBITS = (
     (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
 )
 _MPEG_RATES_HZ = (44_100, 48_000, 32_000)  # of MPEG 1; half of them for MPEG 2, a quarter for 2.5
+_MAX_SCANNED_BYTES = 1 << 30  # a day of MP3; a larger file would fill the memory
 _MPEG_1 = 3  # the code of its version
 _XING_END = 48  # of the place in the first frame where its number of frames may be
 _MAX_LOST_FRAMES = 4  # 0.1 s at the end of an MP3 file
@@ -46,6 +47,9 @@ def judge_stated_length(file_format: str, subtype: str, num_samples: int, file: 
         if last is None or last > num_samples or num_samples > _MAX_FLAC_SAMPLES:
             return "unknown"
         return "exact" if last == num_samples else "too_long"
+    is_scanned = file_format == "OGG" or subtype.startswith("MPEG")
+    if is_scanned and file.seek(0, os.SEEK_END) > _MAX_SCANNED_BYTES:
+        return "unknown"
     if file_format == "OGG":  # only the first of several streams would be measured and decoded
         file.seek(0)
         return "exact" if len(_OGG_FIRST_PAGE.findall(file.read())) == 1 else "unknown"
@@ -131,7 +135,8 @@ def _flac_samples(file: BinaryIO) -> int | None:
     ends = []
     at = tail.find(mark)
     while at >= 0:
-        end = _flac_frame_end(tail[at : at + _FLAC_FRAME_HEADER_BYTES], block if is_fixed else 1)
+        header = tail[at : at + _FLAC_FRAME_HEADER_BYTES].ljust(_FLAC_FRAME_HEADER_BYTES, b"\0")
+        end = _flac_frame_end(header, block if is_fixed else 1)  # a frame of silence is shorter than that
         if end is not None:
             ends.append(end)
         at = tail.find(mark, at + 1)
@@ -143,7 +148,7 @@ def _flac_frame_end(header: bytes, unit: int) -> int | None:
 
     unit: the samples that the number in the header counts in.
     """
-    block_code = header[2] >> 4 if len(header) == _FLAC_FRAME_HEADER_BYTES else 0
+    block_code = header[2] >> 4
     if not block_code or header[3] & 1:
         return None
     number_bytes = max(8 - (header[4] ^ 0xFF).bit_length(), 1)  # the leading ones, as in UTF-8
