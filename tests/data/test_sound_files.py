@@ -15,7 +15,7 @@ import soundfile
 from mmtrain.data.index.data_check import check_sources
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.sound_files import BadAudioError, decode_sound, read_sound_length
-from mmtrain.data.media.sound_lengths import judge_stated_length
+from mmtrain.data.media.sound_lengths import classify_stated_length
 from mmtrain.recipe.data_settings import SourceSettings
 
 RATE = 16_000
@@ -152,7 +152,7 @@ def test_whole_flac_files_need_no_decoding(num_samples: int, subtype: str, loudn
         buffer = io.BytesIO()
         wave = loudness * np.random.default_rng(0).uniform(-1, 1, (num_samples, num_channels))
         soundfile.write(buffer, wave, RATE, format="FLAC", subtype=subtype)
-        assert judge_stated_length("FLAC", subtype, num_samples, buffer) == "exact"
+        assert classify_stated_length("FLAC", subtype, num_samples, buffer) == "exact"
 
 
 def test_what_is_too_long_is_not_decoded_to_its_end_to_be_measured(tmp_path: Path) -> None:

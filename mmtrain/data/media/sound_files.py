@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, NotAFileError, TarMember, describe_missing
-from mmtrain.data.media.sound_lengths import judge_stated_length
+from mmtrain.data.media.sound_lengths import classify_stated_length
 from mmtrain.data.optional_packages import require_package
 from mmtrain.errors import DataError, RemoteReadError
 from mmtrain.recipe.source_path import is_url
@@ -205,7 +205,7 @@ def _choose_decoder(media: Media, file: BinaryIO, closing: ExitStack) -> _Clip:
     except soundfile.LibsndfileError as error:
         return _open_with_ffmpeg(media, file, closing, "not_audio", error.error_string)
     position = file.tell()
-    length = judge_stated_length(sound.format, sound.subtype, sound.frames, file)
+    length = classify_stated_length(sound.format, sound.subtype, sound.frames, file)
     file.seek(position)  # where libsndfile goes on
     if length == "exact":
         return _SndfileClip(media, sound)

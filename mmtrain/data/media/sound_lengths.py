@@ -34,7 +34,7 @@ _FLAC_BLOCKS = {
 StatedLength = Literal["exact", "too_long", "unknown"]
 
 
-def judge_stated_length(file_format: str, subtype: str, num_samples: int, file: BinaryIO) -> StatedLength:
+def classify_stated_length(file_format: str, subtype: str, num_samples: int, file: BinaryIO) -> StatedLength:
     """Return whether a clip has as many samples as libsndfile read from the header of its file.
 
     `too_long`: the end of the file is missing. `unknown`: there may be more or fewer samples.
@@ -55,11 +55,11 @@ def judge_stated_length(file_format: str, subtype: str, num_samples: int, file: 
         return "exact" if len(_OGG_FIRST_PAGE.findall(file.read())) == 1 else "unknown"
     if subtype.startswith("MPEG"):
         file.seek(0)
-        return _judge_mp3(file.read(), num_samples) if file_format == "MP3" else "unknown"
+        return _classify_mp3(file.read(), num_samples) if file_format == "MP3" else "unknown"
     return "exact"
 
 
-def _judge_mp3(content: bytes, num_samples: int) -> StatedLength:
+def _classify_mp3(content: bytes, num_samples: int) -> StatedLength:
     """Compare the frames of an MP3 file with the number that its first frame states, or else with its samples."""
     start = _id3_bytes(content)
     first = content[start : start + _mp3_frame_bytes(content, start)]
