@@ -108,6 +108,10 @@ class TemplateTokenizer:
         self.end_ids = frozenset(end_ids)
         self.warnings: tuple[str, ...] = () if self._teaches_end() else (self._describe_missing_end(),)
 
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what pickles do not keep whole: the tokenizer to which special tokens are text."""
+        return {name: value for name, value in vars(self).items() if name != "_text_tokenizer"}
+
     @classmethod
     def load(cls, path: Path, family_markups: Markups | None = None) -> "TemplateTokenizer":
         """Read a model folder. Raises `DataError`."""
