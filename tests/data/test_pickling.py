@@ -10,10 +10,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mmtrain.data import Sample, Turn
-from mmtrain.data.loading.pickling import find_unpicklable
+from mmtrain.data import GroupStream, PayloadNeed, Sample, Turn, build_index
+from mmtrain.data.loading.batch_builder import StepBuilder, StepRequest
+from mmtrain.data.loading.pickling import find_unpicklable, pickle_for_process
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
+from mmtrain.families import FAMILIES as MODEL_FAMILIES
+from mmtrain.weights.tiny_model import write_tiny_model
 from tests.data.model_folders import FAMILIES, Family, draw_text, write_folder
+from tests.data.steps import same
+from tests.flow.tiny_families import load_tiny_recipe
+from tests.weights.test_tiny_model import VARIANTS
+
+FOLDERS = {**MODEL_FAMILIES, **VARIANTS}
 
 
 def draw_sample(family: Family, random: Random, number: int) -> Sample:
@@ -43,6 +51,27 @@ def test_tokenizers_encode_the_same_after_pickling(tmp_path: Path, name: str, wa
         np.testing.assert_array_equal(sent.prompt_ids(sample, {}), tokenizer.prompt_ids(sample, {}))
         assert count_sent(sample, {}) == count(sample, {})
     assert (sent.end_ids, sent.item_ids, sent.warnings) == (tokenizer.end_ids, tokenizer.item_ids, tokenizer.warnings)
+
+
+QUICK = ("gemma3", "qwen2_5_omni", "qwen3_vl")  # pictures of one size and of any, and clips beside them
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FOLDERS]
+)
+def test_steps_of_every_family_are_the_same_after_pickling(tmp_path: Path, name: str) -> None:
+    """Send what builds steps as a pool of workers does: index, stream, tokenizer and the settings of processors."""
+    folder = tmp_path / "model"
+    write_tiny_model(FOLDERS[name], folder, seed=0, num_train=48)
+    recipe = load_tiny_recipe(folder, "{}", f"data.sources.0.path={folder}/conversations/train.json").recipe
+    index = build_index(recipe)
+    builder = StepBuilder(index, GroupStream.of(recipe, index), recipe)
+    encoders = tuple(recipe.model.all_encoders)
+    ones = dict.fromkeys((*encoders, "llm"), 1)
+    needs = (*(PayloadNeed(unit, 0, media=True) for unit in encoders), PayloadNeed("llm", 0, ids=True, labels=True))
+    request = StepRequest(0, ones, dict.fromkeys(ones, 4), needs)
+    sent: StepBuilder = pickle.loads(pickle_for_process(builder, "a test"))
+    assert same(sent.build(request), builder.build(request))
 
 
 def bad() -> Callable[[], int]:
