@@ -22,7 +22,7 @@ from mmtrain.balance.batch_meta import FloatArray, IntArray, ItemLengths, Sample
 from mmtrain.balance.mixture import Mixture
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.sample import Quarantined, Sample
-from mmtrain.data.index.frozen_samples import warn_of_frozen_samples
+from mmtrain.data.index.frozen_samples import warn_of_idle_training
 from mmtrain.data.index.index_cache import IndexCache, StoredIndex
 from mmtrain.data.index.media_versions import MediaVersions
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
@@ -200,6 +200,7 @@ def build_index(
 
     Raises:
         DataError: a source cannot be read, no sample is usable or teaches anything, or no image fits the settings.
+        RecipeError: every parameter of the model is frozen.
         TooManyBadSamples: the share of quarantined samples is above `data.max_bad_rate`.
     """
     sources = recipe.data.sources if which == "train" else recipe.data.validation
@@ -223,8 +224,8 @@ def build_index(
         raise DataError(f"{setting}: no usable samples in {', '.join(str(s.path) for s in sources) or 'an empty list'}")
     index = replace(_from_stored(stored, recipe, sources), cache_folder=cache_folder)
     if which == "train":
-        frozen = warn_of_frozen_samples(recipe, index.lengths, index.samples)
-        index = replace(index, warnings=(*index.warnings, *frozen))
+        idle = warn_of_idle_training(recipe, index.lengths, index.samples)
+        index = replace(index, warnings=(*index.warnings, *idle))
     return index
 
 
