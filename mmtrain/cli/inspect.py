@@ -34,8 +34,6 @@ def inspect(
 
 
 def _text(summary: "FolderSummary", is_of_hub: bool) -> str:
-    from mmtrain.weights.inspect_folder import TEXT_FILES
-
     uses = {
         "generator": "a recipe can start its generator from it (model.generator.hf)",
         "autoencoder": "a recipe can draw its latents (model.generator.vae)",
@@ -62,8 +60,9 @@ def _text(summary: "FolderSummary", is_of_hub: bool) -> str:
         )
     if is_of_diffusers:
         return "\n".join(lines)
-    missing = [name for name in TEXT_FILES if name not in summary.text_files]
-    lines.append(f"  beside them: {', '.join(summary.text_files) or 'nothing'}")
+    found = [f"{what} in {file}" for what, file in summary.found_in.items() if file is not None]
+    missing = [what for what, file in summary.found_in.items() if file is None]
+    lines.append(f"  beside them: {', '.join(found) or 'nothing'}")
     if missing:
         lines.append(f"  not there: {', '.join(missing)}")
     lines += [f"  conversations: {problem}" for problem in summary.text_problems]

@@ -9,17 +9,13 @@ from pathlib import Path
 from mmtrain.data.index.feature_counts import count_image_features
 from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ
 from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.data.text.tokenizer_folder import find_template
 from mmtrain.errors import DataError
 from mmtrain.families import read_model_folder
 from mmtrain.families.family import Settings
-from mmtrain.families.folder_files import (
-    IMAGE_PROCESSOR_FILE,
-    TEMPLATE_FILE,
-    TOKENIZER_CONFIG_FILE,
-    TOKENIZER_FILE,
-    WEIGHT_FILES,
-)
+from mmtrain.families.folder_files import TOKENIZER_FILE, WEIGHT_FILES
 from mmtrain.families.model_folder import ModelFolder
+from mmtrain.families.processor_files import read_processor
 from mmtrain.recipe.audio_settings import AudioSettings
 from mmtrain.recipe.data_settings import ImageSettings
 from mmtrain.recipe.vision_settings import VisionSettings
@@ -27,7 +23,11 @@ from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
 
 SHOWN_IMAGES = ((336, 336), (1280, 960), (3840, 2160))  # width x height in pixels
-TEXT_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, TEMPLATE_FILE, IMAGE_PROCESSOR_FILE)
+# Unit -> what prepares its media, and the keys by which `read_processor` finds that.
+_PROCESSORS = {
+    "vision": ("image processor", "image_processor", "image_processor_type"),
+    "audio": ("feature extractor", "feature_extractor", "feature_extractor_type"),
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class FolderSummary:
     tensors: int | None
     num_bytes: int | None
     dtypes: tuple[str, ...] | None
-    text_files: tuple[str, ...]  # of `TEXT_FILES`, those that are there
+    found_in: Mapping[str, str | None]  # what training takes from the folder beside weights -> its file; None: nowhere
     text_problems: tuple[str, ...]  # what is wrong with tokenizer and chat template, and what to know of them
     media_tokens: Mapping[str, float]  # what a medium becomes for the LLM, without the marks around it
 
@@ -68,7 +68,6 @@ def inspect_folder(path: Path) -> FolderSummary:
         UnitSummary(name, settings["layers"], *_width_and_heads(settings), parameters[name])
         for name, settings in folder.settings.model.items()
     )
-    text_files = tuple(name for name in TEXT_FILES if (path / name).is_file())
     summary = FolderSummary(
         folder=str(path),
         family=folder.family.name,
@@ -77,7 +76,7 @@ def inspect_folder(path: Path) -> FolderSummary:
         tensors=None,
         num_bytes=None,
         dtypes=None,
-        text_files=text_files,
+        found_in=_found_in(folder, path),
         text_problems=_text_problems(path),
         media_tokens=_media_tokens(folder),
     )
@@ -115,6 +114,23 @@ def _media_tokens(folder: ModelFolder) -> dict[str, float]:
         audio = AudioSettings.model_validate(units["audio"])
         tokens["second of sound"] = SAMPLE_RATE_HZ / HOP_SAMPLES / audio.cells_per_feature
     return tokens
+
+
+def _found_in(folder: ModelFolder, path: Path) -> dict[str, str | None]:
+    """Return the file in which training finds each thing that it takes from a folder beside the weights.
+
+    The same thing lies in other files from one version of `transformers` to the next.
+    """
+    found: dict[str, str | None] = {"tokenizer": TOKENIZER_FILE if (path / TOKENIZER_FILE).is_file() else None}
+    try:
+        found["chat template"] = find_template(path)[1].removeprefix(f"{path}/")
+    except DataError:
+        found["chat template"] = None
+    for unit, (what, key, type_key) in _PROCESSORS.items():
+        if unit in folder.settings.model:
+            processor = read_processor(path, key, type_key)
+            found[what] = None if processor is None else processor[0].name
+    return found
 
 
 def _text_problems(path: Path) -> tuple[str, ...]:
