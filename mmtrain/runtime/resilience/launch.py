@@ -55,15 +55,17 @@ class _RankExit:
 def launch_local(num_ranks: int, target: Callable[[Address], None], saves_on_stop: bool = False) -> None:
     """Run `target` in `num_ranks` processes of this machine and wait for all of them.
 
-    On CPU the ranks are forked, so that torch and Megatron are imported once; CUDA does not survive a fork. When a
-    rank fails the others are ended and the first failure is raised here, so that the user reads one message. Stop
-    signals are passed on, and the ranks get all the time they need to save; a second Ctrl-C ends them at once.
+    On CPU the ranks are forked, so that torch and Megatron are imported once; CUDA does not survive a fork, and a
+    program that calls this may have chosen to spawn (`multiprocessing.set_start_method`). When a rank fails the others
+    are ended and the first failure is raised here, so that the user reads one message. Stop signals are passed on, and
+    the ranks get all the time they need to save; a second Ctrl-C ends them at once.
 
     That holds for a `target` that listens to stop signals and saves (`saves_on_stop`), also if this process is killed:
     then its ranks get SIGTERM. The ranks of any other target end at once.
     """
     # Two calls rather than a computed name: the type of a context depends on its name.
-    context = mp.get_context("spawn") if torch.cuda.is_available() else mp.get_context("fork")
+    must_spawn = torch.cuda.is_available() or mp.get_start_method(allow_none=True) == "spawn"
+    context = mp.get_context("spawn") if must_spawn else mp.get_context("fork")
     port = free_port()
     ranks: dict[BaseProcess, Connection] = {}
     with SignalPipe() as signals:
