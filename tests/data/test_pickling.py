@@ -13,9 +13,13 @@ import pytest
 from mmtrain.data import GroupStream, PayloadNeed, Sample, Turn, build_index
 from mmtrain.data.loading.batch_builder import StepBuilder, StepRequest
 from mmtrain.data.loading.pickling import find_unpicklable, pickle_for_process
+from mmtrain.data.service.producer import Producer
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
+from mmtrain.errors import RunError
 from mmtrain.families import FAMILIES as MODEL_FAMILIES
+from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.weights.tiny_model import write_tiny_model
+from tests.data.fake_step_builders import FakeStepBuilder, UnsendableStepBuilder
 from tests.data.model_folders import FAMILIES, Family, draw_text, write_folder
 from tests.data.steps import same
 from tests.flow.tiny_families import load_tiny_recipe
@@ -72,6 +76,14 @@ def test_steps_of_every_family_are_the_same_after_pickling(tmp_path: Path, name:
     request = StepRequest(0, ones, dict.fromkeys(ones, 4), needs)
     sent: StepBuilder = pickle.loads(pickle_for_process(builder, "a test"))
     assert same(sent.build(request), builder.build(request))
+
+
+def test_a_producer_whose_workers_cannot_start_leaves_its_address() -> None:
+    """Its context would wait at exit for a socket that stays open, after the message that names what is wrong."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(RunError, match=r"readers\['video'\].* cannot be sent to loader workers"):
+        Producer(UnsendableStepBuilder(), {}, address, 1, print)  # type: ignore[arg-type]
+    Producer(FakeStepBuilder(), {}, address, 1, print)._close()  # type: ignore[arg-type]
 
 
 def bad() -> Callable[[], int]:
