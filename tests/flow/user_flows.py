@@ -37,8 +37,8 @@ MODEL_FROM_SCRATCH = {
     "llm": {"layers": 2, "hidden": 32, "heads": 2, "ffn": 64, "vocab": DEMO_VOCAB_SIZE},
 }
 TRAIN = {"steps": 2, "global_batch": 4, "optimizer": {"lr": 1e-3}}
-SEQ_LEN = 512
-SEQ_LEN_FROM_SCRATCH = 1088  # above the largest image that the defaults of `data.image` allow
+# Above the largest image that the defaults of `data.image` allow, and above a short video of Qwen2.5-Omni (854 tokens).
+SEQ_LEN = 1088
 
 _MARK = re.compile("<(image|audio|video)>")
 
@@ -241,7 +241,6 @@ def write_flow(flow: Flow, folder: Path) -> Path:
     if flow.family == FROM_SCRATCH:
         generate_demo(conversations, seed=0, train=NUM_SAMPLES, heldout=1)
         data["tokenizer"] = str(conversations / "tokenizer.json")
-        data["seq_len"] = SEQ_LEN_FROM_SCRATCH
         model = MODEL_FROM_SCRATCH
     else:
         write_tiny_model(FAMILIES[flow.family], folder / "model", seed=0, num_train=NUM_SAMPLES)
