@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.data.available_cores import CORE_COUNT_VARIABLE
+from mmtrain.machine_limits import CORE_COUNT_VARIABLE
 from mmtrain.report import read_metrics
 from tests.flow.spawned_command import LOG_VARIABLE, SPAWNED_RANK
 from tests.flow.user_flows import FLOWS, FORMATS, PLACEMENTS, QUICK_FLOWS, TRAIN, Flow, media_families, write_flow
