@@ -7,6 +7,7 @@ from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.tied_embeddings import tied_by_either
 from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import (
     ParameterSource,
@@ -95,13 +96,12 @@ def text_settings(config: ConfigSection) -> Settings:
         config.value(key)
     has_section = config.value("text_config") is not None
     text = config.section("text_config") if has_section else config
-    is_tied = config.flag("tie_word_embeddings", False)
     reject_sliding_windows(text)
-    llm = decoder_settings(text, _DEFAULTS, qkv_bias=True)
+    llm = tied_by_either(config, decoder_settings(text, _DEFAULTS, qkv_bias=True))
     if has_section:
         text.finish()
-    sections = llm["rope_sections"] or _DEFAULT_SECTIONS
-    return {**llm, "rope_sections": sections, "tie_embeddings": is_tied or llm["tie_embeddings"]}
+        config.allow_copies_of(text)
+    return {**llm, "rope_sections": llm["rope_sections"] or _DEFAULT_SECTIONS}
 
 
 def tower_settings(tower: ConfigSection, hidden: int) -> Settings:

@@ -13,9 +13,8 @@ from mmtrain.errors import ModelFolderError
 from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Settings
-from mmtrain.families.folder_files import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE, VIDEO_PROCESSOR_FILE
+from mmtrain.families.processor_files import read_processor
 
-_VIDEO_KEY = "video_processor"  # in a file with the processors of all media
 _TYPE_KEY = "video_processor_type"
 _EVERY_FRAME = 1 << 20  # more than any video has here
 _HALF = (0.5, 0.5, 0.5)
@@ -57,35 +56,17 @@ def read_video_settings(folder: Path, processor_type: str, image: Settings, visi
     Without a video processor the limits of images are those of frames too. Raises ModelFolderError for a file that
     cannot be read, or that states what is not supported.
     """
-    for name in (PROCESSOR_FILE, VIDEO_PROCESSOR_FILE, IMAGE_PROCESSOR_FILE):
-        config = _read_config(folder / name)
-        if name == PROCESSOR_FILE:
-            config = config.get(_VIDEO_KEY)
-        if isinstance(config, dict) and config:
-            return _video_settings({_TYPE_KEY: processor_type, **_stated(config)}, folder / name, image, vision)
-    return {}
-
-
-def _read_config(path: Path) -> Any:
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    stated = read_processor(folder, "video")
+    if stated is None:
         return {}
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(f"cannot read {path}: {error}") from None
-    return config if isinstance(config, dict) else {}
+    return _video_settings({_TYPE_KEY: processor_type, **stated.config}, stated.where, image, vision)
 
 
-def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys with a value: null stands for what the class assumes."""
-    return {key: value for key, value in config.items() if value is not None}
-
-
-def _video_settings(config: Mapping[str, Any], path: Path, image: Settings, vision: Settings) -> Settings:
+def _video_settings(config: Mapping[str, Any], where: str, image: Settings, vision: Settings) -> Settings:
     kind = str(config[_TYPE_KEY])
     if kind not in _PROCESSORS:
         supported = ", ".join(_PROCESSORS)
-        raise ModelFolderError(f"{path}: {_TYPE_KEY} {kind!r} is not supported yet; supported: {supported}")
+        raise ModelFolderError(f"{where}: {_TYPE_KEY} {kind!r} is not supported yet; supported: {supported}")
     section, processor = ConfigSection(config), _PROCESSORS[kind]
     _check_pixels(section, processor, image, vision)
     settings = {
@@ -94,7 +75,7 @@ def _video_settings(config: Mapping[str, Any], path: Path, image: Settings, visi
         **(_pixel_limits(section, processor) if processor.side is None else {}),
     }
     if section.problems:
-        raise ModelFolderError(f"{path} ({kind}): " + "; ".join(section.problems))
+        raise ModelFolderError(f"{where} ({kind}): " + "; ".join(section.problems))
     return settings
 
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from mmtrain.data.index.feature_counts import count_image_features
 from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.data.text.tokenizer_folder import find_template
-from mmtrain.errors import DataError
+from mmtrain.errors import DataError, ModelFolderError
 from mmtrain.families import read_model_folder
 from mmtrain.families.family import Settings
 from mmtrain.families.folder_files import TOKENIZER_FILE, WEIGHT_FILES
@@ -25,8 +27,8 @@ from mmtrain.weights.match_tensors import match_tensors
 SHOWN_IMAGES = ((336, 336), (1280, 960), (3840, 2160))  # width x height in pixels
 # Unit -> what prepares its media, and the keys by which `read_processor` finds that.
 _PROCESSORS = {
-    "vision": ("image processor", "image_processor", "image_processor_type"),
-    "audio": ("feature extractor", "feature_extractor", "feature_extractor_type"),
+    "vision": ("image processor", "image"),
+    "audio": ("feature extractor", "audio"),
 }
 
 
@@ -52,6 +54,8 @@ class FolderSummary:
     tensors: int | None
     num_bytes: int | None
     dtypes: tuple[str, ...] | None
+    tensors_passed_over: tuple[str, ...]  # that hold nothing of their own
+    has_own_head: bool  # an output matrix, although the config ties it to the embeddings
     found_in: Mapping[str, str | None]  # what training takes from the folder beside weights -> its file; None: nowhere
     text_problems: tuple[str, ...]  # what is wrong with tokenizer and chat template, and what to know of them
     media_tokens: Mapping[str, float]  # what a medium becomes for the LLM, without the marks around it
@@ -76,6 +80,8 @@ def inspect_folder(path: Path) -> FolderSummary:
         tensors=None,
         num_bytes=None,
         dtypes=None,
+        tensors_passed_over=(),
+        has_own_head=folder.has_own_head,
         found_in=_found_in(folder, path),
         text_problems=_text_problems(path),
         media_tokens=_media_tokens(folder),
@@ -83,12 +89,13 @@ def inspect_folder(path: Path) -> FolderSummary:
     if not any((path / name).exists() for names in WEIGHT_FILES for name in names):
         return summary
     stored = FolderTensors.of(path)
-    match_tensors(folder, stored)
+    matched = match_tensors(folder, stored)
     files = {weight.file for weight in stored.tensors.values()}
     return replace(
         summary,
         files=len(files),
         tensors=len(stored.tensors),
+        tensors_passed_over=matched.passed_over,
         num_bytes=sum((path / file).stat().st_size for file in files),
         dtypes=tuple(sorted({DTYPES.get(weight.dtype, weight.dtype) for weight in stored.tensors.values()})),
     )
@@ -107,7 +114,7 @@ def _media_tokens(folder: ModelFolder) -> dict[str, float]:
     units = folder.settings.model
     if "vision" in units and "image" in folder.settings.data:
         vision = VisionSettings.model_validate(units["vision"])
-        image = ImageSettings.model_validate(folder.data_settings("image"))
+        image = _image_settings(folder)
         for width, height in SHOWN_IMAGES:
             tokens[f"image of {width} x {height}"] = count_image_features(width, height, vision, image)
     if "audio" in units:
@@ -126,11 +133,21 @@ def _found_in(folder: ModelFolder, path: Path) -> dict[str, str | None]:
         found["chat template"] = find_template(path)[1].removeprefix(f"{path}/")
     except DataError:
         found["chat template"] = None
-    for unit, (what, key, type_key) in _PROCESSORS.items():
+    for unit, (what, medium) in _PROCESSORS.items():
         if unit in folder.settings.model:
-            processor = read_processor(path, key, type_key)
-            found[what] = None if processor is None else processor[0].name
+            processor = read_processor(path, medium)
+            found[what] = None if processor is None else processor.where.removeprefix(f"{path}/")
     return found
+
+
+def _image_settings(folder: ModelFolder) -> ImageSettings:
+    try:
+        return ImageSettings.model_validate(folder.data_settings("image"))
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors())
+        raise ModelFolderError(
+            f"{folder.path}: no pictures can be prepared as its processor says: {problems}"
+        ) from None
 
 
 def _text_problems(path: Path) -> tuple[str, ...]:

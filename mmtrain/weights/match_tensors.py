@@ -1,11 +1,12 @@
 """Compare the tensors of a folder with those that its family expects, and name all that differ at once."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import ModelFolder, ParameterSource
+from mmtrain.families.weight_layouts import respell
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 
 MAX_NAMES_IN_MESSAGE = 40  # a folder of another model lacks thousands
@@ -19,6 +20,7 @@ class MatchedFolder:
     fresh: Mapping[str, ParameterSource]  # likewise, of those that the folder lacks, as it may
     carried: tuple[str, ...]  # tensors that this model does not compute
     of_other_models: tuple[str, ...]  # tensors of models that are not trained
+    passed_over: tuple[str, ...]  # tensors that nothing here needs: buffers, and the copy of a tied matrix
 
 
 def match_tensors(
@@ -54,9 +56,12 @@ def match_tensors(
             f"{setting}: the weights in {folder.path} are not those of its config.json ({family.name}), "
             f"{len(problems)} differ:\n  " + "\n  ".join(shown) + rest
         )
+    passed_over = stored.tensors.keys() - expected_names
     by_name = {source.name: source for source in sources}
     fresh_by_name = {source.name: source for source in fresh}
-    return MatchedFolder(by_name, fresh_by_name, tuple(carried), () if unit is not None else tuple(of_others))
+    if unit is not None:
+        of_others = []
+    return MatchedFolder(by_name, fresh_by_name, tuple(carried), tuple(of_others), tuple(sorted(passed_over)))
 
 
 def _belongs_to(name: str, unit: str, folder: ModelFolder) -> bool:
@@ -68,25 +73,6 @@ def _belongs_to(name: str, unit: str, folder: ModelFolder) -> bool:
 
 def _tensor_shapes(sources: Iterable[ParameterSource]) -> dict[str, tuple[int, ...]]:
     return {tensor: shape for source in sources for tensor, shape in source.tensor_shapes().items()}
-
-
-def respell(sources: Iterable[ParameterSource], spelling: Sequence[tuple[str, str]]) -> list[ParameterSource]:
-    """Return the sources with the names of tensors in one spelling of the family."""
-    return [
-        replace(
-            source,
-            blocks=tuple(replace(block, tensor=_rename(block.tensor, spelling)) for block in source.blocks),
-        )
-        for source in sources
-    ]
-
-
-def _rename(tensor: str, spelling: Sequence[tuple[str, str]]) -> str:
-    """Replace the first prefix of the spelling that the name has."""
-    for prefix, replacement in spelling:
-        if tensor.startswith(prefix):
-            return replacement + tensor.removeprefix(prefix)
-    return tensor
 
 
 def _num_known(sources: Iterable[ParameterSource], stored: FolderTensors) -> int:
