@@ -51,7 +51,7 @@ def gemma3_text_settings(config: ConfigSection) -> Settings:
     query_scale = config.number("query_pre_attn_scalar", 256)
     if query_scale != settings["head_dim"]:
         settings = {**settings, "query_scale": query_scale}
-    window = config.optional_integer("sliding_window", 4096)
+    window = config.integer("sliding_window", 4096)
     pattern = config.integer("sliding_window_pattern", 6)
     in_blocks = window_settings(config, settings["layers"], window, lambda block: (block + 1) % pattern == 0)
     if in_blocks["window"] is None:

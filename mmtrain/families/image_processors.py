@@ -31,7 +31,9 @@ def read_image_settings(folder: Path, passed: Mapping[str, object] | None = None
     supported.
     """
     stated = read_processor(folder, "image")
-    return None if stated is None else image_processor_settings({**stated.config, **(passed or {})}, stated.where)
+    if stated is None or _is_of_clips(stated.config):
+        return None
+    return image_processor_settings({**stated.config, **(passed or {})}, stated.where)
 
 
 def image_processor_settings(config: Mapping[str, object], where: str) -> Settings:
@@ -56,6 +58,11 @@ def image_processor_settings(config: Mapping[str, object], where: str) -> Settin
     if section.problems:
         raise ModelFolderError(f"{where} ({kind}): " + "; ".join(section.problems))
     return settings
+
+
+def _is_of_clips(config: Mapping[str, object]) -> bool:
+    """Return whether a file that may state processors of both states that of clips only."""
+    return "image_processor_type" not in config and config.get("feature_extractor_type") == "WhisperFeatureExtractor"
 
 
 def _kind(config: Mapping[str, object]) -> str:
@@ -210,10 +217,11 @@ def _normalization(
     filter_number = section.value("resample")
     if filter_number is None:
         filter_number = assumed_filter
-    if filter_number not in _FILTERS:
+    if type(filter_number) is not int or filter_number not in _FILTERS:
         section.reject("resample", f"filter {filter_number} is not supported yet; supported: 1, 2, 3")
+        filter_number = assumed_filter
     return {
-        "resample": _FILTERS.get(filter_number, "bicubic"),
+        "resample": _FILTERS[filter_number],
         "mean": _three(section, "image_mean", mean),
         "std": _three(section, "image_std", std),
     }

@@ -69,6 +69,8 @@ def llava_settings(
     config.require("multimodal_projector_bias", True, default=True)
     feature_layer = _feature_layer(config, feature_layer)
     text, tower = config.section("text_config"), config.section("vision_config")
+    if not tower:
+        config.reject("vision_config", "missing; allowed: the section of a CLIP or SigLIP tower")
     llm = tied_by_either(config, text_settings(text, text_type))
     activation = config.choice("projector_hidden_act", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}, "gelu")
     vision = {

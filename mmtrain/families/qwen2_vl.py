@@ -104,11 +104,14 @@ def text_settings(config: ConfigSection) -> Settings:
     return {**llm, "rope_sections": llm["rope_sections"] or _DEFAULT_SECTIONS}
 
 
-def tower_settings(tower: ConfigSection, hidden: int) -> Settings:
-    """Return the settings that the encoders of this line have in common; `hidden` is their width."""
+def tower_settings(tower: ConfigSection, hidden: int, depth: int = 32, patch: int = 14) -> Settings:
+    """Return the settings that the encoders of this line have in common.
+
+    hidden: their width. depth, patch: what the family assumes of blocks and patches if the config does not say.
+    """
     tower.require("in_channels", 3, default=3)
     tower.require("in_chans", 3, default=3)  # as folders of the hub name it
-    patch = tower.integer("patch_size", 14)
+    patch = tower.integer("patch_size", patch)
     tower.require("spatial_patch_size", patch, default=patch)
     rotary = tower.section("rope_parameters")
     rotary.require("rope_type", "axial", default="axial")
@@ -116,7 +119,7 @@ def tower_settings(tower: ConfigSection, hidden: int) -> Settings:
     rotary.finish()
     merge = tower.integer("spatial_merge_size", 2)
     return {
-        "layers": tower.integer("depth", 32),
+        "layers": tower.integer("depth", depth),
         "hidden": hidden,
         "heads": tower.integer("num_heads", 16),
         "patch": patch,

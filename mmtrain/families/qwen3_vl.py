@@ -79,7 +79,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
         config.value(key)
     llm = _text_settings(config)
     tower = config.section("vision_config")
-    common = tower_settings(tower, tower.integer("hidden_size", 1152))
+    common = tower_settings(tower, tower.integer("hidden_size", 1152), depth=27, patch=16)
     tower.require("out_hidden_size", llm["hidden"], default=3584)
     vision = {
         **common,

@@ -64,7 +64,7 @@ def test_keys_of_configs(family: str, tmp_path: Path) -> None:
 
     tiny = dict(FAMILIES[family].tiny["config.json"])
     their_class = getattr(transformers, tiny["architectures"][0]).config_class
-    num_compared = 0
+    num_compared, differences = 0, []
     for path in _paths(tiny):
         for name, change in CHANGES.items():
             config = _changed(tiny, path, change)
@@ -77,8 +77,10 @@ def test_keys_of_configs(family: str, tmp_path: Path) -> None:
             except Exception:  # whatever they raise: ours may then assume a default
                 continue
             _write(tmp_path, "config.json", {**theirs, "architectures": tiny["architectures"]})
-            assert _settings(tmp_path) == ours, (name, path)
+            if _settings(tmp_path) != ours:
+                differences.append((name, path))
             num_compared += 1
+    assert not differences
     assert num_compared > 10
 
 
@@ -92,8 +94,8 @@ def _data(folder: Path, section: str) -> Settings | None:
 def _sweep(
     folder: Path, file: str, section: str, full: dict[str, Any], their_dict: Callable[[], dict[str, Any]]
 ) -> int:
-    """Change each key of a processor's file; return how often ours and theirs were compared."""
-    num_compared = 0
+    """Change each key of a processor's file; return how often ours and theirs were compared, and were equal."""
+    num_compared, differences = 0, []
     for path in _paths(full):
         for name, change in CHANGES.items():
             _write(folder, file, _changed(full, path, change))
@@ -105,8 +107,10 @@ def _sweep(
             except Exception:  # whatever they raise: ours may then assume a default
                 continue
             _write(folder, file, theirs)
-            assert _data(folder, section) == ours, (name, path)
+            if _data(folder, section) != ours:
+                differences.append((name, path))
             num_compared += 1
+    assert not differences
     return num_compared
 
 

@@ -109,7 +109,7 @@ def test_the_exported_config_does_not_tie(name: str, tmp_path: Path) -> None:
     """Servers that go by the config alone would tie them."""
     folder = _tied(name, tmp_path / "model")
     _with_head(folder, is_copy=False)
-    out = export_again(folder, recipe_from(folder, "data.seq_len=4096"))
+    out = export_again(folder, recipe_from(folder, "data.seq_len=131072"))
     assert content(out) == content(folder)
     config = json.loads((out / "config.json").read_text())
     assert not config["tie_word_embeddings"]
