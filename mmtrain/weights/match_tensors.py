@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import takewhile
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import ModelFolder, ParameterSource
@@ -28,15 +29,16 @@ def match_tensors(
 ) -> MatchedFolder:
     """Return what every parameter is made of.
 
-    setting: that named the folder. unit: the only one of the folder that is needed, without its projector; then all
-        other tensors are passed over.
+    setting: that named the folder. unit: the only one of the folder that is needed, without its projector; then tensors
+        of other units are passed over.
 
     Raises ModelFolderError with all tensors that are missing, unknown, of another shape or of a type that is not read.
     """
     family = folder.family
-    expected = list(family.weights(folder.settings))
+    of_family = list(family.weights(folder.settings))
+    expected = of_family
     if unit is not None:
-        expected = [source for source in expected if _belongs_to(source.name, unit, folder)]
+        expected = [source for source in of_family if _belongs_to(source.name, unit, folder)]
     spelling = max(family.spellings, key=lambda candidate: _num_known(respell(expected, candidate), stored))
     sources = respell(expected, spelling)
     optional = [source for source in sources if source.may_be_missing]
@@ -44,10 +46,15 @@ def match_tensors(
     sources = [source for source in sources if source not in fresh]
     carried = _tensor_shapes(respell(folder.settings.carried if unit is None else (), spelling))
     shapes = _tensor_shapes(sources) | carried
-    ignored = family.ignored(folder.settings) if unit is None else ("",)
+    ignored = family.ignored(folder.settings)
     of_others = sorted(name for name in stored.tensors if name.startswith(family.other_models))
     expected_names = shapes.keys() | set(of_others)
-    unknown = sorted(name for name in stored.tensors.keys() - expected_names if not name.endswith(ignored))
+    of_folder = respell([*of_family, *folder.settings.carried], spelling)
+    known = expected_names | _tensor_shapes(of_folder).keys()
+    scope = "" if unit is None else _common_module(shapes)  # strange tensors elsewhere do not concern a unit
+    unknown = sorted(
+        name for name in stored.tensors.keys() - known if name.startswith(scope) and not name.endswith(ignored)
+    )
     problems = [*_missing(shapes, stored, unknown), *_unknown(unknown, shapes), *_misshaped(shapes, stored)]
     if problems:
         shown = problems[:MAX_NAMES_IN_MESSAGE]
@@ -69,6 +76,13 @@ def _belongs_to(name: str, unit: str, folder: ModelFolder) -> bool:
     projector = f"{unit}.layers.{folder.settings.model[unit]['layers'] + 1}."
     is_of_projector = unit != "llm" and name.startswith(projector) and not name.startswith(f"{projector}post_norm.")
     return name.startswith(f"{unit}.") and not is_of_projector
+
+
+def _common_module(names: Iterable[str]) -> str:
+    """Return the prefix of the innermost module that holds all tensors, empty if that is the model."""
+    columns = zip(*(name.split(".") for name in names), strict=False)
+    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, columns)]
+    return "".join(f"{part}." for part in shared)
 
 
 def _tensor_shapes(sources: Iterable[ParameterSource]) -> dict[str, tuple[int, ...]]:

@@ -63,3 +63,18 @@ def test_only_buffers_are_passed_over_and_they_are_told(family: str, tmp_path: P
     assert known
     matched = match_tensors(folder, FolderTensors(tmp_path, {**tensors, **dict.fromkeys(known, buffer)}))
     assert matched.passed_over == tuple(sorted(known))
+
+
+@pytest.mark.parametrize(("family", "unit"), [("llava", "vision"), ("llava", "llm"), ("qwen2_audio", "audio")])
+def test_a_unit_needs_its_own_tensors_only_and_knows_them(family: str, unit: str, tmp_path: Path) -> None:
+    folder = _folder(tmp_path, family)
+    tensors = _tensors(folder, 0)
+    matched = match_tensors(folder, FolderTensors(tmp_path, tensors), unit=unit)
+    used = {tensor for source in matched.sources.values() for tensor in source.tensor_shapes()}
+    only = FolderTensors(tmp_path, {name: tensors[name] for name in used})
+    assert match_tensors(folder, only, unit=unit).sources.keys() == matched.sources.keys()
+    stray = (
+        next(name for name in sorted(used) if ".layers." in name).replace(".weight", ".gate").replace(".bias", ".gate")
+    )
+    with pytest.raises(ModelFolderError, match=f"{re.escape(stray)}: not a tensor of this model"):
+        match_tensors(folder, FolderTensors(tmp_path, {**tensors, stray: only.tensors[min(used)]}), unit=unit)
