@@ -114,6 +114,7 @@ def _sweep(
     return num_compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", IMAGED)
 def test_keys_of_image_processors(family: str, tmp_path: Path) -> None:
     from transformers import AutoImageProcessor

@@ -86,6 +86,7 @@ def test_clips_and_videos_are_looked_for_in_the_same_order(tmp_path: Path) -> No
     assert _data(folder, "video")["max_frames"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["preprocessor_config", "video_preprocessor_config", "processor_config"])
 def test_null_states_nothing(file: str, tmp_path: Path) -> None:
     """Change each key of each file to null: pictures, clips and videos are read or refused, and inspect shows them."""

@@ -15,6 +15,7 @@ from mmtrain.families import FAMILIES, read_model_folder
 ABSENT = object()
 KEY = "tie_word_embeddings"
 NESTED = [name for name, family in FAMILIES.items() if "text_config" in family.tiny["config.json"]]
+QUICK = ("llava_onevision", "qwen2_audio", "qwen2_vl")  # each another rule; building the models takes time
 FLAT_LAYOUTS = ["qwen2_vl", "qwen2_5_vl"]  # whose older folders state the keys of the LLM beside others
 
 
@@ -57,7 +58,9 @@ def _tie_values() -> Iterator[tuple[object, object]]:
     yield from product((ABSENT, True, False), repeat=2)
 
 
-@pytest.mark.parametrize("family", NESTED)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NESTED]
+)
 def test_embeddings_are_tied_as_the_class_of_the_family_ties_them(tmp_path: Path, family: str) -> None:
     for outer, inner in _tie_values():
         config = _config(family, {KEY: outer}, {KEY: inner})
@@ -73,6 +76,7 @@ def test_embeddings_of_a_bare_decoder_are_tied_as_it_says(tmp_path: Path, family
         assert ours == theirs, value
 
 
+@pytest.mark.slow
 def test_the_head_of_a_whole_omni_belongs_to_its_thinker(tmp_path: Path) -> None:
     import transformers
 
