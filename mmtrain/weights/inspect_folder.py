@@ -25,7 +25,7 @@ from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
 
 SHOWN_IMAGES = ((336, 336), (1280, 960), (3840, 2160))  # width x height in pixels
-# Unit -> what prepares its media, and the keys by which `read_processor` finds that.
+# Unit -> what prepares its media, and the medium by which `read_processor` finds that.
 _PROCESSORS = {
     "vision": ("image processor", "image"),
     "audio": ("feature extractor", "audio"),
