@@ -136,7 +136,7 @@ def _found_in(folder: ModelFolder, path: Path) -> dict[str, str | None]:
     for unit, (what, medium) in _PROCESSORS.items():
         if unit in folder.settings.model:
             processor = read_processor(path, medium)
-            found[what] = None if processor is None else processor.where.removeprefix(f"{path}/")
+            found[what] = None if processor is None else processor.path.name
     return found
 
 
