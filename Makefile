@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-slow test-all check format schema surface clean
+.PHONY: demo test test-slow test-long test-all check format schema surface clean
 
 # torch comes first and alone: what follows must build against the pinned version, and never replace it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -24,12 +24,15 @@ export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed      ## the test suite
-	$(BIN)/pytest $(PARALLEL) -m 'not slow'
+	$(BIN)/pytest $(PARALLEL) -m 'not slow and not long'
 
 test-slow: $(VENV)/.installed ## its long runs, and property tests on many examples
-	$(BIN)/pytest $(PARALLEL) -m 'slow or hypothesis' --hypothesis-profile=thorough
+	$(BIN)/pytest $(PARALLEL) -m '(slow or hypothesis) and not long' --hypothesis-profile=thorough
 
-test-all: test test-slow      ## the test suite with its long runs
+test-long: $(VENV)/.installed ## the heaviest comparisons, which CI leaves out: before a release, or after a change they cover
+	$(BIN)/pytest $(PARALLEL) -m long
+
+test-all: test test-slow test-long ## all three
 
 check: $(VENV)/.installed     ## format, lint, types, layers
 	$(BIN)/ruff format --check .
