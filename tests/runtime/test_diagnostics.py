@@ -54,6 +54,16 @@ def test_unsupported_and_absent_versions_are_reported() -> None:
     assert absent.remedy == "pip install 'none-such>=2'"
 
 
+def test_of_two_pins_that_of_this_python_is_compared() -> None:
+    now, later = f"{sys.version_info[0]}.{sys.version_info[1]}", f"{sys.version_info[0]}.{sys.version_info[1] + 1}"
+    pins = [f"numpy==1; python_version < '{later}'", f"numpy==2; python_version >= '{later}'"]
+    [other] = unmet_requirements(pins)
+    assert other.what.endswith("mmtrain supports ==1")
+    assert other.remedy == "pip install 'numpy==1'"
+    [other] = unmet_requirements([pin.replace(later, now) for pin in pins])
+    assert other.remedy == "pip install 'numpy==2'"
+
+
 def test_a_gpu_that_torch_cannot_use_is_reported_as_missing_support(tmp_path: Path) -> None:
     [none] = accelerator_diagnostics(False, False, {}, tmp_path / "nvidia0")
     assert none.kind == "slow"

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -296,11 +296,7 @@ class LayerFactory:
             ),
             self_attn_bda=add_output,
             pre_mlp_layernorm=Norm,
-            mlp=ModuleSpec(
-                module=MLP,
-                params={"ffn_hidden_size": self.block.ffn},
-                submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear),
-            ),
+            mlp=compat.mlp_builder(MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear), self.block.ffn),
             mlp_bda=add_output,
         )
         layer = PackedTransformerBlock(

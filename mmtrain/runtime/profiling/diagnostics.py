@@ -84,14 +84,15 @@ def unmet_requirements(requirements: Iterable[str]) -> Iterator[Diagnostic]:
     for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
+        remedy = f"pip install '{requirement.name}{requirement.specifier}'"
         try:
             installed = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            yield Diagnostic("missing", f"{requirement.name}, which mmtrain needs", f"pip install '{requirement}'")
+            yield Diagnostic("missing", f"{requirement.name}, which mmtrain needs", remedy)
             continue
         if not requirement.specifier.contains(installed, prereleases=True):
             what = f"{requirement.name} {installed} is installed, mmtrain supports {requirement.specifier}"
-            yield Diagnostic("missing", what, f"pip install '{requirement}'")
+            yield Diagnostic("missing", what, remedy)
 
 
 def accelerator_diagnostics(
