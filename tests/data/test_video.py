@@ -245,3 +245,17 @@ def test_missing_frames_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadVideoError, match="0 of 1 frames are there") as rejected:
         load_video_frames(media, 1, (32, 24), SETTINGS, lambda _: [100])
     assert rejected.value.kind == "truncated"
+
+
+def test_a_tag_that_is_no_text_costs_nothing(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        container.metadata["title"] = "TITLE"
+        stream = container.add_stream("mpeg4", rate=20)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        container.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48), "red"))))
+        container.mux(stream.encode(None))
+    content = buffer.getvalue()
+    assert content.count(b"TITLE") == 1
+    media = _file(tmp_path / "x", content.replace(b"TITLE", b"T\xefT\xe9\xff"))
+    assert read_video_header(media, LIMIT).num_frames == 1

@@ -54,6 +54,13 @@ def test_unsupported_and_absent_versions_are_reported() -> None:
     assert absent.remedy == "pip install 'none-such>=2'"
 
 
+def test_a_package_of_an_extra_may_be_absent_but_not_of_another_version() -> None:
+    optional = ["numpy<1; extra == 'video'", "none-such>=1; extra == 'video'", "pytest<1; extra == 'dev'"]
+    [old] = unmet_requirements(optional, ["video"])
+    assert old.what.startswith("numpy ")
+    assert old.remedy == "pip install 'numpy<1'"
+
+
 def test_of_two_pins_that_of_this_python_is_compared() -> None:
     now, later = f"{sys.version_info[0]}.{sys.version_info[1]}", f"{sys.version_info[0]}.{sys.version_info[1] + 1}"
     pins = [f"numpy==1; python_version < '{later}'", f"numpy==2; python_version >= '{later}'"]

@@ -34,6 +34,7 @@ from mmtrain.data.media.arrow_files import ARROW_SUFFIX, ArrowFile
 from mmtrain.data.media.data_urls import find_data_urls, is_data_url, read_url_head
 from mmtrain.data.media.media_bytes import Media, ParquetCell
 from mmtrain.data.media.parquet_cells import PARQUET_BATCH_ROWS, decode_dictionary
+from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.data.remote.locations import open_location
 from mmtrain.errors import DataError, RemoteReadError
 from mmtrain.recipe.data_settings import LimitSettings
@@ -129,6 +130,7 @@ def _open(path: SourcePath) -> Any:
     except (DataError, RemoteReadError):
         raise
     except Exception as error:  # pyarrow's errors have no common base
+        check_package_fits(error, "pyarrow")
         raise DataError(f"{path}: not {kind}, or a damaged one: {error}") from None
 
 
@@ -152,6 +154,7 @@ def _read_row_group(source: _ParquetSource, row_group: int, first_row: int) -> I
     except RemoteReadError:
         raise
     except Exception as error:
+        check_package_fits(error, "pyarrow")
         what = f"{path}, row group {row_group}: its rows from {num_read} on cannot be read"
         reason = f"{what}: {type(error).__name__}: {error}"
         yield Quarantined(str(path), first_row + num_read, str(path), "parquet_broken", reason)

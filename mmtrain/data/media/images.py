@@ -14,6 +14,7 @@ from mmtrain.data.media.image_formats import describe_unknown_format, supported_
 from mmtrain.data.media.image_headers import fast_image_size, fast_image_size_in_stream
 from mmtrain.data.media.image_orientation import SWAPS_SIDES, read_orientation, turn_upright, upright_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, NotAFileError, describe_missing
+from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.errors import RemoteReadError
 from mmtrain.recipe.data_settings import ImageSettings
 from mmtrain.recipe.source_path import is_url
@@ -147,6 +148,7 @@ def _image_errors(media: Media) -> Iterator[None]:
     except (BadImageError, RemoteReadError):
         raise
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ...
+        check_package_fits(error, "pillow")
         raise BadImageError("undecodable", f"{media}: {type(error).__name__}: {error}") from None
 
 

@@ -17,6 +17,7 @@ import pyarrow.parquet
 
 from mmtrain.data.media.arrow_files import ARROW_SUFFIX, map_column
 from mmtrain.data.media.data_urls import decode_base64, find_data_urls
+from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.data.remote.locations import Version, location_version, open_location
 from mmtrain.recipe.source_path import is_url
 
@@ -46,6 +47,7 @@ def read_cell(file: str, row_group: int, column: str, row: int, place: int | Non
             return io.BytesIO(decode_base64(value.as_py().partition(",")[2].encode()))
         return io.BytesIO(value.as_buffer())
     except (pa.ArrowException, LookupError, AttributeError) as error:
+        check_package_fits(error, "pyarrow")
         raise OSError(f"{type(error).__name__}: {error}") from None
 
 

@@ -15,9 +15,10 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mmtrain.data.media.containers import open_container
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, NotAFileError, TarMember, describe_missing
 from mmtrain.data.media.sound_lengths import classify_stated_length
-from mmtrain.data.optional_packages import require_package
+from mmtrain.data.optional_packages import check_package_fits, require_package
 from mmtrain.errors import DataError, RemoteReadError
 from mmtrain.recipe.source_path import is_url
 
@@ -192,6 +193,7 @@ def _open_clip(media: Media) -> Iterator[_Clip]:
     except (BadAudioError, RemoteReadError):
         raise
     except Exception as error:
+        check_package_fits(error, "soundfile", "av")
         # The libraries' own messages, without the name of our stream.
         why = getattr(error, "error_string", None) or getattr(error, "strerror", None) or error
         raise BadAudioError(kind, f"{media}: {type(error).__name__}: {why}") from None
@@ -234,10 +236,7 @@ def _open_with_ffmpeg(media: Media, file: BinaryIO, closing: ExitStack, kind: st
         reason = f"{media}: {why}; FFmpeg may read it: {_INSTALL_PYAV}"
         raise BadAudioError(kind, reason) from None
     file.seek(0)
-    options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
-    # PyAV 19 reads metadata that are no UTF-8 as they are, and has no such argument any more.
-    lenient = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
-    container = closing.enter_context(av.open(file, container_options=options, **lenient))
+    container = closing.enter_context(open_container(av, file, _CONTAINERS))
     stream = container.streams.best("audio")
     if stream is None:
         raise BadAudioError("not_audio", f"{media}: it has no sound")

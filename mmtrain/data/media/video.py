@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
+from mmtrain.data.media.containers import open_container
 from mmtrain.data.media.fitting import Size, fit_picture
 from mmtrain.data.media.media_bytes import BadMediaError, Media, NotAFileError, describe_missing
 from mmtrain.data.media.mp4_rotation import read_quarter_turns
-from mmtrain.data.optional_packages import require_package
+from mmtrain.data.optional_packages import check_package_fits, require_package
 from mmtrain.errors import RemoteReadError
 from mmtrain.recipe.data_settings import ImageSettings
 
@@ -237,14 +238,11 @@ def _stated_seconds(stream: Any) -> float | None:
 def _open_video(media: Media, broken: str, max_source_pixels: int) -> Iterator[tuple[Any, Any]]:
     """Yield the container of a video and its first video stream; errors become a `BadVideoError` of kind `broken`."""
     av = require_package("av", "video", f"{media}: reading videos")
-    container_options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
     codec_options = {"max_pixels": str(max_source_pixels)}  # a later frame may be larger than the header states
     try:
         with (
             media.open() as file,
-            av.open(
-                file, options=codec_options, container_options=container_options, metadata_errors="ignore"
-            ) as container,
+            open_container(av, file, _CONTAINERS, options=codec_options) as container,
         ):
             if not container.streams.video:
                 raise BadVideoError("not_a_video", f"{media}: it has no pictures")
@@ -258,5 +256,6 @@ def _open_video(media: Media, broken: str, max_source_pixels: int) -> Iterator[t
     except (BadVideoError, RemoteReadError):
         raise
     except Exception as error:
+        check_package_fits(error, "av")
         why = getattr(error, "strerror", None) or error  # FFmpeg's own message, without the number of our stream
         raise BadVideoError(broken, f"{media}: {type(error).__name__}: {why}") from None

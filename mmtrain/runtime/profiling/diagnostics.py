@@ -5,7 +5,7 @@ import importlib.metadata
 import os
 import resource
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -76,19 +76,23 @@ def package_diagnostics() -> Iterator[Diagnostic]:
         what = "mmtrain's own list of requirements: it runs from a folder and is not installed, so that no versions are"
         yield Diagnostic("missing", f"{what} compared", "pip install -e .")
         return
-    yield from unmet_requirements(requirements)
+    extras = importlib.metadata.metadata("mmtrain").get_all("Provides-Extra") or ()
+    yield from unmet_requirements(requirements, [extra for extra in extras if extra != "dev"])
 
 
-def unmet_requirements(requirements: Iterable[str]) -> Iterator[Diagnostic]:
-    """Yield requirements of mmtrain itself that the installed packages do not meet."""
+def unmet_requirements(requirements: Iterable[str], extras: Sequence[str] = ()) -> Iterator[Diagnostic]:
+    """Yield requirements of mmtrain that the installed packages do not meet; those of `extras` may be absent."""
     for requirement in map(Requirement, requirements):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        marker = requirement.marker
+        is_required = marker is None or marker.evaluate({"extra": ""})
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
             continue
         remedy = f"pip install '{requirement.name}{requirement.specifier}'"
         try:
             installed = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            yield Diagnostic("missing", f"{requirement.name}, which mmtrain needs", remedy)
+            if is_required:
+                yield Diagnostic("missing", f"{requirement.name}, which mmtrain needs", remedy)
             continue
         if not requirement.specifier.contains(installed, prereleases=True):
             what = f"{requirement.name} {installed} is installed, mmtrain supports {requirement.specifier}"
