@@ -1,4 +1,5 @@
 """What must work with every set of versions: the demo trains in each placement, and without Triton."""
+
 import json
 import os
 import subprocess
