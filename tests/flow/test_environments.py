@@ -31,6 +31,8 @@ def _run(folder: Path, *arguments: str, python_path: Path | None = None) -> subp
 def losses(tmp_path_factory: pytest.TempPathFactory) -> Losses:
     """Return the function that trains in a placement, with or without Triton, and returns the losses of the steps."""
     folder = tmp_path_factory.mktemp("demo")
+    (folder / "recipes").mkdir()
+    (folder / "recipes" / "demo.yaml").write_bytes((ROOT / "recipes" / "demo.yaml").read_bytes())
     hiding = folder / "hiding"
     hiding.mkdir()
     (hiding / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")  # in every rank's process
@@ -40,7 +42,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> Losses:
     def train(placement: str, hides_triton: bool) -> list[float]:
         settings = [part for s in (*SETTINGS, f"parallel.placement={placement}") for part in ("--set", s)]
         run = folder / f"{placement}-{hides_triton}"
-        arguments = ("train", str(ROOT / "recipes" / "demo.yaml"), *settings, "--run-dir", str(run))
+        arguments = ("train", "recipes/demo.yaml", *settings, "--run-dir", str(run))
         done = _run(folder, *arguments, python_path=hiding if hides_triton else None)
         assert done.returncode == 0, done.stderr
         assert [remark for remark in REMARKS if remark in done.stdout + done.stderr] == []
