@@ -39,8 +39,9 @@ def check_package_fits(error: Exception, *packages: str) -> None:
     """
     if not _is_misuse(error):
         return
+    versions = " or ".join(map(_with_version, packages))
     raise DataError(
-        f"{' or '.join(map(_with_version, packages))} cannot be called as mmtrain calls it ({type(error).__name__}: {error}); install a "
+        f"{versions} cannot be called as mmtrain calls it ({type(error).__name__}: {error}); install a "
         "version that mmtrain supports: `mmtrain doctor` names it"
     ) from error
 

@@ -53,6 +53,7 @@ def _check_complete(image: Image.Image, media: Media) -> None:
     try:
         image.load()
     except Exception as error:  # of many types, as in `_open_image`
+        check_package_fits(error, "pillow")
         what = f"{media}: the end of the {image.format} file is missing ({error})"
         raise BadImageError("truncated", what) from None
 
