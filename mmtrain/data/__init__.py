@@ -14,7 +14,7 @@ from mmtrain.data.loading.batch_builder import BadSampleTracker, BatchBuilder, S
 from mmtrain.data.loading.payload import EncoderPayload, PayloadNeed, TextPayload
 from mmtrain.data.stream.group_stream import GroupStream, validation_batches
 from mmtrain.data.text.chat_tokenizer import ChatTokenizer
-from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer, load_tokenizer
 from mmtrain.data.text.sample_tokenizer import EncodedSample, SampleTokenizer
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "TextPayload",
     "Turn",
     "build_index",
+    "load_recipe_tokenizer",
     "load_tokenizer",
     "read_quarantine",
     "validation_batches",

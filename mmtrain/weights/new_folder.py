@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.data.text.chat_folder import write_chat_folder
-from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.families.choose_family import NewFolder, choose_family
 from mmtrain.families.folder_files import CONFIG_FILE, CONVERSATION_FILES, GENERATION_FILE
 from mmtrain.families.new_model import NewModel
@@ -21,7 +21,7 @@ def describe_new_folder(recipe: Recipe) -> NewFolder:
 
     Raises UserError for a model that no family can state, and DataError for its tokenizer.
     """
-    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
+    tokenizer = load_recipe_tokenizer(recipe.data)
     return choose_family(
         NewModel(
             units=_units(recipe),

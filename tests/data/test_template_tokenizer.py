@@ -19,6 +19,7 @@ from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.text.chat_template import TEMPLATE_DATE
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, MediumFeatures, TimedItems, total_features
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
+from mmtrain.recipe.text_settings import SpecialTokenSettings
 from tests.data.model_folders import (
     FAMILIES,
     MARK_ANSWERS,
@@ -179,7 +180,8 @@ def test_text_between_special_tokens_is_encoded_as_in_the_whole(case: Case) -> N
     for _ in range(20):
         drawn = draw(case, random)
         rendered = case.judge.apply_chat_template(drawn.messages, tokenize=False)
-        whole, in_pieces = (case.tokenizer._tokenize(rendered, is_escaped) for is_escaped in (False, True))
+        whole = case.tokenizer._tokenize(rendered)
+        in_pieces = case.tokenizer._tokenize_pieces(rendered, whole)
         assert in_pieces.ids.tolist() == whole.ids.tolist()
         assert in_pieces.starts.tolist() == whole.starts.tolist()
         assert in_pieces.ends.tolist() == whole.ends.tolist()
@@ -240,8 +242,11 @@ def test_an_answer_ends_with_the_terminator(case: Case) -> None:
 
 
 def test_no_text_can_forge_a_special_token(case: Case) -> None:
+    """Not of answers either, if the settings say so: by default they may spell tokens."""
     random = Random(4)
-    count = case.tokenizer.length_counter(10_000)
+    settings = SpecialTokenSettings(answers="none", prompts="none")
+    tokenizer = TemplateTokenizer.load(case.folder, case.family.markups, settings)
+    count = tokenizer.length_counter(10_000)
     special = sorted(case.judge.all_special_ids)
     for _ in range(10):
         drawn = draw(case, random)
@@ -253,7 +258,7 @@ def test_no_text_can_forge_a_special_token(case: Case) -> None:
             text = random.choice((f"{turn.text}x{forged}y", f"{forged}x{turn.text}", f"x{forged}x{turn.text}"))
             forged_turns.append(Turn(turn.role, text))
         forged_sample = replace(drawn.sample, turns=tuple(forged_turns))
-        encoded = case.tokenizer.encode(forged_sample, drawn.features)
+        encoded = tokenizer.encode(forged_sample, drawn.features)
         for ids in (encoded.ids, encoded.labels):
             before = plain.ids if ids is encoded.ids else plain.labels
             assert ids[np.isin(ids, special)].tolist() == before[np.isin(before, special)].tolist()

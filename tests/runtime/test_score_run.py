@@ -185,12 +185,13 @@ def test_scores_are_counted_per_template() -> None:
     a, b, c, d = ask("one", "yes", 1), ask("one", "no", 2, 1), ask("two", "7", 0), ask(None, "no", 0)
     answers = {a: "yes", b: "no", c: "8", d: "no"}
     training = [("one", "no"), ("one", "yes"), ("two", "7"), ("two", "7"), ("two", "9"), ("three", "no")]
-    assert score(answers, {**answers, b: "?"}, training) == (
+    right = {question: question.expected for question in answers}
+    assert score(answers, {**answers, b: "?"}, right, training) == (
         TemplateScore("all", questions=1, exact=1, baseline=0, blanked=None),  # of all answers "7" and "no": "7"
         TemplateScore("one", questions=2, exact=2, baseline=1, blanked=1, modalities=("images", "clips")),  # "no"
         TemplateScore("two", questions=1, exact=0, baseline=1, blanked=None),
     )
-    assert [s.baseline for s in score(answers, answers, [])] == [0, 0, 0]
+    assert [s.baseline for s in score(answers, answers, right, [])] == [0, 0, 0]
 
 
 def test_evenly_spaced_items_are_distinct_and_evenly_spread() -> None:

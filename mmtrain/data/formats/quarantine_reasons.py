@@ -6,6 +6,7 @@ QUARANTINE_REASONS = {
     "tools": "tools or calls of tools that cannot be read, or that the chat format has no place for",
     "chat_template": "the chat template rejects the conversation, or does not show which part of it is an answer",
     "no_answer": "no assistant turn with text to learn from",
+    "target": "it says of a turn or of itself whether to learn it, by a key that cannot be followed",
     "no_caption": "it is no pair of images and a caption, which `captions: draw` of its source needs",
     "image_count": "the user turns hold more or fewer `<image>` marks than the sample has images",
     "audio_count": "the user turns hold more or fewer `<audio>` marks than the sample has clips",

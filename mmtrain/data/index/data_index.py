@@ -28,11 +28,12 @@ from mmtrain.data.index.media_versions import MediaVersions
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
 from mmtrain.data.index.sample_sources import SampleSources, find_mixture, sample_uses
 from mmtrain.data.index.sample_table import SampleTable, content_json, sample_record
+from mmtrain.data.index.spelled_texts import SpelledTexts
 from mmtrain.data.index.stated_lengths import read_stated_lengths
 from mmtrain.data.media.image_grids import MediumGrid, MediumItems
 from mmtrain.data.media.item_readers import tile_join
 from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin, join_media
-from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.data.text.sample_tokenizer import ItemTenths, MediaFeatures, add_queries, split_videos
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.data_settings import SourceSettings
@@ -58,7 +59,7 @@ class DataIndex:
     content_sha256: str = ""  # of all that is in the samples but the location of their files
     cache_folder: Path | None = None  # where it was read from; None if it was built from the data
     modalities: dict[str, str] = field(default_factory=dict)  # encoder unit -> the modality that it reads
-    warnings: tuple[str, ...] = ()  # of the tokenizer
+    warnings: tuple[str, ...] = ()  # of the tokenizer, and of what texts spell
     joins: dict[str, TileJoin] = field(default_factory=dict)  # for encoders whose tiles are joined
     image_sizes: dict[str, IntArray] = field(default_factory=dict)  # theirs: (I, 2) of an item's image; 0: a frame
     # Of encoders whose videos are sampled from end to end: (I,) when an item is shown, in tenths of seconds.
@@ -297,23 +298,26 @@ def _read_sources(
     recipe: Recipe, sources: Sequence[SourceSettings], cache: IndexCache | None, notify: NotifyCallback
 ) -> StoredIndex:
     """Read all sources; store the result if there is a cache."""
-    tokenizer = load_tokenizer(recipe.data.tokenizer_path)
+    tokenizer = load_recipe_tokenizer(recipe.data)
     with _garbage_collection_paused(), io.BytesIO() if cache is None else cache.new_records() as records:
         joined = {unit for unit, encoder in recipe.model.all_encoders.items() if tile_join(encoder, recipe.data)}
         columns = _IndexColumns(records, _units_with_items(recipe), joined, _timed_units(recipe))
         quarantined: list[Quarantined] = []
         versions = None if cache is None else MediaVersions()
+        spelled = SpelledTexts(tokenizer)
         for entry in notify_progress(measure_samples(recipe, sources, tokenizer, versions), notify):
             if isinstance(entry, MeasuredSample):
                 columns.add(entry)
+                spelled.add(entry.sample)
             else:
                 quarantined.append(entry)
         arrays = columns.arrays()
         content_sha256 = columns.content.hexdigest()
+        warnings = (*tokenizer.warnings, *spelled.remarks())
         if cache is None or versions is None:
             table = SampleTable(records.getvalue(), arrays["ends"])  # type: ignore[attr-defined]
-            return StoredIndex(table, arrays, tuple(quarantined), content_sha256, tokenizer.warnings)
-        return cache.store(records, versions, arrays, quarantined, content_sha256, tokenizer.warnings)
+            return StoredIndex(table, arrays, tuple(quarantined), content_sha256, warnings)
+        return cache.store(records, versions, arrays, quarantined, content_sha256, warnings)
 
 
 @contextmanager

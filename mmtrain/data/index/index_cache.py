@@ -81,7 +81,7 @@ class StoredIndex:
     arrays: dict[str, IntArray]
     quarantined: tuple[Quarantined, ...]
     content_sha256: str
-    warnings: tuple[str, ...]  # of the tokenizer
+    warnings: tuple[str, ...]  # of the tokenizer, and of what texts spell
 
 
 class IndexCache:

@@ -23,7 +23,7 @@ from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError
 from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.data.stream.group_stream import GroupStream
-from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.data.text.sample_tokenizer import EncodedSample, SampleTokenizer
 from mmtrain.errors import RunError
 from mmtrain.recipe.modalities import GENERATOR, MODALITIES, VISION
@@ -102,7 +102,7 @@ class BatchBuilder:
         self._needs = needs
         self._num_microbatches = num_microbatches
         self._monitor = monitor
-        self._tokenizer = tokenizer or load_tokenizer(recipe.data.tokenizer_path)
+        self._tokenizer = tokenizer or load_recipe_tokenizer(recipe.data)
         self._bad: dict[int, Quarantined] = {}  # sample id -> why, in the step that is being built
         self._encoders = recipe.model.all_encoders
         self._readers = {
@@ -190,7 +190,7 @@ class StepBuilder:
         self._index = index
         self._stream = stream
         self._recipe = recipe
-        self._tokenizer = load_tokenizer(recipe.data.tokenizer_path)
+        self._tokenizer = load_recipe_tokenizer(recipe.data)
 
     def meta(self, request: StepRequest) -> BatchMeta:
         """Return the samples of the step, and which replica computes each of them in which microbatch."""

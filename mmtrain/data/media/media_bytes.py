@@ -72,29 +72,30 @@ class TarMember:
 
 @dataclass(frozen=True, slots=True)
 class ParquetCell:
-    """A medium in a cell of a Parquet file: its bytes, or a data URL in the conversation that the cell holds."""
+    """A medium in a cell of a Parquet file: its bytes, or a medium in the conversation that the cell holds."""
 
     file: str
     row_group: int
     row: int  # in the row group
     column: str
     place: int | None  # in the list that the cell holds; None where the cell itself holds the bytes
-    url: int | None = None  # the number of a data URL in the cell's conversation; None where the cell holds bytes
+    # The number of a data URL or of bytes in the cell's conversation; None where the cell itself holds the medium.
+    embedded: int | None = None
 
     @property
     def name(self) -> str:
         """Column, row and place."""
-        if self.url is not None:
-            return f"{self.column}[{self.row}], data URL {self.url}"
+        if self.embedded is not None:
+            return f"{self.column}[{self.row}], medium {self.embedded}"
         return f"{self.column}[{self.row}]" if self.place is None else f"{self.column}[{self.row}][{self.place}]"
 
     def open(self) -> BinaryIO:
         """Read the cell into memory. Raises OSError."""
         # pyarrow is an optional package
-        from mmtrain.data.media.parquet_cells import read_cell, read_data_url
+        from mmtrain.data.media.parquet_cells import read_cell, read_embedded
 
-        if self.url is not None:
-            return read_data_url(self.file, self.row_group, self.column, self.row, self.url)
+        if self.embedded is not None:
+            return read_embedded(self.file, self.row_group, self.column, self.row, self.embedded)
         content = read_cell(self.file, self.row_group, self.column, self.row, self.place)
         if content is None:
             raise OSError(f"{self} is empty")

@@ -65,7 +65,7 @@ class AnswerFinder:
 
     def _find_one(self, conversation: Conversation, number: int, text: str) -> Span:
         """Find the answer that is message `number`."""
-        text_span = self._find_text(conversation, number, text)
+        text_span = self.find_text(conversation, number, text)
         start = self._find_start(conversation, number, text)
         if start is None and text_span is not None:
             start = len(text[: text_span[0]].removesuffix(self._facts.answer_lead))
@@ -91,7 +91,7 @@ class AnswerFinder:
             return None
         return len(prompt) if text.startswith(prompt) else None
 
-    def _find_text(self, conversation: Conversation, number: int, text: str) -> Span | None:
+    def find_text(self, conversation: Conversation, number: int, text: str) -> Span | None:
         """Return where the text of a message is, from a rendering with another text in its place."""
         try:
             before, *after = self._render(conversation.with_probe(number), False, conversation.tools).text.split(PROBE)
