@@ -22,9 +22,10 @@ from mmtrain.runtime.world import ALLOCATOR_SETTINGS, ALLOCATOR_VARIABLES
 from tests.data.archives import movie
 from tests.data.model_folders import FAMILIES, write_folder
 from tests.data.rows import Row, row
+from tests.data.thinking_folders import THINKING_FAMILIES
 from tests.pixels import undecodable_png
 from tests.runtime.models import evaluated, recipe, run_folder, teach, whole
-from tests.runtime.taught import COLOURS, Taught, asking
+from tests.runtime.taught import COLOURS, Taught, asking, write
 
 
 def test_a_taught_model_scores_above_its_blind_baselines(taught: Taught, tmp_path: Path) -> None:
@@ -52,6 +53,26 @@ def test_a_model_taught_through_a_chat_template_answers_through_it(taught: Taugh
     result = evaluated(run_folder(tmp_path / "run", settings, teach(settings)))
     assert [score.exact for score in result.templates] == [3, 1]
     assert {(e.expected, e.answered) for e in result.examples} == {(c, c) for c in (*COLOURS, "3")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "learned"), [("qwen3", ""), ("qwen3_thinking", "<think>\nI know.\n</think>\n\n")])
+def test_a_perfect_model_is_right_whatever_it_thinks(tmp_path: Path, name: str, learned: str) -> None:
+    """An empty thought that the template writes, or one that the model writes, is no part of its answer."""
+    folder = write_folder(tmp_path / "model", THINKING_FAMILIES[name])
+    answers = {"What colour is grass?": "green", "What is 1 + 2?": "3", "Is it day?": "yes"}
+    files = []
+    for thought in (learned, "<think>\nThe data thinks this.\n</think>\n\n"):
+        rows = [row(question, thought + answer) for question, answer in answers.items()]
+        files.append(write(tmp_path / f"{len(thought)}.json", rows))
+    plain = recipe(tmp_path / "no-tokenizer.json", files[0], files[1], vocab=1024).model_dump()
+    plain["model"]["vision"] = None
+    plain["data"]["tokenizer"] = folder
+    settings = Recipe.model_validate(plain)
+    result = evaluated(run_folder(tmp_path / "run", settings, teach(settings)))
+    assert (result.total.exact, result.total.questions) == (3, 3)
+    assert {(e.expected, e.answered) for e in result.examples} == {(a, a) for a in answers.values()}
+    assert result.total.baseline == 1, "what the data thinks is no part of the baseline's answer either"
 
 
 def test_one_rank_chooses_the_allocator_as_the_ranks_of_a_run_do(
