@@ -94,7 +94,7 @@ def test_marks_are_told_from_texts_by_structure(
 
 @pytest.mark.parametrize("role", ["system", "tool", "assistant"])
 def test_other_turns_may_spell_marks_too(tmp_path: Path, role: str) -> None:
-    entry = {
+    entry: dict[str, Any] = {
         "messages": [
             {"role": "user", "content": "<image>look"}, {"role": "assistant", "content": "seen"},
             {"role": role, "content": [text_part(TEXT)]}, {"role": "user", "content": "ok?"}, ANSWER,
@@ -149,7 +149,7 @@ def test_a_part_that_holds_its_medium_otherwise_is_named(tmp_path: Path, key: st
 
 def test_structs_of_parquet_files_hold_bytes_in_parts(tmp_path: Path) -> None:
     images = [png("red"), png("blue")]
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"type": "image", "text": None, "image": {"bytes": images[0], "path": "gone.png"}},
         {"type": "text", "text": TEXT, "image": {"bytes": None, "path": None}},
         {"type": "image", "text": None, "image": {"bytes": images[1], "path": None}},
@@ -192,7 +192,7 @@ def test_literal_marks_are_encoded_as_transformers_encodes_the_text(case: Case, 
     """Where the mark is a token of the tokenizer, transformers would take it for a medium: there it is text."""
     sample = read(tmp_path, asked(TEXT))
     as_parts = bool(case.family.media) and "message.content is string" not in case.family.template
-    messages = [{"role": turn.role, "content": written_text(turn.text)} for turn in sample.turns]
+    messages: list[dict[str, Any]] = [{"role": turn.role, "content": written_text(turn.text)} for turn in sample.turns]
     if as_parts:
         messages = [{**message, "content": [text_part(message["content"])]} for message in messages]
     encoded = case.tokenizer.encode(sample, {})

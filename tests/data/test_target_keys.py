@@ -78,7 +78,7 @@ def test_a_key_of_a_turn_is_never_ignored(tmp_path: Path, key: str, value: Any) 
         assert "message 4 of 6" in sample.reason
     else:
         assert isinstance(sample, Sample)
-    part = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": []}]}
+    part: dict[str, Any] = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": []}]}
     part["messages"][1]["content"] = [{"type": "text", "text": "a", key: value}]
     assert getattr(read(tmp_path, part), "kind", "") == "target"
 

@@ -13,5 +13,5 @@ def test_rules_change_logits_as_transformers_does_whole_or_in_slices() -> None:
     pairs = torch.tensor(sorted({(row, int(token)) for row, tokens in enumerate(seen) for token in tokens}))
     rules = LogitRules(pairs[:, 0], pairs[:, 1], 1.7, torch.tensor([3, 11]))
     assert torch.equal(rules.apply(logits, 0), expected)
-    halves = [rules.apply(half, first) for half, first in zip(logits.split(6, dim=1), (0, 6), strict=True)]
+    halves = [rules.apply(half, first) for half, first in zip(torch.split(logits, 6, dim=1), (0, 6), strict=True)]
     assert torch.equal(torch.cat(halves, dim=1), expected)

@@ -69,7 +69,7 @@ def test_a_perfect_model_is_right_whatever_it_thinks(tmp_path: Path, name: str, 
     plain["model"]["vision"] = None
     plain["data"]["tokenizer"] = folder
     settings = Recipe.model_validate(plain)
-    result = evaluated(run_folder(tmp_path / "run", settings, teach(settings)))
+    result = evaluated(run_folder(tmp_path / "run", settings, teach(settings, 900)))
     assert (result.total.exact, result.total.questions) == (3, 3)
     assert {(e.expected, e.answered) for e in result.examples} == {(a, a) for a in answers.values()}
     assert result.total.baseline == 1, "what the data thinks is no part of the baseline's answer either"

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.text.chat_template import RenderError
@@ -38,7 +39,7 @@ def find_thought_end(
     """Find out what a template writes between a thought, as a field of a turn or inside its text, and the answer."""
     inline = {"content": f"<think>\n{_THOUGHT}\n{PLAIN_THOUGHT_END}\n\n{_ANSWER}"}
     for message in ({"content": _ANSWER, "reasoning_content": _THOUGHT}, inline):
-        turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", **message}]
+        turns: list[dict[str, Any]] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", **message}]
         if facts.texts_as_parts:
             turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
         try:

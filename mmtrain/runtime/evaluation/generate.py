@@ -118,9 +118,9 @@ class GreedyGenerator:
             drafts = {mb: _Draft.of(data, mb, max_new_tokens, prompts) for mb in self._microbatches()}
             self._llm.seen = {draft.kv_cache: draft.seen_ids for draft in drafts.values()}
             for mb, draft in drafts.items():
-                prompts = inputs[mb]
-                assert isinstance(prompts, TextInput)
-                inputs[mb] = replace(prompts, kv_cache=draft.kv_cache)
+                of_prompts = inputs[mb]
+                assert isinstance(of_prompts, TextInput)
+                inputs[mb] = replace(of_prompts, kv_cache=draft.kv_cache)
         self._prefiller.run(StepInput(inputs, step_loads(self._graph, data.meta), NO_LOSS))
         for num_left in range(max_new_tokens - 1, -1, -1):
             self._append_tokens(drafts)
