@@ -137,15 +137,11 @@ def build_sample(
         values = _media_values(entry, kind, singular, plural) if is_given else ()
         listed[kind] = [resolve_media(kind, value) for value in values]
     turns, media = place_media(_read_turns(entry, keys, resolve_media), listed, has_marks=not is_pairs)
+    turns = _follow_target_keys(entry, turns, keys)
     try:
         tools = read_tools(entry)
-        if not learns_entry(entry):
-            turns = tuple(replace(turn, is_learned=False) for turn in turns)
     except BadToolsError as bad:
         raise BadSampleError("tools", f"it {bad}") from None
-    except BadTargetKeyError as bad:
-        raise BadSampleError("target", f"it {bad}") from None
-    _check_drawn_are_learned(turns, keys)
     template = entry.get("template")
     images, target_images = _divide_images(media["image"], turns)
     sample = Sample(
@@ -375,12 +371,21 @@ def _read_role(turn: dict[str, Any], role_key: str) -> Role:
     return _ROLES[role]
 
 
-def _check_drawn_are_learned(turns: Sequence[Turn], keys: tuple[str, ...]) -> None:
-    """Raise `BadSampleError` for an answer with an image that is not to be learned: a generator learns every image."""
+def _follow_target_keys(entry: dict[str, Any], turns: tuple[Turn, ...], keys: tuple[str, ...]) -> tuple[Turn, ...]:
+    """Return the turns, none of which is learned if the entry says so.
+
+    Raises `BadSampleError`, also for an answer with an image that is not to be learned: a generator learns every image.
+    """
+    try:
+        if not learns_entry(entry):
+            turns = tuple(replace(turn, is_learned=False) for turn in turns)
+    except BadTargetKeyError as bad:
+        raise BadSampleError("target", f"it {bad}") from None
     for number, turn in enumerate(turns, 1):
         if not turn.is_learned and turn.role == "assistant" and IMAGE_MARK in turn.text:
             where = f"`{keys[0]}`: message {number} of {len(turns)}"
             raise BadSampleError("target", f"{where} holds an image to draw and is not to be learned; remove it")
+    return turns
 
 
 def _read_part(part: Any, resolve_media: MediaResolver) -> str | MediaPart:
