@@ -17,7 +17,7 @@ from mmtrain.recipe.modalities import MediaKind
 # those that `opaque_text` and `chat_template` mark with.
 _FIRST_ESCAPE = 0x10FE00
 _RESERVED = re.compile("[\U0010fe00-\U0010ffff]")
-_THOUGHTS = re.compile(r".*</think>\s*", re.S)  # inside of an answer; a template may render it otherwise without them
+_THOUGHTS = re.compile(r".*</think>", re.S)  # inside of an answer; a template may render it otherwise without them
 
 
 @dataclass(frozen=True)
