@@ -57,7 +57,7 @@ def draw_messages(case: Case, random: Random) -> list[dict[str, Any]]:
     for _ in range(random.randint(1, 3)):
         messages.append({"role": "user", "content": draw_text(random) + spell(inline)})
         thought = f"<think>\n{draw_text(random)}{spell(inline[:2])}\n</think>\n\n" if random.random() < 0.6 else ""
-        text = draw_text(random) + spell([*inline[:3], *case.family.special])
+        text = draw_text(random) + "x" + spell([*inline[:3], *case.family.special])  # never blank behind a thought
         messages.append({"role": "assistant", "content": thought + text})
     return messages
 
