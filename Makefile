@@ -2,17 +2,31 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# A second environment, with other versions within the range of pyproject.toml, for `make test-b`.
+PYTHON_B ?= $(firstword $(shell for python in python3.12 \
+    $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12*/bin/python3.12); do \
+    $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && command -v $$python; done))
+VENV_B := .venv-b
+# What is pinned, and what is installed beside mmtrain; those of the second environment come from `make test-b`.
+CONSTRAINTS := constraints.txt
+BESIDE      :=
 
-.PHONY: demo test test-slow test-all check format schema surface clean
+.PHONY: install demo test test-slow test-long test-all test-b quick-b check format schema surface clean
 
-# torch comes first and alone: what follows must build against the pinned version, and never replace it.
-$(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mmtrain needs Python 3.11: make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv $(VENV)
+NOT_SUPPORTED := mmtrain needs Python 3.11, 3.12 or 3.13, and this is %d.%d: make PYTHON=python3.13 ...
+
+# torch comes first and alone: what follows must build against the pinned version, and never replace it. What pip builds
+# from sources finds the programs of the environment by PATH.
+$(VENV)/.installed: export PATH := $(abspath $(BIN)):$(PATH)
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= (3, 13) and "$(NOT_SUPPORTED)" % v)'
+	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q -c $(CONSTRAINTS) torch $(BESIDE)
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
+
+install: $(VENV)/.installed   ## the environment of all other commands
 
 demo: $(VENV)/.installed      ## demo data, plan, train on CPU, report what it learned
 	$(BIN)/python scripts/demo.py
@@ -24,12 +38,26 @@ export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed      ## the test suite
-	$(BIN)/pytest $(PARALLEL) -m 'not slow'
+	$(BIN)/pytest $(PARALLEL) -m 'not slow and not long'
 
 test-slow: $(VENV)/.installed ## its long runs, and property tests on many examples
-	$(BIN)/pytest $(PARALLEL) -m 'slow or hypothesis' --hypothesis-profile=thorough
+	$(BIN)/pytest $(PARALLEL) -m '(slow or hypothesis) and not long' --hypothesis-profile=thorough
 
-test-all: test test-slow      ## the test suite with its long runs
+test-long: $(VENV)/.installed ## the heaviest comparisons, which CI leaves out: before a release, or after a change they cover
+	$(BIN)/pytest $(PARALLEL) -m long
+
+test-all: test test-slow test-long ## all three
+
+test-b:                       ## tests of what versions change, in the second environment
+	@if [ -z "$(PYTHON_B)" ]; then \
+	    echo "test-b: left out, for there is no Python 3.12 here; name one with make test-b PYTHON_B=..."; \
+	else \
+	    $(MAKE) quick-b PYTHON=$(PYTHON_B) VENV=$(VENV_B) CONSTRAINTS=constraints-b.txt BESIDE=torchvision; \
+	fi
+
+quick-b: $(VENV)/.installed
+	$(BIN)/pytest $(PARALLEL) -m 'not slow and not long' tests/models tests/runtime tests/weights tests/data tests/program
+	$(BIN)/pytest $(PARALLEL) tests/flow/test_environments.py tests/flow/test_megatron_schedule.py
 
 check: $(VENV)/.installed     ## format, lint, types, layers
 	$(BIN)/ruff format --check .
@@ -48,4 +76,4 @@ surface: $(VENV)/.installed   ## after a meant change of what a room exports
 	$(BIN)/python -m tests.test_public_surface
 
 clean:
-	rm -rf $(VENV) runs demo-data build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV_B) runs demo-data build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.errors import RunError
+from mmtrain.system_errors import describe_os_error
 
+# What file systems answer that cannot do what was asked (FUSE, SMB, some of containers), as git and databases read it.
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the system names no file with these
 
 
@@ -21,15 +25,25 @@ def write_whole(path: Path, content: str) -> None:
     Raises OSError that names the file, as the operating system's own does not when the disk is full.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")  # several ranks may write at the same moment
+    with file_named(path):
+        try:
+            with draft.open("w", encoding="utf-8") as file:
+                file.write(content)
+                file.flush()
+                sync_file(file.fileno())
+            draft.replace(path)
+            sync_folder(path.parent)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def file_named(path: Path) -> Iterator[None]:
+    """Let an OSError name this file, as the operating system's own does not that comes from an open file."""
     try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-        _sync_folder(path.parent)
+        yield
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -98,15 +112,54 @@ def disk_errors_named(folder: Path) -> Iterator[None]:
         path = error.filename and Path(os.fsdecode(error.filename))
         if not (path and path.is_relative_to(folder)) and error.errno not in _DISK_FULL:
             raise
-        raise RunError(
-            f"{path or folder}: {error.strerror or error}. Free space or give access there, or choose another --run-dir"
-        ) from error
+        raise RunError(describe_os_error(error, path or folder)) from error
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_file(file: int) -> None:
+    """Make the content of an open file survive a power cut, where its file system can promise that.
+
+    One that cannot says so at every call; its files are as safe as it makes them. Raises OSError for a disk that fails.
+    """
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new files in a folder survive a power cut, where its file system can promise that.
+
+    Raises OSError for a disk that fails.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # a folder may be written to by those who may not list it
+        return
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (*_UNSUPPORTED, errno.EBADF, errno.EACCES):  # SMB: open for reading is not enough
+            raise
     finally:
         os.close(handle)
+
+
+def take_lock(file: int, *, wait: bool) -> bool | None:
+    """Lock an open file against other processes until it is closed, also by the end of the process.
+
+    Return whether that worked: always, with `wait`; None where there are no locks.
+
+    flock, not fcntl's record locks: those are lost when any part of the process closes the file. File systems without
+    locks answer in many ways (ENOLCK, ENOSYS, EOPNOTSUPP, EBADF, EPERM, EREMOTEIO, ...). Raises OSError for a disk that
+    fails (EIO).
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise
+        return None
+    return True

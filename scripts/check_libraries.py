@@ -34,6 +34,13 @@ USED: tuple[tuple[str, str, str], ...] = (
     ("torch.distributed.distributed_c10d", "new_group", "use_local_synchronization pg_options backend"),
     ("torch.distributed.distributed_c10d", "init_process_group", "store backend"),
     ("torch.distributed.distributed_c10d", "barrier", "device_ids"),
+    # Without all of them `replicated` is refused (`require_fsdp2`), and everything else runs.
+    (
+        "torch.distributed.fsdp",
+        "FSDPModule",
+        "set_force_sum_reduction_for_comms set_gradient_divide_factor set_modules_to_backward_prefetch "
+        "set_reduce_scatter_unused_params",
+    ),
     ("torch.optim.adamw", "AdamW", "fused"),
     ("torch.optim.adamw", "adamw", "grad_scale found_inf fused state_steps maximize"),
     ("torch.nn.attention.varlen", "varlen_attn", "window_size scale cu_seq_q cu_seq_k max_q max_k"),

@@ -13,7 +13,7 @@ from tests.full_disk import full_disk
 def test_a_write_that_fails_leaves_the_old_file_and_names_it(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_whole(path, "old")
-    message = f"^{path}: File too large. Free space"
+    message = f"^{path}: File too large; raise the limit"
     with pytest.raises(RunError, match=message), disk_errors_named(tmp_path), full_disk(8):
         write_whole(path, "new and longer")
     assert path.read_text() == "old"

@@ -1,12 +1,13 @@
 """The five operations by which saving changes the disk, injected so that tests can let each of them fail or slow it."""
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from mmtrain.durable_files import sync_file, sync_folder
 
 PIECE_BYTES = 4 << 20  # read or written between two reports
 # Bytes that wait in the page cache: a sync reports nothing before it ends, and at 0.3 MB/s this one takes 200 seconds.
@@ -74,10 +75,10 @@ class LocalStorage:
                 num_bytes += len(chunk)
                 if num_bytes - num_synced_bytes >= SYNC_INTERVAL_BYTES:
                     file.flush()
-                    os.fdatasync(file.fileno())
+                    sync_file(file.fileno())
                     num_synced_bytes = num_bytes
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
         return FileSum(num_bytes, digest.hexdigest())
 
     def rename(self, source: Path, target: Path) -> None:
@@ -86,11 +87,7 @@ class LocalStorage:
 
     def sync_folder(self, path: Path) -> None:
         """See `Storage`."""
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_folder(path)
 
     def remove(self, path: Path) -> None:
         """See `Storage`."""

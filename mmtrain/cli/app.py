@@ -21,7 +21,10 @@ from mmtrain.cli import (
     train,
     verify,
 )
+from mmtrain.cli.streams import prepare_streams
 from mmtrain.errors import MmtrainError
+from mmtrain.machine_limits import drop_thread_binding
+from mmtrain.system_errors import system_errors_named
 
 app = typer.Typer(
     help="Plan and train multimodal LLMs.",
@@ -47,8 +50,13 @@ app.command()(doctor.doctor)
 
 def main() -> None:
     """Run the command in `sys.argv`; exit with 0 (done), 1 (run failed), 2 (wrong input) or 75 (stopped and saved)."""
+    prepare_streams()
+    remark = drop_thread_binding()
+    if remark is not None:
+        typer.echo(f"mmtrain: {remark}", err=True)
     try:
-        app(prog_name="mmtrain")
+        with system_errors_named():
+            app(prog_name="mmtrain")
     except MmtrainError as error:
         typer.echo(f"mmtrain: {error}", err=True)
         sys.exit(error.exit_code)

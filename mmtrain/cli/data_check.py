@@ -26,9 +26,15 @@ def check(
     recipe: Annotated[
         Path | None, typer.Option(metavar="RECIPE", help="Preprocess as this recipe does and apply its limits.")
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write all bad samples, one JSON object a line: source, index, id, kind and reason."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Decode every sample and list those that cannot be used.
+    """Decode every sample, count those that cannot be used, and show some of each kind. `--out` lists all.
 
     Exits with 1 if the share of bad samples is above the recipe's data.max_bad_rate (without a recipe: 1 in 100).
     """
@@ -37,12 +43,16 @@ def check(
     from dataclasses import asdict
 
     from mmtrain.cli.named_sources import read_named_sources
+    from mmtrain.cli.options import require_writable
     from mmtrain.cli.recipe_index import print_note
+    from mmtrain.data import write_quarantine
     from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
-    from mmtrain.errors import UserError
+    from mmtrain.errors import UserError, writing
     from mmtrain.recipe import load_recipe
 
     named_sources = read_named_sources(sources or [])
+    if out is not None:
+        require_writable("--out", out, "list of bad samples")
     with typer.progressbar(length=1, label="decoding", file=sys.stderr) as bar:
 
         def show_progress(done: int, total: int) -> None:
@@ -64,6 +74,9 @@ def check(
             report = check_sources(named_sources, show_progress, print_note)
         else:
             raise UserError("nothing to check: name data files, or a recipe with --recipe")
+    if out is not None:
+        with writing("--out", out, "list of bad samples"):
+            write_quarantine(out, report.bad)
     if as_json:
         typer.echo(json.dumps({**asdict(report), "kinds": report.kinds, "passed": report.passed}))
     else:
@@ -83,6 +96,8 @@ def check_text(report: "CheckReport") -> str:
         lines.append(f"  {kind}: {count} ({QUARANTINE_REASONS[kind]})")
         examples = [sample for sample in report.bad if sample.kind == kind]
         lines += [f"    {sample}" for sample in examples[:MAX_EXAMPLES_PER_REASON]]
+        if count > MAX_EXAMPLES_PER_REASON:
+            lines.append(f"    and {count - MAX_EXAMPLES_PER_REASON} more: --out bad.jsonl lists all")
     if not report.passed:
         lines.append(f"failed: data.max_bad_rate allows {report.allowed_rate:.2%} bad samples")
     return "\n".join(lines)

@@ -28,8 +28,8 @@ def serve(
     import sys
     from functools import partial
 
-    from mmtrain.data.loading.worker_pool import num_available_cores
     from mmtrain.data.service.protocol import require_zmq
+    from mmtrain.machine_limits import num_available_cores
     from mmtrain.recipe import load_recipe, require_runnable
 
     settings = load_recipe(recipe, overrides).recipe

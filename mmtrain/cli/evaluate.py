@@ -60,9 +60,9 @@ def evaluate(
 ) -> None:
     """Score a trained model on held-out questions.
 
-    An answer is right if it matches exactly. The baseline always gives the most frequent answer of each question
-    template. Under torchrun or SLURM each started process is one rank and holds only its own stages of the model; one
-    with a generator runs whole on each, and is sharded if it is too large for that.
+    An answer is right if it matches exactly, apart from thoughts in front of it. The baseline always gives the most
+    frequent answer of each question template. Under torchrun or SLURM each started process is one rank and holds only
+    its own stages of the model; one with a generator runs whole on each, and is sharded if it is too large for that.
 
     A model with a generator also draws the images of held-out samples, beside what it draws with blanked captions, and
     shows how well it predicts noise (or direction) at ten levels of noise.

@@ -68,7 +68,7 @@ def export(
         commands = _model_commands(out, recipe)
         if recipe.model.generator is not None:
             commands.append("  the image generator is not in it: --generator writes it to a folder of its own")
-    typer.echo("\n".join([_summary(written), *commands]))
+    typer.echo("\n".join([*written.notes, _summary(written), *commands]))
 
 
 def _warn(text: str) -> None:

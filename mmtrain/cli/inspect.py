@@ -10,6 +10,8 @@ from mmtrain.cli.options import AsJson
 if TYPE_CHECKING:
     from mmtrain.weights.inspect_folder import FolderSummary
 
+_MAX_SHOWN_TENSORS = 5
+
 
 def inspect(
     folder: Annotated[
@@ -34,8 +36,6 @@ def inspect(
 
 
 def _text(summary: "FolderSummary", is_of_hub: bool) -> str:
-    from mmtrain.weights.inspect_folder import TEXT_FILES
-
     uses = {
         "generator": "a recipe can start its generator from it (model.generator.hf)",
         "autoencoder": "a recipe can draw its latents (model.generator.vae)",
@@ -60,11 +60,28 @@ def _text(summary: "FolderSummary", is_of_hub: bool) -> str:
         lines.append(
             f"  weights: {summary.num_bytes / 1e9:,.3g} GB in {files}, {dtypes}; {summary.tensors} tensors, all fit"
         )
+    lines += _weight_notes(summary)
     if is_of_diffusers:
         return "\n".join(lines)
-    missing = [name for name in TEXT_FILES if name not in summary.text_files]
-    lines.append(f"  beside them: {', '.join(summary.text_files) or 'nothing'}")
+    found = [f"{what} in {file}" for what, file in summary.found_in.items() if file is not None]
+    missing = [what for what, file in summary.found_in.items() if file is None]
+    lines.append(f"  beside them: {', '.join(found) or 'nothing'}")
     if missing:
         lines.append(f"  not there: {', '.join(missing)}")
     lines += [f"  conversations: {problem}" for problem in summary.text_problems]
     return "\n".join(lines)
+
+
+def _weight_notes(summary: "FolderSummary") -> list[str]:
+    """Return what is unusual about the tensors of a folder."""
+    notes = []
+    if summary.has_own_head:
+        notes.append(
+            "  embeddings: not tied, whatever config.json says, because the files hold an output matrix of its own; "
+            "export says so in config.json"
+        )
+    names = summary.tensors_passed_over
+    if names:
+        rest = f" and {len(names) - _MAX_SHOWN_TENSORS} more" if len(names) > _MAX_SHOWN_TENSORS else ""
+        notes.append(f"  not read, because nothing needs them: {', '.join(names[:_MAX_SHOWN_TENSORS])}{rest}")
+    return notes

@@ -11,10 +11,11 @@ from mmtrain.data.loading.batch_builder import BadSampleTracker, StepBuilder, St
 from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.data.loading.prefetch_window import PrefetchWindow
 from mmtrain.data.loading.step_builders import build_steps_in_thread, build_steps_in_workers
-from mmtrain.data.loading.worker_pool import WorkerPool, num_available_cores
+from mmtrain.data.loading.worker_pool import WorkerPool
 from mmtrain.data.service.protocol import require_zmq, step_facts
 from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.errors import MmtrainError, RunError
+from mmtrain.machine_limits import num_available_cores
 from mmtrain.recipe.data_settings import DataSettings
 from mmtrain.recipe.schema import Recipe
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Settings
-from mmtrain.families.processor_files import read_processor, without_other_processors
+from mmtrain.families.processor_files import AUDIO_KEYS, read_processor
 
 _SAMPLE_RATE_HZ = 16_000
 # Keys that follow from others, or that say how a batch of clips is padded.
@@ -22,17 +22,18 @@ def read_audio_settings(folder: Path, mel_bins: int) -> Settings | None:
 
     None for a folder that states none. Raises ModelFolderError, which names what is not supported.
     """
-    found = read_processor(folder, "feature_extractor", "feature_extractor_type")
-    if found is None:
+    stated = read_processor(folder, "audio")
+    if stated is None:
         return None
-    path, config = found
-    kind = config["feature_extractor_type"]
+    kind = stated.config.get("feature_extractor_type", "WhisperFeatureExtractor")  # the only one of these families
     if kind != "WhisperFeatureExtractor":
         raise ModelFolderError(
-            f"{path}: feature_extractor_type {kind!r} is not supported yet; supported: WhisperFeatureExtractor. "
-            "data.audio.scheme in the recipe chooses another way to prepare clips"
+            f"{stated.where}: feature_extractor_type {kind!r} is not supported yet; supported: "
+            "WhisperFeatureExtractor. data.audio.scheme in the recipe chooses another way to prepare clips"
         )
-    section = ConfigSection(without_other_processors(config, "feature_extractor_type"))
+    of_clips = (*AUDIO_KEYS, *_WITHOUT_EFFECT, "do_normalize", "mel_filters")
+    is_joint = "image_processor_type" in stated.config
+    section = ConfigSection({key: stated.config[key] for key in stated.config if not is_joint or key in of_clips})
     for key in _WITHOUT_EFFECT:
         section.value(key)
     section.require("feature_size", mel_bins, default=80)
@@ -47,5 +48,5 @@ def read_audio_settings(folder: Path, mel_bins: int) -> Settings | None:
     section.value("mel_filters")  # some folders store the filters, which follow from the sizes above
     section.finish()
     if section.problems:
-        raise ModelFolderError(f"{path} ({kind}): " + "; ".join(section.problems))
+        raise ModelFolderError(f"{stated.where} ({kind}): " + "; ".join(section.problems))
     return settings

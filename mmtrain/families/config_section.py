@@ -32,6 +32,10 @@ class ConfigSection:
         self._read: set[str] = set()
         self.problems: list[str] = [] if problems is None else problems
 
+    def __bool__(self) -> bool:
+        """Return whether it holds anything."""
+        return bool(self._values)
+
     def integer(self, key: str, default: int | None = None) -> int:
         """Return a whole number of at least 1. Without a default the key must be there."""
         value = self._value(key, default)
@@ -97,6 +101,14 @@ class ConfigSection:
             is_known = key in self._read or key in _WITHOUT_EFFECT or key.startswith("_")
             if not is_known and value not in (None, False, 0, "", [], {}):
                 self.reject(key, f"{_json(value)} is not supported yet")
+
+    def updated_by(self, other: "ConfigSection") -> "ConfigSection":
+        """Return the values of both sections; where both state one, that of `other` holds."""
+        return ConfigSection({**self._values, **other._values}, other._path, self.problems)
+
+    def allow_copies_of(self, section: "ConfigSection") -> None:
+        """Pass over the keys that were read in `section`: some versions of `transformers` wrote them twice."""
+        self._read |= section._read
 
     def _value(self, key: str, default: object) -> Any:
         self._read.add(key)

@@ -30,6 +30,7 @@ class Family:
     tiny: the JSON files of a tiny model by name, for `mmtrain data tiny-model`.
     image_processor: what its processor passes to that of images, whatever the folder states.
     video_processor: likewise, to that of videos, as settings of `data.video`.
+    video_type: the class of its processor of videos, where a folder names none.
     spellings: a family whose tensors were renamed by a version of `transformers` lists the prefixes of each spelling;
         export writes the one that the source folder has.
     markups: how its processor writes media into text, for those where that is more than the placeholder that the folder
@@ -47,6 +48,7 @@ class Family:
     markups: Markups = field(default_factory=dict)
     image_processor: Mapping[str, Any] = field(default_factory=dict)
     video_processor: Settings = field(default_factory=dict)
+    video_type: str = ""
     spellings: tuple[tuple[PrefixChange, ...], ...] = ((),)
     ignored: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()
     other_models: tuple[str, ...] = ()

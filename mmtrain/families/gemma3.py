@@ -14,6 +14,7 @@ from mmtrain.families.gemma3_text import TINY_TEXT, gemma3_text_settings
 from mmtrain.families.llava import LLAVA_SPELLINGS, llava_buffers
 from mmtrain.families.media_markup import MediaMarkup
 from mmtrain.families.siglip import TINY_SIGLIP, siglip_settings, siglip_weights, unused_siglip_weights
+from mmtrain.families.tied_embeddings import tied_by_outer
 from mmtrain.families.tiny import TINY_TOKENS
 from mmtrain.families.weight_layouts import ParameterSource, as_is, transposed
 
@@ -59,9 +60,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
     text, tower = config.section("text_config"), config.section("vision_config")
     text.require("model_type", "gemma3_text", default="gemma3_text")
     tower.require("model_type", "siglip_vision_model", default="siglip_vision_model")
-    llm = {**gemma3_text_settings(text), "image_attention": "bidirectional"}
-    # `transformers` ties embeddings as the outer config says, whatever the inner one does.
-    llm["tie_embeddings"] = config.flag("tie_word_embeddings", True)
+    llm = tied_by_outer(config, {**gemma3_text_settings(text), "image_attention": "bidirectional"}, default=True)
     encoder = siglip_settings(tower)
     vision = {
         **encoder,

@@ -51,7 +51,7 @@ def gemma3_text_settings(config: ConfigSection) -> Settings:
     query_scale = config.number("query_pre_attn_scalar", 256)
     if query_scale != settings["head_dim"]:
         settings = {**settings, "query_scale": query_scale}
-    window = config.optional_integer("sliding_window", 4096)
+    window = config.integer("sliding_window", 4096)
     pattern = config.integer("sliding_window_pattern", 6)
     in_blocks = window_settings(config, settings["layers"], window, lambda block: (block + 1) % pattern == 0)
     if in_blocks["window"] is None:
@@ -66,16 +66,17 @@ def _rotary_settings(config: ConfigSection) -> Settings:
     parameters, scaling = config.section("rope_parameters"), config.section("rope_scaling")
     full, windowed = parameters.section("full_attention"), parameters.section("sliding_attention")
     windowed.require("rope_type", "default", None, default=None)
-    scaled = scaling if scaling.value("rope_type") or scaling.value("type") else full
+    scaled = full.updated_by(scaling)
+    scaled.require("type", None, default=None)  # the older name of `rope_type` has no effect here
     settings = {
-        "rope_base": full.number("rope_theta", base),
+        "rope_base": scaled.number("rope_theta", base),
         "window_rope_base": windowed.number("rope_theta", window_base),
         "rope_scaling": rope_scaling(config, scaled),
         "rope_sections": None,
         "rope_interleaved": False,
     }
     if is_supported(scaled):
-        for section in (full, windowed, parameters, scaling):
+        for section in (scaled, windowed, parameters):
             section.finish()
     return settings
 

@@ -7,7 +7,7 @@ from mmtrain.errors import ModelFolderError
 from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Settings
-from mmtrain.families.processor_files import read_processor, without_other_processors
+from mmtrain.families.processor_files import AUDIO_KEYS, read_processor
 
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # numbers of Pillow's filters
 _HALF = (0.5, 0.5, 0.5)
@@ -30,23 +30,25 @@ def read_image_settings(folder: Path, passed: Mapping[str, object] | None = None
     Returns None for a folder that states no processor of images. Raises ModelFolderError, which names what is not
     supported.
     """
-    found = read_processor(folder, "image_processor", "image_processor_type")
-    return None if found is None else image_processor_settings({**found[1], **(passed or {})}, found[0])
+    stated = read_processor(folder, "image")
+    if stated is None or _is_of_clips(stated.config):
+        return None
+    return image_processor_settings({**stated.config, **(passed or {})}, stated.where)
 
 
-def image_processor_settings(config: Mapping[str, object], path: Path | str) -> Settings:
-    """Return the settings of `data.image` that the config of an image processor in the file `path` states.
+def image_processor_settings(config: Mapping[str, object], where: str) -> Settings:
+    """Return the settings of `data.image` that the config of an image processor states; `where` it was found.
 
     Raises ModelFolderError, which names what is not supported.
     """
-    kind = str(config["image_processor_type"]).removesuffix("Fast").removesuffix("Pil")
+    kind = _kind(config)
     if kind not in _READERS:
         raise ModelFolderError(
-            f"{path}: image_processor_type {kind!r} is not supported yet; supported: {', '.join(_READERS)}. "
+            f"{where}: image_processor_type {kind!r} is not supported yet; supported: {', '.join(_READERS)}. "
             "data.image.scheme in the recipe chooses another way to prepare pictures"
         )
-    section = ConfigSection(without_other_processors(config, "image_processor_type"))
-    for key in _WITHOUT_EFFECT:
+    section = ConfigSection(config)
+    for key in (*_WITHOUT_EFFECT, *AUDIO_KEYS):  # a folder may state the processors of pictures and clips together
         section.value(key)
     for key in ("do_resize", "do_rescale", "do_normalize"):
         section.require(key, True, None, default=True)
@@ -54,8 +56,22 @@ def image_processor_settings(config: Mapping[str, object], path: Path | str) -> 
     settings = {**_READERS[kind](section), "decode": "full"}
     section.finish()
     if section.problems:
-        raise ModelFolderError(f"{path} ({kind}): " + "; ".join(section.problems))
+        raise ModelFolderError(f"{where} ({kind}): " + "; ".join(section.problems))
     return settings
+
+
+def _is_of_clips(config: Mapping[str, object]) -> bool:
+    """Return whether a file that may state processors of both states that of clips only."""
+    return "image_processor_type" not in config and config.get("feature_extractor_type") == "WhisperFeatureExtractor"
+
+
+def _kind(config: Mapping[str, object]) -> str:
+    """Return what the processor is called, without the suffixes that say what it computes with.
+
+    Folders from before there were image processors call it a feature extractor.
+    """
+    older_name = str(config.get("feature_extractor_type", "none")).replace("FeatureExtractor", "ImageProcessor")
+    return str(config.get("image_processor_type", older_name)).removesuffix("Fast").removesuffix("Pil")
 
 
 def _clip(section: ConfigSection) -> Settings:
@@ -76,9 +92,7 @@ def _llava(section: ConfigSection) -> Settings:
 def _siglip(section: ConfigSection, filter_number: int = 3) -> Settings:
     """Stretch to a square."""
     section.require("do_center_crop", False, None, default=None)
-    size = section.section("size")
-    side = size.integer("height", 224)
-    size.require("width", side, default=side)
+    side = _stretched_side(section, "size", 224)
     fixed = {"scheme": "fixed", "size": side, "fit": "stretch", "partial_patches": "drop"}
     return {**fixed, **_normalization(section, _HALF, _HALF, filter_number)}
 
@@ -101,23 +115,30 @@ def _square(section: ConfigSection) -> Settings:
         side = section.integer("crop_size")
         section.require("size", side, default=side)
         return {"scheme": "fixed", "size": side, "fit": "crop"}
-    size, crop = section.section("size"), section.section("crop_size")
-    side = crop.integer("height", 224)
-    crop.require("width", side, default=side)
-    shortest = size.optional_integer("shortest_edge")
-    if shortest is None:
-        size.require("height", side, default=side)
-        size.require("width", side, default=side)
-    elif shortest != side:
-        size.reject("shortest_edge", f"{shortest} is not supported yet beside a crop_size of {side}; supported: {side}")
-    return {"scheme": "fixed", "size": side, "fit": "stretch" if shortest is None else "crop"}
+    side = _stretched_side(section, "crop_size", 224)
+    size = section.section("size")
+    is_cropped = section.value("size") is None or size.value("shortest_edge") is not None
+    for key in ("shortest_edge",) if is_cropped else ("height", "width"):
+        if size.integer(key, None if section.value("size") is not None else 224) != side:
+            size.reject(key, f"{size.value(key)} is not supported yet beside a crop_size of {side}; supported: {side}")
+    size.finish()
+    return {"scheme": "fixed", "size": side, "fit": "crop" if is_cropped else "stretch"}
+
+
+def _stretched_side(section: ConfigSection, key: str, default: int) -> int:
+    """Read the side of a square that is stated as height and width."""
+    square = section.section(key)
+    if section.value(key) is None:
+        return default
+    side = square.integer("height")
+    square.require("width", side, default=None)
+    square.finish()
+    return side
 
 
 def _tiles(section: ConfigSection) -> Settings:
     """Cut into tiles, or stretch to one."""
-    size = section.section("size")
-    side = size.integer("height", 384)
-    size.require("width", side, default=side)
+    side = _stretched_side(section, "size", 384)
     section.require("min_patches", 1, default=1)
     max_tiles = section.integer("max_patches", 12)
     if section.flag("crop_to_patches", False):
@@ -146,9 +167,7 @@ def _pinpoints_of_single_images(section: ConfigSection) -> Settings:
     """Do so with images that are alone in their sample; pad others to squares."""
     section.require("do_center_crop", False, None, default=None)
     section.require("do_pad", True, None, default=True)
-    size = section.section("size")
-    side = size.integer("height", 384)
-    size.require("width", side, default=side)
+    side = _stretched_side(section, "size", 384)
     canvases = {
         "scheme": "pinpoints",
         "tile": side,
@@ -173,13 +192,22 @@ def read_canvases(section: ConfigSection, default: Canvases) -> Canvases:
 
 def _native(section: ConfigSection) -> Settings:
     """Keep the aspect ratio. Older folders state limits by names of their own, which take precedence."""
-    size = section.section("size")
     section.value("merge_size")  # these two are the encoder's
     section.value("temporal_patch_size")
-    fewest = section.optional_integer("min_pixels", size.optional_integer("shortest_edge", 56 * 56))
-    most = section.optional_integer("max_pixels", size.optional_integer("longest_edge", 28 * 28 * 1280))
-    limits = {"scheme": "native", "min_pixels": fewest, "max_pixels": most}
+    limits = {
+        "scheme": "native",
+        "min_pixels": pixel_limit(section, "min_pixels", "shortest_edge", 56 * 56),
+        "max_pixels": pixel_limit(section, "max_pixels", "longest_edge", 28 * 28 * 1280),
+    }
     return {**limits, **_normalization(section, MEAN, STD)}
+
+
+def pixel_limit(section: ConfigSection, key: str, edge: str, default: int | None) -> int | None:
+    """Read a limit of pixels by its older name `key`, or as an `edge` of `size`; `default` if there is neither."""
+    size = section.section("size")
+    if section.value(key) is not None:
+        return section.integer(key)
+    return default if section.value("size") is None else size.integer(edge)
 
 
 def _normalization(
@@ -189,10 +217,11 @@ def _normalization(
     filter_number = section.value("resample")
     if filter_number is None:
         filter_number = assumed_filter
-    if filter_number not in _FILTERS:
+    if type(filter_number) is not int or filter_number not in _FILTERS:
         section.reject("resample", f"filter {filter_number} is not supported yet; supported: 1, 2, 3")
+        filter_number = assumed_filter
     return {
-        "resample": _FILTERS.get(filter_number, "bicubic"),
+        "resample": _FILTERS[filter_number],
         "mean": _three(section, "image_mean", mean),
         "std": _three(section, "image_std", std),
     }

@@ -11,6 +11,7 @@ from mmtrain.families.decoders import decoder_buffers, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.media_markup import MediaMarkup
 from mmtrain.families.text_decoders import text_settings
+from mmtrain.families.tied_embeddings import tied_by_outer
 from mmtrain.families.tiny import MEDIA_TOKENS, TINY_TOKENS, tiny_decoder
 from mmtrain.families.weight_layouts import ParameterSource, as_is, flattened, query_key_value, without_leading_ones
 
@@ -69,9 +70,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
         config.reject("vision_feature_layer", f"{feature_layer} is not supported yet; supported: one whole number")
         feature_layer = -1
     text, tower = config.section("text_config"), config.section("vision_config")
-    llm = text_settings(text, "qwen2")
-    # `transformers` ties embeddings as the outer config says, whatever the inner one does.
-    llm = {**llm, "tie_embeddings": config.flag("tie_word_embeddings", True)}
+    llm = tied_by_outer(config, text_settings(text, "qwen2"), default=True)
     vision = {
         **_tower_settings(tower, feature_layer),
         "downsample": "pixel_shuffle",
@@ -262,5 +261,6 @@ INTERNVL = Family(
         ),
         (),
     ),
+    video_type="InternVLVideoProcessor",
     ignored=decoder_buffers,
 )

@@ -12,6 +12,7 @@ from mmtrain.families.decoders import decoder_buffers, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, PrefixChange, Settings
 from mmtrain.families.llava_files import LLAVA_WRITER
 from mmtrain.families.text_decoders import text_settings
+from mmtrain.families.tied_embeddings import tied_by_either
 from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.vision_towers import tower_images, tower_settings, tower_weights, unused_tower_weights
 from mmtrain.families.weight_layouts import ParameterSource, as_is
@@ -68,8 +69,9 @@ def llava_settings(
     config.require("multimodal_projector_bias", True, default=True)
     feature_layer = _feature_layer(config, feature_layer)
     text, tower = config.section("text_config"), config.section("vision_config")
-    llm = text_settings(text, text_type)
-    config.require("tie_word_embeddings", llm["tie_embeddings"], default=llm["tie_embeddings"])
+    if not tower:
+        config.reject("vision_config", "missing; allowed: the section of a CLIP or SigLIP tower")
+    llm = tied_by_either(config, text_settings(text, text_type))
     activation = config.choice("projector_hidden_act", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}, "gelu")
     vision = {
         **tower_settings(tower, feature_layer, strategy),

@@ -20,6 +20,7 @@ from mmtrain.families.llava import (
     llava_weights,
 )
 from mmtrain.families.llava_files import LLAVA_NEXT_WRITER
+from mmtrain.families.tied_embeddings import tied_by_outer
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
 _TINY_PINPOINTS = [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]
@@ -37,7 +38,8 @@ _TINY_IMAGES = {
 
 
 def _settings(config: ConfigSection) -> FolderSettings:
-    return llava_next_settings(config, LLAVA_NEXT_PINPOINTS)
+    folder = llava_next_settings(config, LLAVA_NEXT_PINPOINTS)
+    return replace(folder, model={**folder.model, "llm": tied_by_outer(config, folder.model["llm"])})
 
 
 def llava_next_settings(

@@ -59,7 +59,11 @@ def _settings(config: ConfigSection) -> FolderSettings:
     folder = llava_next_settings(config, LLAVA_ONEVISION_PINPOINTS, "qwen2", -1, "full")
     vision = {**folder.model["vision"], "max_joined_tiles": _most_tiles(config), "pool_frames": True}
     image = {**folder.data["image"], "tile_several": False}
-    return replace(folder, model={**folder.model, "vision": vision}, data={**folder.data, "image": image})
+    return replace(
+        folder,
+        model={**folder.model, "vision": vision},
+        data={**folder.data, "image": image, "video": {"sampling": "parts"}},
+    )
 
 
 def _most_tiles(config: ConfigSection) -> int:
@@ -84,6 +88,7 @@ LLAVA_ONEVISION = Family(
         "processor_config.json": _TINY_PROCESSOR,
     },
     spellings=LLAVA_SPELLINGS,
+    video_type="LlavaOnevisionVideoProcessor",
     ignored=llava_buffers,
     writer=LLAVA_ONEVISION_WRITER,
 )

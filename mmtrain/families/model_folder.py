@@ -15,6 +15,7 @@ from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.folder_files import CONFIG_FILE, PIPELINE_FILE
 from mmtrain.families.generators import GENERATOR_CLASS_KEY
 from mmtrain.families.image_processors import read_image_settings
+from mmtrain.families.own_head import untied_if_stored_apart
 from mmtrain.families.registry import ENCODER_FAMILIES, FAMILIES, GENERATOR_FAMILIES
 from mmtrain.families.video_processors import read_video_settings
 
@@ -30,6 +31,7 @@ class ModelFolder:
     path: Path
     family: Family
     settings: FolderSettings
+    has_own_head: bool  # an output matrix with other values than the embeddings, to which the config ties it
     config: Mapping[str, Any]  # `config.json` as it is
     config_sha256: str
 
@@ -44,25 +46,31 @@ class ModelFolder:
         if section == "audio":
             return read_audio_settings(self.path, self.settings.model["audio"]["mel_bins"]) or assumed
         if section == "video":
-            return {**assumed, **read_video_settings(self.path), **self.family.video_processor}
+            vision = self.settings.model["vision"]
+            stated = read_video_settings(self.path, self.family.video_type, self.data_settings("image"), vision)
+            return {**assumed, **stated, **self.family.video_processor}
         return assumed
 
-    def config_with_tokens(self, num_tokens: int) -> Mapping[str, Any]:
-        """Return the config of the same model with a vocabulary of another size."""
-        if num_tokens == self.settings.model["llm"]["vocab"]:
-            return self.config
-        return _with_tokens(self.config, num_tokens)
+    def trained_config(self, num_tokens: int) -> Mapping[str, Any]:
+        """Return the config of the trained model: with its vocabulary, and tied embeddings only if they are."""
+        config = self.config
+        if self.has_own_head:
+            config = _changed(config, "tie_word_embeddings", False, is_everywhere=True)
+        if num_tokens != self.settings.model["llm"]["vocab"]:
+            config = _changed(config, "vocab_size", num_tokens)
+        return config
 
 
-def _with_tokens(config: Mapping[str, Any], num_tokens: int) -> Mapping[str, Any]:
-    """Return a config, or a section of one, that states another vocabulary in the section of the LLM.
+def _changed(config: Mapping[str, Any], key: str, value: object, is_everywhere: bool = False) -> Mapping[str, Any]:
+    """Return a config, or a section of one, that states another value of a key in the section of the LLM.
 
-    Families with media have a section for it, beside which older folders repeat its size.
+    Families with media have a section for it, beside which older folders repeat its keys. is_everywhere: also state it
+    in the sections around that, which may assume another value.
     """
-    section = next((key for key in _TEXT_SECTIONS if isinstance(config.get(key), Mapping)), None)
-    inner = {} if section is None else {section: _with_tokens(config[section], num_tokens)}
-    states_size = section is None or "vocab_size" in config
-    return {**config, **inner, **({"vocab_size": num_tokens} if states_size else {})}
+    section = next((name for name in _TEXT_SECTIONS if isinstance(config.get(name), Mapping)), None)
+    inner = {} if section is None else {section: _changed(config[section], key, value, is_everywhere)}
+    is_stated = is_everywhere or section is None or key in config
+    return {**config, **inner, **({key: value} if is_stated else {})}
 
 
 def read_model_folder(path: Path) -> ModelFolder:
@@ -107,7 +115,9 @@ def _parse(path: Path, content: bytes) -> ModelFolder:
     problems += section.problems
     if problems:
         raise ModelFolderError(f"{config_path} ({family.name}): " + "; ".join(problems))
-    return ModelFolder(path, family, settings, config, hashlib.sha256(content).hexdigest())
+    of_weights = untied_if_stored_apart(path, family, settings)
+    has_own_head = of_weights is not settings
+    return ModelFolder(path, family, of_weights, has_own_head, config, hashlib.sha256(content).hexdigest())
 
 
 def _forbidden(path: Path, config: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-_FILTERS = {"lanczos": 1, "bilinear": 2, "bicubic": 3}  # numbers of Pillow's filters
+FILTERS = {"lanczos": 1, "bilinear": 2, "bicubic": 3}  # numbers of Pillow's filters
 
 
 def clip_image_processor(image: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def _pixels(image: Mapping[str, Any]) -> dict[str, Any]:
         "rescale_factor": 1 / 255,
         "do_normalize": True,
         "do_convert_rgb": True,
-        "resample": _FILTERS[image["resample"]],
+        "resample": FILTERS[image["resample"]],
         "image_mean": list(image["mean"]),
         "image_std": list(image["std"]),
     }

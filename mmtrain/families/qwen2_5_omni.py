@@ -12,6 +12,7 @@ from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.qwen2_5_vl import windowed_tower_settings, windowed_tower_weights
 from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER
+from mmtrain.families.tied_embeddings import tied_by_outer
 from mmtrain.families.tiny import MEDIA_TOKENS, TINY_EXTRACTOR, TINY_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 from mmtrain.families.whisper import whisper_settings, whisper_weights
@@ -108,6 +109,8 @@ def _settings(config: ConfigSection) -> FolderSettings:
     thinker = config.section("thinker_config") if is_whole else config
     for key in _OF_WHOLE_MODEL:
         config.value(key)
+    if is_whole:
+        config.value("tie_word_embeddings")  # the head belongs to the thinker
     for key in (*_OF_TEXT, *_WITHOUT_EFFECT):
         thinker.value(key)
     llm = _text_settings(thinker)
@@ -124,10 +127,8 @@ def _text_settings(thinker: ConfigSection) -> Settings:
     reject_sliding_windows(text)
     llm = decoder_settings(text, _DECODER_DEFAULTS, qkv_bias=True)
     text.finish()
-    # What the text's section says of tied embeddings has no effect: the head belongs to the thinker.
-    is_tied = thinker.flag("tie_word_embeddings", False)
     sections = llm["rope_sections"] or _DEFAULT_SECTIONS
-    return {**llm, "rope_sections": sections, "rope_after_media": "all", "tie_embeddings": is_tied}
+    return tied_by_outer(thinker, {**llm, "rope_sections": sections, "rope_after_media": "all"})
 
 
 def _vision_settings(thinker: ConfigSection, llm_hidden: int) -> Settings:
@@ -196,6 +197,7 @@ QWEN2_5_OMNI = Family(
         _SHORT,
         (),
     ),
+    video_type="Qwen2VLVideoProcessor",
     ignored=decoder_buffers,
     other_models=tuple(f"{name}." for name in _OTHER_MODELS),
 )

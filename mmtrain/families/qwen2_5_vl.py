@@ -108,5 +108,6 @@ QWEN2_5_VL = Family(
         "preprocessor_config.json": {**TINY_IMAGES, "processor_class": "Qwen2_5_VLProcessor"},
     },
     spellings=SPELLINGS,
+    video_type="Qwen2VLVideoProcessor",
     ignored=decoder_buffers,
 )

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_weights
-from mmtrain.families.family import Family, FolderSettings
+from mmtrain.families.family import Family, FolderSettings, PrefixChange
 from mmtrain.families.qwen2 import qwen2_settings
+from mmtrain.families.tied_embeddings import never_tied
 from mmtrain.families.tiny import MEDIA_TOKENS, TINY_EXTRACTOR, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 from mmtrain.families.whisper import whisper_settings, whisper_weights
@@ -22,6 +23,12 @@ _ENCODER_DEFAULTS = {
     "num_mel_bins": 128,
 }
 _TOWER = "model.audio_tower."
+_DECODER = "model.language_model."
+_INSIDE: tuple[PrefixChange, ...] = (
+    (_TOWER, "audio_tower."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+)
 _PROJECTOR = "model.multi_modal_projector.linear."
 _TINY = {
     "architectures": ["Qwen2AudioForConditionalGeneration"],
@@ -48,8 +55,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
     text, tower = config.section("text_config"), config.section("audio_config")
     text.require("model_type", "qwen2", default="qwen2")
     tower.require("model_type", "qwen2_audio_encoder", default="qwen2_audio_encoder")
-    llm = qwen2_settings(text)
-    config.require("tie_word_embeddings", llm["tie_embeddings"], default=llm["tie_embeddings"])
+    llm = never_tied(config, qwen2_settings(text))
     audio = {
         **whisper_settings(tower, _ENCODER_DEFAULTS),
         "clip_end": "silence",
@@ -69,7 +75,7 @@ def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
     ours = f"audio.layers.{audio['layers'] + 1}.linear."
     for kind, shape in (("weight", (llm["hidden"], audio["hidden"])), ("bias", (llm["hidden"],))):
         yield as_is(f"{ours}{kind}", f"{_PROJECTOR}{kind}", shape)
-    yield from decoder_weights(settings, "model.language_model.")
+    yield from decoder_weights(settings, _DECODER)
 
 
 QWEN2_AUDIO = Family(
@@ -79,12 +85,9 @@ QWEN2_AUDIO = Family(
     _weights,
     {"config.json": _TINY, "preprocessor_config.json": _TINY_CLIPS},
     spellings=(
-        (  # folders of the hub, and those that transformers 5 writes
-            (_TOWER, "audio_tower."),
-            ("model.language_model.", "language_model.model."),
-            ("lm_head.", "language_model.lm_head."),
-            ("model.multi_modal_projector.", "multi_modal_projector."),
-        ),
+        (*_INSIDE, (_DECODER, "language_model.model.")),  # folders of the hub, and those that transformers 5 writes
+        (*_INSIDE, (_DECODER, "language_model.model.model.")),  # so wrote 5.10 to 5.23
+        ((_DECODER, f"{_DECODER}model."),),  # likewise
         (),
     ),
     ignored=decoder_buffers,

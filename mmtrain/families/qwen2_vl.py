@@ -7,6 +7,7 @@ from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
 from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.tied_embeddings import tied_by_either
 from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import (
     ParameterSource,
@@ -95,20 +96,22 @@ def text_settings(config: ConfigSection) -> Settings:
         config.value(key)
     has_section = config.value("text_config") is not None
     text = config.section("text_config") if has_section else config
-    is_tied = config.flag("tie_word_embeddings", False)
     reject_sliding_windows(text)
-    llm = decoder_settings(text, _DEFAULTS, qkv_bias=True)
+    llm = tied_by_either(config, decoder_settings(text, _DEFAULTS, qkv_bias=True))
     if has_section:
         text.finish()
-    sections = llm["rope_sections"] or _DEFAULT_SECTIONS
-    return {**llm, "rope_sections": sections, "tie_embeddings": is_tied or llm["tie_embeddings"]}
+        config.allow_copies_of(text)
+    return {**llm, "rope_sections": llm["rope_sections"] or _DEFAULT_SECTIONS}
 
 
-def tower_settings(tower: ConfigSection, hidden: int) -> Settings:
-    """Return the settings that the encoders of this line have in common; `hidden` is their width."""
+def tower_settings(tower: ConfigSection, hidden: int, depth: int = 32, patch: int = 14) -> Settings:
+    """Return the settings that the encoders of this line have in common.
+
+    hidden: their width. depth, patch: what the family assumes of blocks and patches if the config does not say.
+    """
     tower.require("in_channels", 3, default=3)
     tower.require("in_chans", 3, default=3)  # as folders of the hub name it
-    patch = tower.integer("patch_size", 14)
+    patch = tower.integer("patch_size", patch)
     tower.require("spatial_patch_size", patch, default=patch)
     rotary = tower.section("rope_parameters")
     rotary.require("rope_type", "axial", default="axial")
@@ -116,7 +119,7 @@ def tower_settings(tower: ConfigSection, hidden: int) -> Settings:
     rotary.finish()
     merge = tower.integer("spatial_merge_size", 2)
     return {
-        "layers": tower.integer("depth", 32),
+        "layers": tower.integer("depth", depth),
         "hidden": hidden,
         "heads": tower.integer("num_heads", 16),
         "patch": patch,
@@ -237,5 +240,6 @@ QWEN2_VL = Family(
     _weights,
     {"config.json": TINY, "preprocessor_config.json": TINY_IMAGES},
     spellings=SPELLINGS,
+    video_type="Qwen2VLVideoProcessor",
     ignored=decoder_buffers,
 )

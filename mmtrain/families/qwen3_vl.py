@@ -10,6 +10,7 @@ from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.media_markup import SECONDS, MediaMarkup
 from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER, block_weights, tower_settings
 from mmtrain.families.rotary import rotary_settings
+from mmtrain.families.tied_embeddings import tied_by_outer
 from mmtrain.families.tiny import MEDIA_TOKENS, TINY_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
@@ -78,7 +79,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
         config.value(key)
     llm = _text_settings(config)
     tower = config.section("vision_config")
-    common = tower_settings(tower, tower.integer("hidden_size", 1152))
+    common = tower_settings(tower, tower.integer("hidden_size", 1152), depth=27, patch=16)
     tower.require("out_hidden_size", llm["hidden"], default=3584)
     vision = {
         **common,
@@ -105,8 +106,7 @@ def _text_settings(config: ConfigSection) -> Settings:
     rotary = {**rotary, "rope_sections": rotary["rope_sections"] or _DEFAULT_SECTIONS}
     llm = decoder_settings(text, _DEFAULTS, rotary, qkv_bias=False, qk_norm=True)
     text.finish()
-    # `transformers` ties embeddings as the outer config says, whatever the inner one does.
-    return {**llm, "tie_embeddings": config.flag("tie_word_embeddings", False)}
+    return tied_by_outer(config, llm)
 
 
 def _position_grid(tower: ConfigSection) -> int:
@@ -203,5 +203,6 @@ QWEN3_VL = Family(
             _VIDEO, _VIDEO, f"<{SECONDS} seconds>{_START}", _END, later_prefix=f"<{SECONDS} seconds>{_START}"
         )
     },
+    video_type="Qwen3VLVideoProcessor",
     ignored=decoder_buffers,
 )

@@ -16,23 +16,24 @@ def rotary_settings(config: ConfigSection, default_theta: float, interleaved: bo
     interleaved: whether the family's pairs that time, row and column rotate take turns.
     """
     theta = config.number("rope_theta", default_theta)
-    parameters = config.section("rope_parameters")
-    scaling = config.section("rope_scaling")
-    theta = parameters.number("rope_theta", theta)
-    scaled = scaling if scaling.value("rope_type") or scaling.value("type") else parameters
-    parameters.require("partial_rotary_factor", 1.0, 1, None, default=None)
-    sections = _rope_sections(scaled)
-    scaled.require("mrope_interleaved", interleaved, default=interleaved)
+    rotary = stated_rotary(config)
+    rotary.require("partial_rotary_factor", 1.0, 1, None, default=None)
+    rotary.require("mrope_interleaved", interleaved, default=interleaved)
     settings = {
-        "rope_base": theta,
-        "rope_scaling": rope_scaling(config, scaled),
-        "rope_sections": sections,
+        "rope_base": rotary.number("rope_theta", theta),
+        "rope_scaling": rope_scaling(config, rotary),
+        "rope_sections": _rope_sections(rotary),
         "rope_interleaved": interleaved,
     }
-    if is_supported(scaled):
-        parameters.finish()
-        scaling.finish()
+    if is_supported(rotary):
+        rotary.finish()
     return settings
+
+
+def stated_rotary(config: ConfigSection) -> ConfigSection:
+    """Return the section that holds: `rope_scaling`, the older name, takes the place of the newer one as a whole."""
+    parameters, scaling = config.section("rope_parameters"), config.section("rope_scaling")
+    return scaling or parameters
 
 
 def rope_scaling(config: ConfigSection, scaled: ConfigSection) -> Settings | None:

@@ -20,7 +20,7 @@ _DECODERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
 def text_settings(text: ConfigSection, default: str) -> Settings:
     """Return the settings of the LLM in a `text_config`; `default` is its `model_type` if it states none."""
     kind = text.value("model_type") or default
-    if kind not in _DECODERS:
+    if not isinstance(kind, str) or kind not in _DECODERS:
         text.reject("model_type", f"{kind!r} is not supported yet; supported: {', '.join(_DECODERS)}")
         kind = default
     return _DECODERS[kind](text)

@@ -1,55 +1,158 @@
-"""Read how a folder's video processor takes frames, as settings of `data.video`."""
+"""Read how a folder's video processor takes and prepares frames, as settings of `data.video`.
+
+Frames are prepared as pictures are, so that a processor of videos must say the same of them as that of pictures.
+"""
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmtrain.errors import ModelFolderError
+from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Settings
-from mmtrain.families.folder_files import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE, VIDEO_PROCESSOR_FILE
+from mmtrain.families.processor_files import read_processor
 
-_VIDEO_KEY = "video_processor"  # in a file with the processors of all media
+_TYPE_KEY = "video_processor_type"
+_EVERY_FRAME = 1 << 20  # more than any video has here
+_HALF = (0.5, 0.5, 0.5)
+_BICUBIC = 3  # Pillow's number
+_FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
-def read_video_settings(folder: Path) -> Settings:
+@dataclass(frozen=True)
+class _Processor:
+    """What a class of video processors assumes of the keys that a folder leaves out."""
+
+    sampling: str
+    mean: tuple[float, float, float] = MEAN
+    std: tuple[float, float, float] = STD
+    side: int | None = 384  # None: frames keep their aspect
+    fps: float | None = None
+    frames_have_limits: bool = False  # it reads `min_frames` and `max_frames`
+    pixels_have_keys: bool = False  # it reads `min_pixels` and `max_pixels`
+    samples: bool = False  # unless the folder or a call says otherwise
+
+
+_PROCESSORS: Mapping[str, _Processor] = {
+    "Qwen2VLVideoProcessor": _Processor("parts", side=None, frames_have_limits=True, pixels_have_keys=True),
+    "Qwen3VLVideoProcessor": _Processor(
+        "ends", _HALF, _HALF, side=None, fps=2.0, frames_have_limits=True, samples=True
+    ),
+    "LlavaOnevisionVideoProcessor": _Processor("parts"),
+    "InternVLVideoProcessor": _Processor("middles"),
+}
+_FEWEST_FRAMES, _MOST_FRAMES = 4, 768  # what those with limits assume
+
+
+def read_video_settings(folder: Path, processor_type: str, image: Settings, vision: Settings) -> Settings:
     """Return the settings of `data.video` that the folder states, in the order in which `transformers` looks for them.
+
+    processor_type: the class of the family's processor, if its file names none. image: settings of `data.image`.
+    vision: the encoder's.
 
     Without a video processor the limits of images are those of frames too. Raises ModelFolderError for a file that
     cannot be read, or that states what is not supported.
     """
-    for name in (VIDEO_PROCESSOR_FILE, PROCESSOR_FILE, IMAGE_PROCESSOR_FILE):
-        config = _read_config(folder / name)
-        if name == PROCESSOR_FILE:
-            config = config.get(_VIDEO_KEY)
-        if isinstance(config, dict) and config:
-            return _video_settings(config, folder / name)
-    return {}
-
-
-def _read_config(path: Path) -> Any:
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    stated = read_processor(folder, "video")
+    if stated is None:
         return {}
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(f"cannot read {path}: {error}") from None
-    return config if isinstance(config, dict) else {}
+    return _video_settings({_TYPE_KEY: processor_type, **stated.config}, stated.where, image, vision)
 
 
-def _video_settings(config: dict[str, Any], path: Path) -> Settings:
-    section = ConfigSection(config)
-    size = section.section("size")
-    section.require("num_frames", None, default=None)
-    section.require("initial_shift", None, True, default=None)  # InternVL: frames in the middle of equal parts
-    section.require("cap_pixels_per_frame", None, False, default=None)
-    stated = {
-        "fps": section.number("fps") if section.value("fps") is not None else None,
-        "min_frames": section.optional_integer("min_frames"),
-        "max_frames": section.optional_integer("max_frames"),
-        "min_pixels": section.optional_integer("min_pixels", size.optional_integer("shortest_edge")),
-        "max_pixels": section.optional_integer("max_pixels", size.optional_integer("longest_edge")),
+def _video_settings(config: Mapping[str, Any], where: str, image: Settings, vision: Settings) -> Settings:
+    kind = str(config[_TYPE_KEY])
+    if kind not in _PROCESSORS:
+        supported = ", ".join(_PROCESSORS)
+        raise ModelFolderError(f"{where}: {_TYPE_KEY} {kind!r} is not supported yet; supported: {supported}")
+    section, processor = ConfigSection(config), _PROCESSORS[kind]
+    _check_pixels(section, processor, image, vision)
+    settings = {
+        "sampling": processor.sampling,
+        **_frames(section, processor, vision),
+        **(_pixel_limits(section, processor) if processor.side is None else {}),
     }
     if section.problems:
-        raise ModelFolderError(f"{path}: " + "; ".join(section.problems))
-    return {name: value for name, value in stated.items() if value is not None}
+        raise ModelFolderError(f"{where} ({kind}): " + "; ".join(section.problems))
+    return settings
+
+
+def _frames(section: ConfigSection, processor: _Processor, vision: Settings) -> Settings:
+    """Read how many frames are taken. Without a number or a rate, the family's rate or the recipe's number holds."""
+    if section.value("fps") is not None and section.value("num_frames") is not None:
+        section.reject("num_frames", "excludes fps, as in the processor; leave one of the two out")
+    if processor.sampling == "middles":
+        section.require("initial_shift", True, default=True)
+    if processor.samples and not section.flag("do_sample_frames", True):
+        return {"fps": None, "min_frames": 1, "max_frames": _EVERY_FRAME}
+    if section.value("num_frames") is not None:
+        if processor.fps is not None:
+            section.reject("num_frames", f"excludes the {processor.fps:g} frames a second that this processor takes")
+        joined = vision["temporal_patch"] if processor.frames_have_limits else 1
+        number = round(section.integer("num_frames") / joined) * joined
+        return {"fps": None, "min_frames": 1, "max_frames": max(number, joined)}
+    rate = section.number("fps") if section.value("fps") is not None else processor.fps
+    if rate is None:
+        return _frame_limits(section) if processor.frames_have_limits else {}
+    limits = _frame_limits(section) if processor.frames_have_limits else {"max_frames": _EVERY_FRAME}
+    return {"fps": rate, **limits}
+
+
+def _frame_limits(section: ConfigSection) -> Settings:
+    """Return fewest and most frames; where they contradict each other, the upper limit holds."""
+    most = section.integer("max_frames", _MOST_FRAMES)
+    return {"min_frames": min(section.integer("min_frames", _FEWEST_FRAMES), most), "max_frames": most}
+
+
+def _pixel_limits(section: ConfigSection, processor: _Processor) -> Settings:
+    section.require("cap_pixels_per_frame", False, default=False)
+    size = section.section("size")
+    limits = {
+        "min_pixels": size.optional_integer("shortest_edge"),
+        "max_pixels": size.optional_integer("longest_edge"),
+    }
+    if processor.pixels_have_keys:
+        limits = {name: section.optional_integer(name, limit) for name, limit in limits.items()}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def _check_pixels(section: ConfigSection, processor: _Processor, image: Settings, vision: Settings) -> None:
+    """Reject what the processor does with pixels of frames other than with those of pictures."""
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        section.require(key, True, default=True)
+    section.require("do_center_crop", False, default=False)
+    section.require("rescale_factor", 1 / 255, default=1 / 255)
+    if processor.side is None:
+        for key, name in (("patch_size", "patch"), ("merge_size", "merge"), ("temporal_patch_size", "temporal_patch")):
+            section.require(key, vision[name], default=vision[name])
+    else:
+        side = image["size" if image["scheme"] == "fixed" else "tile"]
+        size = section.section("size")
+        for key in ("height", "width"):
+            size.require(key, side, default=processor.side)
+    filter_number = section.value("resample")
+    resample = _FILTERS.get(_BICUBIC if filter_number is None else filter_number)
+    stated = {
+        "resample": (resample, image["resample"]),
+        "image_mean": (_numbers(section.value("image_mean"), processor.mean), tuple(image["mean"])),
+        "image_std": (_numbers(section.value("image_std"), processor.std), tuple(image["std"])),
+    }
+    for key, (of_frames, of_pictures) in stated.items():
+        if of_frames != of_pictures:
+            section.reject(key, f"{_shown(of_frames)} is not supported yet; supported: that of pictures, "
+                                f"{_shown(of_pictures)}")  # fmt: skip
+
+
+def _numbers(value: Any, assumed: tuple[float, float, float]) -> Any:
+    """Return what is stated for three channels; one number holds for all of them."""
+    if value is None:
+        return assumed
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) * 3
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)

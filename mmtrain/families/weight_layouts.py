@@ -6,7 +6,7 @@ rank can read just its slice, and export can write the tensor from the parameter
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 Box = tuple[tuple[int, int], ...]  # [lo, hi) along each dimension
@@ -195,6 +195,25 @@ def channels_first(name: str, tensor: str, positions: int, channels: int, inputs
             ours, theirs = channel * positions + position, position * channels + channel
             blocks.append(Block(tensor, ((theirs, theirs + 1), *rest), ((ours, ours + 1), *rest)))
     return ParameterSource(name, tuple(blocks))
+
+
+def respell(sources: Iterable[ParameterSource], spelling: Sequence[tuple[str, str]]) -> list[ParameterSource]:
+    """Return the sources with the names of tensors in one spelling of the family."""
+    return [
+        replace(
+            source,
+            blocks=tuple(replace(block, tensor=_rename(block.tensor, spelling)) for block in source.blocks),
+        )
+        for source in sources
+    ]
+
+
+def _rename(tensor: str, spelling: Sequence[tuple[str, str]]) -> str:
+    """Replace the first prefix of the spelling that the name has."""
+    for prefix, replacement in spelling:
+        if tensor.startswith(prefix):
+            return replacement + tensor.removeprefix(prefix)
+    return tensor
 
 
 def _whole(shape: Sequence[int]) -> Box:

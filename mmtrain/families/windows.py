@@ -15,7 +15,8 @@ def window_settings(
     kinds = config.value("layer_types")
     if kinds is None:
         kinds = [_FULL if window is None or is_full(block) else _SLIDING for block in range(num_blocks)]
-    if not isinstance(kinds, list) or len(kinds) != num_blocks or not {_FULL, _SLIDING}.issuperset(kinds):
+    is_list = isinstance(kinds, list) and len(kinds) == num_blocks
+    if not is_list or not all(kind in (_FULL, _SLIDING) for kind in kinds):
         config.reject("layer_types", f"found {kinds}, allowed: {_FULL} or {_SLIDING} for each of {num_blocks} layers")
         return {"window": None, "full_attention_blocks": ()}
     full = tuple(block for block, kind in enumerate(kinds) if kind == _FULL)
@@ -44,8 +45,8 @@ def reject_sliding_windows(config: ConfigSection) -> None:
     config.value("sliding_window")
     config.value("max_window_layers")
     kinds = config.value("layer_types")
-    if kinds is not None and set(kinds) != {_FULL}:
-        config.reject("layer_types", f"{', '.join(sorted(set(kinds)))} are not supported yet; supported: {_FULL}")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != _FULL for kind in kinds)):
+        config.reject("layer_types", f"{kinds} are not supported yet; supported: {_FULL}")
 
 
 def layer_types(num_blocks: int, full_attention_blocks: tuple[int, ...]) -> list[str]:

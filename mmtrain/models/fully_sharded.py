@@ -46,7 +46,7 @@ def require_fsdp2() -> None:
         raise LaunchError(
             "FSDP2 shards weights in placement `replicated`, and those of models that are too large for a rank of an "
             f"evaluation; torch {torch.__version__} lacks {', '.join(missing)}; install torch 2.13 or later, or "
-            "plan with `--set parallel.placement=unified`"
+            "plan with `--set parallel.placement=unified`, or `replicated` with `--set parallel.zero=1`"
         )
 
 

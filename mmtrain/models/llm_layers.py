@@ -17,6 +17,7 @@ from mmtrain.models.attention.row_exchange import exchange_rows
 from mmtrain.models.host_offload import OffloadedBlocks
 from mmtrain.models.index_tables import HostTables, brought_or_computed
 from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.logit_rules import LogitRules
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.rotary_positions import RotaryTables, Rotation, look_up_rotations, rotate_by_axes
 from mmtrain.models.stage_inputs import RowMix, TextInput
@@ -260,12 +261,12 @@ class Head(nn.Module):
         """Map (T, hidden), or this rank's shard of it, to logits (T, padded vocabulary)."""
         return self.factory.gather_vocab(self._project(hidden))
 
-    def greedy_tokens(self, hidden: Tensor, vocab_size: int) -> Tensor:
+    def greedy_tokens(self, hidden: Tensor, vocab_size: int, rules: LogitRules | None = None) -> Tensor:
         """Return the most likely token below `vocab_size` after each row: (T, hidden), or a shard of it -> (T,) int64.
 
         `hidden` may be this rank's shard of the rows; all ranks return the tokens of all rows.
         """
-        return self.factory.greedy_tokens(self._project(hidden), vocab_size)
+        return self.factory.greedy_tokens(self._project(hidden), vocab_size, rules)
 
     def _project(self, hidden: Tensor) -> Tensor:
         (tied,) = self._tied

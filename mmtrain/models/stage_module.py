@@ -17,6 +17,7 @@ from mmtrain.models.host_offload import HostOffload
 from mmtrain.models.index_tables import HostTables, TableUser
 from mmtrain.models.layer_shape import BLOCK_KINDS, BLOCK_PIECES, LayerShape
 from mmtrain.models.llm_layers import Embedding, Head, TextContext
+from mmtrain.models.logit_rules import LogitRules
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.projector import EncoderContext, Projector
@@ -193,11 +194,16 @@ class StageModule(nn.Module):
         return self._head().logits(shard)[:num_tokens]
 
     def next_tokens(
-        self, hidden: Tensor | None, inputs: TextInput, features: Mapping[str, Tensor] | None, vocab_size: int
+        self,
+        hidden: Tensor | None,
+        inputs: TextInput,
+        features: Mapping[str, Tensor] | None,
+        vocab_size: int,
+        rules: LogitRules | None = None,
     ) -> Tensor:
         """Run a stage that ends with the head; return the most likely token after each sequence, (S,) int64.
 
-        Only tokens below `vocab_size` are candidates; the rows above it pad the vocabulary.
+        Only tokens below `vocab_size` are candidates; the rows above it pad the vocabulary. `rules` change logits.
         """
         context = self._block_context(inputs, features)
         out, is_sharded = self._run_layers(self.indices[:-1], hidden, context)
@@ -206,7 +212,7 @@ class StageModule(nn.Module):
         all_rows = self._redistribute(out, is_sharded, shard=False, num_tokens=context.num_tokens)
         rows = all_rows.index_select(0, last_tokens)
         rows = self._redistribute(rows, False, shard=self.factory.sequence_parallel, num_tokens=len(rows))
-        return self._head().greedy_tokens(rows, vocab_size)[: len(last_tokens)]
+        return self._head().greedy_tokens(rows, vocab_size, rules)[: len(last_tokens)]
 
     def context(self, inputs: UnitInput, features: Mapping[str, Tensor]) -> StageContext:
         """Derive from a microbatch what all layers of the stage need to know about it."""

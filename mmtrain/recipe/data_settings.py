@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mmtrain.recipe.settings import NOTHING, PositiveFloat, PositiveInt, Section, setting
 from mmtrain.recipe.source_path import SourcePath
+from mmtrain.recipe.text_settings import SpecialTokenSettings
 
 Share = Annotated[float, Field(ge=0, le=1)]
 StepNumber = Annotated[int, Field(ge=0)]
@@ -265,9 +266,9 @@ class VideoSettings(Section):
         "parts",
         affects={"plan", "lengths", "steps", "resume"},
         added_later=True,
-        description="`parts`: a video is divided into equal parts, of which each shows one frame, with `fps` its first "
-        "(Qwen2-VL) and else the one in its middle. `middles`: always the one in its middle (InternVL). `ends`: frames "
-        "are evenly spaced from the first to the last one (Qwen3-VL).",
+        description="`parts`: a video is divided into equal parts, of which each shows its first frame (Qwen2-VL, "
+        "LLaVA-OneVision). `middles`: each shows the one in its middle (InternVL). `ends`: frames are evenly spaced "
+        "from the first to the last one (Qwen3-VL).",
     )
     pixel_limits: Literal["frame", "video"] = setting(
         "frame",
@@ -425,6 +426,9 @@ class DataSettings(Section):
         "`tokenizers` library with the special tokens of mmtrain's own chat format. Relative paths start at the "
         "recipe's folder. Default: the folder of `model.hf`, if it has a tokenizer. Required unless all sources hold "
         "lengths only.",
+    )
+    special_tokens: SpecialTokenSettings = Field(
+        SpecialTokenSettings(), description="Which special tokens of a model's tokenizer texts of samples may spell."
     )
     seq_len: PositiveInt = setting(
         affects={"plan", "lengths", "steps", "resume"},

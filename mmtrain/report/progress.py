@@ -39,7 +39,8 @@ def open_progress(
     `clock` gives seconds; the remaining time is estimated from the steps that this process has finished.
     """
     progress_clock = ProgressClock(num_steps, first_step, clock)
-    if not console.is_terminal or console.is_dumb_terminal:
+    # FORCE_COLOR, which CI systems set, makes a terminal of every file; frames would fill a log with cursor movements.
+    if not console.file.isatty() or not console.is_terminal or console.is_dumb_terminal:
         return LineProgress(console, progress_clock)
     from mmtrain.report.live_display import LiveProgress
 

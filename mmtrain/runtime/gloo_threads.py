@@ -11,14 +11,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_NAME = "gloo_tcp_loop"  # that gloo gives these threads
+_NAME = "gloo_tcp_loop"  # that gloo gives these threads from torch 2.13 on
 _THREADS = Path("/proc/self/task")
 
 
 def calm_gloo_threads() -> None:
     """Schedule the listening threads of this process as batch work; to be called whenever groups were created.
 
-    Where that is not possible, without Linux or inside some sandboxes, collectives are slower.
+    Where that is not possible, without Linux, inside some sandboxes and before torch 2.13, collectives are slower.
     """
     if hasattr(os, "SCHED_BATCH"):
         for thread in listening_threads():

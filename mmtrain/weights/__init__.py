@@ -4,10 +4,11 @@ Only safetensors, read by range: a rank reads just its tensor-parallel slices of
 parameter is made of is data of its family (`mmtrain.families`). Read `import_weights` first, then `export_weights`.
 """
 
+from mmtrain.families.stored_tensors import StoredWeight
 from mmtrain.weights.export_adapter import export_adapter
 from mmtrain.weights.export_generator import export_generator
 from mmtrain.weights.export_weights import export_folder
-from mmtrain.weights.folder_tensors import FolderTensors, StoredWeight
+from mmtrain.weights.folder_tensors import FolderTensors
 from mmtrain.weights.import_weights import PretrainedWeights, open_pretrained
 from mmtrain.weights.run_weights import RunWeights
 from mmtrain.weights.start_folders import start_folders

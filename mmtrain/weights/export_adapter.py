@@ -10,11 +10,12 @@ from mmtrain.checkpoint import Checkpoint, LocalStorage
 from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
 from mmtrain.errors import UserError
 from mmtrain.families import ParameterSource
+from mmtrain.families.trained_processors import differing_processors
 from mmtrain.models.layer_shape import LoraShape
 from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights, adapter_names, read_parameter
-from mmtrain.weights.export_weights import source_folder
+from mmtrain.weights.export_weights import media_settings, source_folder
 from mmtrain.weights.write_tensors import TORCH_NAMES, ExportDtype, ExportedFolder, draft_folder, require_new
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ def export_adapter(
         LocalStorage().write(draft / WEIGHTS_NAME, _chunks(entries, modules, checkpoint, torch_name))
         config = _config(recipe, folder.path, [module.module for module in modules])
         (draft / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return ExportedFolder(out, checkpoint.step, 1, sum(entry.num_bytes for entry in entries), (torch_name,))
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    notes = differing_processors(folder, media_settings(recipe))
+    return ExportedFolder(out, checkpoint.step, 1, num_bytes, (torch_name,), notes)
 
 
 def _require_adapters_only(recipe: Recipe, shape: ModelShape) -> None:

@@ -5,22 +5,26 @@ It is the folder that the run started from with other values, or a new one for a
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from mmtrain.checkpoint import Checkpoint
 from mmtrain.checkpoint.tensorfile import TensorEntry
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import CONFIG_FILE, ModelFolder, read_model_folder
+from mmtrain.families.family import Settings
 from mmtrain.families.folder_files import CONVERSATION_FILES, SLOW_TOKENIZER_FILES
 from mmtrain.families.hub_models import fetch_weights
+from mmtrain.families.trained_processors import write_trained_processors
+from mmtrain.families.weight_layouts import respell
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
-from mmtrain.weights.match_tensors import MatchedFolder, match_tensors, respell
+from mmtrain.weights.match_tensors import MatchedFolder, match_tensors
 from mmtrain.weights.new_folder import describe_new_folder, write_new_files, write_tokenizer_files
 from mmtrain.weights.write_tensors import (
     MAX_FILE_BYTES,
@@ -51,7 +55,9 @@ class _Content:
 
     targets: list[TensorTarget]
     stored: FolderTensors | None  # the tensors of the folder that the run started from
-    write_small_files: Callable[[Path], None]  # config, tokenizer and templates, into a folder
+    write_small_files: Callable[
+        [Path], tuple[str, ...]
+    ]  # config, tokenizer and templates, into a folder; notes on them
 
 
 def export_folder(
@@ -85,13 +91,13 @@ def export_folder(
             for name, targets_of_file in files.items():
                 write_file(draft / name, targets_of_file, reader)
             write_index(draft, files)
-            content.write_small_files(draft)
+            notes = content.write_small_files(draft)
     finally:
         if stored is not None:
             stored.close()
     num_bytes = sum(target.entry.num_bytes for target in targets)
     dtypes = tuple(sorted({target.entry.dtype for target in targets}))
-    return ExportedFolder(out, checkpoint.step, len(files), num_bytes, dtypes)
+    return ExportedFolder(out, checkpoint.step, len(files), num_bytes, dtypes, notes)
 
 
 def _new_content(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
@@ -106,7 +112,12 @@ def _new_content(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
     for unused in respell(folder.settings.carried, spelling):
         for tensor, shape in unused.tensor_shapes().items():
             targets.append(TensorTarget(TensorEntry(tensor, torch_name, shape), None))
-    return _Content(targets, None, lambda draft: write_new_files(recipe, folder, draft, torch_name))
+
+    def write_small_files(draft: Path) -> tuple[str, ...]:
+        write_new_files(recipe, folder, draft, torch_name)
+        return ()
+
+    return _Content(targets, None, write_small_files)
 
 
 def _content_like(folder: ModelFolder, recipe: Recipe, dtype: ExportDtype | None) -> _Content:
@@ -151,8 +162,11 @@ def _targets(
     return targets
 
 
-def _write_small_files(folder: ModelFolder, recipe: Recipe, draft: Path, dtype: ExportDtype | None) -> None:
-    """Copy config, tokenizer and templates; the config states another type of the weights, and more tokens."""
+def _write_small_files(folder: ModelFolder, recipe: Recipe, draft: Path, dtype: ExportDtype | None) -> tuple[str, ...]:
+    """Copy config, processors, tokenizer and templates, with what the run did otherwise; return lines on that.
+
+    The config states another type of the weights, and more tokens; the processors what the recipe overrides.
+    """
     tokenizer = recipe.data.tokenizer_path
     has_own_tokenizer = tokenizer != folder.path
     not_copied = _TEXT_FILES if has_own_tokenizer else ()
@@ -162,9 +176,35 @@ def _write_small_files(folder: ModelFolder, recipe: Recipe, draft: Path, dtype: 
             shutil.copyfile(path, draft / path.name)
     if has_own_tokenizer:
         write_tokenizer_files(tokenizer, draft)
-    config = folder.config_with_tokens(recipe.model.llm.vocab)
+    config = folder.trained_config(recipe.model.llm.vocab)
     if dtype is not None:
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        config = {**config, key: TORCH_NAMES[dtype]}
+        config = _with_dtype(config, TORCH_NAMES[dtype], folder.family.other_models)
     if config != folder.config:
         (draft / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    notes = write_trained_processors(folder, media_settings(recipe), draft)
+    if folder.has_own_head:
+        notes = ("tie_word_embeddings: false in config.json now, because the weights are not tied", *notes)
+    return notes
+
+
+def media_settings(recipe: Recipe) -> dict[str, Settings]:
+    """Return the sections of `data` that say what media become, by name."""
+    data = recipe.data
+    return {"image": data.image.model_dump(), "video": data.video.model_dump(), "audio": data.audio.model_dump()}
+
+
+def _with_dtype(config: Mapping[str, Any], torch_name: str, other_models: tuple[str, ...]) -> dict[str, Any]:
+    """Return a config that states another type of the weights, in all sections but those of other models."""
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return {**_with_dtypes(config, torch_name, other_models), key: torch_name}
+
+
+def _with_dtypes(config: Mapping[str, Any], torch_name: str, other_models: tuple[str, ...]) -> dict[str, Any]:
+    changed = dict(config)
+    of_others = tuple(prefix.removesuffix(".") for prefix in other_models)
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype"):
+            changed[key] = torch_name
+        elif isinstance(value, dict) and not key.startswith(of_others):
+            changed[key] = _with_dtypes(value, torch_name, other_models)
+    return changed

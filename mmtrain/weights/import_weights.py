@@ -160,16 +160,21 @@ def open_pretrained(recipe: Recipe) -> PretrainedWeights | None:
     Fetches weights of the hub that are not here yet, and reads the headers of all files. Raises ModelFolderError for
     files or tensors that do not fit.
     """
-    folders = [_open(start) for start in start_folders(recipe)]
+    folders = [_open(start, recipe) for start in start_folders(recipe)]
     return PretrainedWeights(folders, recipe.model.llm.vocab) if folders else None
 
 
-def _open(start: StartFolder) -> OpenFolder:
+def _open(start: StartFolder, recipe: Recipe) -> OpenFolder:
     try:
-        folder = read_model_folder(start.path)
-        fetch_weights(folder.path)
+        fetch_weights(read_model_folder(start.path).path)
+        folder = read_model_folder(start.path)  # now with what the weights say of tied embeddings
     except ModelFolderError as error:
         raise ModelFolderError(f"{start.setting}: {error}") from None
+    if start.unit in (None, "llm") and folder.has_own_head and recipe.model.llm.tie_embeddings:
+        raise ModelFolderError(
+            f"{start.setting}: {folder.path} holds an output matrix of its own, although its config.json ties it to "
+            "the embeddings, and the recipe was read before these weights were here; start again"
+        )
     tensors = FolderTensors.of(folder.path)
     matched = match_tensors(folder, tensors, start.setting, start.unit_in_folder)
     if start.unit is None:

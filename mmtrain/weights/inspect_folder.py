@@ -6,20 +6,18 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from mmtrain.data.index.feature_counts import count_image_features
 from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ
 from mmtrain.data.text.load_tokenizer import load_tokenizer
-from mmtrain.errors import DataError
+from mmtrain.data.text.tokenizer_folder import find_template
+from mmtrain.errors import DataError, ModelFolderError
 from mmtrain.families import read_model_folder
 from mmtrain.families.family import Settings
-from mmtrain.families.folder_files import (
-    IMAGE_PROCESSOR_FILE,
-    TEMPLATE_FILE,
-    TOKENIZER_CONFIG_FILE,
-    TOKENIZER_FILE,
-    WEIGHT_FILES,
-)
+from mmtrain.families.folder_files import TOKENIZER_FILE, WEIGHT_FILES
 from mmtrain.families.model_folder import ModelFolder
+from mmtrain.families.processor_files import read_processor
 from mmtrain.recipe.audio_settings import AudioSettings
 from mmtrain.recipe.data_settings import ImageSettings
 from mmtrain.recipe.vision_settings import VisionSettings
@@ -27,7 +25,11 @@ from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
 
 SHOWN_IMAGES = ((336, 336), (1280, 960), (3840, 2160))  # width x height in pixels
-TEXT_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, TEMPLATE_FILE, IMAGE_PROCESSOR_FILE)
+# Unit -> what prepares its media, and the medium by which `read_processor` finds that.
+_PROCESSORS = {
+    "vision": ("image processor", "image"),
+    "audio": ("feature extractor", "audio"),
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class FolderSummary:
     tensors: int | None
     num_bytes: int | None
     dtypes: tuple[str, ...] | None
-    text_files: tuple[str, ...]  # of `TEXT_FILES`, those that are there
+    tensors_passed_over: tuple[str, ...]  # that hold nothing of their own
+    has_own_head: bool  # an output matrix, although the config ties it to the embeddings
+    found_in: Mapping[str, str | None]  # what training takes from the folder beside weights -> its file; None: nowhere
     text_problems: tuple[str, ...]  # what is wrong with tokenizer and chat template, and what to know of them
     media_tokens: Mapping[str, float]  # what a medium becomes for the LLM, without the marks around it
 
@@ -68,7 +72,6 @@ def inspect_folder(path: Path) -> FolderSummary:
         UnitSummary(name, settings["layers"], *_width_and_heads(settings), parameters[name])
         for name, settings in folder.settings.model.items()
     )
-    text_files = tuple(name for name in TEXT_FILES if (path / name).is_file())
     summary = FolderSummary(
         folder=str(path),
         family=folder.family.name,
@@ -77,19 +80,22 @@ def inspect_folder(path: Path) -> FolderSummary:
         tensors=None,
         num_bytes=None,
         dtypes=None,
-        text_files=text_files,
+        tensors_passed_over=(),
+        has_own_head=folder.has_own_head,
+        found_in=_found_in(folder, path),
         text_problems=_text_problems(path),
         media_tokens=_media_tokens(folder),
     )
     if not any((path / name).exists() for names in WEIGHT_FILES for name in names):
         return summary
     stored = FolderTensors.of(path)
-    match_tensors(folder, stored)
+    matched = match_tensors(folder, stored)
     files = {weight.file for weight in stored.tensors.values()}
     return replace(
         summary,
         files=len(files),
         tensors=len(stored.tensors),
+        tensors_passed_over=matched.passed_over,
         num_bytes=sum((path / file).stat().st_size for file in files),
         dtypes=tuple(sorted({DTYPES.get(weight.dtype, weight.dtype) for weight in stored.tensors.values()})),
     )
@@ -108,13 +114,40 @@ def _media_tokens(folder: ModelFolder) -> dict[str, float]:
     units = folder.settings.model
     if "vision" in units and "image" in folder.settings.data:
         vision = VisionSettings.model_validate(units["vision"])
-        image = ImageSettings.model_validate(folder.data_settings("image"))
+        image = _image_settings(folder)
         for width, height in SHOWN_IMAGES:
             tokens[f"image of {width} x {height}"] = count_image_features(width, height, vision, image)
     if "audio" in units:
         audio = AudioSettings.model_validate(units["audio"])
         tokens["second of sound"] = SAMPLE_RATE_HZ / HOP_SAMPLES / audio.cells_per_feature
     return tokens
+
+
+def _found_in(folder: ModelFolder, path: Path) -> dict[str, str | None]:
+    """Return the file in which training finds each thing that it takes from a folder beside the weights.
+
+    The same thing lies in other files from one version of `transformers` to the next.
+    """
+    found: dict[str, str | None] = {"tokenizer": TOKENIZER_FILE if (path / TOKENIZER_FILE).is_file() else None}
+    try:
+        found["chat template"] = find_template(path)[1].removeprefix(f"{path}/")
+    except DataError:
+        found["chat template"] = None
+    for unit, (what, medium) in _PROCESSORS.items():
+        if unit in folder.settings.model:
+            processor = read_processor(path, medium)
+            found[what] = None if processor is None else processor.path.name
+    return found
+
+
+def _image_settings(folder: ModelFolder) -> ImageSettings:
+    try:
+        return ImageSettings.model_validate(folder.data_settings("image"))
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors())
+        raise ModelFolderError(
+            f"{folder.path}: no pictures can be prepared as its processor says: {problems}"
+        ) from None
 
 
 def _text_problems(path: Path) -> tuple[str, ...]:

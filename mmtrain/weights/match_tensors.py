@@ -1,11 +1,13 @@
 """Compare the tensors of a folder with those that its family expects, and name all that differ at once."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import takewhile
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import ModelFolder, ParameterSource
+from mmtrain.families.weight_layouts import respell
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 
 MAX_NAMES_IN_MESSAGE = 40  # a folder of another model lacks thousands
@@ -19,6 +21,7 @@ class MatchedFolder:
     fresh: Mapping[str, ParameterSource]  # likewise, of those that the folder lacks, as it may
     carried: tuple[str, ...]  # tensors that this model does not compute
     of_other_models: tuple[str, ...]  # tensors of models that are not trained
+    passed_over: tuple[str, ...]  # tensors that nothing here needs: buffers, and the copy of a tied matrix
 
 
 def match_tensors(
@@ -26,15 +29,16 @@ def match_tensors(
 ) -> MatchedFolder:
     """Return what every parameter is made of.
 
-    setting: that named the folder. unit: the only one of the folder that is needed, without its projector; then all
-        other tensors are passed over.
+    setting: that named the folder. unit: the only one of the folder that is needed, without its projector; then tensors
+        of other units are passed over.
 
     Raises ModelFolderError with all tensors that are missing, unknown, of another shape or of a type that is not read.
     """
     family = folder.family
-    expected = list(family.weights(folder.settings))
+    of_family = list(family.weights(folder.settings))
+    expected = of_family
     if unit is not None:
-        expected = [source for source in expected if _belongs_to(source.name, unit, folder)]
+        expected = [source for source in of_family if _belongs_to(source.name, unit, folder)]
     spelling = max(family.spellings, key=lambda candidate: _num_known(respell(expected, candidate), stored))
     sources = respell(expected, spelling)
     optional = [source for source in sources if source.may_be_missing]
@@ -42,10 +46,15 @@ def match_tensors(
     sources = [source for source in sources if source not in fresh]
     carried = _tensor_shapes(respell(folder.settings.carried if unit is None else (), spelling))
     shapes = _tensor_shapes(sources) | carried
-    ignored = family.ignored(folder.settings) if unit is None else ("",)
+    ignored = family.ignored(folder.settings)
     of_others = sorted(name for name in stored.tensors if name.startswith(family.other_models))
     expected_names = shapes.keys() | set(of_others)
-    unknown = sorted(name for name in stored.tensors.keys() - expected_names if not name.endswith(ignored))
+    of_folder = respell([*of_family, *folder.settings.carried], spelling)
+    known = expected_names | _tensor_shapes(of_folder).keys()
+    scope = "" if unit is None else _common_module(shapes)  # strange tensors elsewhere do not concern a unit
+    unknown = sorted(
+        name for name in stored.tensors.keys() - known if name.startswith(scope) and not name.endswith(ignored)
+    )
     problems = [*_missing(shapes, stored, unknown), *_unknown(unknown, shapes), *_misshaped(shapes, stored)]
     if problems:
         shown = problems[:MAX_NAMES_IN_MESSAGE]
@@ -54,9 +63,12 @@ def match_tensors(
             f"{setting}: the weights in {folder.path} are not those of its config.json ({family.name}), "
             f"{len(problems)} differ:\n  " + "\n  ".join(shown) + rest
         )
+    passed_over = stored.tensors.keys() - expected_names
     by_name = {source.name: source for source in sources}
     fresh_by_name = {source.name: source for source in fresh}
-    return MatchedFolder(by_name, fresh_by_name, tuple(carried), () if unit is not None else tuple(of_others))
+    if unit is not None:
+        of_others = []
+    return MatchedFolder(by_name, fresh_by_name, tuple(carried), tuple(of_others), tuple(sorted(passed_over)))
 
 
 def _belongs_to(name: str, unit: str, folder: ModelFolder) -> bool:
@@ -66,27 +78,15 @@ def _belongs_to(name: str, unit: str, folder: ModelFolder) -> bool:
     return name.startswith(f"{unit}.") and not is_of_projector
 
 
+def _common_module(names: Iterable[str]) -> str:
+    """Return the prefix of the innermost module that holds all tensors, empty if that is the model."""
+    columns = zip(*(name.split(".") for name in names), strict=False)
+    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, columns)]
+    return "".join(f"{part}." for part in shared)
+
+
 def _tensor_shapes(sources: Iterable[ParameterSource]) -> dict[str, tuple[int, ...]]:
     return {tensor: shape for source in sources for tensor, shape in source.tensor_shapes().items()}
-
-
-def respell(sources: Iterable[ParameterSource], spelling: Sequence[tuple[str, str]]) -> list[ParameterSource]:
-    """Return the sources with the names of tensors in one spelling of the family."""
-    return [
-        replace(
-            source,
-            blocks=tuple(replace(block, tensor=_rename(block.tensor, spelling)) for block in source.blocks),
-        )
-        for source in sources
-    ]
-
-
-def _rename(tensor: str, spelling: Sequence[tuple[str, str]]) -> str:
-    """Replace the first prefix of the spelling that the name has."""
-    for prefix, replacement in spelling:
-        if tensor.startswith(prefix):
-            return replacement + tensor.removeprefix(prefix)
-    return tensor
 
 
 def _num_known(sources: Iterable[ParameterSource], stored: FolderTensors) -> int:

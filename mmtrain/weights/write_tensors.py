@@ -36,6 +36,7 @@ class ExportedFolder:
     num_files: int  # with weights
     num_bytes: int  # of weights
     dtypes: tuple[str, ...]  # torch's names
+    notes: tuple[str, ...] = ()  # what its config and processors state otherwise than those of the source folder
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """The command line starts fast, loads torch only where needed, and reports an error in one message and an exit code."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +59,8 @@ except SystemExit:
     packages = {{".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("mmtrain.")}}
     print(sorted(packages), [name for name in {heavy!r} if name in sys.modules])
 """
-    assert python(code).splitlines()[-1] == "['mmtrain.cli', 'mmtrain.errors'] []"
+    light = ["mmtrain.cli", "mmtrain.errors", "mmtrain.machine_limits", "mmtrain.system_errors"]
+    assert python(code).splitlines()[-1] == f"{light} []"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -117,6 +120,46 @@ def test_errors_become_one_message_and_an_exit_code(
     assert "Traceback" not in result.stderr
     if issubclass(error, MmtrainError):
         assert result.stderr == "mmtrain: what happened\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")],
+)
+def test_a_limit_of_processes_is_named(
+    run_mmtrain: RunMmtrain, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    failing = typer.Typer(pretty_exceptions_enable=False)
+
+    @failing.command()
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(table, "app", failing)
+    result = run_mmtrain()
+    assert result.returncode == 2
+    assert result.stderr.startswith("mmtrain: the system starts no more threads or processes for this user: ")
+    assert "ulimit -u" in result.stderr
+
+
+def test_threads_are_bound_to_no_core(tmp_path: Path) -> None:
+    """OpenMP binds this process to one core when torch is imported, and so all that it starts."""
+    environment = os.environ | {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
+    code = """
+import os, sys
+before = os.sched_getaffinity(0)
+from mmtrain.cli import main
+sys.argv = ["mmtrain", "schema"]
+try:
+    main()
+except SystemExit:
+    import torch
+    torch.ones(1000, 1000) @ torch.ones(1000, 1000)
+    print(os.sched_getaffinity(0) == before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "True"
+    assert "mmtrain: ignoring OMP_PROC_BIND, OMP_PLACES, which would bind" in done.stderr
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

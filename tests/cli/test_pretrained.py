@@ -52,7 +52,7 @@ def test_a_folder_is_described(run_mmtrain: RunMmtrain, recipe: Path, tmp_path: 
     summary = json.loads(run_mmtrain("inspect", tmp_path / "llama", "--json").stdout)
     assert [unit["name"] for unit in summary["units"]] == ["llm"]
     assert summary["dtypes"] == ["float32"]
-    assert "tokenizer.json" in summary["text_files"]
+    assert summary["found_in"] == {"tokenizer": "tokenizer.json", "chat template": "chat_template.jinja"}
     assert summary["text_problems"] == []
     assert summary["media_tokens"] == {}
     template = tmp_path / "llama" / "chat_template.jinja"
@@ -62,6 +62,32 @@ def test_a_folder_is_described(run_mmtrain: RunMmtrain, recipe: Path, tmp_path: 
     write_config(tmp_path / "qwen", QWEN2, hidden_act="gelu")
     done = run_mmtrain("inspect", tmp_path / "qwen")
     assert (done.returncode, 'hidden_act: "gelu" is not supported yet' in done.stderr) == (2, True)
+
+
+def test_what_lies_in_another_file_is_not_said_to_be_missing(run_mmtrain: RunMmtrain, tmp_path: Path) -> None:
+    """Write a folder as newer versions of `transformers` do, and the template as older ones: both are read."""
+    folder = tmp_path / "omni"
+    write_tiny_model(FAMILIES["qwen2_5_omni"], folder, seed=0, num_train=FEW_CONVERSATIONS)
+    shown = run_mmtrain("inspect", folder).stdout
+    assert "not there" not in shown
+    assert "image processor in preprocessor_config.json, feature extractor in preprocessor_config.json\n" in shown
+    template = folder / "chat_template.jinja"
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config["chat_template"] = template.read_text(encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    template.unlink()
+    processors = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+    both = {"image_processor": processors, "feature_extractor": processors}
+    (folder / "processor_config.json").write_text(json.dumps(both), encoding="utf-8")
+    (folder / "preprocessor_config.json").unlink()
+    shown = run_mmtrain("inspect", folder).stdout
+    assert "not there" not in shown
+    assert (
+        "  beside them: tokenizer in tokenizer.json, chat template in tokenizer_config.json (chat_template), "
+        "image processor in processor_config.json, feature extractor in processor_config.json\n"
+    ) in shown
+    (folder / "processor_config.json").unlink()
+    assert "not there: image processor, feature extractor\n" in run_mmtrain("inspect", folder).stdout
 
 
 def test_what_images_and_sound_cost_is_shown(run_mmtrain: RunMmtrain, tmp_path: Path) -> None:

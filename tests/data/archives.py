@@ -13,6 +13,10 @@ import pyarrow.parquet
 import soundfile
 from PIL import Image
 
+from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, load_wave, wave_log_mels
+from mmtrain.data.media.images import Float32Array
+from mmtrain.data.media.media_bytes import Media
+
 
 def png(colour: str = "red", width: int = 16, height: int = 16) -> bytes:
     buffer = io.BytesIO()
@@ -74,3 +78,8 @@ def tar(path: Path, members: Mapping[str, bytes]) -> Path:
 def parquet(path: Path, columns: Mapping[str, Any], row_group_size: int = 2, **options: Any) -> Path:
     pyarrow.parquet.write_table(pa.table(dict(columns)), path, row_group_size=row_group_size, **options)
     return path
+
+
+def load_log_mels(media: Media, frames: int, bins: int, silence_follows: bool = False) -> Float32Array:
+    """Decode the first frames of a clip."""
+    return wave_log_mels(load_wave(media, frames * HOP_SAMPLES / SAMPLE_RATE_HZ), frames, bins, silence_follows)

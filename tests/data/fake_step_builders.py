@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -128,3 +129,10 @@ class UnloadableStepBuilder(FakeStepBuilder):
 
     def __reduce__(self) -> Any:
         return int, ("not a number",)
+
+
+class UnsendableStepBuilder(FakeStepBuilder):
+    """Cannot be pickled, because of one part of one of its attributes."""
+
+    def __init__(self) -> None:
+        self.readers = {"image": partial(int), "video": partial(int, lambda: 0)}

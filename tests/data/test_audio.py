@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import soundfile
 
-from mmtrain.data.media.audio import BadAudioError, load_log_mels, log_mel, read_num_frames, resample
+from mmtrain.data.media.audio import log_mel, read_num_frames, resample
 from mmtrain.data.media.media_bytes import FileMedia
+from mmtrain.data.media.sound_files import BadAudioError
 from mmtrain.recipe.data_settings import AudioDataSettings
+from tests.data.archives import load_log_mels
 
 
 def _wave(seconds: float, rate: int = 16000, seed: int = 0) -> np.ndarray:
@@ -143,14 +145,12 @@ def test_long_clips_are_cut_where_the_recipe_says_so(tmp_path: Path) -> None:
     assert np.array_equal(frames["long.wav"], frames["broken.wav"])
 
 
-def test_faults_behind_a_good_header_are_rejected_when_decoding(clip: Path, tmp_path: Path) -> None:
+def test_faults_behind_a_good_header_are_rejected_when_decoding(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "intact.flac", _wave(2.0), 16000)
-    (tmp_path / "cut.flac").write_bytes((tmp_path / "intact.flac").read_bytes()[:9000])
-    soundfile.write(tmp_path / "nan.wav", np.full(1600, np.nan, np.float32), 16000, subtype="FLOAT")
-    assert (
-        read_num_frames(FileMedia(str(tmp_path / "cut.flac")), AudioDataSettings(max_seconds=30.0), 2) == 200
-    )  # the header is fine
-    for name, kinds in {"cut.flac": ("truncated", "undecodable"), "nan.wav": ("undecodable",)}.items():
+    (tmp_path / "cut.flac").write_bytes((tmp_path / "intact.flac").read_bytes()[:-1])
+    soundfile.write(tmp_path / "nan.wav", np.full(32000, np.nan, np.float32), 16000, subtype="FLOAT")
+    for name in ("cut.flac", "nan.wav"):
+        assert read_num_frames(FileMedia(str(tmp_path / name)), AudioDataSettings(max_seconds=30.0), 2) == 200
         with pytest.raises(BadAudioError) as rejected:
             load_log_mels(FileMedia(str(tmp_path / name)), 200, 20)
-        assert rejected.value.kind in kinds
+        assert rejected.value.kind == "undecodable"

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 
 from mmtrain.balance import Grouping
 from mmtrain.data import ChatTokenizer, GroupStream, Loader, PayloadNeed, StepRequest, build_index
-from mmtrain.data.media.audio import load_log_mels
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.errors import DataError
 from mmtrain.recipe.modalities import AUDIO
 from mmtrain.recipe.schema import Recipe
+from tests.data.archives import load_log_mels
 from tests.data.rows import Row
 
 AUDIO_UNIT = {"layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "mel_bins": 16, "max_frames": 400, "downsample": 4}
@@ -167,4 +167,4 @@ def test_a_clip_that_breaks_after_indexing_becomes_silence_and_is_quarantined(
         data = next(loader)
     assert data.encoders["audio"][0, 0].cells is not None
     assert not data.encoders["audio"][0, 0].cells.any()
-    assert {q.kind for q in data.quarantined} == {"undecodable"}
+    assert {q.kind for q in data.quarantined} == {"not_audio"}

@@ -87,8 +87,24 @@ def test_the_exit_code_depends_on_the_rate_of_bad_samples(
     report = json.loads(capsys.readouterr().out)
     assert (report["samples"], report["passed"], report["kinds"]["undecodable"]) == (7, False, 1)
     assert {"source", "index", "id", "kind", "reason"} == set(report["bad"][0])
+    assert run(tmp_path / "bad.json", "--out", tmp_path / "bad.jsonl") == 1
+    assert [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()] == report["bad"]
+    assert run(tmp_path / "good.json", "--out", tmp_path / "bad.jsonl") == 0
+    assert (tmp_path / "bad.jsonl").read_text() == "", "an older list would name samples that are good now"
+    capsys.readouterr()
+    assert run(tmp_path / "good.json", "--out", tmp_path / "gone" / "bad.jsonl") == 2
+    assert "cannot write the list of bad samples" in capsys.readouterr().err
     assert run() == 2
     assert "nothing to check" in capsys.readouterr().err
+
+
+def test_some_samples_of_each_kind_are_shown_and_the_number_of_the_others(tmp_path: Path) -> None:
+    rows = [row("<image>", "gone", f"{number}.png", name=str(number)) for number in range(5)]
+    (tmp_path / "x.json").write_text(json.dumps([*rows, {"id": "6"}]))
+    text = check_text(check_sources([SourceSettings(path=tmp_path / "x.json")]))
+    assert [name for name in "012345" if f"id '{name}'" in text] == ["0", "1", "2"]
+    assert text.count("--out bad.jsonl lists all") == 1
+    assert "and 2 more: --out" in text
 
 
 @pytest.mark.parametrize("name", ["x.json", "x.jsonl"])

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmtrain.data.formats.quarantine_reasons import QUARANTINE_REASONS
-from mmtrain.data.media.audio import load_log_mels, read_num_frames
+from mmtrain.data.media.audio import read_num_frames
+from mmtrain.data.media.frame_sampling import frame_choice
 from mmtrain.data.media.image_formats import supported_formats
 from mmtrain.data.media.images import load_rgb_images, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
 from mmtrain.data.media.video import load_video_frames, read_video_header
-from mmtrain.recipe.data_settings import AudioDataSettings, ImageSettings
-from tests.data.archives import movie, wav
+from mmtrain.recipe.data_settings import AudioDataSettings, ImageSettings, VideoSettings
+from tests.data.archives import load_log_mels, movie, wav
 
 LIMIT = 1_000_000
 SETTINGS = ImageSettings(max_source_pixels=LIMIT)
@@ -42,7 +43,8 @@ def _listen(media: Media) -> None:
 
 def _watch(media: Media) -> None:
     frames = min(3, read_video_header(media, LIMIT).num_frames)
-    assert len(load_video_frames(media, frames, (16, 16), SETTINGS)) == frames
+    choose = frame_choice(VideoSettings(), frames, 1)
+    assert len(load_video_frames(media, frames, (16, 16), SETTINGS, choose)) == frames
 
 
 CASES: dict[str, tuple[Callable[[], bytes], Callable[[Media], None]]] = {

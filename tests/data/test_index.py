@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mmtrain.data import build_index
-from mmtrain.data.index import data_index
+from mmtrain.data.index import data_index, media_versions
 from mmtrain.data.index import sample_lengths as measure
 from mmtrain.data.media import item_readers
 from mmtrain.data.media.images import load_rgb_images
@@ -249,12 +249,12 @@ def test_threads_read_headers_that_wait_for_the_disk(
 
     monkeypatch.setattr(item_readers, "read_vision_items", watched)
     computing = SimpleNamespace(perf_counter=lambda: 0.0, thread_time=lambda: 0.0)
-    monkeypatch.setattr(measure, "time", computing)
+    monkeypatch.setattr(media_versions, "time", computing)
     read_by_main_thread = build_index(made)
     assert set(readers) == {threading.main_thread().name}
     readers.clear()
     waiting = SimpleNamespace(perf_counter=iter(range(1000)).__next__, thread_time=lambda: 0.0)
-    monkeypatch.setattr(measure, "time", waiting)
+    monkeypatch.setattr(media_versions, "time", waiting)
     read_by_threads = build_index(made)
     assert readers.count(threading.main_thread().name) == 2, "the first task, of two files, shows that reading waits"
     assert len(readers) == 6

@@ -20,7 +20,8 @@ from mmtrain.data.formats.sample import Sample, Turn
 from mmtrain.data.index import data_index as index_module
 from mmtrain.data.index import index_cache
 from mmtrain.data.index.sample_table import SampleTable, content_json, sample_from_record, sample_record
-from mmtrain.data.media.media_bytes import FileMedia, ParquetCell, TarMember
+from mmtrain.data.media.item_readers import ITEM_READERS
+from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, ParquetCell, TarMember
 from mmtrain.errors import TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import row
@@ -181,7 +182,7 @@ def test_only_changes_that_affect_lengths_rebuild_the_index(
     assert len(cached_indexes(tmp_path)) == index_cache.MAX_INDEXES_PER_FOLDER, "old ones are removed"
 
 
-@pytest.mark.parametrize("name", ["samples.bin", "arrays.safetensors", "rest.json"])
+@pytest.mark.parametrize("name", ["samples.bin", "arrays.safetensors", "media.safetensors", "rest.json"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
 def test_a_broken_index_is_reported_and_rebuilt(
     made: Recipe, tmp_path: Path, reads: Reads, name: str, damage: str
@@ -245,6 +246,88 @@ def test_an_index_that_cannot_be_cached_is_still_built(
 def test_small_sources_are_not_cached(recipe: MakeRecipe, tmp_path: Path) -> None:
     build_index(recipe([row("1 + 2", "3")]))
     assert not (tmp_path / index_cache.INDEX_FOLDER_NAME).exists()
+
+
+def test_media_that_change_come_or_go_are_noticed(made: Recipe, picture: Picture, tmp_path: Path, reads: Reads) -> None:
+    """The cached index is built anew with a note that names the first of them."""
+    before = build_index(made)
+    assert len(before.quarantined) == 1
+    notes: list[str] = []
+    (tmp_path / "no").write_bytes((tmp_path / "a.png").read_bytes())  # the file that was missing
+    added = build_index(made, notify=notes.append)
+    assert not added.quarantined
+    assert len(added.samples) == 3
+    assert notes == [
+        "1 of 2 media files have changed since they were indexed, the first: "
+        f"{tmp_path / 'no'}; reading all lengths anew"
+    ]
+    picture("a.png", 32, 48)
+    replaced = build_index(made)
+    rows = replaced.lengths.items["vision"].rows.tolist()
+    assert rows[:2] != before.lengths.items["vision"].rows.tolist()[:2]
+    (tmp_path / "no").unlink()
+    assert len(build_index(made).quarantined) == 1
+    assert reads.count == 4
+    assert same(build_index(made), build_index(made))
+    assert reads.count == 4, "nothing has changed"
+    assert "remove that folder" in build_index(made).remarks()[0]
+
+
+def test_a_picture_with_the_size_and_time_of_before_is_noticed(made: Recipe, tmp_path: Path, reads: Reads) -> None:
+    build_index(made)
+    path = tmp_path / "a.png"
+    status = path.stat()
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    build_index(made)
+    assert reads.count == 2
+
+
+def test_the_target_of_a_link_is_looked_at(
+    picture: Picture, recipe: MakeRecipe, tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(index_cache, "MIN_SOURCE_BYTES", 1)
+    picture("small.png", 16, 24)
+    picture("large.png", 32, 48)
+    (tmp_path / "a.png").symlink_to("small.png")
+    made = recipe([row("<image>", "red", "a.png")])
+    small = build_index(made).lengths.items["vision"].rows.tolist()
+    (tmp_path / "a.png").unlink()
+    (tmp_path / "a.png").symlink_to("large.png")
+    assert build_index(made).lengths.items["vision"].rows.tolist() != small
+    picture("large.png", 16, 24)
+    assert build_index(made).lengths.items["vision"].rows.tolist() == small
+    assert reads.count == 3
+
+
+def test_ranks_that_start_together_look_at_media_once(made: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    find_changed = index_cache.find_changed
+    monkeypatch.setattr(index_cache, "find_changed", lambda arrays: (looks.append(1), find_changed(arrays))[1])
+    build_index(made)
+    ranks = [index_cache.IndexCache.for_recipe(made, made.data.sources) for _ in range(3)]
+    for rank in ranks:
+        assert rank is not None
+        assert rank.load(print) is not None
+    assert len(looks) == 1
+    build_index(made)
+    assert len(looks) == 2, "a later run looks again"
+
+
+def test_a_picture_that_changes_after_indexing_is_not_stretched_to_its_former_shape(
+    made: Recipe, picture: Picture, tmp_path: Path
+) -> None:
+    index = build_index(made)
+    items = index.lengths.items["vision"]
+    grid = int(items.rows[0]), int(items.cols[0])
+    medium = FileMedia(str(tmp_path / "a.png"))
+    reader = ITEM_READERS["vision"](made.model.all_encoders["vision"], made.data)
+    assert len(reader.load_cells("image", medium, 0, 1, grid)) == grid[0] * grid[1]
+    picture("a.png", 48, 16)
+    other = ITEM_READERS["vision"](made.model.all_encoders["vision"], made.data)
+    with pytest.raises(BadMediaError, match="changed since lengths were read; start again"):
+        other.load_cells("image", medium, 0, 1, grid)
 
 
 BUILDER = """

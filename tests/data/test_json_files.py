@@ -13,7 +13,7 @@ from mmtrain.data import ChatTokenizer, Quarantined, Sample, write_quarantine
 from mmtrain.data.formats import allowed_folder as folder
 from mmtrain.data.formats.conversation import BadSampleError
 from mmtrain.data.formats.read_source import list_shards, read_samples
-from mmtrain.data.formats.sample import find_unusable
+from mmtrain.data.formats.sample import find_unusable, written_text
 from mmtrain.data.media import nearest_name
 from mmtrain.data.media.images import read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
@@ -57,7 +57,7 @@ def test_a_sample_keeps_turns_images_and_template(tmp_path: Path) -> None:
     assert sample.images == _files(tmp_path / "x" / "1.png", tmp_path / "2.png")
     assert (sample.id, sample.index, sample.template) == ("a", 0, "t")
     assert find_unusable(sample, ("image", "video")) is None, "a mark in an answer is text"
-    assert sample.answer == "<image> is text here"
+    assert written_text(sample.answer) == "<image> is text here"
 
 
 def test_a_single_image_is_a_plain_text_and_image_root_moves_it(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_messages_of_parts(tmp_path: Path) -> None:
             "tools",
             "calls f with `arguments` that are not",
         ),
-        (_answer("yes", weight=0), "malformed", "has `weight` 0"),
+        (_answer("yes", weight=0.5), "target", "has `weight` 0.5, allowed: true or false, 1 or 0"),
     ],
 )
 def test_messages_that_are_rejected(tmp_path: Path, entry: object, kind: str, reason: str) -> None:

@@ -61,6 +61,8 @@ MEDIA = {
     "good.mp4": lambda: movie(["red"], width=16, height=16),
     "text.bin": lambda: b"neither seen nor heard",
     "large.png": lambda: png("red", 100, 100),
+    "narrow.png": lambda: png("red", 1, 201),
+    "deep.pgm": lambda: b"P5 2 2 65535\n" + bytes(8),
     "cut.jpg": lambda: _noise("jpeg")[:-10],
     "broken.png": _broken_png,
     "empty.wav": lambda: _sound(np.zeros(0)),
@@ -81,8 +83,9 @@ ROWS: dict[str, Row] = {
     "tools": _with("hi", tools=[{"name": "f"}]),
     "no_answer": row("hm?", " "),
     "image_count": row("<image><image>", "a", "good.png"),
-    "audio_count": _with("<audio>"),
-    "video_count": _with("<video>"),
+    "audio_count": _with("<audio><audio>", audio="good.wav"),
+    "video_count": _with("<video><video>", video="good.mp4"),
+    "target": {"conversations": [*_with("hi")["conversations"][:1], {"from": "gpt", "value": "a", "mask": 1}]},
     "too_many_images": _with("<video><image>", video="good.mp4", image="good.png"),
     "too_long": row("word " * 100, "a"),
     "image_path": row("<image>", "a", "../good.png"),
@@ -100,6 +103,8 @@ ROWS: dict[str, Row] = {
     "empty_audio": _with("<audio>", audio="empty.wav"),
     "empty_video": _with("<video>", video="empty.avi"),
     "too_many_pixels": row("<image>", "a", "large.png"),
+    "too_narrow": row("<image>", "a", "narrow.png"),
+    "too_many_bits": row("<image>", "a", "deep.pgm"),
     "video_too_long": _with("<video>", video="long.mp4"),
     "clip_too_long": _with("<audio>", audio="long.wav"),
     "clip_too_short": _with("<audio>", audio="short.wav"),
@@ -200,8 +205,8 @@ def test_every_planted_fault_is_found_with_its_kind(planted: tuple[Recipe, dict[
         "no_audio",
         "no_generator",
     }
-    # By workers, by tokenizers with a template, and in sources of captions to draw.
-    found_elsewhere = {"deadly", "chat_template", "no_caption"}
+    # By workers, by tokenizers with a template, in sources of captions to draw, and without PyAV.
+    found_elsewhere = {"deadly", "chat_template", "no_caption", "audio_length"}
     assert {*expected.values(), "no_vision", "no_audio", "no_generator"} | found_elsewhere == set(QUARANTINE_REASONS)
 
 

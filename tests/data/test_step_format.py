@@ -1,7 +1,8 @@
 import json
 import struct
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, make_dataclass, replace
+from typing import Any, Optional, TypeVar, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -9,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from typing_extensions import TypeAliasType
 
 from mmtrain.balance import BatchMeta
 from mmtrain.balance.batch_meta import ItemTable
 from mmtrain.data import EncoderPayload, PayloadNeed, Quarantined, StepData, TextPayload
 from mmtrain.data.loading.batch_builder import StepRequest
+from mmtrain.data.loading.message_types import record_type
 from mmtrain.data.loading.step_format import WireError, format_fingerprint, from_json, pack, to_json, unpack
 from tests.data.steps import leaves, same
 
@@ -157,3 +160,42 @@ def test_the_fingerprint_depends_on_every_field() -> None:
     assert format_fingerprint(Small) == format_fingerprint(Small)
     assert format_fingerprint(Small) != format_fingerprint(Other)
     assert format_fingerprint(StepData) != format_fingerprint(StepRequest)
+
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+# As numpy 2.5 declares it on Python 3.12 and later; older ones let an alias stand for its value.
+NumpysAlias = TypeAliasType("NumpysAlias", np.ndarray[Any, np.dtype[Scalar]], type_params=(Scalar,))  # type: ignore[misc]
+Count = TypeAliasType("Count", int)
+
+
+@pytest.mark.parametrize(
+    ("spellings", "described"),
+    [
+        ((npt.NDArray[np.int64], np.ndarray[Any, np.dtype[np.int64]], NumpysAlias[np.int64]), "array of int64"),
+        ((npt.NDArray[np.uint8 | np.float32], NumpysAlias[np.uint8 | np.float32]), "array of uint8 or float32"),
+        # Python 3.14 makes one type of what are two before.
+        ((int | None, None | int, Optional[int], Union[int, None]), "optional int"),  # noqa: UP007, UP045
+        ((NumpysAlias[np.int64] | None, Optional[npt.NDArray[np.int64]]), "optional array of int64"),  # noqa: UP045
+        ((dict[str, int], Mapping[str, int], Mapping[str, Count]), "mapping[str, int]"),
+        ((tuple[int, ...], tuple[Count, ...]), "tuple[int, ...]"),
+        ((tuple[float, bool],), "tuple[float, bool]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_type_is_the_same_however_versions_of_python_and_numpy_spell_it(
+    spellings: tuple[Any, ...], described: str
+) -> None:
+    records = [make_dataclass("Record", [("field", spelling)], frozen=True) for spelling in spellings]
+    assert {str(record_type(record)) for record in records} == {f"Record(field: {described})"}
+    assert len({format_fingerprint(record) for record in records}) == 1
+
+
+def test_fields_of_an_alias_are_sent() -> None:
+    record = make_dataclass("Record", [("field", NumpysAlias[np.int64]), ("more", Optional[Count])], frozen=True)  # noqa: UP045
+    decoded: Any = unpack(record, message(record(np.arange(3), None)))
+    np.testing.assert_array_equal(decoded.field, np.arange(3))
+    assert decoded.more is None
+
+
+def test_the_fingerprint_is_the_same_in_every_environment() -> None:
+    assert format_fingerprint(Small) == "6a6edd84aee368560116d2031c1d6781d53da3de7e0223bb104ac254c233d937"

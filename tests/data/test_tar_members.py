@@ -146,7 +146,7 @@ def _lying_size(field: bytes) -> bytes:
         (lambda: _lying_size(b"\xff" * 12), "a header with the number"),
         (lambda: _lying_size(b"77777777777\0"), "it ends inside of member 'a'"),
         (lambda: _member(b"x", size=1 << 40), "a name or pax header of 1099511627776 bytes"),
-        (lambda: _member(b"L", size=1 << 20) + bytes(1 << 20), "a name or pax header of 1048576 bytes"),
+        (lambda: _member(b"L", size=1 << 21) + bytes(1 << 21), "a name or pax header of 2097152 bytes"),
         (lambda: _member(b"x", size=9) + b"99999 a=b".ljust(TAR_BLOCK_BYTES, b"\0"), "a damaged pax header"),
         (lambda: _member(b"Q"), "is of unknown type b'Q'"),
     ],
@@ -187,3 +187,27 @@ def test_damaged_archives_never_do_more_than_lose_members(
     for member in _read(path, bytes(content)):
         if isinstance(member, TarMember):
             assert 0 <= member.offset <= member.offset + member.size <= len(content)
+
+
+def test_headers_of_old_and_rare_archivers_are_read(tmp_path: Path) -> None:
+    """A volume label, pax headers of Solaris, and attributes of macOS that are longer than a name may be."""
+    info = tarfile.TarInfo("a.png")
+    info.size = 3
+    info.pax_headers = {"SCHILY.xattr.com.apple.ResourceFork": "x" * 200_000}
+    headers = bytearray(info.tobuf(tarfile.PAX_FORMAT))
+    headers[148:157] = b"%06o\0 X" % (sum(headers[:148]) + 8 * 32 + sum(headers[156:512]) + ord("X") - ord("x"))
+    content = _member(b"V", "backup") + bytes(headers) + b"png".ljust(512, b"\0") + bytes(1024)
+    (member,) = _read(tmp_path / "a.tar", content)
+    assert isinstance(member, TarMember)
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        assert [other.name for other in archive if other.type in tarfile.REGULAR_TYPES] == [member.name]
+    assert member.open().read() == b"png"
+
+
+def test_sums_of_signed_bytes_are_accepted(tmp_path: Path) -> None:
+    header = bytearray(tarfile.TarInfo("é.png").tobuf(tarfile.USTAR_FORMAT, "latin-1"))
+    header[148:156] = b"%06o\0 " % (sum(header[:148]) + 8 * 32 + sum(header[156:]) - 256)
+    (member,) = _read(tmp_path / "a.tar", bytes(header) + bytes(1024))
+    assert isinstance(member, TarMember)
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        assert len(archive.getmembers()) == 1

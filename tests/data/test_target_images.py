@@ -12,7 +12,7 @@ from PIL import Image
 from mmtrain.balance import assign
 from mmtrain.data import BatchBuilder, ChatTokenizer, PayloadNeed, build_index
 from mmtrain.data.formats.conversation import build_sample
-from mmtrain.data.formats.sample import Turn, find_unusable
+from mmtrain.data.formats.sample import Turn, find_unusable, written_text
 from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
 from mmtrain.data.index.sample_table import content_json, sample_from_record, sample_record
 from mmtrain.data.index.stats import compute_stats_for_recipe
@@ -219,9 +219,10 @@ def test_a_source_of_captions_to_draw_quarantines_what_is_no_pair(drawing: MakeR
     ]  # fmt: skip
     made = drawing(rows, sources=[{"path": tmp_path / "train.json", "captions": "draw"}])
     index = build_index(made)
-    [kept] = index.samples
+    kept, spelling = index.samples
+    assert written_text(spelling.turns[0].text) == "has an <image> mark", "a mark without an image is text"
     assert [(turn.role, turn.text) for turn in kept.turns] == [("user", "a red square"), ("assistant", "<image>")]
-    assert [q.kind for q in index.quarantined] == ["no_caption"] * 5
+    assert [q.kind for q in index.quarantined] == ["no_caption"] * 4
     assert "one answer in words" in index.quarantined[0].reason
 
 

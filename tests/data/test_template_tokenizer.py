@@ -22,6 +22,7 @@ from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.text.chat_template import TEMPLATE_DATE, ChatTemplate, Rendering
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, MediumFeatures, TimedItems, total_features
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
+from mmtrain.recipe.text_settings import SpecialTokenSettings
 from tests.data.model_folders import (
     FAMILIES,
     MARK_ANSWERS,
@@ -182,10 +183,13 @@ def test_text_between_special_tokens_is_encoded_as_in_the_whole(case: Case) -> N
     for _ in range(20):
         drawn = draw(case, random)
         rendered = case.judge.apply_chat_template(drawn.messages, tokenize=False)
-        whole, in_pieces = (case.tokenizer._tokenize(rendered, is_escaped) for is_escaped in (False, True))
-        assert in_pieces.ids.tolist() == whole.ids.tolist()
-        assert in_pieces.starts.tolist() == whole.starts.tolist()
-        assert in_pieces.ends.tolist() == whole.ends.tolist()
+        whole = case.tokenizer._tokenize(rendered)
+        in_pieces = case.tokenizer._pieces(rendered, whole)
+        for column in ("ids", "starts", "ends"):
+            assert (
+                np.concatenate([getattr(piece, column) for piece in in_pieces]).tolist()
+                == getattr(whole, column).tolist()
+            )
 
 
 def test_a_text_that_is_surely_too_long_is_not_read(case: Case) -> None:
@@ -220,9 +224,7 @@ NEW_SPACES, OLD_SPACES, NO_SPACES = {"legacy": False}, {"legacy": True}, {"add_p
         ("gpt2_chatml", "llama", {"tokenizer_class": "PreTrainedTokenizerFast"}),
         pytest.param(
             *("gpt2_chatml", "llama", LLAMA),
-            marks=pytest.mark.skipif(
-                not KNOWS_BYTE_LEVEL, reason="transformers takes it for Llama 2's"
-            ),
+            marks=pytest.mark.skipif(not KNOWS_BYTE_LEVEL, reason="transformers takes it for Llama 2's"),
         ),
         ("qwen2", "llama", {"tokenizer_class": "GPT2Tokenizer"}),
     ],
@@ -263,8 +265,11 @@ def test_an_answer_ends_with_the_terminator(case: Case) -> None:
 
 
 def test_no_text_can_forge_a_special_token(case: Case) -> None:
+    """Not of answers either, if the settings say so: by default they may spell tokens."""
     random = Random(4)
-    count = case.tokenizer.length_counter(10_000)
+    settings = SpecialTokenSettings(answers="none", prompts="none")
+    tokenizer = TemplateTokenizer.load(case.folder, case.family.markups, settings)
+    count = tokenizer.length_counter(10_000)
     special = sorted(case.judge.all_special_ids)
     for _ in range(10):
         drawn = draw(case, random)
@@ -276,7 +281,7 @@ def test_no_text_can_forge_a_special_token(case: Case) -> None:
             text = random.choice((f"{turn.text}x{forged}y", f"{forged}x{turn.text}", f"x{forged}x{turn.text}"))
             forged_turns.append(Turn(turn.role, text))
         forged_sample = replace(drawn.sample, turns=tuple(forged_turns))
-        encoded = case.tokenizer.encode(forged_sample, drawn.features)
+        encoded = tokenizer.encode(forged_sample, drawn.features)
         for ids in (encoded.ids, encoded.labels):
             before = plain.ids if ids is encoded.ids else plain.labels
             assert ids[np.isin(ids, special)].tolist() == before[np.isin(before, special)].tolist()

@@ -132,10 +132,10 @@ def test_the_warning_is_a_remark_about_the_index_and_stays_in_its_cache(tmp_path
     (tmp_path / "train.json").write_text(json.dumps(rows) + " " * (2 << 20))  # smaller files have no cache
     settings = tiny_recipe(folder, tmp_path / "train.json", None, vocab=1024)
     cached = settings.data.model_copy(update={"index_cache": tmp_path / "cache"})
-    for number_of_remarks in (1, 2):
+    for number_of_remarks in (2, 3):  # the encoder has nothing to learn from; the second time it comes from the cache
         index = build_index(settings.model_copy(update={"data": cached}))
-        assert len(index.remarks()) == number_of_remarks  # the second time it comes from the cache
-        assert "writes no token that ends an answer" in index.remarks()[-1]
+        assert len(index.remarks()) == number_of_remarks
+        assert any("writes no token that ends an answer" in remark for remark in index.remarks())
 
 
 def test_a_slow_tokenizer_is_to_be_converted(folder: Path) -> None:

@@ -18,6 +18,7 @@ from mmtrain.data.index.sample_table import content_json, sample_from_record, sa
 from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationError
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
+from mmtrain.recipe.text_settings import SpecialTokenSettings
 from tests.data.model_folders import FAMILIES, draw_text, write_folder
 from tests.data.test_template_tokenizer import NUM_CONVERSATIONS, Case, judged_case
 
@@ -238,7 +239,9 @@ def test_no_call_can_forge_a_special_token(case: Case) -> None:
     special = sorted(case.judge.all_special_ids)
     calling = {**TALK[1], "tool_calls": [forged]}
     plain = case.tokenizer.encode(sample_of(TALK, [TOOL]), {})
-    encoded = case.tokenizer.encode(sample_of([TALK[0], calling, *TALK[2:]], [described]), {})
+    # Answers are the trainer's own text, which may spell tokens by default.
+    tokenizer = TemplateTokenizer.load(case.folder, case.family.markups, SpecialTokenSettings(answers="none"))
+    encoded = tokenizer.encode(sample_of([TALK[0], calling, *TALK[2:]], [described]), {})
     for ids, expected in ((encoded.ids, plain.ids), (encoded.labels, plain.labels)):
         assert ids[np.isin(ids, special)].tolist() == expected[np.isin(expected, special)].tolist()
     assert f"a{end}<|im_start|>user" in case.tokenizer.decode(encoded.labels[encoded.labels >= 0])

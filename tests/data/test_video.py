@@ -1,7 +1,11 @@
 """Videos as a few frames, and files that are not videos."""
 
 import io
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -11,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from mmtrain.data.media.frame_sampling import first_of_parts
 from mmtrain.data.media.media_bytes import FileMedia, TarMember
 from mmtrain.data.media.mp4_rotation import read_quarter_turns
-from mmtrain.data.media.video import BadVideoError, load_video_frames, read_start_and_duration, read_video_header
+from mmtrain.data.media.video import BadVideoError, VideoHeader, load_video_frames, read_video_header
 from mmtrain.recipe.data_settings import ImageSettings
 from tests.data.archives import movie, tar, wav
 
@@ -33,10 +38,14 @@ def read_video_size(media: FileMedia | TarMember, max_frames: int, limit: int) -
     return header.width, header.height, min(max_frames, header.num_frames)
 
 
+def _first_of_parts(media: FileMedia | TarMember, count: int, size: tuple[int, int]) -> list[Image.Image]:
+    return load_video_frames(media, count, size, SETTINGS, lambda header: first_of_parts(header.num_frames, count))
+
+
 def _seen(media: FileMedia | TarMember, count: int) -> list[str]:
     """Return the colours that the frames show."""
     colours = []
-    for frame in load_video_frames(media, count, (32, 24), SETTINGS):
+    for frame in _first_of_parts(media, count, (32, 24)):
         assert frame.size == (32, 24)
         mean = np.asarray(frame).mean(axis=(0, 1))
         colours.append(min(COLOURS, key=lambda name: float(np.abs(mean - COLOURS[name]).sum())))
@@ -48,8 +57,8 @@ def test_frames_are_evenly_spaced(tmp_path: Path, form: str) -> None:
     media = _file(tmp_path / "x", movie(list(COLOURS), form=form))
     assert read_video_size(media, 4, LIMIT) == (64, 48, 4)
     assert _seen(media, 4) == list(COLOURS)
-    assert _seen(media, 2) == ["lime", "white"]  # 1/4 and 3/4 of the way
-    assert _seen(media, 1) == ["blue"]
+    assert _seen(media, 2) == ["red", "blue"]
+    assert _seen(media, 1) == ["red"]
     assert _seen(media, 8) == [name for name in COLOURS for _ in range(2)]
 
 
@@ -67,7 +76,7 @@ def test_videos_are_rotated_as_their_header_says(tmp_path: Path, rotation: int, 
         assert read_quarter_turns(file) == turns
     width, height, _ = read_video_size(media, 1, LIMIT)
     assert (width, height) == ((64, 48) if turns % 2 == 0 else (48, 64))
-    (frame,) = load_video_frames(media, 1, (width, height), SETTINGS)
+    (frame,) = _first_of_parts(media, 1, (width, height))
     expected = np.asarray(filmed.rotate(rotation, expand=True), dtype=float)
     assert np.abs(np.asarray(frame, dtype=float) - expected).mean() < 20
 
@@ -87,31 +96,85 @@ def test_a_short_video_yields_no_more_frames_than_it_holds(tmp_path: Path) -> No
     assert _seen(media, 4) == ["red", "red", "blue", "blue"]
 
 
-@pytest.mark.parametrize("codec", ["mpeg4", "libx264"])  # the second stores frames in another order than it shows them
-@pytest.mark.parametrize("form", ["mp4", "matroska", "mpegts"])
-@pytest.mark.parametrize("key_every", [5, 24])
-def test_frames_are_those_shown_at_their_times_with_and_without_seeking(
-    tmp_path: Path, codec: str, form: str, key_every: int
-) -> None:
+def _these(numbers: list[int], header: VideoHeader) -> list[int]:
+    return numbers
+
+
+def _uneven(num_frames: int, start_ms: int, form: str, codec: str, options: Mapping[str, str] | None = None) -> bytes:
+    """Encode frames that differ, each shown for another time: the rate of the video varies."""
     if codec not in av.codecs_available:
         pytest.skip(f"this PyAV cannot write {codec}")
-    shades = [Image.new("L", (32, 32), 4 * i).convert("RGB") for i in range(60)]
-    content = movie(shades, 0.5, 32, 32, rate=2, form=form, codec=codec, key_every=key_every)
-    with av.open(io.BytesIO(content)) as container:
-        frames_by_time = [
-            (frame.time, float(np.asarray(frame.to_image().convert("L")).mean())) for frame in container.decode(video=0)
-        ]
+    rng = np.random.default_rng(num_frames)
+    milliseconds = Fraction(1, 1000)
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=form, options=dict(options or {})) as container:
+        stream = container.add_stream(codec, rate=100)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.codec_context.gop_size = 10
+        stream.codec_context.time_base = milliseconds
+        shown_ms = 0
+        packets = []
+        for number in range(num_frames):
+            noise = rng.integers(0, 8, (48, 64, 3)) + 37 * number % 240
+            frame = av.VideoFrame.from_ndarray(noise.astype(np.uint8))
+            frame.pts, frame.time_base = shown_ms, milliseconds
+            packets += stream.encode(frame)
+            shown_ms += int(rng.choice([10, 10, 20, 33, 200, 1500]))
+        for packet in [*packets, *stream.encode(None)]:
+            shift = int(Fraction(start_ms, 1000) / packet.time_base)
+            packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
+            container.mux(packet)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("form", "codec", "start_ms", "options"),
+    [
+        ("mp4", "mpeg4", 0, {}),
+        ("mp4", "libx264", 2000, {}),  # which stores frames in another order than it shows them
+        ("mp4", "libx264", -700, {"avoid_negative_ts": "disabled"}),  # an edit list leaves out its start
+        ("mp4", "libx264", 0, {"movflags": "frag_keyframe+empty_moov"}),  # no index, and no number of frames
+        ("mov", "mpeg4", 500, {}),
+        ("matroska", "libx264", 0, {}),
+        ("webm", "libvpx-vp9", 700, {}),
+        ("mpegts", "libx264", 0, {}),
+        ("flv", "libx264", 0, {}),
+        ("avi", "mpeg4", 0, {}),  # with empty packets, which show the frame before
+        ("avi", "libx264", 0, {}),  # which states when frames are decoded
+    ],
+)
+def test_frames_of_any_container_and_rate_are_found_by_their_numbers(
+    tmp_path: Path, form: str, codec: str, start_ms: int, options: dict[str, str]
+) -> None:
+    content = _uneven(50, start_ms, form, codec, options)
     media = _file(tmp_path / "x", content)
     with av.open(io.BytesIO(content)) as container:
-        start, seconds = read_start_and_duration(media, container.streams.video[0])
-    for count in (1, 2, 3, 7, 20, 60):
-        times = [start + (i + 0.5) / count * seconds for i in range(count)]
-        expected = [[shade for time, shade in frames_by_time if time <= shown_at][-1] for shown_at in times]
-        brightness = [
-            float(np.asarray(frame.convert("L")).mean())
-            for frame in load_video_frames(media, count, (32, 32), SETTINGS)
-        ]
-        assert np.abs(np.array(brightness) - expected).max() < 0.5, count
+        decoded = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert len(decoded) == 50 if start_ms >= 0 else 30 < len(decoded) < 50
+    assert read_video_header(media, LIMIT).num_frames == len(decoded)
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 5, 17, len(decoded)):
+        numbers: list[int] = sorted(rng.choice(len(decoded), count, replace=False).tolist())
+        frames = load_video_frames(media, count, (64, 48), SETTINGS, partial(_these, numbers))
+        for number, frame in zip(numbers, frames, strict=True):
+            assert np.array_equal(np.asarray(frame), decoded[number]), (count, number)
+
+
+@pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
+@pytest.mark.parametrize("start_ms", [0, 2000])
+def test_frames_of_a_variable_rate_are_those_that_transformers_loads(tmp_path: Path, codec: str, start_ms: int) -> None:
+    load_video = pytest.importorskip("transformers.video_utils").load_video
+    media = _file(tmp_path / "x.mp4", _uneven(40, start_ms, "mp4", codec))
+    for count in (1, 5, 7, 39):
+
+        def choose(metadata: Any, count: int = count, **_: Any) -> np.ndarray:
+            return np.array(first_of_parts(metadata.total_num_frames, count))
+
+        theirs, metadata = load_video(media.path, sample_indices_fn=choose)
+        header = read_video_header(media, LIMIT)
+        assert (header.num_frames, header.frames_per_second) == (metadata.total_num_frames, metadata.fps)
+        ours = _first_of_parts(media, count, (64, 48))
+        assert np.array_equal(np.stack([np.asarray(frame) for frame in ours]), theirs)
 
 
 @pytest.mark.parametrize("form", ["matroska", "mov", "avi"])
@@ -175,7 +238,24 @@ def test_too_many_pixels_are_rejected_from_the_header(tmp_path: Path) -> None:
 def test_missing_frames_are_an_error(tmp_path: Path) -> None:
     intact = movie(["red", "lime", "blue", "white"], seconds_each=2, form="matroska")
     media = _file(tmp_path / "x.mkv", intact[: len(intact) // 2])
-    assert read_video_size(media, 4, LIMIT)[2] == 4  # the header is fine
-    with pytest.raises(BadVideoError) as rejected:
-        load_video_frames(media, 4, (32, 24), SETTINGS)
-    assert rejected.value.kind in ("truncated", "undecodable")
+    with pytest.raises(BadVideoError, match=r"s of the 8\.0 s in its header are there") as rejected:
+        read_video_header(media, LIMIT)
+    assert rejected.value.kind == "truncated"
+    media = _file(tmp_path / "x.mp4", movie(["red", "lime"]))
+    with pytest.raises(BadVideoError, match="0 of 1 frames are there") as rejected:
+        load_video_frames(media, 1, (32, 24), SETTINGS, lambda _: [100])
+    assert rejected.value.kind == "truncated"
+
+
+def test_a_tag_that_is_no_text_costs_nothing(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        container.metadata["title"] = "TITLE"
+        stream = container.add_stream("mpeg4", rate=20)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        container.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48), "red"))))
+        container.mux(stream.encode(None))
+    content = buffer.getvalue()
+    assert content.count(b"TITLE") == 1
+    media = _file(tmp_path / "x", content.replace(b"TITLE", b"T\xefT\xe9\xff"))
+    assert read_video_header(media, LIMIT).num_frames == 1

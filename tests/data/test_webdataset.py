@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.data import Quarantined, Sample
-from mmtrain.data.formats.read_source import read_samples
+from mmtrain.data.formats.read_source import list_shards, read_samples
 from mmtrain.data.media.media_bytes import TarMember
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
@@ -48,7 +48,7 @@ def test_members_of_one_name_are_one_sample(tmp_path: Path) -> None:
     assert _names(fourth) == ([], [])
     assert isinstance(second, Sample)
     assert [(t.role, t.text) for t in second.turns] == [("user", "<image>"), ("assistant", "a red square")]
-    assert [(s.id, s.index) for s in (first, second, third, fourth)] == [("a/1", 0), ("2", 1), ("three", 2), ("4", 4)]
+    assert [(s.id, s.index) for s in (first, second, third, fourth)] == [("a/1", 0), ("2", 1), ("three", 2), ("4", 3)]
     (media,) = second.images
     assert isinstance(media, TarMember)
     with media.open() as file:
@@ -127,3 +127,21 @@ def test_a_broken_shard_is_reported_after_its_good_samples(tmp_path: Path) -> No
     assert isinstance(good, Sample)
     assert isinstance(bad, Quarantined)
     assert (bad.kind, bad.id) == ("tar_broken", str(tmp_path / "x.tar"))
+
+
+def test_what_macos_puts_into_an_archive_does_not_split_samples(tmp_path: Path) -> None:
+    """Its tar writes the attributes of each file in front of it, as a member `._name`."""
+    members = {"._.": b"attributes", "./.DS_Store": b"x", "__MACOSX/0001.png": b"x", "PaxHeaders.7/0001.png": b"x"}
+    for name in ("0001", "0002"):
+        for extension, content in {"json": _json("<image>"), "png": png()}.items():
+            members |= {f"./._{name}.{extension}": b"attributes", f"./{name}.{extension}": content}
+    samples = _read(tar(tmp_path / "a.tar", members))
+    assert [_names(sample)[0] for sample in samples] == [["./0001.png"], ["./0002.png"]]
+    assert [sample.index for sample in samples] == [0, 1]
+
+
+def test_hidden_files_beside_shards_are_no_shards(tmp_path: Path) -> None:
+    tar(tmp_path / "a.tar", {"0.txt": b"a", "0.png": png()})
+    (tmp_path / "._a.tar").write_bytes(b"attributes")
+    for path in (tmp_path, tmp_path / "*.tar", tmp_path / "*"):
+        assert list_shards(path) == [tmp_path / "a.tar"]

@@ -30,6 +30,7 @@ from tests.data.fake_step_builders import (
     StuckStepBuilder,
     TellingStepBuilder,
     UnloadableStepBuilder,
+    UnsendableStepBuilder,
 )
 from tests.data.steps import DP, EVERYTHING, Dataset, same
 from tests.waiting import MAX_WAIT_S
@@ -117,6 +118,12 @@ def test_a_host_that_cannot_start_is_an_error(capfd: pytest.CaptureFixture[str])
     with pytest.raises(RunError, match="ends at once"):
         WorkerPool[int](UnloadableStepBuilder(), 1, print)
     assert "invalid literal for int()" in capfd.readouterr().err
+    assert hosts() == []
+
+
+def test_a_step_builder_that_cannot_be_sent_is_an_error_that_names_the_part() -> None:
+    with pytest.raises(RunError, match=r"tuple\[0\]\.readers\['video'\].* cannot be sent to loader workers: "):
+        WorkerPool[int](UnsendableStepBuilder(), 1, print)
     assert hosts() == []
 
 

@@ -77,4 +77,4 @@ def test_a_full_disk_at_resume_names_the_file(data: Path, at_step_4: Path, file:
     log.write_text(log.read_text() * 40)
     [(code, message)] = fork_ranks(1, _launch_on_a_full_disk, data, at_step_4, max_bytes)
     assert code == 1
-    assert message.startswith(f"{at_step_4 / file}: File too large. Free space or give access there")
+    assert message.startswith(f"{at_step_4 / file}: File too large; raise the limit of a file's size")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmtrain.models.megatron.compat import optimizer_scope
+from mmtrain.models.megatron.compat import no_cuda_graphs, optimizer_scope
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.models.stage_module import StageModule
@@ -89,7 +89,7 @@ def _theirs(runner: UnitRunner, inputs: dict[Microbatch, UnitInput], total_targe
         moe_token_dispatcher_type="alltoall",  # the default knows no variable lengths
         batch_p2p_comm=False,
         overlap_p2p_comm=vpp > 1,
-        cuda_graph_scope=[],  # its default warns that it is deprecated
+        **no_cuda_graphs(),
     )
     microbatches = [inputs[mb] for mb in sorted(inputs)]
     chunks = [Chunk(s, config, k if vpp > 1 else None) for k, s in enumerate(runner.stages.values())]

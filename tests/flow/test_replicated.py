@@ -26,6 +26,7 @@ from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.checkpointing import SavedRank, checkpoint_ranks, restore_checkpoint, take_snapshot
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.run_folder import PLAN_FILE
+from mmtrain.runtime.training.train import require_sharding, run
 from mmtrain.runtime.world import World
 from tests.distributed import RanksFailed, run_ranks
 from tests.faults import FailAt
@@ -501,9 +502,25 @@ def test_ranks_of_a_torch_without_fsdp2_say_what_to_do(missing: str) -> None:
 
 
 def test_a_torch_without_fsdp2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params")
+    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params", raising=False)
     with pytest.raises(LaunchError, match=r"lacks FSDPModule.set_reduce_scatter_unused_params; install torch 2.13"):
         fully_sharded.require_fsdp2()
+
+
+def test_it_is_refused_before_data_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params", raising=False)
+    lacking = "lacks FSDPModule.set_reduce_scatter_unused_params"
+    asked = request_for(tmp_path / "no data", tmp_path / "run", "parallel.placement=replicated")
+    with pytest.raises(LaunchError, match=lacking):
+        run(asked)
+    assert list(tmp_path.iterdir()) == []
+    require_sharding(request_for(tmp_path, tmp_path / "run", "parallel.placement=replicated", "parallel.zero=1"))
+    for name, chosen in (("sharded", replicated(recipe(), 2, 2)), ("whole", _unified(recipe()))):
+        chosen.save(tmp_path / name)
+    planned = request_for(tmp_path, tmp_path / "run", plan_path=tmp_path / "sharded")
+    with pytest.raises(LaunchError, match=lacking):
+        require_sharding(planned)
+    require_sharding(replace(planned, plan_path=tmp_path / "whole"))
 
 
 def _forwards_of_the_encoder(plans: dict[str, tuple[Recipe, Plan]]) -> dict[str, list[bool]]:

@@ -133,22 +133,23 @@ def test_a_stage_with_fused_kernels_computes_what_torch_does() -> None:
 def test_a_cpu_uses_the_forms_in_torch_and_says_why() -> None:
     assert not uses_fused_kernels("auto", CPU)
     assert not uses_fused_kernels("torch", CPU)
-    line = describe_kernels(kernel_choices("auto", CPU, torch.float32))
-    assert line.startswith(
-        "kernels: rotation of queries and keys, SwiGLU, residual sum and RMSNorm by torch (they need"
-    )
-    assert "gradients of weights by their GEMM" in line
-    assert "gradients of weights by autograd" in describe_kernels(kernel_choices("torch", CPU, torch.bfloat16))
+    choices = {choice.operation: choice for choice in kernel_choices("auto", CPU, torch.float32)}
+    assert choices["SwiGLU"].form == "torch"
+    assert choices["SwiGLU"].reason.startswith("they need")
+    assert choices["gradients of weights"].form == "their GEMM"
+    [in_bf16] = [c for c in kernel_choices("torch", CPU, torch.bfloat16) if c.operation == "gradients of weights"]
+    assert in_bf16.form == "autograd"
 
 
 def test_the_form_of_the_loss_is_said_with_its_reason() -> None:
     """Of 152,064 ids on two ranks, 3,584 wide in bf16; `doctor` knows no sizes."""
     sizes = LossSizes(8192, 76_032, 3584, 2, trains_matrix=True)
-    lines = [
-        describe_kernels(kernel_choices("torch", CPU, torch.float32, loss))
+    parts = [
+        str(choice).removeprefix("loss over the vocabulary: ")
         for loss in (None, sizes, replace(sizes, tokens=8459), replace(sizes, ids=512, hidden=896))
+        for choice in kernel_choices("torch", CPU, torch.float32, loss)
+        if choice.operation == "loss over the vocabulary"
     ]
-    parts = [line.partition("loss over the vocabulary by ")[2].partition("; AdamW")[0] for line in lines]
     targets_only = "torch, for tokens with a target only"
     in_doctor, at_once, by_chunks, never = parts
     assert in_doctor.startswith(f"{targets_only}, with all logits or by 1,024 tokens at a time (chunks where")
@@ -157,6 +158,13 @@ def test_the_form_of_the_loss_is_said_with_its_reason() -> None:
     assert at_once == f"{targets_only}, with all logits ({reason} 8,192 targets, for 76,032 ids on each rank)"
     assert by_chunks.startswith(f"{targets_only}, by 1,024 tokens at a time ({reason} 8,459 targets")
     assert never.startswith(f"{targets_only}, with all logits (chunks never save 25%")
+
+
+def test_a_run_says_its_kernels_in_a_short_line() -> None:
+    """Reasons are for `doctor`: a run's first lines must not bury what the user has to act on."""
+    loss = LossSizes(8192, 76_032, 3584, 2, trains_matrix=True)
+    line = describe_kernels(kernel_choices("torch", CPU, torch.float32, loss))
+    assert line == "kernels: torch; loss: torch, for tokens with a target only, with all logits"
 
 
 def test_fused_kernels_that_cannot_run_are_an_error() -> None:

@@ -17,8 +17,15 @@ from mmtrain.report.progress_clock import ProgressClock, clock_text
 from tests.report.conftest import Clock, metrics
 
 
+class Screen(io.StringIO):
+    """A terminal, as far as programs can tell."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def terminal(width: int) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=30, _environ={"TERM": "xterm-256color"})
+    return Console(file=Screen(), force_terminal=True, width=width, height=30, _environ={"TERM": "xterm-256color"})
 
 
 def test_plain_lines() -> None:
@@ -41,8 +48,10 @@ def test_plain_lines() -> None:
 
 @pytest.mark.parametrize(("term", "kind"), [("xterm", LiveProgress), ("dumb", LineProgress)])
 def test_the_display_suits_the_console(term: str, kind: type) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": term})
+    console = Console(file=Screen(), force_terminal=True, _environ={"TERM": term})
     assert isinstance(open_progress(console, "demo", 10), kind)
+    in_a_log = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": term})  # as FORCE_COLOR has it
+    assert isinstance(open_progress(in_a_log, "demo", 10), LineProgress)
     assert isinstance(open_progress(Console(file=io.StringIO()), "demo", 10), LineProgress)
 
 

@@ -101,7 +101,7 @@ def whole(settings: Recipe) -> dict[str, StageModule]:
     }
 
 
-def teach(settings: Recipe) -> dict[str, StageModule]:
+def teach(settings: Recipe, max_steps: int = 300) -> dict[str, StageModule]:
     """Train on the recipe's samples, all in one batch, until the model knows their answers."""
     index = build_index(settings)
     units = whole(settings)
@@ -112,7 +112,7 @@ def teach(settings: Recipe) -> dict[str, StageModule]:
     data = BatchBuilder(index, settings, needs, single_replica).build(meta)
     inputs = unit_inputs(data, {name: [unit] for name, unit in units.items()}, settings)
     adam = torch.optim.AdamW(nn.ModuleDict(units).parameters(), lr=5e-3)
-    for _ in range(300):
+    for _ in range(max_steps):
         features = {name: unit(None, inputs[Microbatch(name, 0, 0)]) for name, unit in units.items() if name != LLM}
         loss = units[LLM](None, inputs[Microbatch(LLM, 0, 0)], features)
         adam.zero_grad()

@@ -10,13 +10,13 @@ import torch
 
 from mmtrain.costs import preset
 from mmtrain.costs.hardware import GIB
+from mmtrain.machine_limits import MachineLimits, num_scheduled_cores
 from mmtrain.runtime.profiling import diagnostics
 from mmtrain.runtime.profiling.diagnostics import (
     OPTIONAL_PACKAGES,
     accelerator_diagnostics,
     attention_diagnostics,
     host_diagnostics,
-    num_usable_cores,
     package_diagnostics,
     throughput_diagnostics,
     unmet_requirements,
@@ -52,6 +52,23 @@ def test_unsupported_and_absent_versions_are_reported() -> None:
     [old, absent] = unmet_requirements(["numpy<1", "none-such>=2"])
     assert old.what.endswith("mmtrain supports <1")
     assert absent.remedy == "pip install 'none-such>=2'"
+
+
+def test_a_package_of_an_extra_may_be_absent_but_not_of_another_version() -> None:
+    optional = ["numpy<1; extra == 'video'", "none-such>=1; extra == 'video'", "pytest<1; extra == 'dev'"]
+    [old] = unmet_requirements(optional, ["video"])
+    assert old.what.startswith("numpy ")
+    assert old.remedy == "pip install 'numpy<1'"
+
+
+def test_of_two_pins_that_of_this_python_is_compared() -> None:
+    now, later = f"{sys.version_info[0]}.{sys.version_info[1]}", f"{sys.version_info[0]}.{sys.version_info[1] + 1}"
+    pins = [f"numpy==1; python_version < '{later}'", f"numpy==2; python_version >= '{later}'"]
+    [other] = unmet_requirements(pins)
+    assert other.what.endswith("mmtrain supports ==1")
+    assert other.remedy == "pip install 'numpy==1'"
+    [other] = unmet_requirements([pin.replace(later, now) for pin in pins])
+    assert other.remedy == "pip install 'numpy==2'"
 
 
 def test_a_gpu_that_torch_cannot_use_is_reported_as_missing_support(tmp_path: Path) -> None:
@@ -97,13 +114,14 @@ def test_low_limits_of_the_system_are_reported(tmp_path: Path, monkeypatch: pyte
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(diagnostics.shutil, "disk_usage", lambda path: usage(2**26, 0, 2**26))
     monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda kind: (256, 256))
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    (tmp_path / "memory.max").write_text(f"{GIB}\n")
-    texts = [f.what for f in host_diagnostics(tmp_path / "runs" / "new", GIB, tmp_path)]
+    limits = MachineLimits(cores=0.5, memory_bytes=GIB, num_processes=100)
+    texts = [f.what for f in host_diagnostics(tmp_path / "runs" / "new", GIB, limits)]
     assert f"0.1 GiB of disk free in {tmp_path}" in texts
     assert "256 open files allowed; many ranks and workers need more" in texts
     assert "1.0 GiB of memory free: each rank needs half a GiB before any model" in texts
-    assert f"this container may use 0.5 of the {num_usable_cores()} cores: ranks and workers will be throttled" in texts
+    cores = f"0.5 of the {num_scheduled_cores()} cores"
+    assert f"this container may use {cores}: more ranks and workers than that are throttled" in texts
+    assert "100 processes and threads allowed; each rank has dozens" in texts
     assert "this container may use 1.0 GiB of memory; processes beyond that are killed" in texts
 
 
@@ -113,8 +131,8 @@ def test_a_system_with_enough_of_everything_has_no_findings(tmp_path: Path, monk
     monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda kind: (2**20, 2**20))
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert list(host_diagnostics(tmp_path, 64 * GIB, tmp_path)) == []
-    assert list(host_diagnostics(tmp_path, 64 * GIB, tmp_path / "none")) == []
+    assert list(host_diagnostics(tmp_path, 64 * GIB, MachineLimits(1024.0, 64 * GIB, 2**20))) == []
+    assert list(host_diagnostics(tmp_path, 64 * GIB, MachineLimits())) == []
 
 
 def test_attention_at_another_rate_than_the_preset_assumes_is_reported() -> None:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import ChatTokenizer, DataIndex, build_index
 from mmtrain.data.loading.media_positions import find_media_positions
-from mmtrain.data.media.audio import load_log_mels
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.synthetic.demo import generate_demo as generate_demo
 from mmtrain.data.synthetic.demo import train_tokenizer
@@ -31,6 +30,7 @@ from mmtrain.recipe.vision_settings import VisionSettings
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, batch_by_length, select_questions
 from mmtrain.runtime.world import World
+from tests.data.archives import load_log_mels
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan
 from tests.flow.runs import refuse

@@ -22,9 +22,10 @@ from mmtrain.runtime.world import ALLOCATOR_SETTINGS, ALLOCATOR_VARIABLES
 from tests.data.archives import movie
 from tests.data.model_folders import FAMILIES, write_folder
 from tests.data.rows import Row, row
+from tests.data.thinking_folders import THINKING_FAMILIES
 from tests.pixels import undecodable_png
 from tests.runtime.models import evaluated, recipe, run_folder, teach, whole
-from tests.runtime.taught import COLOURS, Taught, asking
+from tests.runtime.taught import COLOURS, Taught, asking, write
 
 
 def test_a_taught_model_scores_above_its_blind_baselines(taught: Taught, tmp_path: Path) -> None:
@@ -52,6 +53,26 @@ def test_a_model_taught_through_a_chat_template_answers_through_it(taught: Taugh
     result = evaluated(run_folder(tmp_path / "run", settings, teach(settings)))
     assert [score.exact for score in result.templates] == [3, 1]
     assert {(e.expected, e.answered) for e in result.examples} == {(c, c) for c in (*COLOURS, "3")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "learned"), [("qwen3", ""), ("qwen3_thinking", "<think>\nI know.\n</think>\n\n")])
+def test_a_perfect_model_is_right_whatever_it_thinks(tmp_path: Path, name: str, learned: str) -> None:
+    """An empty thought that the template writes, or one that the model writes, is no part of its answer."""
+    folder = write_folder(tmp_path / "model", THINKING_FAMILIES[name])
+    answers = {"What colour is grass?": "green", "What is 1 + 2?": "3", "Is it day?": "yes"}
+    files = []
+    for thought in (learned, "<think>\nThe data thinks this.\n</think>\n\n"):
+        rows = [row(question, thought + answer) for question, answer in answers.items()]
+        files.append(write(tmp_path / f"{len(thought)}.json", rows))
+    plain = recipe(tmp_path / "no-tokenizer.json", files[0], files[1], vocab=1024).model_dump()
+    plain["model"]["vision"] = None
+    plain["data"]["tokenizer"] = folder
+    settings = Recipe.model_validate(plain)
+    result = evaluated(run_folder(tmp_path / "run", settings, teach(settings, 900)))
+    assert (result.total.exact, result.total.questions) == (3, 3)
+    assert {(e.expected, e.answered) for e in result.examples} == {(a, a) for a in answers.values()}
+    assert result.total.baseline == 1, "what the data thinks is no part of the baseline's answer either"
 
 
 def test_one_rank_chooses_the_allocator_as_the_ranks_of_a_run_do(
@@ -185,12 +206,13 @@ def test_scores_are_counted_per_template() -> None:
     a, b, c, d = ask("one", "yes", 1), ask("one", "no", 2, 1), ask("two", "7", 0), ask(None, "no", 0)
     answers = {a: "yes", b: "no", c: "8", d: "no"}
     training = [("one", "no"), ("one", "yes"), ("two", "7"), ("two", "7"), ("two", "9"), ("three", "no")]
-    assert score(answers, {**answers, b: "?"}, training) == (
+    right = {question: question.expected for question in answers}
+    assert score(answers, {**answers, b: "?"}, right, training) == (
         TemplateScore("all", questions=1, exact=1, baseline=0, blanked=None),  # of all answers "7" and "no": "7"
         TemplateScore("one", questions=2, exact=2, baseline=1, blanked=1, modalities=("images", "clips")),  # "no"
         TemplateScore("two", questions=1, exact=0, baseline=1, blanked=None),
     )
-    assert [s.baseline for s in score(answers, answers, [])] == [0, 0, 0]
+    assert [s.baseline for s in score(answers, answers, right, [])] == [0, 0, 0]
 
 
 def test_evenly_spaced_items_are_distinct_and_evenly_spread() -> None:

@@ -20,7 +20,7 @@ from mmtrain.families import FAMILIES
 from mmtrain.models.stage_inputs import EncoderInput, RowMix, TextInput
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.families.configs import write_config
-from tests.pixels import normalized
+from tests.pixels import assert_same_pixels, normalized
 from tests.weights.comparison import (
     assert_equal_gradients,
     assert_equal_logits_and_loss,
@@ -165,7 +165,7 @@ def test_conversations_and_pixels_are_what_the_processor_makes_of_them(tmp_path:
             num_tiles = len(grids)
             for part, theirs in enumerate(tiles[:num_tiles]):
                 patches = normalized(decoder.patches("image", media, part, num_tiles, (4, 4)), recipe.data.image)
-                np.testing.assert_allclose(patches, patches_of(torch.from_numpy(theirs), 8), atol=1e-4)
+                assert_same_pixels(patches, patches_of(torch.from_numpy(theirs), 8))
     assert num_pictures > 10
 
 

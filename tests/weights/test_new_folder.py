@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from mmtrain.checkpoint import open_newest_good
-from mmtrain.data import ChatTokenizer, Sample, build_index, load_tokenizer
+from mmtrain.data import ChatTokenizer, Sample, Turn, build_index, load_tokenizer
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.errors import UserError
 from mmtrain.models.megatron import ParallelGroups
@@ -126,6 +126,32 @@ def test_a_folder_gives_the_same_answers_in_transformers(
     theirs = {sample.id: answer_of_transformers(model, processor, sample, MAX_NEW_TOKENS) for sample in samples}
     assert ours == theirs
     assert len(set(ours.values())) > 5, "equal answers to most questions prove little"
+
+
+@pytest.mark.slow
+def test_greedy_answers_follow_the_generation_settings_of_the_folder(data: Path, tmp_path: Path) -> None:
+    """Of the folder that `data.tokenizer` names, as `generate` takes those of the folder of the model."""
+    from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+    settings = _recipe(data)
+    folder = _exported(settings, tmp_path)
+    of_folder = settings.model_copy(update={"data": settings.data.model_copy(update={"tokenizer": folder})})
+    file = folder / "generation_config.json"
+    plain = our_answers(of_folder, tmp_path / "run", MAX_NEW_TOKENS)
+    generation = json.loads(file.read_text())
+    ends = [generation["eos_token_id"], load_tokenizer(folder).encode(_asked("x"), {}).ids[3].item()]
+    file.write_text(json.dumps(generation | {"repetition_penalty": 1.6, "eos_token_id": ends}))
+    model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    ours = our_answers(of_folder, tmp_path / "run", MAX_NEW_TOKENS)
+    samples = build_index(of_folder, "validation").samples
+    theirs = {sample.id: answer_of_transformers(model, processor, sample, MAX_NEW_TOKENS) for sample in samples}
+    assert ours == theirs
+    assert ours != plain
+
+
+def _asked(text: str) -> Sample:
+    return Sample("s", "f.json", 0, (Turn("user", text), Turn("assistant", "a")), ())
 
 
 PINPOINTS = {

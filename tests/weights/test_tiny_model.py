@@ -18,7 +18,7 @@ from mmtrain.errors import DataError
 from mmtrain.families import FAMILIES, Family
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.weights.tiny_model import find_family_by_name, write_tiny_model
-from tests.pixels import normalized
+from tests.pixels import assert_same_pixels, normalized
 from tests.weights.tiny_folders import FEW_CONVERSATIONS
 
 SEED = 3
@@ -109,7 +109,7 @@ def test_its_conversations_are_what_the_processor_makes_of_them(tmp_path: Path, 
         for i, media in enumerate(sample.media["image"]):
             patches = normalized(decoder.patches("image", media, 0, 1, (side, side)), recipe.data.image)
             theirs = expected["pixel_values"][i].reshape(3, side, 8, side, 8).transpose(1, 3, 0, 2, 4)
-            np.testing.assert_allclose(patches, theirs.reshape(patches.shape), atol=1e-4)
+            assert_same_pixels(patches, theirs.reshape(patches.shape))
             num_pictures += 1
     assert num_pictures > NUM_COMPARED / 2
 

@@ -16,10 +16,14 @@ MMC4:              {"text_list": ["A red square.", "And a blue one."],
 
 Media may also be given inside a turn: `content` as a list of parts `{"type": "text", "text": ...}` and
 `{"type": "image", "image": "a.png"}` (or `image_url`, `audio`, `video`; or the path under `path` or `url`). A path
-may be a data URL, which holds the medium itself.
+may be a data URL, which holds the medium itself, and wherever a path may be, so may the object of the `datasets`
+library: `{"path": "a.png", "bytes": null}`, whose bytes only Parquet and Arrow files can hold. What of the texts is a
+mark, and what only spells one, is told apart in `marks`.
 
 An image in an assistant's turn is one to draw (`Sample.target_images`): `{"role": "assistant", "content": "<image>"}`,
 or a part of it. A mark there is ordinary text unless the sample has an image for every mark of all its turns.
+
+What is not to be learned of a conversation is read in `target_keys`.
 
 A `system` text beside the turns becomes the first turn. Output of tools (`tool`, `function`, `observation`) is context:
 nothing is learned from it. Tools are described in `tools` (or `functions`) and called in `tool_calls` (or
@@ -27,19 +31,31 @@ nothing is learned from it. Tools are described in `tools` (or `functions`) and 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample, Turn, with_marks_in_front
+from mmtrain.data.formats.marks import MediaPart, ReadTurn, place_media
+from mmtrain.data.formats.sample import (
+    AUDIO_MARK,
+    IMAGE_MARK,
+    LITERAL_START,
+    VIDEO_MARK,
+    Role,
+    Sample,
+    Turn,
+    with_marks_in_front,
+)
+from mmtrain.data.formats.target_keys import BadTargetKeyError, learns_entry, learns_turn
 from mmtrain.data.formats.tool_calls import BadToolsError, read_fields, read_tools
 from mmtrain.data.media.media_bytes import Media
+from mmtrain.recipe.modalities import MediaKind
 
 # Value of a source's `format` -> keys under which an entry may hold its turns.
 CONVERSATION_KEYS_BY_FORMAT = {"llava": ("conversations",), "messages": ("messages",)}
 CONVERSATION_KEYS = ("conversations", "messages")
 MARK_BY_MEDIA_KIND = {"image": IMAGE_MARK, "audio": AUDIO_MARK, "video": VIDEO_MARK}
-MediaResolver = Callable[[str, Any], Media]  # (kind, path or Media) -> the medium; raises BadSampleError
+MediaResolver = Callable[[str, Any], Media]  # (kind, path, bytes or Media) -> the medium; raises BadSampleError
 
-_MEDIA_KEYS = {kind: (kind, f"{kind}s") for kind in MARK_BY_MEDIA_KIND}  # kind -> its key in the singular and plural
 _ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -50,16 +66,16 @@ _ROLES: dict[str, Role] = {
     "assistant": "assistant",
     "function_call": "assistant",
 }
-_MEDIA_KIND_BY_PART_TYPE = {
-    "image": "image",
-    "image_url": "image",
-    "audio": "audio",
-    "audio_url": "audio",
-    "input_audio": "audio",
-    "video": "video",
-    "video_url": "video",
+_PART_TYPES: dict[MediaKind, tuple[str, ...]] = {  # which are also keys of the part
+    "image": ("image", "image_url"),
+    "audio": ("audio", "audio_url", "input_audio"),
+    "video": ("video", "video_url"),
 }
-_PATH_KEYS = ("path", "url")  # of a part, or of the object in it, that names a file
+_MEDIA_KEYS = {kind: (kind, f"{kind}s") for kind in _PART_TYPES}  # kind -> its key in the singular and plural
+_MEDIA_KIND_BY_PART_TYPE = {name: kind for kind, names in _PART_TYPES.items() for name in names}
+_CONTENT_KEYS = ("bytes", "path", "url")  # of a part, or of an object in place of a path, the preferred one first
+_EMBEDDING_KEYS = ("bytes", "base64", "data", "source", "file", "file_id")  # by which layouts hold a medium itself
+_PLAIN_TURN_KEYS = frozenset(("role", "content", "from", "value", "name", "tool_calls", "tool_call_id"))
 _SENTENCES_KEY, _MATCHES_KEY = "text_list", "image_info"  # of a document of MMC4
 _MATCH_KEYS = ("image_name", "matched_text_index")
 _CAPTION_KEYS = ("caption", "text", "txt")
@@ -115,12 +131,13 @@ def build_sample(
         entry = _document_to_conversation(entry)
     if is_pairs:
         entry = {**entry, "messages": _pairs_to_messages(entry[PAIRS_KEY])}
-    media: dict[str, list[Media]] = {}
+    listed: dict[MediaKind, list[Media]] = {}
     for kind, (singular, plural) in _MEDIA_KEYS.items():
         is_given = singular in entry or plural in entry
-        paths = _media_paths(entry, singular, plural) if is_given else ()
-        media[kind] = [resolve_media(kind, path) for path in paths]
-    turns = _read_turns(entry, keys, media, resolve_media)
+        values = _media_values(entry, kind, singular, plural) if is_given else ()
+        listed[kind] = [resolve_media(kind, value) for value in values]
+    turns, media = place_media(_read_turns(entry, keys, resolve_media), listed, has_marks=not is_pairs)
+    turns = _follow_target_keys(entry, turns, keys)
     try:
         tools = read_tools(entry)
     except BadToolsError as bad:
@@ -178,13 +195,14 @@ def _document_to_conversation(entry: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(images, list) or len(images) != len(texts):
         what = f"a list of {len(images)}" if isinstance(images, list) else json_type_name(images)
         raise BadSampleError("malformed", f"`{PAIRS_KEY}` is a list of {len(texts)}, and `images` is {what}")
-    pieces = []
+    parts: list[dict[str, str]] = []
     for place, (text, image) in enumerate(zip(texts, images, strict=True), 1):
         if (text is None) == (image is None):
             found = "neither a text nor an image" if text is None else "both a text and an image"
             raise BadSampleError("malformed", f"place {place} of {len(texts)} of the document holds {found}")
-        pieces.append(IMAGE_MARK if text is None else text)
-    answer = {"role": "assistant", "content": "\n".join(pieces)}
+        parts += [{"type": "text", "text": "\n"}] if parts else []
+        parts.append({"type": "image"} if text is None else {"type": "text", "text": text})
+    answer = {"role": "assistant", "content": parts}
     return {**entry, "messages": [answer], "images": [image for image in images if image is not None]}
 
 
@@ -221,18 +239,20 @@ def _matches_to_document(entry: dict[str, Any]) -> dict[str, Any]:
     return rest | {PAIRS_KEY: texts, "images": images}
 
 
-def _pairs_to_messages(pairs: Any) -> list[dict[str, str]]:
+def _pairs_to_messages(pairs: Any) -> list[dict[str, Any]]:
     """Return the messages of a list of questions and answers."""
     if not isinstance(pairs, list) or not pairs:
         what = "an empty list" if pairs == [] else json_type_name(pairs)
         raise BadSampleError("malformed", f"`{PAIRS_KEY}` is {what}, expected a list of objects")
-    messages = []
+    messages: list[dict[str, Any]] = []
     for number, pair in enumerate(pairs, 1):
         for role in ("user", "assistant"):
             if not isinstance(pair, dict) or not isinstance(pair.get(role), str):
                 reason = f"`{PAIRS_KEY}`: pair {number} of {len(pairs)} has no text `{role}`"
                 raise BadSampleError("malformed", reason)
-            messages.append({"role": role, "content": pair[role]})
+        rest = {key: value for key, value in pair.items() if key not in ("user", "assistant", "role", "content")}
+        messages += [{"role": "user", "content": pair["user"]}]
+        messages += [{**rest, "role": "assistant", "content": pair["assistant"]}]
     return messages
 
 
@@ -244,7 +264,8 @@ def references_media(entry: dict[str, Any]) -> bool:
     contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     media_parts = [part for part in parts if part.get("type") in _MEDIA_KIND_BY_PART_TYPE]
-    return any(part.get(key) for part in media_parts for key in (part["type"], *_PATH_KEYS))
+    keys = (*_MEDIA_KIND_BY_PART_TYPE, *_CONTENT_KEYS)
+    return any(part.get(key) for part in media_parts for key in keys)
 
 
 def entry_id(entry: Any, default: str) -> str:
@@ -259,10 +280,8 @@ def json_type_name(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def _read_turns(
-    entry: dict[str, Any], keys: tuple[str, ...], media: dict[str, list[Media]], resolve_media: MediaResolver
-) -> tuple[Turn, ...]:
-    """Read the turns of an entry; media inside them are appended to `media`."""
+def _read_turns(entry: dict[str, Any], keys: tuple[str, ...], resolve_media: MediaResolver) -> tuple[ReadTurn, ...]:
+    """Read the turns of an entry."""
     key = next((key for key in keys if key in entry), keys[0])
     entries = entry.get(key)
     if not isinstance(entries, list) or not entries:
@@ -271,23 +290,23 @@ def _read_turns(
     turns = []
     for number, turn in enumerate(entries, 1):
         try:
-            turns.append(_read_turn(turn, media, resolve_media))
+            turns.append(_read_turn(turn, resolve_media))
         except _BadTurnError as bad:
             reason = f"`{key}`: message {number} of {len(entries)} {bad.reason}"
             raise BadSampleError(bad.kind, reason) from None
     return _with_system_turn(entry["system"], turns) if "system" in entry else tuple(turns)
 
 
-def _with_system_turn(system: Any, turns: list[Turn]) -> tuple[Turn, ...]:
+def _with_system_turn(system: Any, turns: list[ReadTurn]) -> tuple[ReadTurn, ...]:
     """Put the `system` text of an entry in front of its turns."""
     if system is None or system == "":
         return tuple(turns)
     if not isinstance(system, str):
         raise BadSampleError("malformed", f"`system` is {json_type_name(system)}, expected a text")
-    fault = _unicode_fault(system)
+    fault = _text_fault(system)
     if fault is not None:
         raise BadSampleError("malformed", f"`system` is {fault}")
-    system_turn = Turn("system", system)
+    system_turn = ReadTurn("system", (system,), "", True)
     if turns[0] == system_turn:
         return tuple(turns)
     if any(turn.role == "system" for turn in turns):
@@ -295,10 +314,15 @@ def _with_system_turn(system: Any, turns: list[Turn]) -> tuple[Turn, ...]:
     return (system_turn, *turns)
 
 
-def _unicode_fault(text: str) -> str | None:
-    """Say what is wrong with a text: JSON can spell half a surrogate pair, and no tokenizer accepts it."""
+def _text_fault(text: str) -> str | None:
+    """Say what is wrong with a text: half a surrogate pair, which JSON can spell and no tokenizer accepts, or our mark.
+
+    Our mark is the character that tells marks of media from texts that spell them.
+    """
     if text.isascii():
         return None
+    if LITERAL_START in text:
+        return f"a text with the private-use character U+{ord(LITERAL_START):X}, which mmtrain keeps for itself"
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -306,61 +330,110 @@ def _unicode_fault(text: str) -> str | None:
     return None
 
 
-def _read_turn(turn: Any, media: dict[str, list[Media]], resolve_media: MediaResolver) -> Turn:
+def _read_turn(turn: Any, resolve_media: MediaResolver) -> ReadTurn:
     if not isinstance(turn, dict):
         raise _BadTurnError(f"is {json_type_name(turn)}, expected an object")
     text_key, role_key = ("content", "role") if "role" in turn else ("value", "from")
-    text = turn.get(text_key)
+    content = turn.get(text_key)
+    role = _read_role(turn, role_key)
     fields = ""
-    if len(turn) > 2 or text is None:
-        _check_weight(turn)
+    is_learned = True
+    if len(turn) > 2 or content is None:
         try:
             fields = read_fields(turn)
+            is_learned = learns_turn(turn, turn.keys() - _PLAIN_TURN_KEYS, is_answer=role == "assistant")
         except BadToolsError as bad:
             raise _BadTurnError(str(bad), "tools") from None
-    if text is None and fields:
-        text = ""
-    if isinstance(text, list) and text_key == "content":
-        text = "".join(_read_part(part, media, resolve_media) for part in text)
-    if not isinstance(text, str):
+        except BadTargetKeyError as bad:
+            raise _BadTurnError(str(bad), "target") from None
+    if content is None and fields:
+        content = ""
+    pieces: tuple[str | MediaPart, ...]
+    if isinstance(content, list) and text_key == "content":
+        pieces = tuple(_read_part(part, resolve_media) for part in content)
+    elif isinstance(content, str):
+        pieces = (content,)
+    else:
         raise _BadTurnError(f"has no text `{text_key}`")
+    for piece in pieces:
+        fault = _text_fault(piece) if isinstance(piece, str) else None
+        if fault is not None:
+            raise _BadTurnError(f"has {fault}")
+    return ReadTurn(role, pieces, fields, is_learned)
+
+
+def _read_role(turn: dict[str, Any], role_key: str) -> Role:
     role = turn.get(role_key)
     if isinstance(role, str) and role not in _ROLES:
         role = role.strip().lower()  # `User`, `ASSISTANT`
     if not isinstance(role, str) or role not in _ROLES:
         raise _BadTurnError(f"has `{role_key}` {turn.get(role_key)!r}, expected one of {', '.join(sorted(_ROLES))}")
-    fault = _unicode_fault(text)
-    if fault is not None:
-        raise _BadTurnError(f"has {fault}")
-    return Turn(_ROLES[role], text, fields)
+    return _ROLES[role]
 
 
-def _check_weight(turn: dict[str, Any]) -> None:
-    """Reject a turn with a weight, which would change what is learned from it."""
-    if turn.get("weight") not in (None, 1):
-        raise _BadTurnError(f"has `weight` {turn['weight']!r}; all answers have the same weight")
+def _follow_target_keys(entry: dict[str, Any], turns: tuple[Turn, ...], keys: tuple[str, ...]) -> tuple[Turn, ...]:
+    """Return the turns, none of which is learned if the entry says so.
+
+    Raises `BadSampleError`, also for an answer with an image that is not to be learned: a generator learns every image.
+    """
+    try:
+        if not learns_entry(entry):
+            turns = tuple(replace(turn, is_learned=False) for turn in turns)
+    except BadTargetKeyError as bad:
+        raise BadSampleError("target", f"it {bad}") from None
+    for number, turn in enumerate(turns, 1):
+        if not turn.is_learned and turn.role == "assistant" and IMAGE_MARK in turn.text:
+            where = f"`{keys[0]}`: message {number} of {len(turns)}"
+            raise BadSampleError("target", f"{where} holds an image to draw and is not to be learned; remove it")
+    return turns
 
 
-def _read_part(part: Any, media: dict[str, list[Media]], resolve_media: MediaResolver) -> str:
-    """Return the text of a part of a message; a medium becomes a mark and is appended to `media`."""
+def _read_part(part: Any, resolve_media: MediaResolver) -> str | MediaPart:
+    """Return a part of a message: its text, or its medium."""
     part_type = part.get("type") if isinstance(part, dict) else None
     if part_type == "text" and isinstance(part.get("text"), str):
+        if len(part) > 2:
+            _check_part(part)
         return str(part["text"])
     if not isinstance(part_type, str) or part_type not in _MEDIA_KIND_BY_PART_TYPE:
         allowed = ", ".join(("text", *_MEDIA_KIND_BY_PART_TYPE))
         raise _BadTurnError(f"has a part of type {part_type!r}, expected one of {allowed}")
     kind = _MEDIA_KIND_BY_PART_TYPE[part_type]
-    value = next((part[key] for key in (part_type, *_PATH_KEYS) if part.get(key) is not None), None)
-    if isinstance(value, dict):
-        value = next((value[key] for key in _PATH_KEYS if isinstance(value.get(key), str)), value)
-    if isinstance(value, dict):
-        raise _BadTurnError(f"holds its {kind} itself; write it to a file", f"{kind}_url")
-    if value is not None:  # without a value the part only marks the position of a medium of the sample's list
-        media[kind].append(resolve_media(kind, _checked_path(value, part_type)))
-    return MARK_BY_MEDIA_KIND[kind]
+    own_keys = (part_type, *_PART_TYPES[kind])
+    value = next((part[key] for key in own_keys if not _is_empty(part.get(key))), None)
+    value = _content_of(part) if value is None else value
+    if value is None:  # the part only marks the position of a medium of the sample's list
+        embedding = next((key for key in _EMBEDDING_KEYS if not _is_empty(part.get(key))), None)
+        if embedding is not None:
+            raise _BadTurnError(f"holds its {kind} itself, as `{embedding}`; write it to a file", f"{kind}_url")
+        return MediaPart(kind, None)
+    return MediaPart(kind, resolve_media(kind, _medium_value(value, kind, part_type)))
 
 
-def _media_paths(entry: dict[str, Any], singular: str, plural: str) -> list[Any]:
+def _is_empty(value: Any) -> bool:
+    """Return whether a value says nothing, as the structs of Parquet files do that others of the list need."""
+    return value is None or (isinstance(value, dict) and all(map(_is_empty, value.values())))
+
+
+def _content_of(holder: dict[str, Any]) -> str | bytes | None:
+    """Return the bytes or the path in an object that may hold both; JSON has no bytes."""
+    values = {name: holder.get(name) for name in _CONTENT_KEYS}
+    if isinstance(values["bytes"], bytes):
+        return values["bytes"]
+    return next((value for name, value in values.items() if name != "bytes" and isinstance(value, str)), None)
+
+
+def _check_part(part: dict[str, Any]) -> None:
+    """Reject a part of a message that says whether it is learned: turns are learned as a whole."""
+    try:
+        is_learned = learns_turn(part, part.keys() - {"type", "text"}, is_answer=True)
+    except BadTargetKeyError as bad:
+        raise _BadTurnError(f"has a part that {bad}", "target") from None
+    if not is_learned:
+        raise _BadTurnError("has a part that is not to be learned; say it of the whole message", "target")
+
+
+def _media_values(entry: dict[str, Any], kind: MediaKind, singular: str, plural: str) -> list[Any]:
     """Return what an entry names as its media of one kind, under the singular or the plural key."""
     values, key = entry.get(singular), singular
     more = entry.get(plural)
@@ -372,11 +445,16 @@ def _media_paths(entry: dict[str, Any], singular: str, plural: str) -> list[Any]
         return []
     if not isinstance(values, list):
         values = [values]
-    return [_checked_path(value, key) for value in values]
+    return [_medium_value(value, kind, key) for value in values]
 
 
-def _checked_path(value: Any, key: str) -> Any:
-    if (isinstance(value, str) and value) or isinstance(value, Media):
+def _medium_value(value: Any, kind: MediaKind, key: str) -> Any:
+    """Return the path or the bytes of a medium, also of an object that holds them. Raises `BadSampleError`."""
+    if isinstance(value, dict):
+        value = _content_of(value)
+        if value is None:
+            raise BadSampleError(f"{kind}_url", f"`{key}` holds its {kind} itself; write it to a file")
+    if (isinstance(value, str | bytes) and value) or isinstance(value, Media):
         return value
     what = "an empty path" if value == "" else json_type_name(value)
     raise BadSampleError("malformed", f"`{key}` is or holds {what}, expected a path or a list of paths")

@@ -48,9 +48,11 @@ class EnergonDataset:
                 {"caption": self._text("caption", by_extension, read), "images": [image]}, ["image"]
             )
         context = self._text("context", by_extension, read)
-        marked = context if "<image>" in context else f"<image>\n{context}"
-        turns = [("user", marked), ("assistant", self._text("answers", by_extension, read))]
-        return {"messages": [{"role": role, "content": text} for role, text in turns], "images": [image]}
+        asked: Any = context
+        if context.count("<image>") != 1:  # what it spells is text
+            asked = [{"type": "image"}, {"type": "text", "text": f"\n{context}"}]
+        turns = [("user", asked), ("assistant", self._text("answers", by_extension, read))]
+        return {"messages": [{"role": role, "content": content} for role, content in turns], "images": [image]}
 
     def _extension(self, name: str, by_extension: Mapping[str, TarMember]) -> str:
         """Return the first of the extensions that `jpg,png` names which the sample has."""

@@ -30,10 +30,12 @@ from mmtrain.data.formats.conversation import (
 )
 from mmtrain.data.formats.json_files import parse_json
 from mmtrain.data.formats.sample import Quarantined, Sample
+from mmtrain.data.formats.target_keys import says_what_is_learned
 from mmtrain.data.media.arrow_files import ARROW_SUFFIX, ArrowFile
-from mmtrain.data.media.data_urls import find_data_urls, is_data_url, read_url_head
+from mmtrain.data.media.data_urls import find_embedded_media, is_data_url, read_url_head
 from mmtrain.data.media.media_bytes import Media, ParquetCell
 from mmtrain.data.media.parquet_cells import PARQUET_BATCH_ROWS, decode_dictionary
+from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.data.remote.locations import open_location
 from mmtrain.errors import DataError, RemoteReadError
 from mmtrain.recipe.data_settings import LimitSettings
@@ -42,7 +44,7 @@ from mmtrain.recipe.source_path import SourcePath
 _MEDIA_KIND_BY_COLUMN = {column: kind for kind in MARK_BY_MEDIA_KIND for column in (kind, f"{kind}s")}
 _MEDIA_KIND_BY_EXTENSION_COLUMN = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp"), "image"),
-    **dict.fromkeys(("wav", "flac", "mp3"), "audio"),
+    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"), "audio"),
     "mp4": "video",
 }
 _TEXT_COLUMNS = (*TEXT_KEYS, "system", "tools", "functions", "id", "template")
@@ -74,7 +76,8 @@ def read_parquet(path: SourcePath, folder: MediaFolder, limits: LimitSettings) -
     with _open(path) as file:
         names = file.schema_arrow.names
         media_kinds = _media_columns(file.schema_arrow)
-        columns = tuple(name for name in names if name in media_kinds or name in _TEXT_COLUMNS)
+        of_text = [name for name in names if name in _TEXT_COLUMNS or says_what_is_learned(name)]
+        columns = tuple(name for name in names if name in media_kinds or name in of_text)
         if not set(columns) & set(TEXT_KEYS):
             shown = ", ".join(names[:_MAX_COLUMNS_IN_MESSAGE])
             known = ", ".join(f"`{key}`" for key in TEXT_KEYS)
@@ -129,6 +132,7 @@ def _open(path: SourcePath) -> Any:
     except (DataError, RemoteReadError):
         raise
     except Exception as error:  # pyarrow's errors have no common base
+        check_package_fits(error, "pyarrow")
         raise DataError(f"{path}: not {kind}, or a damaged one: {error}") from None
 
 
@@ -152,6 +156,7 @@ def _read_row_group(source: _ParquetSource, row_group: int, first_row: int) -> I
     except RemoteReadError:
         raise
     except Exception as error:
+        check_package_fits(error, "pyarrow")
         what = f"{path}, row group {row_group}: its rows from {num_read} on cannot be read"
         reason = f"{what}: {type(error).__name__}: {error}"
         yield Quarantined(str(path), first_row + num_read, str(path), "parquet_broken", reason)
@@ -232,16 +237,20 @@ def _list_of_turns(lists: dict[str, Any]) -> Any:
 def _resolve_in_row(
     source: _ParquetSource, entry: dict[str, Any], cell: Callable[[str, int | None], ParquetCell], kind: str, value: Any
 ) -> Media:
-    """Return the medium of a row that its media columns or its conversation name, which may hold it as a data URL."""
-    if not isinstance(value, str) or not is_data_url(value):
+    """Return the medium of a row that its media columns or its conversation name, or which the latter holds itself."""
+    if not isinstance(value, bytes) and not (isinstance(value, str) and is_data_url(value)):
         return source.resolve(kind, value)
-    fault = read_url_head(kind, value)
+    fault = read_url_head(kind, value) if isinstance(value, str) else None
     if fault is not None:
         raise BadSampleError(f"{kind}_url", fault)
+    max_bytes = source.limits.max_member_bytes
+    if len(value) > max_bytes:
+        reason = f"a message holds {len(value)} bytes, data.limits.max_member_bytes = {max_bytes}"
+        raise BadSampleError("parquet_cell_size", reason)
     for key in CONVERSATION_KEYS:
-        urls = find_data_urls(entry.get(key))
-        if value in urls:
-            return replace(cell(key, None), url=urls.index(value))
+        embedded = find_embedded_media(entry.get(key))
+        if value in embedded:
+            return replace(cell(key, None), embedded=embedded.index(value))
     raise AssertionError("media columns hold no other texts than paths once they are read")
 
 

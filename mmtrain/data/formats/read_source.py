@@ -95,7 +95,7 @@ def list_shards(path: SourcePath, split: str | None = None) -> Sequence[SourcePa
             f"{path}: has split {split}, but is no folder of Energon (.nv-meta) or of the datasets library; remove it"
         )
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in _CONTAINER_BY_SUFFIX)
+        files = sorted(file for file in path.iterdir() if _is_data_file(file))
         if not files:
             known = ", ".join(sorted(_CONTAINER_BY_SUFFIX))
             raise DataError(f"{path}: no data files in this folder; looked for {known}")
@@ -118,7 +118,7 @@ def _list_remote(path: RemotePath, split: str | None) -> list[RemotePath]:
             files = [RemotePath(url) for url in matching_urls(f"{path}*")]
         except FileNotFoundError:
             raise DataError(f"{path}: no such folder, or one that the server does not list; name its files") from None
-        files = [file for file in files if file.suffix in _CONTAINER_BY_SUFFIX]
+        files = [file for file in files if _is_data_file(file)]
         if not files:
             known = ", ".join(sorted(_CONTAINER_BY_SUFFIX))
             raise DataError(f"{path}: no data files in this folder; looked for {known}")
@@ -139,6 +139,11 @@ def _list_remote(path: RemotePath, split: str | None) -> list[RemotePath]:
     return [RemotePath(url) for url in urls]
 
 
+def _is_data_file(file: SourcePath) -> bool:
+    """Return whether a file of a folder holds samples; hidden ones, such as `._a.tar` of macOS, do not."""
+    return file.suffix in _CONTAINER_BY_SUFFIX and not file.name.startswith(".")
+
+
 def _is_folder(path: SourcePath) -> bool:
     return path.url.endswith("/") if isinstance(path, RemotePath) else path.is_dir()
 
@@ -147,8 +152,9 @@ def _media_folder(source: SourceSettings, file: SourcePath) -> MediaFolder:
     root = source.image_root or file.parent
     if isinstance(root, RemotePath):
         return RemoteFolder(root)
-    if root.is_file():
-        raise DataError(f"{source.path}: image_root is {source.image_root}, a file; expected the folder of its media")
+    if source.image_root is not None and not root.is_dir():
+        found = "a file" if root.is_file() else "where there is no folder"
+        raise DataError(f"{source.path}: image_root is {root}, {found}; expected the folder of its media")
     return AllowedFolder(root)
 
 
@@ -156,7 +162,8 @@ def _matching_files(pattern: Path) -> list[Path]:
     if not set("*?[") & set(str(pattern)):
         return [pattern]
     anchor = Path(pattern.anchor)
-    return sorted(anchor.glob(str(pattern.relative_to(anchor))))
+    files = anchor.glob(str(pattern.relative_to(anchor)))
+    return sorted(file for file in files if pattern.name.startswith(".") or not file.name.startswith("."))
 
 
 def _container(source: SourceSettings, files: Sequence[SourcePath]) -> str:

@@ -14,6 +14,8 @@ from mmtrain.recipe.modalities import MediaKind
 IMAGE_MARK = "<image>"  # the position of an image in a user turn, or of one to draw in an answer
 VIDEO_MARK = "<video>"  # the position of a video; in a sample without videos it is ordinary text
 AUDIO_MARK = "<audio>"  # the position of an audio clip; in a sample without clips it is ordinary text
+# A private-use character that stands for the `<` of a mark that a text spells: what it spells is text, and no mark.
+LITERAL_START = "\U0010fdff"
 Role = Literal["system", "user", "assistant", "tool"]
 MEDIA_ROLES: tuple[Role, ...] = ("user", "tool")  # in whose turns marks stand for media
 PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "clips"}
@@ -23,13 +25,16 @@ PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": 
 class Turn:
     """One message of a conversation.
 
+    text: marks (`<image>`) stand for media; marks that are text start with `LITERAL_START`, see `written_text`.
     fields: the JSON object of what else the message holds for chat templates, such as `tool_calls`; empty for nothing.
         A `content` of null there says that the message has no text.
+    is_learned: of an answer, whether the model is trained to write it; it is context otherwise.
     """
 
     role: Role
     text: str
     fields: str = ""
+    is_learned: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +73,15 @@ class Sample:
         return tuple(ordered)
 
     @property
+    def last_answer(self) -> int | None:
+        """The number of the last turn of an assistant that is learned; None if there is none."""
+        numbers = range(len(self.turns) - 1, -1, -1)
+        return next((n for n in numbers if self.turns[n].role == "assistant" and self.turns[n].is_learned), None)
+
+    @property
     def answer(self) -> str:
-        """The text of the last assistant turn."""
-        return next((t.text for t in reversed(self.turns) if t.role == "assistant"), "")
+        """The text of the last assistant turn that is learned."""
+        return "" if self.last_answer is None else self.turns[self.last_answer].text
 
     def __str__(self) -> str:
         return f"sample {self.id!r} ({self.source}, number {self.index})"
@@ -93,6 +104,11 @@ class Quarantined:
 
     def __str__(self) -> str:
         return f"{self.source}, number {self.index}, id {self.id!r}: {self.kind}: {self.reason}"
+
+
+def written_text(text: str) -> str:
+    """Return the text of a turn as its author wrote it, with the marks that it spells."""
+    return text.replace(LITERAL_START, "<")
 
 
 def with_marks_in_front(sample: Sample) -> Sample:
@@ -139,7 +155,7 @@ def turned_to_show(sample: Sample) -> Sample:
     Any other sample is returned unchanged. A text at the start answers an empty turn, since many chat templates let
     users begin. Images at the end, which no text follows, are left out: they teach nothing.
     """
-    if not is_document_sample(sample):
+    if not is_document_sample(sample) or not sample.turns[0].is_learned:
         return sample
     text_before, *texts_behind_images = [text.strip("\n") for text in sample.answer.split(IMAGE_MARK)]
     turns = [Turn("user", ""), Turn("assistant", text_before)] if text_before else []
@@ -168,8 +184,12 @@ def find_unusable(sample: Sample, read_kinds: Container[MediaKind]) -> Quarantin
         is_compared = kind == "image" or kind in read_kinds or media
         if is_compared and num_marks != len(media):
             return _miscounted(sample, kind, len(media), num_marks)
-    if not "".join([t.text + t.fields for t in sample.turns if t.role == "assistant"]).strip():
-        return Quarantined.of(sample, "no_answer", "no assistant turn with text to learn from")
+    answers = [turn for turn in sample.turns if turn.role == "assistant"]
+    if not "".join([turn.text + turn.fields for turn in answers if turn.is_learned]).strip():
+        reason = "no assistant turn with text to learn from"
+        if not all(turn.is_learned for turn in answers):
+            reason = "its data says that none of its answers is to be learned (`train: false`, `weight: 0` or the like)"
+        return Quarantined.of(sample, "no_answer", reason)
     return None
 
 

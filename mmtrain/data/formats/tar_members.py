@@ -15,16 +15,17 @@ from mmtrain.recipe.data_settings import LimitSettings
 from mmtrain.recipe.source_path import SourcePath
 
 TAR_BLOCK_BYTES = 512
-_MAX_META_BYTES = 64 << 10  # of a long name or a pax header
+_MAX_META_BYTES = 1 << 20  # of a long name or a pax header, in which macOS keeps attributes of files
 _MAX_PADDING_BYTES = 1 << 20  # searched behind the end marker for a second archive
 # Type flags in a header.
 _PLAIN_FILE = b"\0" + b"07"
 _FOLDER = b"5"
 _LONG_NAME = b"L"
 _LONG_LINK = b"K"
-_PAX = b"x"
+_PAX = (b"x", b"X")  # of POSIX and of Solaris
 _PAX_GLOBAL = b"g"
 _SPARSE = b"S"
+_VOLUME_LABEL = b"V"
 _REJECTED_TYPES = {
     b"1": "a hard link",
     b"2": "a symbolic link",
@@ -74,11 +75,13 @@ def _read_members(file: BinaryIO, shard: str, end: int, limits: LimitSettings) -
             return
         size = _checked_size(header, file.tell() - TAR_BLOCK_BYTES)
         type_flag = header[156:157]
-        if type_flag in (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL):
+        if type_flag == _VOLUME_LABEL:
+            continue
+        if type_flag in (_LONG_NAME, _LONG_LINK, *_PAX, _PAX_GLOBAL):
             body = _read_meta_body(file, size, end)
             if type_flag == _LONG_NAME:
                 overrides["path"] = body.rstrip(b"\0").decode("utf-8", "replace")
-            elif type_flag == _PAX:
+            elif type_flag in _PAX:
                 overrides |= _parse_pax(body)
             continue
         name = overrides.get("path") or _parse_name(header)
@@ -121,8 +124,9 @@ def _checked_size(header: bytes, position: int) -> int:
     if len(header) < TAR_BLOCK_BYTES:
         raise _BrokenArchiveError("it ends inside of a header")
     stated_sum = header[148:156].strip(b" \0")
-    actual_sum = sum(header) - sum(header[148:156]) + 8 * ord(" ")  # the checksum counts its own field as spaces
-    if not stated_sum.isdigit() or actual_sum != _parse_number(stated_sum):
+    summed = header[:148] + 8 * b" " + header[156:]  # the checksum counts its own field as spaces
+    sums = sum(summed), sum(summed) - 256 * sum(byte > 127 for byte in summed)  # old archivers add signed bytes
+    if not stated_sum.isdigit() or _parse_number(stated_sum) not in sums:
         raise _BrokenArchiveError(f"no tar header at byte {position}")
     return _parse_number(header[124:136])
 

@@ -34,9 +34,12 @@ from mmtrain.recipe.source_path import SourcePath
 _MEDIA_KIND_BY_EXTENSION = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"), "image"),
     **dict.fromkeys(("avif", "heic", "heif"), "image"),
-    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus"), "audio"),
+    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "oga", "opus", "m4a", "aac", "wma", "mka", "amr", "ac3"), "audio"),
+    **dict.fromkeys(("aif", "aiff", "au", "caf", "w64", "weba"), "audio"),
     **dict.fromkeys(("mp4", "m4v", "mov", "avi", "mkv", "webm", "mpg", "mpeg", "ts", "flv"), "video"),
 }
+# What archivers write beside files: macOS, and programs that do not know the headers of pax.
+_FOLDER_OF_METADATA = re.compile(r"(?:^|/)(?:__MACOSX|PaxHeaders?(?:\.\d+)?)/")
 _KEY_AND_EXTENSION = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
 
 
@@ -50,8 +53,14 @@ def read_shard(
     excluded: frozenset[str] = frozenset()
     if energon is not None:
         excluded = energon.excluded.get(str(path), excluded)
+    # Members of no sample, such as those that macOS puts in between (`._0001.png`), do not separate others.
+    of_samples = (
+        member
+        for member in read_tar_members(path, limits)
+        if isinstance(member, BadTarMember) or _sample_key(member) is not None
+    )
     try:
-        for number, (key, members) in enumerate(groupby(read_tar_members(path, limits), _sample_key)):
+        for number, (key, members) in enumerate(groupby(of_samples, _sample_key)):
             if key is None:  # members that belong to no sample
                 for member in members:
                     if isinstance(member, BadTarMember):
@@ -70,7 +79,9 @@ def _sample_key(member: TarMember | BadTarMember) -> str | None:
     if isinstance(member, BadTarMember) and member.kind in ("tar_broken", "tar_too_many"):
         return None
     match = _KEY_AND_EXTENSION.fullmatch(member.name)
-    return match[1] if match else None
+    if match is None or _FOLDER_OF_METADATA.search(member.name):
+        return None
+    return match[1]
 
 
 def _read_sample(
@@ -136,7 +147,7 @@ def _find_member(kind: str, name: Any, key: str, by_extension: dict[str, TarMemb
     """Return the member that an entry names, with or without the sample's key in front."""
     extension = str(name).removeprefix(f"{key}.").removeprefix(f"{key.rsplit('/', 1)[-1]}.").lower()
     if extension not in by_extension:
-        members = ", ".join(by_extension)
+        members = ", ".join(map(repr, by_extension))
         raise BadSampleError(f"missing_{kind}", f"sample {key!r} has no member {name!r}; it has {members}")
     return by_extension[extension]
 

@@ -1,6 +1,5 @@
 """Check sources for `mmtrain data check`: read and decode everything once, so that nothing can fail while training."""
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +11,16 @@ from mmtrain.data.callbacks import NotifyCallback, ProgressCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import Quarantined, Sample, find_unusable
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
-from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, decoded_duration_s
+from mmtrain.data.index.spelled_texts import SpelledTexts
+from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ
 from mmtrain.data.media.image_grids import Grid
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError, Media
+from mmtrain.data.media.sound_files import decode_sound
 from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.errors import DataError
+from mmtrain.machine_limits import num_available_cores
 from mmtrain.recipe.data_settings import AudioDataSettings, DataSettings, LimitSettings, SourceSettings
 from mmtrain.recipe.encoder_settings import EncoderSettings
 from mmtrain.recipe.generator_settings import GeneratorSettings
@@ -87,11 +89,15 @@ def check_sources_for_recipe(
         notify(warning)
     samples: list[_SampleMedia] = []
     bad: list[Quarantined] = []
+    spelled = SpelledTexts(tokenizer)
     for entry in notify_progress(measure_samples(recipe, sources, tokenizer), notify):
         if isinstance(entry, MeasuredSample):
             samples.append((entry.sample, _itemized(entry, recipe)))
+            spelled.add(entry.sample)
         else:
             bad.append(entry)
+    for remark in spelled.remarks():
+        notify(remark)
     _check_not_empty(sources, len(samples) + len(bad))
     encoders = [recipe.model.all_encoders[unit] for unit in _first_encoders(recipe).values()]
     decoder = _Decoder(recipe.data, _encoders_by_kind(encoders), recipe.model.generator)
@@ -112,6 +118,7 @@ def check_sources(
     bad: list[Quarantined] = []
     encoders = _encoders_by_kind(modality.settings.model_validate(_ANY_ENCODER) for modality in MODALITIES.values())
     entries = (entry for source in sources for entry in read_samples(source, LimitSettings()))
+    spelled = SpelledTexts()
     for entry in notify_progress(entries, notify):
         if isinstance(entry, Quarantined):
             bad.append(entry)
@@ -121,6 +128,9 @@ def check_sources(
             bad.append(media)
         else:
             samples.append((entry, media))
+            spelled.add(entry)
+    for remark in spelled.remarks():
+        notify(remark)
     _check_not_empty(sources, len(samples) + len(bad))
     # Clips of any length are decoded, but their frames are not computed: those of a day would fill the memory.
     decoder = _Decoder(_ANY_DATA, {kind: encoders[kind] for kind in VISION.media})
@@ -192,7 +202,8 @@ class _Decoder:
                 return None
             settings = self.encoders.get(item.kind)
             if settings is None:
-                decoded_duration_s(item.media)
+                for _ in decode_sound(item.media):
+                    pass
             else:
                 reader = ITEM_READERS[settings.modality](settings, self.data)  # threads must not share its cache
                 reader.load_cells(item.kind, item.media, 0, len(item.grids), item.grids[0])
@@ -231,7 +242,7 @@ def _decode_in_threads(
     distinct: Sequence[_ItemizedMedia], decode: _Decode
 ) -> Iterator[tuple[_ItemizedMedia, BadMediaError | None]]:
     """Decode on all cores and yield in order; decoders release the interpreter's lock."""
-    num_cores = os.cpu_count() or 1
+    num_cores = num_available_cores()
     chunk_size = num_cores * _MEDIA_IN_FLIGHT_PER_CORE
     with ThreadPoolExecutor(num_cores) as pool:
         for first in range(0, len(distinct), chunk_size):

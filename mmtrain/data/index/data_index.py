@@ -22,11 +22,13 @@ from mmtrain.balance.batch_meta import FloatArray, IntArray, ItemLengths, Sample
 from mmtrain.balance.mixture import Mixture
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.sample import Quarantined, Sample
-from mmtrain.data.index.frozen_samples import warn_of_frozen_samples
+from mmtrain.data.index.frozen_samples import warn_of_idle_training
 from mmtrain.data.index.index_cache import IndexCache, StoredIndex
+from mmtrain.data.index.media_versions import MediaVersions
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
 from mmtrain.data.index.sample_sources import SampleSources, find_mixture, sample_uses
 from mmtrain.data.index.sample_table import SampleTable, content_json, sample_record
+from mmtrain.data.index.spelled_texts import SpelledTexts
 from mmtrain.data.index.stated_lengths import read_stated_lengths
 from mmtrain.data.media.image_grids import MediumGrid, MediumItems
 from mmtrain.data.media.item_readers import tile_join
@@ -57,7 +59,7 @@ class DataIndex:
     content_sha256: str = ""  # of all that is in the samples but the location of their files
     cache_folder: Path | None = None  # where it was read from; None if it was built from the data
     modalities: dict[str, str] = field(default_factory=dict)  # encoder unit -> the modality that it reads
-    warnings: tuple[str, ...] = ()  # of the tokenizer
+    warnings: tuple[str, ...] = ()  # of the tokenizer, and of what texts spell
     joins: dict[str, TileJoin] = field(default_factory=dict)  # for encoders whose tiles are joined
     image_sizes: dict[str, IntArray] = field(default_factory=dict)  # theirs: (I, 2) of an item's image; 0: a frame
     # Of encoders whose videos are sampled from end to end: (I,) when an item is shown, in tenths of seconds.
@@ -160,7 +162,10 @@ class DataIndex:
         """Return what the user should know: that it comes from the cache, what was quarantined, and warnings."""
         remarks = []
         if self.cache_folder:
-            remarks.append(f"{len(self.lengths):,} samples are known from the index cached in {self.cache_folder}")
+            remarks.append(
+                f"{len(self.lengths):,} samples are known from the index cached in {self.cache_folder}, and no media "
+                "file of this machine has changed since; to read all lengths anew, remove that folder"
+            )
         if self.quarantined:
             total = len(self.lengths) + len(self.quarantined)
             counts = f"{len(self.quarantined):,} of {total:,} samples are set aside ({_count_kinds(self.quarantined)})"
@@ -196,6 +201,7 @@ def build_index(
 
     Raises:
         DataError: a source cannot be read, no sample is usable or teaches anything, or no image fits the settings.
+        RecipeError: every parameter of the model is frozen.
         TooManyBadSamples: the share of quarantined samples is above `data.max_bad_rate`.
     """
     sources = recipe.data.sources if which == "train" else recipe.data.validation
@@ -219,8 +225,8 @@ def build_index(
         raise DataError(f"{setting}: no usable samples in {', '.join(str(s.path) for s in sources) or 'an empty list'}")
     index = replace(_from_stored(stored, recipe, sources), cache_folder=cache_folder)
     if which == "train":
-        frozen = warn_of_frozen_samples(recipe, index.lengths, index.samples)
-        index = replace(index, warnings=(*index.warnings, *frozen))
+        idle = warn_of_idle_training(recipe, index.lengths, index.samples)
+        index = replace(index, warnings=(*index.warnings, *idle))
     return index
 
 
@@ -297,17 +303,21 @@ def _read_sources(
         joined = {unit for unit, encoder in recipe.model.all_encoders.items() if tile_join(encoder, recipe.data)}
         columns = _IndexColumns(records, _units_with_items(recipe), joined, _timed_units(recipe))
         quarantined: list[Quarantined] = []
-        for entry in notify_progress(measure_samples(recipe, sources, tokenizer), notify):
+        versions = None if cache is None else MediaVersions()
+        spelled = SpelledTexts(tokenizer)
+        for entry in notify_progress(measure_samples(recipe, sources, tokenizer, versions), notify):
             if isinstance(entry, MeasuredSample):
                 columns.add(entry)
+                spelled.add(entry.sample)
             else:
                 quarantined.append(entry)
         arrays = columns.arrays()
         content_sha256 = columns.content.hexdigest()
-        if cache is None:
+        warnings = (*tokenizer.warnings, *spelled.remarks())
+        if cache is None or versions is None:
             table = SampleTable(records.getvalue(), arrays["ends"])  # type: ignore[attr-defined]
-            return StoredIndex(table, arrays, tuple(quarantined), content_sha256, tokenizer.warnings)
-        return cache.store(records, arrays, quarantined, content_sha256, tokenizer.warnings)
+            return StoredIndex(table, arrays, tuple(quarantined), content_sha256, warnings)
+        return cache.store(records, versions, arrays, quarantined, content_sha256, warnings)
 
 
 @contextmanager

@@ -1,23 +1,25 @@
 """Cache an index on disk: read it while nothing that it depends on has changed, and build it anew when in doubt.
 
-    .mmtrain-index/<key>/         <key>: SHA-256 of everything that lengths depend on
+    .mmtrain-index/<key>-<n>/     <key>: SHA-256 of everything that lengths depend on but media; the largest n counts
         samples.bin               records of the usable samples, see `sample_table`
         arrays.safetensors        where records end, and all lengths
-        rest.json                 format, quarantined samples, checksums of the two files above
+        media.safetensors         the media files of this machine, see `media_versions`
+        rest.json                 format, quarantined samples, checksums of the three files above
+        checked                   when media files were last compared
 
 A folder appears complete, by renaming, and does not change afterwards. Beside the data, its name also depends on a
 secret of the user: data sets come from elsewhere, and an index that came with one could name any file of this machine.
 
-The key does not cover the content of media, since looking at a million files is what the cache saves: a user who
-replaces images under their old names must touch the data file, or remove the folder.
+Sizes and times of media files are compared before an index is used, and all lengths are read anew if one has changed.
+Remote media in files of their own are not looked at: asking a server a million times is what the cache saves.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -35,10 +37,13 @@ from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.energon import description_files
 from mmtrain.data.formats.read_source import list_shards
 from mmtrain.data.formats.sample import Quarantined
+from mmtrain.data.index.media_versions import MediaVersions, find_changed
 from mmtrain.data.index.sample_table import SampleTable
+from mmtrain.data.media.nearest_name import show_path
 from mmtrain.data.remote.locations import location_version
 from mmtrain.data.remote.remote_settings import remote_index_folder
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
+from mmtrain.durable_files import take_lock
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import SourceSettings
 from mmtrain.recipe.schema import Recipe
@@ -48,7 +53,7 @@ from mmtrain.recipe.source_path import RemotePath, SourcePath
 INDEX_FOLDER_NAME = ".mmtrain-index"
 MIN_SOURCE_BYTES = 1 << 20  # indexing a smaller source takes less than a second
 MAX_INDEXES_PER_FOLDER = 4  # the least recently used ones are removed
-_FORMAT_VERSION = 4
+_FORMAT_VERSION = 5
 _LIBRARIES = (
     "Pillow",
     "tokenizers",
@@ -60,7 +65,10 @@ _LIBRARIES = (
 )  # that read headers and split texts
 _RECORDS_FILE = "samples.bin"
 _ARRAYS_FILE = "arrays.safetensors"
+_MEDIA_FILE = "media.safetensors"
 _REST_FILE = "rest.json"
+_CHECKED_FILE = "checked"
+_SUMMED_FILES = (_RECORDS_FILE, _ARRAYS_FILE, _MEDIA_FILE)
 _BUILD_PREFIX = "making-"  # of a folder that is being built
 _SECRET_BYTES = 16
 
@@ -73,7 +81,7 @@ class StoredIndex:
     arrays: dict[str, IntArray]
     quarantined: tuple[Quarantined, ...]
     content_sha256: str
-    warnings: tuple[str, ...]  # of the tokenizer
+    warnings: tuple[str, ...]  # of the tokenizer, and of what texts spell
 
 
 class IndexCache:
@@ -83,9 +91,10 @@ class IndexCache:
     """
 
     def __init__(self, folder: Path, key: str) -> None:
-        """Cache the index as `folder`/`key`."""
+        """Cache the index in `folder`, under names that start with `key`."""
         self.folder = folder
-        self._place = folder / key
+        self._key = key
+        self._started_ns = time.time_ns()
         self._build_folder: Path | None = None
 
     @classmethod
@@ -130,29 +139,56 @@ class IndexCache:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 lock = closing.enter_context(open(self.folder / "lock", "ab"))
-                fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by the end of the process
+                take_lock(lock.fileno(), wait=True)
             yield
 
     def load(self, notify: NotifyCallback) -> StoredIndex | None:
-        """Return the cached index; None if there is none, or a broken one, which is reported and removed."""
-        if not self._place.exists():
+        """Return the cached index; None, with a note, if it is broken or media have changed, and if there is none."""
+        _, place = self._newest()
+        if place is None:
             return None
         try:
-            rest = json.loads((self._place / _REST_FILE).read_text(encoding="utf-8"))
-            for name in (_RECORDS_FILE, _ARRAYS_FILE):
-                if _file_sha256(self._place / name) != rest["sums"][name]:
+            rest = json.loads((place / _REST_FILE).read_text(encoding="utf-8"))
+            for name in _SUMMED_FILES:
+                if _file_sha256(place / name) != rest["sums"][name]:
                     raise ValueError(f"{name} is not what was written")
-            arrays = {name: array.astype(np.int64) for name, array in load_file(self._place / _ARRAYS_FILE).items()}
+            if not self._media_are_unchanged(place, notify):
+                return None
+            arrays = {name: array.astype(np.int64) for name, array in load_file(place / _ARRAYS_FILE).items()}
             for name, array in arrays.items():
                 check_lengths(name, array)
-            table = SampleTable(self._place / _RECORDS_FILE, arrays["ends"])
+            table = SampleTable(place / _RECORDS_FILE, arrays["ends"])
             quarantined = tuple(Quarantined(**entry) for entry in rest["quarantined"])
-            os.utime(self._place)  # marks it as recently used
+            os.utime(place)  # marks it as recently used
             return StoredIndex(table, arrays, quarantined, rest["content_sha256"], tuple(rest["warnings"]))
         except Exception as error:  # whatever is wrong with it, the sources are still there
-            notify(f"the index cached in {self._place} is broken ({type(error).__name__}: {error}); building it anew")
-            shutil.rmtree(self._place, ignore_errors=True)
+            notify(f"the index cached in {place} is broken ({type(error).__name__}: {error}); building it anew")
+            shutil.rmtree(place, ignore_errors=True)
             return None
+
+    def _newest(self) -> tuple[int, Path | None]:
+        """Return the number and the folder of the index that was built last; those before may still be in use."""
+        names = [folder.name.rpartition("-")[2] for folder in self.folder.glob(f"{self._key}-*")]
+        numbers = [int(name) for name in names if name.isdecimal()]
+        number = max(numbers, default=0)
+        return number, self.folder / f"{self._key}-{number}" if numbers else None
+
+    def _media_are_unchanged(self, place: Path, notify: NotifyCallback) -> bool:
+        """Compare the media files with those that were indexed, unless another process has since this one started."""
+        checked = place / _CHECKED_FILE
+        if checked.exists() and int(checked.read_text(encoding="ascii") or 0) > self._started_ns:
+            return True
+        started_ns = time.time_ns()
+        num_files, changed = find_changed(load_file(place / _MEDIA_FILE))
+        if changed:
+            notify(
+                f"{len(changed):,} of {num_files:,} media files have changed since they were indexed, the first: "
+                f"{show_path(changed[0])}; reading all lengths anew"
+            )
+            return False
+        with suppress(OSError):  # of a folder that this user may only read
+            checked.write_text(str(started_ns), encoding="ascii")
+        return True
 
     @contextmanager
     def new_records(self) -> Iterator[BinaryIO]:
@@ -170,6 +206,7 @@ class IndexCache:
     def store(
         self,
         records: BinaryIO,
+        media: MediaVersions,
         arrays: dict[str, IntArray],
         quarantined: Sequence[Quarantined],
         content_sha256: str,
@@ -180,23 +217,26 @@ class IndexCache:
         assert build_folder is not None, "store is called while the file of `new_records` is open"
         records.flush()
         save_file({name: _to_int32(array) for name, array in arrays.items()}, build_folder / _ARRAYS_FILE)
+        save_file(media.arrays(), build_folder / _MEDIA_FILE)
         rest: dict[str, Any] = {
-            "sums": {name: _file_sha256(build_folder / name) for name in (_RECORDS_FILE, _ARRAYS_FILE)},
+            "sums": {name: _file_sha256(build_folder / name) for name in _SUMMED_FILES},
             "content_sha256": content_sha256,
             "quarantined": [asdict(entry) for entry in quarantined],
             "warnings": list(warnings),
         }
         (build_folder / _REST_FILE).write_text(json.dumps(rest), encoding="utf-8")
         # Other users may read what is beside data that they can read.
-        (build_folder / _ARRAYS_FILE).chmod(0o644)
+        for name in (_ARRAYS_FILE, _MEDIA_FILE):
+            (build_folder / name).chmod(0o644)
         build_folder.chmod(0o755)
+        place = self.folder / f"{self._key}-{self._newest()[0] + 1}"
         try:
-            os.rename(build_folder, self._place)
+            os.rename(build_folder, place)
         except OSError:
-            if not self._place.exists():  # else, where locks do not work, another process was first
+            if not place.exists():  # else, where locks do not work, another process was first
                 raise
         self._remove_old()
-        table = SampleTable(self._place / _RECORDS_FILE, arrays["ends"])
+        table = SampleTable(place / _RECORDS_FILE, arrays["ends"])
         return StoredIndex(table, arrays, tuple(quarantined), content_sha256, warnings)
 
     def _remove_old(self) -> None:

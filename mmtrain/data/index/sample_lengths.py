@@ -1,6 +1,5 @@
 """Read samples with their lengths: text is counted in tokens, and of media only the headers are read."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import PLURALS, Quarantined, Sample, find_unusable, is_document_sample
 from mmtrain.data.index.feature_counts import FeatureCounter
+from mmtrain.data.index.media_versions import MediaVersions, run_tasks
 from mmtrain.data.media.image_grids import MediumItems
 from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
@@ -56,14 +56,18 @@ class MeasuredSample:
 
 
 def measure_samples(
-    recipe: Recipe, sources: Sequence[SourceSettings], tokenizer: SampleTokenizer
+    recipe: Recipe,
+    sources: Sequence[SourceSettings],
+    tokenizer: SampleTokenizer,
+    versions: MediaVersions | None = None,
 ) -> Iterator[MeasuredSample | Quarantined]:
     """Read the sources and the headers of their media; yield every sample in order, measured or quarantined.
 
+    versions: where the files of media are recorded whose headers are read.
     Raises `DataError` if a source cannot be read, or the settings contradict each other.
     """
     check_data_settings(recipe, tokenizer)
-    reader = _HeaderReader(recipe)
+    reader = _HeaderReader(recipe, versions)
     count_tokens = tokenizer.length_counter(_max_sample_tokens(recipe.data))
     measurer = _SampleMeasurer(recipe, count_tokens, reader.headers)
     with ThreadPoolExecutor(HEADER_THREADS) as pool:
@@ -120,7 +124,8 @@ def check_data_settings(recipe: Recipe, tokenizer: SampleTokenizer) -> None:
 class _HeaderReader:
     """Reads the headers of media, and caches them: a medium of several samples is mostly read once."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, versions: MediaVersions | None) -> None:
+        self._versions = versions
         self._max_images = recipe.data.max_images
         self.headers: _Headers = {}
         self._readers: dict[tuple[str, MediaKind], ItemReader] = {}
@@ -144,20 +149,19 @@ class _HeaderReader:
                 for medium in sample.media[kind]
             ]
             read_items = partial(reader.read_items, kind)
-            self._read_kind(pool, self.headers[unit, kind], partial(_read_headers, read_items), media)
+            self._read_kind(pool, self.headers[unit, kind], read_items, media)
         if self._target_reader is not None:
             target_images = [medium for sample in samples for medium in sample.target_images[: self._max_images]]
-            read_headers = partial(_read_headers, self._target_reader.read_items)
-            self._read_kind(pool, self.headers[GENERATOR, "image"], read_headers, target_images)
+            self._read_kind(pool, self.headers[GENERATOR, "image"], self._target_reader.read_items, target_images)
 
     def _read_kind(
         self,
         pool: ThreadPoolExecutor,
         headers: dict[_HeaderKey, _Header],
-        read_headers: Callable[[Sequence[Media]], list[_Header]],
+        read_items: Callable[[Media], MediumItems],
         media: Sequence[Media],
     ) -> None:
-        """Read what is not cached: in this thread while that is computing, in several once it is waiting for a disk."""
+        """Read what is not cached, in several threads once one has waited for a disk."""
         if len(headers) > _MAX_CACHED_HEADERS:
             headers.clear()
         new: dict[_HeaderKey, Media] = {}
@@ -167,28 +171,21 @@ class _HeaderReader:
                 new[key] = medium
         files = list(new.values())
         tasks = [files[i : i + _TASK_FILES] for i in range(0, len(files), _TASK_FILES)]
-        results: list[list[_Header]] = []
         has_parquet = any(isinstance(file, ParquetCell) for file in files)  # threads would decode more columns each
-        waits_for_disk = False
-        while len(results) < len(tasks) and not waits_for_disk:  # threads without waiting compete for the lock
-            started_s = time.perf_counter()
-            started_cpu_s = time.thread_time()
-            results.append(read_headers(tasks[len(results)]))
-            elapsed_s = time.perf_counter() - started_s
-            cpu_s = time.thread_time() - started_cpu_s
-            waits_for_disk = not has_parquet and elapsed_s > 2 * cpu_s
-        results += pool.map(read_headers, tasks[len(results) :])
+        read_headers = partial(self._read_headers, read_items)
+        results = run_tasks(pool, read_headers, tasks, may_wait=not has_parquet)
         headers.update(zip(new, chain.from_iterable(results), strict=True))
 
-
-def _read_headers(read_items: Callable[[Media], MediumItems], files: Sequence[Media]) -> list[_Header]:
-    headers: list[_Header] = []
-    for file in files:
-        try:
-            headers.append(read_items(file))
-        except BadMediaError as bad:
-            headers.append(bad)
-    return headers
+    def _read_headers(self, read_items: Callable[[Media], MediumItems], files: Sequence[Media]) -> list[_Header]:
+        headers: list[_Header] = []
+        for file in files:
+            if self._versions is not None:
+                self._versions.record(file)  # before: a file that changes meanwhile is read anew by the next run
+            try:
+                headers.append(read_items(file))
+            except BadMediaError as bad:
+                headers.append(bad)
+        return headers
 
 
 def _max_sample_tokens(data: DataSettings) -> int:

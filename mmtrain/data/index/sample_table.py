@@ -65,7 +65,12 @@ def sample_record(sample: Sample, content: str) -> bytes:
 def content_json(sample: Sample) -> str:
     """Return the part of a sample's record that names no files: it is the same on every machine."""
     turns = ",".join(
-        [f"[{_json_text(turn.role)},{_json_text(turn.text)}{_more(turn.fields)}]" for turn in sample.turns]
+        [
+            f"[{_json_text(turn.role)},{_json_text(turn.text)}{_more(turn.fields)}]"
+            if turn.is_learned
+            else f"[{_json_text(turn.role)},{_json_text(turn.text)},{_json_text(turn.fields)},false]"
+            for turn in sample.turns
+        ]
     )
     template = "null" if sample.template is None else _json_text(sample.template)
     tools = ',""' if sample.target_images and not sample.tools else _more(sample.tools)  # the images follow them
@@ -104,7 +109,7 @@ def _media_json(media: Media) -> str:
     if isinstance(media, InlineMedia):
         return json.dumps(("inline", media.file, media.offset, media.size))
     fields = media.file, media.row_group, media.row, media.column, media.place
-    return json.dumps(("cell", *fields) if media.url is None else ("cell", *fields, media.url))
+    return json.dumps(("cell", *fields) if media.embedded is None else ("cell", *fields, media.embedded))
 
 
 def _media_from_json(value: Any) -> Media:

@@ -44,6 +44,8 @@ def compute_stats_for_recipe(
     index = build_index(recipe.model_copy(update={"data": data}), notify=notify)
     if index.cache_folder is not None:
         notify(index.remarks()[0])
+    for warning in index.warnings:
+        notify(warning)
     units, tokens = unit_tokens(index.lengths)
     names = tuple("LLM tokens" if unit == "llm" else f"{unit} tokens" for unit in units)
     return DataStats(names, tokens.astype(np.float64), dict(Counter(q.kind for q in index.quarantined))), index

@@ -3,7 +3,7 @@
     magic, version, bytes of the header, bytes in all | header | padding | array | padding | array ...
 
 The header holds the value with every array replaced by its number, and the type and shape of each array, from which its
-offset follows. Both sides take the allowed types from the type hints of the frozen dataclasses, so nothing can be sent
+offset follows. Both sides take the allowed types from the frozen dataclasses (`message_types`), so nothing can be sent
 that was not declared, a new field needs no code here, and `format_fingerprint` differs between versions. Numbers are
 little-endian. There is no pickle: decoding builds what the types declare, or raises `WireError`.
 """
@@ -13,15 +13,23 @@ import json
 import math
 import struct
 import sys
-import types
-import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from mmtrain.data.loading.message_types import (
+    DTYPES,
+    ArrayType,
+    MappingType,
+    MessageType,
+    OptionalType,
+    RecordType,
+    TupleType,
+    record_type,
+)
 
 T = TypeVar("T")
 AnyArray = npt.NDArray[Any]
@@ -31,12 +39,6 @@ _MAGIC = b"MMTW"
 _HEAD = struct.Struct("<4sIQQ")
 _ALIGNMENT = 64  # so that arrays can be used in place
 _MAX_DIMENSIONS = 8
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "uint8": np.dtype("u1"),
-    "float32": np.dtype("<f4"),
-    "float64": np.dtype("<f8"),
-    "int64": np.dtype("<i8"),
-}
 
 assert sys.byteorder == "little", "arrays are sent as they are in memory"
 
@@ -55,13 +57,13 @@ class PackedMessage:
 
 def format_fingerprint(kind: type) -> str:
     """Return the SHA-256 of the format version and of every field of a `kind`: equal if and only if the formats are."""
-    return hashlib.sha256(f"{VERSION}:{_describe(kind, ())}".encode()).hexdigest()
+    return hashlib.sha256(f"{VERSION}:{record_type(kind)}".encode()).hexdigest()
 
 
 def pack(value: Any) -> PackedMessage:
     """Encode a dataclass without copying its arrays."""
     arrays: list[AnyArray] = []
-    plain = _to_plain(type(value), value, arrays)
+    plain = _to_plain(record_type(type(value)), value, arrays)
     shapes = [[array.dtype.name, *array.shape] for array in arrays]
     header = json.dumps({"value": plain, "arrays": shapes}, separators=(",", ":")).encode()
     chunks: list[memoryview] = []
@@ -89,21 +91,21 @@ def unpack(kind: type[T], message: memoryview | bytes) -> T:
     if not has_keys or not isinstance(header["arrays"], list):
         raise WireError("the header is not an object of `value` and `arrays`")
     arrays = list(_read_arrays(header["arrays"], message, end))
-    value: T = _from_plain(kind, header["value"], arrays, kind.__name__)
+    value: T = _from_plain(record_type(kind), header["value"], arrays, kind.__name__)
     return value
 
 
 def to_json(value: Any) -> str:
     """Encode a dataclass without arrays as JSON."""
     arrays: list[AnyArray] = []
-    text = json.dumps(_to_plain(type(value), value, arrays), separators=(",", ":"))
+    text = json.dumps(_to_plain(record_type(type(value)), value, arrays), separators=(",", ":"))
     assert not arrays, "JSON holds no arrays"
     return text
 
 
 def from_json(kind: type[T], text: str | bytes) -> T:
     """Decode a `kind` from what `to_json` wrote. Raises `WireError`."""
-    value: T = _from_plain(kind, _parse_json(text), [], kind.__name__)
+    value: T = _from_plain(record_type(kind), _parse_json(text), [], kind.__name__)
     return value
 
 
@@ -120,14 +122,14 @@ def _read_arrays(shapes: list[Any], message: memoryview, offset: int) -> Iterato
         if not isinstance(entry, list) or not 1 <= len(entry) <= 1 + _MAX_DIMENSIONS:
             raise WireError(f"{entry!r} is not the type and shape of an array")
         name, *shape = entry
-        if name not in _DTYPES or not all(type(n) is int and n >= 0 for n in shape):
-            raise WireError(f"{entry!r} is not the type and shape of an array; types are {', '.join(_DTYPES)}")
+        if name not in DTYPES or not all(type(n) is int and n >= 0 for n in shape):
+            raise WireError(f"{entry!r} is not the type and shape of an array; types are {', '.join(DTYPES)}")
         count = math.prod(shape)
         offset += _padding(offset)
-        nbytes = count * _DTYPES[name].itemsize
+        nbytes = count * DTYPES[name].itemsize
         if nbytes > len(message) - offset:
             raise WireError(f"an array {entry} of {nbytes} bytes does not fit into the {len(message) - offset} left")
-        yield np.frombuffer(message, _DTYPES[name], count, offset if count else 0).reshape(shape)
+        yield np.frombuffer(message, DTYPES[name], count, offset if count else 0).reshape(shape)
         offset += nbytes
     if offset != len(message):
         raise WireError(f"{len(message) - offset} bytes follow the last array")
@@ -137,57 +139,52 @@ def _padding(offset: int) -> int:
     return -offset % _ALIGNMENT
 
 
-def _to_plain(kind: Any, value: Any, arrays: list[AnyArray]) -> Any:
+def _to_plain(kind: MessageType, value: Any, arrays: list[AnyArray]) -> Any:
     """Return what JSON can hold of a value of type `kind`: arrays are moved to `arrays`, and their numbers stay."""
-    kind, optional = _without_none(kind)
-    if optional and value is None:
-        return None
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is np.ndarray:
-        assert value.dtype.name in _DTYPES, f"an array of {value.dtype} cannot be sent"
+    if isinstance(kind, OptionalType):
+        return None if value is None else _to_plain(kind.of, value, arrays)
+    if isinstance(kind, ArrayType):
+        assert value.dtype.name in DTYPES, f"an array of {value.dtype} cannot be sent"
         arrays.append(np.ascontiguousarray(value))
         return len(arrays) - 1
-    if origin in (dict, Mapping):
-        return [[_to_plain(args[0], k, arrays), _to_plain(args[1], v, arrays)] for k, v in value.items()]
-    if origin is tuple:
-        return [_to_plain(k, v, arrays) for k, v in zip(_element_types(args, len(value)), value, strict=True)]
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = _hints(kind)
-        return {name: _to_plain(hint, getattr(value, name), arrays) for name, hint in hints.items()}
-    assert kind in (int, float, str, bool), f"{kind} cannot be sent"
+    if isinstance(kind, MappingType):
+        return [[_to_plain(kind.key, k, arrays), _to_plain(kind.value, v, arrays)] for k, v in value.items()]
+    if isinstance(kind, TupleType):
+        return [_to_plain(k, v, arrays) for k, v in zip(kind.of_length(len(value)), value, strict=True)]
+    if isinstance(kind, RecordType):
+        return {name: _to_plain(of, getattr(value, name), arrays) for name, of in kind.fields}
     return value
 
 
-def _from_plain(kind: Any, plain: Any, arrays: list[AnyArray], where: str) -> Any:
+def _from_plain(kind: MessageType, plain: Any, arrays: list[AnyArray], where: str) -> Any:
     """Return the value of type `kind` that `plain` encodes; errors call it `where`."""
-    kind, optional = _without_none(kind)
-    if optional and plain is None:
-        return None
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is np.ndarray:
+    if isinstance(kind, OptionalType):
+        return None if plain is None else _from_plain(kind.of, plain, arrays, where)
+    if isinstance(kind, ArrayType):
         if type(plain) is not int or not 0 <= plain < len(arrays):
             raise WireError(f"{where}: {plain!r} is not the number of an array")
         array = arrays[plain]
-        if array.dtype not in _dtypes(args):
-            raise WireError(f"{where}: an array of {array.dtype}, expected {_names(_dtypes(args))}")
+        if array.dtype.name not in kind.dtypes:
+            raise WireError(f"{where}: an array of {array.dtype}, expected {' or '.join(kind.dtypes)}")
         return array
-    if origin in (dict, Mapping):
+    if isinstance(kind, MappingType):
         pairs = _checked_list(plain, where)
         return {
-            _from_plain(args[0], k, arrays, where): _from_plain(args[1], v, arrays, f"{where}[{k}]")
+            _from_plain(kind.key, k, arrays, where): _from_plain(kind.value, v, arrays, f"{where}[{k}]")
             for k, v in (_checked_list(pair, where, 2) for pair in pairs)
         }
-    if origin is tuple:
-        elements = _checked_list(plain, where, None if args[-1] is Ellipsis else len(args))
-        kinds = _element_types(args, len(elements))
+    if isinstance(kind, TupleType):
+        elements = _checked_list(plain, where, None if kind.repeats else len(kind.elements))
+        kinds = kind.of_length(len(elements))
         return tuple(_from_plain(k, v, arrays, where) for k, v in zip(kinds, elements, strict=True))
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = _hints(kind)
-        if not isinstance(plain, dict) or plain.keys() != hints.keys():
-            raise WireError(f"{where}: expected an object with {', '.join(hints)}")
-        return kind(**{name: _from_plain(hint, plain[name], arrays, f"{where}.{name}") for name, hint in hints.items()})
-    if type(plain) is not kind:
-        raise WireError(f"{where}: found {plain!r:.50}, expected {kind.__name__}")
+    if isinstance(kind, RecordType):
+        expected = [name for name, _ in kind.fields]
+        if not isinstance(plain, dict) or plain.keys() != set(expected):
+            raise WireError(f"{where}: expected an object with {', '.join(expected)}")
+        values = {name: _from_plain(of, plain[name], arrays, f"{where}.{name}") for name, of in kind.fields}
+        return kind.kind(**values)
+    if type(plain) is not kind.kind:
+        raise WireError(f"{where}: found {plain!r:.50}, expected {kind}")
     return plain
 
 
@@ -195,47 +192,3 @@ def _checked_list(plain: Any, where: str, length: int | None = None) -> list[Any
     if not isinstance(plain, list) or length not in (None, len(plain)):
         raise WireError(f"{where}: found {plain!r:.50}, expected a list{f' of {length}' if length else ''}")
     return plain
-
-
-def _element_types(args: tuple[Any, ...], length: int) -> tuple[Any, ...]:
-    """Return the types of a tuple's elements."""
-    return (args[0],) * length if args[-1] is Ellipsis else args
-
-
-def _without_none(kind: Any) -> tuple[Any, bool]:
-    """Return X for `X | None`, and whether None is allowed."""
-    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
-        return kind, False
-    rest = [arg for arg in typing.get_args(kind) if arg is not types.NoneType]
-    assert len(rest) == 1, f"{kind}: a message does not say which type of a union it holds"
-    return rest[0], True
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
-
-
-def _dtypes(args: tuple[Any, ...]) -> tuple[np.dtype[Any], ...]:
-    """Return the element types that `NDArray[np.int64]` or `NDArray[np.uint8 | np.float32]` may have."""
-    [element] = typing.get_args(args[1])
-    return tuple(_DTYPES[kind.__name__] for kind in typing.get_args(element) or (element,))
-
-
-def _names(dtypes: tuple[np.dtype[Any], ...]) -> str:
-    return " or ".join(dtype.name for dtype in dtypes)
-
-
-def _describe(kind: Any, inside: tuple[type, ...]) -> str:
-    """Spell out a type, with all fields of all dataclasses in it."""
-    if isinstance(kind, type) and is_dataclass(kind):
-        assert kind not in inside, f"{kind} holds itself"
-        hints = _hints(kind)
-        described = [f"{name}: {_describe(hint, (*inside, kind))}" for name, hint in hints.items()]
-        return f"{kind.__name__}({', '.join(described)})"
-    args = typing.get_args(kind)
-    if typing.get_origin(kind) is np.ndarray:
-        return f"array of {_names(_dtypes(args))}"
-    name = getattr(typing.get_origin(kind) or kind, "__name__", str(kind))
-    return f"{name}[{', '.join(_describe(arg, inside) for arg in args)}]" if args else name

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ import mmtrain.errors
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.loading.batch_builder import StepBuilder, StepRequest
 from mmtrain.data.loading.ipc import SharedStatus, create_memory_file, map_file, receive_message, send_message
+from mmtrain.data.loading.pickling import pickle_for_process
 from mmtrain.data.loading.step_format import to_json
 from mmtrain.data.remote.locations import known_versions
 from mmtrain.errors import MmtrainError, RunError
@@ -91,7 +91,7 @@ class WorkerPool(Generic[Tag]):
         self._faults: Counter[int] = Counter()  # sample id -> crashes and hangs over its media
         self._last_check_s = clock()
         self._builder_file: int | None = create_memory_file(
-            [memoryview(pickle.dumps((builder, known_versions()), pickle.HIGHEST_PROTOCOL))]
+            [memoryview(pickle_for_process((builder, known_versions()), "loader workers"))]
         )
         self._host: subprocess.Popen[bytes] | None = None
         self._deaths: Counter[Tag] = Counter()  # of workers, over each step
@@ -252,11 +252,6 @@ class WorkerPool(Generic[Tag]):
             self._pipe.close()
             self._host.wait()
             self._host = None
-
-
-def num_available_cores() -> int:
-    """Return how many processor cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _is_crash(exit_status: int | None) -> bool:

@@ -1,35 +1,26 @@
-"""Read the number of log-mel frames of a sound file from its header alone, and compute the frames when they are needed.
+"""Read the number of log-mel frames of a sound file, and compute the frames when they are needed.
 
 The front end is Whisper's (arXiv 2212.04356): 16 kHz, a Hann window of 25 ms every 10 ms, Slaney's mel bands, log10 of
 the power within eight decades of the clip's maximum. Clips keep their own length, or all get the same.
 """
 
-import io
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
-from types import ModuleType
-from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from mmtrain.data.media.images import Float32Array
-from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, NotAFileError, TarMember, describe_missing
-from mmtrain.data.optional_packages import require_package
-from mmtrain.errors import RemoteReadError
+from mmtrain.data.media.media_bytes import Media
+from mmtrain.data.media.sound_files import BadAudioError, SoundLength, decode_sound, read_sound_length
 from mmtrain.recipe.data_settings import AudioDataSettings
-from mmtrain.recipe.source_path import is_url
 
 SAMPLE_RATE_HZ = 16_000
 WINDOW_SAMPLES = 400  # under one window
 HOP_SAMPLES = 160  # from one frame to the next
 MAX_SAMPLE_RATE_HZ = 384_000  # the highest rate of studio equipment
 MAX_AUDIO_CHANNELS = 32  # a short clip of a thousand channels would fill the memory
-_MISSING_SECONDS_ALLOWED = 0.1  # headers of compressed files are off by a packet
 _MIN_POWER = 1e-10
 _MAX_DECADES = 8.0
 _LINEAR_END_HZ = 1000.0  # Slaney's scale is linear up to here and logarithmic above
@@ -40,30 +31,32 @@ _RESAMPLING_SILENCE_S = 0.1
 Float64Array = npt.NDArray[np.float64]
 
 
-class BadAudioError(BadMediaError):
-    """A clip that cannot be used."""
+@dataclass(frozen=True)
+class Wave:
+    """A clip as the front end takes it."""
 
-
-def require_soundfile() -> ModuleType:
-    """Import the library that decodes sound. Raises `DataError`, with what to install, if it is missing."""
-    return require_package("soundfile", "audio", "an audio encoder: reading audio")
+    samples: Float64Array  # (n,) the mean of its channels at 16 kHz
+    length: SoundLength  # as decoded; at least so long where decoding stopped early
 
 
 def read_num_frames(media: Media, settings: AudioDataSettings, multiple: int) -> int:
-    """Return the number of log-mel frames of a clip from its header: 10 ms each, rounded up to a multiple.
+    """Return the number of log-mel frames of a clip: 10 ms each, rounded up to a multiple.
 
-    Raises `BadAudioError` for what no decoder could use, and for a clip that is too long unless it is to be cut.
+    It is exact: from the header where that is certain, and otherwise by decoding. Raises `BadAudioError` for what no
+    decoder could use, and for a clip that is too long unless it is to be cut.
     """
-    # Errors of libsndfile, and whatever follows from damaged numbers in a header, mean that this is not sound.
-    with _open_sound(media, "not_audio") as sound:
-        num_samples = sound.frames
-        rate = sound.samplerate
-        num_channels = sound.channels
+    return count_frames(media, read_sound_length(media, settings.max_seconds), settings, multiple)
+
+
+def count_frames(media: Media, length: SoundLength, settings: AudioDataSettings, multiple: int) -> int:
+    """Return the number of log-mel frames of a clip of this length, as `read_num_frames` does."""
+    num_samples = length.num_samples
+    rate = length.rate
     if num_samples < 1 or rate < 1:
         raise BadAudioError("empty_audio", f"{media}: {num_samples} samples at {rate} Hz")
-    if rate > MAX_SAMPLE_RATE_HZ or num_channels > MAX_AUDIO_CHANNELS:
+    if rate > MAX_SAMPLE_RATE_HZ or length.num_channels > MAX_AUDIO_CHANNELS:
         reason = (
-            f"{media}: {num_channels} channels at {rate} Hz, "
+            f"{media}: {length.num_channels} channels at {rate} Hz, "
             f"at most {MAX_AUDIO_CHANNELS} at {MAX_SAMPLE_RATE_HZ} Hz are decoded"
         )
         raise BadAudioError("audio_too_wide", reason)
@@ -80,48 +73,27 @@ def read_num_frames(media: Media, settings: AudioDataSettings, multiple: int) ->
     return math.ceil(num_hops / multiple) * multiple
 
 
-def load_log_mels(media: Media, frames: int, bins: int, silence_follows: bool = False) -> Float32Array:
-    """Decode a clip, mix its channels and return its log-mel frames (frames, bins), cut, or padded with silence.
+def load_wave(media: Media, max_seconds: float) -> Wave:
+    """Decode a clip; one above `max_seconds` not to its end. Raises `BadAudioError`."""
+    mono = [np.zeros(0)]
+    length = SoundLength(0, SAMPLE_RATE_HZ, 1)
+    for piece in decode_sound(media):
+        num_samples, num_channels = piece.samples.shape
+        length = SoundLength(length.num_samples + num_samples, piece.rate, num_channels)
+        mono.append(piece.samples.mean(axis=1, dtype=np.float64))
+        if length.num_samples > max_seconds * piece.rate:
+            break
+    return Wave(resample(np.concatenate(mono), length.rate), length)
+
+
+def wave_log_mels(wave: Wave, frames: int, bins: int, silence_follows: bool = False) -> Float32Array:
+    """Return the log-mel frames (frames, bins) of a clip, cut, or padded with silence.
 
     silence_follows: the windows of the last frames see silence behind these frames, instead of a mirrored clip.
-
-    Raises `BadAudioError`.
     """
-    num_seconds = math.ceil(frames * HOP_SAMPLES / SAMPLE_RATE_HZ) + 1  # beyond them a longer clip is not decoded
-    seconds = list(islice(_decode_seconds(media), num_seconds))
-    rate = seconds[0].rate if seconds else SAMPLE_RATE_HZ
-    mono = np.concatenate([np.zeros(0), *(second.samples.mean(axis=1, dtype=np.float64) for second in seconds)])
-    wave = resample(mono, rate)[: frames * HOP_SAMPLES]
+    samples = wave.samples[: frames * HOP_SAMPLES]
     num_frames = frames + WINDOW_SAMPLES // HOP_SAMPLES if silence_follows else frames
-    return log_mel(np.pad(wave, (0, num_frames * HOP_SAMPLES - len(wave))), bins)[:frames]
-
-
-def decoded_duration_s(media: Media) -> float:
-    """Decode a clip of any length without keeping it, and return its seconds. Raises `BadAudioError`."""
-    return sum(len(second.samples) / second.rate for second in _decode_seconds(media))
-
-
-@dataclass(frozen=True)
-class _Second:
-    """One second of a clip, or the rest of it."""
-
-    samples: Float32Array  # (n, channels)
-    rate: int
-
-
-def _decode_seconds(media: Media) -> Iterator[_Second]:
-    """Decode a clip second by second, so that one of many channels is never in memory as a whole."""
-    with _open_sound(media, "undecodable") as sound:
-        num_stated = sound.frames
-        rate = sound.samplerate
-        num_decoded = 0
-        while len(samples := sound.read(rate, dtype="float32", always_2d=True)):
-            if not np.isfinite(samples).all():
-                raise BadAudioError("undecodable", f"{media}: holds samples that are not finite")
-            num_decoded += len(samples)
-            yield _Second(samples, rate)
-        if num_decoded < num_stated - _MISSING_SECONDS_ALLOWED * rate:
-            raise BadAudioError("truncated", f"{media}: {num_decoded} of {num_stated} samples are there")
+    return log_mel(np.pad(samples, (0, num_frames * HOP_SAMPLES - len(samples))), bins)[:frames]
 
 
 def resample(wave: Float64Array, rate: int) -> Float64Array:
@@ -177,32 +149,3 @@ def _hertz_to_mel(hertz: float) -> float:
 def _mel_to_hertz(mel: Float64Array) -> Float64Array:
     linear = mel * _LINEAR_END_HZ / _LINEAR_END_MEL
     return np.where(mel < _LINEAR_END_MEL, linear, _LINEAR_END_HZ * np.exp(_LOG_STEP * (mel - _LINEAR_END_MEL)))
-
-
-@contextmanager
-def _open_sound(media: Media, broken: str) -> Iterator[Any]:
-    """Open a clip as a `SoundFile`; every error, here or in the body, becomes a `BadAudioError` of kind `broken`."""
-    soundfile = require_soundfile()
-    try:
-        with _open_fully(media) as file, soundfile.SoundFile(file) as sound:
-            yield sound
-    except FileNotFoundError:
-        raise BadAudioError("missing_audio", describe_missing(media)) from None
-    except NotAFileError as error:
-        raise BadAudioError("not_audio", f"{media}: {error}") from None
-    except (BadAudioError, RemoteReadError):
-        raise
-    except Exception as error:
-        why = getattr(error, "error_string", error)  # libsndfile's own message, without the name of our stream
-        raise BadAudioError(broken, f"{media}: {type(error).__name__}: {why}") from None
-
-
-def _open_fully(media: Media) -> BinaryIO:
-    """Open a clip; a remote one is read before, since libsndfile would swallow the errors of its server."""
-    is_remote = (isinstance(media, FileMedia) and is_url(media.path)) or (
-        isinstance(media, TarMember) and is_url(media.shard)
-    )
-    if not is_remote:
-        return media.open()
-    with media.open() as file:
-        return io.BytesIO(file.read())

@@ -15,14 +15,16 @@ def is_data_url(text: str) -> bool:
     return text[:5].lower() == "data:"
 
 
-def find_data_urls(value: Any) -> list[str]:
-    """Return the data URLs in a value of JSON's types, in the order in which they are written."""
+def find_embedded_media(value: Any) -> list[str | bytes]:
+    """Return the data URLs and the bytes in a value of JSON's or Arrow's types, in their order there."""
+    if isinstance(value, bytes):
+        return [value]
     if isinstance(value, str):
         return [value] if is_data_url(value) else []
     if isinstance(value, dict):
         value = list(value.values())
     children = value if isinstance(value, list) else []
-    return [url for child in children for url in find_data_urls(child)]
+    return [medium for child in children for medium in find_embedded_media(child)]
 
 
 def read_url_head(kind: str, url: str) -> str | None:

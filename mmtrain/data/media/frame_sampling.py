@@ -48,29 +48,16 @@ def find_item_tenths(header: VideoHeader, video: VideoSettings, temporal_patch: 
     return tuple(round(10 * float(f"{middle_s:.1f}")) for middle_s in middles_s)
 
 
-def frame_choice(video: VideoSettings | None, count: int, temporal_patch: int) -> FrameChoice | None:
-    """Return which frames are decoded of a video that shows `count` in whole patches; None: those in the middle.
-
-    That is, in the middle of equal parts. With `fps` it is the first of each part.
-    """
-    if video is None:
-        return None
-    settings = video
+def frame_choice(video: VideoSettings, count: int, temporal_patch: int) -> FrameChoice:
+    """Return which frames are decoded of a video that shows `count` in whole patches."""
     if video.sampling != "parts":
-        return lambda header: _in_patches(cut_header(header, settings), settings, temporal_patch)
-    if video.fps is not None:
-        return lambda header: [part * cut_header(header, settings).num_frames // count for part in range(count)]
-    if video.max_seconds is not None:
-        return lambda header: _middles(cut_header(header, settings).num_frames, count)
-    return None
+        return lambda header: _in_patches(cut_header(header, video), video, temporal_patch)
+    return lambda header: first_of_parts(cut_header(header, video).num_frames, count)
 
 
-def _middles(num_frames: int, count: int) -> list[float]:
-    """Return the middles of equal parts of the first `num_frames` frames, half a frame early, as `choose` numbers them.
-
-    Half a frame: decoding shows what is seen in the middle of a frame, and the middle of a part is a moment.
-    """
-    return [(part + 0.5) / count * num_frames - 0.5 for part in range(count)]
+def first_of_parts(num_frames: int, count: int) -> list[int]:
+    """Return the first frame of each of `count` equal parts, as `sample_frames` of most video processors does."""
+    return [part * num_frames // count for part in range(count)]
 
 
 def _sample(header: VideoHeader, video: VideoSettings) -> list[int]:

@@ -1,9 +1,11 @@
-"""Find out without decoding whether the end of an image file is there."""
+"""See without decoding that the end of an image file is there; where it is not seen, Pillow must decide."""
 
 import os
 from typing import BinaryIO
 
 _JPEG_TAIL_BYTES = 1 << 16  # searched for the end marker before the whole scan is
+_JPEG_NO_MARKERS = (0x00, 0xFF)  # behind 0xFF: a stray byte, and a fill byte before a marker
+_JPEG_BARE_MARKERS = (0x01, *range(0xD0, 0xDA))  # TEM, RST, SOI, EOI: no length follows
 _BOXES_OF_PIXELS = (b"meta", b"moov", b"mdat")  # of AVIF and HEIF; what follows them may be anything
 
 
@@ -48,16 +50,18 @@ def _jpeg_has_end(file: BinaryIO) -> bool:
 
 
 def _jpeg_scan_start(file: BinaryIO) -> int | None:
+    """Return where the first scan starts; stray bytes and fill bytes between segments are skipped, as decoders do."""
     file.seek(2)
     while len(head := file.read(4)) == 4:
-        if head[0] != 0xFF:
-            return None
-        if head[1] == 0xFF:  # fill byte before a marker
+        is_marker = head[0] == 0xFF and head[1] not in _JPEG_NO_MARKERS
+        if not is_marker:
             file.seek(-3, os.SEEK_CUR)
-            continue
-        if head[1] == 0xDA:
+        elif head[1] == 0xDA:
             return file.tell()
-        file.seek(int.from_bytes(head[2:], "big") - 2, os.SEEK_CUR)
+        elif head[1] in _JPEG_BARE_MARKERS:
+            file.seek(-2, os.SEEK_CUR)
+        else:
+            file.seek(int.from_bytes(head[2:], "big") - 2, os.SEEK_CUR)
     return None
 
 

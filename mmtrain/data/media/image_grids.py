@@ -13,6 +13,7 @@ from mmtrain.recipe.data_settings import ImageSettings
 
 Grid = tuple[int, int]
 Canvases = tuple[tuple[int, int], ...]  # height, width in pixels
+MAX_ASPECT = 200  # of the longer side to the shorter one, with `native`: `smart_resize` refuses more
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,37 +58,20 @@ def frame_grid(
 def native_grid(
     width: int, height: int, min_pixels: int, max_pixels: int, patch: int, merge: int = 1, max_side: int = 1 << 30
 ) -> Grid:
-    """Return the grid nearest to the image's own size whose area is between `min_pixels` and `max_pixels`.
+    """Return the grid of an image whose area is scaled into [`min_pixels`, `max_pixels`], as Qwen2-VL resizes it.
 
-    Rows and columns are multiples of `merge` and at most `max_side`. Where Qwen2-VL's published rule (round both sides
-    apart, then scale them together) would break a limit, the nearest aspect that keeps it is chosen. The upper limit
-    always holds; the lower one holds where whole merged patches allow it.
+    Rows and columns are multiples of `merge`, at least that and at most `max_side`. This is `smart_resize` of
+    `transformers`, step by step: both sides are rounded apart, so that narrow limits are kept only about.
     """
     unit = patch * merge
-    longest = max_side // merge
-    rows = round(height / unit)
-    cols = round(width / unit)
+    rows, cols = round(height / unit), round(width / unit)
     if rows * cols * unit**2 > max_pixels:
         scale = math.sqrt(height * width / max_pixels)
-        rows = math.floor(height / scale / unit)
-        cols = math.floor(width / scale / unit)
+        rows, cols = math.floor(height / scale / unit), math.floor(width / scale / unit)
     elif rows * cols * unit**2 < min_pixels:
         scale = math.sqrt(min_pixels / (height * width))
-        rows = math.ceil(height * scale / unit)
-        cols = math.ceil(width * scale / unit)
-    rows = min(max(rows, 1), longest)
-    cols = min(max(cols, 1), longest)
-    aspect = width / height
-    while rows * cols * unit**2 > max_pixels and rows * cols > 1:
-        smaller = [grid for grid in ((rows - 1, cols), (rows, cols - 1)) if min(grid) > 0]
-        rows, cols = _nearest_aspect(aspect, smaller)
-    while rows * cols * unit**2 < min_pixels:
-        larger = [grid for grid in ((rows + 1, cols), (rows, cols + 1)) if max(grid) <= longest]
-        larger = [grid for grid in larger if grid[0] * grid[1] * unit**2 <= max_pixels]
-        if not larger:
-            break
-        rows, cols = _nearest_aspect(aspect, larger)
-    return rows * merge, cols * merge
+        rows, cols = math.ceil(height * scale / unit), math.ceil(width * scale / unit)
+    return _within_sides(rows, cols, merge, max_side)
 
 
 def video_grid(
@@ -100,9 +84,7 @@ def video_grid(
     """
     patch, temporal_patch, merge, max_side = patches
     unit = patch * merge
-    if min(width, height) < unit:
-        scale = max(unit / height, unit / width)
-        width, height = int(width * scale), int(height * scale)
+    width, height = enlarge_to_patch(width, height, unit)
     rows, cols = round(height / unit), round(width / unit)
     pixels = round(num_frames / temporal_patch) * temporal_patch * rows * cols * unit**2
     if pixels > settings.max_pixels:
@@ -111,6 +93,19 @@ def video_grid(
     elif pixels < settings.min_pixels:
         scale = math.sqrt(settings.min_pixels / (num_frames * height * width))
         rows, cols = math.ceil(height * scale / unit), math.ceil(width * scale / unit)
+    return _within_sides(rows, cols, merge, max_side)
+
+
+def enlarge_to_patch(width: int, height: int, unit: int) -> tuple[int, int]:
+    """Return width and height of a frame that is at least one merged patch of `unit` pixels wide and high."""
+    if min(width, height) >= unit:
+        return width, height
+    scale = max(unit / height, unit / width)
+    return int(width * scale), int(height * scale)
+
+
+def _within_sides(rows: int, cols: int, merge: int, max_side: int) -> Grid:
+    """Return a grid in patches from one in merged patches, with 1 to `max_side` patches a side."""
     longest = max_side // merge
     return min(max(rows, 1), longest) * merge, min(max(cols, 1), longest) * merge
 
@@ -175,8 +170,3 @@ def _canvases(max_tiles: int) -> tuple[Grid, ...]:
     sides = range(1, max_tiles + 1)
     canvases = [(rows, cols) for cols in sides for rows in sides if rows * cols <= max_tiles]
     return tuple(sorted(canvases, key=lambda canvas: canvas[0] * canvas[1]))
-
-
-def _nearest_aspect(aspect: float, grids: list[Grid]) -> Grid:
-    """Return the grid whose aspect (width / height) is nearest to `aspect`, as a ratio."""
-    return min(grids, key=lambda grid: abs(math.log(grid[1] / grid[0] / aspect)))

@@ -13,7 +13,8 @@ from typing import BinaryIO
 _FIRST_READ_BYTES = 1 << 14  # most headers, and small images as a whole, are shorter
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
-_PNG_DEPTHS_BY_COLOR_TYPE = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
+# Grey of 16 bits is left to the general reader, which refuses it.
+_PNG_DEPTHS_BY_COLOR_TYPE = {0: (1, 2, 4, 8), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
 # Chunks before the pixels that change neither size nor orientation.
 _PNG_HARMLESS_CHUNKS = frozenset((b"PLTE", b"tRNS", b"gAMA", b"cHRM", b"sRGB", b"pHYs", b"bKGD", b"sBIT", b"tIME"))
 _PNG_TEXTS = frozenset((b"tEXt", b"zTXt", b"iTXt"))

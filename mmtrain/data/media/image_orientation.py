@@ -10,6 +10,8 @@ from typing import BinaryIO
 
 from PIL import Image
 
+from mmtrain.data.optional_packages import check_package_fits
+
 _ORIENTATION_TAG = 0x0112
 _TO_UPRIGHT = {  # EXIF orientation -> the transposition that makes the image upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -35,7 +37,8 @@ def read_orientation(image: Image.Image, file: BinaryIO) -> int:
     """
     try:
         orientation = int(_read_exif(image, file).get(_ORIENTATION_TAG, 1))
-    except Exception:  # damaged metadata must not cost the image
+    except Exception as error:  # damaged metadata must not cost the image
+        check_package_fits(error, "pillow")
         return 1
     return orientation if orientation in _TO_UPRIGHT else 1
 

@@ -14,6 +14,7 @@ from mmtrain.data.media.image_formats import describe_unknown_format, supported_
 from mmtrain.data.media.image_headers import fast_image_size, fast_image_size_in_stream
 from mmtrain.data.media.image_orientation import SWAPS_SIDES, read_orientation, turn_upright, upright_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, NotAFileError, describe_missing
+from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.errors import RemoteReadError
 from mmtrain.recipe.data_settings import ImageSettings
 from mmtrain.recipe.source_path import is_url
@@ -33,8 +34,8 @@ class BadImageError(BadMediaError):
 def read_image_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
     """Return the upright width and height from the header.
 
-    Also checks, without decoding, that the end of a JPEG or PNG file is there. Raises `BadImageError` for what no
-    decoder could use, and for more than `max_source_pixels` pixels.
+    Also checks that the end of the file is there, and decodes the image only where it is not seen. Raises
+    `BadImageError` for what no decoder could use, and for more than `max_source_pixels` pixels.
     """
     is_file = isinstance(media, FileMedia) and not is_url(media.path)
     size = fast_image_size(media.path) if isinstance(media, FileMedia) and is_file else _fast_size_in_archive(media)
@@ -43,8 +44,18 @@ def read_image_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
     with _open_image(media, max_source_pixels) as (image, file):
         width, height = upright_size(image, read_orientation(image, file))
         if not has_end(image.format, file):
-            raise BadImageError("truncated", f"{media}: the end of the {image.format} file is missing")
+            _check_complete(image, media)
     return width, height
+
+
+def _check_complete(image: Image.Image, media: Media) -> None:
+    """Decode an image without the usual end: Pillow decides whether pixels are missing. Raises `BadImageError`."""
+    try:
+        image.load()
+    except Exception as error:  # of many types, as in `_open_image`
+        check_package_fits(error, "pillow")
+        what = f"{media}: the end of the {image.format} file is missing ({error})"
+        raise BadImageError("truncated", what) from None
 
 
 def _fast_size_in_archive(media: Media) -> tuple[int, int] | None:
@@ -114,6 +125,13 @@ def _open_image(media: Media, max_source_pixels: int) -> Iterator[tuple[Image.Im
                 "too_many_pixels",
                 f"{media}: {width} x {height} is above data.image.max_source_pixels = {max_source_pixels}",
             )
+        if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+            raise BadImageError(
+                "too_many_bits",
+                f"{media}: grey values of more than 8 bits ({image.format}, mode {image.mode} of Pillow); allowed: 8. "
+                "Processors of published models clip them at 255, so that most pictures become white or black: "
+                "save it with 8 bits, scaled as its values demand",
+            )
         yield image, file
 
 
@@ -131,14 +149,13 @@ def _image_errors(media: Media) -> Iterator[None]:
     except (BadImageError, RemoteReadError):
         raise
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ...
+        check_package_fits(error, "pillow")
         raise BadImageError("undecodable", f"{media}: {type(error).__name__}: {error}") from None
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):  # Pillow would clip 16 bits at 255 instead of scaling them
-        image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        image = image.convert("RGBA")
+    """Return an image as RGB, transparent pixels on white, as `convert_to_rgb` of `transformers` and vLLM do."""
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
         white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
+        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
     return image.convert("RGB") if image.mode != "RGB" else image.copy()

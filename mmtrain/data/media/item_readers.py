@@ -8,18 +8,12 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Protocol
 
-from mmtrain.data.media.audio import (
-    HOP_SAMPLES,
-    SAMPLE_RATE_HZ,
-    BadAudioError,
-    load_log_mels,
-    read_num_frames,
-    require_soundfile,
-)
+from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, count_frames, load_wave, wave_log_mels
 from mmtrain.data.media.image_grids import Grid, MediumItems
 from mmtrain.data.media.images import CellArray, Float32Array, Uint8Array
 from mmtrain.data.media.joined_tiles import TileJoin
-from mmtrain.data.media.media_bytes import Media, describe_changed
+from mmtrain.data.media.media_bytes import BadMediaError, Media, describe_changed
+from mmtrain.data.media.sound_files import BadAudioError, SoundLength, read_sound_length, require_soundfile
 from mmtrain.data.media.vision_items import VisionItemDecoder, check_image_settings, read_vision_items
 from mmtrain.recipe.audio_settings import AudioSettings
 from mmtrain.recipe.data_settings import DataSettings
@@ -49,6 +43,7 @@ class VisionItemReader:
         self._settings = settings
         self._data = data
         self._decoder = VisionItemDecoder(data.image, settings.patch, settings.temporal_patch, data.video)
+        self._unchanged: object = None  # the last medium that had the expected items
 
     def check_settings(self) -> None:
         """Raise `DataError` if no image could have a valid size."""
@@ -60,7 +55,21 @@ class VisionItemReader:
 
     def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Uint8Array:
         """Return the patches of one tile or frame."""
+        medium = kind, media, num_parts, grid
+        if self._unchanged != medium:
+            self._check_unchanged(kind, media, num_parts, grid)
+            self._unchanged = medium
         return self._decoder.patches(kind, media, part, num_parts, grid)
+
+    def _check_unchanged(self, kind: MediaKind, media: Media, num_parts: int, grid: Grid) -> None:
+        """Raise `BadMediaError` for a medium that would become other items than it was indexed as.
+
+        It would be stretched to its former shape otherwise.
+        """
+        grids = self.read_items(kind, media).grids
+        is_one_tile = kind == "image" and num_parts == 1 and not self._data.image.tile_several
+        if (grids[:1] if is_one_tile else grids) != (grid,) * num_parts:
+            raise BadMediaError("undecodable", describe_changed(media))
 
 
 class AudioItemReader:
@@ -80,29 +89,34 @@ class AudioItemReader:
         require_soundfile()
 
     def read_items(self, kind: MediaKind, media: Media) -> MediumItems:
-        """Return the items of (frames, 1) from the header of a clip; its last item may be shorter than the others."""
-        frames = self._num_frames(media)
-        if self._item_frames is None:
-            return MediumItems(((frames, 1),))
-        num_whole, rest = divmod(frames, self._item_frames)
-        grids = [(self._item_frames, 1)] * num_whole
-        if rest + self._settings.partial_cells >= self._settings.cells_per_feature:  # fewer become no feature
-            grids.append((rest, 1))
-        return MediumItems(tuple(grids))
+        """Return the items of (frames, 1) of a clip; its last item may be shorter than the others."""
+        frames = self._num_frames(media, read_sound_length(media, self._data.audio.max_seconds))
+        return MediumItems(tuple((rows, 1) for rows in self._split_frames(frames)))
 
     def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
         """Return the log-mel frames of an item of a clip."""
-        if self._item_frames is None:
-            return self._load_whole_clip(media, grid[0])
-        first = part * self._item_frames
-        cells = self._load_clip(media, self._num_frames(media))[first : first + grid[0]]
-        if len(cells) < grid[0]:
+        cells = self._load_clip(media)
+        items = self._split_frames(len(cells))
+        if len(items) != num_parts or items[part] != grid[0]:
             raise BadAudioError("undecodable", describe_changed(media))
-        return cells
+        first = sum(items[:part])
+        return cells[first : first + grid[0]]
 
-    def _load_whole_clip(self, media: Media, frames: int) -> Float32Array:
+    def _split_frames(self, frames: int) -> list[int]:
+        """Return the frames of each item of a clip."""
+        if self._item_frames is None:
+            return [frames]
+        num_whole, rest = divmod(frames, self._item_frames)
+        items = [self._item_frames] * num_whole
+        if rest + self._settings.partial_cells >= self._settings.cells_per_feature:  # fewer become no feature
+            items.append(rest)
+        return items
+
+    def _load_whole_clip(self, media: Media) -> Float32Array:
         """Return the log-mel frames of a clip, which depend on all of it: their scale is that of the loudest one."""
-        return load_log_mels(media, frames, self._settings.mel_bins, silence_follows=frames < self._padded_frames())
+        wave = load_wave(media, self._data.audio.max_seconds)
+        frames = self._num_frames(media, wave.length)
+        return wave_log_mels(wave, frames, self._settings.mel_bins, silence_follows=frames < self._padded_frames())
 
     def _padded_frames(self) -> float:
         """Return the frames to which the feature extractor of the encoder's family pads clips with silence."""
@@ -110,7 +124,7 @@ class AudioItemReader:
             return self._data.audio.max_seconds * SAMPLE_RATE_HZ / HOP_SAMPLES
         return self._settings.max_frames if self._settings.clip_end == "silence" else 0
 
-    def _num_frames(self, media: Media) -> int:
+    def _num_frames(self, media: Media, length: SoundLength) -> int:
         """Return the frames of a clip, rounded up so that they become a whole number of features.
 
         Where silence follows a clip, they become whole tokens, and one frame is added that is only looked at. Where
@@ -118,8 +132,8 @@ class AudioItemReader:
         """
         settings, data = self._settings, self._data.audio
         if settings.clip_end == "zeros":
-            return read_num_frames(media, data, settings.cells_per_feature)
-        frames = read_num_frames(media, data, settings.cells_per_token - settings.partial_cells)
+            return count_frames(media, length, data, settings.cells_per_feature)
+        frames = count_frames(media, length, data, settings.cells_per_token - settings.partial_cells)
         fewest = settings.cells_per_feature - settings.partial_cells
         if frames < fewest:
             reason = f"{media}: {frames} log-mel frames of 10 ms; allowed: at least {fewest}, one LLM token"

@@ -8,7 +8,6 @@ what a run that was killed leaves behind is complete up to the last hash, and th
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from mmtrain.balance import IntArray
 from mmtrain.data.media.images import Float32Array, read_image_bytes
 from mmtrain.data.media.media_bytes import Media
+from mmtrain.durable_files import sync_file
 from mmtrain.errors import DataError, writing
 from mmtrain.recipe.generator_settings import GeneratorSettings
 
@@ -163,11 +163,11 @@ class LatentWriter:
         with writing("model.generator.latents", self._folder, "latents"):
             self._records.write(latents.astype(_DTYPE).tobytes())
             self._records.flush()
-            os.fsync(self._records.fileno())
+            sync_file(self._records.fileno())
             if self._sizes is not None:
                 self._sizes.write(np.array([latents.shape[2:]] * len(keys), dtype=_SIZE_DTYPE).tobytes())
                 self._sizes.flush()
-                os.fsync(self._sizes.fileno())
+                sync_file(self._sizes.fileno())
             self._keys.write(b"".join(keys))
             self._keys.flush()
         self.keys.update(keys)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from mmtrain.data.media.data_urls import decode_base64
-from mmtrain.data.media.nearest_name import suggest_existing
+from mmtrain.data.media.nearest_name import show_path, suggest_existing
 from mmtrain.data.remote.locations import open_location
 from mmtrain.recipe.source_path import is_url
 
@@ -72,29 +72,30 @@ class TarMember:
 
 @dataclass(frozen=True, slots=True)
 class ParquetCell:
-    """A medium in a cell of a Parquet file: its bytes, or a data URL in the conversation that the cell holds."""
+    """A medium in a cell of a Parquet file: its bytes, or a medium in the conversation that the cell holds."""
 
     file: str
     row_group: int
     row: int  # in the row group
     column: str
     place: int | None  # in the list that the cell holds; None where the cell itself holds the bytes
-    url: int | None = None  # the number of a data URL in the cell's conversation; None where the cell holds bytes
+    # The number of a data URL or of bytes in the cell's conversation; None where the cell itself holds the medium.
+    embedded: int | None = None
 
     @property
     def name(self) -> str:
         """Column, row and place."""
-        if self.url is not None:
-            return f"{self.column}[{self.row}], data URL {self.url}"
+        if self.embedded is not None:
+            return f"{self.column}[{self.row}], medium {self.embedded}"
         return f"{self.column}[{self.row}]" if self.place is None else f"{self.column}[{self.row}][{self.place}]"
 
     def open(self) -> BinaryIO:
         """Read the cell into memory. Raises OSError."""
         # pyarrow is an optional package
-        from mmtrain.data.media.parquet_cells import read_cell, read_data_url
+        from mmtrain.data.media.parquet_cells import read_cell, read_embedded
 
-        if self.url is not None:
-            return read_data_url(self.file, self.row_group, self.column, self.row, self.url)
+        if self.embedded is not None:
+            return read_embedded(self.file, self.row_group, self.column, self.row, self.embedded)
         content = read_cell(self.file, self.row_group, self.column, self.row, self.place)
         if content is None:
             raise OSError(f"{self} is empty")
@@ -132,14 +133,14 @@ Media = FileMedia | TarMember | ParquetCell | InlineMedia
 
 def describe_missing(media: Media) -> str:
     """Say that a medium's file does not exist, and which existing one may be meant."""
-    is_here = isinstance(media, FileMedia) and not is_url(media.path)
-    suggestion = suggest_existing(str(media)) if is_here else ""
-    return f"{media}: no such file{suggestion}"
+    if isinstance(media, FileMedia) and not is_url(media.path):
+        return f"{show_path(media.path)}: no such file{suggest_existing(media.path)}"
+    return f"{media}: no such file"
 
 
 def describe_changed(what: object) -> str:
     """Say that a medium, or what was found of it, is not as it was when the lengths of samples were read."""
-    return f"{what}: it has changed since lengths were read; touch the data file, so that they are read again"
+    return f"{what}: it has changed since lengths were read; start again, so that they are read again"
 
 
 class _FileSlice(io.RawIOBase):

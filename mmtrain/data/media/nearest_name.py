@@ -9,6 +9,7 @@ from functools import lru_cache
 _MAX_COMPARED_NAMES = 5_000  # comparing more takes seconds
 _MAX_LISTED_NAMES = 200_000  # a folder of more is not listed for a message
 _MAX_SUGGESTIONS = 100  # of one process: where a whole folder is missing, the first samples tell
+_INVISIBLE = ("Cc", "Cf")  # categories of Unicode: control characters, zero-width ones
 _suggesting = threading.Lock()
 _num_suggestions = 0
 
@@ -23,9 +24,25 @@ def suggest_existing(path: str) -> str:
         _num_suggestions += 1
         missing_folder = _first_missing_folder(folder)
         if missing_folder is not None:
-            return f"; there is no folder {missing_folder}"
-        nearest = _nearest(folder, name)
-    return f"; did you mean {nearest!r}?" if nearest is not None else ""
+            parent, folder_name = os.path.split(missing_folder)
+            nearest = _nearest(parent, folder_name)
+            return f"; there is no folder {show_path(missing_folder)}{_question(folder_name, nearest)}"
+        return _question(name, _nearest(folder, name))
+
+
+def show_path(path: str) -> str:
+    """Return a path for a message: in quotes and escapes where a name starts or ends with a blank, or is not seen."""
+    has_blank_end = any(name != name.strip() for name in path.split("/"))
+    return path if path.isprintable() and not has_blank_end else repr(path)
+
+
+def _question(name: str, nearest: str | None) -> str:
+    """Ask for the nearest name; both are written so that their difference is seen."""
+    if nearest is None:
+        return ""
+    look_alike = _plain(name) == _plain(nearest) or name.isascii() != nearest.isascii()
+    show = ascii if look_alike else repr
+    return f"; did you mean {show(nearest)} in place of {show(name)}?"
 
 
 def _first_missing_folder(folder: str) -> str | None:
@@ -40,7 +57,7 @@ def _first_missing_folder(folder: str) -> str | None:
 
 
 def _nearest(folder: str, name: str) -> str | None:
-    names = _plain_names(folder)
+    names = _plain_names(folder or ".")
     plain_name = _plain(name)
     if plain_name in names:
         return names[plain_name]
@@ -70,5 +87,6 @@ def _plain_names(folder: str) -> dict[str, str]:
 
 
 def _plain(name: str) -> str:
-    """Return a name without upper case and differences of Unicode's forms."""
-    return unicodedata.normalize("NFKC", name).casefold()
+    """Return a name without upper case, differences of Unicode's forms, and what is not seen of it."""
+    seen = [character for character in name if unicodedata.category(character) not in _INVISIBLE]
+    return " ".join(unicodedata.normalize("NFKC", "".join(seen)).casefold().split())

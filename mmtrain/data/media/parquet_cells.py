@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from mmtrain.data.media.arrow_files import ARROW_SUFFIX, map_column
-from mmtrain.data.media.data_urls import decode_base64, find_data_urls
+from mmtrain.data.media.data_urls import decode_base64, find_embedded_media
+from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.data.remote.locations import Version, location_version, open_location
 from mmtrain.recipe.source_path import is_url
 
@@ -46,11 +47,12 @@ def read_cell(file: str, row_group: int, column: str, row: int, place: int | Non
             return io.BytesIO(decode_base64(value.as_py().partition(",")[2].encode()))
         return io.BytesIO(value.as_buffer())
     except (pa.ArrowException, LookupError, AttributeError) as error:
+        check_package_fits(error, "pyarrow")
         raise OSError(f"{type(error).__name__}: {error}") from None
 
 
-def read_data_url(file: str, row_group: int, column: str, row: int, number: int) -> BinaryIO:
-    """Return what a data URL in the conversation of one cell holds; `number` counts those in it. Raises OSError."""
+def read_embedded(file: str, row_group: int, column: str, row: int, number: int) -> BinaryIO:
+    """Return a medium that the conversation of one cell holds; `number` counts those in it. Raises OSError."""
     version = location_version(file)
     try:
         with _decoding:
@@ -58,10 +60,10 @@ def read_data_url(file: str, row_group: int, column: str, row: int, number: int)
         conversation = values[row].as_py()
         if isinstance(conversation, str):
             conversation = json.loads(conversation)
-        url = find_data_urls(conversation)[number]
+        medium = find_embedded_media(conversation)[number]
     except (pa.ArrowException, LookupError, ValueError, RecursionError) as error:
         raise OSError(f"{type(error).__name__}: {error}") from None
-    return io.BytesIO(decode_base64(url.partition(",")[2].encode()))
+    return io.BytesIO(medium if isinstance(medium, bytes) else decode_base64(medium.partition(",")[2].encode()))
 
 
 def decode_dictionary(value: Any) -> Any:

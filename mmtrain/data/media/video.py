@@ -1,6 +1,8 @@
-"""Read from the header of a video how many of its frames are used, and decode these frames when they are needed.
+"""Read how many frames a video has, and decode some of them, by their numbers, when they are needed.
 
-FFmpeg decodes, by way of PyAV. It gets an open file whose container must be on a short list: otherwise FFmpeg would
+Frames are numbered in the order in which they are shown, so that a rate that varies does not matter, as the video
+processors of `transformers` count them. When each is shown is read from the packets, which are not decoded. FFmpeg
+decodes, by way of PyAV. It gets an open file whose container must be on a short list: otherwise FFmpeg would
 follow playlists and lists of parts to any file of this machine, and into the network.
 """
 
@@ -11,21 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
+from mmtrain.data.media.containers import open_container
 from mmtrain.data.media.fitting import Size, fit_picture
 from mmtrain.data.media.media_bytes import BadMediaError, Media, NotAFileError, describe_missing
 from mmtrain.data.media.mp4_rotation import read_quarter_turns
-from mmtrain.data.optional_packages import require_package
+from mmtrain.data.optional_packages import check_package_fits, require_package
 from mmtrain.errors import RemoteReadError
 from mmtrain.recipe.data_settings import ImageSettings
 
 # Containers that hold their frames themselves.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv"
 _CLOCKWISE = {1: Image.Transpose.ROTATE_270, 2: Image.Transpose.ROTATE_180, 3: Image.Transpose.ROTATE_90}
-_MIN_SEEK_GAP_S = 8.0  # without an index of key frames: seek between frames that are further apart than this
 _SEEK_MARGINS_S = (0.0, 1.0, 10.0)  # how far before the wanted time to seek, tried one after the other
 # The last frame stays on show for this long: it may last longer than the others, and sound may outlast it.
 _LAST_FRAME_S = 1.0
@@ -38,7 +40,7 @@ class BadVideoError(BadMediaError):
 
 @dataclass(frozen=True)
 class VideoHeader:
-    """What the header of a video says."""
+    """What is known of a video before any frame is decoded."""
 
     width: int  # of upright frames
     height: int
@@ -46,59 +48,125 @@ class VideoHeader:
     frames_per_second: float
 
 
-# Returns the numbers of the frames to show, ascending; the last one may be there several times. A fraction is a moment
-# between the middles of two frames.
-FrameChoice = Callable[[VideoHeader], Sequence[float]]
+# Returns the numbers of the frames to show, ascending; the last one may be there several times.
+FrameChoice = Callable[[VideoHeader], Sequence[int]]
+
+
+class _Packet(NamedTuple):
+    """When the frame of a packet is shown, in units of the stream's time base."""
+
+    start: int
+    end: int
+    is_key: bool
 
 
 def read_video_header(media: Media, max_source_pixels: int) -> VideoHeader:
-    """Read the header of a video. Raises `BadVideoError` for what no decoder could use."""
-    with _open_video(media, "not_a_video", max_source_pixels) as (_, stream):
+    """Read the header of a video. Raises `BadVideoError` for what no decoder could use.
+
+    MP4 and QuickTime state how many frames they show; of other containers all packets are counted.
+    """
+    with _open_video(media, "not_a_video", max_source_pixels) as (container, stream):
         width = stream.codec_context.width
         height = stream.codec_context.height
-        _, seconds = read_start_and_duration(media, stream)
-        rate, num_frames = _rate_and_frames(stream, seconds)
-    if not 0 < width * height <= max_source_pixels:  # FFmpeg states no size for frames that it would not decode
-        size = f"{width} x {height}" if width * height else "the size of its frames"
-        reason = f"{media}: {size} is above data.image.max_source_pixels = {max_source_pixels}"
-        raise BadVideoError("too_many_pixels", reason)
+        if not 0 < width * height <= max_source_pixels:  # FFmpeg states no size for frames that it would not decode
+            size = f"{width} x {height}" if width * height else "the size of its frames"
+            reason = f"{media}: {size} is above data.image.max_source_pixels = {max_source_pixels}"
+            raise BadVideoError("too_many_pixels", reason)
+        num_frames, rate = _count_frames(media, container, stream)
     if _quarter_turns(media) % 2:
         width, height = height, width
     return VideoHeader(width, height, num_frames, rate)
 
 
-def _rate_and_frames(stream: Any, seconds: float) -> tuple[float, int]:
-    """Return frames per second, and how many frames there are; at least one."""
-    rate = float(stream.average_rate or 1)
-    return rate, max(1, stream.frames or math.floor(seconds * rate))
+def _count_frames(media: Media, container: Any, stream: Any) -> tuple[int, float]:
+    """Return how many frames are shown, and how many each second on average."""
+    is_mov = "mov" in container.format.name.split(",")
+    if is_mov and stream.frames and stream.average_rate:
+        # An edit list may leave frames out: those behind it are not in the index, those before are discarded.
+        num_shown = sum(not entry.is_discard for entry in stream.index_entries)
+        return num_shown or stream.frames, float(stream.average_rate)
+    stated_s = _stated_seconds(stream)
+    packets, num_packets = _read_packets(container, stream)
+    if not num_packets:
+        raise BadVideoError("empty_video", f"{media}: it has no frames")
+    if len(packets) < num_packets:  # some do not state when they are shown
+        return num_packets, float(stream.average_rate or 1)
+    start, end = packets[0].start, max(packet.end for packet in packets)
+    seconds = float((end - start) * stream.time_base)
+    if stated_s is not None and stated_s - seconds > _leniency_s(stated_s):
+        raise BadVideoError("truncated", f"{media}: {seconds:.1f} s of the {stated_s:.1f} s in its header are there")
+    return num_packets, num_packets / seconds if seconds > 0 else float(stream.average_rate or 1)
+
+
+def _read_packets(container: Any, stream: Any) -> tuple[list[_Packet], int]:
+    """Return when frames are shown, ascending, as far as packets state it, and the number of packets with frames."""
+    packets = []
+    num_packets = 0
+    for packet in container.demux(stream):
+        if packet.size and not packet.is_discard:  # an empty one marks the end
+            num_packets += 1
+            if packet.pts is not None:
+                packets.append(_Packet(packet.pts, packet.pts + (packet.duration or 0), packet.is_keyframe))
+    return sorted(packets), num_packets
+
+
+def _leniency_s(seconds: float) -> float:
+    """Return how many seconds may be missing at the end of a video."""
+    return max(_LAST_FRAME_S, _LAST_FRAME_SHARE * seconds)
 
 
 def load_video_frames(
-    media: Media, count: int, size: Size, settings: ImageSettings, choose: FrameChoice | None = None
+    media: Media, count: int, size: Size, settings: ImageSettings, choose: FrameChoice
 ) -> list[Image.Image]:
-    """Decode `count` frames and fit them into `size` (width, height).
+    """Decode the `count` frames that `choose` returns, and fit them into `size` (width, height).
 
-    They are those that `choose` returns. Without it the video is divided into `count` equal parts, and of each the
-    frame in the middle is returned. Raises `BadVideoError`.
+    Raises `BadVideoError`.
     """
+    header = read_video_header(media, settings.max_source_pixels)
+    numbers = choose(header)
     with _open_video(media, "undecodable", settings.max_source_pixels) as (container, stream):
-        start_s, duration_s = read_start_and_duration(media, stream)
-        last_frame_s = max(_LAST_FRAME_S, _LAST_FRAME_SHARE * duration_s)
-        times_s = [start_s + (i + 0.5) / count * duration_s for i in range(count)]
-        if choose is not None:
-            rate, num_frames = _rate_and_frames(stream, duration_s)
-            header = VideoHeader(stream.codec_context.width, stream.codec_context.height, num_frames, rate)
-            times_s = [start_s + (frame + 0.5) / rate for frame in choose(header)]
-        rotation = _CLOCKWISE.get(_quarter_turns(media))
-        images = []
-        for run in _split_into_runs(stream, times_s):
-            frames = _frames_from(container, stream, run[0], seek=run[0] > times_s[0])
-            for frame in _frames_at(frames, run, last_frame_s):
-                # One by one: decoded frames may be large.
-                images.append(fit_picture(_to_image(frame, rotation), size, settings))
+        packets, num_packets = _read_packets(container, stream)
+        # AVI states when frames are decoded.
+        is_unordered = "avi" in container.format.name.split(",") and stream.codec_context.has_b_frames
+        is_timed = len(packets) == num_packets and not is_unordered
+    rotation = _CLOCKWISE.get(_quarter_turns(media))
+    images = []
+    with _open_video(media, "undecodable", settings.max_source_pixels) as (container, stream):
+        shown = _timed_frames if is_timed else _counted_frames
+        for frame in shown(container, stream, packets, numbers, header.frames_per_second):
+            images.append(fit_picture(_to_image(frame, rotation), size, settings))  # one by one: they may be large
     if len(images) < count:
         raise BadVideoError("truncated", f"{media}: {len(images)} of {count} frames are there")
     return images
+
+
+def _counted_frames(
+    container: Any, stream: Any, packets: Sequence[_Packet], numbers: Sequence[int], rate: float
+) -> Iterator[Any]:
+    """Yield frames by counting all that are decoded."""
+    frames = enumerate(container.decode(stream))
+    num_lenient = math.ceil(_leniency_s((numbers[-1] + 1) / rate) * rate)
+    return _frames_at(frames, numbers, num_lenient)
+
+
+def _timed_frames(
+    container: Any, stream: Any, packets: Sequence[_Packet], numbers: Sequence[int], rate: float
+) -> Iterator[Any]:
+    """Yield frames by the times at which they are shown; seek where that saves decoding."""
+    time_base = stream.time_base
+    if not packets:
+        return
+    last = len(packets) - 1
+    wanted = [
+        packets[number].start
+        if number <= last
+        else packets[last].start + math.ceil((number - last) / rate / time_base)  # a header may count too many
+        for number in numbers
+    ]
+    lenient = math.ceil(_leniency_s(float((wanted[-1] - packets[0].start) * time_base)) / time_base)
+    for run in _split_into_runs([packet.start for packet in packets if packet.is_key], wanted):
+        frames = _frames_from(container, stream, run[0], seek=run[0] > wanted[0])
+        yield from _frames_at(((frame.pts, frame) for frame in frames if frame.pts is not None), run, lenient)
 
 
 def _to_image(frame: Any, rotation: Image.Transpose | None) -> Image.Image:
@@ -111,31 +179,24 @@ def _quarter_turns(media: Media) -> int:
         return read_quarter_turns(file)
 
 
-def _split_into_runs(stream: Any, times_s: list[float]) -> list[list[float]]:
+def _split_into_runs(key_starts: list[int], wanted: list[int]) -> list[list[int]]:
     """Split the wanted times into runs that are decoded without a gap; between two runs a seek is faster."""
-    entries = getattr(stream, "index_entries", ())
-    key_times_s = [float(entry.timestamp * stream.time_base) for entry in entries if entry.is_keyframe]
-    knows_key_frames = len(entries) > 1  # some containers state key frames only after the first seek
-    runs = [times_s[:1]]
-    for previous_s, time_s in pairwise(times_s):
-        if knows_key_frames:
-            starts_run = bisect_right(key_times_s, previous_s) < bisect_right(key_times_s, time_s)
-        else:
-            starts_run = time_s - previous_s > _MIN_SEEK_GAP_S
-        if starts_run:
+    runs = [wanted[:1]]
+    for previous, start in pairwise(wanted):
+        if bisect_right(key_starts, previous) < bisect_right(key_starts, start):
             runs.append([])
-        runs[-1].append(time_s)
+        runs[-1].append(start)
     return runs
 
 
-def _frames_from(container: Any, stream: Any, time_s: float, seek: bool) -> Iterator[Any]:
-    """Return the frames from the one on show at `time_s`, or an earlier one; all frames if `seek` is false."""
+def _frames_from(container: Any, stream: Any, start: int, seek: bool) -> Iterator[Any]:
+    """Return the frames from the one on show at `start`, or an earlier one; all frames if `seek` is false."""
     for margin_s in _SEEK_MARGINS_S if seek else ():
-        container.seek(math.floor((time_s - margin_s) / stream.time_base), stream=stream)  # to a key frame before it
+        container.seek(start - math.ceil(margin_s / stream.time_base), stream=stream)  # to a key frame before it
         frames = container.decode(stream)
         first = next(frames, None)
-        # Indexes state when frames are decoded: a key frame may be decoded before `time_s` and shown after it.
-        if first is not None and first.time is not None and first.time <= time_s:
+        # Indexes state when frames are decoded: a key frame may be decoded before `start` and shown after it.
+        if first is not None and first.pts is not None and first.pts <= start:
             return chain([first], frames)
     if seek:
         container.seek(0)
@@ -143,52 +204,45 @@ def _frames_from(container: Any, stream: Any, time_s: float, seek: bool) -> Iter
     return frames_from_start
 
 
-def _frames_at(frames: Iterator[Any], times_s: list[float], last_frame_s: float) -> Iterator[Any]:
-    """Yield the frames on show at ascending times; the last frame stays on show for `last_frame_s` seconds."""
-    remaining_s = iter(times_s)
-    time_s = next(remaining_s, None)
+def _frames_at(frames: Iterator[tuple[int, Any]], wanted: Sequence[int], lenient: int) -> Iterator[Any]:
+    """Yield the frames on show at ascending positions.
+
+    frames: each with the position from which it is shown. lenient: how far behind it the last frame stays on show.
+    """
+    remaining = iter(wanted)
+    position = next(remaining, None)
     shown = None
-    for frame in frames:
-        if frame.time is None:
-            continue
-        while time_s is not None and frame.time > time_s:
-            yield shown if shown is not None else frame
-            time_s = next(remaining_s, None)
-        if time_s is None:
+    for start, frame in frames:
+        while position is not None and start > position:
+            yield frame if shown is None else shown[1]
+            position = next(remaining, None)
+        if position is None:
             return
-        shown = frame
-    while shown is not None and time_s is not None and time_s < shown.time + last_frame_s:
-        yield shown
-        time_s = next(remaining_s, None)
+        shown = start, frame
+    while shown is not None and position is not None and position <= shown[0] + lenient:
+        yield shown[1]
+        position = next(remaining, None)
 
 
-def read_start_and_duration(media: Media, stream: Any) -> tuple[float, float]:
-    """Return when a video starts and how long it lasts, in seconds."""
-    time_base = stream.time_base
+def _stated_seconds(stream: Any) -> float | None:
+    """Return how long the header says that the frames of a video are shown; None if it does not."""
+    if stream.duration is not None:
+        return float(stream.duration * stream.time_base)
     tag = re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)", stream.metadata.get("DURATION", ""))
-    if stream.duration is not None and time_base is not None:
-        seconds = float(stream.duration * time_base)
-    elif tag is not None:  # Matroska; the container's own duration is that of its longest stream, perhaps of sound
-        seconds = 3600 * int(tag[1]) + 60 * int(tag[2]) + float(tag[3])
-    else:
-        seconds = (stream.container.duration or 0) / 1e6
-    if seconds <= 0:
-        raise BadVideoError("empty_video", f"{media}: the header states no duration")
-    return float((stream.start_time or 0) * time_base), seconds
+    if tag is not None:  # Matroska; the container's own duration is that of its longest stream, perhaps of sound
+        return 3600 * int(tag[1]) + 60 * int(tag[2]) + float(tag[3])
+    return None
 
 
 @contextmanager
 def _open_video(media: Media, broken: str, max_source_pixels: int) -> Iterator[tuple[Any, Any]]:
     """Yield the container of a video and its first video stream; errors become a `BadVideoError` of kind `broken`."""
     av = require_package("av", "video", f"{media}: reading videos")
-    container_options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
     codec_options = {"max_pixels": str(max_source_pixels)}  # a later frame may be larger than the header states
     try:
         with (
             media.open() as file,
-            av.open(
-                file, options=codec_options, container_options=container_options, metadata_errors="ignore"
-            ) as container,
+            open_container(av, file, _CONTAINERS, options=codec_options) as container,
         ):
             if not container.streams.video:
                 raise BadVideoError("not_a_video", f"{media}: it has no pictures")
@@ -202,5 +256,6 @@ def _open_video(media: Media, broken: str, max_source_pixels: int) -> Iterator[t
     except (BadVideoError, RemoteReadError):
         raise
     except Exception as error:
+        check_package_fits(error, "av")
         why = getattr(error, "strerror", None) or error  # FFmpeg's own message, without the number of our stream
         raise BadVideoError(broken, f"{media}: {type(error).__name__}: {why}") from None

@@ -9,9 +9,11 @@ from PIL import Image
 
 from mmtrain.data.media.frame_sampling import count_used_frames, cut_header, find_item_tenths, frame_choice
 from mmtrain.data.media.image_grids import (
+    MAX_ASPECT,
     Grid,
     MediumItems,
     best_canvas,
+    enlarge_to_patch,
     frame_grid,
     item_grids,
     num_tiles,
@@ -56,6 +58,7 @@ def read_vision_items(
     patch_settings = vision.patch, vision.merge, vision.max_side
     if kind == "image":
         width, height = read_image_size(media, image.max_source_pixels)
+        _check_aspect(media, width, height, image)
         return MediumItems(item_grids(width, height, image, *patch_settings), image_size=(width, height))
     whole = read_video_header(media, image.max_source_pixels)
     header = cut_header(whole, video)
@@ -67,13 +70,22 @@ def read_vision_items(
     num_items = -(-num_frames // vision.temporal_patch)
     of_frames = frame_settings(image, video)
     if video.pixel_limits == "video" and image.scheme == "native":
+        _check_aspect(media, *enlarge_to_patch(header.width, header.height, vision.patch * vision.merge), image)
         patches = vision.patch, vision.temporal_patch, vision.merge, vision.max_side
         grid = video_grid(header.width, header.height, max(num_frames, vision.temporal_patch), of_frames, patches)
     else:
+        _check_aspect(media, header.width, header.height, image)
         grid = frame_grid(header.width, header.height, of_frames, *patch_settings)
     frames_per_second = num_frames / header.num_frames * header.frames_per_second
     times = _item_times(num_items, frames_per_second, video, vision)
     return MediumItems((grid,) * num_items, times, find_item_tenths(header, video, vision.temporal_patch))
+
+
+def _check_aspect(media: Media, width: int, height: int, image: ImageSettings) -> None:
+    """Raise `BadMediaError` for a picture that is too narrow for the processors whose scheme is `native`."""
+    if image.scheme == "native" and max(width, height) / min(width, height) > MAX_ASPECT:
+        reason = f"{media}: {width} x {height} pixels; allowed: a longer side of at most {MAX_ASPECT} shorter ones"
+        raise BadMediaError("too_narrow", reason)
 
 
 def _item_times(
@@ -110,10 +122,10 @@ class VisionItemDecoder:
     ) -> None:
         """Decode into patches of `patch` x `patch` pixels of `temporal_patch` frames, preprocessed by `settings`.
 
-        video: how frames are chosen; by default as without settings.
+        video: how frames are chosen.
         """
         self._settings = settings
-        self._video = video
+        self._video = VideoSettings() if video is None else video
         self._patch = patch
         self._temporal_patch = temporal_patch
         self._cached_key: object = None

@@ -9,7 +9,6 @@ that were used longest ago are removed when they would not fit. What a killed pr
 found when blocks are removed the next time.
 """
 
-import fcntl
 import hashlib
 import os
 import threading
@@ -19,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mmtrain.data.remote.remote_files import FileVersion
+from mmtrain.durable_files import take_lock
 from mmtrain.errors import DataError
 
 _KEPT_SHARE = 0.9  # of the allowed bytes, after old blocks were removed
@@ -83,7 +83,7 @@ class BlockCache:
         name = self._path(url, version, number).name
         lock = self._locks / hashlib.sha256(name.encode()).hexdigest()[:2]
         with lock.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also by the end of the process
+            take_lock(file.fileno(), wait=True)  # without locks, some blocks are fetched twice
             yield
 
     def _path(self, url: str, version: FileVersion, number: int) -> Path:
@@ -93,7 +93,7 @@ class BlockCache:
     def _book(self, num_bytes: int) -> None:
         """Add to the bytes in use, and remove old blocks first where that would be too much."""
         with self._used.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            take_lock(file.fileno(), wait=True)
             file.seek(0)
             text = file.read()
             used = int(text) if text.isdigit() else self._max_bytes  # unknown: count

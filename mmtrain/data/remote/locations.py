@@ -156,13 +156,15 @@ def location_version(location: str) -> Version:
 
 
 def matching_urls(pattern: str) -> list[str]:
-    """Return the URLs that a pattern with `*` or `[` in its last name matches, in order.
+    """Return the URLs that a pattern with `*` or `[` in its last name matches, in order; no hidden ones, as in a shell.
 
     Raises `FileNotFoundError` and `RemoteReadError`.
     """
     folder, _, name = pattern.rpartition("/")
     urls = remote_store().files.list_files(f"{folder}/")
-    return [url for url in urls if fnmatch.fnmatchcase(url.rpartition("/")[2], name)]
+    names = [(url, url.rpartition("/")[2]) for url in urls]
+    shown = [(url, last) for url, last in names if name.startswith(".") or not last.startswith(".")]
+    return [url for url, last in shown if fnmatch.fnmatchcase(last, name)]
 
 
 def known_versions() -> dict[str, FileVersion]:

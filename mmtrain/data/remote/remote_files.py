@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mmtrain.data.optional_packages import require_package
+from mmtrain.data.optional_packages import check_package_fits, require_package
 from mmtrain.errors import DataError, RemoteReadError
 
 FIRST_PAUSE_S = 0.5  # before the second attempt; each later one is twice as long, up to half as much again by chance
@@ -104,6 +104,7 @@ class RemoteFiles:
             except (RemoteReadError, DataError):
                 raise
             except Exception as error:  # protocols have their own types
+                check_package_fits(error, "fsspec")
                 reason = _passing_reason(url, error)
         raise RemoteReadError(
             f"{url}: cannot be reached after {self.attempts} attempts: {reason}; check network and server, then start "

@@ -111,7 +111,11 @@ class Producer:
             ) from None
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self._pool = WorkerPool[_Job](builder, num_workers, notify)
+        try:
+            self._pool = WorkerPool[_Job](builder, num_workers, notify)
+        except BaseException:
+            self._close_socket()
+            raise
 
     def serve(self, stop: int) -> None:
         """Serve until the descriptor `stop` becomes readable; then tell the trainers, and close."""
@@ -258,6 +262,9 @@ class Producer:
         self._pool.close()
         for trainer in list(self._trainers):
             self._send(trainer, Leaving())
+        self._close_socket()
+
+    def _close_socket(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()

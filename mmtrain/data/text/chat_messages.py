@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from mmtrain.data.formats.sample import MEDIA_ROLES, Turn
+from mmtrain.data.formats.sample import MEDIA_ROLES, Turn, written_text
 from mmtrain.data.text.chat_template import PROBE, Message, Tools
+from mmtrain.data.text.opaque_text import FIRST_WHOLE
 from mmtrain.data.text.sample_tokenizer import BadConversationError
 from mmtrain.recipe.modalities import MediaKind
 
-# Characters of the last private plane, which no text may hold: one for each character that starts a special token, and
-# those that `chat_template` marks with.
+# Characters of the last private plane, which no text may hold: two for each character that starts a special token, and
+# those that `opaque_text` and `chat_template` mark with.
 _FIRST_ESCAPE = 0x10FE00
 _RESERVED = re.compile("[\U0010fe00-\U0010ffff]")
+_THOUGHTS = re.compile(r".*</think>", re.S)  # inside of an answer; a template may render it otherwise without them
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     media: tuple[MediaKind, ...]  # the kinds of its media, in the order of their marks
-    is_escaped: bool  # whether a text spelled a special token
+    is_learned: tuple[bool, ...]  # of each message
     tools: Tools = ()
 
     @property
@@ -36,38 +38,66 @@ class Conversation:
         return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
 
     def plain_text(self, number: int) -> str | None:
-        """Return the text of message `number`; None if it holds more than a text."""
+        """Return the text of message `number`; None if it holds more than a text, or thoughts inside of it."""
         message = self.messages[number]
         content = message["content"]
         if isinstance(content, list) and len(content) == 1:
             content = content[0].get("text")
-        return content if isinstance(content, str) and len(message) == 2 else None
+        is_plain = isinstance(content, str) and len(message) == 2 and _THOUGHTS.match(content) is None
+        return content if is_plain else None
 
     def with_probes(self, numbers: Collection[int]) -> tuple[Message, ...]:
-        """Return the messages with `PROBE` as the text of those of these numbers."""
+        """Return the messages with `PROBE` as the text of those of these numbers, behind the thoughts inside of it."""
         messages: list[Message] = list(self.messages)
         for number in numbers:
             content = messages[number]["content"]
             is_text = content is None or isinstance(content, str)
+            text = content or "" if is_text else "".join([part.get("text", "") for part in content])
+            thoughts = _THOUGHTS.match(text)
+            probed = thoughts.group() + PROBE if thoughts else PROBE
             messages[number] = {
                 **messages[number],
-                "content": PROBE if is_text else [{"type": "text", "text": PROBE}],
+                "content": probed if is_text else [{"type": "text", "text": probed}],
             }
         return tuple(messages)
 
 
+@dataclass(frozen=True)
+class TokensInTexts:
+    """What becomes of the special tokens that a text spells; of others it may spell what it likes."""
+
+    stay_text: tuple[str, ...]
+    become_tokens: tuple[str, ...]  # of those that divide turns: hidden until the answers have been found
+
+
 class TokenEscape:
-    """Replaces the first character of special tokens that a text spells, so that they stay text in a rendering."""
+    """Replaces the first character of special tokens that a text spells.
 
-    def __init__(self, tokens: Sequence[str]) -> None:
-        """Escape these tokens."""
-        first_characters = sorted({token[0] for token in tokens})
+    So they stay text in a rendering, whatever the template does with it, and no text forges the tokens by which answers
+    are found.
+    """
+
+    def __init__(self, answers: TokensInTexts, prompts: TokensInTexts) -> None:
+        """Escape what answers and other texts may not spell, or not yet."""
+        all_tokens = (answers.stay_text, answers.become_tokens, prompts.stay_text, prompts.become_tokens)
+        first_characters = sorted({token[0] for tokens in all_tokens for token in tokens})
+        assert 2 * len(first_characters) <= FIRST_WHOLE - _FIRST_ESCAPE, "escapes end where opaque texts start"
+        stay = {character: chr(_FIRST_ESCAPE + 2 * i) for i, character in enumerate(first_characters)}
+        become = {character: chr(_FIRST_ESCAPE + 2 * i + 1) for i, character in enumerate(first_characters)}
         self._first_characters = first_characters
-        self._pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
-        self._escapes = {character: chr(_FIRST_ESCAPE + i) for i, character in enumerate(first_characters)}
-        self._originals = str.maketrans({escape: character for character, escape in self._escapes.items()})
+        self._escapes: dict[bool, dict[str, str]] = {}  # whether of an answer -> token -> the escaped one
+        self._patterns: dict[bool, re.Pattern[str]] = {}
+        for is_answer, tokens in ((True, answers), (False, prompts)):
+            self._escapes[is_answer] = {token: become[token[0]] + token[1:] for token in tokens.become_tokens}
+            self._escapes[is_answer] |= {token: stay[token[0]] + token[1:] for token in tokens.stay_text}
+            longest_first = sorted(self._escapes[is_answer], key=len, reverse=True)
+            self._patterns[is_answer] = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._stay_text = {True: frozenset(answers.stay_text), False: frozenset(prompts.stay_text)}
+        self._any_stays = re.compile(f"[{''.join(stay.values())}]" if stay else "(?!)")
+        self._originals = str.maketrans({escape: character for character, escape in stay.items()})
+        self._hidden = str.maketrans({escape: character for character, escape in become.items()})
 
-    def escape(self, texts: list[str]) -> list[str] | None:
+    def escape(self, texts: list[str], is_answer: bool) -> list[str] | None:
         """Return the parts of a message with what they spell escaped, also across parts; None if they spell nothing.
 
         Raises `BadConversationError` for a text with one of the characters that are needed for this.
@@ -80,22 +110,37 @@ class TokenEscape:
             )
         if not any(character in joined for character in self._first_characters):
             return None
-        escaped = self._pattern.sub(lambda token: self._escapes[token[0][0]] + token[0][1:], joined)
+        escapes = self._escapes[is_answer]
+        escaped = self._patterns[is_answer].sub(lambda token: escapes[token[0]], joined)
         if escaped == joined:
             return None
         ends = list(accumulate(map(len, texts)))
         return [escaped[end - len(text) : end] for text, end in zip(texts, ends, strict=True)]
 
-    def escape_json(self, value: Any) -> Any:
+    def escape_json(self, value: Any, is_answer: bool) -> Any:
         """Return a value of JSON's types with what its texts spell escaped. Raises `BadConversationError`."""
         if isinstance(value, str):
-            escaped = self.escape([value])
+            escaped = self.escape([value], is_answer)
             return value if escaped is None else escaped[0]
         if isinstance(value, list):
-            return [self.escape_json(item) for item in value]
+            return [self.escape_json(item, is_answer) for item in value]
         if isinstance(value, dict):
-            return {self.escape_json(key): self.escape_json(item) for key, item in value.items()}
+            return {self.escape_json(key, is_answer): self.escape_json(item, is_answer) for key, item in value.items()}
         return value
+
+    def left_as_text(self, text: str, is_answer: bool) -> set[str]:
+        """Return the special tokens that a text spells and that stay text."""
+        if not any(character in text for character in self._first_characters):
+            return set()
+        return set(self._patterns[is_answer].findall(text)) & self._stay_text[is_answer]
+
+    def holds_text(self, rendering: str) -> bool:
+        """Return whether a rendering holds a spelled token that stays text."""
+        return not rendering.isascii() and self._any_stays.search(rendering) is not None
+
+    def reveal(self, rendering: str) -> str:
+        """Return a rendering with those spelled tokens that become tokens; its length is the same."""
+        return rendering if rendering.isascii() else rendering.translate(self._hidden)
 
     def restore(self, text: str) -> str:
         """Return a text as it was before `escape`; its length is the same."""
@@ -137,7 +182,6 @@ class ConversationBuilder:
         """
         messages: list[Message] = []
         media: list[MediaKind] = []
-        is_escaped = False
         for turn in turns:
             texts = [turn.text]
             turn_kinds: list[MediaKind] = []
@@ -146,19 +190,17 @@ class ConversationBuilder:
                 turn_kinds = [kinds[mark] for mark in pieces[1::2]]
                 texts = self._without_line_breaks(pieces[::2], turn_kinds)
                 media += turn_kinds
-            escaped = self._escape.escape(texts)
-            is_escaped = is_escaped or escaped is not None
+            is_answer = turn.role == "assistant"
+            texts = [written_text(text) for text in texts]
+            texts = self._escape.escape(texts, is_answer) or texts
             role = "user" if turn.role == "tool" and not self._has_tool_turns else turn.role
-            message: dict[str, Any] = {"role": role, "content": self._content(escaped or texts, turn_kinds)}
+            message: dict[str, Any] = {"role": role, "content": self._content(texts, turn_kinds)}
             if turn.fields:
-                fields = json.loads(turn.fields)
-                message |= self._escape.escape_json(fields)
-                is_escaped = is_escaped or message != {**message, **fields}
+                message |= self._escape.escape_json(json.loads(turn.fields), is_answer)
             messages.append(message)
-        described = json.loads(tools) if tools else []
-        escaped_tools = self._escape.escape_json(described)
-        is_escaped = is_escaped or escaped_tools != described
-        return Conversation(tuple(messages), tuple(media), is_escaped, tuple(escaped_tools))
+        described = self._escape.escape_json(json.loads(tools) if tools else [], is_answer=False)
+        is_learned = tuple(turn.is_learned for turn in turns)
+        return Conversation(tuple(messages), tuple(media), is_learned, tuple(described))
 
     def _without_line_breaks(self, texts: list[str], kinds: list[MediaKind]) -> list[str]:
         """Remove the line breaks that belong to the marks between the texts."""

@@ -79,6 +79,7 @@ class ChatTemplate:
         _check_harmless(tree, name)
         self.name = name
         self.tree = tree
+        self._source = source
         self.variables_used = frozenset(meta.find_undeclared_variables(tree))
         self.marks_generation = any(
             isinstance(node.call, nodes.Call)
@@ -87,6 +88,10 @@ class ChatTemplate:
             for node in tree.find_all(nodes.CallBlock)
         )
         self._variables = dict(variables)
+
+    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, str, dict[str, str]]]:
+        """Pickle the source: loader workers compile it again, because compiled templates cannot be pickled."""
+        return type(self), (self._source, self.name, self._variables)
 
     def render(
         self,

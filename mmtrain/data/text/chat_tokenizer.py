@@ -26,8 +26,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mmtrain.balance.batch_meta import IntArray
-from mmtrain.data.formats.sample import IMAGE_MARK, MEDIA_ROLES, Role, Sample, Turn
+from mmtrain.data.formats.sample import IMAGE_MARK, MEDIA_ROLES, Role, Sample, Turn, written_text
 from mmtrain.data.formats.tool_calls import read_thought
+from mmtrain.data.text.greedy_settings import GreedySettings
 from mmtrain.data.text.sample_tokenizer import (
     IGNORE_INDEX,
     BadConversationError,
@@ -38,6 +39,7 @@ from mmtrain.data.text.sample_tokenizer import (
     find_marks,
     total_features,
 )
+from mmtrain.data.text.thoughts import ThoughtEnd
 from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError
 from mmtrain.recipe.modalities import GENERATOR, MODALITIES, VISION
@@ -61,6 +63,7 @@ class ChatTokenizer:
     """A byte-level BPE tokenizer that knows the chat format."""
 
     warnings: tuple[str, ...] = ()
+    greedy = GreedySettings()
     writes_items_apart = False
     writes_times = False
 
@@ -78,6 +81,8 @@ class ChatTokenizer:
             modality: (self._special_id(token),) for modality, token in placeholders.items()
         }
         has_draw_tokens = all(tokenizer.token_to_id(token) is not None for token in DRAW_TOKENS)
+        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        self._any_special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
         self._draw_ids = [self._special_id(token) for token in DRAW_TOKENS] if has_draw_tokens else []
         self.query_id = self._draw_ids[1] if has_draw_tokens else None
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
@@ -116,21 +121,19 @@ class ChatTokenizer:
                     parts = re.split("|".join((first_mark, *other_marks)), turn.text)
                 elif turn.role in MEDIA_ROLES:
                     parts = turn.text.split(first_mark)
-                num_text_tokens = sum(map(count, parts))
+                num_text_tokens = sum(map(count, map(written_text, parts)))
                 num_ids += num_text_tokens + _NUM_TURN_TOKENS
                 if turn.role == "assistant":
                     num_images = len(parts) - 1
                     num_ids += _NUM_DRAW_MARKS * num_images
-                    num_targets += num_text_tokens + num_images + 1
+                    num_targets += turn.is_learned * (num_text_tokens + num_images + 1)
             return num_ids, num_targets
 
         return count_sample
 
     def prompt_ids(self, sample: Sample, features: MediaFeatures) -> IntArray:
         """Encode everything before the last answer, up to and including its `<|assistant|>`: generation starts here."""
-        answers = [i for i, turn in enumerate(sample.turns) if turn.role == "assistant"]
-        turns = sample.turns[: answers[-1]] if answers else sample.turns
-        ids, _ = self._encode_turns(sample, turns, features)
+        ids, _ = self._encode_turns(sample, sample.turns[: sample.last_answer], features)
         return np.append(ids, self._roles["assistant"])
 
     def describe_missing_item_token(self, modality: str) -> str:
@@ -141,10 +144,23 @@ class ChatTokenizer:
             "library and save it"
         )
 
+    def left_as_text(self, sample: Sample) -> set[str]:
+        """Return the special tokens that texts of a sample spell: all stay text."""
+        texts = [_text_of(turn) for turn in sample.turns]
+        return {token for text in texts for token in self._any_special.findall(text)}
+
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of the ids without special tokens."""
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
+
+    def final_answer(self, ids: Sequence[int] | IntArray) -> str:
+        """Return the text of a generated answer behind its thoughts, without space around it."""
+        return self.final_text(self.decode(ids))
+
+    def final_text(self, text: str) -> str:
+        """Return what an answer says behind its thoughts, as data spells it, without space around it."""
+        return ThoughtEnd().cut_text(text)
 
     def _encode_turns(
         self, sample: Sample, turns: Sequence[Turn], features: MediaFeatures
@@ -158,7 +174,8 @@ class ChatTokenizer:
             if turn.role == "assistant":
                 body, is_body_target = self._encode_answer(_answer_parts(turn, sample), remaining)
                 ids += [self._roles[turn.role], *body, self._end_id]
-                is_target += [False, *is_body_target, True]
+                of_answer = [False, *is_body_target, True]
+                is_target += of_answer if turn.is_learned else [False] * len(of_answer)
                 continue
             if turn.role in MEDIA_ROLES:
                 body = self._encode_with_items(turn.text, marks, remaining)
@@ -196,7 +213,7 @@ class ChatTokenizer:
         return ids
 
     def _encode_text(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(written_text(text), add_special_tokens=False).ids
         return ids
 
     def _special_id(self, token: str) -> int:

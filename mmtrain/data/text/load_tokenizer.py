@@ -5,39 +5,53 @@ from pathlib import Path
 
 from mmtrain.data.text.chat_tokenizer import ChatTokenizer
 from mmtrain.data.text.sample_tokenizer import SampleTokenizer
-from mmtrain.data.text.template_tokenizer import TemplateTokenizer
+from mmtrain.data.text.template_tokenizer import DEFAULT_SPECIAL_TOKENS, TemplateTokenizer
 from mmtrain.data.text.tokenizer_folder import read_tokenizer_folder
 from mmtrain.errors import DataError, ModelFolderError
 from mmtrain.families.family import Family
 from mmtrain.families.folder_files import CONFIG_FILE
 from mmtrain.families.model_folder import find_family
 from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.text_settings import SpecialTokenSettings
 
 
 def load_recipe_tokenizer(recipe: Recipe) -> SampleTokenizer:
-    """Load the tokenizer of a recipe that has samples, as the model of the recipe is served with it.
+    """Load the tokenizer of a recipe that has samples, as its settings want it and its model is served with it.
 
     Raises `DataError`.
     """
-    return load_tokenizer(recipe.data.tokenizer_path, recipe.model.hf, bool(recipe.model.all_encoders))
+    has_processor = bool(recipe.model.all_encoders)
+    return load_tokenizer(recipe.data.tokenizer_path, recipe.model.hf, has_processor, recipe.data.special_tokens)
 
 
-def load_tokenizer(path: Path, model_folder: Path | None = None, has_processor: bool | None = None) -> SampleTokenizer:
+def load_tokenizer(
+    path: Path,
+    model_folder: Path | None = None,
+    has_processor: bool | None = None,
+    special_tokens: SpecialTokenSettings = DEFAULT_SPECIAL_TOKENS,
+) -> SampleTokenizer:
     """Load the folder of a Hugging Face model with its chat template, or a `tokenizers` file with mmtrain's format.
 
     model_folder: the folder of the model that the tokenizer serves, if another.
     has_processor: whether the model is served through a processor, as those with media are; by default as the folder
         says.
+    special_tokens: those that texts may spell.
 
-    Raises `DataError`.
+    Raises `DataError`, also for `special_tokens` with mmtrain's own format, in which no text becomes such a token.
     """
     if not path.is_dir():
+        if special_tokens != DEFAULT_SPECIAL_TOKENS:
+            raise DataError(
+                f"data.special_tokens: found {special_tokens.model_dump()}, but in mmtrain's own chat format ({path}) "
+                "no text becomes a special token: leave it out, or name the folder of a model as data.tokenizer"
+            )
         return ChatTokenizer.load(path)
     family = _family(model_folder or path)
     if has_processor is None:
         has_processor = family is not None and family.has_processor
     folder = read_tokenizer_folder(path, model_folder)
-    return TemplateTokenizer(folder, {} if family is None else family.markups, has_processor)
+    markups = {} if family is None else family.markups
+    return TemplateTokenizer(folder, markups, has_processor, special_tokens)
 
 
 def _family(path: Path) -> Family | None:

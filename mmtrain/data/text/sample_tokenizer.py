@@ -1,11 +1,12 @@
 """What every tokenizer of conversations offers: ids with labels, a fast count of them, prompts, and decoding."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.formats.sample import Sample
+from mmtrain.data.text.greedy_settings import GreedySettings
 from mmtrain.recipe.generator_settings import GeneratorSettings
 from mmtrain.recipe.modalities import GENERATOR, MODALITIES
 
@@ -50,6 +51,7 @@ class SampleTokenizer(Protocol):
     item_ids: dict[str, tuple[int, ...]]  # modality -> the tokens whose places features of its encoders take
     query_id: int | None  # the token whose places the queries of an image to draw take; None: there is none
     end_ids: frozenset[int]  # tokens that end an answer
+    greedy: GreedySettings  # how greedy answers of its model are generated
     vocab_size: int  # one more than the largest id
     warnings: tuple[str, ...]  # what the user should know before training with it
     writes_items_apart: bool  # whether text stands between the items of a video
@@ -73,11 +75,33 @@ class SampleTokenizer(Protocol):
     def prompt_ids(self, sample: Sample, features: MediaFeatures) -> IntArray:
         """Encode everything before the last answer, up to where generation starts."""
 
+    def left_as_text(self, sample: Sample) -> set[str]:
+        """Return the special tokens that texts of a sample spell and that stay text, not those of what media become."""
+
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of the ids without special tokens."""
 
+    def final_answer(self, ids: Sequence[int] | IntArray) -> str:
+        """Return the text of a generated answer behind its thoughts, without space around it."""
+
+    def final_text(self, text: str) -> str:
+        """Return what an answer says behind its thoughts, as data spells it, without space around it."""
+
     def describe_missing_item_token(self, modality: str) -> str:
         """Say what the tokenizer lacks, and what to do, if `item_ids` has no entry for a modality."""
+
+
+def last_answer_ids(tokenizer: SampleTokenizer, sample: Sample, features: MediaFeatures) -> IntArray:
+    """Return what a perfect model generates behind `prompt_ids`: the last answer as it is learned, with its end.
+
+    Turns behind it are left out, since they are unknown where it is generated. Raises `BadConversationError`.
+    """
+    last = sample.last_answer
+    assert last is not None, "samples without an answer are quarantined"
+    turns = [replace(turn, is_learned=number == last) for number, turn in enumerate(sample.turns[: last + 1])]
+    labels = tokenizer.encode(replace(sample, turns=tuple(turns)), features).labels
+    answer: IntArray = labels[labels != IGNORE_INDEX]
+    return answer
 
 
 def total_features(features: MediumFeatures) -> int:

@@ -2,14 +2,16 @@
 
 The ids are those of `apply_chat_template` of transformers: the template renders the whole conversation, and the
 tokenizer encodes the whole rendering, so that texts merge with what the template writes around them. A processor lets
-the tokenizer add its special tokens, such as one that starts a text, unless the template has written that one. A text
-that spells a special token stays text, which transformers does not promise.
+the tokenizer add its special tokens, such as one that starts a text, unless the template has written that one.
+
+Which special tokens texts may spell is a setting; in texts of users those that divide turns stay text, unlike in
+transformers.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +19,13 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
 from mmtrain.balance.batch_meta import IntArray
-from mmtrain.data.formats.sample import PLURALS, Sample, Turn
+from mmtrain.data.formats.sample import MEDIA_ROLES, PLURALS, Sample, Turn
 from mmtrain.data.text.answer_spans import AnswerFinder
-from mmtrain.data.text.chat_messages import Conversation, ConversationBuilder, TokenEscape
+from mmtrain.data.text.chat_messages import Conversation, ConversationBuilder, TokenEscape, TokensInTexts
 from mmtrain.data.text.chat_template import ChatTemplate, Message, RenderError, Rendering, Span, Tools
+from mmtrain.data.text.greedy_settings import read_greedy_settings
 from mmtrain.data.text.items_apart import ItemsApart, first_features, time_slots, write_first_times
+from mmtrain.data.text.learned_spans import learned_spans
 from mmtrain.data.text.rendering_counter import RenderingCounter
 from mmtrain.data.text.rendering_skeletons import SkeletonRenderer
 from mmtrain.data.text.sample_tokenizer import (
@@ -33,12 +37,16 @@ from mmtrain.data.text.sample_tokenizer import (
     total_features,
 )
 from mmtrain.data.text.template_facts import probe_template
+from mmtrain.data.text.thoughts import find_thought_end
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder, read_tokenizer_folder
+from mmtrain.data.text.turn_tokens import find_turn_tokens
 from mmtrain.errors import DataError
 from mmtrain.families.media_markup import Markups
 from mmtrain.recipe.modalities import MODALITIES, MediaKind
+from mmtrain.recipe.text_settings import SpecialTokensAllowed, SpecialTokenSettings
 
 BoolArray = NDArray[np.bool_]
+DEFAULT_SPECIAL_TOKENS = SpecialTokenSettings()
 _ANCHOR = "\U0010ffff"  # a private-use character that no text may hold
 
 
@@ -63,12 +71,17 @@ class TemplateTokenizer:
     query_id: int | None = None  # templates have no place for images in answers
 
     def __init__(
-        self, folder: TokenizerFolder, family_markups: Markups | None = None, has_processor: bool = False
+        self,
+        folder: TokenizerFolder,
+        family_markups: Markups | None = None,
+        has_processor: bool = False,
+        special_tokens: SpecialTokenSettings = DEFAULT_SPECIAL_TOKENS,
     ) -> None:
         """Probe the folder's template.
 
         family_markups: how a model family writes media, where the folder does not say.
         has_processor: whether the model is served through a processor, as those with media are.
+        special_tokens: those that texts may spell.
 
         Raises `DataError` for a template that cannot be trained with.
         """
@@ -99,20 +112,24 @@ class TemplateTokenizer:
             if tokens:
                 self.item_ids[modality.name] = tuple(dict.fromkeys(map(self._token_id, tokens)))
         self._added_token = _any_of(added_tokens)
-        self._protected = self._protected_tokens(folder)
-        special_token = _any_of(self._protected)
+        special = [token.content for token in added.values() if token.special]
+        turn_tokens = find_turn_tokens(self._render_in_full, self._facts, folder, special, self._added_token)
+        self._protected = list(dict.fromkeys((*special, *turn_tokens, *self._kind_of_text)))
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._is_protected = self._mask_of(map(self._token_id, self._protected))
         self._is_feature = self._mask_of(self._kind_of_token)
-        escape = TokenEscape([*self._protected, *(markup.placeholder for markup in markups.values())])
-        self._restore = escape.restore
+        in_texts = partial(self._tokens_in_texts, turn_tokens)
+        self._escape = TokenEscape(in_texts(special_tokens.answers), in_texts(special_tokens.prompts))
         parts = {kind: facts.part for kind, facts in self._facts.media.items() if facts.part is not None}
         inserted = {kind: markup.placeholder for kind, markup in markups.items() if kind not in parts}
         self._builder = ConversationBuilder(
-            self._facts.texts_as_parts, self._facts.has_tool_turns, inserted, escape, parts
+            self._facts.texts_as_parts, self._facts.has_tool_turns, inserted, self._escape, parts
         )
         self._render = SkeletonRenderer(self._template.tree, self._render_in_full).render
-        self._answers = AnswerFinder(self._render, self._facts, special_token)
+        self._answers = AnswerFinder(self._render, self._facts, _any_of(turn_tokens))
+        special_ids = {token: self._token_id(token) for token in special}
+        self._thought_end = find_thought_end(self._render, self._facts, special_ids, _any_of(special))
+        self.greedy = read_greedy_settings(folder.path)
         end_ids = set(folder.end_ids)
         if self._facts.terminator:
             end_ids.add(self._token_id(self._facts.terminator))
@@ -123,10 +140,19 @@ class TemplateTokenizer:
             *(map(self._describe_inserted, inserted.items()) if has_processor else ()),
         )
 
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what pickles do not keep whole: the tokenizer to which special tokens are text."""
+        return {name: value for name, value in vars(self).items() if name != "_text_tokenizer"}
+
     @classmethod
-    def load(cls, path: Path, family_markups: Markups | None = None) -> "TemplateTokenizer":
+    def load(
+        cls,
+        path: Path,
+        family_markups: Markups | None = None,
+        special_tokens: SpecialTokenSettings = DEFAULT_SPECIAL_TOKENS,
+    ) -> "TemplateTokenizer":
         """Read a model folder. Raises `DataError`."""
-        return cls(read_tokenizer_folder(path), family_markups)
+        return cls(read_tokenizer_folder(path), family_markups, special_tokens=special_tokens)
 
     def encode(self, sample: Sample, features: MediaFeatures) -> EncodedSample:
         """Encode all turns of a sample; see `SampleTokenizer.encode`."""
@@ -147,8 +173,9 @@ class TemplateTokenizer:
             if min_tokens > max_tokens:
                 return min_tokens, 0
             answers = self._answers.find(conversation, rendering)
-            if not conversation.is_escaped and answers.follow_header:
-                counts = counter.count(*write_first_times(rendering.text, answers.spans, features))
+            if answers.follow_header and not self._escape.holds_text(rendering.text):
+                spans = learned_spans(self._answers, conversation, rendering, answers.spans)
+                counts = counter.count(*write_first_times(self._escape.reveal(rendering.text), spans, features))
                 if counts is not None:
                     written = [
                         self._kind_of_text[token] for token in counts.added_tokens if token in self._kind_of_text
@@ -164,19 +191,38 @@ class TemplateTokenizer:
 
     def prompt_ids(self, sample: Sample, features: MediaFeatures) -> IntArray:
         """Encode everything before the last answer, with the generation prompt."""
-        answers = [i for i, turn in enumerate(sample.turns) if turn.role == "assistant"]
-        turns = sample.turns[: answers[-1]] if answers else sample.turns
-        conversation = self._conversation(sample, turns)
+        conversation = self._conversation(sample, sample.turns[: sample.last_answer])
         rendering = self._render_sample(conversation, add_generation_prompt=True)
         text, _ = write_first_times(rendering.text, (), features)
-        tokens = self._tokenize(text, conversation.is_escaped)
+        tokens = self._tokenize(text)
         is_target = np.zeros(len(tokens.ids), dtype=bool)
         return self._expand_media(tokens.ids, is_target, conversation.media, features)[0]
+
+    def left_as_text(self, sample: Sample) -> set[str]:
+        """Return the special tokens that texts of a sample spell and that stay text."""
+        tokens = self._escape.left_as_text(sample.tools, is_answer=False) if sample.tools else set()
+        marks = [f"<{kind}>" for kind, media in sample.media.items() if media]
+        for turn in sample.turns:
+            is_answer = turn.role == "assistant"
+            written = turn.text
+            for mark in marks if turn.role in MEDIA_ROLES else ():  # which may be a token's name
+                written = written.replace(mark, "")
+            for text in (written, turn.fields) if turn.fields else (written,):
+                tokens |= self._escape.left_as_text(text, is_answer)
+        return tokens
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of the ids without special tokens."""
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
+
+    def final_answer(self, ids: Sequence[int] | IntArray) -> str:
+        """Return the text of a generated answer behind its thoughts, without space around it."""
+        return self.final_text(self.decode(self._thought_end.cut(ids)))
+
+    def final_text(self, text: str) -> str:
+        """Return what an answer says behind its thoughts, as data spells it, without space around it."""
+        return self._thought_end.cut_text(text)
 
     def describe_missing_item_token(self, modality: str) -> str:
         """Say what to do if neither the template nor the folder names a token for a modality's features."""
@@ -240,19 +286,21 @@ class TemplateTokenizer:
     ) -> tuple[IntArray, BoolArray]:
         """Return the ids of a rendered conversation, and which of them are targets."""
         answers = self._answers.find(conversation, rendering).spans
-        text, spans = write_first_times(rendering.text, answers, features)
-        tokens = self._tokenize(text, conversation.is_escaped)
+        learned = learned_spans(self._answers, conversation, rendering, answers)
+        text, spans = write_first_times(rendering.text, learned, features)
+        tokens = self._tokenize(text)
         is_target = np.zeros(len(tokens.ids), dtype=bool)
         for span in spans:
             is_target[tokens.inside(span)] = True
         return self._expand_media(tokens.ids, is_target, conversation.media, features)
 
-    def _tokenize(self, text: str, is_escaped: bool) -> _TextTokens:
-        """Encode a rendering. The special tokens in it are the template's; those that texts spell are escaped."""
+    def _tokenize(self, text: str) -> _TextTokens:
+        """Encode a rendering. What texts spell and stays text is escaped in it."""
+        text = self._escape.reveal(text)
         whole = _text_tokens(self._tokenizer, text)
         before, after = (np.array(ids, dtype=np.int64) for ids in self._around(text))
         pieces = [_TextTokens(before, np.zeros_like(before), np.zeros_like(before))]
-        if is_escaped:
+        if self._escape.holds_text(text):
             pieces += self._pieces(text, whole)
         else:
             self._check_normalized(text, whole.ids)
@@ -267,7 +315,7 @@ class TemplateTokenizer:
         return ((), ()) if is_started else self._added_around
 
     def _pieces(self, text: str, whole: _TextTokens) -> list[_TextTokens]:
-        """Return the special tokens of a rendering as they are in `whole`, and what is between them as text."""
+        """Encode what is between the special tokens of a rendering apart, by what the whole of it becomes."""
         pieces: list[_TextTokens] = []
         position = 0
         for i in np.flatnonzero(self._is_protected[whole.ids]):
@@ -284,7 +332,7 @@ class TemplateTokenizer:
             return _TextTokens(*np.empty((3, 0), dtype=np.int64))
         # Some tokenizers mark the first word of a whole text: another token before it shows that this is not the first.
         anchor = _ANCHOR if start else ""
-        tokens = _text_tokens(self._text_tokenizer, anchor + self._restore(text[start:end]))
+        tokens = _text_tokens(self._text_tokenizer, anchor + self._escape.restore(text[start:end]))
         first = len(anchor)  # the anchor is one character, and one token
         tokens = _TextTokens(tokens.ids[first:], tokens.starts[first:] - first, tokens.ends[first:] - first)
         if self._is_protected[tokens.ids].any():
@@ -368,16 +416,16 @@ class TemplateTokenizer:
                     f"the chat template writes {len(found)} {names} for {len(expected)}, or in another order"
                 )
 
-    def _protected_tokens(self, folder: TokenizerFolder) -> list[str]:
-        """Return the tokens that no text may forge."""
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        written = [*self._added_token.findall(self._facts.answer_header), self._facts.terminator]
-        for markup in self._facts.markups.values():
-            written += [markup.feature_token, *self._added_token.findall(markup.placeholder)]
-        # Gemma's vocabulary has line breaks and spaces among its added tokens: they cannot forge anything.
-        written = [token for token in written if not token.isspace()]
-        special = [token.content for token in added if token.special]
-        return list(dict.fromkeys(token for token in [*special, *written] if token))
+    def _tokens_in_texts(self, turn_tokens: Sequence[str], allowed: SpecialTokensAllowed) -> TokensInTexts:
+        """Return what becomes of the tokens that texts spell, by a value of `data.special_tokens`."""
+        features = list(self._kind_of_text)
+        placeholders = [markup.placeholder for markup in self._facts.markups.values()]
+        media = [*features, *(text for text in placeholders if not any(token in text for token in features))]
+        if allowed == "none":
+            return TokensInTexts((*self._protected, *media), ())
+        if allowed == "inline":
+            return TokensInTexts((*turn_tokens, *media), ())
+        return TokensInTexts(tuple(media), tuple(token for token in turn_tokens if token not in media))
 
     def _mask_of(self, ids: Iterable[int]) -> BoolArray:
         """Return a mask of the vocabulary with these ids."""

@@ -59,7 +59,7 @@ def read_tokenizer_folder(path: Path, model_folder: Path | None = None) -> Token
         stated = {name: token for name, token in tokenizer_class.default_tokens.items() if name not in config}
         named_tokens = stated | named_tokens
     _add_tokens(tokenizer, path, config, named_tokens)
-    template, template_name = _find_template(path, config)
+    template, template_name = find_template(path)
     return TokenizerFolder(
         path,
         tokenizer,
@@ -181,8 +181,8 @@ def _added_token(entry: Mapping[str, Any]) -> AddedToken:
     return AddedToken(_token_text(entry), normalized=normalized, **flags)
 
 
-def _find_template(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the folder's chat template and what messages call it."""
+def find_template(path: Path) -> tuple[str, str]:
+    """Return the folder's chat template and what messages call it. Raises `DataError` if there is none."""
     file = path / TEMPLATE_FILE
     try:
         return file.read_text(encoding="utf-8"), str(file)
@@ -190,8 +190,8 @@ def _find_template(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
         pass
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.tokenizer: {file} cannot be read: {error}") from None
-    for name, content in ((TEMPLATE_JSON_FILE, _read_json(path / TEMPLATE_JSON_FILE)), (TOKENIZER_CONFIG_FILE, config)):
-        template = content.get("chat_template")
+    for name in (TEMPLATE_JSON_FILE, TOKENIZER_CONFIG_FILE):
+        template = _read_json(path / name).get("chat_template")
         if isinstance(template, str):
             return template, f"{path / name} (chat_template)"
         if isinstance(template, list):

@@ -11,6 +11,9 @@ from mmtrain.models.kernels.weight_gradient import weight_gradient_problem
 from mmtrain.models.loss_chunks import CHUNK_TOKENS, MIN_SAVED_SHARE, LossSizes
 from mmtrain.recipe.train_settings import KernelSetting
 
+_FUSED_OPERATIONS = ("rotation of queries and keys", "SwiGLU", "residual sum and RMSNorm")  # all fused, or none
+_LOSS = "loss over the vocabulary"
+
 
 @dataclass(frozen=True)
 class KernelChoice:
@@ -53,8 +56,7 @@ def kernel_choices(
         form, reason = "liger-kernel", "one kernel each way"
     elif setting == "auto":
         reason = fused_problem(device) or ""
-    names = ("rotation of queries and keys", "SwiGLU", "residual sum and RMSNorm")
-    fused = tuple(KernelChoice(name, form, reason) for name in names)
+    fused = tuple(KernelChoice(name, form, reason) for name in _FUSED_OPERATIONS)
     problem = weight_gradient_problem(device, dtype)
     return (
         *fused,
@@ -71,24 +73,21 @@ def kernel_choices(
 
 def _loss_choice(sizes: LossSizes | None) -> KernelChoice:
     """Return the form of the loss over the vocabulary: Megatron-core's and liger-kernel's are never used."""
-    operation, saved = "loss over the vocabulary", f"{MIN_SAVED_SHARE:.0%} of the loss's memory"
+    saved = f"{MIN_SAVED_SHARE:.0%} of the loss's memory"
     form, chunks = "torch, for tokens with a target only", f"by {CHUNK_TOKENS:,} tokens at a time"
     if sizes is None:
         form += f", with all logits or {chunks}"
         liger = "liger-kernel's knows no padded ids, no tensor parallelism and not the optimizer's buffer"
-        return KernelChoice(operation, form, f"chunks where they save {saved}; {liger}")
+        return KernelChoice(_LOSS, form, f"chunks where they save {saved}; {liger}")
     most, largest = sizes.most_tokens_at_once, f"the largest microbatch has {sizes.tokens:,} targets"
     reason = f"{largest}, for {sizes.ids:,} ids on each rank"
     if most is None:
-        return KernelChoice(operation, f"{form}, with all logits", f"chunks never save {saved} here; {reason}")
+        return KernelChoice(_LOSS, f"{form}, with all logits", f"chunks never save {saved} here; {reason}")
     form += f", {chunks}" if sizes.uses_chunks else ", with all logits"
-    return KernelChoice(operation, form, f"chunks save {saved} from {most + 1:,} tokens on; {reason}")
+    return KernelChoice(_LOSS, form, f"chunks save {saved} from {most + 1:,} tokens on; {reason}")
 
 
 def describe_kernels(choices: Iterable[KernelChoice]) -> str:
-    """Name the form of each operation in one line, and say each reason once."""
-    by_form: dict[tuple[str, str], list[str]] = {}
-    for choice in choices:
-        by_form.setdefault((choice.form, choice.reason), []).append(choice.operation)
-    uses = (f"{', '.join(operations)} by {form} ({reason})" for (form, reason), operations in by_form.items())
-    return f"kernels: {'; '.join(uses)}"
+    """Name in a short line the forms that depend on the machine and on the plan; `mmtrain doctor` says all, and why."""
+    forms = {choice.operation: choice.form for choice in choices}
+    return f"kernels: {forms[_FUSED_OPERATIONS[0]]}; loss: {forms[_LOSS]}"

@@ -7,14 +7,18 @@ double the time of a training step.
 """
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from mmtrain.models.megatron.triton_stand_in import triton_stands_in
 
 
 @contextlib.contextmanager
@@ -32,7 +36,19 @@ def _nothing_compiled() -> Iterator[None]:
         torch.compile = compile_function
 
 
-with warnings.catch_warnings(), _nothing_compiled():
+@contextlib.contextmanager
+def _no_remark_on_cuda() -> Iterator[None]:
+    """Suppress a line that torch logs where a CUDA toolkit is installed and no GPU: we compile nothing with it."""
+    logger = logging.getLogger("torch.utils.cpp_extension")  # which Megatron-core imports
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+with warnings.catch_warnings(), _nothing_compiled(), _no_remark_on_cuda(), triton_stands_in():
     # Warnings at import: optional CUDA packages are absent, and torch renamed some of its API.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed", category=UserWarning)
     warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
@@ -43,7 +59,10 @@ with warnings.catch_warnings(), _nothing_compiled():
     import megatron.core.optimizer
     import megatron.core.transformer.transformer_layer  # noqa: F401
     from megatron.core import parallel_state
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _CPU = torch.device("cpu")
@@ -71,6 +90,24 @@ def no_cuda_graphs() -> dict[str, list[str]]:
     """Return the argument of `TransformerConfig` that leaves out CUDA graphs; 0.19 renamed it."""
     names = {field.name for field in fields(TransformerConfig)}
     return {"cuda_graph_modules" if "cuda_graph_modules" in names else "cuda_graph_scope": []}
+
+
+def mlp_builder(submodules: Any, ffn_hidden_size: int) -> Any:
+    """Return what builds the MLP of a `TransformerLayer`; 0.19 logs a line for each that is a `ModuleSpec`."""
+    if hasattr(MLP, "as_mlp_submodule"):
+        return partial(MLP.as_mlp_submodule, submodules=submodules, ffn_hidden_size=ffn_hidden_size)
+    return ModuleSpec(module=MLP, params={"ffn_hidden_size": ffn_hidden_size}, submodules=submodules)
+
+
+def param_layout(chunk: torch.nn.Module, dp_size: int, ddp_config: Any) -> dict[str, Any]:
+    """Return the argument of `DistributedDataParallel` without which 0.19 logs a line; 0.16 computes it by itself.
+
+    All parameters are in one bucket, as they are where gradients are not reduced during the backward.
+    """
+    if not hasattr(DistributedOptimizer, "compute_full_param_layout"):
+        return {}
+    params = [param for param in chunk.parameters() if param.requires_grad]
+    return {"full_param_layout": DistributedOptimizer.compute_full_param_layout(params, None, dp_size, ddp_config)}
 
 
 def prepare_megatron(device: torch.device) -> None:

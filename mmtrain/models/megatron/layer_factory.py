@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -35,6 +35,7 @@ from mmtrain.models.kernels.norms import rms_norm
 from mmtrain.models.kernels.rotation import rotate_heads
 from mmtrain.models.kernels.vocab_loss import vocab_parallel_losses
 from mmtrain.models.layer_shape import LayerShape, LoraShape
+from mmtrain.models.logit_rules import LogitRules
 from mmtrain.models.megatron import compat
 from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, ScaledAdd
 from mmtrain.models.megatron.block_segments import run_block
@@ -296,11 +297,7 @@ class LayerFactory:
             ),
             self_attn_bda=add_output,
             pre_mlp_layernorm=Norm,
-            mlp=ModuleSpec(
-                module=MLP,
-                params={"ffn_hidden_size": self.block.ffn},
-                submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear),
-            ),
+            mlp=compat.mlp_builder(MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear), self.block.ffn),
             mlp_bda=add_output,
         )
         layer = PackedTransformerBlock(
@@ -438,14 +435,16 @@ class LayerFactory:
         all_logits: Tensor = gather_from_tensor_model_parallel_region(logits, group=self.groups.tp)
         return all_logits
 
-    def greedy_tokens(self, logits: Tensor, vocab_size: int) -> Tensor:
+    def greedy_tokens(self, logits: Tensor, vocab_size: int, rules: LogitRules | None = None) -> Tensor:
         """Return the id below `vocab_size` of the largest of logits (T, vocab / tp), the same on all ranks: (T,) int64.
 
-        The lowest of equally likely ids wins. Each rank sends two numbers for each token instead of its logits.
+        `rules` change the logits first. The lowest of equally likely ids wins. Each rank sends two numbers for each
+        token instead of its logits.
         """
         first_id = self.groups.tp_rank * logits.shape[1]
         is_padding = torch.arange(first_id, first_id + logits.shape[1], device=logits.device) >= vocab_size
-        best, ids = logits.float().masked_fill(is_padding, float("-inf")).max(dim=-1)  # max takes the first of equals
+        logits = logits.float() if rules is None else rules.apply(logits.float(), first_id)
+        best, ids = logits.masked_fill(is_padding, float("-inf")).max(dim=-1)  # max takes the first of equals
         if self.groups.tp_size == 1:
             return ids
         candidate = torch.stack((best.double(), (ids + first_id).double()))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmtrain.models.bf16_moments import Bf16MomentsAdamW
 from mmtrain.models.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
-from mmtrain.models.megatron.compat import no_cuda_graphs, optimizer_scope
+from mmtrain.models.megatron.compat import no_cuda_graphs, optimizer_scope, param_layout
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.named_shards import MOMENTS, NamedShard
 from mmtrain.models.parameter_specs import ParamSpec, WeightSource
@@ -259,7 +259,8 @@ def _buffers(chunk: nn.ModuleList, groups: ParallelGroups) -> DistributedDataPar
     buffers = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
     )
-    ddp = DistributedDataParallel(config, buffers, chunk, pg_collection=groups.collection())
+    layout = param_layout(chunk, groups.dp_size, buffers)
+    ddp = DistributedDataParallel(config, buffers, chunk, pg_collection=groups.collection(), **layout)
     for bucket in _buckets(ddp):
         # Set here, not in `buffers`: collectives must overlap with compute, but no hook may start or await them.
         bucket.ddp_config = dataclasses.replace(buffers, overlap_grad_reduce=True, overlap_param_gather=True)

@@ -389,10 +389,10 @@ def _loads_of_group(graph: StageGraph, loads: StepLoads, first_replica: Mapping[
 
 def _heaviest_groups(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> IntArray:
     """Return (batches,) the replica group that has the rank with most work."""
-    by_tp_group: dict[tuple[int, ...], float] = {}
+    by_tp_group: dict[tuple[int, ...], npt.NDArray[np.float64]] = {}
     for stage in graph.stages:
         replica_s = (seconds[stage.id].forward + seconds[stage.id].backward).sum(axis=2)
         group_s = replica_s.reshape(len(replica_s), graph.num_groups, -1).max(axis=2)
         tp_group = stage.tp_groups[0]
-        by_tp_group[tp_group] = by_tp_group.get(tp_group, 0.0) + group_s
+        by_tp_group[tp_group] = by_tp_group.get(tp_group, np.zeros(1)) + group_s
     return np.asarray(np.max(list(by_tp_group.values()), axis=0).argmax(axis=1))

@@ -40,7 +40,7 @@ def stage_balance(candidate: Candidate, evaluator: Evaluator) -> StageBalance:
     gpu_seconds = candidate.step_time_s * graph.world_size / evaluator.problem.batches.samples_per_batch
     return StageBalance(
         parameter_variance=_variance(np.asarray(parameters) / 1e9),
-        layer_variance=_variance(np.asarray(num_layers)),
+        layer_variance=_variance(np.asarray(num_layers, dtype=np.float64)),
         forward_variance=_variance(np.asarray(forward_s) * 1e3),
         sent_gib=round(_sent_bytes(graph, layer_costs) / GIB, 6),
         memory_left_gib=left_gib,

@@ -75,7 +75,7 @@ def longest_span_within(costs: FloatArray, limit: float) -> int:
     Where a partition costs `limit`, no run of a best partition is longer, so that most runs need not be looked at.
     """
     _, lo, hi = np.nonzero((costs <= limit) & np.isfinite(costs))
-    return int(max((hi - lo).max(initial=1), 1))
+    return int(np.max(hi - lo, initial=1))
 
 
 def _allowed_spans(spans: FloatArray, num_chunks: int, allowed: BoolArray | None) -> FloatArray:

@@ -7,7 +7,7 @@ the token; a broadcast brings it to all pipeline ranks of the replica. A replica
 ranks, so that all of these have work while a token is on its way; replicas do not wait for each other.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmtrain.balance import IntArray
 from mmtrain.checkpoint import Checkpoint
 from mmtrain.costs import TokenLoad
 from mmtrain.data import PayloadNeed, SampleTokenizer, StepData
 from mmtrain.models import parameter_specs
 from mmtrain.models.fully_sharded import weight_shards
 from mmtrain.models.kv_cache import KVCache
+from mmtrain.models.logit_rules import LogitRules
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.stage_inputs import TextInput
@@ -49,6 +51,7 @@ from mmtrain.runtime.execution.unit_inputs import unit_inputs
 from mmtrain.runtime.world import World
 
 NO_LOSS = {LLM: 0.0}
+NO_PROMPTS: Mapping[int, IntArray] = {}
 
 
 class GreedyGenerator:
@@ -79,7 +82,7 @@ class GreedyGenerator:
         self.all_units = units  # with the one that draws
         self.units = {name: unit for name, unit in units.items() if name != GENERATOR}
         if LLM in units:
-            self._llm = self.units[LLM] = _TokenPickingLlm(units[LLM], self._last_stage, tokenizer.vocab_size)
+            self._llm = self.units[LLM] = _TokenPickingLlm(units[LLM], self._last_stage, tokenizer)
             self._replica = next(replica for stage, replica in graph.held_by(transport.rank) if stage.unit == LLM)
             self._decoder = self._executor(build_program(_only_llm(self._graph)))
         self._prefiller = self._executor(self.prefill_program)
@@ -96,8 +99,12 @@ class GreedyGenerator:
         return cls(rank_context.graph, units, transport, tokenizer, recipe, rank_context.activity, gather_params)
 
     @torch.no_grad()
-    def generate(self, data: StepData, max_new_tokens: int) -> dict[int, list[int]]:
+    def generate(
+        self, data: StepData, max_new_tokens: int, prompts: Mapping[int, IntArray] = NO_PROMPTS
+    ) -> dict[int, list[int]]:
         """Continue the prompts of a batch by the likeliest token, again and again.
+
+        prompts: the ids of each sample's prompt, for models whose logits depend on what was written before.
 
         An answer ends before a token that ends answers, or after `max_new_tokens` (at least 1). Return the answers of
         the LLM replica that this rank is part of, by sample id; none on a rank that holds no part of the LLM.
@@ -108,11 +115,12 @@ class GreedyGenerator:
         inputs = unit_inputs(data, stages, self._recipe)
         drafts: dict[Microbatch, _Draft] = {}
         if LLM in self.units:
-            drafts = {mb: _Draft.of(data, mb, max_new_tokens) for mb in self._microbatches()}
+            drafts = {mb: _Draft.of(data, mb, max_new_tokens, prompts) for mb in self._microbatches()}
+            self._llm.seen = {draft.kv_cache: draft.seen_ids for draft in drafts.values()}
             for mb, draft in drafts.items():
-                prompts = inputs[mb]
-                assert isinstance(prompts, TextInput)
-                inputs[mb] = replace(prompts, kv_cache=draft.kv_cache)
+                of_prompts = inputs[mb]
+                assert isinstance(of_prompts, TextInput)
+                inputs[mb] = replace(of_prompts, kv_cache=draft.kv_cache)
         self._prefiller.run(StepInput(inputs, step_loads(self._graph, data.meta), NO_LOSS))
         for num_left in range(max_new_tokens - 1, -1, -1):
             self._append_tokens(drafts)
@@ -136,6 +144,8 @@ class GreedyGenerator:
     def _decode_input(self, drafts: "Mapping[Microbatch, _Draft]") -> StepInput:
         """Return the last token of every open answer as the input of the decode program."""
         inputs = {mb: draft.last_tokens(self._transport.device) for mb, draft in drafts.items()}
+        if drafts:
+            self._llm.seen = {draft.kv_cache: draft.seen_ids for draft in drafts.values()}
         counts = {mb: len(draft.open) for mb, draft in drafts.items()}
         loads = {mb: TokenLoad(count, count, min(count, 1), count) for mb, count in counts.items()}
         return StepInput(dict(inputs), StepLoads(loads, {}, counts), NO_LOSS)
@@ -173,9 +183,15 @@ class _Draft:
     kv_cache: KVCache
     lengths: tuple[int, ...]  # tokens of each open sequence in the pass under way
     next_positions: list[int] | None  # rotary position of each open sequence's next token, where the input states it
+    prompts: Mapping[int, IntArray]  # by sample id; may be empty where nothing depends on them
+
+    @property
+    def seen_ids(self) -> list[set[int]]:
+        """The ids in the prompt and the answer of each open sequence."""
+        return [{*map(int, self.prompts.get(sample, ())), *self.answers[sample]} for sample in self.open]
 
     @classmethod
-    def of(cls, data: StepData, mb: Microbatch, max_new_tokens: int) -> "_Draft":
+    def of(cls, data: StepData, mb: Microbatch, max_new_tokens: int, prompts: Mapping[int, IntArray]) -> "_Draft":
         rows = data.meta.microbatch(mb.replica, mb.index)
         samples = data.meta.sample_id[rows].tolist()
         lengths = tuple(data.meta.tokens[rows].tolist())
@@ -184,7 +200,7 @@ class _Draft:
         next_positions = None
         if position_ids is not None:  # a prompt ends with text, whose positions in time, row and column are equal
             next_positions = [int(position_ids[0, end - 1]) + 1 for end in accumulate(lengths)]
-        return cls(samples, {sample: [] for sample in samples}, kv_cache, lengths, next_positions)
+        return cls(samples, {sample: [] for sample in samples}, kv_cache, lengths, next_positions, prompts)
 
     def append(self, tokens: list[int], end_ids: frozenset[int]) -> None:
         """Append a token to each open answer; close those whose token is one of `end_ids`."""
@@ -215,10 +231,11 @@ class _Draft:
 class _TokenPickingLlm(UnitRunner):
     """The LLM's stages in generation: the last one picks tokens, left in `picked`, instead of computing a loss."""
 
-    def __init__(self, unit: UnitRunner, last_stage: StageId, vocab_size: int) -> None:
+    def __init__(self, unit: UnitRunner, last_stage: StageId, tokenizer: SampleTokenizer) -> None:
         super().__init__(unit.name, unit.stages, unit.groups)
-        self._last_stage, self._vocab_size = last_stage, vocab_size
+        self._last_stage, self._vocab_size, self._greedy = last_stage, tokenizer.vocab_size, tokenizer.greedy
         self.picked: dict[KVCache, Tensor] = {}
+        self.seen: dict[KVCache, list[set[int]]] = {}  # ids in each open sequence
 
     def forward(self, microbatch: MicrobatchState, lo: int, hi: int) -> None:
         if microbatch.stage != self._last_stage:
@@ -230,9 +247,19 @@ class _TokenPickingLlm(UnitRunner):
         received = microbatch.received
         hidden = next((tensor for edge, tensor in received.items() if not edge.crosses_units), None)
         features = {edge.src.unit: tensor for edge, tensor in received.items() if edge.crosses_units}
-        tokens = self.stages[self._last_stage].next_tokens(hidden, inputs, features, self._vocab_size)
+        stage = self.stages[self._last_stage]
+        rules = None
+        if self._greedy.changes_logits:
+            rules = self._logit_rules(self.seen[inputs.kv_cache], next(stage.parameters()).device)
+        tokens = stage.next_tokens(hidden, inputs, features, self._vocab_size, rules)
         self.picked[inputs.kv_cache] = tokens
         microbatch.part_outputs.append((torch.zeros(()),))  # where the executor looks for a loss
+
+    def _logit_rules(self, seen: Sequence[set[int]], device: torch.device) -> LogitRules:
+        pairs = [(row, token) for row, tokens in enumerate(seen) for token in sorted(tokens)]
+        rows, ids = torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2).T
+        suppressed = torch.tensor(self._greedy.suppressed_ids, dtype=torch.int64, device=device)
+        return LogitRules(rows, ids, self._greedy.repetition_penalty, suppressed)
 
 
 def load_generator(

@@ -19,10 +19,10 @@ from mmtrain.data import (
     build_index,
     load_recipe_tokenizer,
 )
-from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, MEDIA_ROLES, VIDEO_MARK
+from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, MEDIA_ROLES, VIDEO_MARK, written_text
 from mmtrain.data.media.images import CellArray
 from mmtrain.data.media.media_bytes import Media
-from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationError, total_features
+from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationError, last_answer_ids, total_features
 from mmtrain.errors import DataError, UserError
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
@@ -53,8 +53,7 @@ class HeldOutQuestion:
     @property
     def asked(self) -> tuple[Turn, ...]:
         """The turns of users and tools in the prompt; the conversation may go on after its last answer."""
-        last = max(i for i, turn in enumerate(self.sample.turns) if turn.role == "assistant")
-        return tuple(turn for turn in self.sample.turns[:last] if turn.role in MEDIA_ROLES)
+        return tuple(turn for turn in self.sample.turns[: self.sample.last_answer] if turn.role in MEDIA_ROLES)
 
     @property
     def images(self) -> tuple[Media, ...]:
@@ -74,8 +73,8 @@ class HeldOutQuestion:
 
     @property
     def expected(self) -> str:
-        """The right answer."""
-        return self.sample.answer.strip()
+        """The right answer, as its data spells it."""
+        return written_text(self.sample.answer).strip()
 
     def _count(self, *marks: str) -> int:
         return sum(turn.text.count(mark) for turn in self.asked for mark in marks)
@@ -130,18 +129,34 @@ class QuestionAnswerer:
     def answer(
         self, questions: Sequence[HeldOutQuestion], *, blank: bool
     ) -> tuple[dict[HeldOutQuestion, str], list[Quarantined]]:
-        """Return the model's answers as text; with `blank`, images and clips are replaced by zeros.
+        """Return what the model answers behind its thoughts, as text; with `blank`, images and clips are zeros.
 
         Questions whose media cannot be decoded are left out of the answers and returned with the reason.
         """
         tokens, bad = self.generate(questions, blank=blank)
-        return {question: self._tokenizer.decode(ids).strip() for question, ids in tokens.items()}, bad
+        return {question: self._tokenizer.final_answer(ids) for question, ids in tokens.items()}, bad
+
+    def right_answers(self, questions: Sequence[HeldOutQuestion]) -> dict[HeldOutQuestion, str]:
+        """Return the right answers as `answer` would return them of a model that generates what it was trained on.
+
+        What a template writes into an answer, such as an empty thought, is part of neither.
+        """
+        right = {}
+        for question in questions:
+            features = self._index.media_features(question.number)
+            ids = last_answer_ids(self._tokenizer, question.sample, features).tolist()
+            end = next((place for place, token in enumerate(ids) if token in self._tokenizer.end_ids), len(ids))
+            right[question] = self._tokenizer.final_answer(ids[:end])
+        return right
 
     def generate(
         self, questions: Sequence[HeldOutQuestion], *, blank: bool
     ) -> tuple[dict[HeldOutQuestion, list[int]], list[Quarantined]]:
         """Return the model's answers as token ids; otherwise as `answer`."""
         lengths = prompt_lengths(self._index, self._tokenizer, questions)
+        prompts = {}
+        if self._tokenizer.greedy.changes_logits:
+            prompts = {q.number: _prompt_ids(self._index, self._tokenizer, q.number) for q in questions}
         numbers = [question.number for question in questions]
         longest_answer = max((self._index.lengths.tokens - lengths.tokens)[numbers], default=0)
         max_new_tokens = self._max_new_tokens or ANSWER_MARGIN_TOKENS + int(longest_answer)
@@ -155,7 +170,7 @@ class QuestionAnswerer:
             samples = [np.array([numbers[i] for i in batch], dtype=np.int64) for batch in batches]
             data = builder.build(assign(0, 0, samples, lengths, dp, num_microbatches))
             bad |= {(entry.source, entry.index): entry for entry in data.quarantined}
-            tokens |= self._generator.generate(data, max_new_tokens)
+            tokens |= self._generator.generate(data, max_new_tokens, prompts)
         self._generator.activity.start(ANSWERING)
         for rank_result in self._world.all_gather((tokens, bad)):
             rank_tokens, rank_bad = cast(tuple[dict[int, list[int]], dict[tuple[str, int], Quarantined]], rank_result)
@@ -185,10 +200,11 @@ def build_held_out_evaluation(rank_context: RankContext) -> Callable[[], float]:
         )
     generator = GreedyGenerator.of(rank_context, tokenizer)
     answerer = QuestionAnswerer(generator, recipe, tokenizer, index, rank_context.world)
+    right = answerer.right_answers(questions)
 
     def evaluate() -> float:
         answers, _ = answerer.answer(questions, blank=False)
-        return sum(answer == question.expected for question, answer in answers.items()) / len(questions)
+        return sum(answer == right[question] for question, answer in answers.items()) / len(questions)
 
     return evaluate
 

@@ -1,7 +1,8 @@
 """`mmtrain evaluate`: let a run's newest good checkpoint answer held-out questions, and score the answers.
 
-A question is a held-out sample without its last answer. The model's answer is right if it equals that one, apart from
-surrounding space. Any number of ranks may answer: each builds and loads its own stages only.
+A question is a held-out sample without its last answer. The model's answer is right if it equals that one as the chat
+template writes it, apart from thoughts in front of it and surrounding space. Any number of ranks may answer: each
+builds and loads its own stages only.
 """
 
 import sys
@@ -15,8 +16,9 @@ import torch
 
 from mmtrain.balance import SampleLengths
 from mmtrain.checkpoint import find, open_newest_good
-from mmtrain.data import DataIndex, Quarantined, Sample, build_index, load_recipe_tokenizer
+from mmtrain.data import DataIndex, Quarantined, Sample, SampleTokenizer, build_index, load_recipe_tokenizer
 from mmtrain.data.formats.read_source import read_samples
+from mmtrain.data.formats.sample import written_text
 from mmtrain.data.index.data_index import check_bad_rate
 from mmtrain.errors import CheckpointError, LaunchError, UserError
 from mmtrain.models.megatron import ParallelGroups
@@ -116,6 +118,9 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
         layout = _run_whole_model(recipe, world)
     else:
         layout = world.on_first(lambda: _choose_layout(request, recipe, index, world.size))
+    if tokenizer.greedy.not_followed and world.is_first:
+        names = ", ".join(tokenizer.greedy.not_followed)
+        _print_note(f"generation_config.json of the tokenizer sets {names}, which greedy answers here do not follow")
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
     answerer = QuestionAnswerer(generator, recipe, tokenizer, index, world)
 
@@ -132,8 +137,9 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
         with_media = [question for question in answers if question.media]
         blanked = answers | answerer.answer(with_media, blank=True)[0]
     if world.is_first:
-        templates = score(answers, blanked, _training_answers(recipe))
-        request.show(EvaluationResult(checkpoint.step, templates, _examples(answers), drawings))
+        right = answerer.right_answers([*answers])
+        templates = score(answers, blanked, right, _training_answers(recipe, tokenizer), tokenizer.final_text)
+        request.show(EvaluationResult(checkpoint.step, templates, _examples(answers, right), drawings))
 
 
 def _run_whole_model(recipe: Recipe, world: World) -> dict[str, UnitPlan]:
@@ -171,12 +177,19 @@ def _choose_layout(request: EvaluateRequest, recipe: Recipe, index: DataIndex, n
     return plan.units
 
 
-def score(answers: Answers, blanked: Answers, training: Sequence[tuple[str, str]]) -> tuple[TemplateScore, ...]:
+def score(
+    answers: Answers,
+    blanked: Answers,
+    right: Answers,
+    training: Sequence[tuple[str, str]],
+    final_text: Callable[[str], str] = str.strip,
+) -> tuple[TemplateScore, ...]:
     """Count, for each template, the right answers of the model, of the model with blanked media, and of the baseline.
 
-    `training` holds (template, answer) of the training samples. The baseline gives a template's most frequent answer
-    there, the first in the alphabet of equally frequent ones; to a template that training does not have, it gives the
-    most frequent answer of all.
+    `right` holds the answers of a perfect model. `final_text` leaves out the thoughts of an answer as data spells it,
+    which the baseline is compared with. `training` holds (template, answer) of the training samples. The baseline gives
+    a template's most frequent answer there, the first in the alphabet of equally frequent ones; to a template that
+    training does not have, it gives the most frequent answer of all.
     """
     frequent = _most_frequent_answers(training)
     scores = []
@@ -187,9 +200,9 @@ def score(answers: Answers, blanked: Answers, training: Sequence[tuple[str, str]
             TemplateScore(
                 template,
                 questions=len(questions),
-                exact=sum(answers[question] == question.expected for question in questions),
-                baseline=sum(baseline == question.expected for question in questions),
-                blanked=sum(blanked[question] == question.expected for question in questions) if has_media else None,
+                exact=sum(answers[question] == right[question] for question in questions),
+                baseline=sum(baseline == final_text(question.expected) for question in questions),
+                blanked=sum(blanked[question] == right[question] for question in questions) if has_media else None,
                 modalities=tuple(
                     kind for kind in MEDIA_KINDS if any(getattr(question, kind) for question in questions)
                 ),
@@ -223,11 +236,11 @@ def _require_checkpoint(root: Path, recipe: Recipe) -> None:
         raise CheckpointError(f"{root}: no checkpoint yet; training writes the first one {first}")
 
 
-def _training_answers(recipe: Recipe) -> list[tuple[str, str]]:
+def _training_answers(recipe: Recipe, tokenizer: SampleTokenizer) -> list[tuple[str, str]]:
     """Read (template, answer) of every training sample, directly from the files: no image needs to be opened."""
     entries = (entry for source in recipe.data.sources for entry in read_samples(source, recipe.data.limits))
     answered = (entry for entry in entries if isinstance(entry, Sample) and entry.answer.strip())
-    return [(sample.template or NO_TEMPLATE, sample.answer.strip()) for sample in answered]
+    return [(sample.template or NO_TEMPLATE, tokenizer.final_text(written_text(sample.answer))) for sample in answered]
 
 
 def _most_frequent_answers(training: Iterable[tuple[str, str]]) -> dict[str | None, str]:
@@ -242,20 +255,20 @@ def _most_frequent_answers(training: Iterable[tuple[str, str]]) -> dict[str | No
     }
 
 
-def _examples(answers: Answers) -> tuple[AnsweredQuestion, ...]:
+def _examples(answers: Answers, right: Answers) -> tuple[AnsweredQuestion, ...]:
     """Return a few questions with their answers, right or wrong, of as many templates as possible."""
     by_template = _by_template(answers)
     # (0, every template), then (1, every template), ...: the first questions of all templates come first.
     turns = sorted((nth, template) for template, questions in by_template.items() for nth in range(len(questions)))
     chosen = evenly_spaced(turns[: max(len(by_template), NUM_EXAMPLES)], NUM_EXAMPLES)
-    return tuple(_example(by_template[template][nth], answers) for nth, template in chosen)
+    return tuple(_example(by_template[template][nth], answers, right) for nth, template in chosen)
 
 
-def _example(question: HeldOutQuestion, answers: Answers) -> AnsweredQuestion:
-    last_text = question.asked[-1].text if question.asked else ""
+def _example(question: HeldOutQuestion, answers: Answers, right: Answers) -> AnsweredQuestion:
+    last_text = written_text(question.asked[-1].text) if question.asked else ""
     images = tuple(map(str, question.images))
     clips = tuple(map(str, question.clips))
-    return AnsweredQuestion(last_text, question.expected, answers[question], images, clips)
+    return AnsweredQuestion(last_text, right[question], answers[question], images, clips)
 
 
 def _report_unusable(bad: Sequence[Quarantined], index: DataIndex, recipe: Recipe) -> None:

@@ -5,7 +5,7 @@ import importlib.metadata
 import os
 import resource
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,10 +14,12 @@ import torch
 from packaging.requirements import Requirement
 
 from mmtrain.costs.hardware import GIB, Hardware, Precision
+from mmtrain.machine_limits import MachineLimits, max_processes, num_scheduled_cores
 from mmtrain.models.attention import FUSED_KERNELS
 
 # Chosen by hand: with less, a run on one machine is slow or fails.
 MIN_OPEN_FILES = 4096
+MIN_PROCESSES = 1024
 MIN_FREE_DISK_BYTES = 10 * GIB
 MIN_SHARED_MEMORY_BYTES = GIB
 MIN_FREE_MEMORY_BYTES = 2 * GIB
@@ -74,22 +76,27 @@ def package_diagnostics() -> Iterator[Diagnostic]:
         what = "mmtrain's own list of requirements: it runs from a folder and is not installed, so that no versions are"
         yield Diagnostic("missing", f"{what} compared", "pip install -e .")
         return
-    yield from unmet_requirements(requirements)
+    extras = importlib.metadata.metadata("mmtrain").get_all("Provides-Extra") or ()
+    yield from unmet_requirements(requirements, [extra for extra in extras if extra != "dev"])
 
 
-def unmet_requirements(requirements: Iterable[str]) -> Iterator[Diagnostic]:
-    """Yield requirements of mmtrain itself that the installed packages do not meet."""
+def unmet_requirements(requirements: Iterable[str], extras: Sequence[str] = ()) -> Iterator[Diagnostic]:
+    """Yield requirements of mmtrain that the installed packages do not meet; those of `extras` may be absent."""
     for requirement in map(Requirement, requirements):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        marker = requirement.marker
+        is_required = marker is None or marker.evaluate({"extra": ""})
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
             continue
+        remedy = f"pip install '{requirement.name}{requirement.specifier}'"
         try:
             installed = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            yield Diagnostic("missing", f"{requirement.name}, which mmtrain needs", f"pip install '{requirement}'")
+            if is_required:
+                yield Diagnostic("missing", f"{requirement.name}, which mmtrain needs", remedy)
             continue
         if not requirement.specifier.contains(installed, prereleases=True):
             what = f"{requirement.name} {installed} is installed, mmtrain supports {requirement.specifier}"
-            yield Diagnostic("missing", what, f"pip install '{requirement}'")
+            yield Diagnostic("missing", what, remedy)
 
 
 def accelerator_diagnostics(
@@ -188,10 +195,10 @@ def attention_diagnostics(machine: Hardware, backend: str) -> Iterator[Diagnosti
         yield Diagnostic("slow", what, "run `mmtrain profile RECIPE`, and name its table in cluster.costs", ("plan",))
 
 
-def host_diagnostics(folder: Path, free_memory: float, cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[Diagnostic]:
-    """Yield limits of the system that are too low: disk, shared memory, memory, cores, open files.
+def host_diagnostics(folder: Path, free_memory: float, limits: MachineLimits) -> Iterator[Diagnostic]:
+    """Yield limits of the system that are too low: disk, shared memory, memory, cores, open files, processes.
 
-    `folder` is where runs would be written; `free_memory` is in bytes.
+    `folder` is where runs would be written; `free_memory` is in bytes; `limits` are those of the container.
     """
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -211,34 +218,20 @@ def host_diagnostics(folder: Path, free_memory: float, cgroup: Path = Path("/sys
     if files != resource.RLIM_INFINITY and files < MIN_OPEN_FILES:
         what = f"{files} open files allowed; many ranks and workers need more"
         yield Diagnostic("slow", what, "ulimit -n 65536", ("train", "data serve"))
-    yield from _container_diagnostics(cgroup)
+    processes = max_processes(limits)
+    if processes is not None and processes < MIN_PROCESSES:
+        what = f"{processes} processes and threads allowed; each rank has dozens"
+        yield Diagnostic("slow", what, "ulimit -u, docker run --pids-limit", ("train", "data serve"))
+    yield from _container_diagnostics(limits)
 
 
-def _container_diagnostics(cgroup: Path) -> Iterator[Diagnostic]:
+def _container_diagnostics(limits: MachineLimits) -> Iterator[Diagnostic]:
     """Yield limits of a container, which the machine's own cores and memory do not show."""
-    quota = _first_word(cgroup / "cpu.max")
-    if quota is not None:
-        period = int((cgroup / "cpu.max").read_text().split()[1])
-        cores = quota / period
-        if cores < 0.9 * num_usable_cores():
-            available = num_usable_cores()
-            what = f"this container may use {cores:.3g} of the {available} cores: ranks and workers will be throttled"
-            yield Diagnostic("slow", what, "docker run --cpus, or fewer ranks and data.workers", ("train",))
-    memory = _first_word(cgroup / "memory.max")
+    if limits.cores is not None and limits.cores < num_scheduled_cores():
+        cores = f"{limits.cores:.3g} of the {num_scheduled_cores()} cores"
+        what = f"this container may use {cores}: more ranks and workers than that are throttled"
+        yield Diagnostic("slow", what, "docker run --cpus, or fewer ranks", ("train",))
+    memory = limits.memory_bytes
     if memory is not None and memory < 2 * MIN_FREE_MEMORY_BYTES:
         what = f"this container may use {memory / GIB:.1f} GiB of memory; processes beyond that are killed"
         yield Diagnostic("slow", what, "docker run --memory", ("train", "evaluate", "profile"))
-
-
-def _first_word(path: Path) -> int | None:
-    """Return the limit in a file of a control group; None if there is none."""
-    try:
-        word = path.read_text().split()[0]
-    except (OSError, IndexError):
-        return None
-    return int(word) if word.isdigit() else None
-
-
-def num_usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

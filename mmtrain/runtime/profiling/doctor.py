@@ -18,6 +18,7 @@ from mmtrain.costs import preset
 from mmtrain.costs.cost_table import MessageEntry
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import MmtrainError, PlanError
+from mmtrain.machine_limits import machine_limits, num_available_cores
 from mmtrain.models.attention import backend_problems, choose_backend
 from mmtrain.models.kernels.choice import kernel_choices
 from mmtrain.runtime.profiling.diagnostics import (
@@ -25,7 +26,6 @@ from mmtrain.runtime.profiling.diagnostics import (
     accelerator_diagnostics,
     attention_diagnostics,
     host_diagnostics,
-    num_usable_cores,
     package_diagnostics,
     throughput_diagnostics,
 )
@@ -83,7 +83,7 @@ def examine_machine(folder: Path, links: bool = True) -> MachineReport:
     attention = {str(name): problem for name, problem in backend_problems(device, dtype).items()}
     by_head_dim: dict[int, str] = {width: choose_backend("auto", device, dtype, width) for width in HEAD_DIMS}
     findings = [*package_diagnostics(), *accelerator_diagnostics(cuda, backends["nccl"], attention)]
-    findings += host_diagnostics(folder, psutil.virtual_memory().available)
+    findings += host_diagnostics(folder, _usable_memory()[1], machine_limits())
     findings += network_diagnostics()
     messages: dict[str, list[float]] = {}
     if links and (not cuda or torch.cuda.device_count() > 1):
@@ -129,9 +129,8 @@ def _versions() -> dict[str, str]:
 def _devices(cuda: bool) -> list[str]:
     """Describe the host and its GPUs, one line each."""
     name = device_name(torch.device("cpu")).removeprefix("one core of ")
-    memory = psutil.virtual_memory()
-    total, free = memory.total / GIB, memory.available / GIB
-    host = f"{num_usable_cores()} cores, {name}, {total:.0f} GiB memory, {free:.0f} GiB free"
+    total, free = (num_bytes / GIB for num_bytes in _usable_memory())
+    host = f"{num_available_cores()} cores, {name}, {total:.0f} GiB memory, {free:.0f} GiB free"
     gpus = []
     for index in range(torch.cuda.device_count() if cuda else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -179,3 +178,10 @@ def _measure_rank(out: Path, address: Address) -> None:
     if world.is_first:
         out.write_text(_MessageTimes(entries=entries).model_dump_json(), encoding="utf-8")
     leave()
+
+
+def _usable_memory() -> tuple[int, int]:
+    """Return how many bytes of memory this process may use, and how many of them no process uses now."""
+    memory = psutil.virtual_memory()
+    limit = machine_limits().memory_bytes or memory.total
+    return min(memory.total, limit), min(memory.available, limit)

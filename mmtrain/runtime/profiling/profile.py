@@ -3,6 +3,7 @@
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -187,7 +188,7 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
         for unit, fitted, held_out in unit_probes
     )
     console = Console(stderr=True, quiet=not world.is_first)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task(f"tp {tp}", total=num_probes)
         for unit, fitted, held_out in unit_probes:
             progress.update(task, description=f"tp {tp}: {unit.name}")

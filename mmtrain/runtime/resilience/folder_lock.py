@@ -9,8 +9,6 @@ names it, and counts as alive while it is.
 """
 
 import contextlib
-import errno
-import fcntl
 import os
 import socket
 import threading
@@ -22,15 +20,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-from mmtrain.durable_files import disk_errors_named
+from mmtrain.durable_files import disk_errors_named, file_named, sync_file, take_lock
 from mmtrain.errors import UserError
 from mmtrain.runtime.run_owner import LOCK_FILE, FolderClaim, FolderOwner, ProcessIdentity, read_owner
 
 # Clocks of two nodes of a cluster never differ by this much; a file that was touched longer ago needs no watching.
 MAX_CLOCK_DIFFERENCE_S = 600.0
 LEASE_POLL_S = 0.5
-# A file system without locks answers with one of these.
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
 @dataclass(frozen=True)
@@ -119,21 +115,12 @@ class FolderLock:
             self._file = None
 
     def _take_os_lock(self) -> bool:
-        """Try to take the lock of the operating system; return False if another process holds it.
-
-        flock, not fcntl's record locks: those are lost when any part of the process closes the file.
-        """
+        """Try to take the lock of the operating system; return False if another process holds it."""
         assert self._file is not None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            return True
-        self._has_os_lock = True
-        return True
+        with file_named(self._path):
+            is_locked = take_lock(self._file, wait=False)
+        self._has_os_lock = bool(is_locked)
+        return is_locked is not False
 
     def _is_kept(self, owner: FolderOwner | None) -> bool:
         """Return whether a launcher on this machine, other than ours, keeps the folder for its ranks."""
@@ -220,12 +207,10 @@ class FolderKeeper:
 def _write_owner(file: int, path: Path, owner: FolderOwner) -> None:
     """Write the owner into the open file, never a new file in its place: the lock is on this one."""
     content = owner.to_bytes()
-    try:
+    with file_named(path):
         os.pwrite(file, content, 0)
         os.ftruncate(file, len(content))
-        os.fsync(file)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        sync_file(file)
 
 
 def may_be_owned(run_dir: Path) -> bool:

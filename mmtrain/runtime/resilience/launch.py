@@ -19,12 +19,20 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from mmtrain.errors import LaunchError, MmtrainError, RankDied, RunError, StoppedAndSaved, UserError
+from mmtrain.errors import (
+    LaunchError,
+    MmtrainError,
+    RankDied,
+    RunError,
+    StoppedAndSaved,
+    UserError,
+)
 from mmtrain.runtime.resilience.failures import is_lost_peer
 from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 from mmtrain.runtime.resilience.orphans import stop_orphan
 from mmtrain.runtime.resilience.signals import STOP_SIGNALS, SignalPipe
 from mmtrain.runtime.world import Address
+from mmtrain.system_errors import system_errors_named
 
 PEER_FAILURE_GRACE_S = 3.0  # in which ranks may end by themselves, and report why, after a peer failed
 PEER_STOP_GRACE_S = 5.0  # the same, after a peer has stopped and saved
@@ -47,15 +55,17 @@ class _RankExit:
 def launch_local(num_ranks: int, target: Callable[[Address], None], saves_on_stop: bool = False) -> None:
     """Run `target` in `num_ranks` processes of this machine and wait for all of them.
 
-    On CPU the ranks are forked, so that torch and Megatron are imported once; CUDA does not survive a fork. When a
-    rank fails the others are ended and the first failure is raised here, so that the user reads one message. Stop
-    signals are passed on, and the ranks get all the time they need to save; a second Ctrl-C ends them at once.
+    On CPU the ranks are forked, so that torch and Megatron are imported once; CUDA does not survive a fork, and a
+    program that calls this may have chosen to spawn (`multiprocessing.set_start_method`). When a rank fails the others
+    are ended and the first failure is raised here, so that the user reads one message. Stop signals are passed on, and
+    the ranks get all the time they need to save; a second Ctrl-C ends them at once.
 
     That holds for a `target` that listens to stop signals and saves (`saves_on_stop`), also if this process is killed:
     then its ranks get SIGTERM. The ranks of any other target end at once.
     """
     # Two calls rather than a computed name: the type of a context depends on its name.
-    context = mp.get_context("spawn") if torch.cuda.is_available() else mp.get_context("fork")
+    must_spawn = torch.cuda.is_available() or mp.get_start_method(allow_none=True) == "spawn"
+    context = mp.get_context("spawn") if must_spawn else mp.get_context("fork")
     port = free_port()
     ranks: dict[BaseProcess, Connection] = {}
     with SignalPipe() as signals:
@@ -92,7 +102,8 @@ def _rank_main(target: Callable[[Address], None], address: Address, report: Conn
     threading.Thread(target=_wait_for_launcher, args=(when_orphaned,), name="mmtrain-parent", daemon=True).start()
     code = 0
     try:
-        target(address)
+        with system_errors_named():
+            target(address)
     except MmtrainError as e:
         code = e.exit_code
         report.send((code, str(e), False))

@@ -12,7 +12,7 @@ from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 
-MAX_LOAD_IMBALANCE_NOTES = 20  # more would bury the progress; `metrics.jsonl` names the sample of every step
+MIN_NOTED_IMBALANCE = 1.3  # times the mean load; less is a matter of course where a step has few samples
 
 
 class StragglerReports(StepHook):
@@ -29,12 +29,12 @@ class StragglerReports(StepHook):
 
 
 class LoadImbalanceReports(StepHook):
-    """Names the sample that alone exceeds the mean load of a step; notes each such sample once."""
+    """Names in the metrics the sample that alone exceeds the mean load of a step; notes the first far above it."""
 
     def __init__(self, index: DataIndex, targets: StepTargets, num_replicas: int, records: RunRecords) -> None:
         self._index, self._targets, self._num_replicas = index, targets, num_replicas
         self._records = records
-        self._reported: set[int] = set()  # samples
+        self._was_noted = False  # once, because notes of every step would bury the progress
 
     def after_step(self, ctx: StepContext) -> None:
         """See `StepHook`."""
@@ -44,16 +44,15 @@ class LoadImbalanceReports(StepHook):
         if worst is None:
             return
         row, load_over_mean = worst
-        number = int(meta.sample_id[row])
-        sample = self._index.samples[number].id
+        sample = self._index.samples[int(meta.sample_id[row])].id
         ctx.metrics = replace(ctx.metrics, bound_sample=sample)
-        if number in self._reported or len(self._reported) >= MAX_LOAD_IMBALANCE_NOTES:
+        if self._was_noted or load_over_mean <= MIN_NOTED_IMBALANCE:
             return
-        self._reported.add(number)
+        self._was_noted = True
         self._records.note(
-            f"step {ctx.step_number}: load imbalance: sample {sample} alone is {load_over_mean:.2f}x the mean load of "
-            "a data-parallel rank, so this step cannot be balanced; raise train.global_batch, shorten samples, or let "
-            "ranks share them (parallel.llm.cp)"
+            f"step {ctx.step_number}: load imbalance: sample {sample} alone is {load_over_mean:.1f}x the mean load of "
+            "a data-parallel rank; raise train.global_batch, shorten samples, or let ranks share them "
+            "(parallel.llm.cp). `bound_sample` in metrics.jsonl names the sample of every such step"
         )
 
 

@@ -1,0 +1,159 @@
+"""Write what a recipe overrides into the processors of a folder, which then prepare media as in training."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mmtrain.errors import ModelFolderError
+from mmtrain.families.family import Settings
+from mmtrain.families.folder_files import CONFIG_FILE, IMAGE_PROCESSOR_FILE, VIDEO_PROCESSOR_FILE
+from mmtrain.families.model_folder import ModelFolder
+from mmtrain.families.new_image_processor import FILTERS, clip_image_processor
+from mmtrain.families.processor_files import StatedProcessor, read_processor
+
+# Which files are trained on, how they are cut into items, and what no processor has a setting for.
+_NOT_OF_PROCESSORS = frozenset({"decode", "partial_patches", "long_clips", "item_seconds"})
+_LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # as `size` calls them
+_PINPOINTS_KEY = "image_grid_pinpoints"  # the model computes with them too
+Changes = Mapping[str, Any]  # settings of a section of `data`
+
+
+def write_trained_processors(folder: ModelFolder, data: Mapping[str, Settings], out: Path) -> tuple[str, ...]:
+    """Change the processors in `out`, copies of those of `folder`, to what a run was trained with.
+
+    data: all sections of the recipe's `data` that are about media, by name. Returns a line for each setting that was
+    written, or that no processor of this family can state: found by reading the files again.
+    """
+    lines = []
+    copy = replace(folder, path=out)
+    for section in folder.settings.data:
+        trained = data[section]
+        before = _difference(copy, section, trained)
+        if isinstance(before, str):
+            lines.append(f"data.{section}: not in the exported processor: {before}")
+            continue
+        if not before:
+            continue
+        stated = read_processor(out, section)
+        if stated is not None:
+            _write(stated, section, {key: trained[key] for key in before}, trained, copy)
+        after = _difference(copy, section, trained)
+        remaining = before if isinstance(after, str) else after
+        for key, value in before.items():
+            setting = f"data.{section}.{key}"
+            if key in remaining:
+                lines.append(_unlike(setting, trained[key], value))
+            else:
+                lines.append(
+                    f"{setting}: {_text(trained[key])} is in the processor now, in the place of {_text(value)}"
+                )
+    return tuple(lines)
+
+
+def differing_processors(folder: ModelFolder, data: Mapping[str, Settings]) -> tuple[str, ...]:
+    """Return a line for each setting with which a run was trained and that the processors of its folder do not have."""
+    lines = []
+    for section in folder.settings.data:
+        stated = _difference(folder, section, data[section])
+        if isinstance(stated, str):
+            lines.append(f"data.{section}: {stated}")
+            continue
+        for key, value in stated.items():
+            lines.append(_unlike(f"data.{section}.{key}", data[section][key], value))
+    return tuple(lines)
+
+
+def _unlike(setting: str, trained: object, stated: object) -> str:
+    return f"{setting}: trained with {_text(trained)}, but the processor does {_text(stated)}"
+
+
+def _difference(folder: ModelFolder, section: str, trained: Settings) -> dict[str, Any] | str:
+    """Return what a folder's processor states otherwise than a recipe, or why it cannot be read."""
+    try:
+        stated = folder.data_settings(section)
+    except ModelFolderError as error:
+        return str(error)
+    return {
+        key: value
+        for key, value in stated.items()
+        if key not in _NOT_OF_PROCESSORS and _plain(trained[key]) != _plain(value)
+    }
+
+
+def _write(processor: StatedProcessor, section: str, changes: Changes, trained: Settings, folder: ModelFolder) -> None:
+    """Write the changes where the processor is stated; videos get a file of their own beside that of pictures."""
+    content = json.loads(processor.path.read_bytes())
+    config = content if processor.key is None else content[processor.key]
+    changed = {"image": _images, "video": _videos, "audio": _clips}[section](config, changes, trained, folder)
+    path = processor.path
+    if processor.key is not None:
+        changed = {**content, processor.key: changed}
+    elif section == "video" and path.name == IMAGE_PROCESSOR_FILE:
+        path = path.with_name(VIDEO_PROCESSOR_FILE)
+    path.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
+
+
+def _images(config: Changes, changes: Changes, trained: Settings, folder: ModelFolder) -> dict[str, Any]:
+    changed = {**config, **_pixels(changes)}
+    if changes.keys() & _LIMITS.keys():
+        changed |= _with_limits(config, trained)
+    if changes.keys() & {"size", "fit"} and trained["scheme"] == "fixed" and "crop_size" in config:
+        fitted = clip_image_processor(trained)
+        changed |= {key: fitted.get(key, False) for key in ("image_processor_type", "size", "crop_size", "do_pad")}
+    if "max_tiles" in changes:
+        changed["max_patches"] = changes["max_tiles"]
+    if "pinpoints" in changes:
+        changed[_PINPOINTS_KEY] = _plain(changes["pinpoints"])
+        path = folder.path / CONFIG_FILE
+        model = json.loads(path.read_bytes())
+        path.write_text(
+            json.dumps({**model, _PINPOINTS_KEY: changed[_PINPOINTS_KEY]}, indent=2) + "\n", encoding="utf-8"
+        )
+    return changed
+
+
+def _videos(config: Changes, changes: Changes, trained: Settings, folder: ModelFolder) -> dict[str, Any]:
+    changed = {**config, **{key: changes[key] for key in ("fps", "min_frames", "max_frames") if key in changes}}
+    return changed | (_with_limits(config, trained) if changes.keys() & _LIMITS.keys() else {})
+
+
+def _clips(config: Changes, changes: Changes, trained: Settings, folder: ModelFolder) -> dict[str, Any]:
+    """Change the longest clip, unless the encoder needs clips that are padded to just its own length."""
+    seconds = changes.get("max_seconds")
+    if seconds is None or seconds != int(seconds) or folder.settings.model["audio"]["clip_end"] == "silence":
+        return dict(config)
+    changed = {**config, "chunk_length": int(seconds)}
+    rate = config.get("sampling_rate", 16_000)
+    if "n_samples" in config:
+        changed["n_samples"] = int(seconds) * rate
+    if "nb_max_frames" in config:
+        changed["nb_max_frames"] = int(seconds) * rate // config.get("hop_length", 160)
+    return changed
+
+
+def _pixels(changes: Changes) -> dict[str, Any]:
+    """Return the keys of how pixels are computed."""
+    stated: dict[str, Any] = {}
+    if "resample" in changes:
+        stated["resample"] = FILTERS[changes["resample"]]
+    if "mean" in changes:
+        stated["image_mean"] = list(changes["mean"])
+    if "std" in changes:
+        stated["image_std"] = list(changes["std"])
+    return stated
+
+
+def _with_limits(config: Changes, trained: Settings) -> dict[str, Any]:
+    """Return the keys of both limits: `size`, and the older ones where the config has them."""
+    size = {edge: trained[key] for key, edge in _LIMITS.items()}
+    return {"size": size, **{key: trained[key] for key in _LIMITS if config.get(key) is not None}}
+
+
+def _plain(value: object) -> object:
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _text(value: object) -> str:
+    return json.dumps(_plain(value))

@@ -1,0 +1,32 @@
+"""Settings of a recipe's `data.special_tokens`: which special tokens of the tokenizer texts of samples may hold."""
+
+from typing import Literal
+
+from mmtrain.recipe.settings import Section, setting
+
+SpecialTokensAllowed = Literal["all", "inline", "none"]
+
+
+class SpecialTokenSettings(Section):
+    """What becomes of a text that spells a special token, such as `<|box_start|>`, with a chat template.
+
+    `all`: it becomes the token, as transformers does. `inline`: only tokens that divide no turns (`<|box_start|>`,
+    `<think>`) do; text that spells others (`<|im_end|>`) stays text. `none`: all stays text. What stands for a medium
+    (`<|image_pad|>`) always stays text.
+    """
+
+    answers: SpecialTokensAllowed = setting(
+        "all",
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Special tokens that answers may spell, which are the trainer's own text. `all`: every one, as "
+        "transformers takes them. `inline`: those that divide no turns. `none`: no text becomes a special token. "
+        "Tokens whose places media take always stay text.",
+    )
+    prompts: SpecialTokensAllowed = setting(
+        "inline",
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="The same for turns of users, systems and tools, and for descriptions of tools. `all` lets texts "
+        "of users forge turns, as transformers does.",
+    )
