@@ -3,6 +3,18 @@
 Commands import what they need when they run, so that `mmtrain --help` stays fast and loads no torch. Read `app` first.
 """
 
-from mmtrain.cli.app import main
+import sys
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command in `sys.argv`; exit with 0 (done), 1 (run failed), 2 (wrong input) or 75 (stopped, can go on)."""
+    if sys.argv[1:2] == ["train"]:
+        # Before anything else is imported. Other commands leave nothing half done when a signal ends them.
+        from mmtrain.runtime.resilience.signals import end_on_stop_signals
+
+        end_on_stop_signals()
+    from mmtrain.cli.app import main as run_command
+
+    run_command()

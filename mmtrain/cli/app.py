@@ -49,7 +49,7 @@ app.command()(doctor.doctor)
 
 
 def main() -> None:
-    """Run the command in `sys.argv`; exit with 0 (done), 1 (run failed), 2 (wrong input) or 75 (stopped and saved)."""
+    """Run the command in `sys.argv`, and turn an error into a message and an exit code."""
     prepare_streams()
     remark = drop_thread_binding()
     if remark is not None:

@@ -59,10 +59,10 @@ def profile(
         require_this_hardware,
     )
     from mmtrain.runtime.profiling.profile import profile as measure
-    from mmtrain.runtime.world import find_address
+    from mmtrain.runtime.world import find_launched_world
 
     ranks, hardware = resolve_cluster(settings)
-    address = find_address()
+    address = find_launched_world(ranks)
     sizes = sizes_to_measure(settings, ranks, only, tp) if address is None else {}
     request = ProfileRequest(settings, hardware, ranks, sizes)
     require_this_hardware(request)

@@ -12,13 +12,23 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 
 from mmtrain.costs import preset_for_device
 from mmtrain.errors import LaunchError, MmtrainError
 from mmtrain.runtime.gloo_threads import calm_gloo_threads
+from mmtrain.runtime.rendezvous import (
+    RENDEZVOUS_LIMIT_S,
+    MeetingPlace,
+    Patience,
+    await_all_ranks,
+    noting_progress,
+    print_note,
+    reach_first_rank,
+)
 
 T = TypeVar("T")
-RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+RENDEZVOUS_TIMEOUT = timedelta(seconds=RENDEZVOUS_LIMIT_S)
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 PATIENT_TIMEOUT = timedelta(days=365)  # gloo has no setting for none
 # Of torch's CUDA allocator. Every microbatch has another number of tokens, so block sizes hardly ever repeat, and
@@ -27,6 +37,15 @@ ALLOCATOR_SETTINGS = "expandable_segments:True"
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second one is its former name
 # This process's index among those of its machine, as torchrun, Open MPI, Intel MPI and MPICH, and srun state it.
 LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+# With which other launchers tell a process its place; a launcher of our own does so otherwise.
+LAUNCHER_VARIABLES = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_(RANK|NAME|WORLD_SIZE)|MASTER_ADDR"
+    r"|MASTER_PORT|TORCHELASTIC_\w+|SLURM_(PROCID|LOCALID|STEP_NUM_TASKS)|OMPI_COMM_WORLD_\w+|MPI_LOCALRANKID|PMI_\w+)"
+)
+_LAUNCHER_NAMES = {"torchrun": "torchrun, or what sets its variables", "slurm": "srun"}
+# Where jobs of SLURM meet: below the ports that Linux gives to connections, which start at 32768.
+SLURM_PORTS = range(20_000, 32_000)
+PORTS_BETWEEN_STEPS = 4_801  # of one job, and no divisor of the number of ports; jobs at a time have numbers closer by
 
 
 @dataclass(frozen=True)
@@ -41,6 +60,8 @@ class Address:
     launcher: str  # `torchrun` (or anything else that sets its variables), `slurm` or `mmtrain`
     attempt: int = 0  # restarts by torchrun so far
     ranks_per_node: int = 1  # that are lost together; of our own launcher, whose ranks share one node, each by itself
+    origin: str = field(default="", compare=False)  # the variables that say so, with their values
+    job: str = field(default="", compare=False)  # as the launcher calls it; two of one machine differ
 
     @property
     def ranks_here(self) -> int:
@@ -149,30 +170,100 @@ def find_address(env: Mapping[str, str] = os.environ) -> Address | None:
     torchrun's variables win over SLURM's, since torchrun is also started by srun, one for each node.
     """
     if "WORLD_SIZE" in env and "RANK" in env:
-        values = {key: _int(env, key) for key in ("RANK", "WORLD_SIZE")}
-        local = next((_int(env, name) for name in LOCAL_RANK_VARIABLES if name in env), None)
-        port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else 29500
-        attempt = _int(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
-        master = env.get("MASTER_ADDR", "127.0.0.1")
-        per_node = _int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else 1
-        rank, size = values["RANK"], values["WORLD_SIZE"]
-        if local is None:  # launchers fill one node after another
-            local = rank % per_node if "LOCAL_WORLD_SIZE" in env else rank
-        return _checked(Address(rank, size, local, master, port, "torchrun", attempt, per_node))
+        return _checked(_torchrun_address(env))
     # Only srun sets the step's size: in a batch script without srun, mmtrain is one process, not all tasks.
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
-        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
-        master = env.get("MASTER_ADDR") or first_host(nodes) or "127.0.0.1"
-        # Two jobs on one node need different ports, and all tasks of a job must choose the same without communicating.
-        port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
-        local = _int(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else 0
-        size = _int(env, "SLURM_STEP_NUM_TASKS")
-        # `8(x2),4`: eight tasks on each of two nodes, and four on the next.
-        tasks_per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-        per_node = int(tasks_per_node.group()) if tasks_per_node else 1
-        address = Address(_int(env, "SLURM_PROCID"), size, local, master, port, "slurm", ranks_per_node=per_node)
-        return _checked(address)
+        return _checked(_slurm_address(env))
     return None
+
+
+def _torchrun_address(env: Mapping[str, str]) -> Address:
+    rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE")
+    local = next((_int(env, name) for name in LOCAL_RANK_VARIABLES if name in env), None)
+    port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else 29500
+    attempt = _int(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
+    per_node = _int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else 1
+    if local is None:  # launchers fill one node after another
+        local = rank % per_node if "LOCAL_WORLD_SIZE" in env else rank
+    return Address(
+        rank,
+        size,
+        local,
+        env.get("MASTER_ADDR", "127.0.0.1"),
+        port,
+        "torchrun",
+        attempt,
+        per_node,
+        _origin(env, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        env.get("TORCHELASTIC_RUN_ID", ""),
+    )
+
+
+def _slurm_address(env: Mapping[str, str]) -> Address:
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    job, step = env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0")
+    # Two jobs on one node, and two steps of one job, need different ports, and all tasks of a step must choose the same
+    # without communicating.
+    number = (_number(job) + PORTS_BETWEEN_STEPS * _number(step)) % len(SLURM_PORTS)
+    # `8(x2),4`: eight tasks on each of two nodes, and four on the next.
+    tasks_per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return Address(
+        _int(env, "SLURM_PROCID"),
+        _int(env, "SLURM_STEP_NUM_TASKS"),
+        _int(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else 0,
+        env.get("MASTER_ADDR") or first_host(nodes) or "127.0.0.1",
+        _int(env, "MASTER_PORT") if "MASTER_PORT" in env else SLURM_PORTS[number],
+        "slurm",
+        ranks_per_node=int(tasks_per_node.group()) if tasks_per_node else 1,
+        origin=_origin(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR", "MASTER_PORT"),
+        job=f"{job}.{step}",
+    )
+
+
+def _origin(env: Mapping[str, str], *names: str) -> str:
+    """Return the variables that say where this process belongs, for the user."""
+    return ", ".join(f"{name}={env[name]}" if name in env else f"no {name}" for name in names)
+
+
+def introduce_address(address: Address, note: Callable[[str], None] = print_note) -> None:
+    """Say on rank 0 what was taken from which variables: they may be left from something else."""
+    if address.rank:
+        return
+    ranks = "1 rank" if address.world_size == 1 else f"{address.world_size} ranks"
+    meeting = "" if address.world_size == 1 else f"; they meet at {address.master}:{address.port}"
+    note(f"{ranks}, as started by {_LAUNCHER_NAMES[address.launcher]} ({address.origin}){meeting}")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if address.world_size == 1 and num_gpus > 1:
+        note(
+            f"this machine has {num_gpus} GPUs, and one is used, because of these variables; to use all, "
+            f"{way_to_start_own_ranks(address)}"
+        )
+
+
+def find_launched_world(num_ranks: int, env: Mapping[str, str] = os.environ) -> Address | None:
+    """Return this process's rank among those of a launcher; None where we start `num_ranks` of our own.
+
+    Variables that make this process the only one, of a shell that `srun --pty` started or left from something else, are
+    no reason to do what needs several ranks with one.
+    """
+    address = find_address(env)
+    if address is None or address.world_size > 1 or num_ranks == 1:
+        return address
+    print_note(f"starting {num_ranks} ranks here, though {address.origin} make this process the only one")
+    return None
+
+
+def way_to_start_own_ranks(address: Address) -> str:
+    """Say how to make mmtrain start the ranks itself where a launcher's variables are set."""
+    if address.launcher == "slurm":
+        return "unset SLURM_PROCID"
+    return "unset RANK and WORLD_SIZE"
+
+
+def forget_launcher(env: MutableMapping[str, str] = os.environ) -> None:
+    """Remove the variables of other launchers, in a rank that our own launcher has started."""
+    for name in [name for name in env if LAUNCHER_VARIABLES.fullmatch(name)]:
+        del env[name]
 
 
 def first_host(nodelist: str) -> str | None:
@@ -241,27 +332,18 @@ def join(address: Address) -> World:
     if cuda:
         device = torch.device("cuda", device_index(address.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
+    quiet_torch_log()
     if address.rank == 0 and address not in _meeting_points:
         _require_bindable(address)
+    place = MeetingPlace(address.rank, address.world_size, address.master, address.port, address.origin)
     try:
-        if address not in _meeting_points:
-            _meeting_points[address] = _MeetingPoint(_connect(address, is_master=_hosts_store(address)))
-        meeting_point = _meeting_points[address]
-        meeting_point.num_meetings += 1
-        prefix = _store_prefix(address, meeting_point.num_meetings)
-        dist.init_process_group(
-            # Objects go over gloo: NCCL would pickle them through the memory of GPUs.
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=PrefixStore(prefix, meeting_point.store),
-            rank=address.rank,
-            world_size=address.world_size,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
+        prefix = _meet(address, place, cuda)
     except (RuntimeError, ValueError) as e:
+        origin = f" ({address.origin})" if address.origin else ""
         raise LaunchError(
-            f"rank {address.rank} of {address.world_size} could not join at MASTER_ADDR:MASTER_PORT "
-            f"{address.master}:{address.port}: {str(e).splitlines()[0]}. Check that the port is free on the first "
-            "node, that every node reaches it, and that all ranks were started"
+            f"rank {address.rank} of {address.world_size} could not join at {place.to_text()}{origin}: "
+            f"{str(e).splitlines()[0]}. Check that the port is free on the first node, that every node reaches the "
+            "others (GLOO_SOCKET_IFNAME names the network), and that all ranks were started"
         ) from e
     calm_gloo_threads()
     world = World(address.rank, address.world_size, device, _second_client(address, prefix))
@@ -271,10 +353,43 @@ def join(address: Address) -> World:
     return world
 
 
+def _meet(address: Address, place: MeetingPlace, cuda: bool) -> str:
+    """Wait for all ranks, and make the default process group of them; return the prefix of their keys."""
+    patience = Patience()
+    if address not in _meeting_points:
+        if not _hosts_store(address):
+            reach_first_rank(place, patience)
+        _meeting_points[address] = _MeetingPoint(_connect(address, is_master=_hosts_store(address)))
+    meeting_point = _meeting_points[address]
+    meeting_point.num_meetings += 1
+    prefix = _store_prefix(address, meeting_point.num_meetings)
+    store = PrefixStore(prefix, meeting_point.store)
+    await_all_ranks(store, place, patience, may_repeat=has_agent_store(address))
+    with noting_progress(
+        Patience(), f"all ranks have come to {place.to_text()}, and rank {place.rank} connects to the others"
+    ):
+        dist.init_process_group(
+            # Objects go over gloo: NCCL would pickle them through the memory of GPUs.
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=store,
+            rank=address.rank,
+            world_size=address.world_size,
+            timeout=RENDEZVOUS_TIMEOUT,
+        )
+    set_group_timeout(COLLECTIVE_TIMEOUT, None)  # of what follows; all ranks were there to connect
+    return prefix
+
+
+def quiet_torch_log(env: MutableMapping[str, str] = os.environ) -> None:
+    """Keep warnings of torch's C++ code, pages of frames for a rank that is late, from what the user must read."""
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def _connect(address: Address, is_master: bool) -> TCPStore:
     """Connect to the store of the ranks; `is_master`: make it."""
     return TCPStore(
-        address.master,
+        # The process that holds the store needs no name of its machine, which only others may be able to resolve.
+        "127.0.0.1" if _hosts_store(address) else address.master,
         address.port,
         address.world_size,
         is_master=is_master,
@@ -312,13 +427,13 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def has_agent_store(env: Mapping[str, str] = os.environ) -> bool:
+def has_agent_store(address: Address, env: Mapping[str, str] = os.environ) -> bool:
     """Return whether the ranks meet in a store of torchrun's agent, which already listens at MASTER_PORT."""
-    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return address.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _hosts_store(address: Address) -> bool:
-    return address.rank == 0 and not has_agent_store()
+    return address.rank == 0 and not has_agent_store(address)
 
 
 def _store_prefix(address: Address, meeting: int) -> str:
@@ -326,9 +441,10 @@ def _store_prefix(address: Address, meeting: int) -> str:
 
     The store of torchrun's agent outlives a failed attempt and still holds the addresses of its ranks. A store of our
     own is new in each start; agents that joined at different times count attempts differently. `meeting` counts in one
-    start.
+    start. The job's name keeps a rank of another job, at the same port by chance, from being taken for one of ours.
     """
-    return f"mmtrain/{address.attempt}/{meeting}" if has_agent_store() else f"mmtrain/{meeting}"
+    attempt = f"/{address.attempt}" if has_agent_store(address) else ""
+    return f"mmtrain/{address.job}{attempt}/{meeting}"
 
 
 def _require_bindable(address: Address) -> None:
@@ -343,6 +459,10 @@ def _require_bindable(address: Address) -> None:
             raise LaunchError(
                 f"MASTER_PORT: {address.port} cannot be used on this node ({e.strerror}); choose a free port above 1023"
             ) from e
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
 
 
 def _int(env: Mapping[str, str], key: str) -> int:

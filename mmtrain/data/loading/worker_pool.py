@@ -239,7 +239,7 @@ class WorkerPool(Generic[Tag]):
                 passed = (theirs.fileno(), self._builder_file)
                 os.lseek(self._builder_file, 0, os.SEEK_SET)
                 self._host = subprocess.Popen(
-                    [sys.executable, "-m", "mmtrain.data.loading.worker_process", *map(str, passed)],
+                    [sys.executable, "-P", "-m", "mmtrain.data.loading.worker_process", *map(str, passed)],
                     stdin=subprocess.DEVNULL,
                     pass_fds=passed,
                     env=os.environ | _SINGLE_THREADED | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},

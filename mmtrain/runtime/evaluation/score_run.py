@@ -49,7 +49,17 @@ from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE, load_run_recipe
-from mmtrain.runtime.world import Address, World, find_address, join, leave, limit_threads, prepare_allocator
+from mmtrain.runtime.world import (
+    Address,
+    World,
+    find_launched_world,
+    introduce_address,
+    join,
+    leave,
+    limit_threads,
+    prepare_allocator,
+    way_to_start_own_ranks,
+)
 
 NUM_EXAMPLES = 5  # of questions, shown with their answers
 Answers = Mapping[HeldOutQuestion, str]
@@ -83,12 +93,13 @@ def run(request: EvaluateRequest) -> None:
     recipe = _load_recipe(request.run_dir)
     choose_options(request.drawing, recipe.model.generator)  # refuses what it cannot draw, before ranks start
     _require_checkpoint(request.run_dir / CHECKPOINTS_FOLDER, recipe)
-    address = find_address()
+    address = find_launched_world(request.ranks)
     if address is not None:
+        introduce_address(address)
         if request.ranks not in (1, address.world_size):
             raise LaunchError(
-                f"--ranks: {request.ranks} found, but {address.launcher} started {address.world_size} processes; "
-                "leave it out here"
+                f"--ranks: {request.ranks} found, but {address.launcher} started {address.world_size} processes "
+                f"({address.origin}); leave it out here, or {way_to_start_own_ranks(address)}"
             )
         _evaluate_rank(request, recipe, address)
     elif request.ranks > 1:

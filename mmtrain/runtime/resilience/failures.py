@@ -7,8 +7,9 @@ user sees first. Reports are files because the ranks can no longer communicate, 
 import contextlib
 import json
 import shutil
+import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,14 +17,20 @@ from typing import Literal
 import torch.distributed as dist
 
 from mmtrain.durable_files import write_whole
-from mmtrain.errors import FolderTaken, StoppedAndSaved
+from mmtrain.errors import FolderTaken, RunError, StoppedAndSaved
 from mmtrain.program import Recv, Send, action_to_text
 from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.rendezvous import ranks_text
+from mmtrain.runtime.resilience.signals import stopped_early_text
 from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.run_state import read_run_state, write_run_state
 
 FAILURES_FOLDER = "failures"
-FailureKind = Literal["error", "lost peer", "hang"]
+FailureKind = Literal["error", "lost peer", "hang", "stopped"]  # stopped: by a signal, with nothing to save
+# How long a rank waits for the reports of the others. A rank whose report comes later is said to be dead, so this
+# outlasts a busy processor and a slow file server.
+REPORT_COLLECTION_S = 5.0
+REPORT_POLL_S = 0.05
 _LOST_PEER_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -117,11 +124,12 @@ def clear_failures(run_dir: Path) -> None:
     shutil.rmtree(run_dir / FAILURES_FOLDER, ignore_errors=True)
 
 
-def explain_failures(failures: Sequence[Failure], world_size: int) -> str:
+def explain_failures(failures: Sequence[Failure], world_size: int, hosts: Sequence[str] = ()) -> str:
     """Name the failure that caused the others, then what followed on other ranks.
 
-    An error comes before a lost connection. In a run that hangs the cause is a rank without a report (it is dead, or
-    stopped by the system); else a rank that waits for no other; of several the one stuck for longest.
+    An error comes before a lost connection. Where no rank has an error of its own, the cause is a rank without a
+    report: it is dead, or, in a run that hangs, may be stopped by the system; else a rank that waits for no other, of
+    several the one stuck for longest. `hosts` are those of all ranks.
     """
     errors = [f for f in failures if f.kind == "error"]
     silent_ranks = sorted(set(range(world_size)) - {f.rank for f in failures})
@@ -130,17 +138,48 @@ def explain_failures(failures: Sequence[Failure], world_size: int) -> str:
     elif silent_ranks and any(f.kind == "hang" for f in failures):
         lead = f"rank {silent_ranks[0]} left no report: it is dead, or stopped by the system"
         return _explanation(lead, None, failures)
+    elif silent_ranks:
+        of_hosts = f" on {', '.join(sorted({hosts[rank] for rank in silent_ranks}))}" if hosts else ""
+        is_gone = "is gone" if len(silent_ranks) == 1 else "are gone"
+        lead = f"{ranks_text(silent_ranks)}{of_hosts} {is_gone} without a report: killed, or the node is lost"
+        return _explanation(lead, None, failures)
     else:
         waits_for_none = [f for f in failures if f.kind == "hang" and f.missing is None and not f.is_collective]
         cause = max(waits_for_none or failures, key=lambda f: f.stuck_s)
     return _explanation(cause.to_text(), cause, failures)
 
 
+def collect_failures(
+    run_dir: Path, world_size: int, limit_s: float, wait: Callable[[float], object] = time.sleep
+) -> list[Failure]:
+    """Return the reports of all ranks, or of those that wrote one in time; the first to be written first."""
+    deadline = time.monotonic() + limit_s
+    failures = read_failures(run_dir)
+    while len(failures) < world_size and time.monotonic() < deadline:
+        wait(REPORT_POLL_S)
+        failures = read_failures(run_dir)
+    return failures
+
+
+def record_early_stop(claim: FolderClaim, rank: int, activity: Activity) -> None:
+    """Write that a signal stops this rank before the first step: the others end too, and none is to blame."""
+    if claim.is_held():
+        write_failure(claim.run_dir, describe_failure(rank, activity, "stopped", "a stop signal"))
+        write_run_state(claim.run_dir, "stopped")
+
+
+def is_stopped_early(run_dir: Path) -> bool:
+    """Return whether a rank has written that a signal stopped it before the first step."""
+    return any(failure.kind == "stopped" for failure in read_failures(run_dir))
+
+
 @contextlib.contextmanager
-def report_failures(claim: FolderClaim, rank: int, activity: Activity) -> Iterator[None]:
+def report_failures(claim: FolderClaim, rank: int, activity: Activity, hosts: Sequence[str] = ()) -> Iterator[None]:
     """Write a report, and the run's state, when the body of `with` fails on this rank.
 
     Nothing is written into a folder that another run has taken: its ranks would read the report as one of their own.
+    With the `hosts` of all ranks, a rank that has lost a peer finds out which one is gone, and raises RunError that
+    names it: for ranks whose launcher does not.
     """
     run_dir = claim.run_dir
     try:
@@ -154,11 +193,27 @@ def report_failures(claim: FolderClaim, rank: int, activity: Activity) -> Iterat
         text = f"{type(error).__name__}: {error}"
         # A full disk or a lost mount must not hide the failure itself.
         with contextlib.suppress(OSError):
+            if kind == "lost peer" and is_stopped_early(run_dir):
+                raise StoppedAndSaved(stopped_early_text("a signal to another rank")) from error
             write_failure(run_dir, describe_failure(rank, activity, kind, text))
             stacks_path(run_dir, rank).write_text(traceback.format_exc(), encoding="utf-8")
             if kind == "error" or read_run_state(run_dir).get("status") != "failed":
                 write_run_state(run_dir, "failed", error=f"rank {rank}: {text}")
+            if kind == "lost peer" and hosts:
+                raise _explained_loss(run_dir, rank, hosts) from error
         raise
+
+
+def _explained_loss(run_dir: Path, rank: int, hosts: Sequence[str]) -> RunError | StoppedAndSaved:
+    """Return what a rank that lost a peer raises when the others have reported; one rank speaks for all."""
+    failures = collect_failures(run_dir, len(hosts), REPORT_COLLECTION_S)
+    if any(failure.kind == "stopped" for failure in failures):
+        return StoppedAndSaved(stopped_early_text("a signal to another rank"))
+    explanation = explain_failures(failures, len(hosts), hosts)
+    if rank == min((failure.rank for failure in failures), default=rank):
+        write_run_state(run_dir, "failed", error=explanation)
+        return RunError(explanation)
+    return RunError(explanation.splitlines()[0])
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -30,8 +30,8 @@ from mmtrain.errors import (
 from mmtrain.runtime.resilience.failures import is_lost_peer
 from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 from mmtrain.runtime.resilience.orphans import stop_orphan
-from mmtrain.runtime.resilience.signals import STOP_SIGNALS, SignalPipe
-from mmtrain.runtime.world import Address
+from mmtrain.runtime.resilience.signals import STOP_SIGNALS, SignalPipe, stopped_early_text
+from mmtrain.runtime.world import Address, forget_launcher
 from mmtrain.system_errors import system_errors_named
 
 PEER_FAILURE_GRACE_S = 3.0  # in which ranks may end by themselves, and report why, after a peer failed
@@ -93,6 +93,7 @@ def launch_local(num_ranks: int, target: Callable[[Address], None], saves_on_sto
 
 def _rank_main(target: Callable[[Address], None], address: Address, report: Connection, saves_on_stop: bool) -> None:
     signal.set_wakeup_fd(-1)  # after a fork this would still be the launcher's
+    forget_launcher()
     ignore_lost_output()
     for number in STOP_SIGNALS:
         # Ctrl-C reaches the whole process group, but the launcher passes it on. What nohup ignores stays ignored.
@@ -144,7 +145,11 @@ def _watch(ranks: dict[BaseProcess, Connection], signals: SignalPipe, saves_on_s
             num_interrupts += received.count(signal.SIGINT)
             if num_interrupts > 1:
                 raise RunError("interrupted twice: all ranks were ended without saving")
-            print("mmtrain: stopping after this step, then saving; Ctrl-C ends at once", file=sys.stderr, flush=True)
+            print(
+                "mmtrain: stopping after this step, then saving (before the first step, at once); Ctrl-C ends at once",
+                file=sys.stderr,
+                flush=True,
+            )
             _send_signal([process for process in processes if process.is_alive()], signal.SIGTERM)
         for sentinel in [sentinel for sentinel in running if sentinel in ready]:
             rank = running.pop(sentinel)
@@ -166,6 +171,8 @@ def _read_exit(rank: int, process: BaseProcess, report: Connection) -> _RankExit
         return _RankExit(rank, code, message, secondary)
     except EOFError:  # it could not report: killed from outside, or out of memory
         code = process.exitcode or 1
+        if code == StoppedAndSaved.exit_code:  # it ended at once, without its main thread
+            return _RankExit(rank, code, stopped_early_text("a signal"), secondary=False)
         reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         # NCCL's watchdog ends a rank by SIGABRT when a peer is gone or a collective takes too long.
         return _RankExit(rank, code, f"rank {rank} {reason}", secondary=code == -signal.SIGABRT)
@@ -177,8 +184,10 @@ def _first_failure(exits: list[_RankExit]) -> MmtrainError:
     Of ranks that all look like victims, one that was killed comes first.
     """
     failed = [rank_exit for rank_exit in exits if rank_exit.code != StoppedAndSaved.exit_code]
-    if not failed:
-        return StoppedAndSaved(exits[0].message)
+    stopped = [rank_exit for rank_exit in exits if rank_exit.code == StoppedAndSaved.exit_code]
+    # A rank that was about to start the first step loses those that ended at once.
+    if stopped and all(rank_exit.secondary for rank_exit in failed):
+        return StoppedAndSaved(stopped[0].message)
     cause = min(failed, key=lambda rank_exit: (rank_exit.secondary, rank_exit.code >= 0))
     secondary = sorted(rank_exit.rank for rank_exit in failed if rank_exit.secondary and rank_exit is not cause)
     message = cause.message

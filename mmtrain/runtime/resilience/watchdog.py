@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from mmtrain.errors import StoppedAndSaved
 from mmtrain.runtime.execution.activity import ENDING, Activity
 from mmtrain.runtime.resilience.failures import (
     FAILURES_FOLDER,
+    REPORT_COLLECTION_S,
     Failure,
+    collect_failures,
     describe_failure,
     explain_failures,
     read_failures,
@@ -22,16 +25,13 @@ from mmtrain.runtime.resilience.failures import (
 )
 from mmtrain.runtime.resilience.heartbeats import Heartbeats
 from mmtrain.runtime.resilience.peer_progress import PeerProgress
+from mmtrain.runtime.resilience.signals import stopped_early_text
 from mmtrain.runtime.run_state import write_run_state
 from mmtrain.runtime.world import World
 
 WATCHDOG_POLL_S = 0.5
 LOST_RANK_SILENCE_S = 20.0  # of an elastic run; torchrun's agents give each other up after 15 s
 BEATS_PER_SILENCE_LIMIT = 5  # few, since rank 0 asks the store about every rank
-# How long a rank waits for the reports of the others, which look for alarms twice a second. A rank whose report comes
-# later is said to be dead, so this outlasts a busy processor and a slow file server; MAX_REPORT_S bounds it.
-REPORT_COLLECTION_S = 5.0
-REPORT_POLL_S = 0.05
 MAX_LISTENER_END_S = 1.0  # in which the listener ends; one that hangs itself ends with the process
 MAX_REPORT_S = 15.0  # in which a report must be on disk: what hangs may be the storage itself
 
@@ -42,7 +42,8 @@ class Watchdog:
     Before the first step there are phases that may take any time; in these it ends when another rank's process does not
     run for `timeout_s`, or when this rank plans and uses no processor time for so long. With `silence_limit_s` it ends
     in later phases too when a process does not run for so long: on a network that does not report a lost node, waiting
-    for a message says nothing.
+    for a message says nothing. When a signal has stopped another rank before the first step, this process ends as well
+    (`end_early`).
 
     One thread watches. Another one looks for the alarms of other ranks in the run's folder, which they share for their
     checkpoints since the network is what may hang, and for their progress with files. A third one beats. Both the
@@ -59,6 +60,7 @@ class Watchdog:
         end: Callable[[str], None] | None = None,
         may_write: Callable[[], bool] = lambda: True,
         silence_limit_s: float | None = None,
+        end_early: Callable[[], None] | None = None,
     ) -> None:
         """Prepare to watch `activity`; a timeout of 0 seconds disables the watchdog.
 
@@ -69,6 +71,7 @@ class Watchdog:
         self._peers = PeerProgress(world.store, activity) if world.store else None
         self._heartbeats = Heartbeats(world.store, world) if world.store else None
         self._end, self._may_write = end or _end_process, may_write
+        self._end_early = end_early or _end_early
         self._silence_limit_s = silence_limit_s
         self._next_beat_s = 0.0
         self._closed = threading.Event()
@@ -112,9 +115,13 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
                 if self._peers is not None:
                     self._peers.exchange()
-            if (self._run_dir / FAILURES_FOLDER).exists() and any(
-                failure.kind == "hang" for failure in read_failures(self._run_dir)
-            ):
+            if not (self._run_dir / FAILURES_FOLDER).exists():
+                continue
+            kinds = {failure.kind for failure in read_failures(self._run_dir)}
+            if "stopped" in kinds and self._activity.doing != ENDING:
+                self._end_early()
+                return
+            if "hang" in kinds:
                 self._alarmed.set()
                 return
 
@@ -155,21 +162,12 @@ class Watchdog:
         with path.open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         write_failure(self._run_dir, failure)  # after the stacks: this file is the alarm on which other ranks end too
-        failures = self._collect()
+        failures = collect_failures(self._run_dir, self._world_size, REPORT_COLLECTION_S, self._closed.wait)
         explanation = ""
         if failures[0].rank == self._rank:  # one rank speaks for all: the first to raise the alarm
             explanation = explain_failures(failures, self._world_size)
             write_run_state(self._run_dir, "failed", error=explanation)
         return explanation
-
-    def _collect(self) -> list[Failure]:
-        """Return the reports of all ranks, or of those that wrote one in time; the first to raise the alarm first."""
-        deadline = time.monotonic() + REPORT_COLLECTION_S
-        failures = read_failures(self._run_dir)
-        while len(failures) < self._world_size and time.monotonic() < deadline:
-            self._closed.wait(REPORT_POLL_S)
-            failures = read_failures(self._run_dir)
-        return failures
 
 
 def _end_process(report: str) -> None:
@@ -177,3 +175,8 @@ def _end_process(report: str) -> None:
         print(f"mmtrain: {report}", file=sys.stderr, flush=True)
     # The main thread is inside a wait that nothing can interrupt.
     os._exit(1)
+
+
+def _end_early() -> None:
+    print(f"mmtrain: {stopped_early_text('a signal to another rank')}", file=sys.stderr, flush=True)
+    os._exit(StoppedAndSaved.exit_code)

@@ -38,7 +38,7 @@ class BackgroundPlanning:
 
     def __init__(self, make_plan: Callable[[], Plan]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", PLANNING_PROCESS_MODULE],
+            [sys.executable, "-P", "-m", PLANNING_PROCESS_MODULE],
             stdin=subprocess.PIPE,  # stays open as long as this process lives; the child ends when it closes
             stdout=subprocess.PIPE,
             env=os.environ | PLANNING_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

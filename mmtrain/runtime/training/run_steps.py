@@ -103,6 +103,7 @@ def run_steps(run: RankRun) -> StepsEnd:
     validation = Validation(rank_context, recipe.train.validate_every) if recipe.train.validate_every else None
     of_peak = f"MFU is the share of {reducer.peak_flops:.3g} FLOP/s, {world.size} x {run.plan.hardware}"
     session.console.print(of_peak, highlight=False)
+    session.stop.save_from_now_on()  # all ranks have come here, and the first step takes seconds
     rank_context.faults.start(world.rank)
     with (
         contextlib.ExitStack() as stack,

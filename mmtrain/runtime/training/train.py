@@ -1,6 +1,7 @@
 """`mmtrain train`: a run from its recipe to the trained model."""
 
 import contextlib
+import socket
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.device_memory import smallest_device_memory
-from mmtrain.runtime.resilience.failures import report_failures
+from mmtrain.runtime.resilience.failures import record_early_stop, report_failures
 from mmtrain.runtime.resilience.folder_lock import ELASTIC_LEASE, FolderLock
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.resilience.orphans import LauncherMonitor, has_watching_launcher
@@ -55,10 +56,12 @@ from mmtrain.runtime.world import (
     World,
     find_address,
     has_agent_store,
+    introduce_address,
     join,
     leave,
     limit_threads,
     torch_seed,
+    way_to_start_own_ranks,
 )
 
 
@@ -72,10 +75,12 @@ def run(request: TrainRequest) -> None:
         check_start_weights(request.recipe)  # report weights that do not fit before anything starts
     address = find_address()
     if address is not None:
+        introduce_address(address)
         if request.max_restarts:
             raise LaunchError(
-                f"--max-restarts: {request.max_restarts} found, but {address.launcher} started these processes and "
-                "must restart them (torchrun --max-restarts, sbatch --requeue with --resume); leave it out here"
+                f"--max-restarts: {request.max_restarts} found, but {address.launcher} started these processes "
+                f"({address.origin}) and must restart them (torchrun --max-restarts, sbatch --requeue with --resume); "
+                f"leave it out here, or {way_to_start_own_ranks(address)}"
             )
         train_rank(_request_under_torchrun(request, address) if address.launcher == "torchrun" else request, address)
     elif request.ranks == 1 and not request.max_restarts:
@@ -99,7 +104,7 @@ def _request_under_torchrun(request: TrainRequest, address: Address) -> TrainReq
                 "--resume-from: with --elastic, each restart by torchrun would go back again. Go back once without "
                 "--elastic, then continue with it"
             )
-        if has_agent_store():
+        if has_agent_store(address):
             raise LaunchError(
                 "--elastic: torchrun lets the ranks meet in a store that nodes which come later cannot find. Start "
                 "torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment and with --rdzv-backend=c10d, "
@@ -143,7 +148,7 @@ def train_rank(request: TrainRequest, address: Address) -> None:
     limit_threads(address)
     set_determinism(request.recipe.train.deterministic)
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(StopSignalListener())
+        stop = stack.enter_context(StopSignalListener(has_nothing_to_save=True))
         if has_watching_launcher(address):
             stack.enter_context(LauncherMonitor(address.rank))
         checkpoint = _train(request, address, join(address), stop)
@@ -165,8 +170,9 @@ def _train(request: TrainRequest, address: Address, world: World, stop: StopSign
     # Rank 0 takes the folder for all.
     with FolderLock(request.run_dir, notify, lease, launcher=request.restarting_launcher) as lock:
         claim = world.on_first(lambda: claim_run_folder(request, lock))
+        stop.last_act = partial(record_early_stop, claim, world.rank, activity)
         with (
-            report_failures(claim, world.rank, activity),
+            report_failures(claim, world.rank, activity, _hosts_to_name(address, world)),
             Watchdog(
                 activity,
                 recipe.train.watchdog_s,
@@ -196,6 +202,11 @@ def _train(request: TrainRequest, address: Address, world: World, stop: StopSign
                 if summary:
                     console.print(summary, highlight=False, soft_wrap=True)
             return end.checkpoint
+
+
+def _hosts_to_name(address: Address, world: World) -> list[str]:
+    """Return the machine of each rank, for errors; none where our own launcher sees which rank has ended."""
+    return [] if address.launcher == "mmtrain" else [str(host) for host in world.all_gather(socket.gethostname())]
 
 
 def _train_on_plan(session: RankSession, world: World, chosen: ChosenPlan) -> StepsEnd:
