@@ -45,7 +45,7 @@ LAUNCHER_VARIABLES = re.compile(
 _LAUNCHER_NAMES = {"torchrun": "torchrun, or what sets its variables", "slurm": "srun"}
 # Where jobs of SLURM meet: below the ports that Linux gives to connections, which start at 32768.
 SLURM_PORTS = range(20_000, 32_000)
-PORTS_BETWEEN_STEPS = 4_801  # of one job, and no divisor of the number of ports; jobs at a time have numbers closer by
+PORTS_BETWEEN_STEPS = 601  # of one job: more than there are between jobs that run at the same time on one node
 
 
 @dataclass(frozen=True)

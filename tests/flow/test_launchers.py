@@ -74,30 +74,67 @@ def test_our_restarts_are_refused_under_other_launchers(data: Path, tmp_path: Pa
     assert fork_ranks(1, slurm_task, request, free_port()) == [2]
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (75, True)])
-def test_the_batch_script_requeues_a_run_that_was_stopped(tmp_path: Path, code: int, requeued: bool) -> None:
-    calls = tmp_path / "calls"
-    for name, end in (("srun", f"exit {code}"), ("scontrol", "echo node1; echo node2")):
-        stub = tmp_path / name
-        stub.write_text(f'#!/bin/bash\necho "{name} $* at $MASTER_ADDR" >> {calls}\n{end}\n')
-        stub.chmod(0o755)
-    env = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "MASTER_ADDR": "",
-    }
-    run_dir = tmp_path / "run"
-    for resume in ("", " --resume"):
-        done = subprocess.run(["bash", SBATCH, "r.yaml", run_dir, "--set", "a=1"], env=env, capture_output=True)
+class _BatchScript:
+    """Runs scripts/train.sbatch with programs in place of SLURM's that note how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run_dir = folder, folder / "run"
+        self._calls = folder / "calls"
+
+    def run(self, code: int, *arguments: str, srun: str = "", **env: str) -> list[str]:
+        """Run the script with an srun that does `srun` and ends with `code`; return the calls."""
+        for name, end in (("srun", f"{srun}\nexit {code}"), ("scontrol", "echo node1; echo node2")):
+            stub = self.folder / name
+            call = f"{name} $* at $MASTER_ADDR, ${{SRUN_CPUS_PER_TASK:-no}} cores"
+            stub.write_text(f'#!/bin/bash\necho "{call}" >> {self._calls}\n{end}\n')
+            stub.chmod(0o755)
+        variables = {
+            "PATH": f"{self.folder}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "MASTER_ADDR": "",
+        }
+        command = ["bash", SBATCH, "r.yaml", self.run_dir, *arguments]
+        done = subprocess.run(command, env=variables | env, capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stderr
-        asked, started, *rest = calls.read_text().splitlines()
+        calls = self._calls.read_text().splitlines()
+        self._calls.unlink()
+        return calls
+
+    def requeues(self, code: int, restarts: int = 0, srun: str = "") -> bool:
+        return self.run(code, srun=srun, SLURM_RESTART_COUNT=str(restarts))[2:] != []
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (2, False), (75, True), (138, True)])
+def test_the_batch_script_requeues_a_run_that_was_stopped(tmp_path: Path, code: int, requeued: bool) -> None:
+    script = _BatchScript(tmp_path)
+    for resume in ("", " --resume"):
+        asked, started, *rest = script.run(code, "--set", "a=1")
         assert asked.startswith("scontrol show hostnames node[1-2]")
-        assert started.endswith(f"mmtrain train r.yaml --run-dir {run_dir}{resume} --set a=1 at node1")
-        assert rest == (["scontrol requeue 7 at node1"] if requeued else [])
-        calls.unlink()
-        run_dir.mkdir(exist_ok=True)
-        (run_dir / "recipe.yaml").touch()
+        assert started.endswith(f"mmtrain train r.yaml --run-dir {script.run_dir}{resume} --set a=1 at node1, no cores")
+        assert rest == (["scontrol requeue 7 at node1, no cores"] if requeued else [])
+        script.run_dir.mkdir(exist_ok=True)
+        (script.run_dir / "recipe.yaml").touch()
+
+
+def test_the_batch_script_requeues_after_a_killed_task_but_not_twice_without_a_checkpoint(tmp_path: Path) -> None:
+    script = _BatchScript(tmp_path)
+    checkpoints = script.run_dir / CHECKPOINTS_FOLDER
+    checkpoints.mkdir(parents=True)
+    assert script.requeues(137)
+    assert not script.requeues(137, restarts=1)
+    assert script.requeues(137, restarts=1, srun=f"echo step-5 > {checkpoints}/latest")
+    assert not script.requeues(137, restarts=2)
+    assert script.requeues(75, restarts=9)
+
+
+def test_the_batch_script_passes_on_cores_ranks_per_node_and_the_number_in_an_array(tmp_path: Path) -> None:
+    script = _BatchScript(tmp_path)
+    env = {"SLURM_CPUS_PER_TASK": "8", "RANKS_PER_NODE": "1", "SLURM_ARRAY_TASK_ID": "3"}
+    _, started = script.run(0, "--set", "train.seed=%a", **env)
+    assert " --ntasks-per-node=1 --ntasks=2 mmtrain train" in started
+    assert started.endswith(" --set train.seed=3 at node1, 8 cores")
 
 
 def _torchrun(data: Path, run_dir: Path, *options: str) -> StartedProcesses:

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mmtrain.errors import FolderTaken, StoppedAndSaved
+from mmtrain.errors import FolderTaken, RunError, StoppedAndSaved
 from mmtrain.program import Edge, Forward, Microbatch, Recv, ReduceGrads, Send, StageId, Step
 from mmtrain.runtime.execution.activity import CONNECTING, MEASURING, Activity
 from mmtrain.runtime.execution.recorder import StepRecorder
+from mmtrain.runtime.resilience import failures
 from mmtrain.runtime.resilience.failures import (
     FAILURES_FOLDER,
     Failure,
@@ -17,6 +18,7 @@ from mmtrain.runtime.resilience.failures import (
     explain_failures,
     is_lost_peer,
     read_failures,
+    record_early_stop,
     report_failures,
     stacks_path,
     write_failure,
@@ -117,6 +119,31 @@ def test_a_failing_rank_leaves_its_report_and_the_state(tmp_path: Path, claim: F
     with pytest.raises(RuntimeError), report_failures(claim, 0, Activity()):
         raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
     assert read_run_state(tmp_path)["error"] == "rank 1: ValueError: broken", "who lost a peer is not the cause"
+
+
+def test_a_rank_that_lost_a_peer_names_the_one_that_is_gone(
+    tmp_path: Path, claim: FolderClaim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "REPORT_COLLECTION_S", 0.0)  # the rank that is gone reports nothing
+    hosts = ["node1", "node1", "node2"]
+    write_failure(tmp_path, replace(HANG, rank=2, kind="lost peer", error="RuntimeError: Broken pipe"))
+    gone = "rank 1 on node1 is gone without a report: killed, or the node is lost"
+    for rank, text in ((0, f"{gone}\n  secondary: rank 0, "), (2, gone)):
+        with pytest.raises(RunError) as raised, report_failures(claim, rank, Activity(), hosts):
+            raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
+        assert str(raised.value).startswith(text)
+        assert read_run_state(tmp_path)["error"].startswith(gone)
+    assert str(raised.value) == gone, "one rank speaks for all"
+    write_failure(tmp_path, replace(HANG, rank=1, kind="error", error="ValueError: wrong"))
+    with pytest.raises(RunError, match=r"^rank 1, .*ValueError: wrong"), report_failures(claim, 0, Activity(), hosts):
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_rank_that_lost_a_peer_to_a_signal_has_not_failed(tmp_path: Path, claim: FolderClaim) -> None:
+    record_early_stop(claim, 1, Activity())
+    with pytest.raises(StoppedAndSaved, match="before the first step"), report_failures(claim, 0, Activity()):
+        raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
+    assert read_run_state(tmp_path)["status"] == "stopped"
 
 
 def test_a_run_that_stopped_has_not_failed(tmp_path: Path, claim: FolderClaim) -> None:

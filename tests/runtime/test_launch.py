@@ -132,6 +132,15 @@ def test_a_rank_that_torch_ended_did_not_fail_first() -> None:
     assert str(_first_failure([aborted])) == "rank 0 was killed by SIGABRT"
 
 
+def test_ranks_that_lost_one_that_a_signal_stopped_have_not_failed() -> None:
+    lost = _RankExit(0, 1, "rank 0 failed: RuntimeError: Connection closed by peer", True)
+    stopped = _RankExit(1, 75, "stopped by a signal before the first step", False)
+    wrong = _RankExit(2, 1, "rank 2 failed: ValueError: x", False)
+    assert isinstance(_first_failure([lost, stopped]), StoppedAndSaved)
+    assert str(_first_failure([lost, stopped])) == stopped.message
+    assert str(_first_failure([lost, stopped, wrong])).startswith("rank 2 failed: ValueError: x")
+
+
 def test_a_killed_rank_is_named() -> None:
     assert "RankDied: rank 1 was killed by SIGKILL" in _outcome(2, _rank_one_is_killed)
 

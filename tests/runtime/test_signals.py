@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -61,3 +63,56 @@ def test_what_the_parent_ignores_stays_ignored() -> None:
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_before_there_is_something_to_save_a_signal_ends_the_process_at_once() -> None:
+    ended: list[str] = []
+    done = threading.Event()
+
+    def end(number: signal.Signals) -> None:
+        ended.append(number.name)
+        done.set()
+
+    with StopSignalListener(has_nothing_to_save=True, end_early=end) as stop:
+        stop.last_act = lambda: ended.append("last act")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert done.wait(MAX_WAIT_S)
+        stop.save_from_now_on()
+        stop.stop_requested = False
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert _until_asked(stop)
+    assert ended == ["last act", "SIGUSR1"]
+
+
+def test_a_signal_that_comes_while_a_command_is_imported_ends_it_with_the_code_of_a_run_that_can_go_on() -> None:
+    # `sys.meta_path` sees the imports that follow: the first of a heavy module gets the signal.
+    program = """
+import os, signal, sys
+class OnImport:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGUSR1)
+sys.meta_path.insert(0, OnImport())
+sys.argv = ["mmtrain", "train", "recipe.yaml"]
+import mmtrain.cli
+assert "typer" not in sys.modules and "torch" not in sys.modules
+mmtrain.cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (75, "")
+    assert done.stderr.startswith("mmtrain: stopped by SIGUSR1 before the first step")
+
+
+def test_a_thread_of_another_program_leaves_its_signals_alone() -> None:
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    outcome: list[bool] = []
+
+    def listen() -> None:
+        with StopSignalListener() as stop:
+            outcome.append(stop.stop_requested)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join(MAX_WAIT_S)
+    assert outcome == [False]
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before

@@ -4,10 +4,15 @@ import pytest
 
 from mmtrain.errors import LaunchError
 from mmtrain.runtime.world import (
+    SLURM_PORTS,
     Address,
     device_index,
     find_address,
+    find_launched_world,
     first_host,
+    forget_launcher,
+    has_agent_store,
+    introduce_address,
     join,
     limit_threads,
     prepare_allocator,
@@ -35,7 +40,57 @@ def test_slurm_variables() -> None:
         "SLURM_STEP_NODELIST": "gpu[003-006]",
         "SLURM_JOB_ID": "123456",
     }
-    assert find_address(env) == Address(5, 16, 1, "gpu003", 20000 + 123456 % 20000, "slurm")
+    assert find_address(env) == Address(5, 16, 1, "gpu003", 20000 + 123456 % 12000, "slurm")
+
+
+def test_jobs_and_steps_of_slurm_meet_apart_and_below_the_ports_of_connections() -> None:
+    def place(job: int, step: int) -> tuple[int, str]:
+        env = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        address = find_address(env)
+        assert address is not None
+        return address.port, address.job
+
+    places = [place(job, step) for job in range(1_000_000, 1_000_050) for step in range(20)]
+    assert len({port for port, _ in places}) == len({job for _, job in places}) == 1000
+    assert all(port in SLURM_PORTS and port < 32768 for port, _ in places)
+
+
+def test_what_was_taken_from_where_is_said_by_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    notes: list[str] = []
+    for rank, size in ((0, 2), (1, 2), (0, 1)):
+        address = find_address({"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "node7"})
+        assert address is not None
+        introduce_address(address, notes.append)
+    two, one, unused = notes
+    assert "2 ranks" in two
+    assert two.endswith("(RANK=0, WORLD_SIZE=2, MASTER_ADDR=node7, no MASTER_PORT); they meet at node7:29500")
+    assert one.endswith("(RANK=0, WORLD_SIZE=1, MASTER_ADDR=node7, no MASTER_PORT)")
+    assert unused.startswith("this machine has 8 GPUs, and one is used")
+    assert unused.endswith("unset RANK and WORLD_SIZE")
+
+
+def test_variables_of_a_launcher_are_not_those_of_our_own() -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "PMI_RANK")
+    env = dict.fromkeys(names, "1")
+    kept = {"SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1", "MY_RANK": "3", "NCCL_DEBUG": "INFO"}
+    env |= kept
+    forget_launcher(env)
+    assert env == kept
+    ours = Address(0, 2, 0, "127.0.0.1", 1234, "mmtrain")
+    assert not has_agent_store(ours, {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+
+
+def test_variables_of_one_process_do_not_keep_a_command_from_starting_several(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    assert find_launched_world(2, alone) is None
+    assert "starting 2 ranks here, though RANK=0, WORLD_SIZE=1" in capsys.readouterr().err
+    assert find_launched_world(1, alone) is not None
+    assert find_launched_world(2, {"RANK": "0", "WORLD_SIZE": "4"}) is not None
+    assert find_launched_world(2, {}) is None
 
 
 @pytest.mark.parametrize(
