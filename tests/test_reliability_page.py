@@ -34,6 +34,16 @@ def test_every_named_test_exists_and_the_page_states_its_tier() -> None:
     assert len(set(named)) > 25
 
 
+def test_every_test_that_the_page_on_running_names_exists() -> None:
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    default = re.search(r"tests without a file are in `(tests/[\w/]+\.py)`", page)
+    assert default is not None
+    named = [(path or default[1], test) for path, test, _ in NAMED.findall(page)]
+    assert len(named) > 10
+    for path, test in named:
+        assert test in _tests_of(path), f"{path}::{test}"
+
+
 def test_every_cell_names_a_test_or_says_why_there_is_none() -> None:
     reasons = set(re.findall(r"^\* (\*[a-z ]+\*):", PAGE, flags=re.MULTILINE))
     rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]

@@ -85,7 +85,7 @@ class _BatchScript:
         """Run the script with an srun that does `srun` and ends with `code`; return the calls."""
         for name, end in (("srun", f"{srun}\nexit {code}"), ("scontrol", "echo node1; echo node2")):
             stub = self.folder / name
-            call = f"{name} $* at $MASTER_ADDR, ${{SRUN_CPUS_PER_TASK:-no}} cores"
+            call = f"{name} $* at $MASTER_ADDR"
             stub.write_text(f'#!/bin/bash\necho "{call}" >> {self._calls}\n{end}\n')
             stub.chmod(0o755)
         variables = {
@@ -112,8 +112,8 @@ def test_the_batch_script_requeues_a_run_that_was_stopped(tmp_path: Path, code: 
     for resume in ("", " --resume"):
         asked, started, *rest = script.run(code, "--set", "a=1")
         assert asked.startswith("scontrol show hostnames node[1-2]")
-        assert started.endswith(f"mmtrain train r.yaml --run-dir {script.run_dir}{resume} --set a=1 at node1, no cores")
-        assert rest == (["scontrol requeue 7 at node1, no cores"] if requeued else [])
+        assert started.endswith(f"mmtrain train r.yaml --run-dir {script.run_dir}{resume} --set a=1 at node1")
+        assert rest == (["scontrol requeue 7 at node1"] if requeued else [])
         script.run_dir.mkdir(exist_ok=True)
         (script.run_dir / "recipe.yaml").touch()
 
@@ -129,12 +129,34 @@ def test_the_batch_script_requeues_after_a_killed_task_but_not_twice_without_a_c
     assert script.requeues(75, restarts=9)
 
 
-def test_the_batch_script_passes_on_cores_ranks_per_node_and_the_number_in_an_array(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("env", "tasks"),
+    [
+        ({}, "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=1"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "64"}, "--ntasks=16 --ntasks-per-node=8 --cpus-per-task=8"),
+        (
+            {"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_CPUS_ON_NODE": "6"},
+            "--ntasks=8 --ntasks-per-node=4 --cpus-per-task=1",
+        ),
+        ({"SLURM_GPUS_PER_NODE": "0", "SLURM_CPUS_ON_NODE": "6"}, "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=6"),
+        (
+            {"SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "64"},
+            "--ntasks=4 --ntasks-per-node=2 --cpus-per-task=3",
+        ),
+        ({"RANKS_PER_NODE": "3", "SLURM_NTASKS_PER_NODE": "2"}, "--ntasks=6 --ntasks-per-node=3 --cpus-per-task=1"),
+    ],
+)
+def test_the_batch_script_starts_a_task_for_each_gpu_with_its_share_of_the_cores(
+    tmp_path: Path, env: dict[str, str], tasks: str
+) -> None:
+    _, started = _BatchScript(tmp_path).run(0, **env)
+    assert f" {tasks} mmtrain train" in started
+
+
+def test_the_batch_script_puts_the_number_in_an_array_where_it_is_asked_for(tmp_path: Path) -> None:
     script = _BatchScript(tmp_path)
-    env = {"SLURM_CPUS_PER_TASK": "8", "RANKS_PER_NODE": "1", "SLURM_ARRAY_TASK_ID": "3"}
-    _, started = script.run(0, "--set", "train.seed=%a", **env)
-    assert " --ntasks-per-node=1 --ntasks=2 mmtrain train" in started
-    assert started.endswith(" --set train.seed=3 at node1, 8 cores")
+    assert script.run(0, "--set", "train.seed=%a", SLURM_ARRAY_TASK_ID="3")[1].endswith(" train.seed=3 at node1")
+    assert script.run(0, "--set", "train.seed=%a")[1].endswith(" train.seed=%a at node1")
 
 
 def _torchrun(data: Path, run_dir: Path, *options: str) -> StartedProcesses:

@@ -34,7 +34,7 @@ class Job:
     """A job of scripts/train.sbatch: the small demo, with one task on each of two nodes if not said otherwise."""
 
     def __init__(
-        self, cluster: SlurmCluster, data: Path, run_dir: Path, *settings: str, ask: tuple[str, ...] = (), **env: str
+        self, cluster: SlurmCluster, data: Path, run_dir: Path, *settings: str, ask: tuple[str, ...] = ()
     ) -> None:
         self.cluster, self.run_dir = cluster, run_dir
         self.log = run_dir.parent / f"{run_dir.name}.log"
@@ -43,14 +43,13 @@ class Job:
         (site / "sitecustomize.py").write_text(LATE_TASK)
         [_, _, recipe, _, _, *options] = train_arguments(data, run_dir, *_options(settings))
         self.number = cluster.submit(
-            *("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={self.log}"),
+            *("--nodes=2", "--gpus-per-node=0", f"--output={self.log}"),
             *ask,
             *(str(ROOT / "scripts" / "train.sbatch"), recipe, str(run_dir), *options),
             PYTHONPATH=f"{site}:{ROOT}",
             OMP_NUM_THREADS="1",
             TOKENIZERS_PARALLELISM="0",
             GLOO_SOCKET_IFNAME="lo",
-            **env,
         )
 
     def state(self) -> str:
@@ -144,7 +143,9 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(cluster: SlurmCluster, da
 def test_two_runs_of_an_array_and_two_steps_of_a_job_share_nodes(
     cluster: SlurmCluster, data: Path, tmp_path: Path
 ) -> None:
-    array = Job(cluster, data, tmp_path / "run-%a", "train.seed=%a", ask=("--array=1-2",))
+    array = Job(
+        cluster, data, tmp_path / "run-%a", "train.seed=%a", ask=("--array=1-2", "--exclusive=user")
+    )  # side by side
     poll(lambda: all(read_run_state(tmp_path / f"run-{i}").get("status") == "done" for i in (1, 2)))
     assert array.end() == "COMPLETED"
     losses = [[step["loss"] for step in read_metrics(tmp_path / f"run-{i}")] for i in (1, 2)]
@@ -167,10 +168,8 @@ def test_two_runs_of_an_array_and_two_steps_of_a_job_share_nodes(
 def test_an_elastic_job_shrinks_when_a_node_is_lost_and_grows_when_it_is_back(
     cluster: SlurmCluster, data: Path, tmp_path: Path
 ) -> None:
-    # SLURM gives a range at most as many nodes as its lower end has tasks.
-    ask = ("--nodes=1-2", "--ntasks-per-node=2")
     settings = (NO_END, "train.checkpoint.every=2", "parallel.placement=unified", "--elastic")
-    job = Job(cluster, data, tmp_path / "run", *settings, ask=ask, RANKS_PER_NODE="1")
+    job = Job(cluster, data, tmp_path / "run", *settings, ask=("--nodes=1-2",))
     job.wait_for_steps(4)
     assert read_metrics(job.run_dir)[-1]["ranks"] == 2
     cluster.kill_node(NODES[1])

@@ -79,7 +79,9 @@ def test_a_rank_that_does_not_connect_is_noticed_before_the_first_step(
 def test_a_rank_ends_when_a_signal_has_stopped_another_before_the_first_step(tmp_path: Path) -> None:
     ended, hung = threading.Event(), threading.Event()
     write_failure(tmp_path, Failure(1, "stopped", None, "indexing the data", 0.0))
-    with Watchdog(Activity(), 10.0, tmp_path, _world(0, 2), lambda _: hung.set(), end_early=ended.set):
+    dog = Watchdog(Activity(), 10.0, tmp_path, _world(0, 2), lambda _: hung.set())
+    dog.end_early = ended.set
+    with dog:
         assert ended.wait(MAX_WAIT_S)
     assert not hung.is_set()
 

@@ -60,7 +60,6 @@ class Watchdog:
         end: Callable[[str], None] | None = None,
         may_write: Callable[[], bool] = lambda: True,
         silence_limit_s: float | None = None,
-        end_early: Callable[[], None] | None = None,
     ) -> None:
         """Prepare to watch `activity`; a timeout of 0 seconds disables the watchdog.
 
@@ -71,7 +70,7 @@ class Watchdog:
         self._peers = PeerProgress(world.store, activity) if world.store else None
         self._heartbeats = Heartbeats(world.store, world) if world.store else None
         self._end, self._may_write = end or _end_process, may_write
-        self._end_early = end_early or _end_early
+        self.end_early: Callable[[], None] = _end_early  # tests replace it
         self._silence_limit_s = silence_limit_s
         self._next_beat_s = 0.0
         self._closed = threading.Event()
@@ -119,7 +118,7 @@ class Watchdog:
                 continue
             kinds = {failure.kind for failure in read_failures(self._run_dir)}
             if "stopped" in kinds and self._activity.doing != ENDING:
-                self._end_early()
+                self.end_early()
                 return
             if "hang" in kinds:
                 self._alarmed.set()
