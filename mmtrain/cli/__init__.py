@@ -10,6 +10,9 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command in `sys.argv`; exit with 0 (done), 1 (run failed), 2 (wrong input) or 75 (stopped, can go on)."""
+    from mmtrain.cli.streams import mend_streams
+
+    mend_streams()
     if sys.argv[1:2] == ["train"]:
         # Before anything else is imported. Other commands leave nothing half done when a signal ends them.
         from mmtrain.runtime.resilience.signals import end_on_stop_signals

@@ -21,7 +21,6 @@ from mmtrain.cli import (
     train,
     verify,
 )
-from mmtrain.cli.streams import prepare_streams
 from mmtrain.errors import MmtrainError
 from mmtrain.machine_limits import drop_thread_binding
 from mmtrain.system_errors import system_errors_named
@@ -50,7 +49,6 @@ app.command()(doctor.doctor)
 
 def main() -> None:
     """Run the command in `sys.argv`, and turn an error into a message and an exit code."""
-    prepare_streams()
     remark = drop_thread_binding()
     if remark is not None:
         typer.echo(f"mmtrain: {remark}", err=True)

@@ -1,27 +1,37 @@
-"""Give a command the three standard streams that it prints to, whatever it was started with."""
+"""Give every command streams that it can write to, whatever the program that started it has left of them."""
 
+import contextlib
+import io
 import os
 import sys
-from io import TextIOWrapper
+from typing import TextIO, cast
+
+_DESCRIPTORS = (0, 1, 2)
 
 
-def prepare_streams() -> None:
-    """Open the null device for each standard stream that is closed, and let no character be unprintable.
+def mend_streams() -> None:
+    """Open closed standard streams on /dev/null, and let no character fail that the output's encoding lacks.
 
-    A closed descriptor is more than lost output: the next file or socket that is opened takes its number, and what is
-    printed goes there. Characters that the encoding of a stream lacks, such as a bar's, become `?`.
+    To be called before anything is opened: a checkpoint or a socket would get the number of a closed stream, and what
+    libraries print would go there.
     """
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+    for descriptor in _DESCRIPTORS:
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
-        if getattr(sys, name) is None:
-            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - it stays open
-            setattr(sys, name, stream)
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            os.set_inheritable(descriptor, True)
+    if sys.stdin is None:
+        sys.stdin = _text_of(0, "r")
+    if sys.stdout is None:
+        sys.stdout = _text_of(1, "w")
+    if sys.stderr is None:
+        sys.stderr = _text_of(2, "w")
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(ValueError, OSError):
+                stream.reconfigure(errors="backslashreplace")
+
+
+def _text_of(descriptor: int, mode: str) -> TextIO:
+    return cast(TextIO, open(descriptor, mode, encoding="utf-8", closefd=False))

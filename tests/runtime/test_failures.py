@@ -140,6 +140,8 @@ def test_a_rank_that_lost_a_peer_names_the_one_that_is_gone(
 
 
 def test_a_rank_that_lost_a_peer_to_a_signal_has_not_failed(tmp_path: Path, claim: FolderClaim) -> None:
+    record_early_stop(claim, 1, Activity(), ends_run=False)
+    assert read_run_state(tmp_path) == {}, "torchrun sends the same signal to start a run again"
     record_early_stop(claim, 1, Activity())
     with pytest.raises(StoppedAndSaved, match="before the first step"), report_failures(claim, 0, Activity()):
         raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")

@@ -161,11 +161,15 @@ def collect_failures(
     return failures
 
 
-def record_early_stop(claim: FolderClaim, rank: int, activity: Activity) -> None:
-    """Write that a signal stops this rank before the first step: the others end too, and none is to blame."""
+def record_early_stop(claim: FolderClaim, rank: int, activity: Activity, ends_run: bool = True) -> None:
+    """Write that a signal stops this rank before the first step: the others end too, and none is to blame.
+
+    `ends_run` is False where the launcher sends that signal too, when it starts all ranks again for another's failure.
+    """
     if claim.is_held():
         write_failure(claim.run_dir, describe_failure(rank, activity, "stopped", "a stop signal"))
-        write_run_state(claim.run_dir, "stopped")
+        if ends_run:
+            write_run_state(claim.run_dir, "stopped")
 
 
 def is_stopped_early(run_dir: Path) -> bool:
