@@ -23,7 +23,6 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scan
 CORES_PER_NODE = 4  # that SLURM gives out, whatever this machine has
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 
-# A requeued job starts again after a while ("begin time"); SLURM has no setting for it but in SchedulerParameters.
 _CONFIG = """\
 ClusterName=mmtrain
 SlurmctldHost={host}(127.0.0.1)
@@ -53,7 +52,7 @@ SchedulerTimeSlice=5
 ReturnToService=2
 SlurmdTimeout=10
 InactiveLimit=0
-KillWait=10
+KillWait=60
 MinJobAge=300
 Waittime=0
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO

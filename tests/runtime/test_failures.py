@@ -18,8 +18,10 @@ from mmtrain.runtime.resilience.failures import (
     explain_failures,
     is_lost_peer,
     read_failures,
+    read_living,
     record_early_stop,
     report_failures,
+    show_life,
     stacks_path,
     write_failure,
 )
@@ -137,6 +139,15 @@ def test_a_rank_that_lost_a_peer_names_the_one_that_is_gone(
     write_failure(tmp_path, replace(HANG, rank=1, kind="error", error="ValueError: wrong"))
     with pytest.raises(RunError, match=r"^rank 1, .*ValueError: wrong"), report_failures(claim, 0, Activity(), hosts):
         raise RuntimeError("Connection reset by peer")
+
+
+def test_a_rank_that_computes_while_others_lose_a_peer_is_not_gone(tmp_path: Path) -> None:
+    lost = replace(HANG, kind="lost peer", error="RuntimeError: Broken pipe")
+    write_failure(tmp_path, lost)
+    show_life(tmp_path, 3)
+    hosts = ["a", "b", "c", "d"]
+    text = explain_failures(read_failures(tmp_path), 4, hosts, read_living(tmp_path))
+    assert text.startswith("ranks 1, 2 on b, c are gone without a report")
 
 
 def test_a_rank_that_lost_a_peer_to_a_signal_has_not_failed(tmp_path: Path, claim: FolderClaim) -> None:

@@ -10,13 +10,19 @@ from mmtrain.program import Action, Step
 from mmtrain.runtime.execution.activity import AWAITING_PLAN, ENDING, PLANNING, SAVING, Activity
 from mmtrain.runtime.execution.processor_progress import ProcessorProgress
 from mmtrain.runtime.resilience import watchdog
-from mmtrain.runtime.resilience.failures import Failure, read_failures, stacks_path, write_failure
+from mmtrain.runtime.resilience.failures import (
+    Failure,
+    read_failures,
+    read_living,
+    stacks_path,
+    write_failure,
+)
 from mmtrain.runtime.resilience.heartbeats import Heartbeats
 from mmtrain.runtime.resilience.peer_progress import PeerProgress
 from mmtrain.runtime.resilience.watchdog import Watchdog
 from mmtrain.runtime.run_state import read_run_state
 from mmtrain.runtime.world import World
-from tests.waiting import MAX_WAIT_S
+from tests.waiting import MAX_WAIT_S, poll
 
 
 class _End:
@@ -84,6 +90,12 @@ def test_a_rank_ends_when_a_signal_has_stopped_another_before_the_first_step(tmp
     with dog:
         assert ended.wait(MAX_WAIT_S)
     assert not hung.is_set()
+
+
+def test_a_rank_shows_that_it_runs_when_another_has_lost_a_peer(tmp_path: Path) -> None:
+    write_failure(tmp_path, Failure(1, "lost peer", 3, "STEP", 0.0))
+    with Watchdog(Activity(), 10.0, tmp_path, _world(0, 3), _End()):
+        poll(lambda: read_living(tmp_path) == {0})
 
 
 def test_a_timeout_of_zero_watches_nothing(tmp_path: Path) -> None:

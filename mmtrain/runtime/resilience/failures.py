@@ -9,7 +9,7 @@ import json
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,6 +31,7 @@ FailureKind = Literal["error", "lost peer", "hang", "stopped"]  # stopped: by a 
 # outlasts a busy processor and a slow file server.
 REPORT_COLLECTION_S = 5.0
 REPORT_POLL_S = 0.05
+_LIFE_SUFFIX = ".alive"
 _LOST_PEER_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -124,15 +125,17 @@ def clear_failures(run_dir: Path) -> None:
     shutil.rmtree(run_dir / FAILURES_FOLDER, ignore_errors=True)
 
 
-def explain_failures(failures: Sequence[Failure], world_size: int, hosts: Sequence[str] = ()) -> str:
+def explain_failures(
+    failures: Sequence[Failure], world_size: int, hosts: Sequence[str] = (), living: Collection[int] = ()
+) -> str:
     """Name the failure that caused the others, then what followed on other ranks.
 
     An error comes before a lost connection. Where no rank has an error of its own, the cause is a rank without a
     report: it is dead, or, in a run that hangs, may be stopped by the system; else a rank that waits for no other, of
-    several the one stuck for longest. `hosts` are those of all ranks.
+    several the one stuck for longest. `hosts` are those of all ranks; `living` ranks have shown that they run.
     """
     errors = [f for f in failures if f.kind == "error"]
-    silent_ranks = sorted(set(range(world_size)) - {f.rank for f in failures})
+    silent_ranks = sorted(set(range(world_size)) - {f.rank for f in failures} - set(living))
     if errors:
         cause = errors[0]
     elif silent_ranks and any(f.kind == "hang" for f in failures):
@@ -159,6 +162,17 @@ def collect_failures(
         wait(REPORT_POLL_S)
         failures = read_failures(run_dir)
     return failures
+
+
+def show_life(run_dir: Path, rank: int) -> None:
+    """Show the ranks that look for one that is gone that this rank runs: it may not need its peers for a while."""
+    with contextlib.suppress(OSError):
+        _path(run_dir, rank).with_suffix(_LIFE_SUFFIX).touch()
+
+
+def read_living(run_dir: Path) -> set[int]:
+    """Return the ranks that have shown that they run."""
+    return {int(path.stem.removeprefix("rank-")) for path in (run_dir / FAILURES_FOLDER).glob(f"rank-*{_LIFE_SUFFIX}")}
 
 
 def record_early_stop(claim: FolderClaim, rank: int, activity: Activity, ends_run: bool = True) -> None:
@@ -213,7 +227,7 @@ def _explained_loss(run_dir: Path, rank: int, hosts: Sequence[str]) -> RunError 
     failures = collect_failures(run_dir, len(hosts), REPORT_COLLECTION_S)
     if any(failure.kind == "stopped" for failure in failures):
         return StoppedAndSaved(stopped_early_text("a signal to another rank"))
-    explanation = explain_failures(failures, len(hosts), hosts)
+    explanation = explain_failures(failures, len(hosts), hosts, read_living(run_dir))
     if rank == min((failure.rank for failure in failures), default=rank):
         write_run_state(run_dir, "failed", error=explanation)
         return RunError(explanation)

@@ -20,6 +20,7 @@ from mmtrain.runtime.resilience.failures import (
     describe_failure,
     explain_failures,
     read_failures,
+    show_life,
     stacks_path,
     write_failure,
 )
@@ -120,6 +121,8 @@ class Watchdog:
             if "stopped" in kinds and self._activity.doing != ENDING:
                 self.end_early()
                 return
+            if "lost peer" in kinds and self._may_write():
+                show_life(self._run_dir, self._rank)
             if "hang" in kinds:
                 self._alarmed.set()
                 return
