@@ -58,7 +58,6 @@ from mmtrain.runtime.world import (
     leave,
     limit_threads,
     prepare_allocator,
-    way_to_start_own_ranks,
 )
 
 NUM_EXAMPLES = 5  # of questions, shown with their answers
@@ -95,11 +94,12 @@ def run(request: EvaluateRequest) -> None:
     _require_checkpoint(request.run_dir / CHECKPOINTS_FOLDER, recipe)
     address = find_launched_world(request.ranks)
     if address is not None:
-        introduce_address(address)
+        if address.world_size == 1:  # variables that may be left from something else
+            introduce_address(address)
         if request.ranks not in (1, address.world_size):
             raise LaunchError(
-                f"--ranks: {request.ranks} found, but {address.launcher} started {address.world_size} processes "
-                f"({address.origin}); leave it out here, or {way_to_start_own_ranks(address)}"
+                f"--ranks: {request.ranks} found, but {address.launcher} started {address.world_size} processes; "
+                "leave it out here"
             )
         _evaluate_rank(request, recipe, address)
     elif request.ranks > 1:
