@@ -3,6 +3,7 @@
 Commands import what they need when they run, so that `mmtrain --help` stays fast and loads no torch. Read `app` first.
 """
 
+import os
 import sys
 
 __all__ = ["main"]
@@ -13,6 +14,8 @@ def main() -> None:
     from mmtrain.cli.streams import mend_streams
 
     mend_streams()
+    # torch reads it when it is loaded. Warnings of its C++ code are pages of frames for a rank that another has left.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if sys.argv[1:2] == ["train"]:
         # Before anything else is imported. Other commands leave nothing half done when a signal ends them.
         from mmtrain.runtime.resilience.signals import end_on_stop_signals

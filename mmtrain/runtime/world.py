@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
+from torch.distributed import distributed_c10d
 
 from mmtrain.costs import preset_for_device
 from mmtrain.errors import LaunchError, MmtrainError
@@ -332,7 +332,6 @@ def join(address: Address) -> World:
     if cuda:
         device = torch.device("cuda", device_index(address.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
-    quiet_torch_log()
     if address.rank == 0 and address not in _meeting_points:
         _require_bindable(address)
     place = MeetingPlace(address.rank, address.world_size, address.master, address.port, address.origin)
@@ -376,13 +375,14 @@ def _meet(address: Address, place: MeetingPlace, cuda: bool) -> str:
             world_size=address.world_size,
             timeout=RENDEZVOUS_TIMEOUT,
         )
-    set_group_timeout(COLLECTIVE_TIMEOUT, None)  # of what follows; all ranks were there to connect
+    _set_group_timeout(COLLECTIVE_TIMEOUT)  # of what follows; all ranks were there to connect
     return prefix
 
 
-def quiet_torch_log(env: MutableMapping[str, str] = os.environ) -> None:
-    """Keep warnings of torch's C++ code, pages of frames for a rank that is late, from what the user must read."""
-    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+def _set_group_timeout(timeout: timedelta) -> None:
+    """Set the timeout of the default group; before torch 2.14 the function has a private name."""
+    name = "set_timeout" if hasattr(distributed_c10d, "set_timeout") else "_set_pg_timeout"
+    getattr(distributed_c10d, name)(timeout)
 
 
 def _connect(address: Address, is_master: bool) -> TCPStore:

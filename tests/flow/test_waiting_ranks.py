@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mmtrain.runtime.resilience.launch import free_port
@@ -78,3 +79,22 @@ def test_evaluate_starts_its_ranks_where_variables_name_one_process(data: Path, 
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "starting 2 ranks here, though RANK=0, WORLD_SIZE=1" in done.stderr
+
+
+def test_a_rank_whose_first_rank_leaves_says_so_in_one_line(data: Path, tmp_path: Path) -> None:
+    port = str(free_port())
+    with (
+        _start(data, tmp_path, RANK="0", WORLD_SIZE="3", MASTER_PORT=port) as first,
+        _start(data, tmp_path, RANK="1", WORLD_SIZE="3", MASTER_PORT=port) as second,
+    ):
+        poll(lambda: _num_connections(second.pid, int(port)) > 0)
+        first.kill()
+        _, error = second.communicate(timeout=MAX_WAIT_S)
+    assert second.returncode == 2
+    [line] = error.splitlines()
+    assert "rank 1 of 3" in line
+
+
+def _num_connections(pid: int, port: int) -> int:
+    connections = psutil.Process(pid).net_connections("tcp")
+    return sum(c.status == psutil.CONN_ESTABLISHED and c.raddr and c.raddr.port == port for c in connections)
