@@ -51,3 +51,16 @@ def test_tables_are_printed_in_any_encoding(settings: list[str], encoding: str) 
     done = run_shell("", "plan", str(DEMO), *settings, PYTHONIOENCODING=encoding, COLUMNS="100")
     assert done.returncode == 0, done.stderr
     assert "Predicted step" in done.stdout
+
+
+def test_files_do_not_get_the_number_of_a_closed_stream() -> None:
+    program = "from mmtrain.cli.streams import mend_streams; mend_streams(); import os; print(os.open('/dev/null', 0))"
+    done = subprocess.run(f'{sys.executable} -c "{program}" <&- 2>&-', shell=True, capture_output=True, check=True)
+    assert int(done.stdout) > 2
+
+
+def test_a_character_that_the_output_lacks_is_escaped() -> None:
+    program = "from mmtrain.cli.streams import mend_streams; mend_streams(); print('\u2265 \u00e9')"
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
+    assert done.stdout == "\\u2265 \u00e9\n".encode("latin-1")
