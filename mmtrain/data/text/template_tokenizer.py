@@ -94,23 +94,7 @@ class TemplateTokenizer:
         added_tokens = [token.content for token in added.values()]
         self._facts = probe_template(self._template, folder, added_tokens, family_markups or {})
         markups = self._facts.markups
-        self._expansions = {
-            markup.placeholder: time_slots(markup.expansion)
-            for markup in markups.values()
-            if markup.placeholder != markup.expansion
-        }
-        self._items_apart = ItemsApart.of(markups.get("video"), self._tokenizer)
-        self.writes_items_apart = self._items_apart is not None
-        self.writes_times = any(markup.writes_times for markup in markups.values())
-        self._kind_of_text = {markup.feature_token: kind for kind, markup in markups.items()}
-        self._kind_of_token = {self._token_id(token): kind for token, kind in self._kind_of_text.items()}
-        # Two kinds may have one feature token: in a rendering, both look like the latter.
-        self._shown_kind = {kind: self._kind_of_text[markup.feature_token] for kind, markup in markups.items()}
-        self.item_ids: dict[str, tuple[int, ...]] = {}
-        for modality in MODALITIES.values():
-            tokens = [markups[kind].feature_token for kind in modality.media if kind in markups]
-            if tokens:
-                self.item_ids[modality.name] = tuple(dict.fromkeys(map(self._token_id, tokens)))
+        self._learn_media(markups)
         self._added_token = _any_of(added_tokens)
         special = [token.content for token in added.values() if token.special]
         turn_tokens = find_turn_tokens(self._render_in_full, self._facts, folder, special, self._added_token)
@@ -139,6 +123,26 @@ class TemplateTokenizer:
             *ends,
             *(map(self._describe_inserted, inserted.items()) if has_processor else ()),
         )
+
+    def _learn_media(self, markups: Markups) -> None:
+        """Keep what is needed to find media in a rendering, and to give them their features."""
+        self._expansions = {
+            markup.placeholder: time_slots(markup.expansion)
+            for markup in markups.values()
+            if markup.placeholder != markup.expansion
+        }
+        self._items_apart = ItemsApart.of(markups.get("video"), self._tokenizer)
+        self.writes_items_apart = self._items_apart is not None
+        self.writes_times = any(markup.writes_times for markup in markups.values())
+        self._kind_of_text = {markup.feature_token: kind for kind, markup in markups.items()}
+        self._kind_of_token = {self._token_id(token): kind for token, kind in self._kind_of_text.items()}
+        # Two kinds may have one feature token: in a rendering, both look like the latter.
+        self._shown_kind = {kind: self._kind_of_text[markup.feature_token] for kind, markup in markups.items()}
+        self.item_ids: dict[str, tuple[int, ...]] = {}
+        for modality in MODALITIES.values():
+            tokens = [markups[kind].feature_token for kind in modality.media if kind in markups]
+            if tokens:
+                self.item_ids[modality.name] = tuple(dict.fromkeys(map(self._token_id, tokens)))
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what pickles do not keep whole: the tokenizer to which special tokens are text."""
