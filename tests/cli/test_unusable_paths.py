@@ -206,8 +206,9 @@ def test_commands_name_a_path_that_they_may_not_search(
     assert not explain_wrong(run_mmtrain, data, tmp_path, "sealed", command_calls())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "sealed" else pytest.mark.long) for kind in PLACES]
+)
 def test_commands_and_settings_name_a_path_that_cannot_be_used(
     run_mmtrain: RunMmtrain, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -17,7 +17,17 @@ import pytest
 from mmtrain.machine_limits import CORE_COUNT_VARIABLE
 from mmtrain.report import read_metrics
 from tests.flow.spawned_command import LOG_VARIABLE, SPAWNED_RANK
-from tests.flow.user_flows import FLOWS, FORMATS, PLACEMENTS, QUICK_FLOWS, TRAIN, Flow, media_families, write_flow
+from tests.flow.user_flows import (
+    FLOWS,
+    FORMATS,
+    LONG_FLOWS,
+    PLACEMENTS,
+    QUICK_FLOWS,
+    TRAIN,
+    Flow,
+    media_families,
+    write_flow,
+)
 from tests.forked_command import run_forked
 from tests.waiting import MAX_WAIT_S
 
@@ -64,9 +74,13 @@ def _losses(run_dir: Path) -> list[float]:
     return [step["loss"] for step in read_metrics(run_dir)]
 
 
-@pytest.mark.parametrize(
-    "flow", [pytest.param(flow, id=str(flow), marks=() if flow in QUICK_FLOWS else pytest.mark.slow) for flow in FLOWS]
-)
+def _tier(flow: Flow) -> tuple[pytest.MarkDecorator, ...]:
+    if flow in QUICK_FLOWS:
+        return ()
+    return (pytest.mark.long,) if flow in LONG_FLOWS else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize("flow", [pytest.param(flow, id=str(flow), marks=_tier(flow)) for flow in FLOWS])
 def test_a_run_with_the_defaults_has_the_losses_of_one_without_workers(flow: Flow, tmp_path: Path) -> None:
     recipe = write_flow(flow, tmp_path)
     without = run_forked(tmp_path, "train", str(recipe), "--set", "data.workers=0", "--run-dir", "without")

@@ -24,7 +24,8 @@ from mmtrain.weights.tiny_model import CONVERSATIONS_FOLDER, write_tiny_model
 from tests.data.archives import movie, parquet, tar
 
 NUM_FLOWS = 15  # and one through a producer
-NUM_QUICK_FLOWS = 2  # in `make test`: the first ones, which differ in every axis
+NUM_QUICK_FLOWS = 1  # in `make test`
+NUM_LONG_FLOWS = 7  # in `make test-long` only: those that show the fewest values that others do not
 NUM_SAMPLES = 40
 NUM_VIDEOS = 4
 ROWS_PER_GROUP = 16  # of Parquet and Arrow files: media of several groups are read
@@ -228,6 +229,7 @@ def choose_flows(count: int) -> tuple[Flow, ...]:
 
 FLOWS = (*choose_flows(NUM_FLOWS), Flow("qwen2_5_omni", "webdataset", "unified", producer=True))
 QUICK_FLOWS = FLOWS[:NUM_QUICK_FLOWS]
+LONG_FLOWS = FLOWS[-1 - NUM_LONG_FLOWS : -1]
 
 
 # What they run -----------------------------------------------------------------------------------------------------
