@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from mmtrain.costs import preset_for_device
 from mmtrain.errors import LaunchError, MmtrainError
+from mmtrain.machine_limits import num_available_cores, num_scheduled_cores
 from mmtrain.runtime.gloo_threads import calm_gloo_threads
 from mmtrain.runtime.rendezvous import (
     RENDEZVOUS_LIMIT_S,
@@ -412,9 +413,9 @@ def limit_threads(address: Address) -> None:
     """
     num_threads = 1
     if torch.cuda.is_available():
-        num_cores = len(os.sched_getaffinity(0))
+        num_cores = num_available_cores()
         # srun binds each task to cores of its own; every other launcher leaves all cores to all ranks.
-        is_bound = address.launcher == "slurm" and num_cores < (os.cpu_count() or 1)
+        is_bound = address.launcher == "slurm" and num_scheduled_cores() < (os.cpu_count() or 1)
         num_threads = max(1, num_cores if is_bound else num_cores // address.ranks_here)
     # OMP_NUM_THREADS may say less. It is set anyway: a forked process replaces torch's pool of threads at first use,
     # and if two threads use it first at the same time, one finds none ("Invalid thread pool", torch 2.13).
