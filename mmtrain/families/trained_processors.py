@@ -15,6 +15,7 @@ from mmtrain.families.processor_files import StatedProcessor, read_processor
 
 # Which files are trained on, how they are cut into items, and what no processor has a setting for.
 _NOT_OF_PROCESSORS = frozenset({"decode", "partial_patches", "long_clips", "item_seconds"})
+_OF_PIXELS = frozenset({"resample", "mean", "std"})
 _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # as `size` calls them
 _PINPOINTS_KEY = "image_grid_pinpoints"  # the model computes with them too
 Changes = Mapping[str, Any]  # settings of a section of `data`
@@ -38,7 +39,10 @@ def write_trained_processors(folder: ModelFolder, data: Mapping[str, Settings], 
             continue
         stated = read_processor(out, section)
         if stated is not None:
-            _write(stated, section, {key: trained[key] for key in before}, trained, copy)
+            changes = {key: trained[key] for key in before}
+            _write(stated, section, changes, trained, copy)
+            if section == "image" and "video" in folder.settings.data:
+                _write_to_frames(stated, changes, data["video"], copy)
         after = _difference(copy, section, trained)
         remaining = before if isinstance(after, str) else after
         for key, value in before.items():
@@ -95,6 +99,14 @@ def _write(processor: StatedProcessor, section: str, changes: Changes, trained: 
     path.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
+def _write_to_frames(pictures: StatedProcessor, changes: Changes, trained: Settings, folder: ModelFolder) -> None:
+    """Write how pixels are computed into a processor of videos of its own: frames are prepared as pictures are."""
+    pixels = {key: changes[key] for key in _OF_PIXELS & changes.keys()}
+    frames = read_processor(folder.path, "video")
+    if pixels and frames is not None and (frames.path, frames.key) != (pictures.path, pictures.key):
+        _write(frames, "video", pixels, trained, folder)
+
+
 def _images(config: Changes, changes: Changes, trained: Settings, folder: ModelFolder) -> dict[str, Any]:
     changed = {**config, **_pixels(changes)}
     if changes.keys() & _LIMITS.keys():
@@ -115,7 +127,8 @@ def _images(config: Changes, changes: Changes, trained: Settings, folder: ModelF
 
 
 def _videos(config: Changes, changes: Changes, trained: Settings, folder: ModelFolder) -> dict[str, Any]:
-    changed = {**config, **{key: changes[key] for key in ("fps", "min_frames", "max_frames") if key in changes}}
+    of_frames = {key: changes[key] for key in ("fps", "min_frames", "max_frames") if key in changes}
+    changed = {**config, **_pixels(changes), **of_frames}
     return changed | (_with_limits(config, trained) if changes.keys() & _LIMITS.keys() else {})
 
 

@@ -12,6 +12,7 @@ from PIL import Image
 from mmtrain.data.index.feature_counts import count_image_features
 from mmtrain.data.media.image_grids import num_tiles
 from mmtrain.families import FAMILIES, read_model_folder
+from mmtrain.families.processor_files import read_processor
 from mmtrain.families.trained_processors import differing_processors, write_trained_processors
 from mmtrain.recipe import Recipe
 from mmtrain.weights.export_weights import media_settings
@@ -126,6 +127,30 @@ def test_frames_keep_their_limits_beside_pictures_that_change(tmp_path: Path) ->
     videos = json.loads((out / "video_preprocessor_config.json").read_text())
     assert (videos["fps"], videos["max_frames"], videos["size"]["longest_edge"]) == (1, 12, 4096)
     assert _recipe(out).data.video == recipe.data.video
+
+
+@pytest.mark.parametrize("layout", ["own", "joint", "mixed"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava_onevision"])
+def test_frames_are_prepared_as_pictures_are_wherever_both_are_stated(family: str, layout: str, tmp_path: Path) -> None:
+    """A folder of the mixed layout was saved again by version 5, and kept the file of its pictures: frames read it."""
+    folder = _tiny(tmp_path / "model", family, "joint" if layout == "joint" else "own")
+    older = folder / "preprocessor_config.json"
+    if layout == "mixed":
+        own = json.loads(older.read_text())
+        (folder / "video_preprocessor_config.json").unlink()
+        (folder / "processor_config.json").write_text(json.dumps({"image_processor": own}))
+    recipe = _recipe(folder, *OF_PIXELS, "data.image.resample=bilinear")
+    before = older.read_bytes() if layout == "mixed" else b""
+    out, _ = _exported(folder, recipe)
+    videos, pictures = read_processor(out, "video"), read_processor(out, "image")
+    assert videos is not None
+    assert pictures is not None
+    for key, value in (("image_mean", [0.2, 0.3, 0.4]), ("image_std", [0.5, 0.6, 0.7]), ("resample", 2)):
+        assert videos.config[key] == pictures.config[key] == value
+    assert _recipe(out).data.video == recipe.data.video
+    if layout == "mixed":
+        assert videos.path.name == "video_preprocessor_config.json"
+        assert (out / older.name).read_bytes() == before
 
 
 @pytest.mark.parametrize(("family", "is_written"), [("qwen2_5_omni", True), ("qwen2_audio", False)])
