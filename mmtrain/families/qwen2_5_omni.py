@@ -14,7 +14,7 @@ from mmtrain.families.qwen2_5_vl import windowed_tower_settings, windowed_tower_
 from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER
 from mmtrain.families.tied_embeddings import tied_by_outer
 from mmtrain.families.tiny import MEDIA_TOKENS, TINY_EXTRACTOR, TINY_TOKENS, tiny_decoder, tiny_token_id
-from mmtrain.families.weight_layouts import ParameterSource, as_is
+from mmtrain.families.weight_layouts import ParameterSource, as_is, respell
 from mmtrain.families.whisper import whisper_settings, whisper_weights
 from mmtrain.families.windows import reject_sliding_windows
 
@@ -37,7 +37,8 @@ _ENCODER_DEFAULTS = {
     "encoder_ffn_dim": 5120,
     "num_mel_bins": 128,
 }
-_EARS = "model.audio_tower."
+# As up to 5.17 `transformers` names modules, and as it writes tensors since: each version opens these.
+_EARS, _EYES, _DECODER = "audio_tower.", "visual.", "model."
 _OTHER_MODELS = ("talker", "token2wav")
 _OF_WHOLE_MODEL = ("enable_audio_output", "enable_talker", *(f"{name}_config" for name in _OTHER_MODELS))
 # They belong to text and tokenizer. `seconds_per_chunk` says how the sound of a video is mixed with its frames.
@@ -167,15 +168,15 @@ def _section(thinker: ConfigSection, key: str) -> ConfigSection:
 
 def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
     audio, llm = settings.model["audio"], settings.model["llm"]
-    yield from windowed_tower_weights(settings, joint_projections=False)
+    yield from respell(windowed_tower_weights(settings, joint_projections=False), ((TOWER, _EYES),))
     yield from whisper_weights(audio, _EARS, last_norm="ln_post")
     ours = f"audio.layers.{audio['layers'] + 1}.linear."
     for kind, shape in (("weight", (llm["hidden"], audio["hidden"])), ("bias", (llm["hidden"],))):
         yield as_is(f"{ours}{kind}", f"{_EARS}proj.{kind}", shape)
-    yield from decoder_weights(settings, DECODER)
+    yield from decoder_weights(settings, _DECODER)
 
 
-_SHORT = ((_EARS, "audio_tower."), (TOWER, "visual."), (DECODER, "model."))  # folders that transformers writes
+_NESTED = ((_EARS, "model.audio_tower."), (_EYES, TOWER), (_DECODER, DECODER))  # modules of later versions
 QWEN2_5_OMNI = Family(
     "qwen2_5_omni",
     (
@@ -192,10 +193,10 @@ QWEN2_5_OMNI = Family(
     },
     video_processor=_FRAME_LIMITS,
     spellings=(
-        tuple((ours, f"thinker.{theirs}") for ours, theirs in (*_SHORT, ("lm_head.", "lm_head."))),
-        tuple((prefix, f"thinker.{prefix}") for prefix in (_EARS, TOWER, DECODER, "lm_head.")),
-        _SHORT,
+        tuple((prefix, f"thinker.{prefix}") for prefix in (_EARS, _EYES, _DECODER, "lm_head.")),
+        tuple((ours, f"thinker.{theirs}") for ours, theirs in (*_NESTED, ("lm_head.", "lm_head."))),
         (),
+        _NESTED,
     ),
     video_type="Qwen2VLVideoProcessor",
     ignored=decoder_buffers,
