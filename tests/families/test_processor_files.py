@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import FAMILIES, read_model_folder
@@ -110,10 +111,13 @@ def test_null_states_nothing(file: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{"max_pixels": None}, {"min_pixels": None}, {"size": None}])
 def test_limits_that_are_null_are_those_of_the_class(changes: dict[str, Any], tmp_path: Path) -> None:
+    import transformers
     from transformers import AutoImageProcessor
 
     own = {**FAMILIES["qwen2_5_vl"].tiny["preprocessor_config.json"], **changes}
     folder = _folder(tmp_path, "qwen2_5_vl", preprocessor_config=own)
+    if changes == {"size": None} and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("up to 5.17 each processor with limits of the older names writes them into the sizes of its class")
     size = AutoImageProcessor.from_pretrained(folder).size
     image = _data(folder, "image")
     assert (image["min_pixels"], image["max_pixels"]) == (size["shortest_edge"], size["longest_edge"])

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from PIL import Image
 from torch import Tensor, nn
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
@@ -109,6 +111,8 @@ QWEN3_VL_8B = {
     },
     "vision_end_token_id": 151653, "vision_start_token_id": 151652,
 }  # fmt: skip
+# transformers 5.17 wrongly cuts the seconds of a patch to a whole number before it computes positions from them.
+SECONDS = SECONDS_PER_PATCH if Version(transformers.__version__) >= Version("5.24") else 1.0
 # Frames (in patches), rows and columns of what the samples show, and whether it is a video.
 ROLES = "user", "assistant"
 SHOWN = [[((1, 4, 6), False), ((1, 2, 2), False)], [], [((3, 4, 4), True)], [((1, 6, 10), False), ((2, 2, 6), True)]]
@@ -156,7 +160,7 @@ def _their_media(name: str, number: int, cells: list[Tensor]) -> dict[str, Tenso
             argument = "pixel_values" if kind == "image" else "pixel_values_videos"
             arguments |= {argument: torch.cat(pixels), f"{kind}_grid_thw": torch.tensor(grids)}
     if kinds["video"][0] and name == "qwen2_5_vl":
-        arguments["second_per_grid_ts"] = torch.full((len(kinds["video"][0]),), SECONDS_PER_PATCH)
+        arguments["second_per_grid_ts"] = torch.full((len(kinds["video"][0]),), SECONDS)
     ids = _ids(name, number)
     types = (ids == IMAGE_TOKEN).int() + 2 * (ids == VIDEO_TOKEN).int()
     return {**arguments, "mm_token_type_ids": types[None]} if arguments else {}
@@ -165,7 +169,7 @@ def _their_media(name: str, number: int, cells: list[Tensor]) -> dict[str, Tenso
 def _times(name: str, num_patches: int) -> list[int]:
     if name != "qwen2_5_vl":
         return [*range(num_patches)]
-    return (np.arange(num_patches) * SECONDS_PER_PATCH * POSITIONS_PER_SECOND).astype(int).tolist()
+    return (np.arange(num_patches) * SECONDS * POSITIONS_PER_SECOND).astype(int).tolist()
 
 
 def _our_inputs(
