@@ -4,8 +4,12 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from packaging.version import Version
 
 from mmtrain.recipe import Recipe, recipe_fingerprint
 
@@ -20,6 +24,7 @@ GC_THRESHOLD_OBJECTS = 1_000_000
 # What the drivers of the GPUs that torch.cuda knows create: NVIDIA's, NVIDIA's under WSL, AMD's.
 GPU_DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 NUM_RANKS_WITHOUT_GPU = 2  # the fewest that exercise communication
+SHARDING_TORCH = (2, 13)  # the first with all switches that `models.fully_sharded` needs
 
 
 def resolve_cluster(recipe: Recipe) -> tuple[int, str]:
@@ -57,6 +62,20 @@ def _local_hardware(num_gpus: int) -> str:
     from mmtrain.costs.hardware import preset_for_device
 
     return preset_for_device(None)
+
+
+def can_shard_here() -> bool:
+    """Return whether the installed torch can shard weights over ranks with different work, without loading it.
+
+    Development builds of the first release that can count as it.
+    """
+    return Version(version("torch")).release[:2] >= SHARDING_TORCH
+
+
+def can_shard_where_planned(recipe: Recipe) -> bool:
+    """Return whether weights can be sharded on the cluster of the recipe; known of this machine, true of others."""
+    is_here = recipe.cluster.ranks is None or recipe.cluster.hardware == "auto"
+    return not is_here or can_shard_here()
 
 
 def require_costs(recipe: Recipe) -> None:
@@ -98,9 +117,16 @@ def plan_here(
     num_ranks: int | None = None,
     request: "PlanRequest | None" = None,
 ) -> "Plan":
-    """Plan for the recipe's cluster, or for this machine; on exactly `num_ranks` ranks if that is given."""
-    from mmtrain.plan.planner import plan_recipe
+    """Plan for the recipe's cluster, or for this machine; on exactly `num_ranks` ranks if given, which are here.
 
+    What this machine's torch cannot run is not searched.
+    """
+    from mmtrain.plan.planner import plan_recipe
+    from mmtrain.plan.problem import PlanRequest
+
+    request = request or PlanRequest()
+    runs_here = num_ranks is not None or request.measure is not None
+    can_shard = can_shard_here() if runs_here else can_shard_where_planned(recipe)
     ranks, hardware = resolve_cluster(recipe)
     return plan_recipe(
         recipe if num_ranks is None else _on_all_ranks(recipe),
@@ -108,7 +134,7 @@ def plan_here(
         world_size=num_ranks or ranks,
         hardware=hardware,
         recipe_sha256=recipe_fingerprint(recipe),
-        request=request,
+        request=replace(request, can_shard=can_shard),
     )
 
 
@@ -119,9 +145,15 @@ def plan_for_started_ranks(
     """Plan for ranks that have already been started: the plan uses all of them, whatever `parallel.max_gpus` says."""
     from mmtrain.plan.explain.text_only import with_text_only
     from mmtrain.plan.planner import plan_recipe
+    from mmtrain.plan.problem import PlanRequest
 
     plan = plan_recipe(
-        _on_all_ranks(recipe), lengths, world_size=world_size, hardware=hardware, recipe_sha256=recipe_sha256
+        _on_all_ranks(recipe),
+        lengths,
+        world_size=world_size,
+        hardware=hardware,
+        recipe_sha256=recipe_sha256,
+        request=PlanRequest(can_shard=can_shard_here()),
     )
     return with_text_only(plan, recipe, lengths)
 

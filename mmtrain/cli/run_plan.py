@@ -13,7 +13,13 @@ import typer
 from mmtrain.balance import SampleLengths
 from mmtrain.cli.calibrated_costs import calibrated_setting
 from mmtrain.cli.compared_layout import compare_layout, parse_layout
-from mmtrain.cli.local_cluster import plan_here, plan_timer, rare_garbage_collection, require_costs
+from mmtrain.cli.local_cluster import (
+    can_shard_where_planned,
+    plan_here,
+    plan_timer,
+    rare_garbage_collection,
+    require_costs,
+)
 from mmtrain.cli.options import require_writable, text_width
 from mmtrain.cli.planning_bar import planning_bar
 from mmtrain.cli.recipe_index import index_recipe
@@ -179,7 +185,7 @@ def _plan_and_print(options: PlanOptions, settings: Recipe, lengths: SampleLengt
         chosen = with_text_only(chosen, settings, lengths)
         progress.announce("trying other batches and numbers of ranks")
         if is_text and not options.measure:
-            hints = describe_faster_nearby(settings, lengths, chosen)
+            hints = describe_faster_nearby(settings, lengths, chosen, can_shard_where_planned(settings))
     if not is_text:
         typer.echo(chosen.model_dump_json(indent=2))
         return chosen

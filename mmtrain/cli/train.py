@@ -1,6 +1,7 @@
 """`mmtrain train`."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -134,7 +135,7 @@ def _train_stages(runs: "list[StageRun]", options: _Options) -> None:
 
 def _train_run(run: "StageRun", options: _Options, may_be_new: bool = False) -> None:
     """Start or resume one run; `may_be_new`: with `--resume`, start it if there is none."""
-    from mmtrain.cli.local_cluster import plan_for_started_ranks, resolve_cluster
+    from mmtrain.cli.local_cluster import can_shard_here, plan_for_started_ranks, resolve_cluster
     from mmtrain.costs.choose import costs_of_recipe
     from mmtrain.plan import load_plan
     from mmtrain.plan.artifact.plan_files import ranks_to_start
@@ -149,7 +150,8 @@ def _train_run(run: "StageRun", options: _Options, may_be_new: bool = False) -> 
     costs_of_recipe(recipe, hardware)  # report a wrong cost table before ranks start
     if options.plan is not None:
         ranks = ranks_to_start(load_plan(options.plan), recipe, ranks)
-    request = TrainRequest(run.loaded, plan_for_started_ranks, plan_again, hardware, ranks, run.folder)
+    replanner = partial(plan_again, can_shard=can_shard_here())
+    request = TrainRequest(run.loaded, plan_for_started_ranks, replanner, hardware, ranks, run.folder)
     train_request(
         replace(
             request,

@@ -6,6 +6,7 @@ gradients are reduced after the latter. A rank holds rows of dimension 0 of ever
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,10 +98,11 @@ def shard_stage(stage: StageModule, mesh: DeviceMesh, device: torch.device, comp
             register_fsdp_forward_method(head, entry)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            sharded: Any = module  # the last switch is unknown to type checkers that see torch before 2.13
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
             # A rank whose microbatch does not reach a layer still takes part in the reduction of its gradients.
-            module.set_reduce_scatter_unused_params(True)
+            sharded.set_reduce_scatter_unused_params(True)
     _prefetch_neighbours(grouped)
 
 

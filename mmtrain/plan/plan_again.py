@@ -10,10 +10,11 @@ from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.plan.estimate.simulate_plan import simulate_plan
 from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.planner import plan as search_plan
+from mmtrain.plan.problem import PlanRequest
 from mmtrain.recipe.schema import Recipe
 
 
-def plan_again(recipe: Recipe, lengths: SampleLengths, *, present: Plan, costs: Path) -> Plan:
+def plan_again(recipe: Recipe, lengths: SampleLengths, *, present: Plan, costs: Path, can_shard: bool = True) -> Plan:
     """Return the fastest plan by the table `costs`, for the ranks and under the fingerprint of the present plan.
 
     Both plans are predicted by the same program simulation on the same batches, so that their times compare.
@@ -30,6 +31,7 @@ def plan_again(recipe: Recipe, lengths: SampleLengths, *, present: Plan, costs: 
         world_size=present.world_size,
         hardware=present.hardware,
         recipe_sha256=present.recipe_sha256,
+        request=PlanRequest(can_shard=can_shard),
     )
     plan = search_plan(problem)
     predicted = plan.predicted.model_copy(update={"step_time_s": _step_s(recorded, plan, problem.batches)})

@@ -22,7 +22,7 @@ MAX_RANKS_LEFT_OUT = 0.25  # share of the ranks
 MIN_DIVISOR_RATIO = 2  # by how much the common divisor of batch and ranks must grow before a plan is tried
 
 
-def describe_faster_nearby(recipe: Recipe, lengths: SampleLengths, plan: Plan) -> list[str]:
+def describe_faster_nearby(recipe: Recipe, lengths: SampleLengths, plan: Plan, can_shard: bool = True) -> list[str]:
     """Return a sentence for another batch, and one for fewer ranks, that is over 10% faster.
 
     At most one of each is planned, roughly, and only where data-parallel degrees divide it much better: what is said is
@@ -32,11 +32,11 @@ def describe_faster_nearby(recipe: Recipe, lengths: SampleLengths, plan: Plan) -
     batch, num_ranks = recipe.train.global_batch, plan.world_size
     for other in _better_divided(batch, num_ranks, _nearest(batch, MAX_BATCH_CHANGE, both_ways=True)):
         train = recipe.train.model_copy(update={"global_batch": other})
-        gain = _gain(recipe.model_copy(update={"train": train}), lengths, plan, num_ranks)
+        gain = _gain(recipe.model_copy(update={"train": train}), lengths, plan, num_ranks, can_shard)
         if gain >= MIN_GAIN:
             sentences.append(f"train.global_batch {other} instead of {batch}: at least {gain - 1:.0%} more tokens/s.")
     for other in _better_divided(num_ranks, batch, _nearest(num_ranks, MAX_RANKS_LEFT_OUT, both_ways=False)):
-        gain = _gain(recipe, lengths, plan, other)
+        gain = _gain(recipe, lengths, plan, other, can_shard)
         if gain >= MIN_GAIN:
             sentences.append(f"{other} ranks instead of {num_ranks}: at least {gain - 1:.0%} more tokens/s.")
     return sentences
@@ -56,7 +56,7 @@ def _better_divided(number: int, partner: int, others: list[int]) -> Iterator[in
         yield best
 
 
-def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int) -> float:
+def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int, can_shard: bool) -> float:
     """Return how many times as many tokens/s a plan reaches that is sought with little effort; 0 if below `MIN_GAIN`.
 
     Where memory leaves no plan without sequence parallelism at any cost, none is found.
@@ -69,13 +69,14 @@ def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int) ->
             world_size=num_ranks,
             hardware=plan.hardware,
             recipe_sha256=plan.recipe_sha256,
+            request=PlanRequest(num_alternatives=0, can_shard=can_shard),
             budget=QUICK_BUDGET,
         )
         if not problem.cluster.rank_counts:
             return 0.0
         layer_costs = LayerCosts(problem, budget=QUICK_BUDGET)
         tokens = layer_costs.tokens()
-        request = PlanRequest(num_alternatives=0, max_step_s=tokens / tokens_per_s / MIN_GAIN)
+        request = replace(problem.request, max_step_s=tokens / tokens_per_s / MIN_GAIN)
         split_costs = with_token_splits(problem, layer_costs)
         evaluator = Evaluator(replace(problem, request=request), QUICK_BUDGET, split_costs)
         best = run_strategies(evaluator).best
