@@ -47,6 +47,14 @@ def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     return run
 
 
+def from_cache(folder: Path) -> str:
+    """Return what is said of an index that was cached, and how to renew it."""
+    return (
+        f"39 samples are known from the index cached in {folder / 'cache'}, and no media file of this machine has "
+        "changed since; to read all lengths anew, remove that folder"
+    )
+
+
 @pytest.mark.parametrize("command", [("plan",), ("data", "group"), ("simulate",)])
 def test_quarantined_and_cached_samples_are_reported(
     run_command: RunCommand, command: tuple[str, ...], tmp_path: Path
@@ -59,7 +67,7 @@ def test_quarantined_and_cached_samples_are_reported(
     assert err.rstrip().endswith("gone.png: no such file")
     assert "known" not in err
     _, err = run_command(*command, RECIPE, "--json")
-    assert err.startswith(f"39 samples are known from the index cached in {tmp_path / 'cache'}\n1 of 40 samples")
+    assert err.startswith(f"{from_cache(tmp_path)}\n1 of 40 samples")
 
 
 def test_data_commands_report_their_progress(run_command: RunCommand, tmp_path: Path) -> None:
@@ -68,7 +76,7 @@ def test_data_commands_report_their_progress(run_command: RunCommand, tmp_path: 
     assert "39 samples, 1 others quarantined" in out
     assert err == "reading headers: 30 samples so far\n"
     _, err = run_command("data", "stats", source, "--recipe", RECIPE)
-    assert err == f"39 samples are known from the index cached in {tmp_path / 'cache'}\n"
+    assert err == from_cache(tmp_path) + "\n"
     out, err = run_command("data", "check", source, "--recipe", RECIPE)
     assert "1 of them bad" in out
     assert "reading headers: 30 samples so far\n" in err
