@@ -75,9 +75,7 @@ def _losses(run_dir: Path) -> list[float]:
 
 
 def _tier(flow: Flow) -> tuple[pytest.MarkDecorator, ...]:
-    if flow in QUICK_FLOWS:
-        return ()
-    return (pytest.mark.long,) if flow in LONG_FLOWS else (pytest.mark.slow,)
+    return () if flow in QUICK_FLOWS else (pytest.mark.long,)
 
 
 @pytest.mark.parametrize("flow", [pytest.param(flow, id=str(flow), marks=_tier(flow)) for flow in FLOWS])

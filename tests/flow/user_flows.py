@@ -24,8 +24,7 @@ from mmtrain.weights.tiny_model import CONVERSATIONS_FOLDER, write_tiny_model
 from tests.data.archives import movie, parquet, tar
 
 NUM_FLOWS = 15  # and one through a producer
-NUM_QUICK_FLOWS = 1  # in `make test`
-NUM_LONG_FLOWS = 7  # in `make test-long` only: those that show the fewest values that others do not
+NUM_QUICK_FLOWS = 1  # in `make test`; the others are in `make test-long`
 NUM_SAMPLES = 40
 NUM_VIDEOS = 4
 ROWS_PER_GROUP = 16  # of Parquet and Arrow files: media of several groups are read
@@ -229,7 +228,6 @@ def choose_flows(count: int) -> tuple[Flow, ...]:
 
 FLOWS = (*choose_flows(NUM_FLOWS), Flow("qwen2_5_omni", "webdataset", "unified", producer=True))
 QUICK_FLOWS = FLOWS[:NUM_QUICK_FLOWS]
-LONG_FLOWS = FLOWS[-1 - NUM_LONG_FLOWS : -1]
 
 
 # What they run -----------------------------------------------------------------------------------------------------
