@@ -20,7 +20,6 @@ from tests.flow.spawned_command import LOG_VARIABLE, SPAWNED_RANK
 from tests.flow.user_flows import (
     FLOWS,
     FORMATS,
-    LONG_FLOWS,
     PLACEMENTS,
     QUICK_FLOWS,
     TRAIN,
