@@ -77,7 +77,7 @@ def test_every_kind_of_unusable_sample_is_quarantined(speech_recipe: MakeRecipe)
         "missing_audio": _row("<audio>", "0", clips=("gone.wav",)),
         "not_audio": _row("<audio>", "1", clips=("text.wav",)),
         "clip_too_long": _row("<audio>", "2", clips=("endless.wav",)),
-        "audio_count": _row("<audio>", "3"),
+        "audio_count": _row("<audio> and <audio>", "3", clips=("short.wav",)),
         "audio_path": _row("<audio>", "4", clips=("../short.wav",)),
         "good": _row("<audio>", "5", clips=("short.wav",)),
     }

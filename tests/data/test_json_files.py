@@ -62,6 +62,7 @@ def test_a_sample_keeps_turns_images_and_template(tmp_path: Path) -> None:
 
 def test_a_single_image_is_a_plain_text_and_image_root_moves_it(tmp_path: Path) -> None:
     root = tmp_path / "pictures"
+    root.mkdir()
     assert _sample(tmp_path, GOOD | {"image": "1.png"}, root).images == _files(root / "1.png")
     assert _sample(tmp_path, GOOD | {"image": str(root / "1.png")}, root).images == _files(root / "1.png")
     assert _sample(tmp_path, GOOD).images == ()
@@ -132,11 +133,11 @@ def test_no_spelling_leads_outside(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "suggestion"),
     [
-        ("pictures/Red.PNG", "; did you mean 'red.png'?"),
-        ("pictures/red.jpg", "; did you mean 'red.png'?"),
-        ("pictures/reed.png", "; did you mean 'red.png'?"),
+        ("pictures/Red.PNG", "; did you mean 'red.png' in place of 'Red.PNG'?"),
+        ("pictures/red.jpg", "; did you mean 'red.png' in place of 'red.jpg'?"),
+        ("pictures/reed.png", "; did you mean 'red.png' in place of 'reed.png'?"),
         ("pictures/12345.png", "no such file"),
-        ("picture/sub/red.png", "/picture"),
+        ("picture/sub/red.png", "; did you mean 'pictures' in place of 'picture'?"),
     ],
 )
 def test_a_missing_file_is_reported_with_the_nearest_name(

@@ -178,14 +178,14 @@ def test_frames_count_as_images_and_marks_are_counted(tmp_path: Path, recipe: Ma
     rows = [
         _talk("<video>", videos=["a.mp4"], id="fits"),
         _talk("<video><image>", videos=["a.mp4"], images=["b.png"], id="too many"),
-        _talk("<video>", id="none there"),
+        _talk("<video> and <video>", videos=["a.mp4"], id="one there"),
         _talk("none asked", videos=["a.mp4"], id="none asked"),
         _talk("<video>", videos=["gone.mp4"], id="gone"),
     ]
     (tmp_path / "b.png").write_bytes(png())
     index = build_index(recipe(rows, max_images=8))
     assert [s.id for s in index.samples] == ["fits"]
-    kinds = {"too many": "too_many_images", "none there": "video_count", "none asked": "video_count"}
+    kinds = {"too many": "too_many_images", "one there": "video_count", "none asked": "video_count"}
     assert {q.id: q.kind for q in index.quarantined} == kinds | {"gone": "missing_video"}
 
 
