@@ -9,7 +9,7 @@ transformers.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from mmtrain.data.text.thoughts import find_thought_end
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder, read_tokenizer_folder
 from mmtrain.data.text.turn_tokens import find_turn_tokens
 from mmtrain.errors import DataError
-from mmtrain.families.media_markup import Markups
+from mmtrain.families.media_markup import Markups, MediaMarkup
 from mmtrain.recipe.modalities import MODALITIES, MediaKind
 from mmtrain.recipe.text_settings import SpecialTokensAllowed, SpecialTokenSettings
 
@@ -124,7 +124,7 @@ class TemplateTokenizer:
             *(map(self._describe_inserted, inserted.items()) if has_processor else ()),
         )
 
-    def _learn_media(self, markups: Markups) -> None:
+    def _learn_media(self, markups: Mapping[MediaKind, MediaMarkup]) -> None:
         """Keep what is needed to find media in a rendering, and to give them their features."""
         self._expansions = {
             markup.placeholder: time_slots(markup.expansion)
