@@ -17,8 +17,8 @@ MMC4:              {"text_list": ["A red square.", "And a blue one."],
 Media may also be given inside a turn: `content` as a list of parts `{"type": "text", "text": ...}` and
 `{"type": "image", "image": "a.png"}` (or `image_url`, `audio`, `video`; or the path under `path` or `url`). A path
 may be a data URL, which holds the medium itself, and wherever a path may be, so may the object of the `datasets`
-library: `{"path": "a.png", "bytes": null}`, whose bytes only Parquet and Arrow files can hold. What of the texts is a
-mark, and what only spells one, is told apart in `marks`.
+library: `{"path": "a.png", "bytes": null}`, whose bytes only Parquet and Arrow files can hold. `marks`
+decides whether `<image>` in a text is a mark or only spells one.
 
 An image in an assistant's turn is one to draw (`Sample.target_images`): `{"role": "assistant", "content": "<image>"}`,
 or a part of it. A mark there is ordinary text unless the sample has an image for every mark of all its turns.
