@@ -249,9 +249,21 @@ threading.Event().wait()
 """
 
 
+def test_workers_take_no_module_from_the_working_folder(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('the user has a script of this name')")
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    # As from the command `mmtrain`, which does not look for modules in the working folder.
+    command = [sys.executable, "-P", "-c", TRAINER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env) as trainer:
+        assert trainer.stdout is not None
+        started = trainer.stdout.readline().split()
+        trainer.kill()
+    assert len(started) == 3
+
+
 def test_workers_end_with_a_trainer_that_is_killed() -> None:
-    root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True, cwd=root) as trainer:
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}  # the folder of tests is not installed
+    with subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True, env=env) as trainer:
         assert trainer.stdout is not None
         processes = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
         trainer.kill()

@@ -1,5 +1,6 @@
 """What `make` says of the Python that it is given, before anything is installed."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,9 @@ def _python(folder: Path, version: tuple[int, int]) -> Path:
 
 
 def _make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    # Without what a make above has set, such as the one that started these tests.
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("version", [(2, 7), (3, 10), (3, 14), (3, 15)])
