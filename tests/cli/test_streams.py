@@ -5,12 +5,40 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+from typer.main import get_command
 
+from mmtrain.cli import app as table
 from mmtrain.data.synthetic.demo import generate_demo
+from mmtrain.runtime.resilience.launch import free_port
 from tests.cli.conftest import DEMO
+from tests.cli.test_unusable_paths import commands
+from tests.waiting import MAX_WAIT_S, poll
 
 CLOSED = ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"]
+# What each command is run with, one after the other in one folder; without what needs recordings or an image generator.
+# `{demo}` stands for the demo recipe with the settings that make it small.
+CALLS = {
+    "data demo": "--out made --samples 4 --heldout 1",
+    "data tiny-model": "llava --out model",
+    "data stats": "--recipe {demo}",
+    "data group": "{demo}",
+    "data check": "--recipe {demo}",
+    "schema": "",
+    "doctor": "--no-links",
+    "inspect": "model",
+    "plan": "{demo} --out plan.json",
+    "simulate": "{demo}",
+    "report": "plan.json --out plan.html",
+    "rehearse": "{demo} --plan plan.json",
+    "verify": "{demo} --plan plan.json",
+    "profile": "{demo} --out costs.json",
+    "train": "{demo} --run-dir run",
+    "evaluate": "run --limit 2",
+    "export": "run --out exported",
+}
+WRITTEN = ["made", "model", "plan.json", "plan.html", "costs.json", "run", "exported"]
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +51,17 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [part for value in values for part in ("--set", value)]
 
 
-def run_shell(redirection: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `mmtrain` from a shell, which closes streams."""
-    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "mmtrain", *arguments]
-    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, encoding="latin-1")
+def in_shell(redirection: str, *arguments: str) -> list[str]:
+    """Return how `mmtrain` is run from a shell, which closes streams."""
+    return ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "mmtrain", *arguments]
+
+
+def run_shell(
+    redirection: str, *arguments: str, folder: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `mmtrain` from a shell, and read what it says."""
+    command, env = in_shell(redirection, *arguments), os.environ | variables
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, encoding="latin-1")
 
 
 @pytest.mark.parametrize("closed", CLOSED)
@@ -44,6 +79,34 @@ def test_a_run_trains_to_its_end(tmp_path: Path, settings: list[str], closed: st
     done = run_shell(closed, "train", str(DEMO), "--run-dir", str(run), *settings)
     assert done.returncode == 0, done.stderr
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_every_command_is_run_but_two() -> None:
+    apart = {"data serve", "data latents", "data digits"}  # the first has a test of its own
+    assert set(commands(get_command(table.app))) == set(CALLS) | apart
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("closed", ["", *CLOSED])
+def test_every_command_ends_well(tmp_path: Path, settings: list[str], closed: str) -> None:
+    for command, template in CALLS.items():
+        arguments = [
+            part for word in template.split() for part in ([str(DEMO), *settings] if word == "{demo}" else [word])
+        ]
+        done = run_shell(closed, *command.split(), *arguments, folder=tmp_path)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    assert {name for name in WRITTEN if (tmp_path / name).exists()} == set(WRITTEN)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("closed", CLOSED)
+def test_a_producer_serves_until_it_is_stopped(settings: list[str], closed: str) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with subprocess.Popen(in_shell(closed, "data", "serve", str(DEMO), *settings, "--bind", address)) as producer:
+        listening = psutil.Process(producer.pid)
+        poll(lambda: any(c.status == psutil.CONN_LISTEN for c in listening.net_connections("tcp")))
+        producer.terminate()
+        assert producer.wait(MAX_WAIT_S) == 0
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii", "koi8-r"])

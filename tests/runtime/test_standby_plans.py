@@ -147,3 +147,10 @@ def test_other_failures_are_no_loss(second: tuple[RunError, int]) -> None:
 def test_devices_that_fail_their_test_are_left_out() -> None:
     check = "import os, sys; sys.exit(os.environ['CUDA_VISIBLE_DEVICES'] == '1')"
     assert find_usable_devices(["0", "1", "GPU-ab"], check) == ("0", "GPU-ab")
+
+
+@pytest.mark.slow  # imports torch in a process of its own
+@pytest.mark.parametrize("level", ["0", "1", "2"])
+def test_a_broken_device_is_found_at_any_level_of_optimization(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    monkeypatch.setenv("PYTHONOPTIMIZE", level)
+    assert find_usable_devices(["GPU-that-fell-off-the-bus"]) == ()
