@@ -95,6 +95,23 @@ def test_a_rank_whose_first_rank_leaves_says_so_in_one_line(data: Path, tmp_path
     assert "rank 1 of 3" in line
 
 
+# A rank that ends when all have met, before it does anything with the others.
+LEAVING_RANK = "from mmtrain.runtime.world import find_address, join; join(find_address()); import os; os._exit(1)"
+
+
+def test_a_rank_that_loses_another_one_at_once_says_so_in_one_line(data: Path, tmp_path: Path) -> None:
+    variables = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+    env = os.environ | variables | {"RANK": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with (
+        _start(data, tmp_path, RANK="0", **variables) as first,
+        subprocess.Popen([sys.executable, "-c", LEAVING_RANK], env=env, stderr=subprocess.DEVNULL),
+    ):
+        _, error = first.communicate(timeout=MAX_WAIT_S)
+    assert first.returncode == 1
+    assert "Traceback" not in error
+    assert "rank 0 of 2 lost the connection to another rank" in error.splitlines()[-1]
+
+
 def _num_connections(pid: int, port: int) -> int:
     connections = psutil.Process(pid).net_connections("tcp")
     return sum(c.status == psutil.CONN_ESTABLISHED and c.raddr and c.raddr.port == port for c in connections)

@@ -47,6 +47,7 @@ from mmtrain.runtime.evaluation.score_drawings import (
 from mmtrain.runtime.evaluation.whole_model import too_large_for_one_rank, whole_model
 from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.resilience.config_consensus import require_consensus
+from mmtrain.runtime.resilience.failures import lost_peers_named
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE, load_run_recipe
 from mmtrain.runtime.world import (
@@ -113,8 +114,9 @@ def run(request: EvaluateRequest) -> None:
 def _evaluate_rank(request: EvaluateRequest, recipe: Recipe, address: Address) -> None:
     """Evaluate as one rank."""
     limit_threads(address)
-    _evaluate(request, recipe, join(address))
-    leave()
+    with lost_peers_named(address):
+        _evaluate(request, recipe, join(address))
+        leave()
 
 
 def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:

@@ -24,6 +24,7 @@ from mmtrain.runtime.rendezvous import ranks_text
 from mmtrain.runtime.resilience.signals import stopped_early_text
 from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.run_state import read_run_state, write_run_state
+from mmtrain.runtime.world import Address
 
 FAILURES_FOLDER = "failures"
 FailureKind = Literal["error", "lost peer", "hang", "stopped"]  # stopped: by a signal, with nothing to save
@@ -232,6 +233,23 @@ def _explained_loss(run_dir: Path, rank: int, hosts: Sequence[str]) -> RunError 
         write_run_state(run_dir, "failed", error=explanation)
         return RunError(explanation)
     return RunError(explanation.splitlines()[0])
+
+
+@contextlib.contextmanager
+def lost_peers_named(address: Address) -> Iterator[None]:
+    """Raise RunError in place of what torch says of a lost connection where no folder holds reports of all ranks.
+
+    Ranks of our own launcher raise it as it is: the launcher sees which rank has ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if address.launcher == "mmtrain" or not is_lost_peer(error):
+            raise
+        raise RunError(
+            f"rank {address.rank} of {address.world_size} lost the connection to another rank, which has ended or "
+            f"cannot be reached: look for that rank's own message ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def is_lost_peer(error: BaseException) -> bool:

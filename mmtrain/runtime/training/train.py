@@ -27,7 +27,7 @@ from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.device_memory import smallest_device_memory
-from mmtrain.runtime.resilience.failures import record_early_stop, report_failures
+from mmtrain.runtime.resilience.failures import lost_peers_named, record_early_stop, report_failures
 from mmtrain.runtime.resilience.folder_lock import ELASTIC_LEASE, FolderLock
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.resilience.orphans import LauncherMonitor, has_watching_launcher
@@ -148,6 +148,7 @@ def train_rank(request: TrainRequest, address: Address) -> None:
     limit_threads(address)
     set_determinism(request.recipe.train.deterministic)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(lost_peers_named(address))
         stop = stack.enter_context(StopSignalListener(has_nothing_to_save=True))
         if has_watching_launcher(address):
             stack.enter_context(LauncherMonitor(address.rank))
