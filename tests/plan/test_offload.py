@@ -1,5 +1,6 @@
 """Plans with activations in host memory: where that is faster, where nothing else fits, and within the host."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,8 @@ def test_the_checker_counts_host_memory_too() -> None:
     too_small = 0.9 * needed_gib
     with pytest.raises(PlanError, match=r"a rank of h100-80g may use .* GiB of it; what makes room is"):
         prove_memory(long_text(ROOMY_GIB, too_small, offload="all"), plan, shape, device)
+    with pytest.raises(PlanError, match=r"a rank here may use .* GiB of it; what makes room is"):
+        prove_memory(settings, plan, shape, replace(device, host_bytes=too_small * GIB))
     counted = plan_memory(settings, plan, shape)
     assert limit is not None
     assert limit.host is not None

@@ -1,6 +1,8 @@
 """A plan to which a run would switch by itself, and that does not fit, is refused with what binds; the run goes on."""
 
+import math
 import pickle
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +13,12 @@ import torch
 
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
+from mmtrain.machine_limits import MachineLimits
 from mmtrain.plan import Plan
 from mmtrain.plan.artifact.plan_memory import DeviceMemory
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.recipe import Recipe, recipe_fingerprint
+from mmtrain.runtime.resilience import device_memory
 from mmtrain.runtime.run_folder import PLAN_FILE
 from mmtrain.runtime.training import choose_plan as choose_plan_module
 from mmtrain.runtime.training import switch_plan as switch_plan_module
@@ -51,6 +55,19 @@ def test_a_plan_that_is_made_beside_the_training_must_fit(plan: Plan) -> None:
 def test_plans_are_made_for_what_a_device_has() -> None:
     assert limited_to_device(SETTINGS, "cpu-core", LARGE) is SETTINGS
     assert limited_to_device(SETTINGS, "cpu-core", SMALL).cluster.memory_gib == pytest.approx(0.01)
+    of_container = limited_to_device(SETTINGS, "h100-80g", replace(LARGE, nbytes=80 * GIB, host_bytes=3 * GIB))
+    assert (of_container.cluster.memory_gib, of_container.cluster.host_memory_gib) == (None, 3)
+
+
+@pytest.mark.parametrize(("stated_gib", "expected_gib"), [(None, 8), (50, math.inf)])
+def test_a_rank_has_its_share_of_what_its_container_is_limited_to(
+    monkeypatch: pytest.MonkeyPatch, stated_gib: float | None, expected_gib: float
+) -> None:
+    monkeypatch.setattr(device_memory, "machine_limits", lambda: MachineLimits(memory_bytes=16 * GIB))
+    settings = SETTINGS.model_copy(
+        update={"cluster": SETTINGS.cluster.model_copy(update={"host_memory_gib": stated_gib})}
+    )
+    assert device_memory.smallest_device_memory(settings, "cpu-core", WORLD).host_bytes == expected_gib * GIB
 
 
 def test_a_switch_to_a_plan_that_does_not_fit_is_refused(

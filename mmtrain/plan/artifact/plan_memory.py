@@ -1,5 +1,6 @@
 """Prove that a plan fits into the memory of the devices that are to run it."""
 
+import math
 from dataclasses import dataclass
 
 from mmtrain.costs import RankMemory, TokenLoad, costs_for, machine_for, state_bytes
@@ -27,10 +28,11 @@ REMEDIES = {  # by kind of memory that needs most
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of the smallest device of a run."""
+    """The memory of the smallest device of a run, and the least host memory of a rank."""
 
     nbytes: float
     described: str  # what has it, like `the GPU of rank 3`
+    host_bytes: float = math.inf  # that a rank may fill with activations: of what a container has; inf: no limit known
 
 
 def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMemory) -> MemoryLimit | None:
@@ -60,12 +62,13 @@ def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMe
         as_run = "" if ratio == 1 else f" as counted, {ratio:.2f} of it as `plan --measure` found"
         need = f"rank {rank} needs {_need_text(memory[rank])}{as_run}"
         raise PlanError(_refusal(need, device, memory[rank].binding))
-    host_memory_bytes = machine_for(recipe, plan.hardware).host_memory_bytes
+    host_memory_bytes = min(machine_for(recipe, plan.hardware).host_memory_bytes, device.host_bytes)
     host_bytes = max(of_rank.host_activations for of_rank in memory.values())
     if host_bytes > host_memory_bytes:
         raise PlanError(
-            f"the plan keeps {host_bytes / GIB:.4g} GiB of activations of a rank in host memory, and a rank of "
-            f"{plan.hardware} may use {host_memory_bytes / GIB:.4g} GiB of it; what makes room is {HOST_REMEDY}"
+            f"the plan keeps {host_bytes / GIB:.4g} GiB of activations of a rank in host memory, and a rank "
+            f"{'here' if device.host_bytes == host_memory_bytes else f'of {plan.hardware}'} may use "
+            f"{host_memory_bytes / GIB:.4g} GiB of it; what makes room is {HOST_REMEDY}"
         )
     return counted.activation_limit(graph, memory, device.nbytes / ratio, host_memory_bytes)
 

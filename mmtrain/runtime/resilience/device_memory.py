@@ -1,27 +1,42 @@
 """Find out how much memory the devices of a run have, before anything is built on them."""
 
+import math
+import socket
+from collections import Counter
+
 import torch
 
 from mmtrain.costs import machine_for
+from mmtrain.machine_limits import machine_limits
 from mmtrain.plan.artifact.plan_memory import DeviceMemory
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.world import World
+
+# As in the hardware presets: the other half is left to the loader, to checkpoints and to what allocators round up.
+HOST_SHARE_OF_ACTIVATIONS = 0.5
 
 
 def smallest_device_memory(recipe: Recipe, hardware: str, world: World) -> DeviceMemory:
     """Return the memory of the smallest device: what the hardware has by its preset or the recipe, or what is free.
 
-    Free memory counts on GPUs, where other processes may hold a part. All ranks call this together.
+    Free memory counts on GPUs, where other processes may hold a part. Of host memory, each rank has its share of what
+    its container is limited to, unless `cluster.host_memory_gib` says what it has. All ranks call this together.
     """
-    planned = DeviceMemory(machine_for(recipe, hardware).memory_bytes, f"{hardware} (see cluster.memory_gib)")
-    free_bytes = world.all_gather(_free_bytes(world.device))
-    on_gpus = {rank: nbytes for rank, nbytes in enumerate(free_bytes) if isinstance(nbytes, int)}
-    if not on_gpus:
-        return planned
-    rank = min(on_gpus, key=lambda number: on_gpus[number])
-    if on_gpus[rank] >= planned.nbytes:
-        return planned
-    return DeviceMemory(on_gpus[rank], f"the GPU of rank {rank}")
+    found = world.all_gather((_free_bytes(world.device), machine_limits().memory_bytes, socket.gethostname()))
+    of_ranks: list[tuple[int | None, int | None, str]] = found  # type: ignore[assignment]
+    num_on_host = Counter(host for _, _, host in of_ranks)
+    host_bytes = min(
+        (HOST_SHARE_OF_ACTIVATIONS * limit / num_on_host[host] for _, limit, host in of_ranks if limit is not None),
+        default=math.inf,
+    )
+    if recipe.cluster.host_memory_gib is not None:
+        host_bytes = math.inf
+    planned_bytes = machine_for(recipe, hardware).memory_bytes
+    on_gpus = {rank: nbytes for rank, (nbytes, _, _) in enumerate(of_ranks) if nbytes is not None}
+    rank = min(on_gpus, key=lambda number: on_gpus[number], default=None)
+    if rank is None or on_gpus[rank] >= planned_bytes:
+        return DeviceMemory(planned_bytes, f"{hardware} (see cluster.memory_gib)", host_bytes)
+    return DeviceMemory(on_gpus[rank], f"the GPU of rank {rank}", host_bytes)
 
 
 def _free_bytes(device: torch.device) -> int | None:

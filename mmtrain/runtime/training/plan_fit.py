@@ -52,7 +52,12 @@ def plan_that_fits(recipe: Recipe, device: DeviceMemory, make_plan: MakePlan, **
 
 def limited_to_device(recipe: Recipe, hardware: str, device: DeviceMemory) -> Recipe:
     """Return the recipe with the memory that a rank has here, where that is less than what is planned for."""
-    if device.nbytes >= machine_for(recipe, hardware).memory_bytes:
+    machine = machine_for(recipe, hardware)
+    limits: dict[str, float] = {}
+    if device.nbytes < machine.memory_bytes:
+        limits["memory_gib"] = device.nbytes / GIB
+    if device.host_bytes < machine.host_memory_bytes:
+        limits["host_memory_gib"] = device.host_bytes / GIB
+    if not limits:
         return recipe
-    cluster = recipe.cluster.model_copy(update={"memory_gib": device.nbytes / GIB})
-    return recipe.model_copy(update={"cluster": cluster})
+    return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update=limits)})
