@@ -5,7 +5,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,24 @@ def values(section: Section, prefix: str = "") -> Iterator[tuple[str, object, ob
 def set_by_many_tests(defaults: Mapping[str, object]) -> Iterator[str]:
     """Yield the settings that `KEY=VALUE` texts in many files of tests set to another value than the default."""
     files = defaultdict(set)
+    for path, key, value in overrides_in_tests():
+        if key in defaults and not _is_default(value, defaults[key]):
+            files[key].add(path)
+    yield from (key for key, setting_files in files.items() if len(setting_files) >= MANY_FILES)
+
+
+@cache
+def overrides_in_tests() -> tuple[tuple[Path, str, str], ...]:
+    """Return the file, key and value of each text `KEY=VALUE` in the tests."""
+    found = []
     for path in TESTS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             text = node.value if isinstance(node, ast.Constant) else ""
             if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
                 text = f"{node.values[0].value}..."  # its value is not known here, and no default
-            match = _OVERRIDE.fullmatch(text) if isinstance(text, str) else None
-            if match is not None and match[1] in defaults and not _is_default(match[2], defaults[match[1]]):
-                files[match[1]].add(path)
-    yield from (key for key, setting_files in files.items() if len(setting_files) >= MANY_FILES)
+            if isinstance(text, str) and (match := _OVERRIDE.fullmatch(text)):
+                found.append((path, match[1], match[2]))
+    return tuple(found)
 
 
 def _is_default(text: str, default: object) -> bool:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -11,6 +12,7 @@ NUM_PHASES = 5
 DEFAULT_FILE = re.compile(r"Tests (?:without a file )?are in `(tests/[\w/]+\.py)`")
 
 
+@cache
 def _tests_of(path: str) -> dict[str, bool]:
     """Return the tests of a file, and whether all of their runs are in the slow tier."""
     body = ast.parse((ROOT / path).read_text()).body

@@ -16,6 +16,7 @@ from tests.cli.conftest import DEMO
 from tests.cli.test_unusable_paths import commands
 from tests.waiting import MAX_WAIT_S, poll
 
+OLD_ENCODINGS = ["latin-1", "cp1252", "koi8-r"]
 CLOSED = ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"]
 # What each command is run with, one after the other in one folder; without what needs recordings or an image generator.
 # `{demo}` stands for the demo recipe with the settings that make it small.
@@ -64,7 +65,7 @@ def run_shell(
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, encoding="latin-1")
 
 
-@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize("closed", [*(pytest.param(c, marks=pytest.mark.slow) for c in CLOSED[:-1]), CLOSED[-1]])
 def test_commands_end_as_with_open_streams(tmp_path: Path, closed: str) -> None:
     assert run_shell(closed, "schema").returncode == 0
     wrong = run_shell(closed, "plan", str(tmp_path / "missing.yaml"))
@@ -109,7 +110,7 @@ def test_a_producer_serves_until_it_is_stopped(settings: list[str], closed: str)
         assert producer.wait(MAX_WAIT_S) == 0
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii", "koi8-r"])
+@pytest.mark.parametrize("encoding", ["ascii", *(pytest.param(e, marks=pytest.mark.slow) for e in OLD_ENCODINGS)])
 def test_tables_are_printed_in_any_encoding(settings: list[str], encoding: str) -> None:
     done = run_shell("", "plan", str(DEMO), *settings, PYTHONIOENCODING=encoding, COLUMNS="100")
     assert done.returncode == 0, done.stderr

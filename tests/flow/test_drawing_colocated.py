@@ -52,7 +52,6 @@ CASES: dict[str, tuple[dict[str, Any], Meshes]] = {
     "generator only": (freeze("vision", "llm"), ON_BOTH),
     "projectors only": (U_NET | freeze("vision", "llm", "generator"), ON_BOTH),
 }
-QUICK = ("a transformer on both ranks of a pipeline",)
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +62,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", QUICK)
-def test_passes_between_the_llms_compute_what_one_process_computes(folder: Path, case: str) -> None:
-    assert_equals_one_process(folder, *CASES[case], kind="coarse")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK])
-def test_more_layouts_compute_what_one_process_computes(folder: Path, case: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_passes_between_the_llms_compute_what_one_process_computes(folder: Path, case: str) -> None:
     assert_equals_one_process(folder, *CASES[case], kind="coarse")
 
 

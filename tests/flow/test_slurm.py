@@ -13,7 +13,7 @@ from tests.flow.launched import train_arguments
 from tests.slurm_cluster import NODES, SlurmCluster, missing_slurm
 from tests.waiting import poll
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(missing_slurm() is not None, reason=str(missing_slurm()))]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing_slurm() is not None, reason=str(missing_slurm()))]
 ROOT = Path(__file__).parents[2]
 NO_END = "train.steps=100000"
 # As processes with a GPU do, this task takes long to leave.

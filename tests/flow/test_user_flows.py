@@ -21,7 +21,6 @@ from tests.flow.user_flows import (
     FLOWS,
     FORMATS,
     PLACEMENTS,
-    QUICK_FLOWS,
     TRAIN,
     Flow,
     media_families,
@@ -73,11 +72,8 @@ def _losses(run_dir: Path) -> list[float]:
     return [step["loss"] for step in read_metrics(run_dir)]
 
 
-def _tier(flow: Flow) -> tuple[pytest.MarkDecorator, ...]:
-    return () if flow in QUICK_FLOWS else (pytest.mark.long,)
-
-
-@pytest.mark.parametrize("flow", [pytest.param(flow, id=str(flow), marks=_tier(flow)) for flow in FLOWS])
+@pytest.mark.slow
+@pytest.mark.parametrize("flow", FLOWS, ids=str)
 def test_a_run_with_the_defaults_has_the_losses_of_one_without_workers(flow: Flow, tmp_path: Path) -> None:
     recipe = write_flow(flow, tmp_path)
     without = run_forked(tmp_path, "train", str(recipe), "--set", "data.workers=0", "--run-dir", "without")

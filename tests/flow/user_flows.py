@@ -24,7 +24,6 @@ from mmtrain.weights.tiny_model import CONVERSATIONS_FOLDER, write_tiny_model
 from tests.data.archives import movie, parquet, tar
 
 NUM_FLOWS = 15  # and one through a producer
-NUM_QUICK_FLOWS = 1  # in `make test`; the others are in `make test-long`
 NUM_SAMPLES = 40
 NUM_VIDEOS = 4
 ROWS_PER_GROUP = 16  # of Parquet and Arrow files: media of several groups are read
@@ -227,7 +226,6 @@ def choose_flows(count: int) -> tuple[Flow, ...]:
 
 
 FLOWS = (*choose_flows(NUM_FLOWS), Flow("qwen2_5_omni", "webdataset", "unified", producer=True))
-QUICK_FLOWS = FLOWS[:NUM_QUICK_FLOWS]
 
 
 # What they run -----------------------------------------------------------------------------------------------------
@@ -282,7 +280,7 @@ def _draw_videos(folder: Path) -> Iterator[Conversation]:
 def main() -> None:
     """Print the flows and the pairs of values that they show, of those that there are."""
     for flow in FLOWS:
-        print(f"{'quick' if flow in QUICK_FLOWS else 'slow '}  {flow}")
+        print(flow)
     possible = {pair for flow in all_flows() for pair in flow.pairs}
     shown = {pair for flow in FLOWS for pair in flow.pairs}
     axes = Counter((left[0], right[0]) for left, right in possible)  # type: ignore[index]

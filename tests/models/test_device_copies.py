@@ -77,7 +77,9 @@ def attend_without_numbers(
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_attn"])
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if "U-Net" in case else []) for case in MODELS]
+)
 def test_a_step_neither_copies_nor_reads(
     case: str, attention: AttentionBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

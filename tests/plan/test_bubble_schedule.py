@@ -215,6 +215,7 @@ def tiny_instance(seed: int) -> tuple[LlmTimeline, EncoderPlan]:
     return llm, plan
 
 
+@pytest.mark.slow
 def test_tiny_instances_are_near_the_optimum() -> None:
     ratios = []
     for seed in range(30):

@@ -193,7 +193,12 @@ def test_a_text_model_has_one_unit() -> None:
         ({"parallel": {"placement": "disaggregated", "vision": {"pp": 1, "tp": 1, "dp": 1}}}, 500, "500 ranks"),
         ({"vision": None, "parallel": {"placement": "disaggregated"}}, 2, r"needs an encoder, but the model has none"),
         ({"vision": None, "parallel": {"vision": {"tp": 2}}}, 2, r"parallel\.vision\.tp is set, but model\.vision"),
-        ({"cluster": {"memory_gib": 0.01}}, 2, r"(?s)no plan fits 2 ranks.*most of it \w+ \(.*memory_gib"),
+        pytest.param(
+            {"cluster": {"memory_gib": 0.01}},
+            2,
+            r"(?s)no plan fits 2 ranks.*most of it \w+ \(.*memory_gib",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_impossible_problem_is_explained(change: dict[str, Any], world_size: int, message: str) -> None:

@@ -61,7 +61,7 @@ def test_the_suggested_number_of_ranks_is_enough() -> None:
     suggested(named // 2, 0.03, **UNIFIED)
 
 
-@pytest.mark.parametrize("world_size", [4, 8])
+@pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_nothing_is_suggested_that_only_makes_room_with_tensor_parallel_groups_on_two_nodes(world_size: int) -> None:
     """Plan in nodes of three, where every second group of two ranks lies on two nodes."""
     tp_2: dict[str, Any] = {unit: {"tp": 2, "recompute": "none"} for unit in ("llm", "vision")}
@@ -115,6 +115,7 @@ def test_the_nearest_numbers_of_ranks_are_suggested() -> None:
     assert "make 8 ranks, which does not divide 20" in str(error.value)
 
 
+@pytest.mark.slow
 def test_simulated_plans_are_listed_before_meshes_that_were_only_bounded() -> None:
     """List them apart: a lower bound is less than any plan needs, so meshes would come first among the closest."""
     settings = recipe(cluster={"memory_gib": 0.005})

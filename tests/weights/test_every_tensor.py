@@ -13,7 +13,12 @@ from mmtrain.families.weight_layouts import respell
 from mmtrain.weights import FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
 
-LAYOUTS = [(name, number) for name, family in FAMILIES.items() for number in range(len(family.spellings))]
+# Each spelling of each family; the first of a family in `make test`.
+LAYOUTS = [
+    pytest.param(name, number, marks=[pytest.mark.slow] if number else [])
+    for name, family in FAMILIES.items()
+    for number in range(len(family.spellings))
+]
 BUFFERS = ("model.layers.0.self_attn.rotary_emb.inv_freq", "vision_tower.embeddings.position_ids")
 
 
