@@ -40,11 +40,11 @@ PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed      ## the test suite
 	$(BIN)/pytest $(PARALLEL) -m 'not slow and not long'
 
-test-slow: $(VENV)/.installed ## its long runs, and property tests on many examples
-	$(BIN)/pytest $(PARALLEL) -m '(slow or hypothesis) and not long' --hypothesis-profile=thorough
+test-slow: $(VENV)/.installed ## its long runs
+	$(BIN)/pytest $(PARALLEL) -m 'slow and not long'
 
-test-long: $(VENV)/.installed ## the heaviest comparisons, which CI leaves out: before a release, or after a change they cover
-	$(BIN)/pytest $(PARALLEL) -m long
+test-long: $(VENV)/.installed ## sweeps and property tests on many examples, which CI leaves out: before a release, or after a change they cover
+	$(BIN)/pytest $(PARALLEL) -m 'long or hypothesis' --hypothesis-profile=thorough
 
 test-all: test test-slow test-long ## all three
 
