@@ -128,7 +128,7 @@ def test_a_block_without_backward_holds_what_is_predicted_for_its_forward(unit: 
     assert 1.0 <= round(predicted / live.peak, 4) <= 1.05  # lengths of sequences take some bytes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("variant", [*VARIANTS, *ON_HOST], ids=lambda variant: variant.name)
 def test_a_long_sequence_holds_what_is_predicted(variant: Variant) -> None:
     """Of a whole model with a target at every token: what it keeps and what it needs at most are in [1.00, 1.15]."""

@@ -118,7 +118,7 @@ def test_communication_in_chunks_changes_no_result(cell: Cell) -> None:
     assert_equals_one_process(cell.recipe(), cell.plan(), cell.texts_between)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_more_cells_compute_what_one_process_does(placement: Placement) -> None:

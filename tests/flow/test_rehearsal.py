@@ -66,7 +66,7 @@ def cell_groups(cell: Cell) -> int:
 @pytest.mark.parametrize(
     "cell",
     [*(pytest.param(c, id=str(c)) for c in QUICK)]
-    + [pytest.param(c, id=str(c), marks=pytest.mark.slow) for c in CELLS if c not in QUICK],
+    + [pytest.param(c, id=str(c), marks=pytest.mark.long) for c in CELLS if c not in QUICK],
 )
 def test_a_rehearsed_step_is_scheduled_as_simulated(cell: Cell) -> None:
     """Of these tiny steps this machine's share is large, so only the schedule without it is compared.

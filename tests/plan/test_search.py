@@ -102,7 +102,7 @@ def test_the_search_finds_the_fastest_of_all_plans_that_fit(seed: int) -> None:
     holds(instance, least_step(instance))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(100))
 def test_the_search_finds_the_fastest_of_all_plans_in_many_instances(seed: int) -> None:
     """Search half of the instances of `python -m scripts.bench_plan --only exact`, which the search tries in full."""

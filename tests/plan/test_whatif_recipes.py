@@ -36,7 +36,7 @@ def planned(recipe: Recipe, num_alternatives: int) -> Plan:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_each_published_model_fits_its_cluster(name: str) -> None:
     recipe = load_recipe(FOLDER / name, ["parallel.placement=unified"]).recipe
