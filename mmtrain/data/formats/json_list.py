@@ -2,7 +2,7 @@
 
 The parser of the standard library is fed with pieces of the file, so that one character outside of Latin-1 does not
 quadruple the memory for the whole file, as it does in Python's texts. `ijson` streams too, and faster
-(`scripts/bench_json.py`). But it does not know the positions that data URLs need, nor the lines of faults, and rejects
+(`bench_json` at 3874c7cf). But it does not know the positions that data URLs need, nor the lines of faults, and rejects
 what the standard library accepts (NaN, half a surrogate pair).
 """
 
