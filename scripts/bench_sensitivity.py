@@ -4,23 +4,23 @@
     python -m scripts.bench_sensitivity qwen2_vl_7b --anew                # search again under each change, too
 
 A row holds one plan beside the chosen one: how many times as long its step is with the costs as stated, and with one
-constant at so many times that. Unlike `mmtrain plan`, every placement is shown however far it is behind. A cell in bold
-is over 1% faster than the chosen plan.
+constant at so many times that. Without --anew no plan is searched again: layouts, recomputation and orders stay. A cell
+in bold is over 1% faster than the chosen plan.
 """
 
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mmtrain.costs.perturbed_costs import COST_CONSTANTS, Perturbation, perturbed_costs, perturbed_hardware
 from mmtrain.plan.artifact.plan import AS_FAST_RATIO
 from mmtrain.plan.budget import DEFAULT_BUDGET
 from mmtrain.plan.candidate import Candidate
 from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.estimate.layout_simulation import simulate_layout
 from mmtrain.plan.explain.baselines import BaselinePlanner
-from mmtrain.plan.explain.sensitivity import closest_rivals, simulate_again
 from mmtrain.plan.planner import search_placements
 from mmtrain.plan.problem import PlanningProblem
+from scripts.perturbed_costs import COST_CONSTANTS, LARGEST_CHANGE, Perturbation, perturbed_costs, perturbed_hardware
 from scripts.whatif_problems import WHAT_IF_FOLDER, whatif_problem
 
 NO_RECIPES = ("common",)  # what others extend
@@ -63,15 +63,43 @@ def main() -> None:
 
 
 def rows(candidates: Sequence[Candidate], evaluator: Evaluator, perturbations: Sequence[Perturbation]) -> Iterator[Row]:
-    """Yield the closest plan of the chosen placement, and the best of each other one."""
-    chosen = candidates[0]
-    near = [rival for rival in closest_rivals(candidates, evaluator) if rival.placement == chosen.placement]
-    others = [best for best in _first_by_placement(candidates) if best.placement != chosen.placement]
-    beside = [*near, *others]
-    again = simulate_again([chosen, *beside], evaluator, perturbations)
-    for number, candidate in enumerate(beside, start=1):
-        changed = tuple(r.steps[number].step_time_s / r.steps[0].step_time_s for r in again.rankings)
+    """Yield the plans beside the chosen one, each with its steps over the chosen one's."""
+    chosen, *beside = compared_plans(candidates, evaluator)
+    chosen_steps, *steps_beside = simulate_again([chosen, *beside], evaluator, perturbations)
+    for candidate, steps in zip(beside, steps_beside, strict=True):
+        changed = tuple(step / chosen_step for step, chosen_step in zip(steps, chosen_steps, strict=True))
         yield Row(candidate.layout.summary, candidate.step_time_s / chosen.step_time_s, changed)
+
+
+def compared_plans(candidates: Sequence[Candidate], evaluator: Evaluator) -> list[Candidate]:
+    """Return the chosen plan, the next one of its placement with other degrees of parallelism, and the best of others.
+
+    The next one must be near: beyond the band of the costs, or the largest change, it does not win.
+    """
+    chosen = candidates[0]
+    band = min(evaluator.problem.hardware.expected_ratio, LARGEST_CHANGE)
+    alike = [c for c in candidates if c.placement == chosen.placement and _degrees(c) != _degrees(chosen)]
+    near = [rival for rival in alike[:1] if rival.step_time_s <= band * chosen.step_time_s]
+    return [chosen, *near, *(best for best in _first_by_placement(candidates) if best.placement != chosen.placement)]
+
+
+def simulate_again(
+    candidates: Sequence[Candidate], evaluator: Evaluator, perturbations: Sequence[Perturbation]
+) -> list[list[float]]:
+    """Return the step of each candidate under each perturbation, mean over the sampled batches."""
+    costs = [perturbed_costs(evaluator.problem.costs, perturbation) for perturbation in perturbations]
+    changed = [evaluator.layer_costs.with_settings(costs=one) for one in costs]
+    hardware, budget = evaluator.problem.hardware, evaluator.budget.evaluation
+    return [
+        [simulate_layout(c.layout, c.schedule, layer_costs, hardware, budget).step_time_s for layer_costs in changed]
+        for c in candidates
+    ]
+
+
+def _degrees(candidate: Candidate) -> list[tuple[str, int, int, int, int | None]]:
+    """Return what its units' ranks do; candidates that differ only in chunks or microbatches are alike."""
+    units = candidate.layout.units
+    return [(name, unit.tp, unit.pp, unit.dp, unit.shard) for name, unit in units.items()]
 
 
 def searched_anew(problem: PlanningProblem, perturbation: Perturbation) -> str:

@@ -176,7 +176,6 @@ def _plan_and_print(options: PlanOptions, settings: Recipe, lengths: SampleLengt
                 AllocationWatch(time.perf_counter, allocations.append) if options.explain and is_text else None
             ),
             announce=progress.announce,
-            sensitivity=True,
         )
         chosen = plan_here(settings, lengths, request=request)
         if compared is not None:

@@ -148,16 +148,6 @@ class ExplanationBudget:
 
 
 @dataclass(frozen=True)
-class SensitivityBudget:
-    """How many plans are simulated again under changed costs (`explain/sensitivity.py`)."""
-
-    max_rivals: int = 2  # of the chosen plan; chosen by hand, so that planning takes about a tenth longer
-    # Times the chosen step on the first sampled batch, up to which a rival is simulated on the others, too. Changed
-    # costs move the ratio of two steps by about as much in each batch (`scripts.bench_sensitivity`).
-    first_batch_margin: float = 1.005
-
-
-@dataclass(frozen=True)
 class SearchBudget:
     """All budgets of one planning run."""
 
@@ -171,7 +161,6 @@ class SearchBudget:
     baselines: BaselineBudget = field(default_factory=BaselineBudget)
     reruns: RerunBudget = field(default_factory=RerunBudget)
     explanations: ExplanationBudget = field(default_factory=ExplanationBudget)
-    sensitivity: SensitivityBudget = field(default_factory=SensitivityBudget)
 
 
 DEFAULT_BUDGET = SearchBudget()

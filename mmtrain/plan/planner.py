@@ -21,7 +21,6 @@ from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.memory_lower_bound import describe_excluded
 from mmtrain.plan.estimate.program_proof import verify_program
 from mmtrain.plan.explain.baselines import BaselinePlanner, baseline_label, reject_baseline
-from mmtrain.plan.explain.sensitivity import choice_sensitivity
 from mmtrain.plan.explain.sharded_baselines import SHARDED_RULES
 from mmtrain.plan.explain.suggestions import suggest_changes
 from mmtrain.plan.finish import best_alternatives, describe_loser, finish_plan, reject_slower
@@ -91,11 +90,7 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
     excluded = excluded_by_memory_bound(evaluator, results)
     # What other trainers do with ranks that all run the whole model stands beside a plan that runs it so.
     labels = tuple(map(baseline_label, SHARDED_RULES)) if chosen.placement == "replicated" else ()
-    finished = finish_plan(chosen, evaluator, best_alternatives([*losers, *excluded], num_shown, labels))
-    if not request.sensitivity or request.measure is not None:
-        return finished
-    request.say("changing the constants of the costs")
-    return finished.model_copy(update={"sensitivity": choice_sensitivity(results.candidates, evaluator)})
+    return finish_plan(chosen, evaluator, best_alternatives([*losers, *excluded], num_shown, labels))
 
 
 def search_placements(problem: PlanningProblem, budget: SearchBudget) -> SearchOutcome:

@@ -30,7 +30,6 @@ class PlanRequest:
     announce: Callable[[str], None] | None = None  # called with what is done when candidates are settled
     max_step_s: float = math.inf  # slower plans are of no use, so searches may end without any
     can_shard: bool = True  # whether the torch of the ranks can shard weights (`models.fully_sharded`)
-    sensitivity: bool = False  # simulate the best plans again under changed costs (`explain.sensitivity`)
 
     @property
     def names_losers(self) -> bool:

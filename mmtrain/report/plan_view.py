@@ -13,7 +13,6 @@ from mmtrain.report.metrics_record import compact_number
 from mmtrain.report.phase_totals import predicted_phases
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, seconds_text
 from mmtrain.report.rank_groups import RankGroup, activation_notes, ranges_text, rank_groups
-from mmtrain.report.sensitivity_view import SENSITIVITY_LEGEND, fragile_sentences, sensitivity_table
 
 BALANCE_LEGEND = (
     "Variances of the parameters in billions, of the number of layers, and of the forward of one LLM microbatch in ms; "
@@ -46,8 +45,6 @@ def plan_table(plan: Plan, width: int = DEFAULT_WIDTH, *, with_details: bool = F
         parts += ["", _balance_table(plan), BALANCE_LEGEND]
         if (phase_table := _phase_table(plan)).row_count:
             parts += ["", phase_table, PHASE_LEGEND]
-        if plan.sensitivity is not None and plan.sensitivity.rankings:
-            parts += ["", sensitivity_table(plan.sensitivity), SENSITIVITY_LEGEND]
     return render_text(*parts, width=width)
 
 
@@ -210,8 +207,6 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if predicted.scheduling_efficiency is not None:
         yield f"{predicted.scheduling_efficiency:.0%} of the encoders' work runs inside the LLM's own step."
     yield from _choice_sentences(plan)
-    if plan.sensitivity is not None:
-        yield from fragile_sentences(plan.sensitivity)
 
 
 def _memory_sum_text(kinds_gib: dict[str, float], memory_gib: float | None) -> str:

@@ -144,9 +144,6 @@ def test_explain_shows_every_alternative(plan: RunMmtrain) -> None:
     top = json.loads(plan(*arguments).stdout)["alternatives"]
     explained = json.loads(plan(*arguments, "--explain").stdout)
     assert len(top) == 1 < len(explained["alternatives"])
-    sensitivity = explained["sensitivity"]
-    assert len(sensitivity["plans"]) > 1
-    assert [len(ranking["steps"]) for ranking in sensitivity["rankings"]] == [len(sensitivity["plans"])] * 8
 
 
 @pytest.mark.slow

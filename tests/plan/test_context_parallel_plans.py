@@ -14,7 +14,7 @@ from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.budget import DEFAULT_BUDGET
 from mmtrain.plan.candidate import MeshAssignment
 from mmtrain.plan.estimate.evaluator import Evaluator
-from mmtrain.plan.estimate.layout_simulation import RetimedLayout, model_timing, simulate_layout
+from mmtrain.plan.estimate.layout_simulation import model_timing, scheduled_graph, simulate_layout
 from mmtrain.plan.formulate import formulate_problem
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.search.constraints import unit_choices
@@ -108,7 +108,7 @@ def test_the_timing_of_a_plan_is_that_of_the_search() -> None:
     partition = anchored_partition(assignment, layer_costs, evaluator.problem.choices, evaluator.memory_bytes)
     assert partition is not None
     layout = partitioned_layout(assignment, layer_costs, partition)
-    graph = RetimedLayout.of(layout, layout.default_schedule, layer_costs, evaluator.problem.hardware).graph
+    graph = scheduled_graph(layout, layout.default_schedule, layer_costs)
     seconds = layer_costs.stage_seconds(graph)
     loads = layer_costs.step_loads(assignment.batch_split)[0]
     timing = model_timing(graph, layer_costs, loads, evaluator.problem.hardware)

@@ -30,7 +30,6 @@ def test_a_plan_states_its_precision_and_a_file_without_one_keeps_its_fingerprin
     del older["precision"], older["data"]["largest_microbatch"], older["predicted"]["memory_gib"]
     del older["predicted"]["host_gib"]
     del older["predicted"]["text_only_tokens_per_s_per_gpu"], older["measured"], older["predicted"]["balance"]
-    del older["sensitivity"]
     for alternative in older["alternatives"]:
         del alternative["balance"]
     for unit in older["units"].values():

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from mmtrain.balance.phase_loads import PhaseLoad
 from mmtrain.costs.hardware import Precision
 from mmtrain.models.model_shape import OffloadMode
-from mmtrain.plan.artifact.choice_sensitivity import Sensitivity
 from mmtrain.program.ir.graph import ContextMethod, CutSequences, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
 
@@ -315,7 +314,6 @@ class Plan(_Frozen):
     data: PlannedData | None = None
     predicted: Prediction
     measured: MeasuredPlan | None = None  # None where it was not run
-    sensitivity: Sensitivity | None = None  # None where it was not asked for, or in files that do not have it
     alternatives: tuple[Alternative, ...] = Field(())
 
     @property
@@ -340,9 +338,8 @@ class Plan(_Frozen):
         }
         if self.precision is None:
             unstated["precision"] = True
-        for name in ("measured", "sensitivity"):
-            if getattr(self, name) is None:
-                unstated[name] = True
+        if self.measured is None:
+            unstated["measured"] = True
         if self.data is not None and self.data.largest_microbatch is None:
             unstated["data"] = {"largest_microbatch": True}
         added_later = ("memory_gib", "text_only_tokens_per_s_per_gpu")

@@ -28,8 +28,8 @@ from mmtrain.program.ir.step_loads import Route, StepLoads
 from mmtrain.program.schedules.builder import build_compute
 from mmtrain.program.schedules.lower import lower
 from mmtrain.program.simulation.rank_equivalence import representative_ranks
-from mmtrain.program.simulation.simulate import simulate, step_seconds
-from mmtrain.program.simulation.timing import ModelTiming, StageLayer, Timing, TransferCost
+from mmtrain.program.simulation.simulate import simulate
+from mmtrain.program.simulation.timing import ModelTiming, StageLayer, TransferCost
 from mmtrain.program.trace.timeline import Timeline
 
 IntArray = npt.NDArray[np.int64]
@@ -183,53 +183,13 @@ class _CandidateProgram:
 
         The program is not verified: `planner.plan` does that for the chosen one.
         """
-        return self._run(simulate, timings)
-
-    def step_seconds(self, timings: "Sequence[SampledBatchTiming]") -> list[float]:
-        """Return the step time alone on each batch."""
-        return self._run(step_seconds, timings)
-
-    def _run(self, run: Callable[[Program, Timing, int], T], timings: "Sequence[SampledBatchTiming]") -> list[T]:
         try:
-            return [run(self.program, timing, self.num_groups) for timing in timings]
+            return [simulate(self.program, timing, self.num_groups) for timing in timings]
         except ProgramError:  # ranks wait for each other's reductions of shared weights
             if self.schedule.kind != "explicit":
                 raise
             program = lower(self.compute, reduce_last=True)
-            return [run(program, timing, self.num_groups) for timing in timings]
-
-
-@dataclass(frozen=True)
-class RetimedLayout:
-    """A layout whose program is written once, to be simulated under several cost models."""
-
-    graph: StageGraph
-    machine: Hardware
-    budget: EvaluationBudget
-    _program: _CandidateProgram
-
-    @classmethod
-    def of(
-        cls,
-        layout: Layout,
-        schedule: SchedulePlan,
-        layer_costs: LayerCosts,
-        machine: Hardware,
-        budget: EvaluationBudget = DEFAULT_BUDGET.evaluation,
-        programs: LoweredPrograms | None = None,
-    ) -> "RetimedLayout":
-        """Write the program of a layout, or take it from `programs` of layouts simulated before."""
-        graph = scheduled_graph(layout, schedule, layer_costs)
-        program = _CandidateProgram.build(graph, schedule, layer_costs, machine, budget, programs)
-        return cls(graph, machine, budget, program)
-
-    def step_seconds(self, layer_costs: LayerCosts, num_batches: int | None = None) -> list[float]:
-        """Return the step time on the first sampled batches, all by default; their mean is that of `simulate_layout`.
-
-        layer_costs: of the same model and batches as those that the program was written with.
-        """
-        timings = _batch_timings(self.graph, layer_costs, self.machine, self.budget)
-        return self._program.step_seconds(timings[:num_batches])
+            return [simulate(program, timing, self.num_groups) for timing in timings]
 
 
 def _batch_timings(

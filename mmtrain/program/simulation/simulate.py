@@ -69,15 +69,6 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
     )
 
 
-def step_seconds(program: Program, timing: Timing, num_groups: int = 1) -> float:
-    """Return the step time alone that `simulate` predicts, without accounts of idle time and memory.
-
-    Raises:
-        ProgramError: the program gets stuck; `check_program` says why.
-    """
-    return max(_run(program, timing, num_groups).times.ended)
-
-
 def _run(program: Program, timing: Timing, num_groups: int) -> "_Run":
     """Price what a step consists of, and let it happen."""
     graph = build_sim_graph(program, num_groups, timing.link_class)

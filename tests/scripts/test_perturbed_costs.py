@@ -7,8 +7,8 @@ import pytest
 from mmtrain.costs import AnalyticCosts, CostModel, GroupLayout, MeasuredCosts, TokenLoad, preset
 from mmtrain.costs.cost_table import CostTable, LayerEntry, LayerSample, MessageEntry, OptimizerEntry, layer_fields
 from mmtrain.costs.layer_arithmetic import gemms
-from mmtrain.costs.perturbed_costs import PERTURBATIONS, CostConstant, Perturbation, perturbed_costs, perturbed_hardware
 from mmtrain.models.model_shape import LayerShape, build_model_shape
+from scripts.perturbed_costs import PERTURBATIONS, CostConstant, Perturbation, perturbed_costs, perturbed_hardware
 from tests.plan.factory import recipe
 
 MODEL = AnalyticCosts(preset("h100-80g"), "bf16")
