@@ -4,7 +4,6 @@
     python scripts/bench_costs.py --only frozen-vision             # one of them
     python scripts/bench_costs.py --only replicated                # the five of sharded replicas
     python scripts/bench_costs.py --only replicated --modelled --steps 2   # their memory alone, on any machine
-    python scripts/bench_costs.py --calibrated                     # by the shipped table, calibrated before each case
     python scripts/bench_costs.py --recipe recipes/x.yaml --set a.b=c
 
 Two ranks run on one core each; one case has four, whose step time means something on four cores. For each model,
@@ -12,8 +11,7 @@ Two ranks run on one core each; one case has four, whose step time means somethi
 simulated with the measured time of the same steps (median of the ratios), and for each rank the predicted peak memory
 with the tensors that are alive at the fullest moment of all steps. A plan makes room for larger microbatches than a few
 steps have; a second ratio counts those of the same steps, without inputs, which are not among the tensors that are
-counted. `--modelled` plans by the figures of the hardware preset, `--calibrated` by the shipped table `cpu-core` as
-`mmtrain plan --calibrate` corrects it.
+counted. `--modelled` plans by the figures of the hardware preset.
 
 The cores of a virtual machine do not keep their speed. So a GEMM is timed around the profile and between the steps of
 each run, and a second column compares steps as they would have been at the speed of the profile.
@@ -39,12 +37,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmtrain.costs import AnalyticCosts, MeasuredCosts, costs_for, machine_for, precision_for
 from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.models.fully_sharded import FullyShardedAdamW
 from mmtrain.models.megatron.zero_adamw import ZeroAdamW
-from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.plan import Plan
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
@@ -58,7 +54,6 @@ from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.optimizer import UnitOptimizer
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
-from mmtrain.runtime.profiling.calibration import calibrate, calibrated_table
 from mmtrain.runtime.profiling.measure_plans import counted_memory
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 from mmtrain.runtime.resilience.launch import launch_local
@@ -121,14 +116,9 @@ def main() -> None:
         for model, cases in _cases(options, folder).items():
             first = next(iter(cases.values()))
             before_s = gemm_seconds(num_timings=40)
-            table = None
-            if not options.modelled and not options.calibrated:
-                table = _profile(first, folder / f"{model}.json")
+            table = None if options.modelled else _profile(first, folder / f"{model}.json")
             gemm_s = statistics.mean([before_s, gemm_seconds(num_timings=40)])
             for case, recipe in cases.items():
-                if options.calibrated:
-                    table = _calibrate(recipe, folder / "calibrated.json")
-                    gemm_s = gemm_seconds(num_timings=40)
                 cluster = recipe.cluster.model_copy(update={"costs": table})
                 priced = recipe.model_copy(update={"cluster": cluster})
                 outcomes[case] = run(case, priced, folder, options, gemm_s)
@@ -155,7 +145,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--recipe", type=Path, help="this recipe alone, instead of the cases")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
     parser.add_argument("--modelled", action="store_true", help="plan by the preset, measure no table")
-    parser.add_argument("--calibrated", action="store_true", help="plan by the shipped table, calibrated in seconds")
     parser.add_argument("--steps", type=int, default=16, help="that are timed, and whose memory is counted")
     parser.add_argument("--detail", action="store_true", help="stages beside the step")
     return parser.parse_args()
@@ -187,18 +176,6 @@ def _profile(recipe: Recipe, out: Path) -> Path:
         print(f"{name:<12} {len(errors)} held-out loads: error {statistics.median(errors):.1%} (median)")
     print(f"all: {measured.median_error:.1%} (limit 10%)", flush=True)
     measured.table.save(out)
-    return out
-
-
-def _calibrate(recipe: Recipe, out: Path) -> Path:
-    """Correct the shipped table by what this machine's cores do now."""
-    machine = machine_for(recipe, "cpu-core")
-    precision = precision_for(recipe, machine)
-    costs = costs_for(machine, precision, Path("cpu-core"))
-    assert isinstance(costs, AnalyticCosts | MeasuredCosts)
-    calibration = calibrate(costs, machine, precision)
-    print(f"calibrated: {calibration}")
-    calibrated_table(costs, build_model_shape(recipe), calibration, recipe.data.seq_len).save(out)
     return out
 
 

@@ -33,12 +33,6 @@ def plan(
             min=1, help="With --measure: plans to run: the best sizes, other partitions of them, then further sizes."
         ),
     ] = 12,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="On CPUs: measure this machine for two seconds, write its costs, and plan with them."
-        ),
-    ] = None,
     baseline: Annotated[
         str | None,
         typer.Option(metavar="RULE", help="Return the plan of a rule of thumb, for example megatron, and compare."),
@@ -81,7 +75,6 @@ def plan(
             placement=placement,
             measure=measure,
             cuts=cuts,
-            calibrate=calibrate,
             baseline=baseline,
             compare=compare,
             out=out,

@@ -11,7 +11,6 @@ from shlex import quote
 import typer
 
 from mmtrain.balance import SampleLengths
-from mmtrain.cli.calibrated_costs import calibrated_setting
 from mmtrain.cli.compared_layout import compare_layout, parse_layout
 from mmtrain.cli.local_cluster import (
     can_shard_where_planned,
@@ -49,7 +48,6 @@ class PlanOptions:
     placement: str | None
     measure: bool
     cuts: int
-    calibrate: Path | None
     baseline: str | None
     compare: str | None
     out: Path | None
@@ -102,7 +100,6 @@ def _require_no_option_of_one_stage(options: PlanOptions, written: WrittenRecipe
     values = {
         "--out": options.out,
         "--gpus": options.gpus,
-        "--calibrate": options.calibrate,
         "--json": options.as_json or None,
     }
     require_one_stage(written, next((name for name, value in values.items() if value is not None), None))
@@ -115,15 +112,10 @@ def _plan_one_run(options: PlanOptions) -> None:
     settings_changed = options.settings_changed
     settings = load_recipe(options.recipe, settings_changed).recipe
     compared = _compared_recipe(options, settings_changed, settings)
-    for option, file, content in (("--calibrate", options.calibrate, "cost table"), ("--out", options.out, "plan")):
-        if file is not None:
-            require_writable(option, file, content)
+    if options.out is not None:
+        require_writable("--out", options.out, "plan")
     require_costs(settings)
     lengths = index_recipe(settings).lengths
-    if options.calibrate is not None:
-        settings_changed.append(calibrated_setting(settings, options.calibrate))
-        settings = load_recipe(options.recipe, settings_changed).recipe
-        compared = _compared_recipe(options, settings_changed, settings)
     if gpu_counts is not None:
         typer.echo(_compare_gpu_counts(options, settings, lengths, gpu_counts))
         return

@@ -145,7 +145,7 @@ class OptimizerEntry(_Frozen):
 class CoreSpeed(_Frozen):
     """What one GEMM and one copy took beside the layers, on all cores at once: how fast the cores were at that time.
 
-    `costs.core_ratios` says of which sizes. A calibration compares the cores of another day with it.
+    `costs.core_ratios` says of which sizes.
     """
 
     gemm_s: Duration
@@ -163,8 +163,8 @@ class LayerScale(_Frozen):
 class CostTable(_Frozen):
     """What `mmtrain profile` measured. Tables that come with the package hold modelled entries where nothing was.
 
-    The scales are what a run recorded (`recorded_costs`), or what a calibration found. They multiply everything
-    that this table gives, also what is modelled because the table has no entry for it.
+    The scales are what a run recorded (`recorded_costs`). They multiply everything that this table gives, also
+    what is modelled because the table has no entry for it.
     """
 
     version: Literal[1] = 1
@@ -181,7 +181,6 @@ class CostTable(_Frozen):
     cut_s: Seconds | None = None
     held_out_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # median, relative, of its layers
     layer_scales: tuple[LayerScale, ...] = ()
-    calibrated: bool = False  # the scales come from `plan --calibrate` and from no run
     message_scale: Scale = 1.0  # of messages between two ranks, and of all-to-alls
     reduction_scale: Scale = 1.0  # of other collectives and the optimizer step
 
@@ -291,10 +290,5 @@ class CostTable(_Frozen):
 
     @property
     def is_recorded(self) -> bool:
-        """Whether a run or a calibration has corrected the table."""
+        """Whether a run has corrected the table."""
         return bool(self.layer_scales)
-
-    @property
-    def correction(self) -> str:
-        """What has corrected the table, as text."""
-        return "corrected by a calibration" if self.calibrated else "corrected by what a run recorded"

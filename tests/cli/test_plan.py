@@ -208,20 +208,3 @@ def test_train_refuses_a_recipe_of_stated_lengths(run_mmtrain: RunMmtrain) -> No
     assert done.returncode == 2
     assert "train cannot run this recipe" in done.stderr
     assert "data.sources.0: " in done.stderr
-
-
-@pytest.mark.slow
-def test_a_calibration_measures_this_machine_and_corrects_its_costs(plan: RunMmtrain, tmp_path: Path) -> None:
-    done = plan("--calibrate", str(tmp_path / "costs.json"), "--set", "cluster.hardware=cpu-core")
-    assert done.returncode == 0, done.stderr
-    assert "Calibrated on this machine: GEMMs take " in done.stderr
-    assert "corrected by a calibration" in " ".join(done.stdout.split())
-    again = plan("--calibrate", str(tmp_path / "twice.json"), "--set", f"cluster.costs={tmp_path}/costs.json")
-    assert again.returncode == 2
-    assert "is calibrated already" in again.stderr
-
-
-def test_only_cores_are_calibrated(plan: RunMmtrain, tmp_path: Path) -> None:
-    done = plan("--calibrate", str(tmp_path / "costs.json"), "--cluster", "h100:nodes=1")
-    assert done.returncode == 2
-    assert "it measures this machine's cores, and this is planned for h100-80g" in done.stderr

@@ -18,7 +18,6 @@ COMMANDS = {
     "plan": [
         ["{path}"],
         ["{demo}", "--out", "{path}"],
-        ["{demo}", "--calibrate", "{path}"],
     ],
     "train": [["{path}"], ["{demo}", "--run-dir", "{path}"], ["{demo}", "--plan", "{path}"]],
     "profile": [["{path}"], ["{demo}", "--out", "{path}"]],

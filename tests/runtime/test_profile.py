@@ -62,7 +62,7 @@ def table() -> CostTable:
 
 @pytest.mark.slow
 def test_every_kind_of_layer_is_in_the_table(table: CostTable) -> None:
-    assert table.core_speed is not None  # by which a calibration of another day corrects it
+    assert table.core_speed is not None
     assert table.cut_s is not None
     kinds = [(entry.layer["kind"], entry.tp) for entry in table.layers]
     llm = ["embedding", "decoder_block", "head"]
