@@ -33,7 +33,6 @@ class AudioSettings(EncoderSettings):
     key_bias: bool = setting(
         True,
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Bias in the key projection, beside those of queries and values. Whisper has none.",
     )
     positions: Literal["sinusoidal", "learned", "fixed"] = setting(
@@ -52,14 +51,12 @@ class AudioSettings(EncoderSettings):
     chunk: PositiveInt | None = setting(
         None,
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Log-mel frames of the chunks into which a clip is cut: convolutions and attention see one chunk, "
         "in which positions start at 0 (Qwen2.5-Omni: 200). Even. Default: a clip is not cut.",
     )
     clip_end: Literal["zeros", "silence", "unpadded"] = setting(
         "zeros",
         affects={"lengths", "steps", "resume"},
-        added_later=True,
         description="What the convolutions see behind a clip. `zeros`: nothing, and a clip is padded to whole "
         "features. `silence`: the log-mel frames of silence, as if the clip were padded to `max_frames` "
         "(Qwen2-Audio); a clip then has the tokens of its own frames, and one frame more that is only looked at. "
@@ -74,7 +71,6 @@ class AudioSettings(EncoderSettings):
     pooling: Literal["join", "mean"] = setting(
         "join",
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="How `downsample` outputs become one. `join`: side by side, after the last norm. `mean`: their "
         "average, before the last norm (Qwen2-Audio).",
     )

@@ -68,7 +68,6 @@ class SourceSettings(Section):
     share: ShareSchedule = setting(
         None,
         affects={"plan"},
-        added_later=True,
         description="Share of training that this source makes up, from 0 to 1, in `data.share_unit`. `{0: 0.7, 10000: "
         "0.3}` changes it with the 10,001st step. All sources have shares, which add up to 1, or none has. With shares "
         "`weight` has no meaning: each source is passed through at its own pace.",
@@ -76,14 +75,12 @@ class SourceSettings(Section):
     split: str | None = setting(
         None,
         affects={"plan", "lengths"},
-        added_later=True,
         description="Which split of a folder of Energon (`.nv-meta`) or of the `datasets` library to use. Default: "
         "`train` of Energon; a folder of several splits of `datasets` needs it.",
     )
     unmarked_media: Literal["reject", "front"] = setting(
         "reject",
         affects={"plan", "lengths"},
-        added_later=True,
         description="What becomes of samples whose user turns hold no mark (`<image>`) for their images, clips or "
         "videos. `reject`: they are quarantined. `front`: the media come in front of the first user turn. Samples with "
         "some marks, but too few or too many, are quarantined in any case.",
@@ -92,7 +89,6 @@ class SourceSettings(Section):
     captions: Literal["describe", "draw"] = setting(
         "describe",
         affects={"plan", "lengths"},
-        added_later=True,
         description="What is learned from pairs of images and a caption. `describe`: the assistant writes the caption. "
         "`draw`: the user writes it, and the assistant draws the images; every sample of the source must then be one "
         "user turn that shows images, and an answer in words, which is the caption. Name a source twice to learn both.",
@@ -100,7 +96,6 @@ class SourceSettings(Section):
     documents: Literal["draw", "show"] = setting(
         "draw",
         affects={"plan", "lengths"},
-        added_later=True,
         description="What becomes of the images of documents whose texts and images take turns. `draw`: the assistant "
         "draws them. `show`: the user shows them, for models without a generator too; the assistant writes the texts. "
         "Name a source twice to learn both.",
@@ -153,13 +148,11 @@ class ImageSettings(Section):
     pinpoints: tuple[tuple[PositiveInt, PositiveInt], ...] = setting(
         (),
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Canvases as [height, width] in pixels, multiples of `tile`, for `pinpoints`.",
     )
     tile_several: bool = setting(
         True,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Whether images that share a sample with others are cut into tiles too, for `pinpoints`. Otherwise "
         "each of them becomes one square, with borders in the color `mean` (LLaVA-OneVision).",
     )
@@ -176,27 +169,23 @@ class ImageSettings(Section):
     fit: Literal["stretch", "crop", "pad"] = setting(
         "stretch",
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="How an image that is no square becomes one, for `fixed`. `stretch` (SigLIP): change its aspect "
         "ratio. `crop` (CLIP): cut out its middle. `pad` (LLaVA): add borders in the color `mean`.",
     )
     resample: Literal["bilinear", "bicubic", "lanczos"] = setting(
         "bicubic",
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Filter that resizes images and frames.",
     )
     decode: Literal["scaled", "full"] = setting(
         "scaled",
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="How a JPEG is read that is much larger than needed. `scaled`: at 1/2, 1/4 or 1/8 of its size, "
         "several times faster. `full`: all its pixels, as the processors of published models do.",
     )
     partial_patches: Literal["reject", "drop"] = setting(
         "reject",
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Pixels at the right and lower edges that fill no patch, but for `native`. `reject`: the "
         "side must be a multiple of merged patches. `drop`: leave them out, as published models do whose sides are "
         "not (SigLIP: 384 pixels, patches of 14).",
@@ -257,7 +246,6 @@ class VideoSettings(Section):
     fps: PositiveFloat | None = setting(
         None,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Frames taken from each second of a video, at most `max_frames` in all (Qwen2-VL). They are "
         "rounded down to whole patches of `model.vision.temporal_patch` frames with `sampling: parts`. Default: "
         "`max_frames`, however long it is.",
@@ -265,7 +253,6 @@ class VideoSettings(Section):
     sampling: Literal["parts", "middles", "ends"] = setting(
         "parts",
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="`parts`: a video is divided into equal parts, of which each shows its first frame (Qwen2-VL, "
         "LLaVA-OneVision). `middles`: each shows the one in its middle (InternVL). `ends`: frames are evenly spaced "
         "from the first to the last one (Qwen3-VL).",
@@ -273,40 +260,34 @@ class VideoSettings(Section):
     pixel_limits: Literal["frame", "video"] = setting(
         "frame",
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="What `min_pixels` and `max_pixels` limit: `frame`, each frame, or `video`, all frames of a video "
         "together (Qwen3-VL).",
     )
     min_frames: PositiveInt = setting(
         1,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Fewest frames taken from a video that has as many, with `fps`.",
     )
     max_seconds: PositiveFloat | None = setting(
         None,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Longest video in seconds. `long_clips` says what becomes of longer ones. Default: any length.",
     )
     long_clips: Literal["reject", "cut"] = setting(
         "reject",
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="`reject`: samples with a video that is longer than `max_seconds` are quarantined. `cut`: frames "
         "are taken from its first `max_seconds` only.",
     )
     min_pixels: PositiveInt | None = setting(
         None,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Smallest area of a frame, or of all frames, in pixels, for `native`. Default: "
         "data.image.min_pixels.",
     )
     max_pixels: PositiveInt | None = setting(
         None,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Largest area of a frame, or of all frames, in pixels, for `native`. Default: "
         "data.image.max_pixels.",
     )
@@ -339,7 +320,6 @@ class AudioDataSettings(Section):
     long_clips: Literal["reject", "cut"] = setting(
         "reject",
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="`reject`: samples with a clip that is longer than `max_seconds` are quarantined. `cut`: only the "
         "first `max_seconds` of such a clip are heard, as the processors of Qwen2-Audio and Qwen2.5-Omni do. Default: "
         "`cut` for a model folder with a feature extractor.",
@@ -348,7 +328,6 @@ class AudioDataSettings(Section):
         None,
         gt=0,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="For an encoder that hears clips in chunks (`model.audio.chunk`): a clip becomes items of about so "
         "many seconds, which several ranks may encode, as they do the frames of a video. The features are the same. "
         "An item ends where a chunk and a feature end. Default: a clip is one item; 30 for folders of Qwen2.5-Omni.",
@@ -361,14 +340,12 @@ class IsfSettings(Section):
     token_budget: Literal["seq_len", "longest"] = setting(
         "seq_len",
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Most LLM tokens of a group: `seq_len`, or the length of the `longest` sample of the data, as "
         "published.",
     )
     encoder_budget: Literal["tokens", "items"] = setting(
         "tokens",
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="What bounds an encoder in a group: its `tokens`, or its `items` (images, clips) as published, for "
         "items of one size. Both in proportion to the LLM's budget.",
     )
@@ -377,7 +354,6 @@ class IsfSettings(Section):
         ge=1,
         le=1000,
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="How often samples of groups that are not full are shuffled and grouped again.",
     )
     slack: float = setting(
@@ -385,7 +361,6 @@ class IsfSettings(Section):
         ge=0,
         lt=1,
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Fraction of the LLM's budget that a full group may lack. Published: 128 of 4096 tokens.",
     )
     encoder_slack: float | None = setting(
@@ -393,14 +368,12 @@ class IsfSettings(Section):
         ge=0,
         lt=1,
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Fraction of an encoder's budget that a full group may lack. Published: 0, which images of many "
         "sizes never reach. Default: that of `slack`.",
     )
     remainder: Literal["keep", "next_epoch"] = setting(
         "keep",
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Samples that no full group holds after all rounds: `keep` groups them as they come, so that an "
         "epoch uses every sample; `next_epoch` leaves them out until the next epoch shuffles all samples again.",
     )
@@ -416,7 +389,6 @@ class DataSettings(Section):
     share_unit: Literal["tokens", "samples"] = setting(
         "tokens",
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="What a source's `share` is a share of: LLM tokens, or samples.",
     )
     tokenizer: Path | None = setting(
@@ -458,7 +430,6 @@ class DataSettings(Section):
     matching: Literal["step", "row"] = setting(
         "step",
         affects={"plan", "steps"},  # and resume: `resume_facts` adds it, because runs had rows before this setting
-        added_later=True,
         description="Where `matched` finds groups that are alike. `step`: chance decides which samples share a step, "
         "and replicas compute groups of it side by side that were made alike. `row`: groups of the whole window are "
         "sorted, so that those of a step are alike. Replicas wait less, most of all with few microbatches, but every "
@@ -474,7 +445,6 @@ class DataSettings(Section):
     pad: bool = setting(
         False,
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Pad the LLM tokens of each sample to the longest of its group, which then has at most `seq_len` "
         "with padding: a baseline for `grouping: random`, `length` or `device`. Padding costs time and memory and "
         "changes no loss.",
@@ -483,7 +453,6 @@ class DataSettings(Section):
     reorder: bool = setting(
         True,
         affects={"plan"},
-        added_later=True,
         description="Arrange the samples and microbatches of a step for the plan, so that replicas and pipeline stages "
         "wait little (MMScale). `false`: groups go to replicas and microbatches as they come. Steps hold the same "
         "samples either way.",
@@ -491,7 +460,6 @@ class DataSettings(Section):
     long_sample_tokens: PositiveInt | None = setting(
         None,
         affects={"plan", "steps", "resume"},
-        formerly="long_tokens",
         description="Samples with more LLM tokens than this train in separate steps. Default: no separate steps.",
     )
     index_cache: Path | None = setting(
@@ -503,7 +471,6 @@ class DataSettings(Section):
     grouping_window: PositiveInt = setting(
         16384,
         affects={"plan", "steps", "resume"},
-        formerly="window",
         description="Samples among which grouping may choose. No sample moves further from its shuffled position.",
     )
     limits: LimitSettings = Field(LimitSettings(), description="Limits on what an archive may demand.")

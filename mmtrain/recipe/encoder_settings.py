@@ -18,12 +18,9 @@ class ProjectorSettings(Section):
     kind: Literal["mlp", "linear"] = setting(
         "mlp",
         affects={"plan", "resume"},
-        added_later=True,
         description="`mlp`: two linear layers with an activation between them. `linear`: one (Qwen2-Audio).",
     )
-    bias: bool = setting(
-        True, affects={"plan", "resume"}, added_later=True, description="Bias of the linears. Gemma 3 has none."
-    )
+    bias: bool = setting(True, affects={"plan", "resume"}, description="Bias of the linears. Gemma 3 has none.")
     activation: Literal["gelu", "gelu_tanh", "silu"] = setting(
         "gelu", affects={"plan", "resume"}, description="Activation between the two linear layers."
     )
@@ -33,17 +30,15 @@ class ProjectorSettings(Section):
     norm_kind: Literal["layer", "rms", "zero_centered_rms"] | None = setting(
         None,
         affects={"plan", "resume"},
-        added_later=True,
         description="Kind of that norm. `zero_centered_rms`: an RMS norm that multiplies by 1 + weight, in fp32 (Gemma "
         "3). Default: the encoder's.",
     )
     norm_eps: float | None = setting(
-        None, gt=0, affects={"resume"}, added_later=True, description="Epsilon of that norm. Default: the encoder's."
+        None, gt=0, affects={"resume"}, description="Epsilon of that norm. Default: the encoder's."
     )
     ffn: PositiveInt | None = setting(
         None,
         affects={"plan", "resume"},
-        added_later=True,
         description="Width between the two linears. Default: the width of the LLM.",
     )
     freeze: bool = setting(False, affects={"plan", "resume"}, description="Do not train the projector.")

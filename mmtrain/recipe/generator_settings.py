@@ -28,28 +28,24 @@ class GeneratorSettings(Section):
     hf: Path | None = setting(
         None,
         affects={"resume"},
-        added_later=True,
         description="A folder of `diffusers` with a U-Net (Stable Diffusion 2) or a transformer (PixArt), from whose "
         "weights the generator starts, without the projector of its context.",
     )
     vae: Path | None = setting(
         None,
         affects={"resume"},
-        added_later=True,
         description="A folder of `diffusers` with an autoencoder (`AutoencoderKL`), whose latents the generator draws. "
         "It is frozen. Its number of channels must be that of `channels`. Needs `latents`.",
     )
     latents: Path | None = setting(
         None,
         affects={"steps"},
-        added_later=True,
         description="A folder with the latents of all images to draw, which `mmtrain data latents` computes once with "
         "`vae`.",
     )
     latent_scale: PositiveInt = setting(
         1,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Pixels along a side of the square that becomes one position of the latent. Follows from `vae`; 1 "
         "where pixels are drawn.",
     )
@@ -88,14 +84,12 @@ class GeneratorSettings(Section):
     image_size: PositiveInt | None = setting(
         None,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Side of the square images to draw, in pixels. Images of answers are resized until they cover it, "
         "and cropped at their centre. Needed with samples; stated lengths say the size of each image.",
     )
     bucket_step: PositiveInt | None = setting(
         None,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Draw images in buckets of several aspect ratios (SDXL), each about as large as the square of "
         "`image_size`, whose sides are multiples of so many pixels. An image goes to the bucket nearest to it in "
         "aspect ratio. Must divide `image_size`. Default: all images are square.",
@@ -103,21 +97,18 @@ class GeneratorSettings(Section):
     max_aspect: PositiveFloat = setting(
         2.0,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Longer side of the narrowest bucket, as a multiple of its shorter one. Images that are narrower "
         "are cropped to it. Needs `bucket_step`.",
     )
     sample_size: PositiveInt = setting(
         64,
         affects={"resume"},
-        added_later=True,
         description="Side of the latent images that a transformer's fixed positions are made for. Those of an image of "
         "any size are stretched to it.",
     )
     norm_groups: PositiveInt = setting(
         32,
         affects={"resume"},
-        added_later=True,
         description="Groups of channels that each norm of a U-Net normalizes together. Must divide the `widths`.",
     )
     freeze: bool = setting(
@@ -128,35 +119,30 @@ class GeneratorSettings(Section):
     prediction: Literal["noise", "velocity", "flow"] = setting(
         "noise",
         affects={"resume"},
-        added_later=True,
         description="What the generator learns to predict of a noisy image: its `noise` (DDPM, PixArt), its `velocity` "
         "(v-prediction, Stable Diffusion 2.1), or the direction to noise on a straight line (`flow` matching).",
     )
     noise_schedule: Literal["linear", "scaled_linear", "cosine"] = setting(
         "linear",
         affects={"resume"},
-        added_later=True,
         description="How noise grows over the 1,000 steps of diffusion: `linear` as PixArt's, `scaled_linear` as "
         "Stable Diffusion's, or `cosine`. Flow matching has straight lines instead.",
     )
     flow_times: Literal["uniform", "logit_normal"] = setting(
         "uniform",
         affects={"resume"},
-        added_later=True,
         description="How often flow matching trains at each time between image and noise: `uniform`, or "
         "`logit_normal`, which favours the middle (Stable Diffusion 3).",
     )
     flow_shift: PositiveFloat = setting(
         1.0,
         affects={"resume"},
-        added_later=True,
         description="Above 1 it moves the times of flow matching towards noise, which larger images need (Stable "
         "Diffusion 3: 3).",
     )
     loss_weight: PositiveFloat = setting(
         1.0,
         affects={"resume"},
-        added_later=True,
         description="Factor on the generator's loss, the mean squared error over all elements of the step's images, "
         "where it is added to the LLM's.",
     )
@@ -165,18 +151,14 @@ class GeneratorSettings(Section):
         ge=0,
         lt=1,
         affects={"resume"},
-        added_later=True,
         description="Share of images that learn to be drawn without what the LLM says of them, for guidance without a "
         "classifier.",
     )
-    lr_scale: float = setting(
-        1.0, ge=0, affects={"resume"}, added_later=True, description="Factor on the learning rate of this unit."
-    )
+    lr_scale: float = setting(1.0, ge=0, affects={"resume"}, description="Factor on the learning rate of this unit.")
     weight_decay: float | None = setting(
         None,
         ge=0,
         affects={"resume"},
-        added_later=True,
         description="Weight decay of this unit. Default: train.optimizer.weight_decay.",
     )
 

@@ -20,7 +20,6 @@ class RopeScalingSettings(Section):
     kind: Literal["llama3", "linear", "yarn", "dynamic"] = setting(
         "llama3",
         affects={"resume"},
-        added_later=True,
         description="`linear`: all rotations are slowed down. `llama3`, `yarn`: slow rotations are; between slow and "
         "fast ones the factor changes with the turns (`llama3`) or from one pair of features to the next (`yarn`). "
         "`dynamic`: none are in samples of up to `original_positions` tokens, and longer ones cannot be trained on.",
@@ -47,7 +46,6 @@ class RopeScalingSettings(Section):
         None,
         gt=0,
         affects={"resume"},
-        added_later=True,
         description="Factor on cosines and sines with `yarn`. Default: 0.1 ln(factor) + 1.",
     )
 
@@ -103,13 +101,11 @@ class LlmSettings(UnitSettings):
     rope_scaling: RopeScalingSettings | None = setting(
         None,
         affects={"resume"},
-        added_later=True,
         description="Scaling of the rotary frequencies for long contexts. Default: none.",
     )
     rope_sections: tuple[PositiveInt, PositiveInt, PositiveInt] | None = setting(
         None,
         affects={"resume"},
-        added_later=True,
         description="How many pairs of features of a head are rotated by time, by row and by column (M-RoPE of "
         "Qwen2-VL, arXiv 2409.12191). Features of an image have the position of the text before it, plus their place "
         "in the image. Their sum is half the width of a head. Default: one position for each token.",
@@ -117,21 +113,18 @@ class LlmSettings(UnitSettings):
     rope_interleaved: bool = setting(
         False,
         affects={"resume"},
-        added_later=True,
         description="Pairs rotated by time, row and column take turns, and what is left at the end is rotated by time "
         "(Qwen3-VL); else `rope_sections` lie one after another.",
     )
     rope_after_media: Literal["sides", "all"] = setting(
         "sides",
         affects={"steps", "resume"},
-        added_later=True,
         description="Where text goes on behind an image or video with `rope_sections`. `sides`: behind its rows and "
         "columns (Qwen2-VL). `all`: behind the largest of all its positions, those in time too (Qwen2.5-Omni).",
     )
     window: PositiveInt | None = setting(
         None,
         affects={"plan", "resume"},
-        added_later=True,
         description="Tokens of a sliding window: each token attends to itself and to the `window` - 1 before it "
         "(Mistral, arXiv 2310.06825). Default: to all earlier tokens of its sample.",
     )
@@ -139,20 +132,17 @@ class LlmSettings(UnitSettings):
         None,
         gt=0,
         affects={"resume"},
-        added_later=True,
         description="Base of the rotary frequencies in blocks with a window, which `rope_scaling` leaves as they are "
         "(Gemma 3). Default: `rope_base`, scaled, in all blocks.",
     )
     full_attention_blocks: tuple[Annotated[int, Field(ge=0)], ...] = setting(
         (),
         affects={"plan", "resume"},
-        added_later=True,
         description="Blocks, counted from 0, in which tokens attend to all earlier ones in spite of `window`.",
     )
     image_attention: Literal["causal", "bidirectional"] = setting(
         "causal",
         affects={"plan", "resume"},
-        added_later=True,
         description="What the tokens of one image see of each other. `causal`: the earlier ones, as all tokens do. "
         "`bidirectional`: all of them, also in blocks with a window, which then limits how far they see back (Gemma "
         "3). Images whose tokens are neighbors count as one.",
@@ -164,7 +154,6 @@ class LlmSettings(UnitSettings):
     qk_norm: bool = setting(
         False,
         affects={"plan", "resume"},
-        added_later=True,
         description="Apply an RMS norm to every head of the queries and of the keys, before rotation (Qwen3). Its "
         "weight, of `head_dim`, is the same for all heads of a block.",
     )
@@ -172,27 +161,23 @@ class LlmSettings(UnitSettings):
         None,
         gt=0,
         affects={"resume"},
-        added_later=True,
         description="Scores of attention are divided by the square root of this (`query_pre_attn_scalar` of Gemma). "
         "Default: `head_dim`.",
     )
     post_norms: bool = setting(
         False,
         affects={"plan", "resume"},
-        added_later=True,
         description="Apply a norm also to the outputs of attention and of the MLP, before they are added to the "
         "residual stream (Gemma 2 and 3).",
     )
     zero_centered_norms: bool = setting(
         False,
         affects={"plan", "resume"},
-        added_later=True,
         description="RMS norms multiply by 1 + weight, in fp32, and their weights start at 0 (Gemma).",
     )
     scale_embeddings: bool = setting(
         False,
         affects={"resume"},
-        added_later=True,
         description="Multiply the embeddings of tokens by the square root of `hidden` (Gemma).",
     )
     tie_embeddings: bool = setting(

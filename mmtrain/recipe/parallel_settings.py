@@ -35,7 +35,6 @@ class UnitParallel(Section):
     tp_overlap: bool | Literal["auto"] = setting(
         False,
         affects={"plan"},
-        added_later=True,
         description="Run the GEMMs of tensor-parallel linears in chunks of tokens, so that the ranks of a group "
         "communicate one chunk while they compute the next. Needs tp above 1. `auto`: where it saves time, by the "
         "cost table or by the model of the hardware.",
@@ -56,7 +55,6 @@ class UnitParallel(Section):
     recompute_activation_function: bool | Literal["auto"] = setting(
         "auto",
         affects={"plan"},
-        added_later=True,
         description="Keep the input of each MLP's activation function, but not its output, which backward computes "
         "again before the gradient of the MLP's last linear. Saves a fifth to a quarter of what a block keeps, for a "
         "pass over its widest tensor. For encoders and the LLM. `auto`: where layers would be recomputed, and a plan "
@@ -65,7 +63,6 @@ class UnitParallel(Section):
     offload: Literal["none", "inputs", "all", "auto"] = setting(
         "none",
         affects={"plan"},
-        added_later=True,
         description="Host memory for blocks whose activations do not stay on the device; `recompute` says how many "
         "these are. `inputs`: their inputs wait there, and they are recomputed. `all`: all that they would keep waits "
         "there, and nothing of them is recomputed. `auto`: the fastest, if a plan with it is over 1% faster or the "
@@ -79,14 +76,12 @@ class LlmParallel(UnitParallel):
     cp: PositiveInt | None = setting(
         None,
         affects={"plan"},
-        added_later=True,
         description="Context-parallel degree: ranks that share the sequences of every microbatch. Each computes some "
         "of the tokens, and they exchange what attention needs.",
     )
     cp_method: Literal["auto", "ulysses", "ring"] = setting(
         "auto",
         affects={"plan"},
-        added_later=True,
         description="How ranks that share a sequence attend. `ulysses`: an all-to-all gives each of them some of the "
         "heads of all tokens; cp divides heads / tp. `ring`: keys and values go round the ranks; not for windows or "
         "images whose tokens see each other. `auto`: `ulysses` where the heads allow it.",
@@ -94,7 +89,6 @@ class LlmParallel(UnitParallel):
     cp_split: Literal["auto", "even"] = setting(
         "auto",
         affects={"plan"},
-        added_later=True,
         description="With cp above 1, which sequences are cut. `auto`: the longest, as few as are needed to give the "
         "ranks equal tokens and equal attention work; the others stay whole on one rank each and exchange nothing. "
         "`even`: all.",
@@ -116,7 +110,6 @@ class ParallelSettings(Section):
     shard: PositiveInt | Literal["all", "auto"] = setting(
         "auto",
         affects={"plan"},
-        added_later=True,
         description="In `replicated`: ranks that hold one copy of weights, gradients and optimizer state together. 1: "
         "every rank holds all (DDP). `all`: the ranks hold one copy (ZeRO-3). Between: hybrid sharding; it divides the "
         "number of ranks. `auto`: the fastest that fits.",
@@ -124,7 +117,6 @@ class ParallelSettings(Section):
     zero: Literal[1, 3] = setting(
         3,
         affects={"plan"},
-        added_later=True,
         description="In `replicated`: what is sharded (ZeRO). 3: weights, gradients and optimizer state, over `shard` "
         "ranks (FSDP). 1: the optimizer state alone, over all ranks; every rank keeps weights and gradients whole, so "
         "nothing is gathered in a forward or backward, and ranks wait for each other in dispatches and at the end of a "
@@ -133,7 +125,6 @@ class ParallelSettings(Section):
     dispatch: Literal["auto", "all", "llm", "none"] = setting(
         "auto",
         affects={"plan"},
-        added_later=True,
         description="In `replicated`: what is balanced over the ranks, which wait for each other in every unit. `all`: "
         "each unit's work by itself; any rank may encode an image or clip, or draw an image, and an all-to-all brings "
         "features to and from the rank of its sample. `llm`: the LLM's work; images and clips stay with their samples. "
@@ -143,7 +134,6 @@ class ParallelSettings(Section):
     exchange: Literal["all_to_all", "all_gather"] = setting(
         "all_to_all",
         affects={"plan"},
-        added_later=True,
         description="In `replicated` with `dispatch: all`: how features go from rank to rank. `all_to_all`: "
         "each rank gets its own. `all_gather`: every rank gets those of all ranks and takes its own, which moves and "
         "holds more; a baseline.",
@@ -151,14 +141,12 @@ class ParallelSettings(Section):
     node_wise: bool = setting(
         True,
         affects={"plan"},
-        added_later=True,
         description="Exchange batches of images or clips between replicas of their unit, which costs no balance, so "
         "that few features go to other nodes (`cluster.ranks_per_node`). `false`: places do not depend on nodes.",
     )
     schedule: Literal["auto", "1f1b", "encoder_first"] = setting(
         "auto",
         affects={"plan"},
-        added_later=True,
         description="In `replicated`: when encoders run. `1f1b`: before and after the LLM in every mini-batch. "
         "`encoder_first`: before the LLM for all mini-batches of a step and after it, keeping features alone between; "
         "an encoder that trains runs forward twice. It then has fewer, larger mini-batches, as few as memory allows, "
@@ -218,7 +206,6 @@ class ClusterSettings(Section):
         None,
         gt=0,
         affects={"plan"},
-        added_later=True,
         description="Host memory in GiB that a rank may fill with activations (`parallel.UNIT.offload`). Default: the "
         "preset's, half of a rank's share of its node.",
     )

@@ -18,7 +18,6 @@ class SpecialTokenSettings(Section):
     answers: SpecialTokensAllowed = setting(
         "all",
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Special tokens that answers may spell, which are the trainer's own text. `all`: every one, as "
         "transformers takes them. `inline`: those that divide no turns. `none`: no text becomes a special token. "
         "Tokens whose places media take always stay text.",
@@ -26,7 +25,6 @@ class SpecialTokenSettings(Section):
     prompts: SpecialTokensAllowed = setting(
         "inline",
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="The same for turns of users, systems and tools, and for descriptions of tools. `all` lets texts "
         "of users forge turns, as transformers does.",
     )

@@ -29,7 +29,6 @@ class OptimizerSettings(Section):
     moments: Literal["fp32", "bf16"] = setting(
         "fp32",
         affects={"plan"},
-        added_later=True,
         description="Type of Adam's two moments. `bf16`, with stochastic rounding, takes 14 instead of 18 bytes per "
         "parameter of a bf16 model. A resumed run may change it: the moments are converted.",
     )
@@ -53,7 +52,6 @@ class CheckpointSettings(Section):
     async_save: bool = setting(
         True,
         affects=NOTHING,
-        formerly="background",
         description="Write checkpoints from a copy in host memory while training continues. false: training waits.",
     )
     max_failures: PositiveInt = setting(
@@ -133,13 +131,11 @@ class TrainSettings(Section):
     trace_steps: tuple[PositiveInt, ...] = setting(
         (),
         affects=NOTHING,
-        formerly="trace",
         description="Steps, counted from 1, whose timelines are written to the run's `trace.json` (for Perfetto).",
     )
     max_nonfinite_steps: PositiveInt = setting(
         10,
         affects=NOTHING,
-        formerly="max_bad_steps",
         description="Steps in a row with a non-finite gradient before the run ends. Such steps update no weights.",
     )
     watchdog_s: float = setting(
@@ -174,7 +170,6 @@ class TrainSettings(Section):
     lora: LoraSettings | None = setting(
         None,
         affects={"plan", "resume"},
-        added_later=True,
         description="Train low-rank adapters and freeze the model. Default: train the model itself.",
     )
     attention: Literal["auto", "flash_attn_3", "flash_attn_4", "flash_attn", "varlen", "sdpa", "reference"] = setting(
@@ -188,7 +183,6 @@ class TrainSettings(Section):
     kernels: KernelSetting = setting(
         "auto",
         affects=NOTHING,
-        added_later=True,
         description="Kernels of the operations between GEMMs: rotation, SwiGLU, residual sum and RMSNorm. `torch`: "
         "torch's. `fused`: those of liger-kernel, one for each operation; they need a CUDA device. `auto`: `fused` "
         "where they can run. `mmtrain doctor` and the start of a run say which are used.",

@@ -15,7 +15,6 @@ class UnitSettings(Section):
     hf: Path | None = setting(
         None,
         affects={"resume"},
-        added_later=True,
         description="A pretrained model, named as in `model.hf`, from which this unit alone starts: an encoder without "
         "its projector, or an LLM with its tokenizer.",
     )

@@ -24,20 +24,17 @@ class VisionSettings(EncoderSettings):
     temporal_patch: PositiveInt = setting(
         1,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Frames of a video that one patch joins (Qwen2-VL: 2). An image is a video that stands still.",
     )
     time_positions_per_second: PositiveFloat | None = setting(
         None,
         affects={"lengths", "steps", "resume"},
-        added_later=True,
         description="Rotary positions in time that a second of a video takes in an LLM with `rope_sections` "
         "(Qwen2.5-VL). Default: one for each patch in time.",
     )
     patch_seconds: Literal["sampled", "stated"] = setting(
         "sampled",
         affects={"lengths", "steps", "resume"},
-        added_later=True,
         description="How long a patch of a video is for `time_positions_per_second`. `sampled`: as the frames that "
         "were taken are apart. `stated`: `temporal_patch` / `data.video.fps`, also if a video has fewer or more frames "
         "a second (Qwen2.5-Omni).",
@@ -46,13 +43,11 @@ class VisionSettings(EncoderSettings):
     gated_mlp: bool = setting(
         False,
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Gate the MLP by the activation of a second input projection (SwiGLU with `silu`; Qwen2.5-VL).",
     )
     norm: Literal["layer", "rms"] = setting(
         "layer",
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Kind of all norms of the encoder and its projector. `layer`: layer norms. `rms`: RMS norms.",
     )
     norm_eps: float = setting(
@@ -64,13 +59,11 @@ class VisionSettings(EncoderSettings):
     qk_norm: bool = setting(
         False,
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Apply an RMS norm to the queries of all heads together, and one to the keys (InternViT-6B).",
     )
     layer_scale: bool = setting(
         False,
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Multiply what attention and MLP add to the residual stream by a learned vector each (InternViT).",
     )
     patch_bias: bool = setting(True, affects={"plan", "steps", "resume"}, description="Bias in the patch embedding.")
@@ -86,7 +79,6 @@ class VisionSettings(EncoderSettings):
         0,
         ge=0,
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="With positions `rotary`: side of a square table of learned vectors, which is stretched over each "
         "image by bilinear interpolation and added to its patches (Qwen3-VL). 0: none.",
     )
@@ -99,21 +91,18 @@ class VisionSettings(EncoderSettings):
         0,
         ge=0,
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Side in patches of the squares inside which patches attend to each other (Qwen2.5-VL). 0: all "
         "patches of an image do.",
     )
     full_attention_blocks: tuple[int, ...] = setting(
         (),
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="With `window`: numbers, from 0, of the blocks in which all patches of an image attend to each "
         "other nevertheless.",
     )
     deepstack: tuple[int, ...] = setting(
         (),
         affects={"plan", "steps", "resume"},
-        added_later=True,
         description="Numbers, from 0 and ascending, of blocks whose outputs reach the LLM too, each through a "
         "projector of its own: those of the first one are added behind the LLM's first block at the places of the "
         "features, those of the second behind its second, and so on (DeepStack, arXiv 2406.04334; Qwen3-VL).",
@@ -126,7 +115,6 @@ class VisionSettings(EncoderSettings):
     class_feature: bool = setting(
         False,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Keep the class token as the first feature of each image instead (LLaVA's strategy `full`).",
     )
     pre_norm: bool = setting(
@@ -153,7 +141,6 @@ class VisionSettings(EncoderSettings):
     join_tiles: bool = setting(
         False,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="Join the features of an image's tiles to one picture: leave out features of its borders, and put "
         "a learned vector, which trains with the projector, behind each row (LLaVA-NeXT). Needs the image scheme "
         "`pinpoints`.",
@@ -161,14 +148,12 @@ class VisionSettings(EncoderSettings):
     max_joined_tiles: PositiveInt | None = setting(
         None,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="With `join_tiles`: a joined picture with clearly more features than so many tiles is shrunk to "
         "as many, by bilinear interpolation (LLaVA-OneVision: 9). Default: pictures keep their features.",
     )
     pool_frames: bool = setting(
         False,
         affects={"plan", "lengths", "steps", "resume"},
-        added_later=True,
         description="With `join_tiles`: halve both sides of the features of a video's frames by bilinear "
         "interpolation, and put the learned vector behind each video (LLaVA-OneVision).",
     )

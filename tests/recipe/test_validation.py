@@ -98,8 +98,6 @@ def test_all_problems_are_reported_at_once(base: Path, write: Write) -> None:
         ("data.sources.0.captions=draw", "draw, but there is no model.generator; allowed: describe, or a generator"),
         ("data.sources.0.captions=both", "allowed: describe or draw"),
         ("data.zzz=1", "unknown key; allowed here: sources, validation, share_unit"),
-        ("data.window=9", "this setting is now called data.grouping_window; rename it"),
-        ("train.checkpoint.background=true", "this setting is now called train.checkpoint.async_save; rename it"),
         ("data.sources.0.wieght=1", "unknown key; did you mean weight?"),
         ("model.vision.merge=2", "merge is 2, but downsample `identity` merges nothing: set merge to 1"),
         ("model.audio={layers: 1, hidden: 33, heads: 3, ffn: 8}", "hidden 33 is odd, but sinusoidal positions"),

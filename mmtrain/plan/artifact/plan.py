@@ -24,14 +24,6 @@ class _Frozen(BaseModel):
 
 
 _CONTEXT_FIELDS = ("cp", "cp_method", "cp_split")  # of `UnitPlan`
-_UNSTATED_OF_UNITS = {
-    "shard": None,
-    "dispatch": None,
-    "exchange": "all_to_all",
-    "tp_chunks": 1,
-    "recompute_activation_function": False,
-    "offload": "none",
-}  # what older files do not have
 
 
 class StagePlan(_Frozen):
@@ -254,13 +246,6 @@ class LargestMicrobatch(_Frozen):
         return fields
 
 
-def _unstated_of_balance(balance: StageBalance | None) -> dict[str, Any]:
-    """Return what the fingerprint of a plan leaves out of a prediction or an alternative with this balance."""
-    if balance is None:
-        return {"balance": True}
-    return {"balance": {name: True for name in ("phases", "dispatch_s", "shared") if getattr(balance, name) is None}}
-
-
 class PlannedData(_Frozen):
     """A summary of the data that a plan was made for: to detect drift (`data_drift`), and to prove that it fits."""
 
@@ -329,26 +314,7 @@ class Plan(_Frozen):
     @property
     def sha256(self) -> str:
         """Fingerprint of the whole plan, by which traces and reports refer to it."""
-        # Without what the files of older versions do not have, so that traces of older runs still name their plan.
-        unstated: dict[str, Any] = {
-            "units": {
-                name: {field: True for field, value in _UNSTATED_OF_UNITS.items() if getattr(unit, field) == value}
-                for name, unit in self.units.items()
-            }
-        }
-        if self.precision is None:
-            unstated["precision"] = True
-        if self.measured is None:
-            unstated["measured"] = True
-        if self.data is not None and self.data.largest_microbatch is None:
-            unstated["data"] = {"largest_microbatch": True}
-        added_later = ("memory_gib", "text_only_tokens_per_s_per_gpu")
-        unstated["predicted"] = {name: True for name in added_later if getattr(self.predicted, name) is None}
-        if not self.predicted.host_gib:
-            unstated["predicted"]["host_gib"] = True
-        unstated["predicted"] |= _unstated_of_balance(self.predicted.balance)
-        unstated["alternatives"] = {i: _unstated_of_balance(other.balance) for i, other in enumerate(self.alternatives)}
-        return hashlib.sha256(self.model_dump_json(exclude=unstated).encode("utf-8")).hexdigest()
+        return hashlib.sha256(self.model_dump_json().encode("utf-8")).hexdigest()
 
     @model_validator(mode="after")
     def _microbatches_of_every_unit(self) -> "Plan":
