@@ -210,6 +210,9 @@ def _assert_stopped(run_dir: Path, phase: Phase, last_step: int) -> int:
     """Assert that a run that continued after `last_step` was stopped in `phase` and saved; return its step."""
     state = read_run_state(run_dir)
     assert (state["status"], state["error"]) == ("stopped", None), phase
+    if phase == "start" and state["step"] == 0:  # the signal came before the first step: there was nothing to save
+        assert not find(run_dir / CHECKPOINTS_FOLDER)
+        return 0
     assert last_step < state["step"] <= last_step + MAX_STEPS_TO_STOP, phase
     newest = find(run_dir / CHECKPOINTS_FOLDER)[0]
     assert newest.name == f"step-{state['step']:08d}", phase
