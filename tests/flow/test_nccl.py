@@ -41,8 +41,14 @@ def train_lazily(settings: Recipe, wanted: Plan, texts: bool) -> tuple[list[tupl
         return train_steps(settings, wanted, texts)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ALL_CASES)
+# Every fourth case in the slow tier, the others in the long one.
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.long if number % 4 else pytest.mark.slow)
+        for number, case in enumerate(ALL_CASES)
+    ],
+)
 def test_any_plan_trains_on_what_behaves_like_nccl(case: str) -> None:
     settings, wanted = _settings_and_plan(case)
     assert_equals_one_process(settings, wanted, timeout=TIMEOUT_S, train=train_eagerly)

@@ -321,7 +321,7 @@ def _drawn(number: int) -> tuple[Recipe, Plan, bool]:
     return settings, replicated(settings, num_ranks, shard, recompute, dispatch, encoder_first_in), texts_between
 
 
-@pytest.mark.slow  # 2 s each
+@pytest.mark.long  # 2 s each
 @pytest.mark.parametrize("number", range(12))
 def test_drawn_models_compute_sharded_what_one_process_does(number: int) -> None:
     assert_equals_one_process(*_drawn(number))
