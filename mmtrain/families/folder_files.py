@@ -19,6 +19,7 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_JSON_FILE = "chat_template.json"  # of processors, before `chat_template.jinja`
+TEMPLATE_FOLDER = "additional_chat_templates"  # of further templates, each as NAME.jinja
 # Files that decide the ids of a conversation.
 CONVERSATION_FILES = (
     TOKENIZER_FILE,

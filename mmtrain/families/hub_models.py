@@ -18,7 +18,8 @@ from mmtrain.families.folder_files import INDEX_FILE, SINGLE_FILE
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.][\w./-]*)?")
 # Nothing that is executed, and no weights. The index of the weights is a JSON file.
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "NOTICE*")
-_SUBFOLDERS = ("*/*",)  # they hold the same weights in other formats
+# Subfolders hold the same weights in other formats, but one may hold chat templates.
+_IN_SUBFOLDERS = tuple(f"*/{pattern}" for pattern in _SMALL_FILES if pattern != "*.jinja")
 _CACHED_REPO_PREFIX, _SNAPSHOTS = "models--", "snapshots"  # models--ORG--NAME/snapshots/COMMIT
 
 
@@ -99,7 +100,7 @@ def _fetch(repo: str, revision: str | None, cache: Path | None, files: Sequence[
             revision=revision,
             cache_dir=cache,
             allow_patterns=list(files),
-            ignore_patterns=list(_SUBFOLDERS),
+            ignore_patterns=list(_IN_SUBFOLDERS),
             tqdm_class=Progress,
         )
     except Exception as error:  # those of the library, of its HTTP client and of the disk

@@ -13,10 +13,11 @@ from typing import Any
 
 from mmtrain.checkpoint import Checkpoint
 from mmtrain.checkpoint.tensorfile import TensorEntry
+from mmtrain.data.text.folder_templates import read_json, template_of_processor
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import CONFIG_FILE, ModelFolder, read_model_folder
 from mmtrain.families.family import Settings
-from mmtrain.families.folder_files import CONVERSATION_FILES, SLOW_TOKENIZER_FILES
+from mmtrain.families.folder_files import CONVERSATION_FILES, PROCESSOR_FILE, SLOW_TOKENIZER_FILES
 from mmtrain.families.hub_models import fetch_weights
 from mmtrain.families.trained_processors import write_trained_processors
 from mmtrain.families.weight_layouts import respell
@@ -25,7 +26,12 @@ from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import MatchedFolder, match_tensors
-from mmtrain.weights.new_folder import describe_new_folder, write_new_files, write_tokenizer_files
+from mmtrain.weights.new_folder import (
+    copy_further_templates,
+    describe_new_folder,
+    write_new_files,
+    write_tokenizer_files,
+)
 from mmtrain.weights.write_tensors import (
     MAX_FILE_BYTES,
     TORCH_NAMES,
@@ -176,12 +182,17 @@ def _write_small_files(folder: ModelFolder, recipe: Recipe, draft: Path, dtype: 
             shutil.copyfile(path, draft / path.name)
     if has_own_tokenizer:
         write_tokenizer_files(tokenizer, draft)
+    else:
+        copy_further_templates(folder.path, draft)
     config = folder.trained_config(recipe.model.llm.vocab)
     if dtype is not None:
         config = _with_dtype(config, TORCH_NAMES[dtype], folder.family.other_models)
     if config != folder.config:
         (draft / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     notes = write_trained_processors(folder, media_settings(recipe), draft)
+    if has_own_tokenizer and template_of_processor(draft) is not None:  # it would go before that of the tokenizer
+        processor = {key: value for key, value in read_json(draft / PROCESSOR_FILE).items() if key != "chat_template"}
+        (draft / PROCESSOR_FILE).write_text(json.dumps(processor, indent=2) + "\n", encoding="utf-8")
     if folder.has_own_head:
         notes = ("tie_word_embeddings: false in config.json now, because the weights are not tied", *notes)
     return notes

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from mmtrain.data.index.feature_counts import count_image_features
 from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ
+from mmtrain.data.text.folder_templates import find_templates
 from mmtrain.data.text.load_tokenizer import load_tokenizer
-from mmtrain.data.text.tokenizer_folder import find_template
 from mmtrain.errors import DataError, ModelFolderError
 from mmtrain.families import read_model_folder
 from mmtrain.families.family import Settings
@@ -130,7 +130,7 @@ def _found_in(folder: ModelFolder, path: Path) -> dict[str, str | None]:
     """
     found: dict[str, str | None] = {"tokenizer": TOKENIZER_FILE if (path / TOKENIZER_FILE).is_file() else None}
     try:
-        found["chat template"] = find_template(path)[1].removeprefix(f"{path}/")
+        found["chat template"] = find_templates(path, folder.family.has_processor).default.name.removeprefix(f"{path}/")
     except DataError:
         found["chat template"] = None
     for unit, (what, medium) in _PROCESSORS.items():

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.data.text.chat_folder import write_chat_folder
+from mmtrain.data.text.folder_templates import template_files
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.families.choose_family import NewFolder, choose_family
-from mmtrain.families.folder_files import CONFIG_FILE, CONVERSATION_FILES, GENERATION_FILE
+from mmtrain.families.folder_files import CONFIG_FILE, CONVERSATION_FILES, GENERATION_FILE, TEMPLATE_FOLDER
 from mmtrain.families.new_model import NewModel
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.llm_settings import LlmSettings
@@ -53,6 +54,14 @@ def write_tokenizer_files(source: Path, draft: Path) -> None:
     for name in (*CONVERSATION_FILES, GENERATION_FILE):
         if (source / name).is_file():
             shutil.copyfile(source / name, draft / name)
+    copy_further_templates(source, draft)
+
+
+def copy_further_templates(source: Path, draft: Path) -> None:
+    """Copy the chat templates that have files of their own, beside that of the folder."""
+    for file in template_files(source):
+        (draft / TEMPLATE_FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(file, draft / TEMPLATE_FOLDER / file.name)
 
 
 def _units(recipe: Recipe) -> dict[str, Mapping[str, Any]]:

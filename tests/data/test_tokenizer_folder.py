@@ -81,14 +81,6 @@ def test_a_template_in_its_own_file_comes_first(folder: Path) -> None:
     assert "Be brief." in text_of(tokenizer, tokenizer.prompt_ids(sample(("user", "q"), ("assistant", "a")), {}))
 
 
-def test_of_several_templates_the_default_is_taken(folder: Path) -> None:
-    tool_use = {"name": "tool_use", "template": "{{ raise_exception('no') }}"}
-    change_config(folder, chat_template=[tool_use, {"name": "default", "template": CHATML}])
-    assert load_tokenizer(folder).vocab_size > 256
-    change_config(folder, chat_template=[tool_use])
-    assert "lists templates named tool_use, but none named `default`" in rejected(folder)
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [

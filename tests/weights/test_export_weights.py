@@ -43,6 +43,8 @@ def test_import_and_export_give_the_same_bits(
     folder = save(MODELS[name](), tmp_path / "model", dtype)
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}", encoding="utf-8")
     (folder / "LICENSE").write_text("free", encoding="utf-8")
     for name in ("training_args.bin", "README.md", "conversations.json"):
         (folder / name).write_bytes(b"of the model before")
@@ -54,9 +56,10 @@ def test_import_and_export_give_the_same_bits(
     assert "lmms_eval" not in done.stdout  # its tasks are about pictures
     assert content(out) == content(folder)
     assert {path.name for path in out.iterdir()} == {
-        "LICENSE", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
-        "tokenizer.json",
+        "LICENSE", "additional_chat_templates", "chat_template.jinja", "config.json", "generation_config.json",
+        "model.safetensors", "tokenizer.json",
     }  # fmt: skip
+    assert (out / "additional_chat_templates" / "tool_use.jinja").read_text(encoding="utf-8") == "{{ tools }}"
     assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
     assert list(out.parent.iterdir()) == [out]
 

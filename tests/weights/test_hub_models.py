@@ -31,6 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save(qwen2(), tmp_path_factory.mktemp("hub") / "model", max_shard_size="40KB")
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     (folder / "original").mkdir()
     for name in NOT_FETCHED:
         (folder / name).write_text("not this")
@@ -68,6 +70,7 @@ def test_a_recipe_fetches_the_config_and_training_the_weights(
     assert folder.name == COMMIT
     assert recipe.model.llm.hidden == 48
     small = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
+    small.add("additional_chat_templates/tool_use.jinja")
     assert set(hub.fetched) == small | {"model.safetensors.index.json"}
 
     hub.fetched.clear()
@@ -179,7 +182,12 @@ def _fetch_as_one_of_two(rank: int, _size: int, _: Path, constants: dict[str, ob
     (own / "fetches-weights").touch()
     fetch_weights(model)
     FolderTensors.of(model).close()
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in model.iterdir()}
+    return _sums(model)
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.slow
@@ -194,6 +202,5 @@ def test_ranks_that_fetch_at_once_share_what_one_of_them_fetches(model: Path, tm
         hub.before_sending = wait_for_both
         sums = fork_ranks(2, _fetch_as_one_of_two, hub.constants(tmp_path / "cache"), tmp_path)
     assert sums[0] == sums[1]
-    source = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in model.iterdir() if path.is_file()}
-    assert sums[0] == {name: total for name, total in source.items() if name not in NOT_FETCHED}
+    assert sums[0] == {name: total for name, total in _sums(model).items() if name not in NOT_FETCHED}
     assert sorted(hub.fetched) == sorted(sums[0]), "each file is sent once"

@@ -58,8 +58,10 @@ class Rendering:
 class ChatTemplate:
     """A compiled chat template."""
 
-    def __init__(self, source: str, name: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, source: str, name: str, variables: Mapping[str, str], usual_tools: Tools = ()) -> None:
         """Compile `source`; messages call it `name`. `variables` are its special tokens, such as `eos_token`.
+
+        usual_tools: those of conversations without any, for a template that is only used with tools.
 
         Raises `DataError` for a syntax error, and for code that reaches for more than a template may.
         """
@@ -88,10 +90,11 @@ class ChatTemplate:
             for node in tree.find_all(nodes.CallBlock)
         )
         self._variables = dict(variables)
+        self._usual_tools = usual_tools
 
-    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, str, dict[str, str]]]:
+    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, str, dict[str, str], Tools]]:
         """Pickle the source: loader workers compile it again, because compiled templates cannot be pickled."""
-        return type(self), (self._source, self.name, self._variables)
+        return type(self), (self._source, self.name, self._variables, self._usual_tools)
 
     def render(
         self,
@@ -108,7 +111,7 @@ class ChatTemplate:
         try:
             text = self._template.render(
                 messages=messages,
-                tools=list(tools) or None,
+                tools=list(tools or self._usual_tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,

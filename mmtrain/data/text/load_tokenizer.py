@@ -1,12 +1,14 @@
 """Load the tokenizer that a recipe names."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from mmtrain.data.text.chat_tokenizer import ChatTokenizer
 from mmtrain.data.text.sample_tokenizer import SampleTokenizer
 from mmtrain.data.text.template_tokenizer import DEFAULT_SPECIAL_TOKENS, TemplateTokenizer
 from mmtrain.data.text.tokenizer_folder import read_tokenizer_folder
+from mmtrain.data.text.tool_use_tokenizer import ToolUseTokenizer
 from mmtrain.errors import DataError, ModelFolderError
 from mmtrain.families.family import Family
 from mmtrain.families.folder_files import CONFIG_FILE
@@ -49,9 +51,12 @@ def load_tokenizer(
     family = _family(model_folder or path)
     if has_processor is None:
         has_processor = family is not None and family.has_processor
-    folder = read_tokenizer_folder(path, model_folder)
+    folder = read_tokenizer_folder(path, model_folder, has_processor)
     markups = {} if family is None else family.markups
-    return TemplateTokenizer(folder, markups, has_processor, special_tokens)
+    tokenizer = TemplateTokenizer(folder, markups, has_processor, special_tokens)
+    if folder.tool_template is None:
+        return tokenizer
+    return ToolUseTokenizer(tokenizer, replace(folder, template=folder.tool_template), special_tokens)
 
 
 def _family(path: Path) -> Family | None:

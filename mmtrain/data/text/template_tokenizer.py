@@ -76,18 +76,20 @@ class TemplateTokenizer:
         family_markups: Markups | None = None,
         has_processor: bool = False,
         special_tokens: SpecialTokenSettings = DEFAULT_SPECIAL_TOKENS,
+        usual_tools: Tools = (),
     ) -> None:
         """Probe the folder's template.
 
         family_markups: how a model family writes media, where the folder does not say.
         has_processor: whether the model is served through a processor, as those with media are.
         special_tokens: those that texts may spell.
+        usual_tools: see `ChatTemplate`.
 
         Raises `DataError` for a template that cannot be trained with.
         """
         self._tokenizer = folder.tokenizer
         self._path = folder.path
-        self._template = ChatTemplate(folder.template, folder.template_name, folder.special_tokens)
+        self._template = ChatTemplate(folder.template.source, folder.template.name, folder.special_tokens, usual_tools)
         self._start_token = folder.special_tokens.get("bos_token")
         self._added_around = _added_around(self._tokenizer) if has_processor else ((), ())
         added = self._tokenizer.get_added_tokens_decoder()

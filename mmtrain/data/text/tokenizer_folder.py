@@ -9,6 +9,13 @@ from typing import Any, get_args
 
 from tokenizers import AddedToken, Tokenizer
 
+from mmtrain.data.text.folder_templates import (
+    NamedTemplate,
+    find_templates,
+    read_json,
+    template_files,
+    template_of_processor,
+)
 from mmtrain.data.text.tokenizer_classes import find_tokenizer_class
 from mmtrain.errors import DataError
 from mmtrain.families.folder_files import (
@@ -18,8 +25,6 @@ from mmtrain.families.folder_files import (
     GENERATION_FILE,
     SLOW_TOKENIZER_FILES,
     SPECIAL_TOKENS_FILE,
-    TEMPLATE_FILE,
-    TEMPLATE_JSON_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
 )
@@ -27,7 +32,6 @@ from mmtrain.recipe.modalities import MediaKind
 
 # What transformers 5 gives to templates. Other tokens that a folder names, such as that of images, are not defined.
 _TEMPLATE_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_DEFAULT_TEMPLATE = "default"  # the name of the one to use, where a folder has several
 
 
 @dataclass(frozen=True)
@@ -36,21 +40,27 @@ class TokenizerFolder:
 
     path: Path
     tokenizer: Tokenizer
-    template: str
-    template_name: str  # what messages call it
+    template: NamedTemplate
+    tool_template: NamedTemplate | None  # of conversations with tools, if that is another one
     special_tokens: dict[str, str]  # variables of the template, such as `bos_token`
     end_ids: frozenset[int]  # where generation ends
     media_tokens: dict[MediaKind, str]  # that `config.json` or the tokenizer's settings name for a kind of media
 
 
-def read_tokenizer_folder(path: Path, model_folder: Path | None = None) -> TokenizerFolder:
-    """Read a folder. `model_folder`: that of the model that the tokenizer serves, if another. Raises `DataError`."""
+def read_tokenizer_folder(path: Path, model_folder: Path | None = None, has_processor: bool = False) -> TokenizerFolder:
+    """Read a folder.
+
+    model_folder: that of the model that the tokenizer serves, if another.
+    has_processor: whether the model is served through a processor, as those with media are.
+
+    Raises `DataError`.
+    """
     tokenizer = _read_tokenizer(path)
-    config = _read_json(path / TOKENIZER_CONFIG_FILE)
+    config = read_json(path / TOKENIZER_CONFIG_FILE)
     model_config = (model_folder or path) / CONFIG_FILE
-    model = _read_json(model_config)
+    model = read_json(model_config)
     named_tokens = _named_tokens(config)
-    more_tokens = _named_tokens(_read_json(path / SPECIAL_TOKENS_FILE))
+    more_tokens = _named_tokens(read_json(path / SPECIAL_TOKENS_FILE))
     # transformers reads the older file only where the newer one does not list the added tokens.
     named_tokens = more_tokens | named_tokens if "added_tokens_decoder" in config else named_tokens | more_tokens
     tokenizer_class = find_tokenizer_class(tokenizer, config, model)
@@ -59,12 +69,12 @@ def read_tokenizer_folder(path: Path, model_folder: Path | None = None) -> Token
         stated = {name: token for name, token in tokenizer_class.default_tokens.items() if name not in config}
         named_tokens = stated | named_tokens
     _add_tokens(tokenizer, path, config, named_tokens)
-    template, template_name = find_template(path)
+    templates = find_templates(path, has_processor)
     return TokenizerFolder(
         path,
         tokenizer,
-        template,
-        template_name,
+        templates.default,
+        templates.tool_use,
         {name: token for name, token in named_tokens.items() if name in _TEMPLATE_TOKENS},
         _end_ids(path, tokenizer, named_tokens),
         _media_tokens(model_config, model, tokenizer, named_tokens),
@@ -83,7 +93,9 @@ def tokenizer_sha256(path: Path, model_folder: Path | None = None) -> str:
         for name in CONVERSATION_FILES
         if (path / name).is_file()
     }
-    model = _read_json((model_folder or path) / CONFIG_FILE)
+    content["templates"] = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in template_files(path)}
+    content["template of processor"] = template_of_processor(path)
+    model = read_json((model_folder or path) / CONFIG_FILE)
     content["model"] = [model.get(key) for key in ("architectures", "model_type", "tokenizer_class")]
     content["media tokens"] = {kind: _media_token_id(model, kind) for kind in get_args(MediaKind)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -116,19 +128,6 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a file; an empty one if there is no such file."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"data.tokenizer: {file} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise DataError(f"data.tokenizer: {file}: expected a JSON object, found {type(content).__name__}")
-    return content
-
-
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the tokens that a file gives names, such as `eos_token`: texts, or objects with the text as `content`."""
     extra = config.get("extra_special_tokens")
@@ -156,7 +155,7 @@ def _add_tokens(tokenizer: Tokenizer, path: Path, config: Mapping[str, Any], nam
                 )
             declared[int(token_id)] = _added_token(entry)
     else:
-        for text, token_id in _read_json(path / ADDED_TOKENS_FILE).items():
+        for text, token_id in read_json(path / ADDED_TOKENS_FILE).items():
             if type(token_id) is not int:
                 raise DataError(f"data.tokenizer: {path / ADDED_TOKENS_FILE}: {text!r} has the id {token_id!r}")
             special = text in named_tokens.values()
@@ -181,46 +180,9 @@ def _added_token(entry: Mapping[str, Any]) -> AddedToken:
     return AddedToken(_token_text(entry), normalized=normalized, **flags)
 
 
-def find_template(path: Path) -> tuple[str, str]:
-    """Return the folder's chat template and what messages call it. Raises `DataError` if there is none."""
-    file = path / TEMPLATE_FILE
-    try:
-        return file.read_text(encoding="utf-8"), str(file)
-    except FileNotFoundError:
-        pass
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.tokenizer: {file} cannot be read: {error}") from None
-    for name in (TEMPLATE_JSON_FILE, TOKENIZER_CONFIG_FILE):
-        template = _read_json(path / name).get("chat_template")
-        if isinstance(template, str):
-            return template, f"{path / name} (chat_template)"
-        if isinstance(template, list):
-            return _choose_template(template, f"{path / name} (chat_template)")
-    raise DataError(
-        f"data.tokenizer: {path} has no chat template; put the one that your model was trained with into "
-        f"{TEMPLATE_FILE} there (instruction-tuned versions of a model have one, base versions mostly do not)"
-    )
-
-
-def _choose_template(templates: list[Any], name: str) -> tuple[str, str]:
-    """Return the template named `default` of several."""
-    by_name = {
-        entry["name"]: entry["template"]
-        for entry in templates
-        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-    }
-    if _DEFAULT_TEMPLATE not in by_name:
-        names = ", ".join(sorted(by_name)) or "none"
-        raise DataError(
-            f"data.tokenizer: {name} lists templates named {names}, but none named `{_DEFAULT_TEMPLATE}`; put the one "
-            f"to train with into {TEMPLATE_FILE}"
-        )
-    return by_name[_DEFAULT_TEMPLATE], f"{name}, template `{_DEFAULT_TEMPLATE}`"
-
-
 def _end_ids(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, str]) -> frozenset[int]:
     """Return the ids at which generation ends: those of `generation_config.json`, else the end of a sequence."""
-    ids = _read_json(path / GENERATION_FILE).get("eos_token_id")
+    ids = read_json(path / GENERATION_FILE).get("eos_token_id")
     if ids is None:
         end_id = tokenizer.token_to_id(named_tokens.get("eos_token", ""))
         return frozenset() if end_id is None else frozenset({end_id})
