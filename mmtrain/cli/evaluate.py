@@ -15,6 +15,16 @@ if TYPE_CHECKING:
 def evaluate(
     run: RunFolder,
     limit: Annotated[int | None, typer.Option(min=1, help="Ask at most this many questions. Default: all.")] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Most tokens of an answer. Default: as generation_config.json of the tokenizer says, or 8 more than "
+            "the longest right answer.",
+            show_default=False,
+        ),
+    ] = None,
     blank_images: Annotated[
         bool,
         typer.Option(
@@ -73,7 +83,8 @@ def evaluate(
     from mmtrain.runtime.evaluation.score_run import run as evaluate_run
 
     drawing = DrawingRequest(draw, steps, guidance, seed, samples)
-    evaluate_run(EvaluateRequest(run, plan_here, partial(_show, as_json), limit, blank_images, ranks, drawing))
+    show = partial(_show, as_json)
+    evaluate_run(EvaluateRequest(run, plan_here, show, limit, blank_images, ranks, drawing, max_new_tokens))
 
 
 def _show(as_json: bool, report: "EvaluationResult") -> None:

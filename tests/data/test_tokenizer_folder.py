@@ -161,6 +161,16 @@ def test_generation_ends_at_every_token_that_the_folder_names(folder: Path) -> N
     assert "no token with the id 1000000" in rejected(folder)
 
 
+def test_answers_are_as_long_as_the_folder_permits(folder: Path) -> None:
+    file = folder / "generation_config.json"
+    for stated, limit in (({}, None), ({"max_length": 9}, 2), ({"max_length": 5}, 1), ({"max_new_tokens": 3}, 3)):
+        file.write_text(json.dumps(stated | {"max_new_tokens": stated.get("max_new_tokens")}))
+        assert load_tokenizer(folder).greedy.answer_limit(7) == limit
+    for bad in (0, True, "8"):
+        file.write_text(json.dumps({"max_length": bad}))
+        assert f"`max_length` is {bad!r}, allowed: a number of at least 1" in rejected(folder)
+
+
 def test_the_hash_of_a_folder_covers_what_decides_ids(folder: Path) -> None:
     before = tokenizer_sha256(folder)
     (folder / "model.safetensors.index.json").write_text("{}")

@@ -20,6 +20,7 @@ from mmtrain.data.loading.media_positions import find_media_positions
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.synthetic.demo import generate_demo as generate_demo
 from mmtrain.data.synthetic.demo import train_tokenizer
+from mmtrain.data.text.greedy_settings import GreedySettings
 from mmtrain.errors import CheckpointError
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
@@ -327,6 +328,24 @@ def test_answers_do_not_depend_on_the_other_questions_of_a_batch(seeing: Case) -
     changed = [question for question in questions if blind[question] != together[question]]
     assert len(changed) > 5
     assert all(question.images for question in changed)
+
+
+@pytest.mark.parametrize("limits", [{"max_new_tokens": 3}, {"max_length": 40}, {"max_new_tokens": 5, "max_length": 2}])
+def test_an_answer_is_as_long_as_the_folder_of_the_tokenizer_permits(limits: dict[str, int], seeing: Case) -> None:
+    """Of both limits the first counts, as in transformers. A limit of ours goes before both."""
+    asker, index = _alone(seeing)
+    questions = select_questions(index, None)
+    asker._tokenizer.greedy = GreedySettings(**limits)
+    assert list(asker.generate(questions, blank=False)[0].values()) == seeing.expected
+    asker._max_new_tokens = None
+    prompts = [len(asker._tokenizer.prompt_ids(q.sample, index.media_features(q.number))) for q in questions]
+    longest = [limits.get("max_new_tokens", max(1, 40 - prompt)) for prompt in prompts]
+    unlimited = Naive(seeing.settings)
+    expected = [unlimited.answer(q.number, most, seeing.end) for q, most in zip(questions, longest, strict=True)]
+    assert list(asker.generate(questions, blank=False)[0].values()) == expected
+    assert len({len(answer) for answer in expected}) > 1
+    if "max_new_tokens" not in limits:
+        assert max(longest) > NUM_NEW, "some answers are longer than before"
 
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 6), st.integers(1, 100))

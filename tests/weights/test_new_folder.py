@@ -61,7 +61,7 @@ def _exported(settings: Recipe, folder: Path) -> Path:
     return folder / "out"
 
 
-def our_answers(settings: Recipe, run: Path, max_new_tokens: int) -> dict[str, str]:
+def our_answers(settings: Recipe, run: Path, max_new_tokens: int | None) -> dict[str, str]:
     """Return our answers to all held-out questions, by the id of the sample."""
     index, tokenizer = build_index(settings, "validation"), load_tokenizer(settings.data.tokenizer_path)
     ParallelGroups.single()
@@ -90,13 +90,14 @@ def as_messages(sample: Sample) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def answer_of_transformers(model: Any, processor: Any, sample: Sample, max_new_tokens: int) -> str:
-    """Let a LLaVA of `transformers` answer the question of a sample, greedily."""
+def answer_of_transformers(model: Any, processor: Any, sample: Sample, max_new_tokens: int | None) -> str:
+    """Let a LLaVA of `transformers` answer the question of a sample, greedily; None: as long as its folder permits."""
     inputs = processor.apply_chat_template(
         as_messages(sample), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
     unused = list(range(len(processor.tokenizer), model.config.text_config.vocab_size))  # ids that no text has
-    ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, suppress_tokens=unused or None)
+    limit = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    ids = model.generate(**inputs, **limit, do_sample=False, suppress_tokens=unused or None)
     text: str = processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return text.strip()
 
@@ -148,6 +149,15 @@ def test_greedy_answers_follow_the_generation_settings_of_the_folder(data: Path,
     theirs = {sample.id: answer_of_transformers(model, processor, sample, MAX_NEW_TOKENS) for sample in samples}
     assert ours == theirs
     assert ours != plain
+
+    index = build_index(of_folder, "validation")
+    tokenizer = load_tokenizer(folder)
+    prompts = [len(tokenizer.prompt_ids(s, index.media_features(i))) for i, s in enumerate(samples)]
+    for limits in ({"max_new_tokens": 3}, {"max_length": max(prompts) + 3}):  # with shorter ones transformers raises
+        file.write_text(json.dumps(generation | limits))
+        model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
+        ours = our_answers(of_folder, tmp_path / "run", None)
+        assert ours == {sample.id: answer_of_transformers(model, processor, sample, None) for sample in samples}
 
 
 def _asked(text: str) -> Sample:

@@ -120,7 +120,8 @@ class QuestionAnswerer:
     ) -> None:
         """Answer questions about samples of `index`, which must be equal on all ranks.
 
-        An answer has at most `max_new_tokens`; None: `ANSWER_MARGIN_TOKENS` more than the longest right one.
+        An answer has at most `max_new_tokens`; None: as many as the tokenizer's folder permits (`generation_config`),
+        or `ANSWER_MARGIN_TOKENS` more than the longest right one if that says nothing.
         """
         self._max_new_tokens = max_new_tokens
         self._generator, self._recipe, self._tokenizer = generator, recipe, tokenizer
@@ -158,9 +159,8 @@ class QuestionAnswerer:
         if self._tokenizer.greedy.changes_logits:
             prompts = {q.number: _prompt_ids(self._index, self._tokenizer, q.number) for q in questions}
         numbers = [question.number for question in questions]
-        longest_answer = max((self._index.lengths.tokens - lengths.tokens)[numbers], default=0)
-        max_new_tokens = self._max_new_tokens or ANSWER_MARGIN_TOKENS + int(longest_answer)
-        sizes = [int(lengths.tokens[number]) + max_new_tokens for number in numbers]
+        limits = self._answer_limits(numbers, lengths)
+        sizes = [int(lengths.tokens[number]) + limits[number] for number in numbers]
         builder = _PromptBuilder(self._index, self._recipe, self._generator, self._tokenizer, blank)
         tokens: dict[int, list[int]] = {}  # of this rank's samples
         bad: dict[tuple[str, int], Quarantined] = {}
@@ -170,7 +170,9 @@ class QuestionAnswerer:
             samples = [np.array([numbers[i] for i in batch], dtype=np.int64) for batch in batches]
             data = builder.build(assign(0, 0, samples, lengths, dp, num_microbatches))
             bad |= {(entry.source, entry.index): entry for entry in data.quarantined}
-            tokens |= self._generator.generate(data, max_new_tokens, prompts)
+            longest = max(limits[int(number)] for batch in samples for number in batch)
+            answers_of_round = self._generator.generate(data, longest, prompts)
+            tokens |= {number: ids[: limits[number]] for number, ids in answers_of_round.items()}
         self._generator.activity.start(ANSWERING)
         for rank_result in self._world.all_gather((tokens, bad)):
             rank_tokens, rank_bad = cast(tuple[dict[int, list[int]], dict[tuple[str, int], Quarantined]], rank_result)
@@ -182,6 +184,16 @@ class QuestionAnswerer:
             if (question.sample.source, question.sample.index) not in bad
         }
         return answers, [bad[key] for key in sorted(bad)]
+
+    def _answer_limits(self, numbers: Sequence[int], lengths: SampleLengths) -> dict[int, int]:
+        """Return the most tokens of the answer to each question; `lengths` are those of their prompts."""
+        longest_answer = max((self._index.lengths.tokens - lengths.tokens)[numbers], default=0)
+        usual = ANSWER_MARGIN_TOKENS + int(longest_answer)
+        limits = {}
+        for number in numbers:
+            of_folder = self._tokenizer.greedy.answer_limit(int(lengths.tokens[number]))
+            limits[number] = self._max_new_tokens or of_folder or usual
+        return limits
 
 
 def build_held_out_evaluation(rank_context: RankContext) -> Callable[[], float]:

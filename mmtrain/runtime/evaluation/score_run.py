@@ -76,6 +76,7 @@ class EvaluateRequest:
     blank_images: bool = False
     ranks: int = 1  # processes to start where no launcher has started any
     drawing: DrawingRequest = DEFAULT_DRAWING
+    max_new_tokens: int | None = None  # of an answer; None: see `QuestionAnswerer`
 
 
 def run(request: EvaluateRequest) -> None:
@@ -135,7 +136,7 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
         names = ", ".join(tokenizer.greedy.not_followed)
         _print_note(f"generation_config.json of the tokenizer sets {names}, which greedy answers here do not follow")
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
-    answerer = QuestionAnswerer(generator, recipe, tokenizer, index, world)
+    answerer = QuestionAnswerer(generator, recipe, tokenizer, index, world, request.max_new_tokens)
 
     answers, bad = answerer.answer(select_questions(index, request.limit), blank=request.blank_images)
     drawings = None
