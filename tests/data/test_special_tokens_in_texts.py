@@ -155,3 +155,15 @@ def test_a_perfect_answer_is_right_whatever_the_template_writes_in_front_of_it(c
         assert case.tokenizer.final_text(f"{thought}It is red. ") == "It is red."
     other = case.judge.encode("Let me look.\n</think>\n\nIt is red.", add_special_tokens=False)
     assert case.tokenizer.final_answer(other) == "It is red."
+
+
+@pytest.mark.parametrize(
+    "answer", ["", " ", "\n\n", "<think>\nhm\n</think>", "<think>\nhm\n</think>\n\n", "<think>x</think> \n "]
+)
+def test_answers_may_be_no_more_than_white_space_behind_a_thought(case: Case, answer: str) -> None:
+    """First, last or in between. GLM writes a line break in front of any other text."""
+    for texts in ([answer, "a", "b"], ["a", answer, "b"], ["a", "b", answer], [answer], [answer] * 3):
+        messages = []
+        for text in texts:
+            messages += [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+        check_against_judge(case, case.tokenizer, messages)

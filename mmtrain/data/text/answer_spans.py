@@ -70,14 +70,21 @@ class AnswerFinder:
 
     def _find_all(self, conversation: Conversation, answers: Sequence[int], text: str) -> list[Span]:
         """Find the answers that are the messages of these numbers."""
-        text_spans = self._find_texts(conversation, answers, text)
-        starts = self._find_starts(conversation, text_spans, text)
-        return [self._span(conversation, number, text, text_spans[number], starts[number]) for number in answers]
+        starts = self._find_starts(conversation, answers, text)
+        incomplete = [number for number in answers if starts[number] is None or not self._facts.ends_alike]
+        text_spans: dict[int, Span | None] = {**self._find_together(conversation, incomplete, text)}
+        for number in incomplete:
+            if number not in text_spans and starts[number] is None:
+                text_spans[number] = self.find_text(conversation, number, text)
+        ends = {number: span[1] for number, span in text_spans.items() if span is not None}
+        ends_only = [number for number in incomplete if number not in text_spans]
+        ends |= self._find_text_ends(conversation, ends_only, text)
+        return [
+            self._span(number, text, text_spans.get(number), starts[number], ends.get(number)) for number in answers
+        ]
 
-    def _span(
-        self, conversation: Conversation, number: int, text: str, text_span: Span | None, start: int | None
-    ) -> Span:
-        """Return where an answer is, from where its text is and where its prompt ends, if these are known."""
+    def _span(self, number: int, text: str, text_span: Span | None, start: int | None, text_end: int | None) -> Span:
+        """Return where an answer is, from where its prompt and its text end, if these are known."""
         if start is None and text_span is not None:
             start = text_span[0]
             if text.endswith(self._facts.answer_lead, 0, start):
@@ -85,8 +92,8 @@ class AnswerFinder:
         end: int | None = None
         if self._facts.ends_alike and start is not None:
             end = text.find(self._facts.terminator, start) + len(self._facts.terminator)
-        elif text_span is not None and "tool_calls" not in conversation.messages[number]:  # which follow the text
-            end = self._with_terminator(text, text_span[1])
+        elif text_end is not None:
+            end = self._with_terminator(text, text_end)
         if start is None or end is None or end < start:
             raise BadConversationError(
                 f"the chat template does not show where message {number + 1}, an answer, starts and ends: it renders "
@@ -94,53 +101,97 @@ class AnswerFinder:
             )
         return start, end
 
-    def _find_texts(self, conversation: Conversation, answers: Sequence[int], text: str) -> dict[int, Span | None]:
-        """Return where the texts of answers are: by one rendering, if the template writes each as it is or trimmed."""
-        texts = {number: conversation.plain_text(number) for number in answers}
-        plain = {number: answer for number, answer in texts.items() if answer and not answer.isspace()}
-        spans: dict[int, Span | None] = {}
+    def _find_together(self, conversation: Conversation, numbers: Sequence[int], text: str) -> dict[int, Span]:
+        """Return where texts of messages are, by one rendering, if the template writes each as it is or trimmed.
+
+        A template may treat empty texts in another way; then these are left out.
+        """
+        texts = {number: conversation.plain_text(number) for number in numbers}
+        plain = {number: plain_text for number, plain_text in texts.items() if plain_text is not None}
+        full = {number: plain_text for number, plain_text in plain.items() if plain_text and not plain_text.isspace()}
+        for written in (plain, full) if len(full) < len(plain) else (full,):
+            spans = self._find_as_written(conversation, written, text) if written else {}
+            if spans:
+                return spans
+        return {}
+
+    def _find_as_written(self, conversation: Conversation, texts: Mapping[int, str], text: str) -> dict[int, Span]:
         try:
-            pieces = self._render(conversation.with_probes(plain), False, conversation.tools).text.split(PROBE)
+            pieces = self._render(conversation.with_probes(texts), False, conversation.tools).text.split(PROBE)
         except RenderError:
-            pieces = []
+            return {}
+        spans: dict[int, Span] = {}
         for trim in (str, str.strip, str.lstrip, str.rstrip):
-            written = list(map(trim, plain.values()))
+            written = list(map(trim, texts.values()))
             if len(pieces) == len(written) + 1 and _interleave(pieces, written) == text:
                 end = 0
-                for number, piece, answer in zip(plain, pieces, written, strict=False):
+                for number, piece, one_text in zip(texts, pieces, written, strict=False):
                     start = end + len(piece)
-                    end = start + len(answer)
+                    end = start + len(one_text)
                     spans[number] = (start, end)
                 break
-        return {n: spans[n] if n in spans else self.find_text(conversation, n, text) for n in answers}
+        return spans
 
-    def _find_starts(
-        self, conversation: Conversation, text_spans: Mapping[int, Span | None], text: str
-    ) -> dict[int, int | None]:
+    def _find_starts(self, conversation: Conversation, answers: Sequence[int], text: str) -> dict[int, int | None]:
         """Return where the prompts for answers end.
 
-        Answers that follow a message of one role have the same between prompt and text, if the first and the
-        last but one of them have; the last of all may be treated in another way, and is looked at for itself.
+        Answers that follow a message of one role have the same between the text of that message and the end of the
+        prompt, if the first and the last but one of them have; the last of all may be treated in another way, and is
+        looked at for itself.
         """
         starts: dict[int, int | None] = {}
         groups: dict[str, list[int]] = {}
-        for number in text_spans:
+        for number in answers:
             groups.setdefault(conversation.messages[number - 1]["role"] if number else "", []).append(number)
         for numbers in groups.values():
-            leads = []
             for number in dict.fromkeys((numbers[0], numbers[-2:][0], numbers[-1])):
                 starts[number] = self._find_start(conversation, number, text)
-                leads.append(_lead(text, starts[number], text_spans[number]))
-            for number in numbers[1:-2]:
-                span, lead = text_spans[number], leads[0]
-                is_alike = span is not None and lead == leads[1]
-                if is_alike and lead is None:
-                    starts[number] = None
-                elif is_alike and span is not None and lead is not None and text.endswith(lead, 0, span[0]):
-                    starts[number] = span[0] - len(lead)
-                else:
-                    starts[number] = self._find_start(conversation, number, text)
+            if len(numbers) > 3:
+                starts |= self._find_starts_between(conversation, numbers, starts, text)
         return starts
+
+    def _find_starts_between(
+        self, conversation: Conversation, numbers: Sequence[int], starts: Mapping[int, int | None], text: str
+    ) -> dict[int, int | None]:
+        """Return where prompts end for the answers between the first and the last but one of a group.
+
+        starts: of these two. What stands between texts and the ends of prompts is looked up behind the texts of the
+        messages before, so that answers may be empty or call tools; where those hold media, before the answers' texts.
+        """
+        first, *middle, last = numbers[:-1]
+        if starts[first] is None and starts[last] is None:  # as of a template that treats earlier turns otherwise
+            return dict.fromkeys(middle)
+        before = self._find_together(conversation, [number - 1 for number in numbers], text)
+        if len(before) == len(numbers):
+            borders = {number + 1: span[1] for number, span in before.items()}
+        else:
+            borders = {number: span[0] for number, span in self._find_together(conversation, numbers, text).items()}
+        known = _find_alike(numbers, starts, borders, text)
+        return {n: known[n] if n in known else self._find_start(conversation, n, text) for n in middle}
+
+    def _find_text_ends(self, conversation: Conversation, answers: Sequence[int], text: str) -> dict[int, int]:
+        """Return where the texts of answers end that a template writes otherwise than other texts.
+
+        Such as texts of spaces, in front of which it leaves out a line break. What calls tools has those behind its
+        text, so it is not looked for. As with prompts, a few show what stands between an answer and the next text.
+        """
+        messages = conversation.messages
+        groups: dict[str, list[int]] = {}
+        for number in answers:
+            if "tool_calls" not in messages[number]:
+                next_role = messages[number + 1]["role"] if number + 1 < len(messages) else ""
+                groups.setdefault(next_role, []).append(number)
+        ends: dict[int, int | None] = {}
+        for numbers in groups.values():
+            for number in dict.fromkeys((numbers[0], numbers[-2:][0], numbers[-1])):
+                ends[number] = self._find_text_end(conversation, number, text)
+            if len(numbers) > 3:
+                after = self._find_together(conversation, [number + 1 for number in numbers], text)
+                ends |= _find_alike(numbers, ends, {n - 1: span[0] for n, span in after.items()}, text)
+            for number in numbers:
+                if number not in ends:
+                    ends[number] = self._find_text_end(conversation, number, text)
+        return {number: end for number, end in ends.items() if end is not None}
 
     def _find_start(self, conversation: Conversation, number: int, text: str) -> int | None:
         """Return where the prompt for an answer ends; None if the rendering does not start with that prompt."""
@@ -154,15 +205,27 @@ class AnswerFinder:
 
     def find_text(self, conversation: Conversation, number: int, text: str) -> Span | None:
         """Return where the text of a message is, from a rendering with another text in its place."""
+        before, after = self._around(conversation, number)
+        if before is None or not text.startswith(before) or not text[len(before) :].endswith(after):
+            return None
+        return len(before), len(text) - len(after)
+
+    def _find_text_end(self, conversation: Conversation, number: int, text: str) -> int | None:
+        """Return where the text of a message ends that has something else before it than another text would have.
+
+        Such as a text of spaces behind a thought, before which a template leaves out a line break.
+        """
+        before, after = self._around(conversation, number)
+        return len(text) - len(after) if before is not None and text.endswith(after) else None
+
+    def _around(self, conversation: Conversation, number: int) -> tuple[str | None, str]:
+        """Return what is rendered before and after another text of a message; None before it if that is not known."""
         try:
-            before, *after = self._render(conversation.with_probes((number,)), False, conversation.tools).text.split(
-                PROBE
-            )
+            rendered = self._render(conversation.with_probes((number,)), False, conversation.tools).text
         except RenderError:
-            return None
-        if len(after) != 1 or not text.startswith(before) or not text[len(before) :].endswith(after[0]):
-            return None
-        return len(before), len(text) - len(after[0])
+            return None, ""
+        before, *after = rendered.split(PROBE)
+        return (before, after[0]) if len(after) == 1 else (None, "")
 
     def _with_terminator(self, text: str, end: int) -> int:
         """Return the end of an answer with the terminator that follows its text, if one does."""
@@ -178,7 +241,30 @@ def _interleave(pieces: Sequence[str], texts: Sequence[str]) -> str:
     return "".join(piece + text for piece, text in zip(pieces, [*texts, ""], strict=True))
 
 
-def _lead(text: str, start: int | None, text_span: Span | None) -> str | None:
-    """Return what is between a prompt and the text of the answer; None if that is not known."""
-    is_before = start is not None and text_span is not None and start <= text_span[0]
-    return text[start : text_span[0]] if is_before and text_span is not None else None
+def _find_alike(
+    numbers: Sequence[int], places: Mapping[int, int | None], borders: Mapping[int, int], text: str
+) -> dict[int, int]:
+    """Return places for numbers between the first and the last but one, as far from their borders as those are.
+
+    places: of these two, at least. Nothing is returned where the text between border and place is another one.
+    """
+    first, *middle, last = numbers[:-1]
+    gaps = [_between(text, borders.get(number), places[number]) for number in (first, last)]
+    if gaps[0] is None or gaps[0] != gaps[1]:
+        return {}
+    is_behind, gap = gaps[0]
+    found: dict[int, int] = {}
+    for number in middle:
+        border = borders.get(number)
+        if border is not None:
+            place = border + len(gap) if is_behind else border - len(gap)
+            if _between(text, border, place) == (is_behind, gap):
+                found[number] = place
+    return found
+
+
+def _between(text: str, border: int | None, place: int | None) -> tuple[bool, str] | None:
+    """Return whether a place is behind a border, and what is between both; None if either is not known."""
+    if border is None or place is None:
+        return None
+    return border < place, text[min(border, place) : max(border, place)]

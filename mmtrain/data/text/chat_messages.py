@@ -38,13 +38,16 @@ class Conversation:
         return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
 
     def plain_text(self, number: int) -> str | None:
-        """Return the text of message `number`; None if it holds more than a text, or thoughts inside of it."""
-        message = self.messages[number]
-        content = message["content"]
+        """Return the text of message `number` behind the thoughts inside of it; None if it holds more than that."""
+        content = self.messages[number]["content"]
         if isinstance(content, list) and len(content) == 1:
             content = content[0].get("text")
-        is_plain = isinstance(content, str) and len(message) == 2 and _THOUGHTS.match(content) is None
-        return content if is_plain else None
+        elif content is None:
+            content = ""
+        if not isinstance(content, str):
+            return None
+        thoughts = _THOUGHTS.match(content)
+        return content[thoughts.end() :] if thoughts else content
 
     def with_probes(self, numbers: Collection[int]) -> tuple[Message, ...]:
         """Return the messages with `PROBE` as the text of those of these numbers, behind the thoughts inside of it."""
