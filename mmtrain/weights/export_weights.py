@@ -120,8 +120,7 @@ def _new_content(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
             targets.append(TensorTarget(TensorEntry(tensor, torch_name, shape), None))
 
     def write_small_files(draft: Path) -> tuple[str, ...]:
-        write_new_files(recipe, folder, draft, torch_name)
-        return ()
+        return write_new_files(recipe, folder, draft, torch_name)
 
     return _Content(targets, None, write_small_files)
 
