@@ -17,7 +17,7 @@ LLAVA_ONEVISION_PINPOINTS: Canvases = tuple((384 * rows, 384 * cols) for rows in
 # Keys that are not about pixels, or that say how a processor works on a GPU.
 _WITHOUT_EFFECT = (
     "image_processor_type", "processor_class", "feature_extractor_type", "return_tensors", "data_format",
-    "input_data_format", "device", "disable_grouping", "default_to_square", "do_convert_rgb", "image_seq_length",
+    "input_data_format", "device", "disable_grouping", "default_to_square", "image_seq_length",
     "num_additional_image_tokens", "patch_size", "vision_feature_select_strategy", "return_metadata",
 )  # fmt: skip
 
@@ -52,6 +52,7 @@ def image_processor_settings(config: Mapping[str, object], where: str) -> Settin
         section.value(key)
     for key in ("do_resize", "do_rescale", "do_normalize"):
         section.require(key, True, None, default=True)
+    section.require("do_convert_rgb", True, None, default=True)
     section.require("rescale_factor", 1 / 255, None, default=1 / 255)
     settings = {**_READERS[kind](section), "decode": "full"}
     section.finish()
@@ -192,8 +193,8 @@ def read_canvases(section: ConfigSection, default: Canvases) -> Canvases:
 
 def _native(section: ConfigSection) -> Settings:
     """Keep the aspect ratio. Older folders state limits by names of their own, which take precedence."""
-    section.value("merge_size")  # these two are the encoder's
-    section.value("temporal_patch_size")
+    for key in ("merge_size", "temporal_patch_size"):  # the encoder's, as `encoder_agreement` checks
+        section.value(key)
     limits = {
         "scheme": "native",
         "min_pixels": pixel_limit(section, "min_pixels", "shortest_edge", 56 * 56),

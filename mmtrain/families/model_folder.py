@@ -11,6 +11,7 @@ from typing import Any
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.audio_extractors import read_audio_settings
 from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.encoder_agreement import check_encoder_agreement
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.folder_files import CONFIG_FILE, PIPELINE_FILE
 from mmtrain.families.generators import GENERATOR_CLASS_KEY
@@ -42,7 +43,9 @@ class ModelFolder:
         """
         assumed = self.settings.data[section]
         if section == "image":
-            return read_image_settings(self.path, self.family.image_processor) or assumed
+            image = read_image_settings(self.path, self.family.image_processor) or assumed
+            check_encoder_agreement(self.path, self.settings, image)
+            return image
         if section == "audio":
             return read_audio_settings(self.path, self.settings.model["audio"]["mel_bins"]) or assumed
         if section == "video":

@@ -46,7 +46,7 @@ def read_processor(folder: Path, medium: str) -> StatedProcessor | None:
     Raises ModelFolderError for a file that cannot be read.
     """
     keys, names = _PLACES[medium]
-    joint = _read(folder / PROCESSOR_FILE) or {}
+    joint = read_joint_file(folder)
     for key in keys:
         if joint.get(key) is not None:
             return StatedProcessor(folder / PROCESSOR_FILE, key, _mapping(joint[key], folder / PROCESSOR_FILE, key))
@@ -55,6 +55,14 @@ def read_processor(folder: Path, medium: str) -> StatedProcessor | None:
         if config is not None:
             return StatedProcessor(folder / name, None, _mapping(config, folder / name))
     return None
+
+
+def read_joint_file(folder: Path) -> Mapping[str, Any]:
+    """Return the file of all media, which also holds what is about text; empty if there is none.
+
+    Raises ModelFolderError for a file that cannot be read.
+    """
+    return _read(folder / PROCESSOR_FILE) or {}
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:

@@ -17,7 +17,7 @@ from mmtrain.families.processor_files import StatedProcessor, read_processor
 _NOT_OF_PROCESSORS = frozenset({"decode", "partial_patches", "long_clips", "item_seconds"})
 _OF_PIXELS = frozenset({"resample", "mean", "std"})
 _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # as `size` calls them
-_PINPOINTS_KEY = "image_grid_pinpoints"  # the model computes with them too
+_PINPOINTS, _PINPOINTS_KEY = "pinpoints", "image_grid_pinpoints"
 Changes = Mapping[str, Any]  # settings of a section of `data`
 
 
@@ -41,6 +41,8 @@ def write_trained_processors(folder: ModelFolder, data: Mapping[str, Settings], 
         if stated is not None:
             changes = {key: trained[key] for key in before}
             _write(stated, section, changes, trained, copy)
+            if _PINPOINTS in changes:
+                copy = _with_pinpoints(copy, trained)
             if section == "image" and "video" in folder.settings.data:
                 _write_to_frames(stated, changes, data["video"], copy)
         after = _difference(copy, section, trained)
@@ -54,6 +56,16 @@ def write_trained_processors(folder: ModelFolder, data: Mapping[str, Settings], 
                     f"{setting}: {_text(trained[key])} is in the processor now, in the place of {_text(value)}"
                 )
     return tuple(lines)
+
+
+def _with_pinpoints(folder: ModelFolder, image: Settings) -> ModelFolder:
+    """Write the canvases of pictures into the config too, since the model computes with them."""
+    path = folder.path / CONFIG_FILE
+    config = {**json.loads(path.read_bytes()), _PINPOINTS_KEY: _plain(image[_PINPOINTS])}
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    data = folder.settings.data
+    of_model = {**data["image"], _PINPOINTS: image[_PINPOINTS]}
+    return replace(folder, settings=replace(folder.settings, data={**data, "image": of_model}))
 
 
 def differing_processors(folder: ModelFolder, data: Mapping[str, Settings]) -> tuple[str, ...]:
@@ -116,13 +128,8 @@ def _images(config: Changes, changes: Changes, trained: Settings, folder: ModelF
         changed |= {key: fitted.get(key, False) for key in ("image_processor_type", "size", "crop_size", "do_pad")}
     if "max_tiles" in changes:
         changed["max_patches"] = changes["max_tiles"]
-    if "pinpoints" in changes:
-        changed[_PINPOINTS_KEY] = _plain(changes["pinpoints"])
-        path = folder.path / CONFIG_FILE
-        model = json.loads(path.read_bytes())
-        path.write_text(
-            json.dumps({**model, _PINPOINTS_KEY: changed[_PINPOINTS_KEY]}, indent=2) + "\n", encoding="utf-8"
-        )
+    if _PINPOINTS in changes:
+        changed[_PINPOINTS_KEY] = _plain(changes[_PINPOINTS])
     return changed
 
 
