@@ -164,7 +164,7 @@ class DataIndex:
         if self.cache_folder:
             remarks.append(
                 f"{len(self.lengths):,} samples are known from the index cached in {self.cache_folder}, and no media "
-                "file of this machine has changed since; to read all lengths anew, remove that folder"
+                "file that was looked at has changed since; to read all lengths anew, remove that folder"
             )
         if self.quarantined:
             total = len(self.lengths) + len(self.quarantined)

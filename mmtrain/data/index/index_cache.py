@@ -3,7 +3,7 @@
     .mmtrain-index/<key>-<n>/     <key>: SHA-256 of everything that lengths depend on but media; the largest n counts
         samples.bin               records of the usable samples, see `sample_table`
         arrays.safetensors        where records end, and all lengths
-        media.safetensors         the media files of this machine, see `media_versions`
+        media.safetensors         the media in files of their own, see `media_versions`
         rest.json                 format, quarantined samples, checksums of the three files above
         checked                   when media files were last compared
 
@@ -11,7 +11,7 @@ A folder appears complete, by renaming, and does not change afterwards. Beside t
 secret of the user: data sets come from elsewhere, and an index that came with one could name any file of this machine.
 
 Sizes and times of media files are compared before an index is used, and all lengths are read anew if one has changed.
-Remote media in files of their own are not looked at: asking a server a million times is what the cache saves.
+Of many remote ones a sample is compared: asking a server a million times is what the cache saves.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ from mmtrain.data.remote.locations import location_version
 from mmtrain.data.remote.remote_settings import remote_index_folder
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.durable_files import take_lock
-from mmtrain.errors import DataError
+from mmtrain.errors import DataError, RemoteReadError
 from mmtrain.recipe.data_settings import SourceSettings
 from mmtrain.recipe.schema import Recipe
 from mmtrain.recipe.settings import select
@@ -161,6 +161,8 @@ class IndexCache:
             quarantined = tuple(Quarantined(**entry) for entry in rest["quarantined"])
             os.utime(place)  # marks it as recently used
             return StoredIndex(table, arrays, quarantined, rest["content_sha256"], tuple(rest["warnings"]))
+        except RemoteReadError:  # of media, which building the index would not read either
+            raise
         except Exception as error:  # whatever is wrong with it, the sources are still there
             notify(f"the index cached in {place} is broken ({type(error).__name__}: {error}); building it anew")
             shutil.rmtree(place, ignore_errors=True)
@@ -179,13 +181,18 @@ class IndexCache:
         if checked.exists() and int(checked.read_text(encoding="ascii") or 0) > self._started_ns:
             return True
         started_ns = time.time_ns()
-        num_files, changed = find_changed(load_file(place / _MEDIA_FILE))
-        if changed:
+        media = find_changed(load_file(place / _MEDIA_FILE))
+        if media.changed:
             notify(
-                f"{len(changed):,} of {num_files:,} media files have changed since they were indexed, the first: "
-                f"{show_path(changed[0])}; reading all lengths anew"
+                f"{len(media.changed):,} of {media.num_compared:,} media files have changed since they were indexed, "
+                f"the first: {show_path(media.changed[0])}; reading all lengths anew"
             )
             return False
+        if media.num_compared < media.num_files:
+            notify(
+                f"of {media.num_files:,} media files {media.num_compared:,} were looked at, and have not changed since "
+                f"they were indexed; the others are remote. To read all lengths anew, remove {place}"
+            )
         with suppress(OSError):  # of a folder that this user may only read
             checked.write_text(str(started_ns), encoding="ascii")
         return True

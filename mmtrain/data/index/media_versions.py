@@ -1,15 +1,16 @@
 """Notice media files that have changed since an index was built: compare their sizes and times.
 
-This is one call of `stat` for each file (5 s for a million on one core, 2026-11-27), in threads where a file server
-answers.
+This is one call of `stat` for each file of this machine (5 s for a million on one core, 2026-11-27), in threads where
+a file server answers. `remote_versions` looks at the others.
 """
 
 import os
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -17,13 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance.batch_meta import IntArray
+from mmtrain.data.index.remote_versions import find_changed_remote, remote_version
 from mmtrain.data.media.media_bytes import FileMedia, Media
+from mmtrain.data.remote.remote_files import FileVersion
 from mmtrain.recipe.source_path import is_url
 
 STAT_THREADS = 16  # that wait for a file server
 _TASK_FILES = 4096
 _PATHS = "paths"
 _VERSIONS = "versions"
+_URLS, _TAGS, _SIZES = "urls", "tags", "sizes"  # of remote files
+_NO_FILE = -1  # in place of a size
 _MISSING = (0, 0, 0)
 
 _Task = TypeVar("_Task")
@@ -50,18 +55,36 @@ def run_tasks(
     return [*results, *pool.map(run, tasks[len(results) :])]
 
 
+@dataclass(frozen=True)
+class MediaChanges:
+    """What became of the media files that an index depends on."""
+
+    num_files: int
+    num_compared: int  # a sample of the remote ones, if there are many
+    changed: tuple[str, ...]
+
+
 class MediaVersions:
-    """The size and the times of each media file of this machine that an index depends on."""
+    """The size and the times of each media file that an index depends on; of a remote one, size and tag."""
 
     def __init__(self) -> None:
         """Start without files."""
         self._paths: dict[str, None] = {}
         self._numbers = array("q")  # those of each path
+        self._remote: dict[str, FileVersion | None] = {}
         self._adding = threading.Lock()
 
     def record(self, media: Media) -> None:
-        """Look at the file of a medium before it is read; threads may share this object."""
-        if not isinstance(media, FileMedia) or is_url(media.path) or media.path in self._paths:
+        """Look at the file of a medium before it is read; threads may share this object.
+
+        Raises `RemoteReadError` for a server that does not answer.
+        """
+        if not isinstance(media, FileMedia) or media.path in self._paths or media.path in self._remote:
+            return
+        if is_url(media.path):
+            remote = remote_version(media.path)  # which reading asks for anyway
+            with self._adding:
+                self._remote.setdefault(media.path, remote)
             return
         version = _version(media.path)
         with self._adding:
@@ -71,24 +94,50 @@ class MediaVersions:
 
     def arrays(self) -> MediaArrays:
         """Return paths and versions as arrays for a file."""
-        paths = "\0".join(self._paths).encode("utf-8", "surrogatepass")
         versions = np.array(self._numbers, dtype=np.int64).reshape(-1, len(_MISSING))
-        return {_PATHS: np.frombuffer(paths, dtype=np.uint8), _VERSIONS: versions}
+        sizes = [_NO_FILE if version is None else version.num_bytes for version in self._remote.values()]
+        tags = ["" if version is None else version.tag for version in self._remote.values()]
+        return {
+            _PATHS: _joined(self._paths),
+            _VERSIONS: versions,
+            _URLS: _joined(self._remote),
+            _TAGS: _joined(tags),
+            _SIZES: np.array(sizes, dtype=np.int64),
+        }
 
 
-def find_changed(arrays: MediaArrays) -> tuple[int, list[str]]:
-    """Return how many files `MediaVersions.arrays` hold, and those that have changed, come or gone since."""
+def find_changed(arrays: MediaArrays) -> MediaChanges:
+    """Return which of the files that `MediaVersions.arrays` hold have changed, come or gone since.
+
+    Raises `RemoteReadError` for a server that does not answer.
+    """
     versions = arrays[_VERSIONS]
-    text = arrays[_PATHS].tobytes().decode("utf-8", "surrogatepass")
-    paths = text.split("\0") if len(versions) else []
-    if len(paths) != len(versions):
-        raise ValueError(f"{len(paths)} paths of media, but {len(versions)} versions")
+    paths = _split(arrays[_PATHS], len(versions))
     tasks = [paths[start : start + _TASK_FILES] for start in range(0, len(paths), _TASK_FILES)]
     with ThreadPoolExecutor(STAT_THREADS) as pool:
         found = run_tasks(pool, _versions_of, tasks)
     today: IntArray = np.array(list(chain.from_iterable(found)), dtype=np.int64).reshape(-1, len(_MISSING))
-    changed = np.flatnonzero((today != versions).any(axis=1)).tolist()
-    return len(paths), [paths[number] for number in changed]
+    changed = [paths[number] for number in np.flatnonzero((today != versions).any(axis=1))]
+    sizes = arrays[_SIZES].tolist()
+    tags = _split(arrays[_TAGS], len(sizes))
+    remote = {
+        url: None if size == _NO_FILE else FileVersion(size, tag)
+        for url, size, tag in zip(_split(arrays[_URLS], len(sizes)), sizes, tags, strict=True)
+    }
+    num_remote, changed_remote = find_changed_remote(remote) if remote else (0, [])
+    return MediaChanges(len(paths) + len(remote), len(paths) + num_remote, (*changed, *changed_remote))
+
+
+def _joined(texts: Iterable[str]) -> npt.NDArray[np.uint8]:
+    return np.frombuffer("\0".join(texts).encode("utf-8", "surrogatepass"), dtype=np.uint8)
+
+
+def _split(joined: npt.NDArray[np.generic], count: int) -> list[str]:
+    """Return the texts that were joined. Raises ValueError if these are not `count`."""
+    texts = joined.tobytes().decode("utf-8", "surrogatepass").split("\0") if count else []
+    if len(texts) != count:
+        raise ValueError(f"{len(texts)} names of media, but {count} versions")
+    return texts
 
 
 def _versions_of(paths: Sequence[str]) -> list[tuple[int, int, int]]:

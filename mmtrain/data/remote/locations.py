@@ -10,6 +10,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import BinaryIO
 
@@ -165,6 +166,14 @@ def matching_urls(pattern: str) -> list[str]:
     names = [(url, url.rpartition("/")[2]) for url in urls]
     shown = [(url, last) for url, last in names if name.startswith(".") or not last.startswith(".")]
     return [url for url, last in shown if fnmatch.fnmatchcase(last, name)]
+
+
+def folder_versions(folder: str) -> dict[str, FileVersion] | None:
+    """Return the versions of the files in a remote folder, by URL; None if its server lists no versions.
+
+    Raises `FileNotFoundError` and, after a single attempt, `RemoteReadError`.
+    """
+    return replace(remote_store().files, attempts=1).list_versions(f"{folder}/")
 
 
 def known_versions() -> dict[str, FileVersion]:

@@ -76,6 +76,18 @@ class RemoteFiles:
         entries = self._repeat(url, lambda files: _call(files, "ls", self.timeout_s, _path(files, url), detail=True))
         return _urls(url, [str(entry["name"]) for entry in entries if entry["type"] == "file"])
 
+    def list_versions(self, url: str) -> dict[str, FileVersion] | None:
+        """Return the versions of the files in a folder, by URL; None if the listing does not state them.
+
+        Raises `FileNotFoundError` and `RemoteReadError`.
+        """
+        if url.partition("://")[0].lower() in _HTTP:
+            return None
+        entries = self._repeat(url, lambda files: _list_anew(files, url, self.timeout_s))
+        of_files = [entry for entry in entries if entry["type"] == "file" and entry.get("size") is not None]
+        versions = {_urls(url, [str(entry["name"])])[0]: _version(url, entry) for entry in of_files}
+        return versions if all(version.tag for version in versions.values()) else None
+
     def _read_http(self, files: Any, url: str, start: int, stop: int, version: FileVersion) -> tuple[int, bytes]:
         from fsspec.asyn import sync
 
@@ -127,6 +139,11 @@ def _file_system(url: str) -> Any:
         raise DataError(
             f"{url}: unknown protocol {protocol}; allowed: https, s3, gs, hf and others of fsspec"
         ) from None
+
+
+def _list_anew(files: Any, url: str, timeout_s: float) -> Any:
+    files.invalidate_cache()  # or a listing from before would answer
+    return _call(files, "ls", timeout_s, _path(files, url), detail=True)
 
 
 def _path(files: Any, url: str) -> str:
