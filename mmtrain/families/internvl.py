@@ -13,6 +13,7 @@ from mmtrain.families.media_markup import MediaMarkup
 from mmtrain.families.text_decoders import text_settings
 from mmtrain.families.tied_embeddings import tied_by_outer
 from mmtrain.families.tiny import MEDIA_TOKENS, TINY_TOKENS, tiny_decoder
+from mmtrain.families.video_processors import FRAME_COUNT
 from mmtrain.families.weight_layouts import ParameterSource, as_is, flattened, query_key_value, without_leading_ones
 
 _TOWER = "model.vision_tower."
@@ -101,7 +102,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
         "mean": _IMAGENET_MEAN,
         "std": _IMAGENET_STD,
     }
-    data: dict[str, Settings] = {"image": image, "video": {"sampling": "middles"}}
+    data: dict[str, Settings] = {"image": image, "video": {"sampling": "middles", **FRAME_COUNT}}
     return FolderSettings({"vision": vision, "llm": llm}, data, tuple(_unused_weights(vision, tower)))
 
 

@@ -14,6 +14,7 @@ from mmtrain.families.llava_files import LLAVA_ONEVISION_WRITER
 from mmtrain.families.llava_next import llava_next_settings, llava_next_weights
 from mmtrain.families.siglip import TINY_SIGLIP
 from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
+from mmtrain.families.video_processors import FRAME_COUNT
 
 _HALF = (0.5, 0.5, 0.5)
 _TINY_PINPOINTS = [[32 * rows, 32 * cols] for rows in (1, 2, 3) for cols in (1, 2, 3)]
@@ -62,7 +63,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
     return replace(
         folder,
         model={**folder.model, "vision": vision},
-        data={**folder.data, "image": image, "video": {"sampling": "parts"}},
+        data={**folder.data, "image": image, "video": {"sampling": "parts", **FRAME_COUNT}},
     )
 
 

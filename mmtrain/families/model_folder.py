@@ -51,7 +51,13 @@ class ModelFolder:
         if section == "video":
             vision = self.settings.model["vision"]
             stated = read_video_settings(self.path, self.family.video_type, self.data_settings("image"), vision)
-            return {**assumed, **stated, **self.family.video_processor}
+            fixed = self.family.video_processor
+            if "fps" in fixed and stated.get("fps", fixed["fps"]) != fixed["fps"]:
+                raise ModelFolderError(
+                    f"{self.path}: its processor of videos takes other frames than the {fixed['fps']:g} a second by "
+                    f"which {self.family.name} counts time; remove fps and num_frames from it"
+                )
+            return {**assumed, **stated, **fixed}
         return assumed
 
     def trained_config(self, num_tokens: int) -> Mapping[str, Any]:

@@ -51,8 +51,8 @@ _MEDIA: Mapping[str, Settings] = {
     **MEDIA_SETTINGS,
     "audio": {"scheme": "dynamic", "max_seconds": 300.0, "long_clips": "cut", "item_seconds": 30.0},
 }
-# What its processor passes to that of videos.
-_FRAME_LIMITS = {"min_pixels": 28 * 28 * 128, "max_pixels": 28 * 28 * 768}
+# What its processor passes to that of videos, and the frames a second by which it counts time.
+_FRAMES = {"min_pixels": 28 * 28 * 128, "max_pixels": 28 * 28 * 768, "fps": 2.0}
 _TINY_BORDERS = {  # tokens before and after the features of a medium, of which positions are counted
     f"{sense}_{end}_token": f"<|{sense}_{end}|>" for sense in ("vision", "audio") for end in ("bos", "eos")
 }
@@ -191,7 +191,7 @@ QWEN2_5_OMNI = Family(
         "preprocessor_config.json": _TINY_PROCESSORS,
         "tokenizer_config.json": {"extra_special_tokens": _TINY_BORDERS},
     },
-    video_processor=_FRAME_LIMITS,
+    video_processor=_FRAMES,
     spellings=(
         tuple((prefix, f"thinker.{prefix}") for prefix in (_EARS, _EYES, _DECODER, "lm_head.")),
         tuple((ours, f"thinker.{theirs}") for ours, theirs in (*_NESTED, ("lm_head.", "lm_head."))),

@@ -12,10 +12,12 @@ from mmtrain.families.folder_files import CONFIG_FILE, IMAGE_PROCESSOR_FILE, VID
 from mmtrain.families.model_folder import ModelFolder
 from mmtrain.families.new_image_processor import FILTERS, clip_image_processor
 from mmtrain.families.processor_files import StatedProcessor, read_processor
+from mmtrain.families.video_processors import VIDEO_TYPE_KEY, frame_keys, shows_every_frame
 
 # Which files are trained on, how they are cut into items, and what no processor has a setting for.
 _NOT_OF_PROCESSORS = frozenset({"decode", "partial_patches", "long_clips", "item_seconds"})
 _OF_PIXELS = frozenset({"resample", "mean", "std"})
+_OF_FRAMES = frozenset({"fps", "min_frames", "max_frames"})
 _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # as `size` calls them
 _PINPOINTS, _PINPOINTS_KEY = "pinpoints", "image_grid_pinpoints"
 Changes = Mapping[str, Any]  # settings of a section of `data`
@@ -37,9 +39,10 @@ def write_trained_processors(folder: ModelFolder, data: Mapping[str, Settings], 
             continue
         if not before:
             continue
+        fixed = _passed_by_family(folder, section)
+        changes = {key: trained[key] for key in before if key not in fixed}
         stated = read_processor(out, section)
-        if stated is not None:
-            changes = {key: trained[key] for key in before}
+        if stated is not None and changes:
             _write(stated, section, changes, trained, copy)
             if _PINPOINTS in changes:
                 copy = _with_pinpoints(copy, trained)
@@ -50,11 +53,13 @@ def write_trained_processors(folder: ModelFolder, data: Mapping[str, Settings], 
         for key, value in before.items():
             setting = f"data.{section}.{key}"
             if key in remaining:
-                lines.append(_unlike(setting, trained[key], value))
+                lines.append(_unlike(setting, trained[key], value, key in fixed))
             else:
                 lines.append(
                     f"{setting}: {_text(trained[key])} is in the processor now, in the place of {_text(value)}"
                 )
+        if section == "video" and changes.keys() & _OF_FRAMES - remaining.keys():
+            lines += _on_sampling(copy)
     return tuple(lines)
 
 
@@ -77,12 +82,28 @@ def differing_processors(folder: ModelFolder, data: Mapping[str, Settings]) -> t
             lines.append(f"data.{section}: {stated}")
             continue
         for key, value in stated.items():
-            lines.append(_unlike(f"data.{section}.{key}", data[section][key], value))
+            is_fixed = key in _passed_by_family(folder, section)
+            lines.append(_unlike(f"data.{section}.{key}", data[section][key], value, is_fixed))
     return tuple(lines)
 
 
-def _unlike(setting: str, trained: object, stated: object) -> str:
-    return f"{setting}: trained with {_text(trained)}, but the processor does {_text(stated)}"
+def _passed_by_family(folder: ModelFolder, section: str) -> Settings:
+    """Return the settings that the family's processor passes to that of a medium, whatever the files state."""
+    return folder.family.video_processor if section == "video" else {}
+
+
+def _unlike(setting: str, trained: object, stated: object, is_fixed: bool) -> str:
+    line = f"{setting}: trained with {_text(trained)}, but the processor does {_text(stated)}"
+    return f"{line}, whatever its files state; pass the trained value with each call" if is_fixed else line
+
+
+def _on_sampling(folder: ModelFolder) -> tuple[str, ...]:
+    """Say that a processor of videos takes fewer frames only where a call asks for it."""
+    frames = read_processor(folder.path, "video")
+    kind = folder.family.video_type
+    if frames is None or not shows_every_frame(frames.config.get(VIDEO_TYPE_KEY, kind), frames.config):
+        return ()
+    return ("data.video: this processor shows every frame of a video unless a call passes do_sample_frames=True",)
 
 
 def _difference(folder: ModelFolder, section: str, trained: Settings) -> dict[str, Any] | str:
@@ -91,11 +112,9 @@ def _difference(folder: ModelFolder, section: str, trained: Settings) -> dict[st
         stated = folder.data_settings(section)
     except ModelFolderError as error:
         return str(error)
-    return {
-        key: value
-        for key, value in stated.items()
-        if key not in _NOT_OF_PROCESSORS and _plain(trained[key]) != _plain(value)
-    }
+    is_number = section == "video" and trained["fps"] is None  # of frames: then there is no smallest one
+    ignored = _NOT_OF_PROCESSORS | ({"min_frames"} if is_number else set())
+    return {key: value for key, value in stated.items() if key not in ignored and _plain(trained[key]) != _plain(value)}
 
 
 def _write(processor: StatedProcessor, section: str, changes: Changes, trained: Settings, folder: ModelFolder) -> None:
@@ -134,9 +153,12 @@ def _images(config: Changes, changes: Changes, trained: Settings, folder: ModelF
 
 
 def _videos(config: Changes, changes: Changes, trained: Settings, folder: ModelFolder) -> dict[str, Any]:
-    of_frames = {key: changes[key] for key in ("fps", "min_frames", "max_frames") if key in changes}
-    changed = {**config, **_pixels(changes), **of_frames}
-    return changed | (_with_limits(config, trained) if changes.keys() & _LIMITS.keys() else {})
+    changed = {VIDEO_TYPE_KEY: folder.family.video_type, **config, **_pixels(changes)}
+    if changes.keys() & _OF_FRAMES:
+        changed |= frame_keys(changed[VIDEO_TYPE_KEY], trained)
+    if changes.keys() & _LIMITS.keys():
+        changed |= _with_limits(config, trained)
+    return {key: value for key, value in changed.items() if value is not None}
 
 
 def _clips(config: Changes, changes: Changes, trained: Settings, folder: ModelFolder) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Settings
 from mmtrain.families.processor_files import read_processor
 
-_TYPE_KEY = "video_processor_type"
+VIDEO_TYPE_KEY = "video_processor_type"
 _EVERY_FRAME = 1 << 20  # more than any video has here
+FRAME_COUNT: Settings = {"fps": None, "min_frames": 1, "max_frames": 8}  # of processors that assume none, as recipes do
 _HALF = (0.5, 0.5, 0.5)
 _BICUBIC = 3  # Pillow's number
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -60,14 +61,32 @@ def read_video_settings(folder: Path, processor_type: str, image: Settings, visi
     stated = read_processor(folder, "video")
     if stated is None:
         return {}
-    return _video_settings({_TYPE_KEY: processor_type, **stated.config}, stated.where, image, vision)
+    return _video_settings({VIDEO_TYPE_KEY: processor_type, **stated.config}, stated.where, image, vision)
+
+
+def frame_keys(kind: str, video: Settings) -> dict[str, Any]:
+    """Return the keys with which a class of processors takes the frames that `data.video` says, as far as it can.
+
+    None: the key must not be there.
+    """
+    processor = _PROCESSORS[kind]
+    if video["fps"] is None and processor.fps is None:
+        return {"num_frames": video["max_frames"], "fps": None, "min_frames": None, "max_frames": None}
+    sampled = {"do_sample_frames": True} if processor.samples else {}
+    limits = {key: video[key] for key in ("min_frames", "max_frames") if processor.frames_have_limits}
+    return {"num_frames": None, "fps": video["fps"], **limits, **sampled}
+
+
+def shows_every_frame(kind: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a processor takes all frames unless a call asks for fewer."""
+    return not config.get("do_sample_frames", _PROCESSORS[kind].samples)
 
 
 def _video_settings(config: Mapping[str, Any], where: str, image: Settings, vision: Settings) -> Settings:
-    kind = str(config[_TYPE_KEY])
+    kind = str(config[VIDEO_TYPE_KEY])
     if kind not in _PROCESSORS:
         supported = ", ".join(_PROCESSORS)
-        raise ModelFolderError(f"{where}: {_TYPE_KEY} {kind!r} is not supported yet; supported: {supported}")
+        raise ModelFolderError(f"{where}: {VIDEO_TYPE_KEY} {kind!r} is not supported yet; supported: {supported}")
     section, processor = ConfigSection(config), _PROCESSORS[kind]
     _check_pixels(section, processor, image, vision)
     settings = {

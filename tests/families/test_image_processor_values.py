@@ -1,4 +1,4 @@
-"""What folders say of pictures: every other value of every key is honoured as `transformers` does, or refused by name."""
+"""What folders say of pictures: each other value of each key is honoured as `transformers` does, or refused by name."""
 
 import importlib.util
 import json

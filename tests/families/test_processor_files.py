@@ -81,7 +81,7 @@ def test_clips_and_videos_are_looked_for_in_the_same_order(tmp_path: Path) -> No
         folder = _folder(tmp_path, "qwen2_audio", processor_config={key: clips})
         theirs = AutoFeatureExtractor.from_pretrained(folder).chunk_length
         assert _data(folder, "audio")["max_seconds"] == theirs == 3
-    videos = {"video_processor": {"video_processor_type": "Qwen3VLVideoProcessor", "max_frames": 6}}
+    videos = {"video_processor": {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 8, "max_frames": 6}}
     folder = _folder(tmp_path, "qwen3_vl", processor_config=videos)
     assert (folder / "video_preprocessor_config.json").exists()
     assert _data(folder, "video")["max_frames"] == 6
