@@ -21,6 +21,7 @@ from mmtrain.data.media.image_orientation import read_orientation
 from mmtrain.data.media.images import load_rgb_images, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia
 from mmtrain.data.media.parquet_cells import read_cell
+from mmtrain.data.media.sound_files import decode_sound
 from mmtrain.data.media.video import read_video_header
 from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.errors import DataError
@@ -95,8 +96,11 @@ def _other_interface(*_: object, **__: object) -> None:
         ),
         ("pillow", Image, "open", lambda files: read_image_size(files["image"], MAX_PIXELS)),
         ("pillow", Image, "open", lambda files: load_rgb_images(files["image"], [(4, 4)], ImageSettings())),
+        # What is checked inside of what opens a file is not blamed on the file outside.
+        ("soundfile", soundfile.SoundFile, "read", lambda files: list(decode_sound(files["clip"]))),
+        ("pillow", Image.Image, "getexif", lambda files: load_rgb_images(files["image"], [(4, 4)], ImageSettings())),
     ],
-    ids=["video", "sound", "size of an image", "image"],
+    ids=["video", "sound", "size of an image", "image", "samples of sound", "orientation"],
 )
 def test_media_are_not_blamed_for_a_package_of_another_interface(
     package: str,

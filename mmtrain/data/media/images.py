@@ -13,7 +13,8 @@ from mmtrain.data.media.image_ends import has_end
 from mmtrain.data.media.image_formats import describe_unknown_format, supported_formats
 from mmtrain.data.media.image_headers import fast_image_size, fast_image_size_in_stream
 from mmtrain.data.media.image_orientation import SWAPS_SIDES, read_orientation, turn_upright, upright_size
-from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, NotAFileError, describe_missing
+from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
+from mmtrain.data.media.media_errors import media_errors
 from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.errors import RemoteReadError
 from mmtrain.recipe.data_settings import ImageSettings
@@ -29,6 +30,8 @@ Image.MAX_IMAGE_PIXELS = None
 
 class BadImageError(BadMediaError):
     """An image that cannot be used."""
+
+    missing_kind, other_kind, packages = "missing_image", "not_an_image", ("pillow",)
 
 
 def read_image_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
@@ -138,19 +141,11 @@ def _open_image(media: Media, max_source_pixels: int) -> Iterator[tuple[Image.Im
 @contextmanager
 def _image_errors(media: Media) -> Iterator[None]:
     """Turn every error in the body of the `with` into a `BadImageError`, but those of a remote source."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise BadImageError("missing_image", describe_missing(media)) from None
-    except NotAFileError as error:
-        raise BadImageError("not_an_image", f"{media}: {error}") from None
-    except UnidentifiedImageError:
-        raise BadImageError("not_an_image", f"{media}: {describe_unknown_format()}") from None
-    except (BadImageError, RemoteReadError):
-        raise
-    except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ...
-        check_package_fits(error, "pillow")
-        raise BadImageError("undecodable", f"{media}: {type(error).__name__}: {error}") from None
+    with media_errors(media, BadImageError, "undecodable"):
+        try:
+            yield
+        except UnidentifiedImageError:
+            raise BadImageError("not_an_image", f"{media}: {describe_unknown_format()}") from None
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

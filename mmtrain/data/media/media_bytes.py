@@ -7,7 +7,7 @@ import io
 import os
 import stat
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 from mmtrain.data.media.data_urls import decode_base64
 from mmtrain.data.media.nearest_name import show_path, suggest_existing
@@ -21,6 +21,10 @@ class NotAFileError(OSError):
 
 class BadMediaError(Exception):
     """An image, clip or video that cannot be used; `kind` is one of `QUARANTINE_REASONS`."""
+
+    missing_kind: ClassVar[str]  # of a file that is not there
+    other_kind: ClassVar[str]  # of a file that holds something else
+    packages: ClassVar[tuple[str, ...]]  # that decode
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.data.media.containers import open_container
-from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, NotAFileError, TarMember, describe_missing
+from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, TarMember
+from mmtrain.data.media.media_errors import media_errors
 from mmtrain.data.media.sound_lengths import classify_stated_length
-from mmtrain.data.optional_packages import check_package_fits, require_package
-from mmtrain.errors import DataError, RemoteReadError
+from mmtrain.data.optional_packages import require_package
+from mmtrain.errors import DataError
 from mmtrain.recipe.source_path import is_url
 
 # Containers that hold their sound themselves: FFmpeg would follow playlists to any file and into the network.
@@ -33,6 +34,8 @@ _MISSING_SECONDS_ALLOWED = 0.1  # between the length that a film states and that
 
 class BadAudioError(BadMediaError):
     """A clip that cannot be used."""
+
+    missing_kind, other_kind, packages = "missing_audio", "not_audio", ("soundfile", "av")
 
 
 @dataclass(frozen=True)
@@ -180,23 +183,14 @@ def _frame_samples(frame: Any) -> npt.NDArray[np.float32]:
 def _open_clip(media: Media) -> Iterator[_Clip]:
     """Open a clip; every error, here or in the body, becomes a `BadAudioError`."""
     require_soundfile()
-    kind = "not_audio"  # whatever follows from damaged numbers in a header
-    try:
-        with _open_fully(media) as file, ExitStack() as closing:
-            clip = _choose_decoder(media, file, closing)
-            kind = "undecodable"
+    with (
+        media_errors(media, BadAudioError, "not_audio"),  # whatever follows from damaged numbers in a header
+        _open_fully(media) as file,
+        ExitStack() as closing,
+    ):
+        clip = _choose_decoder(media, file, closing)
+        with media_errors(media, BadAudioError, "undecodable"):
             yield clip
-    except FileNotFoundError:
-        raise BadAudioError("missing_audio", describe_missing(media)) from None
-    except NotAFileError as error:
-        raise BadAudioError("not_audio", f"{media}: {error}") from None
-    except (BadAudioError, RemoteReadError):
-        raise
-    except Exception as error:
-        check_package_fits(error, "soundfile", "av")
-        # The libraries' own messages, without the name of our stream.
-        why = getattr(error, "error_string", None) or getattr(error, "strerror", None) or error
-        raise BadAudioError(kind, f"{media}: {type(error).__name__}: {why}") from None
 
 
 def _choose_decoder(media: Media, file: BinaryIO, closing: ExitStack) -> _Clip:

@@ -19,10 +19,10 @@ from PIL import Image
 
 from mmtrain.data.media.containers import open_container
 from mmtrain.data.media.fitting import Size, fit_picture
-from mmtrain.data.media.media_bytes import BadMediaError, Media, NotAFileError, describe_missing
+from mmtrain.data.media.media_bytes import BadMediaError, Media
+from mmtrain.data.media.media_errors import media_errors
 from mmtrain.data.media.mp4_rotation import read_quarter_turns
-from mmtrain.data.optional_packages import check_package_fits, require_package
-from mmtrain.errors import RemoteReadError
+from mmtrain.data.optional_packages import require_package
 from mmtrain.recipe.data_settings import ImageSettings
 
 # Containers that hold their frames themselves.
@@ -36,6 +36,8 @@ _LAST_FRAME_SHARE = 0.1  # of the duration
 
 class BadVideoError(BadMediaError):
     """A video that cannot be used."""
+
+    missing_kind, other_kind, packages = "missing_video", "not_a_video", ("av",)
 
 
 @dataclass(frozen=True)
@@ -239,23 +241,13 @@ def _open_video(media: Media, broken: str, max_source_pixels: int) -> Iterator[t
     """Yield the container of a video and its first video stream; errors become a `BadVideoError` of kind `broken`."""
     av = require_package("av", "video", f"{media}: reading videos")
     codec_options = {"max_pixels": str(max_source_pixels)}  # a later frame may be larger than the header states
-    try:
-        with (
-            media.open() as file,
-            open_container(av, file, _CONTAINERS, options=codec_options) as container,
-        ):
-            if not container.streams.video:
-                raise BadVideoError("not_a_video", f"{media}: it has no pictures")
-            stream = container.streams.video[0]
-            stream.codec_context.thread_count = 1  # loaders decode several files at a time
-            yield container, stream
-    except FileNotFoundError:
-        raise BadVideoError("missing_video", describe_missing(media)) from None
-    except NotAFileError as error:
-        raise BadVideoError("not_a_video", f"{media}: {error}") from None
-    except (BadVideoError, RemoteReadError):
-        raise
-    except Exception as error:
-        check_package_fits(error, "av")
-        why = getattr(error, "strerror", None) or error  # FFmpeg's own message, without the number of our stream
-        raise BadVideoError(broken, f"{media}: {type(error).__name__}: {why}") from None
+    with (
+        media_errors(media, BadVideoError, broken),
+        media.open() as file,
+        open_container(av, file, _CONTAINERS, options=codec_options) as container,
+    ):
+        if not container.streams.video:
+            raise BadVideoError("not_a_video", f"{media}: it has no pictures")
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1  # loaders decode several files at a time
+        yield container, stream
