@@ -72,7 +72,8 @@ def test_a_processor_that_converts_no_pictures_is_refused(family: str, tmp_path:
 def test_patches_of_another_encoder_are_refused(
     family: str, key: str, value: int, allowed: int, tmp_path: Path
 ) -> None:
-    folder = read_model_folder(_write(tmp_path, family, **{key: value}))
+    changes: dict[str, Any] = {key: value}
+    folder = read_model_folder(_write(tmp_path, family, **changes))
     with pytest.raises(
         ModelFolderError,
         match=rf"preprocessor_config\.json: {key}: {value} is not that of the model; allowed: {allowed}",
@@ -186,7 +187,7 @@ def _pixels(folder: Path, picture: Path) -> npt.NDArray[np.float32]:
     media = FileMedia(str(picture))
     grids = read_vision_items("image", media, image, video, vision).grids
     decoder = VisionItemDecoder(image, vision.patch, vision.temporal_patch, video)
-    parts = []
+    parts: list[npt.NDArray[np.float32]] = []
     for part, (rows, cols) in enumerate(grids):
         patches = normalized(decoder.patches("image", media, part, len(grids), (rows, cols)), image)
         patch, merge = vision.patch, vision.merge
