@@ -43,7 +43,9 @@ class ModelFolder:
         """
         assumed = self.settings.data[section]
         if section == "image":
-            image = read_image_settings(self.path, self.family.image_processor) or assumed
+            image = read_image_settings(self.path, self.family.image_processor)
+            if image is None:
+                return assumed
             check_encoder_agreement(self.path, self.settings, image)
             return image
         if section == "audio":

@@ -31,7 +31,6 @@ class _Processor:
     mean: tuple[float, float, float] = MEAN
     std: tuple[float, float, float] = STD
     side: int | None = 384  # None: frames keep their aspect
-    patch: int = 14
     fps: float | None = None
     frames_have_limits: bool = False  # it reads `min_frames` and `max_frames`
     pixels_have_keys: bool = False  # it reads `min_pixels` and `max_pixels`
@@ -41,7 +40,7 @@ class _Processor:
 _PROCESSORS: Mapping[str, _Processor] = {
     "Qwen2VLVideoProcessor": _Processor("parts", side=None, frames_have_limits=True, pixels_have_keys=True),
     "Qwen3VLVideoProcessor": _Processor(
-        "ends", _HALF, _HALF, side=None, patch=16, fps=2.0, frames_have_limits=True, samples=True
+        "ends", _HALF, _HALF, side=None, fps=2.0, frames_have_limits=True, samples=True
     ),
     "LlavaOnevisionVideoProcessor": _Processor("parts"),
     "InternVLVideoProcessor": _Processor("middles"),
@@ -145,9 +144,9 @@ def _check_pixels(section: ConfigSection, processor: _Processor, image: Settings
     section.require("do_center_crop", False, default=False)
     section.require("rescale_factor", 1 / 255, default=1 / 255)
     if processor.side is None:
-        section.require("patch_size", vision["patch"], default=processor.patch)
-        section.require("merge_size", vision["merge"], default=2)
-        section.require("temporal_patch_size", vision["temporal_patch"], default=2)
+        section.require("patch_size", vision["patch"], default=vision["patch"])
+        section.require("merge_size", vision["merge"], default=vision["merge"])
+        section.require("temporal_patch_size", vision["temporal_patch"], default=vision["temporal_patch"])
     else:
         side = image["size" if image["scheme"] == "fixed" else "tile"]
         size = section.section("size")
