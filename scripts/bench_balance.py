@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +35,7 @@ from mmtrain.balance import (
 )
 from mmtrain.balance.grouping import group_across_devices, group_by_isf, group_by_length, group_randomly
 from mmtrain.balance.makespan_1f1b import makespans_1f1b
-from mmtrain.balance.methods import Matching, token_targets
+from mmtrain.balance.methods import token_targets
 from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_nodes
 from mmtrain.balance.reordering import construct_order, reorder_microbatches
 from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
@@ -49,19 +49,15 @@ from mmtrain.plan.problem import PlanRequest
 from mmtrain.program import Edge, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.recipe import load_recipe
 from tests.balance.makespan_bound import makespan_lower_bound, pairing_lower_bound
-from tests.balance.matched_epoch import group_matched, sizes_for
 
 NUM_SAMPLES, WINDOW = 100_000, 16_384
 TOKENS, TILES, AUDIO = range(3)  # columns of a mixture
-LOADS_APART = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])  # image tiles, LLM tokens: units on different ranks
 LOADS_SUMMED = np.array([[1.0, 300.0, 1.0]])  # units on the same ranks: tile : token = 300 : 1
 MAX_GROUP_TOKENS = 4096
-DIST_RATIO_TARGETS = {8: (0.003, 0.002, 0.0008), 64: (0.02, 0.003, 0.006)}  # replicas -> tiles, tokens apart; summed
 TRAINING_SIZES = ((8, 1), (64, 1), (8, 8), (64, 8), (256, 8), (1024, 8))  # replicas, and microbatches of each
 OTHER_SAMPLES = 80_000  # of a single set; a quarter for each of two
 MIN_STEPS_OF_VARIANCE, MAX_EPOCHS_OF_VARIANCE = 400, 12
 OTHER_TRAINING_SIZES = ((8, 8), (64, 8))  # with data other than the mixture
-MATCHINGS: tuple[Matching, ...] = ("step", "row")
 MAX_ARRANGED_STEPS, MAX_ARRANGED_GROUPS = 60, 2**13
 STEP_TARGETS = {  # dist ratios of tiles and tokens: of a step, and of a microbatch
     (8, 8): ((0.003, 0.002), (0.01, 0.005)),
@@ -96,7 +92,7 @@ def main() -> None:
     for name, (other, kind) in other_sets(options.lengths).items():
         print(f"{name}: means {other.mean(axis=0).round(2).tolist()} LLM tokens, tiles, audio tokens")
         for size in OTHER_TRAINING_SIZES:
-            train_size(other, kind, size, "step")
+            train_size(other, kind, size)
     if options.only_steps:
         return
     isf_speed(mixture(options.lengths, 1_200_000))
@@ -110,38 +106,32 @@ def main() -> None:
 
 
 def grouping(tokens: np.ndarray) -> None:
-    """Print OmniBal's Table 3 for the mixture, then the targets of matched grouping."""
+    """Print OmniBal's Table 3 for the mixture; `training` measures what `matched` makes of it."""
     order = np.random.default_rng(1).permutation(len(tokens))
     budgets, fill = _isf_budgets(tokens)
-    bounds = np.array([MAX_GROUP_TOKENS, 64, MAX_GROUP_TOKENS])  # matched: tokens bind; the others only cap memory
+    bounds = np.array([MAX_GROUP_TOKENS, 64, MAX_GROUP_TOKENS])  # tokens bind; the others only cap memory
     batch = round(MAX_GROUP_TOKENS / tokens[:, TOKENS].mean())
     alone, no_budget = (
         tokens[:, :1],
         np.array([batch * MAX_GROUP_TOKENS]),
     )  # the baselines' batches are padded to any length
-    by_method: dict[str, Callable[[int, np.ndarray], SampleGroups]] = {
-        "random": lambda replicas, load_matrix: group_randomly(alone, no_budget, batch, np.random.default_rng(0)),
-        "length": lambda replicas, load_matrix: group_by_length(
-            alone, no_budget, batch, WINDOW, np.random.default_rng(0)
-        ),
-        "device": lambda replicas, load_matrix: group_across_devices(
+    by_method: dict[str, Callable[[int], SampleGroups]] = {
+        "random": lambda replicas: group_randomly(alone, no_budget, batch, np.random.default_rng(0)),
+        "length": lambda replicas: group_by_length(alone, no_budget, batch, WINDOW, np.random.default_rng(0)),
+        "device": lambda replicas: group_across_devices(
             alone, no_budget, batch, replicas, WINDOW, np.random.default_rng(0)
         ),
-        "isf": lambda replicas, load_matrix: group_by_isf(
+        "isf": lambda replicas: group_by_isf(
             np.ascontiguousarray(tokens[:, :2]), budgets, fill, 10, np.random.default_rng(0)
         ),
-        "best fit": lambda replicas, load_matrix: pack_groups(tokens, bounds, order, WINDOW),
-        "matched": lambda replicas, load_matrix: group_matched(
-            sizes_for(tokens, bounds, load_matrix), order, WINDOW, replicas, np.random.default_rng(0)
-        ),
+        "best fit": lambda replicas: pack_groups(tokens, bounds, order, WINDOW),
     }
     print("method    replicas groups  batch  fill   pad    dist tiles / tokens / audio   summed-1   seconds")
     for replicas in (8, 64):
         for name, method in by_method.items():
-            seconds, groups = least_seconds(lambda method=method, r=replicas: method(r, LOADS_APART), 2)
+            seconds, groups = least_seconds(lambda method=method, r=replicas: method(r), 2)
             steps = _steps(groups.loads(tokens), replicas)
-            summed = method(replicas, LOADS_SUMMED) if name == "matched" else groups
-            over = max_over_mean(_steps(summed.loads(tokens) @ LOADS_SUMMED[0], replicas)) - 1
+            over = max_over_mean(_steps(groups.loads(tokens) @ LOADS_SUMMED[0], replicas)) - 1
             dist = dist_ratio(steps)
             padded = pad_ratio(tokens[:, TOKENS], groups)
             filled = groups.loads(tokens)[:, TOKENS].mean() / MAX_GROUP_TOKENS
@@ -156,52 +146,15 @@ def grouping(tokens: np.ndarray) -> None:
                 print(
                     f"          remainder of isf: {left:.1%} of the samples, in groups {_fill(groups, tokens, ~full)}"
                 )
-            if name == "matched":
-                target(
-                    f"matched, {replicas} replicas: summed cost, max/mean - 1", over, DIST_RATIO_TARGETS[replicas][2]
-                )
-                target(f"matched, {replicas} replicas: fill of all groups", float(filled), 0.985, at_least=True)
-                target(f"matched, {replicas} replicas: seconds for {NUM_SAMPLES} samples", seconds, 2.0)
-                _matched_targets(groups, tokens, order, replicas, dist)
-
-
-def _matched_targets(
-    groups: SampleGroups, tokens: np.ndarray, order: np.ndarray, replicas: int, dist: np.ndarray
-) -> None:
-    """Print how even the steps of matched grouping are, and how random."""
-    tiles, llm, _ = DIST_RATIO_TARGETS[replicas]
-    target(f"matched, {replicas} replicas: dist ratio of image tiles", dist[TILES], tiles)
-    target(f"matched, {replicas} replicas: dist ratio of LLM tokens", dist[TOKENS], llm)
-    audio = _steps(groups.loads(tokens), replicas)[:, :, AUDIO]
-    longest = tokens[groups.samples, AUDIO]
-    longest_of_step = np.maximum.reduceat(longest, groups.first[:-1])[: audio.size].reshape(audio.shape).max(axis=1)
-    least_max = np.maximum(longest_of_step, audio.mean(axis=1))
-    excess = least_max - audio.mean(axis=1)
-    bound = np.divide(excess, least_max, out=np.zeros(len(least_max)), where=least_max > 0).mean()
-    absent = (groups.loads(tokens)[:, AUDIO] == 0).mean()
-    print(
-        f"  audio: dist ratio {dist[AUDIO]:.3f}, bound by single clips {bound:.3f}, absent from {absent:.0%} of groups"
-    )
-    place = np.empty(len(order), dtype=np.int64)
-    place[order] = np.arange(len(order))
-    moved = np.abs(place[groups.samples] - np.arange(len(order)))
-    target("  furthest a sample moves from its shuffled place", float(moved.max()), WINDOW)
-    spread = np.corrcoef(np.arange(len(groups)), groups.loads(tokens)[:, TILES])[0, 1]
-    variation = _steps(groups.loads(tokens), replicas)[:, :, TILES].mean(axis=1).std()
-    chance = groups.loads(tokens)[:, TILES].std() / replicas**0.5
-    print(
-        f"  randomness: mean move {moved.mean():.0f} places; correlation of place and tiles {spread:+.3f}; "
-        f"a step's mean tiles vary by {variation:.2f}, by chance {chance:.2f}"
-    )
 
 
 def training(tokens: np.ndarray) -> None:
     """Arrange the stream that training reads for plans whose units share ranks and for plans whose units do not."""
-    for size, matching in product(TRAINING_SIZES, MATCHINGS):
-        train_size(tokens, mixture_kinds(np.random.default_rng(0), len(tokens)), size, matching)
+    for size in TRAINING_SIZES:
+        train_size(tokens, mixture_kinds(np.random.default_rng(0), len(tokens)), size)
 
 
-def train_size(tokens: np.ndarray, kind: np.ndarray, size: tuple[int, int], matching: Matching) -> None:
+def train_size(tokens: np.ndarray, kind: np.ndarray, size: tuple[int, int]) -> None:
     """Arrange steps of one size, replicas and the microbatches of each, and print how even and how random they are.
 
     kind: (n,) the source of each sample.
@@ -217,15 +170,15 @@ def train_size(tokens: np.ndarray, kind: np.ndarray, size: tuple[int, int], matc
         "audio": SequenceCost(TILE_PATCHES),
     }  # tile : token = 300 : 1
     replicas, microbatches = size
-    grouping = Grouping(MAX_GROUP_TOKENS, WINDOW, replicas * microbatches, matching=matching)
+    grouping = Grouping(MAX_GROUP_TOKENS, WINDOW, replicas * microbatches)
     seconds, stream = least_seconds(lambda: GroupStream(lengths, grouping, 0), 1)
     far, _ = least_seconds(lambda: stream.groups(10**6 * grouping.global_batch, grouping.global_batch), 1)
     print(
-        f"  training, {replicas} replicas of {microbatches} microbatches, matched by {matching}: starts in "
+        f"  training, {replicas} replicas of {microbatches} microbatches: starts in "
         f"{seconds:.2f} s, step 1,000,000 found in {far * 1e3:.0f} ms"
     )
-    _arranged("apart", token_targets(lengths, grouping), tokens, stream, size, matching)
-    _arranged("summed", StepTargets((BalancedLoad(tile),)), tokens, stream, size, matching)
+    _arranged("apart", token_targets(lengths, grouping), tokens, stream, size)
+    _arranged("summed", StepTargets((BalancedLoad(tile),)), tokens, stream, size)
     if stream.groups_per_epoch >= 10 * grouping.global_batch:
         _randomness(tokens, kind, stream, replicas * microbatches)
 
@@ -258,7 +211,6 @@ def _arranged(
     tokens: np.ndarray,
     stream: GroupStream,
     size: tuple[int, int],
-    matching: Matching,
 ) -> None:
     """Arrange an epoch's steps for `targets`, and print how even they are; size: replicas and their microbatches."""
     replicas, microbatches = size
@@ -284,22 +236,15 @@ def _arranged(
         f"    {name}: dist tiles / tokens / audio {_ratios(side_by_side)} a microbatch, {_ratios(in_all)} a step; "
         f"summed {over:.5f} a microbatch, {over_all:.5f} a step; fill {fill:.4f}; {step_ms:.0f} ms a step"
     )
-    if name == "apart" and matching == "step" and microbatches == 1:
+    if name == "apart" and microbatches == 1:
         print(f"    no grouping of the samples of these steps has a dist ratio of tiles below {np.mean(bounds):.4f}")
-    if name == "apart" and matching == "step" and size in STEP_TARGETS:
+    if name == "apart" and size in STEP_TARGETS:
+        target(f"training, {replicas} x {microbatches}: fill of all groups", float(fill), 0.985, at_least=True)
         for what, ratio, limits in zip(
             ("a step", "a microbatch"), (dist_ratio(in_all), dist_ratio(side_by_side)), STEP_TARGETS[size], strict=False
         ):
             target(f"training, {replicas} x {microbatches}, {what}: dist ratio of image tiles", ratio[TILES], limits[0])
             target(f"training, {replicas} x {microbatches}, {what}: dist ratio of LLM tokens", ratio[TOKENS], limits[1])
-    if microbatches > 1 or matching == "step":
-        return
-    tiles, llm, summed = DIST_RATIO_TARGETS[replicas]
-    if name == "apart":
-        target(f"training, {replicas} replicas: dist ratio of image tiles", dist_ratio(in_all)[TILES], tiles)
-        target(f"training, {replicas} replicas: dist ratio of LLM tokens", dist_ratio(in_all)[TOKENS], llm)
-    else:
-        target(f"training, {replicas} replicas: summed cost, max/mean - 1", over_all, summed)
 
 
 def _least_dist_ratio(samples: np.ndarray, replicas: int) -> float:

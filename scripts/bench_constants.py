@@ -30,7 +30,7 @@ from mmtrain.balance import (
     rebalance,
 )
 from mmtrain.balance.makespan_1f1b import makespans_1f1b
-from mmtrain.balance.methods import Matching, token_targets
+from mmtrain.balance.methods import token_targets
 from mmtrain.balance.microbatch_order import SEARCH_ROUNDS
 from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_nodes
 from mmtrain.balance.reordering import reorder_microbatches
@@ -54,14 +54,21 @@ NUM_SETS = 4
 LARGE_RANKS = 256
 NUM_STEPS = {"mixture": 24, "AI2D": 12, "COCO and texts": 3, "ChartQA and speech": 12}  # of 64 groups
 PARTS = {  # modules of mmtrain.balance -> what their constants are measured by
-    "step": ("group_exchange", "regroup_step", "row_targets", "step_matching", "random_order", "slack_packing"),
-    "row": ("local_search", "even_groups", "steps", "modality_free_steps", "top_up_groups"),
+    "step": (
+        "group_exchange",
+        "regroup_step",
+        "row_targets",
+        "step_matching",
+        "random_order",
+        "slack_packing",
+        "top_up_groups",
+    ),
     "post": ("post_balancing",),
     "nodes": ("placement_by_need",),
     "order": ("reordering", "uneven_stage"),
 }
 # No choices but facts, rounding, or what arrays are made of when the module is loaded.
-NOT_VARIED = ("ROUNDING", "MIN_GAIN", "NO_SAMPLE", "CANDIDATES_PER_GROUP", "MIN_ROUNDING_SHARE", "MIN_CHANCE_SHARE")
+NOT_VARIED = ("ROUNDING", "MIN_GAIN", "MIN_ROUNDING_SHARE", "MIN_CHANCE_SHARE")
 
 
 def main() -> None:
@@ -89,10 +96,9 @@ def main() -> None:
 
 
 def _measures(part: str, folder: Path) -> dict[str, Measure]:
-    if part in ("step", "row"):
+    if part == "step":
         sets = {"mixture": (mixture(folder, WINDOW), None), **other_sets(folder)}
-        matching: Matching = "step" if part == "step" else "row"
-        return {name: _stream_measure(sets[name][0][:WINDOW], matching, num) for name, num in NUM_STEPS.items()}
+        return {name: _stream_measure(sets[name][0][:WINDOW], num) for name, num in NUM_STEPS.items()}
     if part == "post":
         return {name: _post_measure(name) for name in list(TAILS)[:NUM_SETS]}
     if part == "nodes":
@@ -101,15 +107,15 @@ def _measures(part: str, folder: Path) -> dict[str, Measure]:
     return {name: _order_measure(*shape) for name, shape in shapes.items()}
 
 
-def _stream_measure(tokens: np.ndarray, matching: Matching, num_steps: int) -> Measure:
-    """Measure what replicas wait for in a microbatch, in steps of 8 x 8 or 64 x 1.
+def _stream_measure(tokens: np.ndarray, num_steps: int) -> Measure:
+    """Measure what replicas wait for in a microbatch, in steps of 8 x 8.
 
     That is tiles and tokens where units are balanced apart, and the summed cost where they are balanced together.
     """
     items = {"audio": item_lengths(tokens[:, 2]), "vision": item_lengths(TILE_PATCHES * tokens[:, TILES])}
     lengths = SampleLengths(tokens[:, TOKENS], tokens[:, TOKENS] // 2, items)
-    replicas, microbatches = (8, 8) if matching == "step" else (64, 1)
-    grouping = Grouping(MAX_GROUP_TOKENS, WINDOW, replicas * microbatches, matching=matching)
+    replicas, microbatches = 8, 8
+    grouping = Grouping(MAX_GROUP_TOKENS, WINDOW, replicas * microbatches)
     costs = {"llm": SequenceCost(TILE_PATCHES), "vision": SequenceCost(300), "audio": SequenceCost(TILE_PATCHES)}
     dp = {"llm": replicas, "vision": replicas, "audio": replicas}
 

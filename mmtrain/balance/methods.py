@@ -6,7 +6,7 @@ same steps.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import isqrt, log
 from typing import Literal, Protocol
 
@@ -22,17 +22,13 @@ from mmtrain.balance.grouping import (
     group_randomly,
 )
 from mmtrain.balance.isf_rules import IsfOptions, IsfRules
-from mmtrain.balance.local_search import num_search_pairs
-from mmtrain.balance.modality_free_steps import form_modality_free_steps
 from mmtrain.balance.random_order import random_order
 from mmtrain.balance.slack_packing import pack_with_slack
 from mmtrain.balance.step_matching import draw_steps
 from mmtrain.balance.step_targets import LLM, BalancedLoad, SequenceCost, StepTargets
-from mmtrain.balance.steps import assemble_steps
 from mmtrain.balance.top_up_groups import top_up
 
 GroupingMethod = Literal["matched", "isf", "random", "length", "device"]
-Matching = Literal["step", "row"]
 GROUPING_METHODS: tuple[GroupingMethod, ...] = ("matched", "isf", "random", "length", "device")
 # Raise a method's version with every change after which it makes other steps of the same samples, so that no run that
 # began before continues on other steps unnoticed. `tests/data/test_group_stream.py` pins the steps of each method.
@@ -48,10 +44,6 @@ class GroupingSettings(Protocol):
     @property
     def grouping(self) -> GroupingMethod:
         """The method."""
-
-    @property
-    def matching(self) -> Matching:
-        """Where `matched` looks for groups that are alike: inside a step drawn at random, or in the whole window."""
 
     @property
     def seq_len(self) -> int:
@@ -86,9 +78,9 @@ class GroupingSettings(Protocol):
 class Grouping:
     """How samples become groups and steps.
 
-    With `matching="row"` the `global_batch` groups of a step come in rows of `row_size` near-equal groups, so that
-    replicas that run a row, or equal parts of it, side by side do not wait for each other. With "step" they come in
-    random order, and are matched when the number of replicas is known.
+    With the method "device" the `global_batch` groups of a step come in rows of `row_size` near-equal groups, so that
+    replicas that run a row, or equal parts of it, side by side do not wait for each other. With "matched" they come in
+    random order, and are made alike when the number of replicas is known (`regroup_step.match_step`).
     """
 
     seq_len: int  # most LLM tokens in a group
@@ -97,7 +89,6 @@ class Grouping:
     method: GroupingMethod = "matched"
     budgets: Mapping[str, int] = field(default_factory=dict)  # unit but the LLM -> most of its tokens in a group
     long_tokens: int | None = None  # samples with more LLM tokens than this are trained in steps of their own
-    matching: Matching = "step"
     isf: IsfRules = field(default_factory=IsfRules)
     pad: bool = False  # samples of a group are padded to its longest; for the methods that count samples
     reorder: bool = True  # False: the groups of a step run in the order of the stream
@@ -112,7 +103,6 @@ class Grouping:
             method=data.grouping,
             budgets=data.budgets,
             long_tokens=data.long_sample_tokens,
-            matching=data.matching,
             isf=IsfRules.of(data.isf),
             pad=data.pad,
             reorder=data.reorder,
@@ -126,7 +116,7 @@ class Grouping:
     @property
     def is_roomy(self) -> bool:
         """Return whether `matched` leaves more room in groups: where many must be alike, exchanges must often fit."""
-        return self.matching == "row" or self.global_batch > MAX_TIGHT_GROUPS
+        return self.global_batch > MAX_TIGHT_GROUPS
 
     @property
     def row_size(self) -> int:
@@ -230,35 +220,22 @@ def arrange_window(
     grouping: Grouping,
     num_before: int,
     rng: np.random.Generator,
-    exchange_samples: bool = True,
+    by_chance: bool = False,
 ) -> SampleGroups:
     """Put the groups of one window in the order of training; `num_before` groups of a step came before them.
 
-    With `matched` in rows, samples are exchanged between the groups of a row, so groups change, but no row does. A
-    caller that knows later what to balance, and does not need all of the window, exchanges step by step
-    (`even_out_groups`). With `matched` in steps every caller does so (`match_step`), and groups are drawn so that steps
-    vary no more than shuffled samples do; with `exchange_samples`, as the planner draws them, they are only shuffled.
+    Groups of `matched` are drawn so that steps vary no more than shuffled samples do; `by_chance`, as the planner draws
+    them, they are only shuffled.
     """
-    if grouping.method == "matched" and grouping.matching == "step":
+    if grouping.method == "matched":
         groups = top_up(groups, sizes.tokens)
         coarsest = groups.loads(sizes.tokens) @ sizes.load_matrix[0]
-        if exchange_samples:
+        if by_chance:
             drawn = rng.permutation(len(groups)).astype(np.int64), 1.0
         else:
             drawn = random_order(groups, sizes.tokens, grouping.global_batch, num_before, rng)
         order = draw_steps(coarsest.astype(np.int64), drawn, grouping.global_batch, num_before, rng)
         return groups.reordered(order)
-    if grouping.method == "matched":
-        # Only the window's samples count, which are few among those of a large dataset.
-        window_sizes = replace(sizes, tokens=sizes.tokens[groups.samples])
-        tokens = window_sizes.tokens
-        arranged = top_up(SampleGroups(groups.first, np.arange(len(tokens))), tokens)
-        if not exchange_samples:
-            coarsest = tokens @ sizes.load_matrix[0]
-            arranged = form_modality_free_steps(arranged, tokens, sizes.budgets, coarsest, grouping.row_size)
-        max_pairs = num_search_pairs(grouping.row_size) if exchange_samples else 0
-        arranged = assemble_steps(arranged, window_sizes, grouping.row_size, max_pairs, rng, num_before)
-        return SampleGroups(arranged.first, groups.samples[arranged.samples])
     if grouping.method == "device":  # its rows are complete; the groups that complete the row before come from the end
         head = min(-num_before % grouping.row_size, len(groups))
         return groups.reordered(np.roll(np.arange(len(groups)), head))

@@ -14,7 +14,8 @@ def group(
         int | None,
         typer.Option(
             min=1,
-            help="LLM replicas that run side by side. Default: parallel.llm.dp, or the row size of matched grouping.",
+            help="LLM replicas that run side by side. Default: parallel.llm.dp, or a divisor of train.global_batch "
+            "near 64.",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -422,18 +422,11 @@ class DataSettings(Section):
     grouping: Literal["matched", "isf", "random", "length", "device"] = setting(
         "matched",
         affects={"plan", "steps", "resume"},
-        description="How samples become groups. `matched`: a search fills the groups, and groups of similar cost run "
-        "at the same time. `isf`: iterative sampling and filtering from a shuffle (OmniBal). The others are baselines "
-        "with as many samples in a group as fill it on average, fewer if they do not fit: `random`; `length`: samples "
+        description="How samples become groups. `matched`: chance decides which samples share a step, and a search "
+        "makes full groups of them, which are alike where they run at the same time. `isf`: iterative sampling and "
+        "filtering from a shuffle (OmniBal). The others are baselines with as many samples in a "
+        "group as fill it on average, fewer if they do not fit: `random`; `length`: samples "
         "of similar length share a group; `device`: similar lengths across data-parallel ranks.",
-    )
-    matching: Literal["step", "row"] = setting(
-        "step",
-        affects={"plan", "steps"},  # and resume: `resume_facts` adds it, because runs had rows before this setting
-        description="Where `matched` finds groups that are alike. `step`: chance decides which samples share a step, "
-        "and replicas compute groups of it side by side that were made alike. `row`: groups of the whole window are "
-        "sorted, so that those of a step are alike. Replicas wait less, most of all with few microbatches, but every "
-        "step is of one kind.",
     )
     budgets: dict[str, PositiveInt] = setting(
         {},

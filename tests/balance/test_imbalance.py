@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import SampleGroups, dist_ratio, max_over_mean, pad_ratio
-from mmtrain.balance.imbalance import imbalance_bound
+from mmtrain.balance.imbalance import imbalance_bound, sample_above_mean_load
 
 
 def test_padding_of_two_mini_batches_by_hand() -> None:
@@ -61,3 +61,20 @@ def test_no_arrangement_of_a_step_goes_below_its_bound(seed: int, steps: int, re
 def test_no_groups_have_no_padding() -> None:
     none = np.empty(0, dtype=np.int64)
     assert pad_ratio(none, SampleGroups(np.zeros(1, dtype=np.int64), none)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("loads", "replicas", "expected"),
+    [
+        ([[5], [1], [1], [1]], 2, (0, 1.25)),  # the mean is 4
+        ([[4], [2], [1], [1]], 2, None),  # as much as the mean is no obstacle
+        ([[1, 0], [1, 9], [1, 1]], 2, (1, 1.8)),  # in the second load
+        ([[0], [0]], 2, None),
+        ([[3]], 1, None),
+    ],
+)
+def test_the_sample_that_keeps_a_step_uneven_is_balanced(
+    loads: list[list[int]], replicas: int, expected: tuple[int, float] | None
+) -> None:
+    assert sample_above_mean_load(np.array(loads), replicas) == expected
+    assert sample_above_mean_load(np.zeros((3, 0), dtype=np.int64), 2) is None

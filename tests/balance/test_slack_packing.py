@@ -67,3 +67,8 @@ def test_every_sample_is_packed_once_within_every_budget(shape: str, seed: int, 
 def test_slack_that_no_group_can_spare_is_not_taken() -> None:
     tokens = np.full((400, 1), BUDGET // 2)
     assert len(pack_with_slack(tokens, np.array([BUDGET]), np.arange(400))) == 200
+
+
+def test_a_sample_above_the_budget_is_a_bug_of_the_caller() -> None:
+    with pytest.raises(ValueError, match="above a budget"):
+        pack_with_slack(np.array([[11]]), np.array([10]), np.array([0]))

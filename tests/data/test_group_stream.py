@@ -12,7 +12,6 @@ from mmtrain.balance.isf_rules import IsfRules
 from mmtrain.balance.methods import (
     GROUPING_VERSIONS,
     GroupingMethod,
-    Matching,
     group_window,
     grouping_sizes,
     token_targets,
@@ -214,22 +213,18 @@ def test_steps_matched_inside_are_as_random_as_chance_and_even() -> None:
     lengths = make_lengths(0, 4000)
     tokens = unit_tokens(lengths)[1]
     dp, counts = {"llm": 8, "vision": 1}, {"llm": 4, "vision": 4}
-    variances, waits = {}, {}
-    for matching in ("step", "row"):
-        grouping = Grouping(400, 2000, 32, matching=matching)
-        stream = GroupStream(lengths, grouping, 0)
-        targets = token_targets(lengths, grouping)
-        loads = np.zeros((10, 8, 2), dtype=np.int64)
-        for step in range(10):
-            meta = stream.batch(step, 32, dp, counts, targets)
-            assert sorted(meta.sample_id) == sorted(np.concatenate(stream.groups(32 * step, 32)))
-            np.add.at(loads[step], meta.replica, tokens[meta.sample_id])
-        groups = SampleGroups.loads(stream.epoch(0), tokens)[:, 1]
-        variances[matching] = groups[: len(groups) // 32 * 32].reshape(-1, 32).sum(axis=1).var() / (32 * groups.var())
-        waits[matching] = dist_ratio(loads)
-    assert variances["step"] < 1.5
-    assert variances["row"] > 3
-    assert (waits["step"] < [0.01, 0.02]).all()
+    grouping = Grouping(400, 2000, 32)
+    stream = GroupStream(lengths, grouping, 0)
+    targets = token_targets(lengths, grouping)
+    loads = np.zeros((10, 8, 2), dtype=np.int64)
+    for step in range(10):
+        meta = stream.batch(step, 32, dp, counts, targets)
+        assert sorted(meta.sample_id) == sorted(np.concatenate(stream.groups(32 * step, 32)))
+        np.add.at(loads[step], meta.replica, tokens[meta.sample_id])
+    groups = SampleGroups.loads(stream.epoch(0), tokens)[:, 1]
+    variance = groups[: len(groups) // 32 * 32].reshape(-1, 32).sum(axis=1).var() / (32 * groups.var())
+    assert variance < 1.5
+    assert (dist_ratio(loads) < [0.01, 0.02]).all()
 
 
 @given(st.integers(0, 1000), st.sampled_from(METHODS), st.sampled_from([1, 2, 3, 6]))
@@ -324,7 +319,7 @@ def test_validation_batches_are_fixed_and_use_each_sample_once(seed: int, num_sa
 def test_a_step_names_the_group_that_the_stream_has_each_sample_in() -> None:
     """Also where samples change groups to make a step even."""
     lengths = make_lengths(0, 2000)
-    grouping = Grouping(400, 2000, 16, matching="step")
+    grouping = Grouping(400, 2000, 16)
     stream, targets = GroupStream(lengths, grouping, 0), token_targets(lengths, grouping)
     num_moved = 0
     for step in range(3):
@@ -344,21 +339,18 @@ def test_too_few_held_out_samples_are_an_error_of_the_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "matching", "version", "digest"),
+    ("method", "version", "digest"),
     [
-        ("matched", "step", 6, "d8d51379afe7e299"),
-        ("matched", "row", 6, "94c1d0d05317c4f6"),
-        ("isf", "row", 2, "246c9ea6140b9827"),
-        ("random", "row", 1, "79b62456b1eecc1b"),
-        ("length", "row", 1, "8f26d28f5003be57"),
-        ("device", "row", 1, "8dbedab005827d67"),
+        ("matched", 6, "d8d51379afe7e299"),
+        ("isf", 2, "246c9ea6140b9827"),
+        ("random", 1, "79b62456b1eecc1b"),
+        ("length", 1, "8f26d28f5003be57"),
+        ("device", 1, "8dbedab005827d67"),
     ],
 )
-def test_the_steps_change_only_with_the_version(
-    method: GroupingMethod, matching: Matching, version: int, digest: str
-) -> None:
+def test_the_steps_change_only_with_the_version(method: GroupingMethod, version: int, digest: str) -> None:
     lengths = make_lengths(0, 600)
-    grouping = Grouping(120, 256, 8, method, matching=matching)
+    grouping = Grouping(120, 256, 8, method)
     stream = GroupStream(lengths, grouping, 0)
     dp, counts = {"llm": 4, "vision": 4}, {"llm": 2, "vision": 2}
     content = hashlib.sha256()

@@ -24,7 +24,7 @@ def facts(tmp_path: Path, encoders: dict[str, Any] | None = None, **data: Any) -
 
 
 def test_the_facts_of_a_recipe_are_those_of_saved_checkpoints(tmp_path: Path) -> None:
-    facts_of_recipe = facts(tmp_path, matching="row")  # all that earlier versions had
+    facts_of_recipe = facts(tmp_path)
     assert facts_of_recipe.pop("data.grouping_version") == 6, "which names a change of the steps themselves"
     assert facts_of_recipe["data.budgets"] == "vision=512"
     assert facts_of_recipe["train.freeze"] == "llm.layers.0.* llm.layers.1.*"
@@ -32,13 +32,6 @@ def test_the_facts_of_a_recipe_are_those_of_saved_checkpoints(tmp_path: Path) ->
     assert facts_of_recipe.pop("model.hf") is None  # missing then, and none now: the same
     digest = hashlib.sha256(json.dumps(facts_of_recipe, sort_keys=True).encode()).hexdigest()
     assert digest == "b814b1bc37a175f879723304830dd41ba028692571689ee6c44ad7b3745b9aee"
-
-
-def test_another_matching_is_named(tmp_path: Path) -> None:
-    step, row = facts(tmp_path), facts(tmp_path, matching="row")
-    assert describe_changed_facts(before=row, now=step) == ["data.matching: None then, step now"]
-    assert describe_changed_facts(before=step, now=row) == ["data.matching: step then, None now"]
-    assert facts(tmp_path, grouping="isf", matching="step") == facts(tmp_path, grouping="isf", matching="row")
 
 
 def test_another_version_of_the_grouping_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleGroups, SampleLengths, StepTargets, assign, pack_groups
 from mmtrain.balance.assign import NO_TARGETS
 from mmtrain.balance.dispatch_samples import dispatch_samples
-from mmtrain.balance.even_groups import even_out_groups
 from mmtrain.balance.grouping import GroupingSizes
 from mmtrain.balance.methods import (
     arrange_window,
@@ -38,7 +37,6 @@ _SEED_WINDOW_ORDER = 3
 _SEED_WINDOW = 4  # shuffles and groups the samples of a window
 _SEED_STEPS = 5  # distributes steps between long and other samples
 _MISSING_GROUPS_DIVISOR = 8  # full groups of ISF vary by 1 to 6 between shuffles of 10,000 samples (demo data)
-_MAX_ROWS_EVENED = 256  # rows of groups that exchange samples at a time; more would take much memory
 _MAX_CACHED_WINDOWS = 4  # the one in use and the next one, for each of two readers
 
 
@@ -130,9 +128,7 @@ class GroupStream:
         total = self.groups_per_epoch
         groups = self.groups(epoch * total, total)
         num_rows = total // num_replicas
-        rows_at_a_time = _MAX_ROWS_EVENED
-        if self._grouping.matching == "step":
-            rows_at_a_time = max(self._grouping.global_batch // num_replicas, 1)
+        rows_at_a_time = max(self._grouping.global_batch // num_replicas, 1)
         for first_row in range(0, num_rows, rows_at_a_time):
             rows = slice(first_row * num_replicas, min(first_row + rows_at_a_time, num_rows) * num_replicas)
             groups[rows] = self._even_out(groups[rows], num_replicas, targets)
@@ -152,9 +148,7 @@ class GroupStream:
         loads = SampleWork(self._lengths, samples).loads(targets)
         weights = [load.weight for load in targets.loads]
         tokens, budgets = self._sizes.tokens[samples], self._sizes.budgets
-        if self._grouping.matching == "step":
-            return match_step(groups, tokens, budgets, loads, weights, num_replicas)
-        return even_out_groups(groups, tokens, budgets, loads, weights, num_replicas)
+        return match_step(groups, tokens, budgets, loads, weights, num_replicas)
 
     def epochs_done(self, num_groups: int) -> float:
         """Return the passes over the data that the first `num_groups` groups of the stream make."""
@@ -286,7 +280,7 @@ class _SubStream:
         elif len(groups) > window.num_groups or len(groups.samples) < window.num_groups:
             groups = self._trial_groups(w, window.samples, window.probabilities)
         groups = split_to_count(groups, window.num_groups)
-        return arrange_window(self._sizes, groups, self._grouping, offset, rng, exchange_samples=False)
+        return arrange_window(self._sizes, groups, self._grouping, offset, rng)
 
     def _trial_groups(self, w: int, samples: IntArray, probabilities: Float64Array) -> SampleGroups:
         """Group the samples of a window once, to count its groups."""

@@ -132,7 +132,7 @@ class MixtureStream:
         if len(groups) > num_groups:
             groups = _fullest(groups, self._sizes.tokens[:, 0], num_groups)
         groups = split_to_count(groups, num_groups)
-        return arrange_window(self._sizes, groups, self._grouping, 0, rng, exchange_samples=False)
+        return arrange_window(self._sizes, groups, self._grouping, 0, rng)
 
     def _samples_of(self, phase: "_Phase", first_step: int, end_step: int) -> IntArray:
         """Return the samples of the steps [first_step, end_step) of a phase, source by source."""

@@ -80,10 +80,10 @@ def sample_batches(
 ) -> SampledBatches:
     """Draw samples at random, group them as training does, and take steps that stand for all.
 
-    Steps differ, most of all where grouping makes the groups of one step alike. Ordered by their work, the steps in
-    the middle of `num_batches` equal parts are taken. A dataset too small for so many groups is repeated, as further
-    epochs would. Long samples that train in steps of their own are drawn among the others, so the mean cost of a step
-    is right.
+    Steps differ, most of all where grouping makes the groups of one step alike (`device`). Ordered by their work, the
+    steps in the middle of `num_batches` equal parts are taken. A dataset too small for so many groups is repeated, as
+    further epochs would. Long samples that train in steps of their own are drawn among the others, so the mean cost of
+    a step is right.
 
     Raises:
         PlanError: there are no samples.
@@ -97,7 +97,7 @@ def sample_batches(
     rng = np.random.default_rng(seed)
     sizes = grouping_sizes(lengths, grouping)
     order = _draw_samples(lengths, num_samples, rng)
-    groups = arrange_window(sizes, group_window(sizes, order, grouping, rng), grouping, 0, rng)
+    groups = arrange_window(sizes, group_window(sizes, order, grouping, rng), grouping, 0, rng, by_chance=True)
     num_steps = max(num_batches, len(groups) // global_batch)
     steps = [
         [groups[i % len(groups)] for i in range(step * global_batch, (step + 1) * global_batch)]
@@ -108,7 +108,7 @@ def sample_batches(
     middles = [(2 * part + 1) * num_steps // (2 * num_batches) for part in range(num_batches)]
     chosen = [steps[middle] for middle in middles]
     unmatched = tuple(chosen)
-    if grouping.method == "matched" and grouping.matching == "step" and grouping.reorder:
+    if grouping.method == "matched" and grouping.reorder:
         chosen = [_match(step, sizes, grouping) for step in chosen]
     return SampledBatches(
         lengths,

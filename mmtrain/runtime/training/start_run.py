@@ -181,8 +181,8 @@ def describe_changed_facts(before: Mapping[str, object], now: Mapping[str, objec
 
 _GROUPING_VERSION = "data.grouping_version"
 _GROUPING_VERSION_HINT = " (mmtrain groups the same samples into other steps now: continue with the mmtrain of then)"
-# Missing facts have a meaning: no LoRA; steps matched in rows; version 1 of a grouping method.
-_OPTIONAL_FACTS = ("train.lora", "data.matching", _GROUPING_VERSION)
+# Missing facts have a meaning: no LoRA; version 1 of a grouping method.
+_OPTIONAL_FACTS = ("train.lora", _GROUPING_VERSION)
 
 
 def _is_encoder_position(key: str) -> bool:
@@ -204,8 +204,6 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
         *sections, name = folder.keys
         reduce(getitem, sections, facts)[name] = read_model_folder(folder.path).config_sha256
     facts["data"]["budgets"] = " ".join(f"{unit}={budget}" for unit, budget in sorted(recipe.data.budgets.items()))
-    if recipe.data.grouping == "matched" and recipe.data.matching == "step":
-        facts["data"]["matching"] = "step"
     facts["data"]["isf"] = str(recipe.data.isf)
     version = GROUPING_VERSIONS[recipe.data.grouping]
     if version > 1:
