@@ -50,7 +50,7 @@ def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def from_cache(folder: Path) -> str:
     """Return what is said of an index that was cached, and how to renew it."""
     return (
-        f"39 samples are known from the index cached in {folder / 'cache'}, and no media file of this machine has "
+        f"39 samples are known from the index cached in {folder / 'cache'}, and no media file that was looked at has "
         "changed since; to read all lengths anew, remove that folder"
     )
 
