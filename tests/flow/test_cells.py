@@ -3,8 +3,10 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 
 from tests.flow.cells import (
@@ -27,6 +29,7 @@ from tests.flow.cells import (
     sample_cells,
 )
 from tests.flow.equality import assert_equals_one_process
+from tests.tiers import mostly_long
 
 NUM_SAMPLED_CELLS = 20  # of each placement, about a second each
 # Every value of every axis, all of which `CELLS` must show.
@@ -106,14 +109,17 @@ def _tensor_parallel_cells() -> list[Cell]:
     return cells_of_all
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", [replace(cell, frozen=ADAPTERS) for cell in _tensor_parallel_cells()], ids=str)
+def _long_cells(**changes: Any) -> list[ParameterSet]:
+    """Return the tensor-parallel cells with these changes; every third is in the slow tier."""
+    return mostly_long((replace(cell, **changes) for cell in _tensor_parallel_cells()), every=3)
+
+
+@pytest.mark.parametrize("cell", _long_cells(frozen=ADAPTERS), ids=str)
 def test_adapters_train_on_any_mesh_as_in_one_process(cell: Cell) -> None:
     assert_equals_one_process(cell.recipe(), cell.plan(), cell.texts_between)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", [replace(cell, tp_chunks=3) for cell in _tensor_parallel_cells()], ids=str)
+@pytest.mark.parametrize("cell", _long_cells(tp_chunks=3), ids=str)
 def test_communication_in_chunks_changes_no_result(cell: Cell) -> None:
     assert_equals_one_process(cell.recipe(), cell.plan(), cell.texts_between)
 

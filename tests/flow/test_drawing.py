@@ -34,6 +34,7 @@ from tests.flow.equality import assert_close
 from tests.flow.gather import copy, whole
 from tests.forked_command import run_forked
 from tests.models.generator.test_autoencoder import saved_vae
+from tests.tiers import mostly_long
 
 CPU = torch.device("cpu")
 NUM_STEPS = 2
@@ -232,8 +233,7 @@ def test_every_plan_computes_what_one_process_computes(folder: Path, case: str) 
     assert_equals_one_process(folder, *CASES[case])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK])
+@pytest.mark.parametrize("case", mostly_long((case for case in CASES if case not in QUICK), every=2))
 def test_more_plans_compute_what_one_process_computes(folder: Path, case: str) -> None:
     assert_equals_one_process(folder, *CASES[case])
 

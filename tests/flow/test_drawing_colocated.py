@@ -10,6 +10,7 @@ from mmtrain.plan import Plan
 from tests.flow.cases import Mesh
 from tests.flow.drawing import UNET, recipe, write_samples
 from tests.flow.test_drawing import Meshes, assert_equals_one_process, command, freeze
+from tests.tiers import mostly_long
 
 U_NET: dict[str, Any] = {"model__generator": UNET}
 PIPELINE = Mesh((2,), (0, 1))
@@ -62,8 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_long(CASES, every=2))
 def test_passes_between_the_llms_compute_what_one_process_computes(folder: Path, case: str) -> None:
     assert_equals_one_process(folder, *CASES[case], kind="coarse")
 

@@ -24,6 +24,7 @@ from tests.flow.test_drawing import (
     freeze,
     steps_of,
 )
+from tests.tiers import mostly_long
 
 ALL = tuple(range(20))  # layers
 TIED: dict[str, Any] = {"model__llm__tie_embeddings": True}
@@ -75,8 +76,7 @@ def test_sharded_units_compute_what_one_process_computes(folder: Path, case: str
     assert_case(folder, case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK])
+@pytest.mark.parametrize("case", mostly_long((case for case in CASES if case not in QUICK), every=2))
 def test_more_sharded_units_compute_what_one_process_computes(folder: Path, case: str) -> None:
     assert_case(folder, case)
 

@@ -11,6 +11,7 @@ from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from tests.flow.cases import Mesh
 from tests.flow.drawing import UNET, recipe, write_samples
 from tests.flow.test_drawing import APART, Meshes, assert_equals_one_process, command, freeze, steps_of
+from tests.tiers import mostly_long
 
 # name -> (recipe changes, meshes). A U-Net is whole on each of its ranks.
 CASES: dict[str, tuple[dict[str, Any], Meshes]] = {
@@ -74,8 +75,7 @@ def test_every_plan_computes_what_one_process_computes(folder: Path, case: str) 
     assert_case(folder, case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK])
+@pytest.mark.parametrize("case", mostly_long((case for case in CASES if case not in QUICK), every=2))
 def test_more_plans_compute_what_one_process_computes(folder: Path, case: str) -> None:
     assert_case(folder, case)
 

@@ -20,6 +20,7 @@ from tests.flow.cases import Mesh, plan, recipe
 from tests.flow.equality import assert_equals_one_process, train_steps
 from tests.flow.nccl_like import like_nccl
 from tests.flow.test_master import ALL_CASES, ORDERS, kind_of
+from tests.tiers import mostly_long
 
 TIMEOUT_S = 90.0
 HANG_S = 4.0  # of a rank that waits for a communicator, where a test expects that
@@ -41,14 +42,7 @@ def train_lazily(settings: Recipe, wanted: Plan, texts: bool) -> tuple[list[tupl
         return train_steps(settings, wanted, texts)
 
 
-# Every fourth case in the slow tier, the others in the long one.
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.long if number % 4 else pytest.mark.slow)
-        for number, case in enumerate(ALL_CASES)
-    ],
-)
+@pytest.mark.parametrize("case", mostly_long(ALL_CASES, every=4))
 def test_any_plan_trains_on_what_behaves_like_nccl(case: str) -> None:
     settings, wanted = _settings_and_plan(case)
     assert_equals_one_process(settings, wanted, timeout=TIMEOUT_S, train=train_eagerly)

@@ -30,6 +30,7 @@ from tests.distributed import run_ranks
 from tests.flow.gather import copy, whole
 from tests.flow.runs import refuse, run_all
 from tests.flow.tiny_families import TINY_FAMILIES, TinyFamily, load_tiny_recipe
+from tests.tiers import mostly_long
 from tests.weights.comparison import assert_equal_gradients
 
 PLANNED = [(name, placement) for name, tiny in TINY_FAMILIES.items() for placement in tiny.parallel]
@@ -79,8 +80,7 @@ def _train_one_step(recipe: Recipe, plan: Plan) -> tuple[float, list[NamedShard]
     return outcome.loss, [copy(g) for unit in context.optimizer.units.values() for g in unit.gradients()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "placement"), PLANNED)
+@pytest.mark.parametrize(("name", "placement"), mostly_long(PLANNED, every=3))
 def test_a_step_under_any_plan_equals_one_of_transformers(
     name: str, placement: str, expected: Callable[[str], Expected]
 ) -> None:

@@ -35,6 +35,7 @@ from tests.flow.cells import ADAPTED, FROZEN, LLM_KINDS, RECOMPUTED, VISION_KIND
 from tests.flow.equality import NUM_STEPS, assert_equals_one_process
 from tests.flow.gather import copy, whole
 from tests.flow.runs import REPLICATED, assert_same_end, refuse, request_for, run_all
+from tests.tiers import mostly_long
 
 
 def replicated(
@@ -201,7 +202,7 @@ MORE: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)])
+@pytest.mark.parametrize("case", [*CASES, *mostly_long(MORE, every=2)])
 def test_sharded_units_compute_what_one_process_does(case: str) -> None:
     changes, num_ranks, shard, recompute, texts_between, *dispatch = (CASES | MORE)[case]
     settings = recipe(**changes)
