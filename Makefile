@@ -41,7 +41,7 @@ test: $(VENV)/.installed      ## the test suite
 	$(BIN)/pytest $(PARALLEL) -m 'not slow and not long'
 
 test-slow: $(VENV)/.installed ## its long runs
-	$(BIN)/pytest $(PARALLEL) -m 'slow and not long'
+	$(BIN)/pytest $(PARALLEL) -m 'slow and not long' $(TEST_OPTIONS)
 
 test-long: $(VENV)/.installed ## sweeps and property tests on many examples, which CI leaves out: before a release, or after a change they cover
 	$(BIN)/pytest $(PARALLEL) -m 'long or hypothesis' --hypothesis-profile=thorough

@@ -1,12 +1,16 @@
 """What all tests share: property tests with the same examples on every machine, and signals that arrive.
 
-Property tests run on few examples in `make test`, and again on many in `make test-slow`.
+Property tests run on few examples in `make test`, and again on many in `make test-long`.
 """
 
 import os
 import signal
+import time
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+START_S = time.monotonic()
 
 # torch reads this when it is imported. Tests run side by side, and their models are too small for several threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,3 +33,15 @@ settings.load_profile("quick")
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what `.ci/run` uses on slow machines."""
+    parser.addoption("--minutes", type=float, help="skip the tests that have not begun after so many minutes")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that comes too late."""
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - START_S >= 60 * minutes:
+        pytest.skip(f"the {minutes:g} minutes of this run were over")
