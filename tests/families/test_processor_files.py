@@ -102,7 +102,8 @@ def test_null_states_nothing(file: str, tmp_path: Path) -> None:
                     inspect_folder(folder)
                 except ModelFolderError:
                     continue
-                assert None not in settings.values()
+                # As in recipes, `fps: null` is a number of frames in place of a rate.
+                assert {name for name, value in settings.items() if value is None} <= {"fps"}
                 num_read += 1
         for old in tmp_path.glob("*.json"):
             old.unlink()
