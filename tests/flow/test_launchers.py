@@ -190,12 +190,12 @@ def test_two_torchrun_nodes_stop_when_one_is_signalled_and_go_on_later(
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_from_its_newest_checkpoint(data: Path, tmp_path: Path) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m"]
-    with StartedProcesses([*command, *train_arguments(data, tmp_path, "--set", "train.steps=80")]) as started:
+    with StartedProcesses([*command, *train_arguments(data, tmp_path, "--set", "train.steps=40")]) as started:
         poll(lambda: any((tmp_path / CHECKPOINTS_FOLDER).glob("step-*")))
         started.offspring()[0].kill()
         assert started.wait() == [0]
-    assert read_run_state(tmp_path) == {"status": "done", "step": 80, "error": None}
-    assert [s["step"] for s in read_metrics(tmp_path)] == list(range(1, 81))
+    assert read_run_state(tmp_path) == {"status": "done", "step": 40, "error": None}
+    assert [s["step"] for s in read_metrics(tmp_path)] == list(range(1, 41))
 
 
 @pytest.mark.slow
