@@ -4,8 +4,9 @@ A modelled cost is computed anew from changed hardware. A measured one is scaled
 load and group is: a table has the seconds of whole layers, and only the model knows how much of them are GEMMs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
@@ -14,6 +15,7 @@ from mmtrain.costs.hardware import Hardware, Link
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.models.model_shape import LayerShape
 
+T = TypeVar("T")
 CostConstant = Literal["GEMM efficiency", "attention efficiency", "launch time", "link speeds"]
 COST_CONSTANTS: tuple[CostConstant, ...] = ("GEMM efficiency", "attention efficiency", "launch time", "link speeds")
 LARGEST_CHANGE = 1.25  # no perturbation multiplies a time by more, or divides it by more
@@ -107,11 +109,7 @@ class PerturbedTable:
         split: TokenSplit = UNDIVIDED,
     ) -> float:
         """Return the seconds one rank of `tp` spends on `layer`; see `CostModel`."""
-        measured, changed, modelled = (
-            costs.seconds(layer, tp, load, kind, input_grad=input_grad, split=split)
-            for costs in (self.measured, self.model, self.measured.model)
-        )
-        return _scaled(measured, changed, modelled)
+        return self._scaled(lambda costs: costs.seconds(layer, tp, load, kind, input_grad=input_grad, split=split))
 
     def pieces(
         self,
@@ -124,11 +122,8 @@ class PerturbedTable:
         split: TokenSplit = UNDIVIDED,
     ) -> tuple[PieceCost, ...]:
         """Return the measured pieces of the layer, the compute and the collective of each scaled by itself."""
-        measured, changed, modelled = (
-            costs.pieces(layer, tp, load, kind, input_grad=input_grad, split=split)
-            for costs in (self.measured, self.model, self.measured.model)
-        )
-        return tuple(PieceCost(*map(_scaled, *of_piece)) for of_piece in zip(measured, changed, modelled, strict=True))
+        pieces = self._of_all(lambda costs: costs.pieces(layer, tp, load, kind, input_grad=input_grad, split=split))
+        return tuple(PieceCost(*map(_scaled, *of_piece)) for of_piece in zip(*pieces, strict=True))
 
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
@@ -138,8 +133,7 @@ class PerturbedTable:
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
         """Return the seconds of one message of `nbytes` between two ranks."""
-        seconds = self.measured.transfer(nbytes, same_node)
-        return _scaled(seconds, self.model.transfer(nbytes, same_node), self.measured.model.transfer(nbytes, same_node))
+        return self._scaled(lambda costs: costs.transfer(nbytes, same_node))
 
     def posting(self) -> float:
         """Return how many seconds each end of a message keeps its rank from computing, which is not the link's time."""
@@ -147,17 +141,11 @@ class PerturbedTable:
 
     def collective(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
         """Return the seconds of a collective over `group`; `nbytes` is the whole (gathered or reduced) tensor."""
-        seconds = self.measured.collective(kind, nbytes, group)
-        changed = self.model.collective(kind, nbytes, group)
-        return _scaled(seconds, changed, self.measured.model.collective(kind, nbytes, group))
+        return self._scaled(lambda costs: costs.collective(kind, nbytes, group))
 
     def all_to_all(self, on_node_bytes: int, off_node_bytes: int, group: GroupLayout) -> float:
         """Return the seconds of an all-to-all; see `CostModel`."""
-        measured, changed, modelled = (
-            costs.all_to_all(on_node_bytes, off_node_bytes, group)
-            for costs in (self.measured, self.model, self.measured.model)
-        )
-        return _scaled(measured, changed, modelled)
+        return self._scaled(lambda costs: costs.all_to_all(on_node_bytes, off_node_bytes, group))
 
     def overlap_slowdown(self, kind: CollectiveKind, nbytes: int, group: GroupLayout) -> float:
         """Return the share of a collective's seconds that compute beside it loses, which no constant changes."""
@@ -169,14 +157,19 @@ class PerturbedTable:
 
     def shard_copies(self, nbytes: float, kernels: int) -> float:
         """Return the seconds of copies, of whose constants the time to start a kernel may be changed."""
-        measured, changed, modelled = (
-            costs.shard_copies(nbytes, kernels) for costs in (self.measured, self.model, self.measured.model)
-        )
-        return _scaled(measured, changed, modelled)
+        return self._scaled(lambda costs: costs.shard_copies(nbytes, kernels))
 
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step, which moves memory and depends on no constant that is changed."""
         return self.measured.optimizer(parameters)
+
+    def _scaled(self, price: Callable[[CostModel], float]) -> float:
+        """Return a measured price, scaled as the modelled one changes."""
+        return _scaled(*self._of_all(price))
+
+    def _of_all(self, price: Callable[[CostModel], T]) -> tuple[T, T, T]:
+        """Return a price as measured, as modelled with the changed constant, and as modelled."""
+        return price(self.measured), price(self.model), price(self.measured.model)
 
 
 def _scaled(measured_s: float, changed_s: float, modelled_s: float) -> float:
