@@ -24,13 +24,11 @@ def smallest_device_memory(recipe: Recipe, hardware: str, world: World) -> Devic
     """
     found = world.all_gather((_free_bytes(world.device), machine_limits().memory_bytes, socket.gethostname()))
     of_ranks: list[tuple[int | None, int | None, str]] = found  # type: ignore[assignment]
-    num_on_host = Counter(host for _, _, host in of_ranks)
-    host_bytes = min(
-        (HOST_SHARE_OF_ACTIVATIONS * limit / num_on_host[host] for _, limit, host in of_ranks if limit is not None),
-        default=math.inf,
-    )
-    if recipe.cluster.host_memory_gib is not None:
-        host_bytes = math.inf
+    host_bytes = math.inf
+    if recipe.cluster.host_memory_gib is None:
+        num_on_host = Counter(host for _, _, host in of_ranks)
+        shares = (limit / num_on_host[host] for _, limit, host in of_ranks if limit is not None)
+        host_bytes = HOST_SHARE_OF_ACTIVATIONS * min(shares, default=math.inf)
     planned_bytes = machine_for(recipe, hardware).memory_bytes
     on_gpus = {rank: nbytes for rank, (nbytes, _, _) in enumerate(of_ranks) if nbytes is not None}
     rank = min(on_gpus, key=lambda number: on_gpus[number], default=None)
