@@ -40,12 +40,12 @@ from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_
 from mmtrain.balance.reordering import construct_order, reorder_microbatches
 from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
 from mmtrain.data import GroupStream, build_index
-from mmtrain.plan import SchedulePlan
-from mmtrain.plan.artifact.balancing_targets import derive_step_targets
-from mmtrain.plan.artifact.schedule_table import build_schedule_table
-from mmtrain.plan.estimate.simulate_plan import simulate_plan
-from mmtrain.plan.planner import plan_recipe
-from mmtrain.plan.problem import PlanRequest
+from mmtrain.planning import SchedulePlan
+from mmtrain.planning.artifact.balancing_targets import derive_step_targets
+from mmtrain.planning.artifact.schedule_table import build_schedule_table
+from mmtrain.planning.evaluate.simulate_plan import simulate_plan
+from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.program import Edge, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.recipe import load_recipe
 from tests.balance.makespan_bound import makespan_lower_bound, pairing_lower_bound

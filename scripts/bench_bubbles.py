@@ -10,14 +10,14 @@ encoders' compute inside the LLM's own step. Seconds are processor time to plan 
 import sys
 import time
 
-from mmtrain.plan.artifact.layout import MeshSize
-from mmtrain.plan.artifact.plan import SchedulePlan
-from mmtrain.plan.colocated.colocated_layouts import colocated_layout
-from mmtrain.plan.colocated.encoder_order import plan_encoder_order, scheduling_efficiency
-from mmtrain.plan.colocated.llm_alone import simulate_llm_alone
-from mmtrain.plan.estimate.layer_costs import LayerCosts
-from mmtrain.plan.estimate.layout_simulation import scheduled_graph, simulate_layout
-from mmtrain.plan.search.tp_chunks import with_token_splits
+from mmtrain.planning.artifact.layout import MeshSize
+from mmtrain.planning.artifact.plan import SchedulePlan
+from mmtrain.planning.colocated.colocated_layouts import colocated_layout
+from mmtrain.planning.colocated.encoder_order import plan_encoder_order, scheduling_efficiency
+from mmtrain.planning.colocated.llm_alone import simulate_llm_alone
+from mmtrain.planning.evaluate.layout_simulation import scheduled_graph, simulate_layout
+from mmtrain.planning.layer_costs.layer_costs import LayerCosts
+from mmtrain.planning.layer_costs.tp_chunks import with_token_splits
 from scripts.whatif_problems import whatif_problem
 
 LAYOUTS = (

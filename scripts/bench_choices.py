@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.data import build_index as index
-from mmtrain.plan import Plan
-from mmtrain.plan.planner import plan_recipe
-from mmtrain.plan.problem import PlanRequest
+from mmtrain.planning import Plan
+from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import load_recipe
 from mmtrain.report.scaling import layout_text
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, EncoderSchedule, LlmTimeline, StageKernelLists
+from mmtrain.planning.colocated.bubble_schedule import EncoderPlan, EncoderSchedule, LlmTimeline, StageKernelLists
 from scripts.kernel_tables.encoder_search import compute_share_inside_llm, search_encoder_plans, search_shares
 from scripts.kernel_tables.kernel_table import KernelTable, balanced_step_ms, megatron_step_ms, read_table
 

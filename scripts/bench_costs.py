@@ -42,12 +42,12 @@ from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.models.fully_sharded import FullyShardedAdamW
 from mmtrain.models.megatron.zero_adamw import ZeroAdamW
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.plan import Plan
-from mmtrain.plan.artifact.balancing_targets import derive_step_targets
-from mmtrain.plan.artifact.replanned import plan_layout
-from mmtrain.plan.estimate.simulate_plan import simulate_plan
-from mmtrain.plan.planner import plan_recipe
-from mmtrain.plan.search.profiled_sizes import sizes_to_measure
+from mmtrain.planning import Plan
+from mmtrain.planning.artifact.balancing_targets import derive_step_targets
+from mmtrain.planning.artifact.replanned import plan_layout
+from mmtrain.planning.evaluate.simulate_plan import simulate_plan
+from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.space.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report.comparison import RunTrace, comparison_rows, comparison_text, critical_path_rows
 from mmtrain.runtime.execution.activity import Activity

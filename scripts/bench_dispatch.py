@@ -45,10 +45,10 @@ from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import build_encoder_payload, build_text_payload
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, EncodedSample
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan import Plan
-from mmtrain.plan.artifact.balancing_targets import derive_step_targets
-from mmtrain.plan.artifact.plan_graph import stage_graph
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning import Plan
+from mmtrain.planning.artifact.balancing_targets import derive_step_targets
+from mmtrain.planning.artifact.plan_graph import stage_graph
+from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import Action, Dispatch, build_program, step_loads
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.broker import Broker

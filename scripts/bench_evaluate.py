@@ -18,7 +18,7 @@ import torch
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import ChatTokenizer, build_index
 from mmtrain.models.model_shape import ModelShape, build_model_shape
-from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
+from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import load_recipe
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, select_questions

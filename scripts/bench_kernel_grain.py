@@ -158,9 +158,9 @@ def compare(recipe_arguments: list[str], folder: Path, num_steps: int) -> Compar
     """Measure costs, make a plan at each grain from them, and run both."""
     from mmtrain.cli.app import app
     from mmtrain.cli.recipe_index import index_recipe
-    from mmtrain.plan.budget import DEFAULT_BUDGET
-    from mmtrain.plan.formulate import formulate_problem
-    from mmtrain.plan.planner import plan
+    from mmtrain.planning.formulate import formulate_problem
+    from mmtrain.planning.planner import plan
+    from mmtrain.planning.space.budget import DEFAULT_BUDGET
     from mmtrain.recipe import load_recipe
     from mmtrain.report import read_metrics
     from mmtrain.runtime.profiling.measure_plans import measure_step_times

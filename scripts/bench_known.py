@@ -17,9 +17,9 @@ import yaml
 
 from mmtrain.costs import AnalyticCosts
 from mmtrain.data import build_index
-from mmtrain.plan.formulate import formulate_problem
-from mmtrain.plan.planner import plan
-from mmtrain.plan.problem import PlanningProblem
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.planner import plan
+from mmtrain.planning.space.problem import PlanningProblem
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 from scripts.known_runs import KNOWN_RUNS, KnownRun
 

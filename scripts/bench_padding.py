@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmtrain.plan import load_plan
+from mmtrain.planning import load_plan
 from mmtrain.report import read_metrics
 
 RUNS = (  # (grouping, pad)

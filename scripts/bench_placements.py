@@ -16,11 +16,11 @@ from pathlib import Path
 
 from mmtrain.data import build_index
 from mmtrain.errors import PlanError
-from mmtrain.plan.artifact.plan import Alternative, Plan
-from mmtrain.plan.budget import QUICK_BUDGET
-from mmtrain.plan.formulate import formulate_problem
-from mmtrain.plan.planner import plan
-from mmtrain.plan.problem import PlanRequest
+from mmtrain.planning.artifact.plan import Alternative, Plan
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.planner import plan
+from mmtrain.planning.space.budget import QUICK_BUDGET
+from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import load_recipe
 from scripts.whatif_problems import WHAT_IF_FOLDER
 

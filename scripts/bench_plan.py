@@ -23,14 +23,21 @@ from pathlib import Path
 import numpy as np
 
 from mmtrain.balance import ItemLengths, SampleLengths
-from mmtrain.plan import Plan
-from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning import Plan
+from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO
 from mmtrain.recipe.schema import Recipe
 from scripts.whatif_problems import WHAT_IF_FOLDER
-from tests.plan import factory
-from tests.plan.exhaustive import Instance, by_placement, fastest_found, larger_instance, least_step, random_instance
-from tests.plan.milp import pipeline, solve
+from tests.planning import factory
+from tests.planning.exhaustive import (
+    Instance,
+    by_placement,
+    fastest_found,
+    larger_instance,
+    least_step,
+    random_instance,
+)
+from tests.planning.milp import pipeline, solve
 
 # Ranks, global batch, and GiB of a rank where it is not the hardware's; the first is what the others are compared with.
 SIZES = (

@@ -20,10 +20,10 @@ from mmtrain.data import build_index
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.data.synthetic.digits import prepare_digits
 from mmtrain.errors import PlanError
-from mmtrain.plan import Plan
-from mmtrain.plan.planner import plan_recipe
-from mmtrain.plan.problem import PlanRequest
-from mmtrain.plan.search.profiled_sizes import sizes_to_measure
+from mmtrain.planning import Plan
+from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.space.problem import PlanRequest
+from mmtrain.planning.space.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.runtime.profiling.measure_plans import measure_step_times
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile

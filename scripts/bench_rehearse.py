@@ -13,7 +13,7 @@ import resource
 from pathlib import Path
 
 from mmtrain.cli.simulated_steps import index_and_plan, step_batches
-from mmtrain.plan.estimate.simulate_plan import plan_timing
+from mmtrain.planning.evaluate.simulate_plan import plan_timing
 from mmtrain.program import build_program
 from mmtrain.program.ir.first_group import first_group
 from mmtrain.recipe import load_recipe

@@ -20,8 +20,8 @@ from typing import Any
 
 from mmtrain.cli.local_cluster import resolve_cluster
 from mmtrain.data import BatchBuilder, GroupStream, build_index
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.runtime.execution.optimizer import Optimizer
 from mmtrain.runtime.execution.rank_context import build_rank_context

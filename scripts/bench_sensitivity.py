@@ -12,14 +12,14 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mmtrain.plan.artifact.plan import AS_FAST_RATIO
-from mmtrain.plan.budget import DEFAULT_BUDGET
-from mmtrain.plan.candidate import Candidate
-from mmtrain.plan.estimate.evaluator import Evaluator
-from mmtrain.plan.estimate.layout_simulation import simulate_layout
-from mmtrain.plan.explain.baselines import BaselinePlanner
-from mmtrain.plan.planner import search_placements
-from mmtrain.plan.problem import PlanningProblem
+from mmtrain.planning.advise.baselines import BaselinePlanner
+from mmtrain.planning.artifact.plan import AS_FAST_RATIO
+from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.evaluate.layout_simulation import simulate_layout
+from mmtrain.planning.planner import search_placements
+from mmtrain.planning.space.budget import DEFAULT_BUDGET
+from mmtrain.planning.space.candidate import Candidate
+from mmtrain.planning.space.problem import PlanningProblem
 from scripts.perturbed_costs import COST_CONSTANTS, LARGEST_CHANGE, Perturbation, perturbed_costs, perturbed_hardware
 from scripts.whatif_problems import WHAT_IF_FOLDER, whatif_problem
 

@@ -15,18 +15,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from mmtrain.plan.artifact.layout import Layout, MeshSize
-from mmtrain.plan.artifact.plan import SchedulePlan
-from mmtrain.plan.candidate import Candidate
-from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, LlmTimeline, schedule_encoder
-from mmtrain.plan.colocated.colocated_layouts import colocated_layout
-from mmtrain.plan.colocated.colocated_search import search_colocated
-from mmtrain.plan.colocated.llm_alone import find_bubbles, simulate_llm_alone, with_delayed_forwards
-from mmtrain.plan.colocated.stage_kernels import GraphSegments, stage_kernels
-from mmtrain.plan.estimate.evaluator import Evaluator
-from mmtrain.plan.estimate.layer_costs import LayerCosts
-from mmtrain.plan.estimate.layout_simulation import scheduled_graph
-from mmtrain.plan.search.tp_chunks import with_token_splits
+from mmtrain.planning.artifact.layout import Layout, MeshSize
+from mmtrain.planning.artifact.plan import SchedulePlan
+from mmtrain.planning.colocated.bubble_schedule import EncoderPlan, LlmTimeline, schedule_encoder
+from mmtrain.planning.colocated.colocated_layouts import colocated_layout
+from mmtrain.planning.colocated.colocated_search import search_colocated
+from mmtrain.planning.colocated.llm_alone import find_bubbles, simulate_llm_alone, with_delayed_forwards
+from mmtrain.planning.colocated.stage_kernels import GraphSegments, stage_kernels
+from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.evaluate.layout_simulation import scheduled_graph
+from mmtrain.planning.layer_costs.layer_costs import LayerCosts
+from mmtrain.planning.layer_costs.tp_chunks import with_token_splits
+from mmtrain.planning.space.candidate import Candidate
 from mmtrain.program.ir.graph import LLM
 from scripts.kernel_tables.encoder_search import search_shares, step_time_lower_bound
 from scripts.whatif_problems import whatif_problem

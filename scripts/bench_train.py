@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mmtrain.plan import load_plan
+from mmtrain.planning import load_plan
 from mmtrain.report import read_metrics
 
 MIB = 2**20

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from mmtrain.data import build_index
 from mmtrain.errors import PlanError
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.formulate import formulate_problem
-from mmtrain.plan.planner import plan
-from mmtrain.plan.problem import PlanRequest
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.planner import plan
+from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 from scripts.paper_tables import ALL_TABLES, PaperRow, PaperTable, PlanRun, all_runs
 from scripts.whatif_problems import WHAT_IF_FOLDER

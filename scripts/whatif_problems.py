@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from mmtrain.data import build_index
-from mmtrain.plan.formulate import formulate_problem
-from mmtrain.plan.problem import PlanningProblem, PlanRequest
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 
 WHAT_IF_FOLDER = Path(__file__).resolve().parents[1] / "recipes/whatif"

@@ -8,7 +8,7 @@ from mmtrain.errors import PlanError, RecipeError, UserError
 from mmtrain.recipe import Recipe
 
 if TYPE_CHECKING:
-    from mmtrain.plan import Plan
+    from mmtrain.planning import Plan
 
 SIZES = ("tp", "pp", "vpp", "dp")
 MEGATRON_SIZES = {
@@ -86,7 +86,7 @@ def _require(is_right: bool, text: str, problem: str) -> None:
 
 def compare_layout(chosen: "Plan", changed: Recipe, plan_for: "Callable[[Recipe], Plan]") -> "Plan":
     """Plan `changed`, the recipe with the user's sizes fixed, and put that plan into the ranking of the chosen one."""
-    from mmtrain.plan.explain.compare import with_compared, with_misfit
+    from mmtrain.planning.advise.compare import with_compared, with_misfit
 
     try:
         compared = plan_for(changed)

@@ -38,8 +38,8 @@ def stats(
     from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
     from mmtrain.data.stream.source_summary import summarize_sources
     from mmtrain.errors import UserError
-    from mmtrain.plan.budget import DEFAULT_BUDGET
-    from mmtrain.plan.search.constraints import context_parallel_sizes
+    from mmtrain.planning.space.budget import DEFAULT_BUDGET
+    from mmtrain.planning.space.constraints import context_parallel_sizes
     from mmtrain.recipe import load_recipe
     from mmtrain.report.data_view import long_samples_text, sources_text, stats_picture, stats_text
 

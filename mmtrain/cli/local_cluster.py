@@ -15,9 +15,9 @@ from mmtrain.recipe import Recipe, recipe_fingerprint
 
 if TYPE_CHECKING:
     from mmtrain.balance import SampleLengths
-    from mmtrain.plan import Plan
-    from mmtrain.plan.artifact.plan import StepMeasurement
-    from mmtrain.plan.problem import PlanRequest
+    from mmtrain.planning import Plan
+    from mmtrain.planning.artifact.plan import StepMeasurement
+    from mmtrain.planning.space.problem import PlanRequest
 
 # Planning makes millions of objects and hardly a reference cycle, so frequent collections only cost time.
 GC_THRESHOLD_OBJECTS = 1_000_000
@@ -121,8 +121,8 @@ def plan_here(
 
     What this machine's torch cannot run is not searched.
     """
-    from mmtrain.plan.planner import plan_recipe
-    from mmtrain.plan.problem import PlanRequest
+    from mmtrain.planning.planner import plan_recipe
+    from mmtrain.planning.space.problem import PlanRequest
 
     request = request or PlanRequest()
     runs_here = num_ranks is not None or request.measure is not None
@@ -143,9 +143,9 @@ def plan_for_started_ranks(
     recipe: Recipe, lengths: "SampleLengths", *, world_size: int, hardware: str, recipe_sha256: str
 ) -> "Plan":
     """Plan for ranks that have already been started: the plan uses all of them, whatever `parallel.max_gpus` says."""
-    from mmtrain.plan.explain.text_only import with_text_only
-    from mmtrain.plan.planner import plan_recipe
-    from mmtrain.plan.problem import PlanRequest
+    from mmtrain.planning.planner import plan_recipe
+    from mmtrain.planning.space.problem import PlanRequest
+    from mmtrain.planning.whatif.text_only import with_text_only
 
     plan = plan_recipe(
         _on_all_ranks(recipe),
@@ -170,7 +170,7 @@ def plan_timer(recipe: Recipe) -> "Callable[[Plan], StepMeasurement]":
     """
     from mmtrain.cli.recipe_index import print_note
     from mmtrain.errors import RunError
-    from mmtrain.plan.artifact.plan import StepMeasurement
+    from mmtrain.planning.artifact.plan import StepMeasurement
     from mmtrain.recipe import require_runnable
     from mmtrain.report.plain_text import seconds_text
     from mmtrain.report.scaling import layout_text

@@ -56,7 +56,7 @@ def rehearse(
     from dataclasses import asdict
 
     from mmtrain.cli.simulated_steps import index_and_plan, step_batches
-    from mmtrain.plan.estimate.simulate_plan import plan_timing
+    from mmtrain.planning.evaluate.simulate_plan import plan_timing
     from mmtrain.recipe import load_recipe
     from mmtrain.runtime.rehearsal.rehearse import RehearsalRequest
     from mmtrain.runtime.rehearsal.rehearse import rehearse as run_rehearsal

@@ -65,7 +65,7 @@ def _contents_of_plan(path: Path) -> "ReportContents":
     """Load a plan file; its memory limit is that of the hardware preset."""
     from mmtrain.costs import preset
     from mmtrain.costs.hardware import GIB
-    from mmtrain.plan.artifact.plan_files import load_plan
+    from mmtrain.planning.artifact.plan_files import load_plan
     from mmtrain.report.report_contents import ReportContents
 
     plan = load_plan(path)

@@ -25,12 +25,12 @@ from mmtrain.cli.recipe_index import index_recipe
 from mmtrain.cli.stage_runs import require_one_stage
 from mmtrain.cli.whatif import cluster_overrides, parse_gpu_counts, plan_for_each_count
 from mmtrain.errors import UserError, writing
-from mmtrain.plan import Plan
-from mmtrain.plan.explain.baselines import BASELINES
-from mmtrain.plan.explain.faster_nearby import describe_faster_nearby
-from mmtrain.plan.explain.text_only import with_text_only
-from mmtrain.plan.problem import PlanRequest
-from mmtrain.plan.search.allocation_watch import Allocation, AllocationWatch
+from mmtrain.planning import Plan
+from mmtrain.planning.advise.baselines import BASELINES
+from mmtrain.planning.space.allocation_watch import Allocation, AllocationWatch
+from mmtrain.planning.space.problem import PlanRequest
+from mmtrain.planning.whatif.faster_nearby import describe_faster_nearby
+from mmtrain.planning.whatif.text_only import with_text_only
 from mmtrain.recipe import Recipe, WrittenRecipe, is_runnable, load_recipe, read_recipe
 from mmtrain.report import plan_table
 from mmtrain.report.run_cost import RunCost, states_costs

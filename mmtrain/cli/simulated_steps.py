@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from mmtrain.balance import BatchMeta
     from mmtrain.data import DataIndex
-    from mmtrain.plan import Plan
+    from mmtrain.planning import Plan
     from mmtrain.program import Timeline
     from mmtrain.recipe import Recipe
     from mmtrain.report.comparison import RunTrace
@@ -35,7 +35,7 @@ def simulate_steps(
     recipe, and for a trace that cannot be read or was recorded with another plan.
     """
     from mmtrain.errors import UserError
-    from mmtrain.plan.estimate.simulate_plan import simulate_plan
+    from mmtrain.planning.evaluate.simulate_plan import simulate_plan
     from mmtrain.report.comparison import RunTrace
 
     trace = None if trace_path is None else RunTrace.load(trace_path)
@@ -55,7 +55,7 @@ def index_and_plan(recipe: "Recipe", plan_path: Path | None) -> "tuple[DataIndex
     """
     from mmtrain.cli.local_cluster import plan_here, require_costs
     from mmtrain.cli.recipe_index import index_recipe
-    from mmtrain.plan.artifact.plan_files import load_plan, require_match
+    from mmtrain.planning.artifact.plan_files import load_plan, require_match
     from mmtrain.recipe import recipe_fingerprint
 
     if plan_path is None:
@@ -74,7 +74,7 @@ def step_batches(
 ) -> "list[BatchMeta]":
     """Return the batches that training by this plan sees in these steps, counted from 1."""
     from mmtrain.data import GroupStream
-    from mmtrain.plan.artifact.balancing_targets import derive_step_targets
+    from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 
     stream = GroupStream.of(recipe, index)
     data_parallel = {name: unit.dp for name, unit in plan.units.items()}

@@ -137,9 +137,9 @@ def _train_run(run: "StageRun", options: _Options, may_be_new: bool = False) -> 
     """Start or resume one run; `may_be_new`: with `--resume`, start it if there is none."""
     from mmtrain.cli.local_cluster import can_shard_here, plan_for_started_ranks, resolve_cluster
     from mmtrain.costs.choose import costs_of_recipe
-    from mmtrain.plan import load_plan
-    from mmtrain.plan.artifact.plan_files import ranks_to_start
-    from mmtrain.plan.plan_again import plan_again
+    from mmtrain.planning import load_plan
+    from mmtrain.planning.artifact.plan_files import ranks_to_start
+    from mmtrain.planning.whatif.plan_again import plan_again
     from mmtrain.runtime.training.go_back import parse_go_back
     from mmtrain.runtime.training.train import run as train_request
     from mmtrain.runtime.training.train_request import TrainRequest

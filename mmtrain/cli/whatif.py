@@ -7,7 +7,7 @@ from mmtrain.errors import PlanError, UserError
 from mmtrain.recipe import Recipe
 
 if TYPE_CHECKING:
-    from mmtrain.plan import Plan
+    from mmtrain.planning import Plan
     from mmtrain.report.scaling import ScalingPoint
 
 _CLUSTER_SYNTAX = "HARDWARE:KEY=VALUE,... with keys nodes, ranks, ranks_per_node, memory_gib, as in h100-80g:nodes=8"

@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from mmtrain.balance.summary import GroupingScore
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan
 from mmtrain.report.comparison import comparison_cells, comparison_head
 from mmtrain.report.drawing import UNIT_COLORS, svg, unit_color
 from mmtrain.report.html_style import STYLE

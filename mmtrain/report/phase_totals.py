@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmtrain.balance.phase_loads import PhaseLoad, mean_phase_loads
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan
 from mmtrain.report.metrics_record import steady_steps
 from mmtrain.report.plain_text import seconds_text
 

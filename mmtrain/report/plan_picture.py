@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from mmtrain.plan.artifact.plan import Plan, StagePlan
+from mmtrain.planning.artifact.plan import Plan, StagePlan
 from mmtrain.report.drawing import Box, Color, Drawing, Label, Mark, Polyline, unit_color
 from mmtrain.report.rank_groups import (
     RankGroup,

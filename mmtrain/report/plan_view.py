@@ -6,7 +6,7 @@ from itertools import chain
 from rich.console import RenderableType
 from rich.table import Table
 
-from mmtrain.plan.artifact.plan import AS_FAST_RATIO, AS_FAST_TEXT, Plan, Prediction, UnitPlan
+from mmtrain.planning.artifact.plan import AS_FAST_RATIO, AS_FAST_TEXT, Plan, Prediction, UnitPlan
 from mmtrain.program.ir.graph import LLM
 from mmtrain.report.idle_time import idle_text
 from mmtrain.report.metrics_record import compact_number

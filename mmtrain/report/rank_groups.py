@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from mmtrain.plan.artifact.plan import Plan, StagePlan, UnitPlan
+from mmtrain.planning.artifact.plan import Plan, StagePlan, UnitPlan
 from mmtrain.program.ir.graph import LLM
 from mmtrain.report.plain_text import memory_text
 

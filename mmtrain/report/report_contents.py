@@ -8,7 +8,7 @@ from typing import Any
 
 from mmtrain.balance.summary import GroupingScore
 from mmtrain.costs.hardware import GIB
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import BUBBLE_KINDS, Compute, Timeline
 from mmtrain.recipe import Recipe
 from mmtrain.report.comparison import ComparisonRow, RunTrace, critical_path_rows

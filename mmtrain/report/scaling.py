@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from mmtrain.plan.artifact.layout import Layout
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.layout import Layout
+from mmtrain.planning.artifact.plan import Plan
 from mmtrain.report.plain_text import DEFAULT_WIDTH, render_text, seconds_text
 
 # An added GPU is worthwhile if it adds at least this share of the throughput of a GPU in the smallest cluster.

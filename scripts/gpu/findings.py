@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mmtrain.plan.artifact.plan import Prediction
+from mmtrain.planning.artifact.plan import Prediction
 
 Verdict = Literal["ok", "WRONG", "failed", "left out", ""]  # "": a figure, which is neither right nor wrong
 

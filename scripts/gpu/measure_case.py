@@ -17,8 +17,8 @@ from mmtrain.costs import preset
 from mmtrain.costs.hardware import GIB
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.errors import MmtrainError
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import recipe_fingerprint
 from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context

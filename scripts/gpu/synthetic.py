@@ -12,8 +12,8 @@ from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import build_encoder_payload, build_text_payload
 from mmtrain.data.media.images import Uint8Array
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, EncodedSample
-from mmtrain.plan.artifact.balancing_targets import derive_step_targets
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.balancing_targets import derive_step_targets
+from mmtrain.planning.artifact.plan import Plan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import RankContext
 

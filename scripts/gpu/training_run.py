@@ -14,7 +14,7 @@ import yaml
 
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import StoppedAndSaved
-from mmtrain.plan import load_plan
+from mmtrain.planning import load_plan
 from mmtrain.report import read_metrics
 from scripts.gpu.blocks import BlockContext
 from scripts.gpu.findings import BlockReport, predicted_allocation_gib

@@ -6,7 +6,7 @@ from itertools import chain, product
 
 import numpy as np
 
-from mmtrain.plan.colocated.bubble_schedule import (
+from mmtrain.planning.colocated.bubble_schedule import (
     EncoderPlan,
     EncoderSchedule,
     IntArray,
@@ -15,7 +15,7 @@ from mmtrain.plan.colocated.bubble_schedule import (
     schedule_encoder,
     step_time_around,
 )
-from mmtrain.plan.colocated.bubbles import FloatArray, FreeTime, KernelSequence, PlacedKernels
+from mmtrain.planning.colocated.bubbles import FloatArray, FreeTime, KernelSequence, PlacedKernels
 
 STEP_TIME_TOLERANCE = 1.0005  # a step within this factor of its lower bound is not searched further
 MAX_SHARE_TRIALS = 40  # ways to share out the microbatches that are tried for a plan

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, LlmTimeline
-from mmtrain.plan.colocated.bubbles import FloatArray, FreeTime, KernelSequence
-from mmtrain.plan.search.min_max_partition import min_max_partition
+from mmtrain.planning.colocated.bubble_schedule import EncoderPlan, LlmTimeline
+from mmtrain.planning.colocated.bubbles import FloatArray, FreeTime, KernelSequence
+from mmtrain.planning.layer_costs.min_max_partition import min_max_partition
 from scripts.kernel_tables.interleaved_timeline import InterleavedPipeline, InterleavedTimeline, simulate_interleaved
 
 CUT_COST = 0.03  # share of a kernel's duration that each cut of it adds; an assumption of the tables, not measured

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mmtrain.balance import BatchMeta, PipelineRank, SampleLengths, SequenceCost, StepTargets, assign
 from mmtrain.balance.makespan_1f1b import makespans_1f1b
 from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
-from mmtrain.plan.artifact.plan import SchedulePlan
-from mmtrain.plan.artifact.schedule_table import build_schedule_table
+from mmtrain.planning.artifact.plan import SchedulePlan
+from mmtrain.planning.artifact.schedule_table import build_schedule_table
 from tests.balance.test_assign import make_groups, make_lengths
 from tests.program.graphs import Unit, chain
 

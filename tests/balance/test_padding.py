@@ -10,7 +10,7 @@ from mmtrain.balance.grouping import group_randomly
 from mmtrain.balance.methods import GroupingMethod
 from mmtrain.balance.padding import pad_microbatches, without_padding
 from mmtrain.data import GroupStream
-from mmtrain.plan.estimate.sample_batches import sample_batches
+from mmtrain.planning.space.sample_batches import sample_batches
 
 BASELINES: tuple[GroupingMethod, ...] = ("random", "length", "device")
 

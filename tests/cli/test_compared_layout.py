@@ -6,11 +6,11 @@ import pytest
 
 from mmtrain.cli.compared_layout import compare_layout, parse_layout
 from mmtrain.errors import PlanError, UserError
-from mmtrain.plan import Plan
-from mmtrain.plan.explain.compare import with_compared
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning import Plan
+from mmtrain.planning.advise.compare import with_compared
+from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import Recipe
-from tests.plan.factory import lengths, recipe
+from tests.planning.factory import lengths, recipe
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 from mmtrain.cli import local_cluster
 from mmtrain.errors import LaunchError
 from mmtrain.models.fully_sharded import require_fsdp2
-from mmtrain.plan import Plan
-from mmtrain.plan.plan_again import plan_again
-from mmtrain.plan.problem import PlanRequest
+from mmtrain.planning import Plan
+from mmtrain.planning.space.problem import PlanRequest
+from mmtrain.planning.whatif.plan_again import plan_again
 from mmtrain.recipe import Recipe
-from tests.plan.factory import lengths, recipe
+from tests.planning.factory import lengths, recipe
 
 WITHOUT_PIPELINES = {"llm": {"tp": 1, "pp": 1}, "vision": {"tp": 1, "pp": 1}}
 

@@ -10,7 +10,7 @@ import pytest
 from mmtrain.data import build_index
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.families import FAMILIES
-from mmtrain.plan import load_plan
+from mmtrain.planning import load_plan
 from tests.cli.conftest import RunMmtrain
 
 RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"

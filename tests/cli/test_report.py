@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from mmtrain.cli.app import app
 from mmtrain.errors import MmtrainError
-from mmtrain.plan import load_plan
+from mmtrain.planning import load_plan
 from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE, TRACE_FILE
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"

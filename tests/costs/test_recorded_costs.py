@@ -8,7 +8,7 @@ from mmtrain.costs import AnalyticCosts, GroupLayout, TokenLoad, costs_for, pres
 from mmtrain.costs.cost_table import CostTable
 from mmtrain.costs.recorded_costs import RecordedRatios, costs_of_table, recorded_table
 from mmtrain.models.model_shape import build_model_shape
-from tests.plan.factory import recipe
+from tests.planning.factory import recipe
 
 MACHINE = preset("cpu-core")
 LOAD = TokenLoad(64, 64 * 64, 64, 1)

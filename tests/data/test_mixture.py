@@ -15,7 +15,7 @@ from mmtrain.balance.mixture import Mixture, ShareUnit, mixture_phases
 from mmtrain.data import DataIndex, GroupStream, build_index
 from mmtrain.data.stream.source_summary import summarize_sources
 from mmtrain.errors import DataError
-from mmtrain.plan.estimate.sample_batches import sample_batches
+from mmtrain.planning.space.sample_batches import sample_batches
 from mmtrain.recipe.schema import Recipe
 from tests.data.test_group_stream import METHODS, contents
 

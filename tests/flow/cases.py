@@ -21,7 +21,7 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage_module import StageSpec
-from mmtrain.plan.artifact.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
+from mmtrain.planning.artifact.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program import DispatchMode, ScheduleKind
 from mmtrain.program.ir.graph import ContextMethod, CutSequences
 from mmtrain.recipe import Recipe

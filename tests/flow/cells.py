@@ -18,9 +18,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mmtrain.models.model_shape import ModelShape, build_model_shape
-from mmtrain.plan import Plan, stage_graph
-from mmtrain.plan.artifact import layout as layouts
-from mmtrain.plan.artifact.layout import MeshSize
+from mmtrain.planning import Plan, stage_graph
+from mmtrain.planning.artifact import layout as layouts
+from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.program import Microbatch, StageGraph, StageId
 from mmtrain.program.ir.graph import ContextMethod, CutSequences
 from mmtrain.recipe import Recipe

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.plan import Plan
+from mmtrain.planning import Plan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.training.lr_schedule import learning_rate

@@ -9,8 +9,8 @@ import pytest
 
 from mmtrain.balance import StepTargets
 from mmtrain.data import GroupStream, build_index
-from mmtrain.plan import Plan, load_plan
-from mmtrain.plan.artifact.balancing_targets import derive_step_targets
+from mmtrain.planning import Plan, load_plan
+from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE
 from mmtrain.runtime.training.train_request import TrainRequest

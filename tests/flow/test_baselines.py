@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.plan import load_plan
-from mmtrain.plan.planner import plan_recipe
-from mmtrain.plan.problem import PlanRequest
+from mmtrain.planning import load_plan
+from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.space.problem import PlanRequest
 from tests.flow.cases import NUM_PLANNED, lengths, recipe
 from tests.flow.equality import assert_equals_one_process
 

@@ -7,7 +7,7 @@ import pytest
 from mmtrain.models.kernels import vocab_loss
 from mmtrain.models.loss_chunks import LossSizes
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.plan import Plan
+from mmtrain.planning import Plan
 from mmtrain.recipe import Recipe
 from tests.flow.cases import plan, recipe
 from tests.flow.equality import assert_equals_one_process, train_steps

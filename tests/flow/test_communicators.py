@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.artifact.communicators import count_communicators
-from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.planning.artifact.communicators import count_communicators
+from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program import StageGraph
 from mmtrain.runtime.execution.process_groups import build_groups
 from mmtrain.runtime.world import World

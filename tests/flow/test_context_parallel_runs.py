@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmtrain.checkpoint import open_newest_good
-from mmtrain.plan import load_plan
+from mmtrain.planning import load_plan
 from mmtrain.program import Backward
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import PLAN_FILE

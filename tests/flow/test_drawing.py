@@ -16,8 +16,8 @@ from mmtrain.data import BatchBuilder, DataIndex, PayloadNeed, build_index
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_graph import build_stage_graph
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_graph import build_stage_graph
 from mmtrain.program import LLM, Backward, build_program
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.modalities import GENERATOR

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mmtrain.plan import Plan
+from mmtrain.planning import Plan
 from tests.flow.cases import Mesh
 from tests.flow.drawing import UNET, recipe, write_samples
 from tests.flow.test_drawing import Meshes, assert_equals_one_process, command, freeze

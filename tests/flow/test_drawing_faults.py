@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mmtrain.plan import Plan
-from mmtrain.plan.plan_again import plan_again
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning import Plan
+from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.whatif.plan_again import plan_again
 from mmtrain.program import Backward
 from mmtrain.recipe import load_recipe
 from mmtrain.report import read_metrics

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.checkpoint import find, latest, open_newest_good
-from mmtrain.plan.artifact.plan_files import load_plan
+from mmtrain.planning.artifact.plan_files import load_plan
 from mmtrain.program import Action
 from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints

@@ -16,8 +16,8 @@ import torch
 
 from mmtrain.checkpoint import Checkpoint, find, open_newest_good
 from mmtrain.checkpoint.verify_files import read_manifest
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import Action, Backward, Dispatch, Forward
 from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.failures import read_failures, stacks_path

@@ -14,8 +14,8 @@ from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import build_index, load_tokenizer
 from mmtrain.families import FAMILIES
 from mmtrain.families.tiny import TINY_VOCAB_SIZE
-from mmtrain.plan.plan_again import plan_again
-from mmtrain.plan.planner import plan_recipe as planner
+from mmtrain.planning.planner import plan_recipe as planner
+from mmtrain.planning.whatif.plan_again import plan_again
 from mmtrain.recipe import LoadedRecipe, load_recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe

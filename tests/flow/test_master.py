@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, ScheduleKind, Send, build_program
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context

@@ -6,7 +6,7 @@ import pytest
 
 from mmtrain.data import build_index
 from mmtrain.errors import UserError
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.profiling.measure_plans import measure_step, measure_step_times
 from tests.distributed import fork_ranks

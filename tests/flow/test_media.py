@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from mmtrain.data.synthetic.demo import train_tokenizer
-from mmtrain.plan.plan_again import plan_again
-from mmtrain.plan.planner import plan_recipe as planner
+from mmtrain.planning.planner import plan_recipe as planner
+from mmtrain.planning.whatif.plan_again import plan_again
 from mmtrain.recipe import load_recipe
 from mmtrain.recipe.modalities import AUDIO
 from mmtrain.report import read_metrics

@@ -19,7 +19,7 @@ from mmtrain.models.megatron.compat import no_cuda_graphs, optimizer_scope
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.models.stage_module import StageModule
-from mmtrain.plan import Plan
+from mmtrain.planning import Plan
 from mmtrain.program import Microbatch
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.process_groups import build_groups

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, device, full
 
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.plan import Plan
+from mmtrain.planning import Plan
 from mmtrain.program import Action, Recv, Send
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution import rank_context

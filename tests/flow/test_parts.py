@@ -9,10 +9,10 @@ import torch
 from mmtrain.costs import AnalyticCosts, machine_for
 from mmtrain.errors import ProgramError
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan import Plan
-from mmtrain.plan.artifact.plan_graph import stage_graph
-from mmtrain.plan.colocated.encoder_order import plan_encoder_order
-from mmtrain.plan.estimate.layer_costs import LayerCosts
+from mmtrain.planning import Plan
+from mmtrain.planning.artifact.plan_graph import stage_graph
+from mmtrain.planning.colocated.encoder_order import plan_encoder_order
+from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.program import Fill, Program, action_to_text, build_1f1b, build_coarse, check_program, lower
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
@@ -23,7 +23,7 @@ from tests.flow.cases import AUDIO, DEEPSTACK, Mesh, Order, plan, recipe, step_d
 from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import TOGETHER
-from tests.plan.factory import problem_for
+from tests.planning.factory import problem_for
 from tests.program.parts import fill
 
 MAX_SEEDS = 400

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning.planner import plan_recipe
 from tests.flow.cases import AUDIO, FINE, NUM_PLANNED, lengths, recipe
 from tests.flow.equality import assert_equals_one_process
 

@@ -16,9 +16,9 @@ from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import BatchBuilder, build_index
 from mmtrain.families import FAMILIES
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.plan import Plan
-from mmtrain.plan.plan_again import plan_again
-from mmtrain.plan.planner import plan_recipe as planner
+from mmtrain.planning import Plan
+from mmtrain.planning.planner import plan_recipe as planner
+from mmtrain.planning.whatif.plan_again import plan_again
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.rank_context import build_rank_context

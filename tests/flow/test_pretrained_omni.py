@@ -21,9 +21,9 @@ from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.families import FAMILIES
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
-from mmtrain.plan.plan_again import plan_again
-from mmtrain.plan.planner import plan_recipe as planner
+from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
+from mmtrain.planning.planner import plan_recipe as planner
+from mmtrain.planning.whatif.plan_again import plan_again
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.evaluation.generate import load_generator

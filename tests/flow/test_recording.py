@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.artifact.plan_files import load_plan
-from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.planning.artifact.plan_files import load_plan
+from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program import Compute, Partial, build_program, chrome_trace
 from mmtrain.program.ir.segments import expand_all
 from mmtrain.program.trace.measured_timeline import measured_timeline

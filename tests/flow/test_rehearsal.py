@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.errors import UserError
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.estimate.simulate_plan import plan_timing
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.evaluate.simulate_plan import plan_timing
 from mmtrain.program.schedules.builder import ScheduleKind
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.rehearsal import rehearse as rehearsal

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmtrain.checkpoint import Checkpoint, ShardSpec, open_newest_good
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.plan.estimate.simulate_plan import plan_timing
+from mmtrain.planning.evaluate.simulate_plan import plan_timing
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank, restore_checkpoint
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context

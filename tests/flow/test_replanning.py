@@ -16,9 +16,9 @@ from mmtrain.checkpoint import Storage
 from mmtrain.costs import AnalyticCosts, CostTable, preset
 from mmtrain.costs.recorded_costs import RecordedRatios, recorded_table
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan import Plan, load_plan
-from mmtrain.plan.artifact.plan_memory import DeviceMemory
-from mmtrain.plan.artifact.replanned import present_step_s
+from mmtrain.planning import Plan, load_plan
+from mmtrain.planning.artifact.plan_memory import DeviceMemory
+from mmtrain.planning.artifact.replanned import present_step_s
 from mmtrain.program import Action
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics

@@ -17,8 +17,8 @@ from mmtrain.cli.app import app
 from mmtrain.errors import LaunchError
 from mmtrain.models import fully_sharded
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.plan import load_plan
-from mmtrain.plan.artifact.plan import Plan, UnitPlan
+from mmtrain.planning import load_plan
+from mmtrain.planning.artifact.plan import Plan, UnitPlan
 from mmtrain.program import Backward, DispatchMode
 from mmtrain.program.schedules.builder import ScheduleKind
 from mmtrain.recipe import Recipe

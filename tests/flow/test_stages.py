@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from mmtrain.cli.stage_runs import stage_runs
-from mmtrain.plan.plan_again import plan_again
-from mmtrain.plan.planner import plan_recipe as planner
+from mmtrain.planning.planner import plan_recipe as planner
+from mmtrain.planning.whatif.plan_again import plan_again
 from mmtrain.recipe import read_recipe
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.training import train

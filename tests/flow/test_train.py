@@ -14,7 +14,7 @@ from mmtrain.checkpoint import find
 from mmtrain.data import build_index
 from mmtrain.errors import LaunchError, PlanError, UserError
 from mmtrain.models.kernels.choice import kernel_choices
-from mmtrain.plan import load_plan
+from mmtrain.planning import load_plan
 from mmtrain.program import Backward, Forward
 from mmtrain.recipe import load_recipe
 from mmtrain.report import StepMetrics, read_metrics

@@ -22,7 +22,7 @@ from mmtrain.data.formats.sample import Sample
 from mmtrain.families import FAMILIES, Family
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
+from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import LoadedRecipe, Recipe, load_recipe
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, select_questions

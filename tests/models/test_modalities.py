@@ -17,7 +17,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.stage_inputs import EncoderInput
 from mmtrain.models.stage_module import StageSpec
 from mmtrain.models.vision_layers import VisionContext
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import Recipe, json_schema, recipe_fingerprint
 from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from mmtrain.errors import ProgramError
-from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
+from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.program import build_program
 from mmtrain.program.ir.actions import Forward
 from mmtrain.program.ir.data_dependencies import participants

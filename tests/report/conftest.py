@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from mmtrain.plan import Plan
-from mmtrain.plan.estimate.simulate_plan import simulate_plan
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning import Plan
+from mmtrain.planning.evaluate.simulate_plan import simulate_plan
+from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import Timeline
 from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
 from mmtrain.report import StepMetrics, TimeSplit
 from mmtrain.report.comparison import RunTrace, comparison_rows
 from mmtrain.report.report_contents import ReportContents
-from tests.plan import factory
+from tests.planning import factory
 
 
 @pytest.fixture(scope="package")

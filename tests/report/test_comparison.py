@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.errors import UserError
-from mmtrain.plan import Plan
+from mmtrain.planning import Plan
 from mmtrain.program import Timeline
 from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
 from mmtrain.report.comparison import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.errors import UserError
-from mmtrain.plan import Plan, SchedulePlan, StagePlan, UnitPlan
+from mmtrain.planning import Plan, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program import Compute, Forward, Microbatch, Span, StageId, Timeline
 from mmtrain.report.drawing import Box, Drawing, Label, Polyline, svg
 from mmtrain.report.figure_files import save_drawings

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from mmtrain.plan import Plan
+from mmtrain.planning import Plan
 from mmtrain.program import Timeline
 from mmtrain.report.comparison import ComparisonRow, critical_path_rows
 from mmtrain.report.html import html_page

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from mmtrain.balance.phase_loads import PhaseLoad
-from mmtrain.plan import Plan
+from mmtrain.planning import Plan
 from mmtrain.program import Timeline
 from mmtrain.recipe.parallel_settings import ClusterSettings
 from mmtrain.report.html import html_page

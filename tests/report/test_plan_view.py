@@ -2,8 +2,8 @@
 
 import pytest
 
-from mmtrain.plan import Alternative, Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
-from mmtrain.plan.artifact.plan import AS_FAST_TEXT, StageBalance
+from mmtrain.planning import Alternative, Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
+from mmtrain.planning.artifact.plan import AS_FAST_TEXT, StageBalance
 from mmtrain.report import plan_table
 
 

@@ -2,16 +2,16 @@
 
 import pytest
 
-from mmtrain.plan import Plan
-from mmtrain.plan.explain.text_only import with_text_only
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning import Plan
+from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.whatif.text_only import with_text_only
 from mmtrain.recipe.parallel_settings import ClusterSettings
 from mmtrain.report.html import html_page
 from mmtrain.report.report_contents import ReportContents, report_json
 from mmtrain.report.run_cost import RunCost
 from mmtrain.report.run_summary import run_summary
 from mmtrain.report.terminal import report_text
-from tests.plan.factory import lengths, recipe
+from tests.planning.factory import lengths, recipe
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ from functools import cache
 
 import pytest
 
-from mmtrain.plan import Plan
-from mmtrain.plan.planner import plan_recipe
-from mmtrain.plan.problem import PlanRequest
+from mmtrain.planning import Plan
+from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.report.scaling import ScalingPoint, scaling_json, scaling_rows, scaling_table, scaling_verdict
-from tests.plan.factory import lengths, recipe
+from tests.planning.factory import lengths, recipe
 
 
 @cache

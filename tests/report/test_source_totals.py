@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mmtrain.plan import Plan
+from mmtrain.planning import Plan
 from mmtrain.program import Timeline
 from mmtrain.report.html import html_page
 from mmtrain.report.metrics_record import SourceMetrics

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmtrain.plan import Plan
+from mmtrain.planning import Plan
 from mmtrain.program import Timeline
 from mmtrain.report.comparison import critical_path_rows
 from mmtrain.report.html import html_page

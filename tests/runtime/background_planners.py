@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from mmtrain.errors import PlanError
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan
 
 
 def refuse(reason: str) -> Plan:

@@ -17,8 +17,8 @@ from PIL import Image
 from mmtrain.balance import SampleLengths
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.errors import MmtrainError
-from mmtrain.plan import Plan
-from mmtrain.plan.planner import plan_recipe as planner
+from mmtrain.planning import Plan
+from mmtrain.planning.planner import plan_recipe as planner
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report import EvaluationResult
 from mmtrain.runtime.evaluation.drawn_files import DRAWN_FOLDER

@@ -24,7 +24,7 @@ from mmtrain.data.text.greedy_settings import GreedySettings
 from mmtrain.errors import CheckpointError
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
-from mmtrain.plan.artifact.plan import UnitPlan
+from mmtrain.planning.artifact.plan import UnitPlan
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.modalities import AUDIO
 from mmtrain.recipe.vision_settings import VisionSettings

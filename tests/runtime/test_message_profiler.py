@@ -19,7 +19,7 @@ from mmtrain.runtime.profiling.profile import ProfileRequest, profile_node_links
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.world import Address, World, join, leave
 from tests.distributed import fork_ranks
-from tests.plan import factory
+from tests.planning import factory
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
 

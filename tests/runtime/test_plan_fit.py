@@ -14,9 +14,9 @@ import torch
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
 from mmtrain.machine_limits import MachineLimits
-from mmtrain.plan import Plan
-from mmtrain.plan.artifact.plan_memory import DeviceMemory
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning import Plan
+from mmtrain.planning.artifact.plan_memory import DeviceMemory
+from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.runtime.resilience import device_memory
 from mmtrain.runtime.run_folder import PLAN_FILE
@@ -27,7 +27,7 @@ from mmtrain.runtime.training.plan_fit import limited_to_device, plan_that_fits,
 from mmtrain.runtime.training.standby_plans import save_standby_plan
 from mmtrain.runtime.training.switch_plan import switch_plan
 from mmtrain.runtime.world import World
-from tests.plan.factory import lengths, recipe
+from tests.planning.factory import lengths, recipe
 from tests.runtime.background_planners import give
 
 SETTINGS = recipe(parallel={"placement": "unified"}, seq_len=4096)

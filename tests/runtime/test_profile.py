@@ -15,8 +15,8 @@ from mmtrain.models.layer_shape import BLOCK_PIECES
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.stage_inputs import TextInput
-from mmtrain.plan.planner import plan_recipe
-from mmtrain.plan.search.profiled_sizes import sizes_to_measure
+from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.space.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.profiling.cut_profiler import ProfiledUnit, _Passes, seconds_of_a_stop
 from mmtrain.runtime.profiling.layer_profiler import build_layer_profiler, median_without_outliers
@@ -24,7 +24,7 @@ from mmtrain.runtime.profiling.probes import make_probes
 from mmtrain.runtime.profiling.profile import ProfileRequest, _measure_cut, empty_cost_table, profile
 from mmtrain.runtime.world import World
 from tests.distributed import fork_ranks
-from tests.plan import factory
+from tests.planning import factory
 
 AUDIO = {"layers": 1, "hidden": 32, "heads": 2, "ffn": 64, "mel_bins": 16, "max_frames": 80, "downsample": 2}
 

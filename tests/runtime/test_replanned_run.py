@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mmtrain.plan import Plan, load_plan
+from mmtrain.planning import Plan, load_plan
 from mmtrain.runtime.run_folder import PLAN_FILE, RECORDED_COSTS_FILE, REPLANNED_FOLDER
 from mmtrain.runtime.training import replanned_run
 from mmtrain.runtime.training.cost_drift import RecordedCosts

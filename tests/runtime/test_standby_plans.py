@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from mmtrain.errors import RankDied, RunError
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_change import describe_plan_change
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_change import describe_plan_change
+from mmtrain.planning.planner import plan_recipe
 from mmtrain.runtime.resilience.usable_devices import find_usable_devices
 from mmtrain.runtime.training.hooks.elastic import STEPS_BEFORE_STANDBY_PLANNING, ResumeTime, StandbyPlanning
 from mmtrain.runtime.training.local_restarts import LossMonitor
@@ -22,7 +22,7 @@ from mmtrain.runtime.training.standby_plans import (
     standby_plan_path,
 )
 from mmtrain.runtime.training.step_hook import StepContext
-from tests.plan.factory import lengths, recipe
+from tests.planning.factory import lengths, recipe
 from tests.report.conftest import metrics
 from tests.runtime.background_planners import give, refuse
 from tests.waiting import poll

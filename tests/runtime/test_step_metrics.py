@@ -5,7 +5,7 @@ from operator import add
 
 from mmtrain.costs import model_flops
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program import step_loads
 from mmtrain.runtime.training.step_metrics import counted_flops
 from tests.flow.cases import SAMPLES, Mesh, batch, plan, recipe

@@ -14,8 +14,8 @@ from mmtrain.errors import UserError
 from mmtrain.models.model_shape import LayerShape, build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.parameter_specs import ParamSpec
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program import Recv, Send, build_program
 from mmtrain.recipe import load_recipe
 from mmtrain.runtime.verification.compare_gradients import Difference, compare_gradients, stage_of_parameter

@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.costs.rank_memory import MEMORY_MARGIN
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.planner import plan_recipe
+from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import recipe_fingerprint
 from scripts import bench_gpu
 from scripts.gpu.cases import MODELS, TOKENS, BenchCase, bench_cases

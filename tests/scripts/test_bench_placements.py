@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from mmtrain.plan.planner import plan
-from mmtrain.plan.problem import PlanRequest
+from mmtrain.planning.planner import plan
+from mmtrain.planning.space.problem import PlanRequest
 from scripts.bench_placements import best_of_other_placements, summary
-from tests.plan.factory import problem_for, recipe
+from tests.planning.factory import problem_for, recipe
 
 
 @pytest.mark.slow

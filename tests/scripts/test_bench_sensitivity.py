@@ -12,15 +12,15 @@ from mmtrain.costs.cost_table import MessageEntry
 from mmtrain.costs.hardware import PRESETS, Hardware, Link
 from mmtrain.costs.recorded_costs import RecordedRatios, recorded_table
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.artifact.plan import AS_FAST_RATIO
-from mmtrain.plan.budget import DEFAULT_BUDGET
-from mmtrain.plan.candidate import Candidate, SearchResults
-from mmtrain.plan.estimate.evaluator import Evaluator
-from mmtrain.plan.planner import search_placements
+from mmtrain.planning.artifact.plan import AS_FAST_RATIO
+from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.planner import search_placements
+from mmtrain.planning.space.budget import DEFAULT_BUDGET
+from mmtrain.planning.space.candidate import Candidate, SearchResults
 from mmtrain.recipe.schema import Recipe
 from scripts.bench_sensitivity import compared_plans, rows, search, searched_anew, simulate_again
 from scripts.perturbed_costs import PERTURBATIONS, Perturbation
-from tests.plan.factory import problem_for, recipe, simulated
+from tests.planning.factory import problem_for, recipe, simulated
 
 SLOWER = Perturbation("link speeds", 0.5)
 # Two ranks on two nodes: data parallelism sends many gradients, and a pipeline waits for few microbatches.

@@ -9,7 +9,7 @@ from mmtrain.costs.cost_table import CostTable, LayerEntry, LayerSample, Message
 from mmtrain.costs.layer_arithmetic import gemms
 from mmtrain.models.model_shape import LayerShape, build_model_shape
 from scripts.perturbed_costs import PERTURBATIONS, CostConstant, Perturbation, perturbed_costs, perturbed_hardware
-from tests.plan.factory import recipe
+from tests.planning.factory import recipe
 
 MODEL = AnalyticCosts(preset("h100-80g"), "bf16")
 BLOCK = next(layer for layer in build_model_shape(recipe()).unit("llm").layers if layer.kind == "decoder_block")

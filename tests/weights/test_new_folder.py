@@ -15,7 +15,7 @@ from mmtrain.errors import UserError
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.stage_inputs import TextInput
-from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
+from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, select_questions

@@ -26,8 +26,8 @@ from mmtrain.models.logit_rules import LogitRules
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.stage_inputs import TextInput
-from mmtrain.plan.artifact.plan import UnitPlan
-from mmtrain.plan.artifact.plan_graph import build_stage_graph
+from mmtrain.planning.artifact.plan import UnitPlan
+from mmtrain.planning.artifact.plan_graph import build_stage_graph
 from mmtrain.program import LLM, Microbatch, Program, StageGraph, StageId, Step, StepLoads, build_program, step_loads
 from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe import Recipe

@@ -22,8 +22,8 @@ from mmtrain.data.formats.sample import written_text
 from mmtrain.data.index.data_index import check_bad_rate
 from mmtrain.errors import CheckpointError, LaunchError, UserError
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.plan.artifact.plan import Plan, UnitPlan
-from mmtrain.plan.artifact.plan_files import load_plan
+from mmtrain.planning.artifact.plan import Plan, UnitPlan
+from mmtrain.planning.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.recipe.parallel_settings import LlmParallel, ParallelSettings
 from mmtrain.report.evaluation_result import MEDIA_KINDS, AnsweredQuestion, EvaluationResult, TemplateScore

@@ -18,11 +18,11 @@ from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
 from mmtrain.models.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.models.parameter_specs import WeightSource
 from mmtrain.models.stage_module import StageModule, StageSpec
-from mmtrain.plan.artifact.plan import Plan, SchedulePlan
-from mmtrain.plan.artifact.plan_graph import planned_shape, stage_graph
-from mmtrain.plan.artifact.plan_memory import DeviceMemory, prove_memory
-from mmtrain.plan.artifact.plan_precision import plan_precision
-from mmtrain.plan.artifact.shared_sequences import require_shareable
+from mmtrain.planning.artifact.plan import Plan, SchedulePlan
+from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
+from mmtrain.planning.artifact.plan_memory import DeviceMemory, prove_memory
+from mmtrain.planning.artifact.plan_precision import plan_precision
+from mmtrain.planning.artifact.shared_sequences import require_shareable
 from mmtrain.program import (
     LLM,
     Edge,

@@ -17,9 +17,9 @@ from mmtrain.balance import BatchMeta
 from mmtrain.costs import RankMemory, TokenLoad, preset_for_device
 from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.errors import RunError, UserError
-from mmtrain.plan.artifact.balancing_targets import derive_step_targets
-from mmtrain.plan.artifact.plan import LargestMicrobatch, Plan, StepMeasurement
-from mmtrain.plan.artifact.plan_memory import plan_memory
+from mmtrain.planning.artifact.balancing_targets import derive_step_targets
+from mmtrain.planning.artifact.plan import LargestMicrobatch, Plan, StepMeasurement
+from mmtrain.planning.artifact.plan_memory import plan_memory
 from mmtrain.program.ir.step_loads import step_loads
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context

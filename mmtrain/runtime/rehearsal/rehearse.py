@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mmtrain.errors import RunError, UserError
 from mmtrain.models.stage_inputs import TextInput
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import (
     Action,
     BubbleKind,

@@ -8,7 +8,7 @@ import torch
 
 from mmtrain.costs import machine_for
 from mmtrain.machine_limits import machine_limits
-from mmtrain.plan.artifact.plan_memory import DeviceMemory
+from mmtrain.planning.artifact.plan_memory import DeviceMemory
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.world import World
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan
 
 PLANNING_PROCESS_MODULE = "mmtrain.runtime.training.planning_process"
 # The search is one thread; a GPU is the run's.

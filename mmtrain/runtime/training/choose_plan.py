@@ -8,10 +8,10 @@ from pathlib import Path
 from mmtrain.data import DataIndex
 from mmtrain.durable_files import disk_errors_named, write_whole
 from mmtrain.errors import PlanError
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_change import describe_plan_change
-from mmtrain.plan.artifact.plan_files import load_plan, require_match
-from mmtrain.plan.artifact.plan_memory import DeviceMemory
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_change import describe_plan_change
+from mmtrain.planning.artifact.plan_files import load_plan, require_match
+from mmtrain.planning.artifact.plan_memory import DeviceMemory
 from mmtrain.recipe import recipe_fingerprint
 from mmtrain.report.runlog import time_of_last_step
 from mmtrain.runtime.resilience.device_memory import smallest_device_memory

@@ -10,9 +10,9 @@ from mmtrain.costs import machine_for
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError, ProgramError
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_graph import stage_graph
-from mmtrain.plan.artifact.plan_memory import DeviceMemory, prove_memory
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_graph import stage_graph
+from mmtrain.planning.artifact.plan_memory import DeviceMemory, prove_memory
 from mmtrain.program import build_program
 from mmtrain.recipe import Recipe
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mmtrain.errors import UserError
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan
 
 PLANNING_NICENESS = 15  # of 19: the ranks and the loader's workers come first
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from mmtrain.costs import CostTable
 from mmtrain.durable_files import disk_errors_named, set_aside, write_whole
 from mmtrain.errors import PlanError
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_files import load_plan
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.run_folder import PLAN_FILE, RECORDED_COSTS_FILE, REPLANNED_FOLDER
 from mmtrain.runtime.training.cost_drift import NOTHING_RECORDED, RecordedCosts

@@ -15,8 +15,8 @@ from mmtrain.balance import StepTargets
 from mmtrain.checkpoint import SavingRun
 from mmtrain.data import DataIndex, GroupStream, Loader, StepRequest
 from mmtrain.data.index.sample_sources import SampleSources
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_memory import DeviceMemory
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_memory import DeviceMemory
 from mmtrain.recipe import recipe_fingerprint
 from mmtrain.report import RunLog, open_progress
 from mmtrain.runtime.execution.activity import BUILDING, ENDING, LOADING, PREPARING, Activity

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from mmtrain.durable_files import disk_errors_named, set_aside, write_whole
 from mmtrain.errors import PlanError
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_files import load_plan
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_files import load_plan
 from mmtrain.runtime.run_folder import STANDBY_PLANS_FOLDER
 
 # Of a run on hundreds of nodes, as many as may be lost between two starts; each start makes plans for the next losses.

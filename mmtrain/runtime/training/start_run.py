@@ -24,9 +24,9 @@ from mmtrain.errors import UserError
 from mmtrain.families import read_model_folder
 from mmtrain.models.kernels.choice import KernelChoice, describe_kernels
 from mmtrain.models.named_shards import MOMENTS
-from mmtrain.plan.artifact.balancing_targets import derive_step_targets
-from mmtrain.plan.artifact.data_drift import describe_data_drift
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.balancing_targets import derive_step_targets
+from mmtrain.planning.artifact.data_drift import describe_data_drift
+from mmtrain.planning.artifact.plan import Plan
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.recipe.settings import POSITION_KEY, select_for_saving
 from mmtrain.runtime.execution.attention_choice import AttentionChoice

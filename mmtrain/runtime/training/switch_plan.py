@@ -8,7 +8,7 @@ import torch
 
 from mmtrain.checkpoint.folders import step_of
 from mmtrain.errors import PlanError
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan
 from mmtrain.runtime.resilience.device_memory import smallest_device_memory
 from mmtrain.runtime.training.choose_plan import ChosenPlan
 from mmtrain.runtime.training.plan_fit import require_fit

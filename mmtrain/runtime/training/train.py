@@ -14,8 +14,8 @@ from mmtrain.durable_files import disk_errors_named
 from mmtrain.errors import LaunchError, StoppedAndSaved
 from mmtrain.models.fully_sharded import require_fsdp2
 from mmtrain.models.kernels.choice import kernel_choices
-from mmtrain.plan.artifact.plan_files import load_plan
-from mmtrain.plan.artifact.plan_memory import planned_loss
+from mmtrain.planning.artifact.plan_files import load_plan
+from mmtrain.planning.artifact.plan_memory import planned_loss
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
 from mmtrain.report.run_summary import run_summary

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mmtrain.balance import SampleLengths
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan
 from mmtrain.recipe import LoadedRecipe, Recipe
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.run_owner import ProcessIdentity
@@ -13,7 +13,7 @@ from mmtrain.runtime.training.go_back import GoBack
 
 
 class Planner(Protocol):
-    """Chooses a plan, as `mmtrain.plan.planner.plan` does. The caller passes it: the runtime never searches plans."""
+    """Chooses a plan, as `planning.planner.plan` does. The caller passes it: the runtime never searches plans."""
 
     def __call__(
         self, recipe: Recipe, lengths: SampleLengths, *, world_size: int, hardware: str, recipe_sha256: str
@@ -23,7 +23,7 @@ class Planner(Protocol):
 
 
 class Replanner(Protocol):
-    """Plans again with other costs, as `mmtrain.plan.plan_again.plan_again` does; it can be pickled."""
+    """Plans again with other costs, as `mmtrain.planning.whatif.plan_again.plan_again` does; it can be pickled."""
 
     def __call__(self, recipe: Recipe, lengths: SampleLengths, *, present: Plan, costs: Path) -> Plan:
         """Return the fastest plan by the table `costs`, with the present one as its first alternative."""

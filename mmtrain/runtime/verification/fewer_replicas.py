@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from mmtrain.errors import UserError
 from mmtrain.models.model_shape import ModelShape
-from mmtrain.plan.artifact.layout import MeshSize
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.planning.artifact.layout import MeshSize
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program.ir.symmetry import symmetry
 
 MAX_GROUPS = 2  # of a plan that is cut: a third one is reduced and gathered as the second is

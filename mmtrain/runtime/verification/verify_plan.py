@@ -16,7 +16,7 @@ from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context

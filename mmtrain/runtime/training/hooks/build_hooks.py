@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from mmtrain.balance import StepTargets
 from mmtrain.data import BadSampleTracker, DataIndex, read_quarantine
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import LLM
 from mmtrain.report import RunLog, TrainingProgress
 from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
-from mmtrain.plan.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan
 from mmtrain.runtime.training.background_planning import BackgroundPlanning, PlanningOutcome
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.standby_plans import save_standby_plan

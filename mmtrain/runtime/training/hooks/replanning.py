@@ -7,8 +7,8 @@ from typing import Literal, Protocol
 
 from mmtrain.costs import CostTable
 from mmtrain.durable_files import write_whole
-from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.replanned import plan_layout, present_step_s
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.replanned import plan_layout, present_step_s
 from mmtrain.report.plain_text import seconds_text
 from mmtrain.runtime.execution.activity import TRACING, Activity
 from mmtrain.runtime.run_folder import FASTER_PLAN_FILE, RECORDED_COSTS_FILE
@@ -28,7 +28,7 @@ ReplanMode = Literal["off", "tell", "auto"]
 
 
 class PlanWithCosts(Protocol):
-    """Plans again as `mmtrain.plan.plan_again` does, for everything but the costs given; it can be pickled."""
+    """Plans again as `planning.whatif.plan_again` does, for everything but the costs given; it can be pickled."""
 
     def __call__(self, *, costs: Path) -> Plan:
         """Return the fastest plan by a cost table, with the present one as its first alternative."""

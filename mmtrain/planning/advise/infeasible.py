@@ -1,0 +1,153 @@
+"""Explain why no mesh uses the available ranks: name contradicting settings and possible numbers of ranks."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, product
+
+from mmtrain.planning.artifact.plan import Placement
+from mmtrain.planning.colocated.colocated_search import has_colocated_meshes
+from mmtrain.planning.search.mesh_enumeration import has_pipelined_meshes, has_replicated_mesh
+from mmtrain.planning.space.constraints import UnitChoices, format_sizes
+from mmtrain.program.ir.graph import LLM
+from mmtrain.recipe.modalities import dotted_unit
+from mmtrain.recipe.parallel_settings import ParallelSettings, UnitParallel
+from mmtrain.recipe.schema import Recipe
+
+MAX_RANK_COUNT_DISTANCE = 64  # ranks more or fewer up to which other numbers of ranks are suggested
+MAX_CLASHING_SETTINGS = 3  # settings that are named together; more would hardly help
+_SETTINGS = ("tp", "pp", "dp", "vpp", "num_microbatches")
+Choices = Mapping[str, UnitChoices]
+
+
+def has_meshes(choices: Choices, ranks: int, placement: Placement) -> bool:
+    """Return whether a placement has meshes that use exactly so many ranks."""
+    if placement == "colocated":
+        return has_colocated_meshes(choices, ranks)
+    if placement == "replicated":
+        return has_replicated_mesh(choices, ranks)
+    return has_pipelined_meshes(choices, ranks, placement)
+
+
+def nearest_rank_counts(choices: Choices, ranks: int, placements: Sequence[Placement]) -> list[int]:
+    """Return the next smaller and the next larger possible number of ranks, as far as there are such nearby."""
+
+    def is_possible(count: int) -> bool:
+        return any(has_meshes(choices, count, placement) for placement in placements)
+
+    smaller = range(ranks - 1, max(ranks - MAX_RANK_COUNT_DISTANCE, 0), -1)
+    larger = range(ranks + 1, ranks + MAX_RANK_COUNT_DISTANCE)
+    nearest = [next(filter(is_possible, counts), None) for counts in (smaller, larger)]
+    return [count for count in nearest if count is not None]
+
+
+def explain_infeasible(
+    recipe: Recipe,
+    choices: Choices,
+    ranks: int,
+    placements: Sequence[Placement],
+    choices_of: Callable[[Recipe], Choices],
+) -> str:
+    """Explain why no mesh of `placements` uses `ranks` ranks, and name the settings that contradict each other.
+
+    Args:
+        recipe: the recipe.
+        choices: the mesh sizes that it allows, by unit.
+        ranks: the number of ranks that no mesh uses.
+        placements: the placements that it allows.
+        choices_of: returns the mesh sizes that a recipe allows. It is called for the recipe with fewer settings.
+    """
+    limit = recipe.parallel.max_gpus
+    number = f"{ranks} rank{'s' * (ranks > 1)}"
+    requested = f"exactly {number}" if limit is None else f"at most {number} (parallel.max_gpus {limit})"
+    lines = [f"no plan uses {requested}."]
+    for placement in placements:
+        cause = _explain_placement(recipe.parallel, choices, ranks, placement)
+        clash = _name_clash(recipe, choices, ranks, placement, choices_of)
+        lines.append(f"  {placement}: " + (f"{clash}: {cause}" if clash else cause))
+    counts = " or ".join(map(str, nearest_rank_counts(choices, ranks, placements)))
+    possible = f"; possible: {counts}" if counts else ""
+    lines.append(f"Change the constraints under `parallel`, train.global_batch, or the number of ranks{possible}.")
+    return "\n".join(lines)
+
+
+def _name_clash(
+    recipe: Recipe,
+    choices: Choices,
+    ranks: int,
+    placement: Placement,
+    choices_of: Callable[[Recipe], Choices],
+) -> str:
+    """Name the fewest settings with which alone no mesh is possible; empty where none is possible without any."""
+    if not has_meshes(choices_of(_with_only(recipe, ())), ranks, placement):
+        return ""
+    settings = list(_fixed_settings(recipe.parallel, choices))
+    for count in range(1, MAX_CLASHING_SETTINGS + 1):
+        for subset in combinations(settings, count):
+            if not has_meshes(choices_of(_with_only(recipe, subset)), ranks, placement):
+                named = [
+                    f"parallel.{dotted_unit(unit)}.{key} {getattr(recipe.parallel.of(unit), key)}"
+                    for unit, key in subset
+                ]
+                return f"{' and '.join(named)} {'contradict each other' if count > 1 else 'cannot be met'}"
+    return ""
+
+
+def _fixed_settings(parallel: ParallelSettings, choices: Choices) -> Iterator[tuple[str, str]]:
+    """Return unit and name of every mesh size that the recipe fixes."""
+    for unit, key in product(choices, _SETTINGS):
+        if getattr(parallel.of(unit), key) is not None:
+            yield unit, key
+
+
+def _with_only(recipe: Recipe, settings: Sequence[tuple[str, str]]) -> Recipe:
+    """Return the recipe with these mesh sizes fixed, given by unit and name, and no others."""
+    parallel = recipe.parallel
+
+    def cleared(unit: str) -> UnitParallel:
+        return parallel.of(unit).model_copy(update={key: None for key in _SETTINGS if (unit, key) not in settings})
+
+    changes: dict[str, object] = {name: cleared(name) for name, value in parallel if isinstance(value, UnitParallel)}
+    changes["encoders"] = {name: cleared(name) for name in parallel.encoders}
+    return recipe.model_copy(update={"parallel": parallel.model_copy(update=changes)})
+
+
+def _explain_placement(parallel: ParallelSettings, choices: Choices, ranks: int, placement: Placement) -> str:
+    """Say what the placement requires of meshes, and which mesh sizes are allowed."""
+    fixed = {f"parallel.{dotted_unit(unit)}.{key}": key for unit, key in _fixed_settings(parallel, choices)}
+    allowed = "; ".join(map(str, choices.values()))
+    if fixed:
+        allowed += "; fixed by " + ", ".join(fixed)
+    if placement == "colocated":
+        others = " and ".join(unit for unit in choices if unit != LLM)
+        return f"no mesh of {others} whose tp and pp divide the LLM's fills the LLM's {ranks} ranks ({allowed})"
+    if placement == "replicated":
+        return f"every unit runs on all {ranks} ranks with tp 1, pp 1 and dp {ranks} ({allowed})"
+    if placement == "disaggregated":
+        units = " and ".join(choices)
+        if len(choices) > ranks:
+            return (
+                f"{units} on separate ranks need at least {len(choices)} ranks; parallel.placement: unified lets them "
+                "share ranks"
+            )
+        return f"no meshes of {units} add up to exactly {ranks} ranks ({allowed})"
+    for key in ("tp", "dp"):
+        if not set.intersection(*(set(getattr(unit, key)) for unit in choices.values())):
+            settings = " and ".join(
+                f"parallel.{dotted_unit(unit.name)}.{key} ({format_sizes(getattr(unit, key))})"
+                for unit in choices.values()
+            )
+            return f"{settings} have no value in common, but all units of one pipeline share their {key}"
+    return _explain_unified(parallel, choices, ranks, allowed)
+
+
+def _explain_unified(parallel: ParallelSettings, choices: Choices, ranks: int, allowed: str) -> str:
+    """Say why no pipeline over all units has the number of ranks, where the units agree in tp and in dp."""
+    shared = {
+        f"parallel.{dotted_unit(unit)}.{key}": (key, getattr(parallel.of(unit), key))
+        for unit, key in _fixed_settings(parallel, choices)
+        if key in ("tp", "dp")
+    }
+    ranks_per_stage = math.prod(dict(shared.values()).values())
+    if ranks % ranks_per_stage:
+        return f"{' x '.join(shared)} make {ranks_per_stage} ranks, which does not divide {ranks}"
+    return f"no tp x pp x dp makes exactly {ranks} ranks ({allowed})"

@@ -1,0 +1,219 @@
+"""Assign layers to ranks, for each placement, when meshes and layer partitions are known."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from mmtrain.models.model_shape import ModelShape
+from mmtrain.planning.artifact.plan import Placement, SchedulePlan, StagePlan, UnitPlan
+from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences, DispatchMode, Exchange
+from mmtrain.program.schedules.builder import ScheduleKind
+from mmtrain.recipe.modalities import GENERATOR
+
+NO_LAYERS: Mapping[str, Collection[int]] = {}
+
+
+@dataclass(frozen=True, order=True)
+class MeshSize:
+    """Sizes of a unit's mesh. Prints as `tp2 pp1 dp4`, or with all that may be there as `tp2 cp2 pp2 vpp3 dp4`.
+
+    cp_method, cp_split: how ranks share sequences where `cp` is above 1; see `UnitMesh`.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    vpp: int = 1
+    cp: int = 1
+    cp_method: ContextMethod = "ulysses"
+    cp_split: CutSequences = "auto"
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the unit's weights: `cp` of them share the sequences of each microbatch."""
+        return self.dp * self.cp
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in the mesh."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        context = f" cp{self.cp}" if self.cp > 1 else ""
+        chunks = f" vpp{self.vpp}" if self.vpp > 1 else ""
+        return f"tp{self.tp}{context} pp{self.pp}{chunks} dp{self.dp}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A placement with meshes, ranks and stages for every unit: a plan before anything is predicted."""
+
+    placement: Placement
+    units: Mapping[str, UnitPlan]
+    num_microbatches: Mapping[str, int]  # of a replica in a step, by unit
+    encoder_first: bool = False  # see `StageGraph`
+
+    @property
+    def default_schedule(self) -> SchedulePlan:
+        """The schedule that it runs by unless another is made for it."""
+        kind: ScheduleKind = "encoder_first" if self.encoder_first else "1f1b"
+        return SchedulePlan(kind=kind, num_microbatches=dict(self.num_microbatches))
+
+    @property
+    def summary(self) -> str:
+        """One line for tables, such as `disaggregated: vision tp1 pp1 dp2, llm tp1 pp2 dp1`.
+
+        Where units have different numbers of microbatches, they are appended as `mb8`.
+        """
+        counts = self.num_microbatches
+        llm = self.units[LLM]
+        if llm.is_replicated:
+            return replicated_summary(llm.dp, llm.shard, counts, llm.dispatch, llm.exchange, self.encoder_first)
+        counts_differ = len(set(counts.values())) > 1
+        meshes = []
+        for name, unit in self.units.items():
+            mesh = f"{name} {MeshSize(unit.tp, unit.pp, unit.dp, unit.vpp, unit.cp)}"
+            meshes.append(f"{mesh} mb{counts[name]}" if counts_differ else mesh)
+        return f"{self.placement}: {', '.join(meshes)}"
+
+    @property
+    def complexity(self) -> tuple[int, int, int, int]:
+        """Sort key of equally fast layouts: fewer pipeline ranks, then fewer chunks, smaller tp, equal microbatches."""
+        units = self.units.values()
+        pps = [unit.pp for unit in units]
+        num_pipeline_ranks = max(pps) if self.placement == "unified" else sum(pps)
+        num_counts = len(set(self.num_microbatches.values()))
+        return num_pipeline_ranks, max(unit.vpp for unit in units), max(unit.tp for unit in units), num_counts
+
+
+def replicated_summary(
+    num_ranks: int,
+    shard: int | None,
+    num_microbatches: Mapping[str, int],
+    dispatch: DispatchMode | None,
+    exchange: Exchange,
+    encoder_first: bool = False,
+) -> str:
+    """Return one line on a layout in which every rank runs every unit."""
+    count = num_microbatches[LLM]
+    sharded = "zero 1" if shard is None else f"shard {shard}"
+    text = f"replicated: {num_ranks} ranks, {sharded}, {count} mini-batch{'' if count == 1 else 'es'}"
+    if dispatch is not None:
+        text += f", dispatch {dispatch}"
+    if exchange != "all_to_all":
+        text += f" by {exchange.replace('_', '-')}"
+    if encoder_first:
+        numbers = dict.fromkeys(
+            str(number) for unit, number in num_microbatches.items() if unit not in (LLM, GENERATOR)
+        )
+        text += f", encoders first in {' and '.join(numbers)}"
+    return text
+
+
+def replicated_units(
+    shape: ModelShape,
+    num_ranks: int,
+    shard: int | None,
+    dispatch: DispatchMode | None,
+    exchange: Exchange,
+    recompute: Mapping[str, Collection[int]] = NO_LAYERS,
+) -> dict[str, UnitPlan]:
+    """Give every rank all layers of all units, each `shard` ranks one copy of their weights, or every rank (None).
+
+    Args:
+        shape: the model.
+        num_ranks: data-parallel degree of every unit.
+        shard: a divisor of it; None: the optimizer alone is sharded (ZeRO-1).
+        dispatch: what is balanced over the ranks.
+        exchange: by which collective rows are dispatched.
+        recompute: recomputed layers by unit.
+    """
+    num_layers = sum(len(unit.layers) for unit in shape.units)
+    units = unified_units(shape, MeshSize(1, 1, num_ranks), (0, num_layers), recompute)
+    sharding = {"shard": shard, "dispatch": dispatch, "exchange": exchange}
+    return {name: unit.model_copy(update=sharding) for name, unit in units.items()}
+
+
+def unified_units(
+    shape: ModelShape, size: MeshSize, chunk_bounds: Sequence[int], recompute: Mapping[str, Collection[int]] = NO_LAYERS
+) -> dict[str, UnitPlan]:
+    """Divide all units' layers, one unit after another, into one pipeline of `size.pp * size.vpp` model chunks.
+
+    Chunk c is on pipeline rank c % pp. A unit's mesh spans the pipeline ranks that hold layers of it, starting with its
+    first layer's. The rank that holds its last layer may also hold the first layers of the next unit.
+
+    Where the LLM's replicas share sequences, each of them is a data-parallel replica of the other units, so that the
+    images of a long sample are encoded by all ranks that compute its tokens.
+
+    Args:
+        shape: the model.
+        size: mesh of the LLM, which spans all ranks of the pipeline.
+        chunk_bounds: layers at which chunks start and end, from 0 to the number of all layers.
+        recompute: recomputed layers by unit.
+    """
+    units = {}
+    first_layer = 0
+    ranks_per_stage = size.tp * size.num_replicas
+    for unit in shape.units:
+        end = first_layer + len(unit.layers)
+        chunks = [c for c in range(size.pp * size.vpp) if chunk_bounds[c] < end and chunk_bounds[c + 1] > first_layer]
+        stage_bounds = [
+            (max(chunk_bounds[c], first_layer) - first_layer, min(chunk_bounds[c + 1], end) - first_layer)
+            for c in chunks
+        ]
+        pipeline_ranks = list(dict.fromkeys(c % size.pp for c in chunks))
+        ranks = [p * ranks_per_stage + k for p in pipeline_ranks for k in range(ranks_per_stage)]
+        vpp = -(-len(chunks) // len(pipeline_ranks))
+        mesh = replace(size if unit.name == LLM else without_cp(size), pp=len(pipeline_ranks), vpp=vpp)
+        units[unit.name] = _unit_plan(mesh, ranks, stage_bounds, recompute.get(unit.name, ()))
+        first_layer = end
+    return units
+
+
+def disaggregated_units(
+    sizes: Mapping[str, MeshSize],
+    stage_bounds: Mapping[str, Sequence[int]],
+    recompute: Mapping[str, Collection[int]] = NO_LAYERS,
+) -> dict[str, UnitPlan]:
+    """Put each unit on separate ranks, one unit after another in the order of `sizes`.
+
+    Args:
+        sizes: meshes by unit.
+        stage_bounds: by unit, layers at which stages start and end, from 0 to the number of its layers.
+        recompute: recomputed layers by unit.
+    """
+    units = {}
+    first_rank = 0
+    for name, size in sizes.items():
+        bounds = list(pairwise(stage_bounds[name]))
+        units[name] = _unit_plan(size, range(first_rank, first_rank + size.ranks), bounds, recompute.get(name, ()))
+        first_rank += size.ranks
+    return units
+
+
+def without_cp(size: MeshSize) -> MeshSize:
+    """Return the mesh of a unit whose replicas share no sequences, on the same ranks."""
+    return MeshSize(size.tp, size.pp, size.num_replicas, size.vpp)
+
+
+def split_tp_group(units: Mapping[str, UnitPlan], ranks_per_node: int) -> tuple[int, ...] | None:
+    """Return a tensor-parallel group whose ranks lie on different nodes, if there is one."""
+    for unit in units.values():
+        for first in range(0, len(unit.ranks), unit.tp):
+            tp_group = unit.ranks[first : first + unit.tp]
+            if tp_group[0] // ranks_per_node != tp_group[-1] // ranks_per_node:
+                return tp_group
+    return None
+
+
+def _unit_plan(
+    size: MeshSize, ranks: Sequence[int], bounds: Sequence[tuple[int, int]], recompute: Collection[int]
+) -> UnitPlan:
+    stages = tuple(
+        StagePlan(
+            stage=i, chunk=i // size.pp, layers=(lo, hi), recompute=tuple(x for x in range(lo, hi) if x in recompute)
+        )
+        for i, (lo, hi) in enumerate(bounds)
+    )
+    context = {"cp": size.cp, "cp_method": size.cp_method, "cp_split": size.cp_split} if size.cp > 1 else {}
+    return UnitPlan(tp=size.tp, pp=size.pp, dp=size.dp, vpp=size.vpp, ranks=tuple(ranks), stages=stages, **context)

@@ -1,0 +1,69 @@
+"""Read a plan file, and reject one that belongs to another recipe, cluster or version."""
+
+import json
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from mmtrain.errors import PlanError
+from mmtrain.planning.artifact.plan import PLAN_VERSION, Plan
+from mmtrain.recipe.schema import Recipe
+
+REPLAN_HINT = "make a new one with `mmtrain plan`"
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan.
+
+    Raises:
+        PlanError: the file is missing, damaged, or of another version.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"{path}: cannot read the plan ({error.strerror}); {REPLAN_HINT}") from error
+    except ValueError as error:
+        raise PlanError(f"{path}: not a plan file, since it is not JSON ({error}); {REPLAN_HINT}") from error
+    version = raw.get("version") if isinstance(raw, dict) else None
+    if version != PLAN_VERSION:
+        raise PlanError(
+            f"{path}: version {version!r} of the plan file, this mmtrain reads {PLAN_VERSION}; {REPLAN_HINT}"
+        )
+    try:
+        return Plan.model_validate(raw)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise PlanError(f"{path}: damaged plan file: {problems}; {REPLAN_HINT}") from error
+
+
+def ranks_to_start(plan: Plan, recipe: Recipe, available: int) -> int:
+    """Return how many ranks to start: the plan's number where the recipe leaves it open or allows fewer.
+
+    Otherwise it is the number of ranks of the recipe's cluster within `parallel.max_gpus`, which is `available`.
+    """
+    may_use_fewer = recipe.parallel.max_gpus is not None and plan.world_size <= available
+    return plan.world_size if recipe.cluster.ranks is None or may_use_fewer else available
+
+
+def require_match(plan: Plan, recipe_sha256: str, world_size: int, hardware: str) -> None:
+    """Reject a plan that was made for something else.
+
+    Raises:
+        PlanError: with everything that differs.
+    """
+    differs = []
+    if plan.recipe_sha256 != recipe_sha256:
+        differs.append(
+            "the recipe: model, data lengths, constraints or batch changed since it was planned "
+            f"(plan {plan.recipe_sha256[:12]}, now {recipe_sha256[:12]})"
+        )
+    if plan.world_size != world_size:
+        differs.append(
+            f"the number of ranks: plan {plan.world_size}, now {world_size}; start {plan.world_size} (a run that is "
+            "resumed with --elastic makes another plan)"
+        )
+    if plan.hardware != hardware:
+        differs.append(f"the hardware: plan `{plan.hardware}`, now `{hardware}`")
+    if differs:
+        listed = "\n  ".join(differs)
+        raise PlanError(f"the plan does not match this run:\n  {listed}\nUse its own, or {REPLAN_HINT}.")

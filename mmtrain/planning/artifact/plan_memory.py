@@ -1,0 +1,120 @@
+"""Prove that a plan fits into the memory of the devices that are to run it."""
+
+import math
+from dataclasses import dataclass
+
+from mmtrain.costs import RankMemory, TokenLoad, costs_for, machine_for, state_bytes
+from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
+from mmtrain.costs.layer_arithmetic import loss_sizes
+from mmtrain.errors import PlanError
+from mmtrain.models.model_shape import LossSizes, ModelShape
+from mmtrain.planning.artifact.communicators import communicator_bytes
+from mmtrain.planning.artifact.graph_memory import HOST_REMEDY, GraphMemory, schedule_in_flight
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
+from mmtrain.planning.artifact.plan_precision import plan_precision
+from mmtrain.program.ir.graph import LLM, StageGraph
+from mmtrain.program.verify.check import MemoryLimit
+from mmtrain.recipe.schema import Recipe
+
+REMEDIES = {  # by kind of memory that needs most
+    "parameters": "more tp or pp of the unit",
+    "gradients": "more tp or pp of the unit",
+    "optimizer": "more dp, tp or pp of the unit, or train.optimizer.moments: bf16",
+    "activations": "recompute: all of the unit, more tp, or a smaller data.seq_len",
+    "buffers": "more tp of the unit, or a smaller data.seq_len",
+}
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of the smallest device of a run, and the least host memory of a rank."""
+
+    nbytes: float
+    described: str  # what has it, like `the GPU of rank 3`
+    host_bytes: float = math.inf  # that a rank may fill with activations: of what a container has; inf: no limit known
+
+
+def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMemory) -> MemoryLimit | None:
+    """Prove that every rank of the plan has room on `device`; return what its activations may take, for the checker.
+
+    The figures are counted anew from the plan's stages, not read from its prediction. A plan file of an older version
+    does not state its largest microbatches: there the predicted peaks are compared, and None is returned. Of a plan
+    that `plan --measure` found to hold less than what is counted, so much less is counted.
+
+    Raises:
+        PlanError: names the rank that needs most, the kind of memory that binds, and what makes room.
+    """
+    if plan.data is None or plan.data.largest_microbatch is None:
+        peaks = plan.predicted.peak_memory_gib
+        fullest = max(peaks, key=lambda ranks: peaks[ranks], default=None)
+        if fullest is not None and peaks[fullest] * GIB > device.nbytes:
+            raise PlanError(_refusal(f"ranks {fullest} need {peaks[fullest]:.4g} GiB", device))
+        return None
+    graph = stage_graph(plan, shape)
+    counted = _graph_memory(recipe, plan, shape)
+    memory = _memory_by_rank(recipe, plan, graph, counted)
+    rank = max(memory, key=lambda number: memory[number].total)
+    ratio = 1.0
+    if plan.measured is not None and plan.measured.memory_ratio is not None:
+        ratio = plan.measured.memory_ratio
+    if memory[rank].total * ratio > device.nbytes:
+        as_run = "" if ratio == 1 else f" as counted, {ratio:.2f} of it as `plan --measure` found"
+        need = f"rank {rank} needs {_need_text(memory[rank])}{as_run}"
+        raise PlanError(_refusal(need, device, memory[rank].binding))
+    host_memory_bytes = min(machine_for(recipe, plan.hardware).host_memory_bytes, device.host_bytes)
+    host_bytes = max(of_rank.host_activations for of_rank in memory.values())
+    if host_bytes > host_memory_bytes:
+        raise PlanError(
+            f"the plan keeps {host_bytes / GIB:.4g} GiB of activations of a rank in host memory, and a rank "
+            f"{'here' if device.host_bytes == host_memory_bytes else f'of {plan.hardware}'} may use "
+            f"{host_memory_bytes / GIB:.4g} GiB of it; what makes room is {HOST_REMEDY}"
+        )
+    return counted.activation_limit(graph, memory, device.nbytes / ratio, host_memory_bytes)
+
+
+def plan_memory(recipe: Recipe, plan: Plan, shape: ModelShape) -> dict[int, RankMemory]:
+    """Count what every rank of the plan's first replica group holds at its peak."""
+    return _memory_by_rank(recipe, plan, stage_graph(plan, shape), _graph_memory(recipe, plan, shape))
+
+
+def planned_loss(recipe: Recipe, plan: Plan, shape: ModelShape) -> LossSizes | None:
+    """Return the sizes of the loss over the vocabulary in the largest microbatch, if the plan states it."""
+    if plan.data is None or plan.data.largest_microbatch is None:
+        return None
+    largest = TokenLoad(**plan.data.largest_microbatch[LLM].model_dump())
+    element_bytes = ELEMENT_BYTES[plan_precision(plan, recipe)]
+    return loss_sizes(shape.unit(LLM).layers[-1], largest, element_bytes, plan.units[LLM].tp)
+
+
+def _graph_memory(recipe: Recipe, plan: Plan, shape: ModelShape) -> GraphMemory:
+    assert plan.data is not None
+    assert plan.data.largest_microbatch is not None
+    machine, precision = machine_for(recipe, plan.hardware), plan_precision(plan, recipe)
+    return GraphMemory(
+        planned_shape(plan, shape),
+        costs_for(machine, precision, recipe.cluster.costs),
+        precision,
+        state_bytes(precision, recipe.train.optimizer.moments),
+        {unit: TokenLoad(**largest.model_dump()) for unit, largest in plan.data.largest_microbatch.items()},
+        frozenset(name for name, unit in plan.units.items() if unit.sp and unit.tp > 1),
+    )
+
+
+def _memory_by_rank(recipe: Recipe, plan: Plan, graph: StageGraph, counted: GraphMemory) -> dict[int, RankMemory]:
+    num_in_flight = schedule_in_flight(graph, plan.schedule)
+    return counted.by_rank(graph, num_in_flight, communicator_bytes(graph, machine_for(recipe, plan.hardware)))
+
+
+def _need_text(memory: RankMemory) -> str:
+    kinds = ", ".join(f"{kind} {nbytes / GIB:.3g}" for kind, nbytes in memory.by_kind().items() if nbytes)
+    return f"{memory.total / GIB:.4g} GiB ({kinds})"
+
+
+def _refusal(need: str, device: DeviceMemory, binding: str | None = None) -> str:
+    most = "" if binding is None else f", most of it {binding}"
+    room = "" if binding is None else f"; what makes room is {REMEDIES[binding]}"
+    return (
+        f"the plan does not fit this device: {need}{most}, and {device.described} has {device.nbytes / GIB:.4g} GiB. "
+        f"Make a plan with `--set cluster.memory_gib={int(device.nbytes / GIB * 10) / 10:g}`{room}"
+    )

@@ -1,0 +1,421 @@
+"""The fastest `colocated` candidates: meshes in the order of their lower bounds, with the best order of encoders."""
+
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from mmtrain.planning.artifact.layout import Layout, MeshSize, split_tp_group
+from mmtrain.planning.artifact.plan import SchedulePlan
+from mmtrain.planning.colocated.colocated_layouts import (
+    colocated_layout,
+    llm_mesh_sizes,
+    merged_microbatch_counts,
+    other_mesh_sizes,
+)
+from mmtrain.planning.colocated.encoder_order import max_ahead_choices, plan_encoder_order
+from mmtrain.planning.colocated.llm_alone import min_in_flight, simulate_llm_alone
+from mmtrain.planning.colocated.stage_kernels import compute_share
+from mmtrain.planning.colocated.tp_bubbles import fill_tp_bubbles
+from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.evaluate.layout_simulation import busiest_rank
+from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, LayerCosts
+from mmtrain.planning.layer_costs.layer_partition import layout_graph
+from mmtrain.planning.space.batch_split import batch_split_of, num_microbatches_of
+from mmtrain.planning.space.budget import SearchBudget
+from mmtrain.planning.space.candidate import (
+    EQUAL_STEP_TIME_RATIO,
+    Candidate,
+    MeshAssignment,
+    Rejected,
+    SearchResults,
+    partition_of,
+)
+from mmtrain.planning.space.constraints import UnitChoices
+from mmtrain.planning.space.problem import PlanningProblem
+from mmtrain.planning.space.search_progress import Progress, progress_of_part
+from mmtrain.program.ir.graph import LLM, StageGraph, StageId
+
+RecomputeShares = Mapping[str, float]  # by unit: share of each stage's layers that is recomputed
+
+
+class ColocatedStrategy:
+    """Encoders on the LLM's ranks, with their layers in the bubbles of its pipeline (Optimus, arXiv 2408.03505)."""
+
+    def num_searches(self, problem: PlanningProblem) -> int:
+        """Return the number of rank counts: each is searched by itself."""
+        return len(problem.cluster.rank_counts)
+
+    def search(
+        self,
+        problem: PlanningProblem,
+        evaluator: Evaluator,
+        budget: SearchBudget,
+        incumbent: Candidate | None,
+        progress: Progress | None = None,
+    ) -> SearchResults:
+        """Search every number of ranks by itself; where losers are named, whatever other placements reach."""
+        counts = problem.cluster.rank_counts
+        of_counts = [
+            search_colocated(evaluator, num_ranks, progress_of_part(progress, part, 1, len(counts)), incumbent)
+            for part, num_ranks in enumerate(counts)
+        ]
+        return SearchResults().merged(*of_counts)
+
+
+def search_colocated(
+    evaluator: Evaluator, num_ranks: int, progress: Progress | None = None, incumbent: Candidate | None = None
+) -> SearchResults:
+    """Schedule and simulate the colocated layouts on `num_ranks` ranks that may be the fastest.
+
+    Layouts are tried in the order of their lower bounds. Of each, the encoders' layers are put into the LLM's bubbles,
+    and that order is kept if it is faster than the coarse one. The fastest few are tried again with fewer, larger
+    microbatches of the encoders; then pieces of layers are put into the gaps inside the LLM's layers (`tp_bubbles`).
+    Where no order fits into memory, encoders are kept closer to the LLM, which then waits for them. Where nothing fits
+    otherwise and the recipe leaves it open, layers are recomputed, those of other units before the LLM's. A generator's
+    passes lie between the LLM's (`generator_order`); bubbles of both together are then the encoders'.
+
+    incumbent: the fastest candidate of other placements. Layouts that cannot be faster, or are far behind it, get
+        rougher figures, and none if no loser is named.
+    """
+    if len(evaluator.problem.shape.units) < 2:
+        return SearchResults()
+    budget = evaluator.budget.colocated
+    simulated: list[Candidate] = []
+    rejected: list[Rejected] = []
+    levels = _recompute_levels(evaluator.layer_costs, budget.recompute_shares)
+    bound = _StepBound(evaluator.layer_costs)
+    rivals = [incumbent] if incumbent is not None and not evaluator.problem.request.names_losers else []
+    max_step_s = evaluator.problem.request.max_step_s
+    num_scheduled, fastest_s = 0, min((rival.step_time_s for rival in rivals), default=max_step_s)
+    for candidate in _by_bound(evaluator, num_ranks, bound):
+        if candidate.time_lower_bound_s > fastest_s * EQUAL_STEP_TIME_RATIO:  # so are all candidates that follow
+            slower = f"at least {candidate.time_lower_bound_s / fastest_s:.2f}x slower"
+            rejected.append(Rejected(candidate, f"{slower}: its work cannot be done sooner"))
+            break
+        if num_scheduled >= budget.max_simulated_layouts:
+            break
+        if progress is not None:
+            progress(num_scheduled, budget.max_simulated_layouts)
+        far_ratio = budget.far_ratio / bound.llm_compute_share(candidate.assignment)
+        limits = _Limits.beside([*rivals, *simulated], incumbent, far_ratio, max_step_s)
+        trial = _Trial(candidate, evaluator, levels, limits)
+        outcome = trial.run()
+        num_scheduled += trial.num_scheduled
+        if isinstance(outcome, Candidate):
+            simulated.append(outcome)
+            fastest_s = min(fastest_s, outcome.step_time_s)
+        elif outcome is not None:
+            rejected.append(outcome)
+    rival_s = math.inf if incumbent is None else incumbent.step_time_s * EQUAL_STEP_TIME_RATIO
+    simulated += _with_merged_microbatches(simulated, evaluator, levels, bound, rival_s)
+    return SearchResults(fill_tp_bubbles(simulated, evaluator, rival_s), tuple(rejected))
+
+
+def _with_merged_microbatches(
+    simulated: Sequence[Candidate],
+    evaluator: Evaluator,
+    levels: list[RecomputeShares],
+    bound: "_StepBound",
+    rival_s: float,
+) -> list[Candidate]:
+    """Return the fastest few again with fewer, larger microbatches of their other units, where that is faster.
+
+    They are held to the limits of any other layout, see `_Limits.beside`.
+
+    rival_s: the step time of another placement; a layout whose LLM alone, or the busiest of whose ranks, takes longer
+        is left as it is.
+    """
+    budget, choices, layer_costs = evaluator.budget, evaluator.problem.choices, evaluator.layer_costs
+    by_step_time = sorted(simulated, key=lambda candidate: candidate.step_time_s)
+    merged_candidates = []
+    for candidate in by_step_time[: budget.colocated.max_layouts_with_merged_microbatches]:
+        meshes, fastest_s = candidate.assignment.meshes, candidate.step_time_s
+        others = {unit: mesh for unit, mesh in meshes.items() if unit != LLM}
+        for counts in merged_microbatch_counts(choices, others, meshes[LLM], budget.meshes.merged_microbatches):
+            split = layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()}, counts)
+            assignment = MeshAssignment("colocated", meshes, num_microbatches_of(split))
+            merged = evaluator.enumerated(assignment).bounded(bound.seconds(assignment))
+            max_step_s = min(fastest_s, rival_s)
+            if merged.time_lower_bound_s >= max_step_s:
+                continue
+            far_ratio = budget.colocated.far_ratio / bound.llm_compute_share(assignment)
+            limits = _Limits(max_step_s, far_ratio * candidate.first_batch_step_s, far_ratio * max_step_s)
+            outcome = _Trial(merged, evaluator, levels, limits).run()
+            if isinstance(outcome, Candidate) and outcome.step_time_s < fastest_s:
+                merged_candidates.append(outcome)
+                fastest_s = outcome.step_time_s
+    return merged_candidates
+
+
+def has_colocated_meshes(choices: Mapping[str, UnitChoices], num_ranks: int) -> bool:
+    """Return whether there are colocated meshes on so many ranks."""
+    if len(choices) < 2:
+        return False
+    meshes = (others for llm in llm_mesh_sizes(choices, num_ranks) for others in other_mesh_sizes(choices, llm))
+    return next(meshes, None) is not None
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Seconds above which no more is done for a layout."""
+
+    llm_alone_s: float  # of the LLM alone: the layout is not scheduled
+    first_batch_s: float  # of the first sampled batch: no other one is simulated
+    planned_s: float  # of the planned order: the coarse one is not simulated
+
+    @classmethod
+    def beside(
+        cls, simulated: Sequence[Candidate], incumbent: Candidate | None, far_ratio: float, max_step_s: float
+    ) -> "_Limits":
+        """Return the limits where some layouts are simulated: those that are far behind get rougher figures.
+
+        max_step_s: slower layouts are of no use.
+        """
+        incumbent_s = max_step_s if incumbent is None else min(incumbent.step_time_s, max_step_s)
+        if not simulated:
+            return cls(max_step_s, math.inf, far_ratio * incumbent_s)
+        best = min(simulated, key=lambda candidate: candidate.step_time_s)
+        fastest_s = best.step_time_s
+        alone_s = min(fastest_s * EQUAL_STEP_TIME_RATIO, max_step_s)
+        return cls(alone_s, far_ratio * best.first_batch_step_s, far_ratio * min(fastest_s, incumbent_s))
+
+
+@dataclass
+class _Trial:
+    """The attempt to make one mesh assignment run: with more and more recompute until some order fits into memory."""
+
+    candidate: Candidate
+    evaluator: Evaluator
+    levels: list[RecomputeShares]
+    limits: _Limits
+    num_scheduled: int = field(default=0)
+
+    def run(self) -> Candidate | Rejected | None:
+        """Return the fastest order under the least recompute that fits; None if the layers are too few for the mesh."""
+
+        @cache
+        def layout_at(level: int) -> Layout | Rejected | None:
+            return _lay_out(self.candidate, self.levels[level], self.evaluator)
+
+        last = len(self.levels) - 1
+        if not isinstance(layout_at(last), Layout):
+            least_memory = layout_at(last)
+            return None if least_memory is None or isinstance(least_memory, Layout) else least_memory
+        # More recompute never needs more memory, so the first level under which some order can run is found by halving.
+        first = bisect_left(range(last + 1), True, key=lambda level: isinstance(layout_at(level), Layout))
+        outcome: Candidate | Rejected | None = None
+        for level in range(first, last + 1):
+            layout = layout_at(level)
+            if not isinstance(layout, Layout):
+                outcome = layout
+            else:
+                self.num_scheduled += 1
+                outcome = _schedule_and_simulate(self.candidate, layout, self.evaluator, self.limits)
+            if not isinstance(outcome, Rejected) or outcome.need_gib is None:
+                break  # it runs, or more memory would not help
+        return outcome
+
+
+def _by_bound(evaluator: Evaluator, num_ranks: int, bound: "_StepBound") -> Iterator[Candidate]:
+    """Yield every colocated mesh assignment in the order of the lower bounds of their steps.
+
+    The bound of the LLM alone is known sooner, and few mesh assignments are ever asked for: other units' work is added
+    when an assignment's turn comes by it, and decides about its place then.
+    """
+    waiting: list[tuple[float, int, int, int, Candidate, bool]] = []
+    for candidate in _enumerate(evaluator, num_ranks, bound):
+        heapq.heappush(waiting, (*_search_order(candidate), candidate.id, candidate, False))
+    while waiting:
+        *_, candidate, is_complete = heapq.heappop(waiting)
+        if is_complete:
+            yield candidate
+        else:
+            candidate = candidate.bounded(bound.seconds(candidate.assignment))
+            heapq.heappush(waiting, (*_search_order(candidate), candidate.id, candidate, True))
+
+
+def _search_order(candidate: Candidate) -> tuple[float, int, int]:
+    llm = candidate.assignment.meshes[LLM]
+    return candidate.time_lower_bound_s, llm.pp, llm.tp
+
+
+def _enumerate(evaluator: Evaluator, num_ranks: int, bound: "_StepBound") -> Iterator[Candidate]:
+    """List every colocated mesh assignment with the lower bound of the LLM's step alone."""
+    layer_costs, choices = evaluator.layer_costs, evaluator.problem.choices
+    colocated_vpp = evaluator.budget.meshes.colocated_vpp
+    for llm_mesh in llm_mesh_sizes(choices, num_ranks):
+        for llm in _with_chunks(llm_mesh, choices[LLM], colocated_vpp):
+            for others in other_mesh_sizes(choices, llm_mesh):
+                meshes = {unit.name: llm if unit.name == LLM else others[unit.name] for unit in layer_costs.shape.units}
+                split = layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()})
+                assignment = MeshAssignment("colocated", meshes, num_microbatches_of(split))
+                bound.add(assignment)
+                yield evaluator.enumerated(assignment).bounded(bound.llm_seconds(assignment))
+
+
+def _with_chunks(mesh: MeshSize, unit: UnitChoices, open_vpp: tuple[int, ...]) -> Iterator[MeshSize]:
+    """List the mesh with the numbers of model chunks that its layers allow, or with the number the recipe fixes."""
+    for vpp in open_vpp if unit.fixed_vpp is None else (unit.fixed_vpp,):
+        if vpp == 1 or (mesh.pp > 1 and mesh.pp * vpp <= unit.num_layers):
+            yield replace(mesh, vpp=vpp)
+
+
+@dataclass
+class _StepBound:
+    """The least seconds of a colocated step, for mean microbatches and without messages."""
+
+    layer_costs: LayerCosts
+    # Rank-seconds of another unit's work over all replicas, by unit, tp and microbatches. Taken from the first such
+    # mesh: how items are divided over replicas hardly changes it.
+    other_work: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    llm_compute_shares: dict[int, float] = field(default_factory=dict)  # by tp, of the first such mesh
+    first_with_unit: dict[tuple[str, int, int], MeshAssignment] = field(default_factory=dict)
+    first_with_llm: dict[int, MeshAssignment] = field(default_factory=dict)
+
+    def add(self, assignment: MeshAssignment) -> None:
+        """Remember an assignment as the first of its kind if it is; what that takes is worked out when asked for."""
+        for unit, mesh in assignment.meshes.items():
+            if unit == LLM:
+                self.first_with_llm.setdefault(mesh.tp, assignment)
+            else:
+                key = (unit, mesh.tp, assignment.num_microbatches[unit])
+                self.first_with_unit.setdefault(key, assignment)
+
+    def seconds(self, assignment: MeshAssignment) -> float:
+        """Return the seconds of the LLM's pipeline alone, or of one rank's share of all work if that is more."""
+        others = {unit: mesh for unit, mesh in assignment.meshes.items() if unit != LLM}
+        llm_rank_s = self._llm_rank_seconds(assignment) * self.llm_compute_share(assignment)
+        other_rank_s = sum(self._other_work(unit, mesh, assignment) / mesh.ranks for unit, mesh in others.items())
+        return float(max(self.llm_seconds(assignment), llm_rank_s + other_rank_s))
+
+    def llm_seconds(self, assignment: MeshAssignment) -> float:
+        """Return the seconds of the LLM's pipeline alone."""
+        llm, num_llm = assignment.meshes[LLM], assignment.num_microbatches[LLM]
+        return self._llm_rank_seconds(assignment) * (1 + (llm.pp - 1) / llm.vpp / num_llm)
+
+    def _llm_rank_seconds(self, assignment: MeshAssignment) -> float:
+        """Return the seconds of one rank's share of the LLM's work."""
+        llm, num_llm = assignment.meshes[LLM], assignment.num_microbatches[LLM]
+        times = self.layer_costs.unit_times(LLM, llm.tp, assignment.batch_split)
+        return float(times.mean[:, [FORWARD, BACKWARD]].sum() / llm.pp * num_llm)
+
+    def _other_work(self, unit: str, mesh: MeshSize, assignment: MeshAssignment) -> float:
+        key = (unit, mesh.tp, assignment.num_microbatches[unit])
+        if key not in self.other_work:
+            first = self.first_with_unit.setdefault(key, assignment)
+            split, mesh = first.batch_split, first.meshes[unit]
+            share = compute_share(self.layer_costs, unit, mesh.tp, split)
+            microbatch_s = float(self.layer_costs.unit_costs(unit, mesh.tp, split).seconds.sum())
+            self.other_work[key] = microbatch_s / mesh.pp * first.num_microbatches[unit] * mesh.ranks * share
+        return self.other_work[key]
+
+    def llm_compute_share(self, assignment: MeshAssignment) -> float:
+        """Return the share of the LLM's passes in which its rank cannot compute anything else."""
+        tp = assignment.meshes[LLM].tp
+        if tp not in self.llm_compute_shares:
+            first = self.first_with_llm.setdefault(tp, assignment)
+            self.llm_compute_shares[tp] = compute_share(self.layer_costs, LLM, tp, first.batch_split)
+        return self.llm_compute_shares[tp]
+
+
+def _recompute_levels(layer_costs: LayerCosts, shares: tuple[float, ...]) -> list[RecomputeShares]:
+    """List what to recompute where the recipe leaves it open: more and more of other units' layers, then the LLM's."""
+    free = [unit for unit, mode in layer_costs.recompute.items() if mode == "auto"]
+    of_others = [{unit: share for unit in free if unit != LLM} for share in shares]
+    of_llm = [of_others[-1] | {LLM: share} for share in shares[1:] if LLM in free]
+    return [*of_others, *of_llm]
+
+
+def _lay_out(candidate: Candidate, recompute: RecomputeShares, evaluator: Evaluator) -> Layout | Rejected | None:
+    """Divide every unit into stages, or say why no order of them can run; None if the layers are too few."""
+    layer_costs, hardware = evaluator.layer_costs, evaluator.problem.hardware
+    meshes = candidate.assignment.meshes
+    others = {unit: mesh for unit, mesh in meshes.items() if unit != LLM}
+    num_microbatches = candidate.assignment.num_microbatches
+    layout = colocated_layout(layer_costs, others, meshes[LLM], recompute, num_microbatches)
+    if layout is None:
+        return None
+    tp_group = split_tp_group(layout.units, hardware.ranks_per_node)
+    if tp_group is not None:
+        return Rejected(candidate, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
+    graph = layout_graph(layout, layer_costs)
+    least_memory = layer_costs.memory(graph, min_in_flight(graph))
+    if max(memory.total for memory in least_memory.values()) > evaluator.memory_bytes:
+        return evaluator.misfit(candidate, least_memory)
+    return layout
+
+
+def _schedule_and_simulate(
+    candidate: Candidate, layout: Layout, evaluator: Evaluator, limits: _Limits
+) -> Candidate | Rejected:
+    """Return the faster of the planned and the coarse order that fit; or why none fits or can be fast enough."""
+    layer_costs, hardware = evaluator.layer_costs, evaluator.problem.hardware
+    graph = layout_graph(layout, layer_costs)
+    llm_alone = simulate_llm_alone(graph, layer_costs, hardware)
+    if llm_alone.step_time_s > limits.llm_alone_s:
+        is_recomputed = any(unit.num_recomputed for unit in layout.units.values())
+        cause = " when layers are recomputed to fit" if is_recomputed else ""
+        slower = f"at least {llm_alone.step_time_s / limits.llm_alone_s:.2f}x slower"
+        without = "the LLM alone takes" if graph.encoders else "the LLM and its generator take"
+        return Rejected(candidate, f"{slower}: {without} that long{cause}")
+    busiest_s = _least_seconds_of_busiest_rank(graph, layer_costs)
+    if busiest_s > limits.llm_alone_s:
+        slower = f"at least {busiest_s / limits.llm_alone_s:.2f}x slower"
+        return Rejected(candidate, f"{slower}: its busiest rank computes that long")
+    candidate = candidate.partitioned(partition_of(layout))
+    num_microbatches = dict(layout.num_microbatches)
+    coarse = SchedulePlan(kind="coarse", num_microbatches=num_microbatches)
+    for max_ahead in max_ahead_choices(candidate.assignment.meshes[LLM].pp):
+        order = plan_encoder_order(graph, layer_costs, hardware, max_ahead=max_ahead, llm_alone=llm_alone)
+        planned = SchedulePlan(kind="explicit", num_microbatches=num_microbatches, order=order)
+        schedules = [planned, coarse] if max_ahead is None else [planned]
+        outcomes = [evaluator.fit_schedule(candidate, layout, schedule) for schedule in schedules]
+        fitted = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
+        if fitted:
+            coarse_bound_s = llm_alone.step_time_s + _encoder_seconds_of_first_rank(graph, layer_costs)
+            coarse_bound_s *= evaluator.budget.colocated.coarse_bound_share
+            return _fastest_simulated(fitted, evaluator, limits, coarse_bound_s)
+    misfit = outcomes[-1]
+    assert isinstance(misfit, Rejected)
+    return misfit
+
+
+def _least_seconds_of_busiest_rank(graph: StageGraph, layer_costs: LayerCosts) -> float:
+    """Return what some rank computes in a step, which no order shortens, mean over the batches.
+
+    Pieces of other layers may run in the gaps that collectives leave inside layers, so those do not count.
+    """
+    split = batch_split_of(graph)
+    shares = (compute_share(layer_costs, mesh.unit, mesh.tp, split) for mesh in graph.meshes if mesh.tp > 1)
+    _, busiest_s = busiest_rank(graph, layer_costs.stage_seconds(graph))
+    return busiest_s * min(shares, default=1.0)
+
+
+def _fastest_simulated(
+    fitted: Sequence[Candidate], evaluator: Evaluator, limits: _Limits, coarse_bound_s: float
+) -> Candidate | Rejected:
+    """Simulate the orders of one layout and return the fastest; the coarse one only where it may be that."""
+    fastest = evaluator.simulate_unless_slow(fitted[0], limits.first_batch_s)
+    if fastest is None:
+        return Rejected(fitted[0], "slower on the first sampled batch than another colocated layout")
+    for candidate in fitted[1:]:
+        is_coarse = candidate.schedule.kind == "coarse"
+        if is_coarse and (fastest.step_time_s <= coarse_bound_s or fastest.step_time_s > limits.planned_s):
+            continue
+        fastest = min(fastest, evaluator.simulate(candidate), key=lambda simulated: simulated.step_time_s)
+    return fastest
+
+
+def _encoder_seconds_of_first_rank(graph: StageGraph, layer_costs: LayerCosts) -> float:
+    """Return what the LLM's first rank computes for encoders in a step, mean over replicas and batches.
+
+    In the coarse order the LLM starts there after all forwards of encoders, and their backwards follow its last one.
+    """
+    first_rank = graph.stage(StageId(LLM, 0)).tp_groups[0][0]
+    seconds = layer_costs.stage_seconds(graph)
+    encoder_stages = [sid for sid, _ in graph.held_by(first_rank) if sid.unit in graph.encoders]
+    passes = [seconds[sid].forward + seconds[sid].backward for sid in encoder_stages]
+    return sum(float(of_stage.sum(axis=2).mean()) for of_stage in passes)

@@ -1,0 +1,172 @@
+"""Everything the search asks about candidates: lower bounds, estimates, memory and simulation.
+
+An `Evaluator` belongs to one planning problem. It owns all caches, so candidates stay small and immutable.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import count
+
+from mmtrain.costs import RankMemory
+from mmtrain.planning.artifact.layout import Layout
+from mmtrain.planning.artifact.plan import SchedulePlan
+from mmtrain.planning.evaluate.layout_simulation import (
+    LoweredPrograms,
+    schedule_memory,
+    scheduled_graph,
+    simulate_unless_slow,
+)
+from mmtrain.planning.evaluate.memory_fit import MemoryMisfit, explain_misfit, fit_memory, within_host_memory
+from mmtrain.planning.evaluate.memory_lower_bound import UnitMemoryBound
+from mmtrain.planning.evaluate.mesh_time_estimate import MeshTimeEstimate
+from mmtrain.planning.evaluate.step_time_estimator import StepTimeEstimator
+from mmtrain.planning.evaluate.time_lower_bound import unit_time_bound
+from mmtrain.planning.layer_costs.layer_costs import LayerCosts
+from mmtrain.planning.layer_costs.layer_partition import LayerChain, layer_chains
+from mmtrain.planning.space.budget import DEFAULT_BUDGET, SearchBudget
+from mmtrain.planning.space.candidate import (
+    Candidate,
+    FittedLayout,
+    MeshAssignment,
+    Rejected,
+    Simulation,
+    UnitTimeBound,
+)
+from mmtrain.planning.space.problem import PlanningProblem
+from mmtrain.program.ir.graph import StageGraph, StageId
+from mmtrain.program.schedules.builder import ScheduleKind
+
+
+class Evaluator:
+    """Advances candidates of one problem; what is asked twice is computed once."""
+
+    def __init__(
+        self, problem: PlanningProblem, budget: SearchBudget = DEFAULT_BUDGET, layer_costs: LayerCosts | None = None
+    ) -> None:
+        """Evaluate candidates of `problem`.
+
+        layer_costs: costs of the same model and data, with the sequence parallelism that is planned. By default there
+        is none, see `search.sequence_parallel.choose_sequence_parallelism`.
+        """
+        self.problem = problem
+        self.budget = budget
+        self.layer_costs = layer_costs or LayerCosts(problem, budget=budget)
+        self._ids = count()
+        self._layer_chains: dict[int, tuple[LayerChain, ...]] = {}  # by id of the candidate
+        self._estimators: dict[int | None, StepTimeEstimator] = {}
+        self._simulations: dict[tuple[ScheduleKind, StageGraph] | None, Simulation] = {}
+        self.lowered_programs = LoweredPrograms(budget.evaluation.max_kept_programs)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of a rank."""
+        return self.problem.hardware.memory_bytes
+
+    @cached_property
+    def memory_lower_bound(self) -> UnitMemoryBound:
+        """The least bytes that the fullest rank of a unit's mesh holds."""
+        return UnitMemoryBound(self.layer_costs)
+
+    @cached_property
+    def time_lower_bound(self) -> UnitTimeBound:
+        """The least seconds of a unit's mesh in a step; infinite where it cannot fit into memory."""
+        return self.time_lower_bound_within(1.0)
+
+    def time_lower_bound_within(self, share: float) -> UnitTimeBound:
+        """Return the bound that is infinite where a unit cannot fit into this share of the memory."""
+        return unit_time_bound(self.layer_costs, self.memory_lower_bound, share * self.memory_bytes, self.budget.bounds)
+
+    def mesh_time_estimate_within(self, share: float) -> UnitTimeBound:
+        """Return the seconds of a unit's mesh in a step, with the recomputation that this share of the memory needs."""
+        return MeshTimeEstimate(self.layer_costs, self.time_lower_bound_within(share), share * self.memory_bytes)
+
+    def enumerated(self, assignment: MeshAssignment) -> Candidate:
+        """Return a new candidate, under a number of its own."""
+        return Candidate(next(self._ids), assignment)
+
+    def layer_chains(self, candidate: Candidate) -> tuple[LayerChain, ...]:
+        """Return the lines of layers that the candidate divides over pipeline ranks."""
+        if candidate.id not in self._layer_chains:
+            chains = layer_chains(candidate.assignment, self.layer_costs, self.problem.choices)
+            self._layer_chains[candidate.id] = chains
+        return self._layer_chains[candidate.id]
+
+    def estimator(self, num_replica_groups: int | None) -> StepTimeEstimator:
+        """Return the step-time estimator.
+
+        num_replica_groups: groups of each batch that stand for all, those with most work; None: all are estimated.
+        """
+        if num_replica_groups not in self._estimators:
+            machine = self.problem.hardware
+            self._estimators[num_replica_groups] = StepTimeEstimator(self.layer_costs, machine, num_replica_groups)
+        return self._estimators[num_replica_groups]
+
+    def fit(
+        self, candidate: Candidate, num_in_flight: Mapping[StageId, int], memory_bytes: float | None = None
+    ) -> Candidate | Rejected:
+        """Recompute as few layers of a partitioned candidate as memory demands, under 1F1B.
+
+        num_in_flight: microbatches of each stage between forward and backward, at most. memory_bytes: that ranks may
+        hold as counted; by default what they have.
+        """
+        assert candidate.partition is not None
+        fit = fit_memory(
+            candidate.assignment,
+            candidate.partition,
+            self.layer_costs,
+            self.memory_bytes if memory_bytes is None else memory_bytes,
+            num_in_flight,
+            self.budget.evaluation,
+        )
+        if isinstance(fit, MemoryMisfit):
+            return Rejected(candidate, fit.reason, fit.need_gib)
+        return candidate.fitted(fit)
+
+    def fit_schedule(self, candidate: Candidate, layout: Layout, schedule: SchedulePlan) -> Candidate | Rejected:
+        """Compare what the layout's ranks hold under a schedule with their memory; nothing is recomputed for it."""
+        graph = scheduled_graph(layout, schedule, self.layer_costs)
+        memory = schedule_memory(graph, schedule, self.layer_costs)
+        fit = FittedLayout(layout, graph, memory)
+        if fit.peak_bytes > self.memory_bytes:
+            return self.misfit(candidate, memory)
+        on_host = within_host_memory(fit, self.layer_costs.host_memory_bytes)
+        if isinstance(on_host, MemoryMisfit):
+            return Rejected(candidate, on_host.reason)
+        return candidate.fitted(fit, schedule)
+
+    def misfit(self, candidate: Candidate, memory: Mapping[int, RankMemory]) -> Rejected:
+        """Reject a candidate for what its ranks hold."""
+        misfit = explain_misfit(self.layer_costs, memory, self.memory_bytes)
+        return Rejected(candidate, misfit.reason, misfit.need_gib)
+
+    def simulate(self, candidate: Candidate) -> Candidate:
+        """Simulate a fitted candidate on the sampled batches, unless one that runs the same stages was simulated."""
+        key = _what_runs(candidate)
+        simulation = self._simulations.get(key) or self._simulate(candidate, math.inf)
+        assert simulation is not None
+        if key is not None:
+            self._simulations[key] = simulation
+        return candidate.simulated(simulation)
+
+    def simulate_unless_slow(self, candidate: Candidate, max_first_batch_s: float) -> Candidate | None:
+        """Simulate a fitted candidate, but nothing beyond the first sampled batch where that takes longer: None."""
+        simulation = self._simulate(candidate, max_first_batch_s)
+        return None if simulation is None else candidate.simulated(simulation)
+
+    def _simulate(self, candidate: Candidate, max_first_batch_s: float) -> Simulation | None:
+        return simulate_unless_slow(
+            candidate.layout,
+            candidate.schedule,
+            self.layer_costs,
+            self.problem.hardware,
+            self.budget.evaluation,
+            self.lowered_programs,
+            max_first_batch_s,
+        )
+
+
+def _what_runs(candidate: Candidate) -> tuple[ScheduleKind, StageGraph] | None:
+    """Return what the simulation of a fitted candidate depends on; None where its order is its own."""
+    schedule = candidate.schedule
+    return None if schedule.order is not None else (schedule.kind, candidate.fitted_graph)

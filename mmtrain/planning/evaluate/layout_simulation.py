@@ -1,0 +1,359 @@
+"""The simulated step of one layout on the sampled batches."""
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.costs import Hardware, RankMemory, num_trained_parameters
+from mmtrain.costs.collectives import GroupLayout
+from mmtrain.costs.hardware import ELEMENT_BYTES
+from mmtrain.errors import ProgramError
+from mmtrain.planning.artifact.graph_memory import peak_in_flight
+from mmtrain.planning.artifact.layout import Layout
+from mmtrain.planning.artifact.plan import SchedulePlan
+from mmtrain.planning.artifact.plan_graph import split_into_pieces
+from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, StageSeconds
+from mmtrain.planning.layer_costs.layer_partition import layout_graph
+from mmtrain.planning.space.batch_split import batch_split_of
+from mmtrain.planning.space.budget import DEFAULT_BUDGET, EvaluationBudget
+from mmtrain.planning.space.candidate import Simulation
+from mmtrain.program.ir.actions import Collective, Compute, Direction, Forward, Partial, Send
+from mmtrain.program.ir.graph import Microbatch, StageGraph, StageId
+from mmtrain.program.ir.program import Program
+from mmtrain.program.ir.step_loads import Route, StepLoads
+from mmtrain.program.schedules.builder import build_compute
+from mmtrain.program.schedules.lower import lower
+from mmtrain.program.simulation.rank_equivalence import representative_ranks
+from mmtrain.program.simulation.simulate import simulate
+from mmtrain.program.simulation.timing import ModelTiming, StageLayer, TransferCost
+from mmtrain.program.trace.timeline import Timeline
+
+IntArray = npt.NDArray[np.int64]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoweredPrograms:
+    """The last few programs by rule, for layouts that differ only in which layers their stages hold or recompute.
+
+    To write a program and its communication takes longer than to run it on a batch, and what it does depends on
+    neither.
+    """
+
+    max_programs: int
+    _programs: dict[Hashable, tuple[Program, Program]] = field(default_factory=dict)
+
+    def get(
+        self, graph: StageGraph, schedule: SchedulePlan, build: Callable[[], tuple[Program, Program]]
+    ) -> tuple[Program, Program]:
+        """Return the compute actions and the program of a graph, from `build` if no graph alike was asked about."""
+        if schedule.order is not None:  # its lines name layers, and no two layouts share an order
+            return build()
+        stages = tuple(replace(stage, layers=(0, 0), recompute=frozenset()) for stage in graph.stages)
+        key = (schedule.kind, replace(graph, stages=stages))
+        known = self._programs.pop(key, None) or build()
+        self._programs[key] = known  # now the last to go
+        while len(self._programs) > self.max_programs:
+            del self._programs[next(iter(self._programs))]
+        return known
+
+
+def simulate_layout(
+    layout: Layout,
+    schedule: SchedulePlan,
+    layer_costs: LayerCosts,
+    machine: Hardware,
+    budget: EvaluationBudget = DEFAULT_BUDGET.evaluation,
+) -> Simulation:
+    """Simulate the program of a layout on every sampled batch; return step time, bubbles and the busiest rank.
+
+    All replica groups are simulated, unless there are very many: then the group with most work in each batch stands for
+    them.
+    """
+    simulation = simulate_unless_slow(layout, schedule, layer_costs, machine, budget)
+    assert simulation is not None
+    return simulation
+
+
+def simulate_unless_slow(
+    layout: Layout,
+    schedule: SchedulePlan,
+    layer_costs: LayerCosts,
+    machine: Hardware,
+    budget: EvaluationBudget,
+    programs: LoweredPrograms | None = None,
+    max_first_batch_s: float = math.inf,
+) -> Simulation | None:
+    """Do as `simulate_layout`, unless the first sampled batch shows that the layout is slow.
+
+    Args:
+        layout: where every layer is.
+        schedule: what makes its program.
+        layer_costs: seconds of its stages.
+        machine: the hardware.
+        budget: how many replica groups are simulated.
+        programs: of layouts simulated before; this one's is kept there, too.
+        max_first_batch_s: where the first batch takes longer, the others are not simulated, and the result is None.
+    """
+    graph = scheduled_graph(layout, schedule, layer_costs)
+    program = _CandidateProgram.build(graph, schedule, layer_costs, machine, budget, programs)
+    [first] = program.simulate(program.timings[:1])
+    if first.step_time_s > max_first_batch_s:
+        return None
+    timelines = [first, *program.simulate(program.timings[1:])]
+    shares = [timeline.bubble_shares() for timeline in timelines]
+    busiest_stages, busiest_s = busiest_rank(graph, program.timings[0].seconds)
+    return Simulation(
+        graph=graph,
+        step_time_s=sum(timeline.step_time_s for timeline in timelines) / len(timelines),
+        first_batch_step_s=first.step_time_s,
+        bubbles={kind: sum(share[kind] for share in shares) / len(shares) for kind in shares[0]},
+        busiest_stages=busiest_stages,
+        busiest_s=busiest_s,
+    )
+
+
+def simulate_first_batch(
+    graph: StageGraph,
+    schedule: SchedulePlan,
+    layer_costs: LayerCosts,
+    machine: Hardware,
+    budget: EvaluationBudget = DEFAULT_BUDGET.evaluation,
+) -> Timeline:
+    """Simulate a step on the first sampled batch."""
+    program = _CandidateProgram.build(graph, schedule, layer_costs, machine, budget)
+    return program.simulate(program.timings[:1])[0]
+
+
+def scheduled_graph(layout: Layout, schedule: SchedulePlan, layer_costs: LayerCosts) -> StageGraph:
+    """Return the layout's stage graph, with blocks in pieces where the schedule's segments are pieces."""
+    graph: StageGraph = layout_graph(layout, layer_costs)
+    if not schedule.pieces:
+        return graph
+    with_sp = [mesh.unit for mesh in graph.meshes if layer_costs.has_sp(mesh.unit, mesh.tp)]
+    return split_into_pieces(graph, layer_costs.shape, with_sp)
+
+
+def schedule_memory(graph: StageGraph, schedule: SchedulePlan, layer_costs: LayerCosts) -> dict[int, RankMemory]:
+    """Return what the ranks of the first replica group hold at their peak under a schedule."""
+    ranks: set[int] = set()
+    for stage in graph.stages:
+        replicas_per_group = graph.mesh(stage.id.unit).num_replicas // graph.num_groups
+        ranks.update(tp_group[0] for tp_group in stage.tp_groups[:replicas_per_group])
+    compute = build_compute(graph, schedule.kind, schedule.order, sorted(ranks))
+    return layer_costs.memory(graph, peak_in_flight(compute))
+
+
+@dataclass(frozen=True)
+class _CandidateProgram:
+    """The program of the ranks that stand for all, and what it takes in every sampled batch."""
+
+    schedule: SchedulePlan
+    compute: Program
+    program: Program  # `compute` with the communication that `program.build` would add
+    timings: "list[SampledBatchTiming]"
+    num_groups: int  # replica groups that are simulated
+
+    @classmethod
+    def build(
+        cls,
+        graph: StageGraph,
+        schedule: SchedulePlan,
+        layer_costs: LayerCosts,
+        machine: Hardware,
+        budget: EvaluationBudget,
+        programs: LoweredPrograms | None = None,
+    ) -> "_CandidateProgram":
+        timings = _batch_timings(graph, layer_costs, machine, budget)
+
+        def build() -> tuple[Program, Program]:
+            ranks = representative_ranks(graph, timings[0].link_class)
+            compute = build_compute(graph, schedule.kind, schedule.order, ranks)
+            return compute, lower(compute)
+
+        compute, program = build() if programs is None else programs.get(graph, schedule, build)
+        return cls(schedule, compute, program, timings, 1 if _stands_for_all(graph, budget) else graph.num_groups)
+
+    def simulate(self, timings: "Sequence[SampledBatchTiming]") -> list[Timeline]:
+        """Simulate the step on each batch.
+
+        The program is not verified: `planner.plan` does that for the chosen one.
+        """
+        try:
+            return [simulate(self.program, timing, self.num_groups) for timing in timings]
+        except ProgramError:  # ranks wait for each other's reductions of shared weights
+            if self.schedule.kind != "explicit":
+                raise
+            program = lower(self.compute, reduce_last=True)
+            return [simulate(program, timing, self.num_groups) for timing in timings]
+
+
+def _batch_timings(
+    graph: StageGraph, layer_costs: LayerCosts, machine: Hardware, budget: EvaluationBudget
+) -> "list[SampledBatchTiming]":
+    """Return what every action of a graph's program takes in each sampled batch."""
+    seconds = layer_costs.stage_seconds(graph)
+    is_one_group = _stands_for_all(graph, budget)
+    heaviest = np.zeros(len(layer_costs.batches.groups), dtype=np.int64)
+    if is_one_group and not graph.is_sharded:
+        heaviest = _heaviest_groups(graph, seconds)
+    timings = []
+    for batch, loads in enumerate(layer_costs.step_loads(batch_split_of(graph))):
+        first_replica = _first_replicas(graph, int(heaviest[batch]))
+        group_loads = _loads_of_group(graph, loads, first_replica) if is_one_group else loads
+        model = model_timing(graph, layer_costs, group_loads, machine)
+        timings.append(SampledBatchTiming(model, seconds, batch, layer_costs, first_replica))
+    return timings
+
+
+def _stands_for_all(graph: StageGraph, budget: EvaluationBudget) -> bool:
+    """Return whether one replica group stands for all.
+
+    There are too many to simulate each, and the one with most work does; or units are sharded, and all replicas run
+    every pass together.
+    """
+    return graph.is_sharded or _num_passes(graph) > budget.max_passes_of_all_groups
+
+
+def busiest_rank(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> tuple[tuple[StageId, ...], float]:
+    """Return the stages of the rank that computes most, and its seconds, mean over the batches."""
+    busy_s: dict[int, float] = {}
+    held: dict[int, tuple[StageId, ...]] = {}
+    for stage in graph.stages:
+        pass_seconds = seconds[stage.id].forward + seconds[stage.id].backward
+        for tp_group, replica_s in zip(stage.tp_groups, pass_seconds.sum(axis=2).mean(axis=0), strict=True):
+            rank = tp_group[0]
+            busy_s[rank] = busy_s.get(rank, 0.0) + float(replica_s)
+            held[rank] = (*held.get(rank, ()), stage.id)
+    busiest = max(busy_s, key=lambda rank: busy_s[rank])
+    return held[busiest], busy_s[busiest]
+
+
+def model_timing(graph: StageGraph, layer_costs: LayerCosts, loads: StepLoads, machine: Hardware) -> ModelTiming:
+    """Return the timing of one batch as the cost model gives it."""
+    return ModelTiming(
+        graph,
+        layer_costs.shape,
+        layer_costs.costs,
+        loads,
+        layer_costs.input_grad,
+        num_trained_parameters,
+        ELEMENT_BYTES[layer_costs.precision],
+        machine.ranks_per_node,
+        machine.overlap_slowdown,
+    )
+
+
+@dataclass(frozen=True)
+class PrecomputedTiming:
+    """`ModelTiming` for candidates, whose compute seconds are known before the simulation."""
+
+    model: ModelTiming
+
+    def left_under_way(self, action: Partial) -> float:
+        """Ask the model, see `ModelTiming`."""
+        return self.model.left_under_way(action)
+
+    def message(self, sender: int, action: Send) -> TransferCost:
+        """Ask the model, see `ModelTiming`."""
+        return self.model.message(sender, action)
+
+    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
+        """Ask the model, see `ModelTiming`."""
+        return self.model.collective(rank, action, group)
+
+    def link_class(self, ranks: tuple[int, ...]) -> GroupLayout:
+        """Ask the model, see `ModelTiming`."""
+        return self.model.link_class(ranks)
+
+    def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
+        """Return 0: a candidate's memory is compared with the limit before it is simulated (`LayerCosts.memory`)."""
+        return 0
+
+
+@dataclass(frozen=True)
+class SampledBatchTiming(PrecomputedTiming):
+    """One of the sampled batches.
+
+    first_replica, by unit: simulated replica 0 stands for the replica of this number, replica 1 for the next, and so
+    on. The model's loads are those of that replica group already.
+    """
+
+    seconds: Mapping[StageId, StageSeconds]
+    batch: int
+    layer_costs: LayerCosts
+    first_replica: Mapping[str, int] = field(default_factory=dict)
+
+    def compute(self, action: Compute) -> float:
+        """Return the seconds of a forward or backward; the model has those of segments."""
+        if isinstance(action, Partial):
+            return self.model.compute(action)
+        if self.model.graph.is_sharded:
+            return self.model.sharded_pass(action, partial(self._slowest_replica, action.mb))
+        stage, mb = self.seconds[action.stage], action.mb
+        seconds = stage.forward if isinstance(action, Forward) else stage.backward
+        return float(seconds[self.batch, mb.replica + self.first_replica.get(mb.unit, 0), mb.index])
+
+    def _slowest_replica(self, mb: Microbatch, kind: Direction, held: StageLayer) -> float:
+        """Return what a layer of a sharded unit takes on the replica that computes it longest."""
+        layer_costs = self.layer_costs
+        times = layer_costs.unit_times(mb.unit, 1, batch_split_of(self.model.graph))
+        layers = zip(layer_costs.shape.unit(mb.unit).layers, layer_costs.input_grad[mb.unit], strict=True)
+        number = next(i for i, layer in enumerate(layers) if layer == (held.layer, held.input_grad))
+        of_replicas = times.by_kind[times.kind[number], :, self.batch, :, mb.index]  # (3, dp)
+        seconds = (
+            of_replicas[FORWARD] if kind == "F" else of_replicas[BACKWARD] + held.recompute * of_replicas[RECOMPUTE]
+        )
+        return float(seconds.max())
+
+
+def _num_passes(graph: StageGraph) -> int:
+    """Count the forwards and backwards of a step."""
+    per_stage = {mesh.unit: 2 * mesh.num_replicas * mesh.num_microbatches for mesh in graph.meshes}
+    return sum(per_stage[stage.id.unit] for stage in graph.stages)
+
+
+def _first_replicas(graph: StageGraph, group: int) -> dict[str, int]:
+    """Return the first replica of each unit in a replica group."""
+    return {m.unit: group * (m.num_replicas // graph.num_groups) for m in graph.meshes}
+
+
+def _loads_of_group(graph: StageGraph, loads: StepLoads, first_replica: Mapping[str, int]) -> StepLoads:
+    """Return loads and routes of one replica group, under the names of group 0's microbatches.
+
+    Replicas of sharded units wait for each other in every layer, and those that dispatch exchange rows with all others,
+    so there the loads of all of them remain.
+    """
+    if graph.is_sharded or graph.dispatches_items:
+        return loads
+    name = {
+        Microbatch(mesh.unit, first_replica[mesh.unit] + replica, index): Microbatch(mesh.unit, replica, index)
+        for mesh in graph.meshes
+        for replica in range(mesh.num_replicas // graph.num_groups)
+        for index in range(mesh.num_microbatches)
+    }
+    routes = {
+        pair: Route({(name[a], name[b]): spans for (a, b), spans in route.spans.items() if a in name and b in name})
+        for pair, route in loads.routes.items()
+    }
+    return StepLoads(
+        {of_group_0: loads.loads[mb] for mb, of_group_0 in name.items()},
+        routes,
+        {of_group_0: loads.rows_out[mb] for mb, of_group_0 in name.items()},
+    )
+
+
+def _heaviest_groups(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> IntArray:
+    """Return (batches,) the replica group that has the rank with most work."""
+    by_tp_group: dict[tuple[int, ...], npt.NDArray[np.float64]] = {}
+    for stage in graph.stages:
+        replica_s = (seconds[stage.id].forward + seconds[stage.id].backward).sum(axis=2)
+        group_s = replica_s.reshape(len(replica_s), graph.num_groups, -1).max(axis=2)
+        tp_group = stage.tp_groups[0]
+        by_tp_group[tp_group] = by_tp_group.get(tp_group, np.zeros(1)) + group_s
+    return np.asarray(np.max(list(by_tp_group.values()), axis=0).argmax(axis=1))

@@ -1,0 +1,273 @@
+"""Estimate the step times of many layer partitions of one mesh assignment at once.
+
+An estimate is a lower bound of what the simulator says, and rarely more than a percent below it: the ends of all ranks
+under the order of compute that partitions share (`partition_orders`), and the collectives that close a step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.costs import Hardware
+from mmtrain.costs.collectives import GroupLayout
+from mmtrain.costs.hardware import ELEMENT_BYTES
+from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
+from mmtrain.planning.artifact.layout import MeshSize
+from mmtrain.planning.evaluate.partition_orders import (
+    LayerSpans,
+    OrderedPartitions,
+    PartitionOrders,
+    num_replica_groups,
+    recomputed_shares,
+    replicas_on_rank,
+)
+from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, UnitLayerTimes
+from mmtrain.planning.layer_costs.layer_partition import LayerChain
+from mmtrain.planning.layer_costs.span_recompute import SpanRecompute
+from mmtrain.planning.space.candidate import LayerPartition, MeshAssignment
+from mmtrain.program.ir.graph import StageId
+from mmtrain.program.simulation.timing import NORM_BYTES
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+MAX_END_TABLE_NUMBERS = 3_000_000  # actions times runs computed together: 24 MB, what caches can still help with
+
+
+@dataclass
+class StepTimeEstimator:
+    """Estimates the step times of layer partitions of one model on one machine."""
+
+    layer_costs: LayerCosts
+    machine: Hardware
+    max_groups: int | None  # replica groups of each batch, those with most work, that stand for all; None: all
+    _orders: PartitionOrders = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._orders = PartitionOrders(self.layer_costs)
+
+    def estimate(
+        self,
+        assignment: MeshAssignment,
+        chains: Sequence[LayerChain],
+        partitions: Sequence[LayerPartition],
+        recompute: Sequence[SpanRecompute | None],
+    ) -> FloatArray:
+        """Return (n,) seconds of a step under each of n layer partitions, at least, mean over the sampled batches.
+
+        recompute: of every chain, see `recompute_to_fit`, or None.
+        """
+        groups = self._heaviest_groups(assignment)
+        run = _EstimateRun(self.layer_costs, self.machine, assignment, groups)
+        step_time_s = np.zeros(len(partitions))
+        shares = recomputed_shares(chains, partitions, recompute)
+        for alike in self._orders.group_by_order(assignment, partitions, shares):
+            at_once = max(1, MAX_END_TABLE_NUMBERS // (alike.order.num_actions * groups.size))
+            for first in range(0, len(alike), at_once):
+                chunk = alike.of(slice(first, first + at_once))
+                step_time_s[chunk.numbers] = run.step_time_s(chunk)
+        return step_time_s
+
+    def in_flight(self, assignment: MeshAssignment, partition: LayerPartition) -> Mapping[StageId, int]:
+        """Return, for each stage, the microbatches that are between forward and backward at most."""
+        return self._orders.in_flight(assignment, partition)
+
+    def _heaviest_groups(self, assignment: MeshAssignment) -> IntArray:
+        """(batches, groups) the replica groups that are looked at."""
+        num_groups = num_replica_groups(assignment)
+        if self.max_groups is None or self.max_groups >= num_groups:
+            return np.tile(np.arange(num_groups), (len(self.layer_costs.batches.groups), 1))
+        rank_seconds: FloatArray | float = 0.0  # (batches, groups) of the busiest unit, or of all that share ranks
+        for unit, mesh in assignment.meshes.items():
+            times = self.layer_costs.unit_times(unit, mesh.tp, assignment.batch_split)
+            seconds = np.tensordot(times.count[-1], times.by_kind[:, :RECOMPUTE].sum(axis=1), 1).sum(axis=2)
+            of_unit = seconds.reshape(len(seconds), num_groups, -1).sum(axis=2) / (mesh.pp * mesh.dp)
+            is_alone = assignment.placement != "unified"
+            rank_seconds = np.maximum(rank_seconds, of_unit) if is_alone else rank_seconds + of_unit
+        return np.argsort(-np.asarray(rank_seconds), axis=1, kind="stable")[:, : self.max_groups]
+
+
+@dataclass(frozen=True)
+class _EstimateRun:
+    """What the estimates of one mesh assignment share."""
+
+    layer_costs: LayerCosts
+    machine: Hardware
+    assignment: MeshAssignment
+    groups: IntArray  # (batches, groups) replica groups that are looked at
+
+    def step_time_s(self, partitions: OrderedPartitions) -> FloatArray:
+        """(n,) mean over the batches of the step time of the slowest replica group."""
+        delays = self._message_delays(partitions)
+        is_same = bool((delays == delays[:, :1]).all())
+        delays = delays[:, 0] if is_same else delays.repeat(self.groups.size, axis=1)
+        num_batches, num_groups = self.groups.shape
+        held = self._held(partitions)
+        starts = dict(
+            zip(partitions.order.first_row, held.first_gather_s.repeat(self.groups.size, axis=1), strict=True)
+        )
+        ends = partitions.order.rank_ends(self._stage_seconds(partitions), delays, starts)
+        slowest = [end.reshape(len(partitions), num_batches, num_groups).max(axis=2) for end in ends.values()]
+        return np.asarray(self._with_closing_collectives(held, slowest).mean(axis=1))
+
+    def _stage_seconds(self, partitions: OrderedPartitions) -> dict[StageId, tuple[FloatArray, FloatArray]]:
+        """Forward and backward of every stage, (n x batches x groups, replicas x microbatches)."""
+        totals: dict[tuple[StageId, ...], tuple[FloatArray, FloatArray]] = {}
+        for spans in partitions.spans:
+            times, grid = self._unit_times[spans.unit], self._grids[spans.unit]
+            num_layers = (times.count[spans.last] - times.count[spans.first]).swapaxes(0, 1).astype(np.float64)
+            forward = np.tensordot(num_layers, grid[:, FORWARD], 1)
+            backward = np.tensordot(num_layers, grid[:, BACKWARD], 1)
+            if spans.stages in totals:
+                forward = totals[spans.stages][0] + forward
+                backward = totals[spans.stages][1] + backward
+            if self.layer_costs.recompute[spans.unit] == "all":
+                backward = backward + np.tensordot(num_layers, grid[:, RECOMPUTE], 1)
+            elif spans.recomputed_share is not None:
+                num_recomputed = num_layers * spans.recomputed_share.T[:, :, None]
+                backward = backward + np.tensordot(num_recomputed, grid[:, RECOMPUTE], 1)
+            totals[spans.stages] = forward, backward
+        return {
+            stage: (_runs_by_microbatch(forward[k]), _runs_by_microbatch(backward[k]))
+            for stages, (forward, backward) in totals.items()
+            for k, stage in enumerate(stages)
+        }
+
+    @cached_property
+    def _unit_times(self) -> dict[str, UnitLayerTimes]:
+        split = self.assignment.batch_split
+        return {unit: self.layer_costs.unit_times(unit, m.tp, split) for unit, m in self.assignment.meshes.items()}
+
+    @cached_property
+    def _grids(self) -> dict[str, FloatArray]:
+        """By unit, (kinds, 3, batches, groups, replicas x microbatches) seconds of a layer."""
+        num_groups = num_replica_groups(self.assignment)
+        grids = {}
+        for unit, times in self._unit_times.items():
+            by_kind = _slowest_on_rank(times.by_kind, replicas_on_rank(self.assignment, unit))
+            by_group = by_kind.reshape(*by_kind.shape[:3], num_groups, -1)
+            grids[unit] = np.take_along_axis(by_group, self.groups[None, None, :, :, None], axis=3)
+        return grids
+
+    def _message_delays(self, partitions: OrderedPartitions) -> FloatArray:
+        """(edges, n) what a message takes at least; what goes between units is left out."""
+        edges = partitions.order.edges
+        edge_into = {edge.dst: number for number, edge in enumerate(edges) if not edge.crosses_units}
+        delays = np.zeros((len(edges), len(partitions)))
+        for spans in partitions.spans:
+            columns = [k for k, stage in enumerate(spans.stages) if stage in edge_into]
+            mesh, first = self.assignment.meshes[spans.unit], spans.first[:, columns]
+            if not columns:
+                continue
+            num_bytes = self.layer_costs.min_message_bytes(spans.unit, mesh.tp, self.assignment.batch_split)
+            in_one_node = mesh.tp * mesh.num_replicas < self.machine.ranks_per_node  # then some pair shares a node
+            seconds = self.layer_costs.costs.transfer(num_bytes, in_one_node) if num_bytes else 0.0
+            is_inside_unit = (first > 0) & (first < len(self.layer_costs.shape.unit(spans.unit).layers))
+            delays[[edge_into[spans.stages[k]] for k in columns]] += np.where(is_inside_unit, seconds, 0.0).T
+        return delays
+
+    def _held(self, partitions: OrderedPartitions) -> "_HeldParameters":
+        """Return how long the collectives of data parallelism take that a step starts and ends with.
+
+        The first unit of a rank feeds the others there. So its first chunk needs its parameters first, and has its
+        gradients ready last.
+        """
+        ranks = list(partitions.order.last_row)
+        shape = len(ranks), len(partitions)
+        num_updated = np.zeros(shape, dtype=np.int64)
+        gather_s, reduction_s = np.zeros(shape), np.zeros(shape)
+        holds_nothing = np.ones(shape, dtype=np.bool_)
+        for spans in partitions.spans:
+            mesh = self.assignment.meshes[spans.unit]
+            num_layers, num_parameters, num_in_first_chunk = self._held_of_unit(partitions, ranks, spans)
+            num_updated += num_parameters // mesh.num_replicas
+            is_first = (num_layers > 0) & holds_nothing
+            of_unit = self._reduction_and_gather(num_in_first_chunk, mesh)
+            reduction_s, gather_s = np.where(is_first, of_unit, (reduction_s, gather_s))
+            holds_nothing &= num_layers == 0
+        return _HeldParameters(gather_s, reduction_s, num_updated)
+
+    def _with_closing_collectives(self, held: "_HeldParameters", ends: Sequence[FloatArray]) -> FloatArray:
+        """(n, batches) with the last reduction of gradients, and the optimizer's step for which all wait.
+
+        ends: of every rank, (n, batches) when it ends its last action.
+        """
+        reduced = np.max(
+            [end + seconds[:, None] for end, seconds in zip(ends, held.last_reduction_s, strict=True)], axis=0
+        )
+        optimizer_s = np.array(
+            [self.layer_costs.costs.optimizer(int(max_updated)) for max_updated in held.num_updated.max(axis=0)]
+        )
+        num_ranks = self.assignment.ranks
+        everyone = GroupLayout.strided(num_ranks, 1, self.machine.ranks_per_node)
+        norm_s = self.layer_costs.costs.collective("all_reduce", NORM_BYTES, everyone)
+        return np.asarray(reduced + norm_s + optimizer_s[:, None])
+
+    def _held_of_unit(
+        self, partitions: OrderedPartitions, ranks: Sequence[int], spans: LayerSpans
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """(ranks, n) layers of a unit, and trained parameters of them and of the first chunk with any, on each rank."""
+        mesh = self.assignment.meshes[spans.unit]
+        trained = self.layer_costs.unit_costs(spans.unit, mesh.tp, self.assignment.batch_split).parameters
+        parameters_before = np.concatenate([[0], np.cumsum(trained.astype(np.int64))])
+        column = {stage: k for k, stage in enumerate(spans.stages)}
+        held = [
+            (row, column[stage])
+            for row, rank in enumerate(ranks)
+            for stage in partitions.order.stages[rank]
+            if stage in column
+        ]
+        rows, columns = np.array(held, dtype=np.int64).reshape(-1, 2).T
+        first, last = spans.first[:, columns].T, spans.last[:, columns].T
+        num_layers = np.zeros((len(ranks), len(partitions)), dtype=np.int64)
+        num_parameters = np.zeros_like(num_layers)
+        np.add.at(num_layers, rows, last - first)
+        np.add.at(num_parameters, rows, parameters_before[last] - parameters_before[first])
+        num_in_first_chunk = np.zeros_like(num_layers)
+        for row, stage_column in sorted(held, key=lambda row_and_column: -row_and_column[1]):
+            first_of_stage, last_of_stage = spans.first[:, stage_column], spans.last[:, stage_column]
+            of_stage = parameters_before[last_of_stage] - parameters_before[first_of_stage]
+            num_in_first_chunk[row] = np.where(last_of_stage > first_of_stage, of_stage, num_in_first_chunk[row])
+        return num_layers, num_parameters, num_in_first_chunk
+
+    def _reduction_and_gather(self, num_parameters: IntArray, mesh: MeshSize) -> tuple[FloatArray, FloatArray]:
+        """(ranks, n) seconds in which replicas reduce the gradients of so many parameters, and gather the weights."""
+        costs, weight_bytes = self.layer_costs.costs, ELEMENT_BYTES[self.layer_costs.precision]
+        num_replicas, ranks_per_node = mesh.num_replicas, self.machine.ranks_per_node
+        first_ranks = [p * mesh.tp * num_replicas for p in range(mesh.pp)]
+        layouts = {GroupLayout.strided(num_replicas, mesh.tp, ranks_per_node, first) for first in first_ranks}
+        different, inverse = np.unique(num_parameters, return_inverse=True)
+        seconds = np.zeros((2, len(different)))
+        for k, count in enumerate(different.tolist()):
+            if count:
+                reductions = (costs.collective("reduce_scatter", count * BYTES_PER_GRADIENT, g) for g in layouts)
+                gathers = (costs.collective("all_gather", count * weight_bytes, g) for g in layouts)
+                seconds[:, k] = max(reductions), min(gathers)
+        reduction_s, gather_s = seconds[:, inverse.reshape(num_parameters.shape)]
+        return reduction_s, gather_s
+
+
+class _HeldParameters(NamedTuple):
+    """What data parallelism does with the trained parameters of each rank, under each layer partition: (ranks, n)."""
+
+    first_gather_s: FloatArray  # of the parameters that the rank's first forward reads
+    last_reduction_s: FloatArray  # of the gradients that its last backward computes
+    num_updated: IntArray  # parameters that its optimizer updates
+
+
+def _slowest_on_rank(by_kind: FloatArray, num_together: int) -> FloatArray:
+    """Return (kinds, 3, batches, dp, microbatches) seconds with each run of `num_together` replicas as its slowest."""
+    if num_together == 1:
+        return by_kind
+    *before, num_replicas, num_microbatches = by_kind.shape
+    together = by_kind.reshape(*before, num_replicas // num_together, num_together, num_microbatches)
+    return np.asarray(together.max(axis=-2))
+
+
+def _runs_by_microbatch(seconds: FloatArray) -> FloatArray:
+    """(n x batches x groups, replicas x microbatches) of (n, batches, groups, replicas x microbatches)."""
+    return seconds.reshape(-1, seconds.shape[-1])

@@ -1,0 +1,122 @@
+"""From a recipe, the lengths of its data and a cluster to the planning problem."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+
+from mmtrain.balance import Grouping, SampleLengths
+from mmtrain.costs import costs_for, machine_for, precision_for
+from mmtrain.errors import PlanError
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.planning.advise.infeasible import explain_infeasible, has_meshes
+from mmtrain.planning.artifact.plan import Placement
+from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget, SearchBudget
+from mmtrain.planning.space.constraints import UnitChoices, encoder_microbatches, unit_choices
+from mmtrain.planning.space.problem import Cluster, Constraints, PlanningProblem, PlanRequest
+from mmtrain.planning.space.sample_batches import sample_batches
+from mmtrain.recipe.schema import Recipe
+
+
+def formulate_problem(
+    recipe: Recipe,
+    lengths: SampleLengths,
+    *,
+    world_size: int,
+    hardware: str,
+    recipe_sha256: str,
+    request: PlanRequest | None = None,
+    budget: SearchBudget = DEFAULT_BUDGET,
+) -> PlanningProblem:
+    """Collect what the planner depends on: shapes, costs, sampled batches and constraints.
+
+    hardware: a preset's name. The problem may have no mesh at all; `require_feasible` says so.
+
+    Raises:
+        PlanError: settings contradict each other or the model, or the data holds no sample.
+    """
+    shape = build_model_shape(recipe)
+    machine = machine_for(recipe, hardware)
+    precision = precision_for(recipe, machine)
+    choices = unit_choices(recipe, shape, machine.ranks_per_node, budget.meshes)
+    grouping = Grouping.of(recipe.data, recipe.train.global_batch)
+    batches = sample_batches(lengths, grouping, recipe.train.seed, budget.sampling)
+    if recipe.parallel.node_wise:
+        batches = replace(batches, ranks_per_node=machine.ranks_per_node)
+    request = request or PlanRequest()
+    constraints = Constraints(
+        placements=placements_to_search(recipe, choices, world_size, request.can_shard),
+        choices=choices,
+        recompute={name: recipe.parallel.of(name).recompute for name in choices},
+        sequence_parallel={name: recipe.parallel.of(name).sp for name in choices},
+        tp_overlap={name: recipe.parallel.of(name).tp_overlap for name in choices},
+        encoder_microbatches=encoder_microbatches(recipe, shape),
+    )
+    return PlanningProblem(
+        recipe=recipe,
+        recipe_sha256=recipe_sha256,
+        shape=shape,
+        costs=costs_for(machine, precision, recipe.cluster.costs),
+        precision=precision,
+        seq_len=recipe.data.seq_len,
+        batches=batches,
+        constraints=constraints,
+        cluster=Cluster(machine, world_size, rank_counts(recipe, constraints, world_size, budget.meshes)),
+        request=request,
+    )
+
+
+def require_feasible(problem: PlanningProblem) -> None:
+    """Refuse a problem whose constraints leave no mesh for any number of ranks.
+
+    Raises:
+        PlanError: names the settings that clash, and numbers of ranks with which there would be a mesh.
+    """
+    if problem.cluster.rank_counts:
+        return
+    recipe, num_ranks = problem.recipe, problem.cluster.num_ranks
+    max_ranks = min(num_ranks, recipe.parallel.max_gpus or num_ranks)
+    choices_of: Callable[[Recipe], Mapping[str, UnitChoices]] = partial(
+        unit_choices, shape=problem.shape, ranks_per_node=problem.hardware.ranks_per_node
+    )
+    raise PlanError(explain_infeasible(recipe, problem.choices, max_ranks, problem.constraints.placements, choices_of))
+
+
+def placements_to_search(
+    recipe: Recipe, choices: Mapping[str, UnitChoices], world_size: int, can_shard: bool
+) -> tuple[Placement, ...]:
+    """Return the placements that the recipe allows.
+
+    Where it leaves them open, `replicated` is one of them for several ranks that can shard what it shards: on one rank
+    it is `unified`. Ranks share sequences in `unified` and `disaggregated` only.
+    """
+    if recipe.parallel.placement != "auto":
+        return (recipe.parallel.placement,)
+    if (recipe.parallel.llm.cp or 1) > 1:
+        return ("unified", "disaggregated") if len(choices) > 1 else ("unified",)
+    chosen: tuple[Placement, ...] = ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
+    is_open = world_size > 1 and (can_shard or recipe.parallel.zero == 1)
+    return (*chosen, "replicated") if is_open else chosen
+
+
+def rank_counts(recipe: Recipe, constraints: Constraints, world_size: int, budget: MeshBudget) -> tuple[int, ...]:
+    """Return the numbers of ranks to plan for: all ranks, or with `parallel.max_gpus` several up to that.
+
+    Of the latter those that `rank_counts_to_try` names; if none of them has a mesh, the largest that has one.
+    """
+    limit = recipe.parallel.max_gpus
+
+    def is_possible(count: int) -> bool:
+        return any(has_meshes(constraints.choices, count, placement) for placement in constraints.placements)
+
+    if limit is None:
+        return (world_size,) if is_possible(world_size) else ()
+    max_ranks = min(world_size, limit)
+    preferred = tuple(filter(is_possible, rank_counts_to_try(max_ranks, budget)))
+    return preferred or tuple(islice(filter(is_possible, range(max_ranks, 0, -1)), 1))
+
+
+def rank_counts_to_try(max_ranks: int, budget: MeshBudget) -> list[int]:
+    """Return numbers of ranks worth trying where fewer than `max_ranks` may do: evenly spaced, the largest first."""
+    step = max(1, max_ranks // budget.rank_count_divisor)
+    return list(range(max_ranks, 0, -step))[: budget.num_rank_counts]

@@ -1,0 +1,521 @@
+"""Seconds and bytes of a model's layers on the sampled batches: what partitions, lower bounds and memory rest on."""
+
+import math
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.balance import BatchMeta
+from mmtrain.balance.context_split import MAX_IMBALANCE
+from mmtrain.balance.padding import without_padding
+from mmtrain.balance.phase_loads import PhaseLoad, mean_phase_loads, phase_loads
+from mmtrain.costs import (
+    ComputeKind,
+    CostModel,
+    RankMemory,
+    StateBytes,
+    TokenLoad,
+    TokenSplit,
+    input_grad_needed,
+    model_flops,
+    num_trained_parameters,
+)
+from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds
+from mmtrain.costs.hardware import ELEMENT_BYTES
+from mmtrain.costs.layer_arithmetic import context_parallel_load
+from mmtrain.costs.rank_memory import (
+    RankLayer,
+    layer_activation_bytes,
+    layer_state,
+    layer_working_bytes,
+    message_bytes,
+)
+from mmtrain.models.model_shape import LayerShape
+from mmtrain.planning.artifact.communicators import communicator_bytes
+from mmtrain.planning.artifact.graph_memory import GraphMemory, MemoryPhase
+from mmtrain.planning.artifact.layout import MeshSize, disaggregated_units
+from mmtrain.planning.artifact.plan_graph import build_stage_graph
+from mmtrain.planning.space.batch_split import BatchSplit, UnitSplit, batch_split_of, num_microbatches_of
+from mmtrain.planning.space.budget import DEFAULT_BUDGET, SearchBudget
+from mmtrain.planning.space.constraints import RecomputeMode
+from mmtrain.planning.space.load_arrays import LoadArrays, load_arrays, loads_of_parts, seconds_of_loads
+from mmtrain.planning.space.problem import PlanningProblem
+from mmtrain.program.ir.context_loads import part_loads, split_microbatches
+from mmtrain.program.ir.graph import LLM, StageGraph, StageId, UnitMesh
+from mmtrain.program.ir.step_loads import StepLoads, step_loads
+from mmtrain.program.schedules.builder import in_flight_microbatches
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+SpSizes = Mapping[str, frozenset[int]]  # by unit, the tensor-parallel sizes with sequence parallelism
+TpChunks = Mapping[str, Mapping[int, int]]  # by unit and tensor-parallel size, chunks of tokens where there are several
+
+
+FORWARD, BACKWARD, RECOMPUTE = range(3)  # index of `UnitLayerTimes.by_kind`: what a layer does with a microbatch
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one stage for every batch, replica and microbatch: (batches, replicas, microbatches) each."""
+
+    forward: FloatArray
+    backward: FloatArray  # recompute, and a forward that runs again, included
+
+    def of_each_replica(self, cp: int) -> "StageSeconds":
+        """Return the seconds for each of the `cp` replicas that share sequences, where so far one stands for them."""
+        if cp == 1:
+            return self
+        return StageSeconds(self.forward.repeat(cp, axis=1), self.backward.repeat(cp, axis=1))
+
+
+@dataclass(frozen=True)
+class UnitLayerTimes:
+    """Seconds of a unit's layers for every microbatch. Layers of one kind take the same time.
+
+    Ranks that share the sequences of a microbatch wait for each other in every block, so they count as one, the slowest
+    of them.
+    """
+
+    by_kind: FloatArray  # (K, 3, batches, dp, microbatches) seconds: forward, backward, recompute
+    kind: IntArray  # (L,) of each layer
+
+    @cached_property
+    def count(self) -> IntArray:
+        """(L + 1, K) how many of the layers [0, l) are of each kind."""
+        counts = np.cumsum(np.eye(len(self.by_kind), dtype=np.int64)[self.kind], axis=0)
+        return np.concatenate([np.zeros_like(counts[:1]), counts])
+
+    @cached_property
+    def mean(self) -> FloatArray:
+        """(L, 3) seconds of a layer for one microbatch, mean over all."""
+        return np.asarray(self.by_kind.mean(axis=(2, 3, 4))[self.kind])
+
+    def stage(self, layers: tuple[int, int], recompute: Sequence[int] | frozenset[int]) -> StageSeconds:
+        """Return the seconds of a stage that holds layers [lo, hi) and recomputes some of them."""
+        counts = self.count[layers[1]] - self.count[layers[0]]
+        recomputed = np.bincount(self.kind[list(recompute)], minlength=len(self.by_kind))
+        forward = np.tensordot(counts, self.by_kind[:, FORWARD], 1)
+        backward = np.tensordot(counts, self.by_kind[:, BACKWARD], 1)
+        backward = backward + np.tensordot(recomputed, self.by_kind[:, RECOMPUTE], 1)
+        return StageSeconds(forward, backward)
+
+
+@dataclass(frozen=True)
+class UnitLayerCosts:
+    """Costs of one unit's layers, (L,) each: mean seconds of a microbatch, and bytes for the largest microbatch."""
+
+    seconds: FloatArray  # forward and backward, and recompute where the recipe fixes it
+    backward_seconds: FloatArray  # of these, backward and recompute
+    recompute_seconds: FloatArray  # what choosing to recompute the layer adds
+    state_bytes: FloatArray  # parameters, gradients, optimizer
+    kept_bytes: FloatArray  # activations that one microbatch leaves behind
+    saved_bytes: FloatArray  # of them, what choosing to recompute saves; 0 where there is no choice
+    working_bytes: FloatArray  # what is alive only while the layer is computed
+    recompute_working_bytes: FloatArray  # the same if the layer is recomputed
+    input_bytes: FloatArray  # hidden states that enter the layer, as a message
+    parameters: FloatArray  # parameters that train, on one rank
+    kind: IntArray  # layers of one kind are alike in all of this
+
+
+class LayerCosts:
+    """Costs of a model's layers on the sampled batches. Each is computed once and kept."""
+
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        sp: SpSizes | None = None,
+        budget: SearchBudget = DEFAULT_BUDGET,
+        chunks: TpChunks | None = None,
+    ):
+        """Take shapes, cost model and batches from the problem.
+
+        Args:
+            problem: what is planned.
+            sp: where sequence parallelism is used; nowhere by default. See `search.sequence_parallel`.
+            budget: how exactly loads are priced.
+            chunks: where chunks of tokens hide communication; nowhere by default. See `search.tp_chunks`.
+        """
+        self.shape = problem.shape
+        self.costs = problem.costs
+        self.precision = problem.precision
+        self.state_bytes = problem.state_bytes
+        self.batches = problem.batches
+        self.seq_len = problem.seq_len
+        self.encoder_microbatches = problem.constraints.encoder_microbatches
+        self.recompute: Mapping[str, RecomputeMode] = problem.constraints.recompute
+        self.sp: SpSizes = sp or {}
+        self.chunks: TpChunks = chunks or {}
+        self.budget = budget
+        self._step_loads: dict[BatchSplit, list[StepLoads]] = {}
+        self._laid_out: dict[BatchSplit, list[BatchMeta]] = {}
+        self._loads: dict[tuple[str, BatchSplit], LoadArrays] = {}
+        self._unit_times: dict[tuple[str, int, BatchSplit], UnitLayerTimes] = {}
+        self._unit_costs: dict[tuple[str, int, BatchSplit], UnitLayerCosts] = {}
+        self._machine = problem.hardware
+        self._communicators: dict[tuple[object, ...], Mapping[int, float]] = {}
+        self._largest_loads: dict[tuple[str, BatchSplit], TokenLoad] = {}
+
+    def with_settings(
+        self,
+        *,
+        recompute: Mapping[str, RecomputeMode] | None = None,
+        sp: SpSizes | None = None,
+        chunks: TpChunks | None = None,
+        state: StateBytes | None = None,
+        costs: CostModel | None = None,
+    ) -> "LayerCosts":
+        """Return the same layers under other recompute modes, ways to split tokens, bytes of state, or cost model.
+
+        Loads depend on none of them and stay shared, seconds on the cost model and on chunks of tokens, which hide
+        more with sequence parallelism; bytes are computed anew.
+        """
+        changed = copy(self)
+        changed.chunks = self.chunks if chunks is None else chunks
+        if costs is not None or changed.chunks != self.chunks or (changed.chunks and sp is not None):
+            changed.costs = costs or self.costs
+            changed._unit_times = {}
+        changed.recompute = self.recompute if recompute is None else recompute
+        changed.sp = self.sp if sp is None else sp
+        changed.state_bytes = self.state_bytes if state is None else state
+        changed._unit_costs = {}
+        return changed
+
+    @property
+    def host_memory_bytes(self) -> float:
+        """Host memory that a rank may fill with activations."""
+        return self._machine.host_memory_bytes
+
+    @cached_property
+    def input_grad(self) -> Mapping[str, tuple[bool, ...]]:
+        """By unit, for each layer: whether anything below it trains, so that its input needs a gradient."""
+        return input_grad_needed(self.shape)
+
+    def has_sp(self, unit: str, tp: int) -> bool:
+        """Return whether the unit uses sequence parallelism at this tensor-parallel size."""
+        return tp in self.sp.get(unit, ())
+
+    def num_chunks(self, unit: str, tp: int) -> int:
+        """Return the chunks of tokens in which the unit's linears run at this tensor-parallel size."""
+        return self.chunks.get(unit, {}).get(tp, 1)
+
+    def token_split(self, unit: str, tp: int) -> TokenSplit:
+        """Return how a TP group of this size divides the unit's tokens."""
+        return TokenSplit(self.has_sp(unit, tp), self.num_chunks(unit, tp))
+
+    def batch_split(self, dp: Mapping[str, int], num_microbatches: Mapping[str, int] | None = None) -> BatchSplit:
+        """Return data-parallel degrees with each unit's microbatches.
+
+        Units that `num_microbatches` does not name have those that the recipe fixes, else the LLM's number.
+        """
+        num_llm = self.batches.global_batch // dp[LLM]
+        chosen = {**self.encoder_microbatches, **(num_microbatches or {})}
+        return tuple(UnitSplit(unit, degree, chosen.get(unit, num_llm)) for unit, degree in dp.items())
+
+    def step_loads(self, split: BatchSplit) -> list[StepLoads]:
+        """Return loads and routes of every sampled batch under this split."""
+        if split not in self._step_loads:
+            # Loads depend on nothing but the split, so any graph with this split will do.
+            meshes = {entry.unit: _mesh_of(entry) for entry in split}
+            one_stage = {unit.name: (0, len(unit.layers)) for unit in self.shape.units}
+            num_microbatches = num_microbatches_of(split)
+            graph = build_stage_graph(disaggregated_units(meshes, one_stage), num_microbatches, self.shape)
+            batches = self.lay_out(split)
+            self._step_loads[split] = [step_loads(graph, batch) for batch in batches]
+        return self._step_loads[split]
+
+    def lay_out(self, split: BatchSplit) -> list[BatchMeta]:
+        """Return every sampled batch as this split arranges it."""
+        if split not in self._laid_out:
+            self._laid_out[split] = self.batches.lay_out(_dp_of(split), num_microbatches_of(split), split[0].dispatch)
+        return self._laid_out[split]
+
+    def phase_loads(self, split: BatchSplit) -> dict[str, PhaseLoad]:
+        """Return by unit how evenly sharded units fill the ranks, mean over the sampled batches."""
+        num_microbatches = num_microbatches_of(split)
+        return mean_phase_loads([phase_loads(batch, split[0].dp, num_microbatches) for batch in self.lay_out(split)])
+
+    def microbatch_loads(self, unit: str, split: BatchSplit) -> LoadArrays:
+        """Return the loads of a unit's microbatches: arrays of (batches, dp * cp, microbatches)."""
+        key = (unit, _relevant_split(unit, split))
+        of_llm = _of_unit(LLM, split)
+        is_sooner_alone = split not in self._laid_out or of_llm.cp > 1
+        if key not in self._loads and unit == LLM and of_llm.dispatch is None and is_sooner_alone:
+            alone = self.batches.without_items()
+            batches = alone.lay_out({LLM: of_llm.dp}, {LLM: of_llm.num_microbatches}, of_llm.dispatch)
+            self._loads[key] = _llm_loads(of_llm, batches)
+        if key not in self._loads:
+            batches = self.lay_out(split)
+            for entry in split:
+                if entry.cp == 1:
+                    loads = load_arrays(entry.unit, batches, entry.dp, entry.num_microbatches)
+                    self._loads.setdefault((entry.unit, _relevant_split(entry.unit, split)), loads)
+        return self._loads[key]
+
+    def unit_times(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerTimes:
+        """Return the seconds of the unit's layers for each microbatch."""
+        key = (unit, tp, _relevant_split(unit, split))
+        if key not in self._unit_times:
+            kinds = self._layer_kinds(unit)
+            distinct = list(dict.fromkeys(kinds))
+            loads = self.microbatch_loads(unit, split)
+            group = self.context_group(_of_unit(unit, split), tp)
+            token_split = self.token_split(unit, tp)
+            by_kind = np.stack(
+                [
+                    self._layer_seconds(layer, needs_grad, tp, loads, group, token_split)
+                    for layer, needs_grad in distinct
+                ]
+            )
+            kind = np.array([distinct.index(layer_kind) for layer_kind in kinds], dtype=np.int64)
+            self._unit_times[key] = UnitLayerTimes(by_kind, kind)
+        return self._unit_times[key]
+
+    def unit_costs(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerCosts:
+        """Return mean seconds and bytes of the unit's layers."""
+        key = (unit, tp, split)
+        if key not in self._unit_costs:
+            self._unit_costs[key] = self._compute_unit_costs(unit, tp, split)
+        return self._unit_costs[key]
+
+    def stage_seconds(self, graph: StageGraph) -> dict[StageId, StageSeconds]:
+        """Return the seconds of every stage in each batch."""
+        split = batch_split_of(graph)
+        times = {mesh.unit: self.unit_times(mesh.unit, mesh.tp, split) for mesh in graph.meshes}
+        cp = {mesh.unit: mesh.cp for mesh in graph.meshes}
+        seconds = {
+            stage.id: times[stage.id.unit].stage(stage.layers, stage.recompute).of_each_replica(cp[stage.id.unit])
+            for stage in graph.stages
+        }
+        for stage_id in filter(graph.reruns_forward, seconds):
+            forward, backward = seconds[stage_id].forward, seconds[stage_id].backward
+            seconds[stage_id] = StageSeconds(forward, backward + forward)
+        return seconds
+
+    def memory(self, graph: StageGraph, num_in_flight: Mapping[StageId, int] | None = None) -> dict[int, RankMemory]:
+        """Return what every rank of the first replica group holds at its peak; all groups hold the same.
+
+        num_in_flight: microbatches of each stage between forward and backward, where known; by default those of 1F1B.
+        """
+        in_flight = in_flight_microbatches(graph) if num_in_flight is None else num_in_flight
+        return self.graph_memory(graph).by_rank(graph, in_flight, self._communicator_bytes(graph))
+
+    def phase_memory(self, graph: StageGraph, phase: MemoryPhase) -> dict[int, RankMemory]:
+        """Return what every rank of the first replica group holds at the peak of one phase of a step."""
+        return self.graph_memory(graph).in_phase(graph, phase, self._communicator_bytes(graph))
+
+    def graph_memory(self, graph: StageGraph) -> GraphMemory:
+        """Return what counts the bytes of the graph's ranks, for the largest microbatches of its split."""
+        split = batch_split_of(graph)
+        return GraphMemory(
+            self.shape,
+            self.costs,
+            self.precision,
+            self.state_bytes,
+            {mesh.unit: self.largest_load(mesh.unit, split) for mesh in graph.meshes},
+            frozenset(mesh.unit for mesh in graph.meshes if self.has_sp(mesh.unit, mesh.tp)),
+        )
+
+    def _communicator_bytes(self, graph: StageGraph) -> Mapping[int, float]:
+        key = (graph.meshes, graph.edges, tuple(stage.trainable for stage in graph.stages))
+        if key not in self._communicators:  # layers do not matter, and many layouts differ in nothing else
+            self._communicators[key] = communicator_bytes(graph, self._machine)
+        return self._communicators[key]
+
+    def largest_load(self, unit: str, split: BatchSplit) -> TokenLoad:
+        """Return the largest microbatch that memory is planned for: a little more than the largest sampled one.
+
+        The LLM's microbatches never exceed `seq_len`, and one of them may hold the data's longest sample alone.
+        """
+        key = (unit, _relevant_split(unit, split))
+        if key not in self._largest_loads:
+            self._largest_loads[key] = self._find_largest_load(unit, split)
+        return self._largest_loads[key]
+
+    def _find_largest_load(self, unit: str, split: BatchSplit) -> TokenLoad:
+        largest = self.microbatch_loads(unit, split).largest()
+        surplus = self.budget.sampling.unsampled_load_ratio
+        if unit != LLM:
+            return _scaled(largest, surplus)
+        cp = _of_unit(LLM, split).cp
+        longest = min(self.seq_len, self._longest_sample)
+        most_tokens = max(largest.tokens, math.ceil(MAX_IMBALANCE * self.seq_len / cp)) if cp > 1 else self.seq_len
+        packed = _scaled(largest, min(surplus, most_tokens / max(1, largest.tokens)))
+        alone = TokenLoad(longest, longest**2, longest, 1)
+        most_targets = max(packed.num_targets, min(longest, int(self.batches.lengths.targets.max())))
+        if cp > 1:
+            alone, most_targets = context_parallel_load(alone, cp), min(most_targets, alone.tokens)
+        largest = max(packed, alone, key=lambda load: (load.tokens, load.sum_sq))
+        return replace(largest, targets=min(most_targets, largest.tokens))
+
+    @cached_property
+    def _longest_sample(self) -> int:
+        """Tokens of the longest sample."""
+        return int(self.batches.lengths.tokens.max())
+
+    def min_message_bytes(self, unit: str, tp: int, split: BatchSplit) -> int:
+        """Return the least bytes that a rank sends to the unit's next stage for a microbatch."""
+        rows = int(self.microbatch_loads(unit, split).tokens.min())
+        rows_of_rank = -(-rows // tp) if self.has_sp(unit, tp) else rows
+        receiving = self.shape.unit(unit).layers[1:]
+        elements = min((layer.input_elements(rows_of_rank, 0) for layer in receiving), default=0)
+        return elements * ELEMENT_BYTES[self.precision]
+
+    def model_flops(self, split: BatchSplit) -> float:
+        """Return the FLOPs of a step that MFU counts, mean over the batches; padding does not count."""
+        arrays = {entry.unit: self.microbatch_loads(entry.unit, split) for entry in split}
+        if self.batches.pad:
+            unpadded = [without_padding(batch) for batch in self.lay_out(split)]
+            arrays = {
+                entry.unit: load_arrays(entry.unit, unpadded, entry.dp, entry.num_microbatches) for entry in split
+            }
+        totals = []
+        for batch in range(len(self.batches.groups)):
+            loads = {unit: array.total(batch) for unit, array in arrays.items()}
+            totals.append(model_flops(self.shape, loads))
+        return float(np.mean(totals))
+
+    def tokens(self) -> float:
+        """Return the LLM tokens of a step, mean over the batches."""
+        lengths = self.batches.lengths.tokens
+        totals = [sum(int(lengths[group].sum()) for group in groups) for groups in self.batches.groups]
+        return float(np.mean(totals))
+
+    def _layer_kinds(self, unit: str) -> list[tuple[LayerShape, bool]]:
+        """List each layer with whether its input needs a gradient: layers with equal entries cost the same."""
+        return list(zip(self.shape.unit(unit).layers, self.input_grad[unit], strict=True))
+
+    def context_group(self, split: UnitSplit, tp: int) -> ContextGroup:
+        """Return the ranks that share sequences of a unit."""
+        return ContextGroup.of_mesh(tp, split.cp, split.cp_method == "ring", self._machine.ranks_per_node)
+
+    def _layer_seconds(
+        self,
+        layer: LayerShape,
+        input_grad: bool,
+        tp: int,
+        loads: LoadArrays,
+        group: ContextGroup,
+        token_split: TokenSplit,
+    ) -> FloatArray:
+        """Return (3, batches, dp, microbatches) seconds of one layer: forward, backward, recompute."""
+
+        if layer.kind == "head":
+            loads = loads.of_targets()
+        element_bytes = ELEMENT_BYTES[self.precision]
+
+        def seconds(kind: ComputeKind, needs_grad: bool = True) -> FloatArray:
+            def of_load(load: TokenLoad) -> float:
+                compute_s = self.costs.seconds(layer, tp, load, kind, input_grad=needs_grad, split=token_split)
+                return compute_s + context_seconds(layer, tp, load, kind, self.costs, group, element_bytes)
+
+            of_replicas = seconds_of_loads(of_load, loads, self.budget.loads)
+            num_batches, num_replicas, num_microbatches = of_replicas.shape
+            of_groups = of_replicas.reshape(num_batches, num_replicas // group.cp, group.cp, num_microbatches)
+            return np.asarray(of_groups.max(axis=2))
+
+        forward = seconds("forward", input_grad)
+        if not (layer.trainable or input_grad):
+            return np.stack([forward, np.zeros_like(forward), np.zeros_like(forward)])
+        return np.stack([forward, seconds("backward", input_grad), seconds("recompute")])
+
+    def _compute_unit_costs(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerCosts:
+        times = self.unit_times(unit, tp, split)
+        of_unit = _of_unit(unit, split)
+        num_replicas, load = of_unit.dp * of_unit.cp, self.largest_load(unit, split)
+        kinds = self._layer_kinds(unit)
+        known = {
+            (layer, input_grad): self._layer_bytes(unit, layer, input_grad, tp, num_replicas, load)
+            for layer, input_grad in dict.fromkeys(kinds)
+        }
+        state, kept, saved, working, recompute_working, inputs = np.array([known[k] for k in kinds], np.float64).T
+        mean, is_fixed = times.mean, self.recompute[unit] == "all"
+        backward = mean[:, BACKWARD] + is_fixed * mean[:, RECOMPUTE]
+        return UnitLayerCosts(
+            seconds=mean[:, FORWARD] + backward,
+            backward_seconds=backward,
+            recompute_seconds=mean[:, RECOMPUTE] * (1 - is_fixed),
+            state_bytes=state,
+            kept_bytes=kept,
+            saved_bytes=saved,
+            working_bytes=working,
+            recompute_working_bytes=recompute_working,
+            input_bytes=inputs,
+            parameters=self._trained_parameters(unit, tp),
+            kind=times.kind,
+        )
+
+    def _layer_bytes(
+        self, unit: str, layer: LayerShape, input_grad: bool, tp: int, num_replicas: int, load: TokenLoad
+    ) -> tuple[float, ...]:
+        """Return state, kept, saved, working, working if recomputed, and input bytes: see `UnitLayerCosts`."""
+        mode, sp = self.recompute[unit], self.has_sp(unit, tp)
+
+        def kept_bytes(recompute: bool) -> int:
+            held = RankLayer(layer, tp, input_grad, recompute, sp)
+            return layer_activation_bytes(held, load, self.costs, self.precision)
+
+        def working(recompute: bool) -> int:
+            held = RankLayer(layer, tp, input_grad, recompute, sp)
+            return layer_working_bytes(held, load, self.costs, self.precision)
+
+        full, recomputed = kept_bytes(False), kept_bytes(True)
+        return (
+            sum(layer_state(layer, tp, num_replicas, self.state_bytes)),
+            recomputed if mode == "all" else full,
+            max(full - recomputed, 0) if mode == "auto" else 0,
+            working(mode == "all"),
+            working(mode != "none"),
+            message_bytes(RankLayer(layer, tp, input_grad, sp=sp), load, self.precision),
+        )
+
+    def _trained_parameters(self, unit: str, tp: int) -> FloatArray:
+        layers = self.shape.unit(unit).layers
+        return np.array([num_trained_parameters(layer, tp) for layer in layers], dtype=np.float64)
+
+
+def _dp_of(split: BatchSplit) -> dict[str, int]:
+    return {entry.unit: entry.dp for entry in split}
+
+
+def _llm_loads(split: UnitSplit, batches: Sequence[BatchMeta]) -> LoadArrays:
+    """Return the loads of the LLM's microbatches, of each part by itself where replicas share them."""
+    if split.cp == 1:
+        return load_arrays(LLM, batches, split.dp, split.num_microbatches)
+    mesh = UnitMesh(
+        unit=LLM,
+        tp=1,
+        pp=1,
+        dp=split.dp,
+        ranks=tuple(range(split.dp * split.cp)),
+        num_microbatches=split.num_microbatches,
+        cp=split.cp,
+        cp_method=split.cp_method,
+        cp_split=split.cp_split,
+    )
+    return loads_of_parts(mesh, [part_loads(mesh, batch, split_microbatches(mesh, batch)) for batch in batches])
+
+
+def _of_unit(unit: str, split: BatchSplit) -> UnitSplit:
+    return next(entry for entry in split if entry.unit == unit)
+
+
+def _mesh_of(split: UnitSplit) -> MeshSize:
+    """Return the mesh of a unit that is divided like this, whose replicas are single ranks."""
+    return MeshSize(1, 1, split.dp, cp=split.cp, cp_method=split.cp_method, cp_split=split.cp_split)
+
+
+def _relevant_split(unit: str, split: BatchSplit) -> BatchSplit:
+    """Return the part of the split that decides about a unit's loads: the LLM's do not depend on encoders."""
+    return tuple(entry for entry in split if entry.unit == LLM) if unit == LLM else split
+
+
+def _scaled(load: TokenLoad, factor: float) -> TokenLoad:
+    """Return a load of as many sequences, each longer by a factor."""
+    tokens, longest = round(load.tokens * factor), round(load.max_len * factor)
+    num_targets = None if load.targets is None else min(tokens, round(load.targets * factor))
+    num_exchanged = min(tokens, round(load.exchanged * factor))
+    return TokenLoad(tokens, round(load.sum_sq * factor**2), longest, load.num_sequences, num_targets, num_exchanged)

@@ -1,0 +1,512 @@
+"""How layers are divided into stages: evenly by time where memory allows it, and partitions near that.
+
+A *layer chain* is a line of layers that is divided over pipeline ranks: in `unified` the layers of all units, else
+those of one unit. Its *model chunks* go round the pipeline ranks, `vpp` on each. The *anchor* is the partition whose
+slowest chunk is done soonest; partitions near it are found by moving its boundaries (OmniBal's jitter, arXiv
+2407.20761).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from itertools import combinations, islice, pairwise, product
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.costs.rank_memory import MEMORY_MARGIN
+from mmtrain.planning.artifact.layout import Layout, disaggregated_units, replicated_units, unified_units
+from mmtrain.planning.artifact.plan import UnitPlan
+from mmtrain.planning.artifact.plan_graph import build_stage_graph
+from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, UnitLayerCosts
+from mmtrain.planning.layer_costs.min_max_partition import (
+    BoolArray,
+    band,
+    longest_span_within,
+    min_max_band_partition,
+    min_max_span_partition,
+)
+from mmtrain.planning.layer_costs.span_recompute import SpanRecompute, prefix_sums
+from mmtrain.planning.space.budget import DEFAULT_BUDGET, PartitionBudget
+from mmtrain.planning.space.candidate import LayerPartition, MeshAssignment
+from mmtrain.planning.space.constraints import UnitChoices
+from mmtrain.program.ir.graph import LLM, StageGraph, StageId
+from mmtrain.program.schedules.builder import in_flight_microbatches
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+ChainPartition = tuple[int, ...]  # bounds of the chunks of one chain, from 0 to its number of layers
+
+
+@dataclass(frozen=True)
+class LayerChain:
+    """A line of layers and the pipeline ranks that it is divided over."""
+
+    units: tuple[str, ...]
+    bounds: tuple[int, ...]  # where the units' layers start, and the end
+    costs: UnitLayerCosts  # of one microbatch of the LLM where units share the chain
+    pp: int
+    vpp: int
+    num_microbatches: int  # of the unit whose microbatches the pipeline runs
+    # (L + 1,) least seconds from the first forward until one reaches the layer, and back; the last: through all layers.
+    round_trip_s: FloatArray
+    masks: tuple[BoolArray, ...]  # alternatives of what sizes fixed in the recipe allow; empty: everything
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks that the chain is divided into."""
+        return self.pp * self.vpp
+
+    @cached_property
+    def anchor(self) -> ChainPartition | None:
+        """The partition whose slowest chunk is done soonest, of those the most even; None if the recipe allows none."""
+        return anchor_partition(self)
+
+
+def layer_chains(
+    assignment: MeshAssignment, layer_costs: LayerCosts, choices: Mapping[str, UnitChoices]
+) -> tuple[LayerChain, ...]:
+    """Return the chains that a mesh assignment divides: one of all units in `unified`, else one for each unit."""
+    meshes, split = assignment.meshes, assignment.batch_split
+    costs = {unit: layer_costs.unit_costs(unit, mesh.tp, split) for unit, mesh in meshes.items()}
+    round_trips = {unit: _round_trip_seconds(layer_costs, unit, mesh.tp, assignment) for unit, mesh in meshes.items()}
+    if assignment.placement == "unified":
+        return (_unified_chain(assignment, layer_costs, choices, costs, round_trips),)
+    return tuple(
+        LayerChain(
+            units=(unit,),
+            bounds=(0, len(costs[unit].seconds)),
+            costs=costs[unit],
+            pp=mesh.pp,
+            vpp=mesh.vpp,
+            num_microbatches=assignment.num_microbatches[unit],
+            round_trip_s=round_trips[unit],
+            masks=(),
+        )
+        for unit, mesh in meshes.items()
+    )
+
+
+def _unified_chain(
+    assignment: MeshAssignment,
+    layer_costs: LayerCosts,
+    choices: Mapping[str, UnitChoices],
+    costs: Mapping[str, UnitLayerCosts],
+    round_trips: Mapping[str, FloatArray],
+) -> LayerChain:
+    units = list(assignment.meshes)
+    mesh, num_microbatches = assignment.meshes[LLM], assignment.num_microbatches
+    per_llm_microbatch = [num_microbatches[unit] / num_microbatches[LLM] for unit in units]
+    start_s = dict.fromkeys(units, 0.0)  # of the longest way through the units before
+    for edge in layer_costs.shape.edges:
+        start_s[edge.dst] = max(start_s[edge.dst], start_s[edge.src] + float(round_trips[edge.src][-1]))
+    bounds = np.cumsum([0, *(len(costs[unit].seconds) for unit in units)]).tolist()
+    spans = [choices[unit].spanned_chunks(mesh) for unit in units]
+    is_whole = [choices[unit].is_whole for unit in units]
+    if mesh.vpp > 1 and all(span is None or whole for span, whole in zip(spans, is_whole, strict=True)):
+        masks = _whole_unit_masks(bounds, mesh.pp * mesh.vpp, is_whole)
+    else:
+        masks = _fixed_span_masks(bounds, mesh.pp * mesh.vpp, spans)
+    return LayerChain(
+        units=tuple(units),
+        bounds=tuple(bounds),
+        costs=_join_costs([costs[unit] for unit in units], per_llm_microbatch),
+        pp=mesh.pp,
+        vpp=mesh.vpp,
+        num_microbatches=num_microbatches[LLM],
+        round_trip_s=np.concatenate(
+            [
+                *(round_trips[unit][:-1] + start_s[unit] for unit in units),
+                [max(round_trips[unit][-1] + start_s[unit] for unit in units)],
+            ]
+        ),
+        masks=masks,
+    )
+
+
+def chain_time_lower_bound(chain: LayerChain) -> float:
+    """Return seconds that no partition of the chain can beat under any schedule.
+
+    The least possible value of what the slowest chunk asks for (`_step_seconds_of_spans`) is found exactly.
+    """
+    seconds = chain.costs.seconds
+    work = chain.num_microbatches * max(seconds.sum() / chain.pp, seconds.max())
+    if chain.vpp > 1 or chain.anchor is None:
+        return float(work)
+    return max(float(work), _slowest_chunk_seconds(chain, chain.anchor))
+
+
+def partition_time_lower_bound(
+    chain: LayerChain, partition: ChainPartition, recompute: SpanRecompute | None = None
+) -> float:
+    """Return the seconds that a step takes at least under a partition.
+
+    Either the slowest chunk decides, with the way to it and back, or the rank that computes most.
+    recompute: what chunks recompute to fit into memory. Infinite where one of them alone does not fit.
+    """
+    chunks, lo, hi = np.arange(chain.num_chunks), np.asarray(partition[:-1]), np.asarray(partition[1:])
+    recompute_s = None if recompute is None else recompute.seconds(chunks, lo, hi)
+    work_s = _work_seconds(chain, lo, hi, recompute_s).reshape(chain.vpp, chain.pp).sum(axis=0)
+    return float(max(_step_seconds(chain, lo, hi, recompute_s).max(), chain.num_microbatches * work_s.max()))
+
+
+def anchor_partition(chain: LayerChain, recompute: SpanRecompute | None = None) -> ChainPartition | None:
+    """Divide a chain so that the chunk that asks for the longest step asks for least, and otherwise most evenly.
+
+    recompute: what chunks must recompute to fit into memory. Returns None if no partition is allowed and fits.
+    """
+    if not 1 <= chain.num_chunks <= len(chain.costs.seconds):
+        return None
+    if recompute is not None and not chain.masks:
+        return _anchor_that_fits(chain, recompute)
+    lo, hi = _all_spans(chain)
+    chunks = np.arange(chain.num_chunks)[:, None, None]
+    recompute_s = None if recompute is None else recompute.seconds(chunks, lo, hi)
+    step_s, work = _step_seconds(chain, lo, hi, recompute_s), _work_seconds(chain, lo, hi, recompute_s)
+    # Where one chunk decides, the others are to have equal work: with the way to them counted, later ones would get
+    # less, and the first ones recompute more than all need together.
+    best_of_masks = [
+        min_max_span_partition(_by_chunk(step_s), chain.num_chunks, mask, _by_chunk(work))
+        for mask in chain.masks or (None,)
+    ]
+    partitions = [partition for partition in best_of_masks if partition is not None]
+    return min(partitions, key=lambda partition: _slowest_chunk_seconds(chain, partition), default=None)
+
+
+def _anchor_that_fits(chain: LayerChain, recompute: SpanRecompute) -> ChainPartition | None:
+    """Return the anchor under a limit of memory.
+
+    Only spans are looked at that fit, and that alone take no longer than the anchor without that limit would.
+    """
+    assert chain.anchor is not None
+    chunks, lo, hi = np.arange(chain.num_chunks), np.asarray(chain.anchor[:-1]), np.asarray(chain.anchor[1:])
+    limit_s = float(_step_seconds(chain, lo, hi, recompute.seconds(chunks, lo, hi)).max())
+    lo, hi = _all_spans(chain)
+    least_s = np.where((lo < hi) & recompute.may_fit(), _step_seconds(chain, lo, hi), np.inf)
+    lo, hi = band(chain.bounds[-1], longest_span_within(least_s[None], limit_s))
+    starts = np.maximum(lo, 0)
+    recompute_s = np.where(lo < 0, np.inf, recompute.seconds(chunks[:, None, None], starts, hi))
+    step_s = _step_seconds(chain, starts, hi, recompute_s)
+    return min_max_band_partition(step_s, chain.num_chunks, _work_seconds(chain, starts, hi, recompute_s))
+
+
+def jittered_partitions(
+    chain: LayerChain,
+    around: ChainPartition,
+    recompute: SpanRecompute | None = None,
+    budget: PartitionBudget = DEFAULT_BUDGET.partitions,
+) -> list[ChainPartition]:
+    """Return partitions near `around`, that one first, ordered by how uneven chunks are and how much crosses them.
+
+    Each boundary moves by up to `max_boundary_shift` layers; both terms of the score are divided by their mean.
+    recompute: see `anchor_partition`.
+    """
+    if chain.num_chunks == 1:
+        return [around]
+    inner = np.asarray(around)[None, 1:-1] + _sorted_shifts(len(around) - 2, budget)
+    first = np.zeros((len(inner), 1), np.int64)
+    last = np.full((len(inner), 1), around[-1])
+    partitions = np.concatenate([first, inner, last], axis=1)
+    partitions = partitions[(np.diff(partitions, axis=1) > 0).all(axis=1)]  # no bound lies outside of the layers
+    partitions = partitions[_allowed(chain, partitions)]
+    seconds = chunk_seconds(chain, partitions, recompute)
+    can_fit = np.isfinite(seconds).all(axis=1)
+    partitions, seconds = partitions[can_fit], seconds[can_fit]
+    if not len(partitions):
+        return []
+    volume = chain.costs.input_bytes[partitions[:, 1:-1]].sum(axis=1)
+    variance = seconds.var(axis=1)
+    score = variance / max(variance.mean(), 1e-30) + volume / max(volume.mean(), 1e-30)
+    score[(partitions == np.asarray(around)).all(axis=1)] = -1.0
+    best = np.argsort(score, kind="stable")[: budget.max_jitters_per_assignment]
+    return [tuple(row) for row in partitions[best].tolist()]
+
+
+def is_partition_allowed(chain: LayerChain, partition: ChainPartition) -> bool:
+    """Return whether sizes fixed in the recipe allow a partition."""
+    return bool(_allowed(chain, np.asarray([partition]))[0])
+
+
+def all_chain_partitions(chain: LayerChain) -> list[ChainPartition]:
+    """List every partition of a chain that the recipe allows."""
+    length = len(chain.costs.seconds)
+    inner_bounds = combinations(range(1, length), chain.num_chunks - 1)
+    partitions = np.array([(0, *inner, length) for inner in inner_bounds], dtype=np.int64)
+    return [tuple(row) for row in partitions[_allowed(chain, partitions)].tolist()] if len(partitions) else []
+
+
+def chunk_seconds(chain: LayerChain, partitions: IntArray, recompute: SpanRecompute | None = None) -> FloatArray:
+    """Return (n, chunks) mean seconds of each chunk under each of n partitions, (n, chunks + 1)."""
+    prefix = np.concatenate([[0.0], np.cumsum(chain.costs.seconds)])
+    seconds = np.diff(prefix[partitions], axis=1)
+    return seconds if recompute is None else seconds + recompute.of_partitions(partitions)
+
+
+def partitioned_layout(
+    assignment: MeshAssignment,
+    layer_costs: LayerCosts,
+    partition: LayerPartition,
+    recompute: Mapping[str, frozenset[int]] | None = None,
+) -> Layout:
+    """Return which ranks hold which layers; `recompute` adds layers to those that the recipe has recomputed."""
+    recomputed = {
+        unit.name: frozenset(range(len(unit.layers))) if layer_costs.recompute[unit.name] == "all" else frozenset[int]()
+        for unit in layer_costs.shape.units
+    }
+    recomputed |= dict(recompute or {})
+    if assignment.placement == "unified":
+        units = unified_units(layer_costs.shape, assignment.meshes[LLM], partition[0], recomputed)
+    elif assignment.placement == "replicated":
+        num_ranks = assignment.meshes[LLM].dp
+        dispatch, exchange = assignment.dispatch, assignment.exchange
+        units = replicated_units(layer_costs.shape, num_ranks, assignment.shard, dispatch, exchange, recomputed)
+    else:
+        partition_of_unit = dict(zip(assignment.meshes, partition, strict=True))
+        units = disaggregated_units(assignment.meshes, partition_of_unit, recomputed)
+    units = {name: with_token_split(name, unit, layer_costs) for name, unit in units.items()}
+    return Layout(assignment.placement, units, dict(assignment.num_microbatches), assignment.encoder_first)
+
+
+def with_token_split(name: str, unit: UnitPlan, layer_costs: LayerCosts) -> UnitPlan:
+    """Return the unit's plan with the way in which its TP groups divide tokens."""
+    split = layer_costs.token_split(name, unit.tp)
+    return unit.model_copy(update={"sp": split.sp, "tp_chunks": split.chunks})
+
+
+def anchored_partition(
+    assignment: MeshAssignment,
+    layer_costs: LayerCosts,
+    choices: Mapping[str, UnitChoices],
+    memory_bytes: float | None = None,
+) -> LayerPartition | None:
+    """Divide every chain at its anchor, with `memory_bytes` into chunks that fit; None if that is impossible."""
+    chains = layer_chains(assignment, layer_costs, choices)
+    anchors = [chain.anchor for chain in chains if chain.anchor is not None]
+    if len(anchors) < len(chains):
+        return None
+    if memory_bytes is None:
+        return tuple(anchors)
+    layout = partitioned_layout(assignment, layer_costs, tuple(anchors))
+    num_in_flight = in_flight_microbatches(layout_graph(layout, layer_costs))
+    fitting = []
+    for chain in chains:
+        recompute = recompute_to_fit(chain, in_flight_by_chunk(chain, num_in_flight), memory_bytes)
+        partition = anchor_partition(chain, recompute)
+        if partition is None:
+            return None
+        fitting.append(partition)
+    return tuple(fitting)
+
+
+def layout_graph(layout: Layout, layer_costs: LayerCosts) -> StageGraph:
+    """Return the layout's stage graph."""
+    return build_stage_graph(layout.units, layout.num_microbatches, layer_costs.shape, layout.encoder_first)
+
+
+def recompute_to_fit(chain: LayerChain, num_in_flight: IntArray, memory_bytes: float) -> SpanRecompute:
+    """Return what recomputes as much of every span of layers as a chunk needs to fit into memory.
+
+    num_in_flight: (L, chunks) from `in_flight_by_chunk`. With several chunks on a rank, each may take its share of the
+    memory.
+    """
+    costs = chain.costs
+    kinds = np.flatnonzero(np.bincount(costs.kind))
+    first_of_kind = np.array([int(np.flatnonzero(costs.kind == kind)[0]) for kind in kinds])
+    saved = costs.saved_bytes[:, None] * num_in_flight
+    return SpanRecompute(
+        limit_bytes=memory_bytes / (1 + MEMORY_MARGIN) / chain.vpp,
+        kept_until=prefix_sums((costs.kept_bytes[:, None] * num_in_flight).T),
+        saved_until=prefix_sums(saved.T),
+        state_until=prefix_sums(costs.state_bytes),
+        working=_span_working(costs.working_bytes, costs.kept_bytes, costs.input_bytes) / chain.vpp,
+        recompute_working=_span_working(
+            costs.recompute_working_bytes, costs.kept_bytes - costs.saved_bytes, costs.input_bytes
+        )
+        / chain.vpp,
+        saved_of_kind=saved[first_of_kind].T,
+        seconds_of_kind=costs.recompute_seconds[first_of_kind],
+        num_of_kind_until=prefix_sums((costs.kind[:, None] == kinds).T.astype(np.float64)).T,
+    )
+
+
+def in_flight_by_chunk(chain: LayerChain, num_in_flight: Mapping[StageId, int]) -> IntArray:
+    """Return (L, chunks) microbatches of each layer's unit that are in flight if the layer lies in that chunk.
+
+    num_in_flight: of the anchor's stages. Where a unit has no layer in a chunk, the nearest chunk that has one counts.
+    """
+    assert chain.anchor is not None
+    table = np.zeros((len(chain.costs.seconds), chain.num_chunks), dtype=np.int64)
+    for unit, (start, end) in zip(chain.units, pairwise(chain.bounds), strict=True):
+        first_chunk = int(np.searchsorted(chain.anchor, start, side="right")) - 1
+        of_unit = {first_chunk + stage.index: count for stage, count in num_in_flight.items() if stage.unit == unit}
+        for chunk in range(chain.num_chunks):
+            distances = ((abs(known - chunk), known) for known in of_unit)
+            _, nearest = min(distances)
+            table[start:end, chunk] = of_unit[nearest]
+    return table
+
+
+def _round_trip_seconds(layer_costs: LayerCosts, unit: str, tp: int, assignment: MeshAssignment) -> FloatArray:
+    """Return (L + 1,) the least seconds through a unit's layers [0, l), down and back, mean over the batches."""
+    times = layer_costs.unit_times(unit, tp, assignment.batch_split)
+    shortest_s = times.by_kind.min(axis=(3, 4)).mean(axis=2)
+    per_layer = shortest_s[:, FORWARD] + shortest_s[:, BACKWARD]
+    if layer_costs.recompute[unit] == "all":
+        per_layer = per_layer + shortest_s[:, RECOMPUTE]
+    return np.concatenate([[0.0], np.cumsum(per_layer[times.kind])])
+
+
+def _join_costs(units: Sequence[UnitLayerCosts], per_llm_microbatch: Sequence[float]) -> UnitLayerCosts:
+    """Return all units' layers one after another, in seconds of each LLM microbatch; kinds stay apart."""
+    first_kind = np.cumsum([0, *(int(costs.kind.max()) + 1 for costs in units)])
+    columns = {f.name: np.concatenate([getattr(costs, f.name) for costs in units]) for f in fields(UnitLayerCosts)}
+    scaled = list(zip(units, per_llm_microbatch, strict=True))
+    columns["seconds"] = np.concatenate([costs.seconds * share for costs, share in scaled])
+    columns["recompute_seconds"] = np.concatenate([costs.recompute_seconds * share for costs, share in scaled])
+    columns["kind"] = np.concatenate([costs.kind + k for costs, k in zip(units, first_kind[:-1], strict=True)])
+    return UnitLayerCosts(**columns)
+
+
+def _all_spans(chain: LayerChain) -> tuple[IntArray, IntArray]:
+    """Return lo and hi, (L + 1, L + 1) both, of all spans of a chain's layers."""
+    lo, hi = np.indices((chain.bounds[-1] + 1,) * 2)
+    return lo, hi
+
+
+def _by_chunk(seconds: FloatArray) -> FloatArray:
+    """Return seconds with an axis of chunks in front, of one where they are the same for all."""
+    return seconds if seconds.ndim == 3 else seconds[None]
+
+
+def _work_seconds(chain: LayerChain, lo: IntArray, hi: IntArray, recompute_s: FloatArray | None) -> FloatArray:
+    """Return the seconds of one microbatch in chunks that hold layers [lo, hi)."""
+    until = prefix_sums(chain.costs.seconds)
+    work = until[hi] - until[lo]
+    return np.asarray(work if recompute_s is None else work + recompute_s)
+
+
+def _step_seconds(chain: LayerChain, lo: IntArray, hi: IntArray, recompute_s: FloatArray | None = None) -> FloatArray:
+    """Return the least seconds of a step in which a chunk holds layers [lo, hi).
+
+    A chunk works for all microbatches, starts no sooner than the first has come down to it, and its last backward still
+    has to travel up. Besides, its first backward waits until the first microbatch has come down to the end and back,
+    and then all backwards follow; likewise all forwards come before the last microbatch's way to the end and back.
+    Interleaved chunks take turns on a rank, so there only their work counts.
+
+    recompute_s: seconds of recomputation of a microbatch in these chunks.
+    """
+    n, until, backward_until = (
+        chain.num_microbatches,
+        prefix_sums(chain.costs.seconds),
+        prefix_sums(chain.costs.backward_seconds),
+    )
+    backward_s = backward_until[hi] - backward_until[lo]
+    forward_s = until[hi] - until[lo] - backward_s
+    if recompute_s is not None:
+        backward_s = backward_s + recompute_s
+    work_s = n * (forward_s + backward_s)
+    if chain.vpp > 1:
+        return np.asarray(work_s)
+    reached_s = chain.round_trip_s[lo]
+    elsewhere_s = chain.round_trip_s[-1] - (chain.round_trip_s[hi] - reached_s)  # of one microbatch
+    return np.asarray(np.maximum(reached_s + work_s, elsewhere_s + n * np.maximum(forward_s, backward_s)))
+
+
+def _slowest_chunk_seconds(chain: LayerChain, partition: ChainPartition) -> float:
+    """Return the least seconds of a step under a partition, as its slowest chunk has it."""
+    return float(_step_seconds(chain, np.asarray(partition[:-1]), np.asarray(partition[1:])).max())
+
+
+@lru_cache(maxsize=64)
+def _sorted_shifts(num_boundaries: int, budget: PartitionBudget) -> IntArray:
+    """Return (n, boundaries) the first shifts of `_boundary_shifts`, each once, in lexicographic order."""
+    shifts = list(islice(_boundary_shifts(num_boundaries, budget), budget.max_scored_jitters))
+    return np.unique(np.array(shifts, np.int64).reshape(-1, num_boundaries), axis=0)
+
+
+def _boundary_shifts(num_boundaries: int, budget: PartitionBudget) -> Iterator[tuple[int, ...]]:
+    """List shifts of all boundaries: every combination if they are few.
+
+    Else no shift, then shifts of one boundary and of two neighbours, then random shifts by at most one layer.
+    """
+    steps = range(-budget.max_boundary_shift, budget.max_boundary_shift + 1)
+    if len(steps) ** num_boundaries <= budget.max_scored_jitters:
+        yield from product(steps, repeat=num_boundaries)
+        return
+    none = (0,) * num_boundaries
+    yield none
+    for boundary in range(num_boundaries):
+        before, after, after_next = none[:boundary], none[boundary + 1 :], none[boundary + 2 :]
+        for step in steps:
+            yield (*before, step, *after)
+            if boundary + 1 < num_boundaries:
+                yield from ((*before, step, neighbour, *after_next) for neighbour in (-1, 1))
+    rng = np.random.default_rng(budget.jitter_seed)
+    for _ in range(budget.max_scored_jitters // 10):
+        yield tuple(rng.integers(-1, 2, num_boundaries).tolist())
+
+
+def _allowed(chain: LayerChain, partitions: IntArray) -> BoolArray:
+    """Return (n,) whether sizes fixed in the recipe allow each partition."""
+    if not chain.masks:
+        return np.ones(len(partitions), dtype=np.bool_)
+    chunks, lo, hi = np.arange(chain.num_chunks), partitions[:, :-1], partitions[:, 1:]
+    allowed_by_mask = [mask[chunks, lo, hi].all(axis=1) for mask in chain.masks]
+    return np.asarray(np.any(allowed_by_mask, axis=0))
+
+
+def _span_working(working: FloatArray, kept: FloatArray, inputs: FloatArray) -> FloatArray:
+    """Return (L + 1, L + 1) the most working bytes of a layer in [lo, hi), plus the messages at both ends.
+
+    They count beyond what the span keeps, of which layers behind have freed their part: see `stage_working_bytes`.
+    """
+    num_layers = len(working)
+    nbytes = np.zeros((num_layers + 1, num_layers + 1))
+    most = np.zeros(num_layers)  # by lo, of spans that end before the layer
+    for layer in range(num_layers):
+        most[: layer + 1] = np.maximum(most[: layer + 1] - kept[layer], working[layer])
+        nbytes[: layer + 1, layer + 1] = most[: layer + 1] + inputs[: layer + 1] + inputs[layer]
+    return nbytes
+
+
+def _whole_unit_masks(bounds: Sequence[int], num_chunks: int, is_whole: Sequence[bool]) -> tuple[BoolArray, ...]:
+    """Return (chunks, L + 1, L + 1) which spans of layers a chunk may hold where some units lie in a single chunk.
+
+    Empty: all partitions are allowed.
+    """
+    lo, hi = np.meshgrid(np.arange(bounds[-1] + 1), np.arange(bounds[-1] + 1), indexing="ij")
+    mask = np.ones(lo.shape, dtype=np.bool_)
+    for is_unit_whole, (start, end) in zip(is_whole, pairwise(bounds), strict=True):
+        if is_unit_whole:
+            is_outside = (lo >= end) | (hi <= start)
+            is_inside = (lo <= start) & (hi >= end)
+            mask &= is_outside | is_inside
+    return () if mask.all() else (np.broadcast_to(mask, (num_chunks, *mask.shape)),)
+
+
+def _fixed_span_masks(bounds: Sequence[int], num_chunks: int, spans: Sequence[int | None]) -> tuple[BoolArray, ...]:
+    """Return (chunks, L + 1, L + 1) masks: may chunk p hold layers [lo, hi) when units span the chunks they are given?
+
+    Only a `pp` fixed in the recipe binds; no mask means that all partitions are allowed. The first unit starts in the
+    first chunk, the last one ends in the last. A unit in the middle may start anywhere, and each start is a mask.
+    """
+    if all(span is None for span in spans):
+        return ()
+    num_layers, last_unit = bounds[-1], len(bounds) - 2
+    lo, hi = np.meshgrid(np.arange(num_layers + 1), np.arange(num_layers + 1), indexing="ij")
+    chunk = np.arange(num_chunks)[:, None, None]
+    masks = [np.ones((num_chunks, num_layers + 1, num_layers + 1), dtype=np.bool_)]
+    for unit, (start, end) in enumerate(pairwise(bounds)):
+        span = spans[unit]
+        if span is None:
+            continue
+        first_chunks: Sequence[int] = range(num_chunks - span + 1)
+        if unit == 0:
+            first_chunks = [0]
+        elif unit == last_unit:
+            first_chunks = [num_chunks - span]
+        touches = ((lo < end) & (hi > start))[None]
+        masks = [
+            mask & (touches == ((first <= chunk) & (chunk < first + span))) for mask in masks for first in first_chunks
+        ]
+    return tuple(masks)

@@ -1,0 +1,104 @@
+"""Which layers to recompute: as few seconds as memory allows (OmniBal's adaptive recomputation, solved exactly).
+
+Layers of one kind cost and save the same. Of each kind some layers are recomputed; together they must save the excess
+bytes in the least time. That is a knapsack with few kinds of items, so all numbers of layers of all kinds but the most
+frequent are tried at once, and of that kind the least number that is still needed.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.planning.space.budget import DEFAULT_BUDGET
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+def least_recompute(
+    saved_bytes: Sequence[float],
+    seconds: Sequence[float],
+    counts: Sequence[int],
+    excess_bytes: float,
+    max_combinations: int = DEFAULT_BUDGET.evaluation.max_recompute_combinations,
+) -> tuple[int, ...] | None:
+    """Return how many layers of each kind to recompute to save `excess_bytes` in the least time; None if impossible.
+
+    saved_bytes, seconds: of one layer of each kind. counts: layers of each kind. Exact up to `max_combinations` numbers
+    of layers; beyond, kinds are taken by their ratio of seconds to bytes.
+
+        >>> least_recompute([4, 3], [1.0, 1.0], [2, 3], 7)
+        (1, 1)
+    """
+    if excess_bytes <= 0:
+        return (0,) * len(counts)
+    kinds = [k for k, (nbytes, count) in enumerate(zip(saved_bytes, counts, strict=True)) if nbytes > 0 and count]
+    if not kinds or sum(saved_bytes[k] * counts[k] for k in kinds) < excess_bytes:
+        return None
+    numbers = np.zeros(len(counts), dtype=np.int64)
+    kinds.sort(key=lambda k: -counts[k])
+    most_frequent, others = kinds[0], kinds[1:]
+    if np.prod([counts[k] + 1 for k in others], dtype=np.float64) <= max_combinations:
+        in_order = [*others, most_frequent]
+        numbers[in_order] = _try_all(
+            np.array([saved_bytes[k] for k in in_order], dtype=np.float64),
+            np.array([seconds[k] for k in in_order], dtype=np.float64),
+            np.array([counts[k] for k in in_order], dtype=np.int64),
+            excess_bytes,
+        )
+    else:
+        columns = np.array([saved_bytes, counts], dtype=np.float64)[:, None]
+        by_ratio, _ = _take_by_ratio(columns[0], np.asarray(seconds), columns[1], np.array([float(excess_bytes)]))
+        numbers[:] = by_ratio[0]
+    return tuple(numbers.tolist())
+
+
+def _try_all(saved: FloatArray, seconds: FloatArray, counts: IntArray, excess: float) -> IntArray:
+    """Return the best numbers of layers of each kind: (K,), the last one follows from the others."""
+    others = counts[:-1]
+    grid = np.zeros((1, 0), dtype=np.int64)
+    if len(others):
+        grid = np.indices(tuple(others + 1)).reshape(len(others), -1).T
+    missing = excess - grid @ saved[:-1]
+    num_last = np.maximum(np.ceil(missing / saved[-1] - 1e-9), 0)
+    cost = grid @ seconds[:-1] + num_last * seconds[-1]
+    cost[num_last > counts[-1]] = np.inf
+    best = int(np.lexsort((grid.sum(axis=1) + num_last, cost))[0])
+    return np.append(grid[best], int(num_last[best]))
+
+
+def span_recompute(
+    saved_bytes: FloatArray, seconds: FloatArray, counts: FloatArray, excess_bytes: FloatArray
+) -> FloatArray:
+    """Return (n,) seconds of recomputation that spans of layers need, nearly the least; infinite where impossible.
+
+    saved_bytes: (n, K) of one layer of each kind; seconds: (K,); counts: (n, K) layers of each kind; excess_bytes:
+    (n,).
+    """
+    numbers, is_enough = _take_by_ratio(saved_bytes, seconds, counts, excess_bytes)
+    return np.where(is_enough, numbers @ seconds, np.inf)
+
+
+def _take_by_ratio(
+    saved_bytes: FloatArray, seconds: FloatArray, counts: FloatArray, excess_bytes: FloatArray
+) -> tuple[FloatArray, BoolArray]:
+    """Recompute the layers that save most bytes a second, then stop recomputing those that are not needed after all.
+
+    Arguments as those of `span_recompute`. Returns (n, K) layers of each kind, and (n,) whether they save enough.
+    """
+    missing = np.maximum(excess_bytes, 0.0)
+    numbers = np.zeros(counts.shape)
+    usable = [k for k in range(len(seconds)) if saved_bytes[:, k].max(initial=0.0) > 0]
+    by_ratio = sorted(usable, key=lambda k: seconds[k] / saved_bytes[:, k].max())
+    saved = np.maximum(saved_bytes, 1e-300)
+    for k in by_ratio:
+        # Where a kind before this one saved too much, the number is negative, and must not be taken back.
+        numbers[:, k] = np.maximum(np.minimum(np.ceil(missing / saved[:, k] - 1e-9), counts[:, k]), 0.0)
+        missing -= numbers[:, k] * saved[:, k]
+    for k in reversed(by_ratio):
+        spare = np.clip(np.floor(-missing / saved[:, k] + 1e-9), 0.0, numbers[:, k])
+        numbers[:, k] -= spare
+        missing += spare * saved[:, k]
+    return numbers, missing <= 1e-6

@@ -1,0 +1,69 @@
+"""What a span of layers must recompute so that a model chunk fits into memory, worked out for the spans in question."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.planning.layer_costs.recompute import span_recompute
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+ROUNDING = 1e-9  # relative slack for sums of floats in another order
+
+
+@dataclass(frozen=True)
+class SpanRecompute:
+    """Bytes of the layers of a chain in each of its chunks, as sums over the layers before: see `recompute_to_fit`."""
+
+    limit_bytes: float  # of a chunk
+    kept_until: FloatArray  # (chunks, L + 1) of all microbatches in flight, without recomputation
+    saved_until: FloatArray  # (chunks, L + 1) of that, what recomputation saves
+    state_until: FloatArray  # (L + 1,)
+    working: FloatArray  # (L + 1, L + 1) of spans [lo, hi)
+    recompute_working: FloatArray  # (L + 1, L + 1) the same with recomputation
+    saved_of_kind: FloatArray  # (chunks, K) by one layer of each kind
+    seconds_of_kind: FloatArray  # (K,) of recomputing one layer of each kind
+    num_of_kind_until: FloatArray  # (L + 1, K) layers of each kind
+
+    def seconds(self, chunk: IntArray, lo: IntArray, hi: IntArray) -> FloatArray:
+        """Return the seconds of recomputation that chunks need with layers [lo, hi) to fit; infinite if they cannot.
+
+        The arrays are broadcast to one shape, which the result has. Empty spans, with lo of hi or more, need none.
+        """
+        chunk, lo, hi = np.broadcast_arrays(chunk, lo, hi)
+        is_span = lo < hi
+        excess = self.kept_until[chunk, hi] - self.kept_until[chunk, lo]
+        excess += self.state_until[hi] - self.state_until[lo] - self.limit_bytes
+        needs_some = (excess + self.working[lo, hi] > 0) & is_span
+        seconds = np.where(needs_some, np.inf, 0.0)
+        excess += self.recompute_working[lo, hi]
+        saved = self.saved_until[chunk, hi] - self.saved_until[chunk, lo]
+        # Few spans need some recomputation and fit with it; only for these the seconds are worked out.
+        some = np.nonzero(needs_some & (excess <= saved))
+        seconds[some] = span_recompute(
+            self.saved_of_kind[chunk[some]],
+            self.seconds_of_kind,
+            self.num_of_kind_until[hi[some]] - self.num_of_kind_until[lo[some]],
+            excess[some],
+        )
+        return seconds
+
+    def may_fit(self) -> BoolArray:
+        """Return (L + 1, L + 1) whether the layers [lo, hi) may fit into some chunk: no other span does."""
+        kept = np.diff(self.kept_until - self.saved_until, axis=1).min(axis=0)
+        least_until = prefix_sums(kept) + self.state_until
+        least = least_until[None, :] - least_until[:, None] + np.minimum(self.working, self.recompute_working)
+        return np.asarray(least <= self.limit_bytes * (1 + ROUNDING))
+
+    def of_partitions(self, partitions: IntArray) -> FloatArray:
+        """Return (n, chunks) seconds of recomputation of each chunk under n partitions, (n, chunks + 1)."""
+        lo, hi = partitions[:, :-1], partitions[:, 1:]
+        return self.seconds(np.arange(lo.shape[1]), lo, hi)
+
+
+def prefix_sums(values: FloatArray) -> FloatArray:
+    """Return (..., L + 1) sums of the values before each, of values (..., L)."""
+    return np.concatenate([np.zeros_like(values[..., :1]), np.cumsum(values, axis=-1)], axis=-1)

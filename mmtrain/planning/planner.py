@@ -1,0 +1,304 @@
+"""The planner: from a recipe and the lengths of its data to the fastest plan that fits, and why others lost.
+
+Read `plan` first. `formulate.py` builds its problem, `strategies.py` lists how each placement is searched, and
+`candidate.py` is the object that all of them hand on.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from mmtrain.balance import SampleLengths
+from mmtrain.costs.hardware import GIB
+from mmtrain.errors import PlanError
+from mmtrain.planning.advise.baselines import BaselinePlanner, baseline_label, reject_baseline
+from mmtrain.planning.advise.finish import best_alternatives, describe_loser, finish_plan, reject_slower
+from mmtrain.planning.advise.measured_choice import Baselines, choose_by_measurement
+from mmtrain.planning.advise.sharded_baselines import SHARDED_RULES
+from mmtrain.planning.advise.suggestions import suggest_changes
+from mmtrain.planning.artifact.plan import AS_FAST_RATIO, Alternative, Placement, Plan
+from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.evaluate.memory_lower_bound import describe_excluded
+from mmtrain.planning.evaluate.program_proof import verify_program
+from mmtrain.planning.formulate import formulate_problem, require_feasible
+from mmtrain.planning.layer_costs.layer_costs import LayerCosts
+from mmtrain.planning.layer_costs.tp_chunks import with_token_splits
+from mmtrain.planning.search.activations_again import with_activations_again
+from mmtrain.planning.search.mesh_enumeration import unit_mesh_sizes
+from mmtrain.planning.search.offloaded import with_activations_on_host
+from mmtrain.planning.search.strategies import strategies_of
+from mmtrain.planning.space.budget import DEFAULT_BUDGET, QUICK_BUDGET, SearchBudget
+from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate, Rejected, SearchResults
+from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
+from mmtrain.planning.space.search_progress import progress_of_part
+from mmtrain.recipe.schema import Recipe
+
+SearchOutcome = tuple[Evaluator, SearchResults]
+
+
+def plan_recipe(
+    recipe: Recipe,
+    lengths: SampleLengths,
+    *,
+    world_size: int,
+    hardware: str,
+    recipe_sha256: str,
+    request: PlanRequest | None = None,
+) -> Plan:
+    """Choose the fastest plan that uses `world_size` ranks of `hardware` (a preset's name) and fits their memory.
+
+    With `parallel.max_gpus` the plan may use fewer ranks.
+
+    Raises:
+        PlanError: constraints contradict each other or the cluster, or nothing fits into memory.
+    """
+    problem = formulate_problem(
+        recipe, lengths, world_size=world_size, hardware=hardware, recipe_sha256=recipe_sha256, request=request
+    )
+    return plan(problem)
+
+
+def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> Plan:
+    """Search every allowed placement and return the fastest plan that fits, with the best of those it beat.
+
+    Candidates are simulated on a few global batches of the recipe's own lengths. Pure: the same problem and budget give
+    the same plan, unless the request asks to measure.
+
+    Raises:
+        PlanError: constraints leave no mesh, or nothing fits into memory; names the binding constraint.
+    """
+    require_feasible(problem)
+    request = problem.request
+    evaluator, results = search_placements(problem, budget)
+    baseline_planner = BaselinePlanner(evaluator, results.enumerated)
+    if request.baseline is not None:
+        baseline = baseline_planner.plan_requested(request.baseline)
+        planned = reject_for_baseline(results.candidates[0], baseline)
+        return finish_plan(baseline, evaluator, [describe_loser(planned, evaluator)])
+    request.say("comparing with rules of thumb")
+    baselines: Baselines = baseline_planner.plan_all(slowest_shown_by_placement(results, request))
+    if request.measure is None:
+        results = results.merged(SearchResults(better_baselines(results, baselines)))
+    else:
+        results, baselines = choose_by_measurement(results, baselines, evaluator, request)
+    chosen = results.candidates[0]
+    request.say("proving the chosen plan")
+    verify_program(chosen, evaluator)  # a failure here is an error of the search
+    losers = rank_losers(results, baselines, evaluator)
+    num_shown = len(losers) if request.explain or request.measure is not None else request.num_alternatives
+    excluded = excluded_by_memory_bound(evaluator, results)
+    # What other trainers do with ranks that all run the whole model stands beside a plan that runs it so.
+    labels = tuple(map(baseline_label, SHARDED_RULES)) if chosen.placement == "replicated" else ()
+    return finish_plan(chosen, evaluator, best_alternatives([*losers, *excluded], num_shown, labels))
+
+
+def search_placements(problem: PlanningProblem, budget: SearchBudget) -> SearchOutcome:
+    """Search all placements; keep activations in host memory where that is over 1% faster, or all that fits.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+
+    def on_host(_: SearchResults | None) -> Iterator[PlanningProblem]:
+        for variant in with_activations_on_host(problem):
+            problem.request.say("trying activations in host memory")
+            yield variant
+
+    return _search_with_variants(problem, budget, _search_with_activations, on_host)
+
+
+def _search_with_activations(problem: PlanningProblem, budget: SearchBudget) -> SearchOutcome:
+    """Search all placements; let activation functions run again where that is over 1% faster, or all that fits.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+
+    def again(results: SearchResults | None) -> Iterator[PlanningProblem]:
+        variant = with_activations_again(problem)
+        if variant is None:
+            return
+        if results is not None:
+            if not _recomputes(results.candidates[0]):
+                return
+            problem.request.say("trying activation functions that run again")
+        yield variant
+
+    return _search_with_variants(problem, budget, _search_placements, again)
+
+
+def _search_with_variants(
+    problem: PlanningProblem,
+    budget: SearchBudget,
+    search: Callable[[PlanningProblem, SearchBudget], SearchOutcome],
+    variants_of: Callable[[SearchResults | None], Iterable[PlanningProblem]],
+) -> SearchOutcome:
+    """Search a problem, and variants of it that a quick search finds faster; take one that is over 1% faster.
+
+    variants_of: returns them; it is given what was found without, None where nothing fits. Then any that fits is taken.
+
+    Raises:
+        PlanError: nothing fits, as the problem itself says it.
+    """
+    best: SearchOutcome | None = None
+    misfit: PlanError | None = None
+    try:
+        best = search(problem, budget)
+    except PlanError as error:
+        misfit = error
+    for variant in variants_of(None if best is None else best[1]):
+        if best is not None and not _has_faster_plan(variant, best[1].fastest_s / AS_FAST_RATIO):
+            continue
+        with suppress(PlanError):
+            found = search(variant, budget)
+            if best is None or found[1].fastest_s * AS_FAST_RATIO <= best[1].fastest_s:
+                best = found
+    if best is None:
+        assert misfit is not None
+        raise misfit
+    return best
+
+
+def _recomputes(candidate: Candidate) -> bool:
+    return any(unit.num_recomputed for unit in candidate.layout.units.values())
+
+
+def _has_faster_plan(problem: PlanningProblem, step_s: float) -> bool:
+    """Return whether a search with little effort finds a plan whose step takes less than `step_s`."""
+    limited = replace(problem, request=PlanRequest(num_alternatives=0, max_step_s=step_s))
+    layer_costs = with_token_splits(limited, LayerCosts(limited, budget=QUICK_BUDGET))
+    best = run_strategies(Evaluator(limited, QUICK_BUDGET, layer_costs)).best
+    return best is not None and best.step_time_s < step_s
+
+
+def _search_placements(problem: PlanningProblem, budget: SearchBudget) -> SearchOutcome:
+    """Search all placements with sequence parallelism where it costs no time; if nothing fits, wherever it may be.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+    layer_costs = with_token_splits(problem, LayerCosts(problem, budget=budget))
+    evaluator = Evaluator(problem, budget, layer_costs)
+    results = run_strategies(evaluator)
+    if results.best is None:
+        sharded_costs = with_token_splits(problem, layer_costs, sp_at_any_cost=True)
+        if sharded_costs.sp != layer_costs.sp:
+            evaluator = Evaluator(problem, budget, sharded_costs)
+            results = run_strategies(evaluator)
+    if results.best is None:
+        raise PlanError(explain_misfit_of_all(evaluator, results))
+    return evaluator, results
+
+
+def run_strategies(evaluator: Evaluator) -> SearchResults:
+    """Search every placement of the problem; each strategy knows the best candidate of those before."""
+    problem = evaluator.problem
+    strategies = strategies_of(problem.constraints.placements)
+    num_searches = [strategy.num_searches(problem) for strategy in strategies]
+    results = SearchResults()
+    for i, strategy in enumerate(strategies):
+        progress = progress_of_part(problem.request.progress, sum(num_searches[:i]), num_searches[i], sum(num_searches))
+        of_strategy = strategy.search(problem, evaluator, evaluator.budget, results.best, progress)
+        results = results.merged(of_strategy)
+    report_end = progress_of_part(problem.request.progress, 0, sum(num_searches), sum(num_searches))
+    if report_end is not None:
+        report_end(1, 1)
+    return results
+
+
+def better_baselines(results: SearchResults, baselines: Baselines) -> tuple[Candidate, ...]:
+    """Return the baselines that may be chosen: those that beat what was searched of their mechanism, or everything."""
+    fastest_s: dict[int, float] = {}
+    for candidate in results.candidates:
+        mechanism = candidate.assignment.mechanism
+        fastest_s[mechanism] = min(candidate.step_time_s, fastest_s.get(mechanism, math.inf))
+    limit_s = min(fastest_s.values()) * AS_FAST_RATIO
+    return tuple(
+        baseline
+        for baseline in baselines.values()
+        if baseline.step_time_s < min(fastest_s.get(baseline.assignment.mechanism, math.inf), limit_s)
+    )
+
+
+def slowest_shown_by_placement(results: SearchResults, request: PlanRequest) -> Mapping[Placement, float]:
+    """Return the step times above which no further candidate of a placement is among the alternatives shown.
+
+    They are the fastest of each placement, then the fastest of all others, see `best_alternatives`. The chosen
+    candidate itself is none of them. Placements that are left out have no such limit.
+    """
+    if request.explain or request.measure is not None:
+        return {}
+    losers = results.candidates[1:]
+    fastest: dict[Placement, float] = {}
+    others_s: list[float] = []
+    for loser in sorted(losers, key=lambda candidate: candidate.step_time_s):
+        if loser.placement in fastest:
+            others_s.append(loser.step_time_s)
+        else:
+            fastest[loser.placement] = loser.step_time_s
+    num_others_shown = max(request.num_alternatives - len(fastest), 0)
+    if num_others_shown > len(others_s):
+        return {}
+    last_other_s = others_s[num_others_shown - 1] if num_others_shown else 0.0
+    may_win_s = results.fastest_s * AS_FAST_RATIO
+    return {placement: max(step_s, last_other_s, may_win_s) for placement, step_s in fastest.items()}
+
+
+def rank_losers(results: SearchResults, baselines: Baselines, evaluator: Evaluator) -> list[Alternative]:
+    """Return a line for every candidate that lost and every slower baseline."""
+    chosen, *slower = results.candidates
+    limit_s = chosen.step_time_s * EQUAL_STEP_TIME_RATIO
+    rejected = [reject_slower(loser, chosen) for loser in slower]
+    rejected += results.rejected
+    for name, baseline in baselines.items():
+        is_in_ranking = baseline.measured_step_s is None and any(baseline is known for known in results.candidates)
+        if not is_in_ranking and (baseline.measured_step_s is not None or baseline.step_time_s > limit_s):
+            rejected.append(reject_baseline(name, baseline, chosen))
+    return [describe_loser(loser, evaluator) for loser in rejected]
+
+
+def reject_for_baseline(planned: Candidate, baseline: Candidate) -> Rejected:
+    """Return what would have been planned beside a baseline that was asked for."""
+    ratio = baseline.step_time_s / planned.step_time_s
+    return Rejected(planned, f"{ratio:.2f}x faster: what is planned without a baseline")
+
+
+def excluded_by_memory_bound(evaluator: Evaluator, results: SearchResults) -> list[Alternative]:
+    """Return a line for the meshes of each placement that cannot fit, counted, with the least that they need."""
+    problem, min_bytes = evaluator.problem, evaluator.memory_lower_bound
+    placements = {candidate.placement for candidate in results.enumerated}
+    excluded = []
+    for unit in problem.choices if "disaggregated" in placements else ():
+        meshes = unit_mesh_sizes(problem.choices, unit, problem.cluster.num_ranks, evaluator.budget.meshes)
+        bounds = [min_bytes(unit, mesh, None) for mesh in meshes]
+        excluded.append(describe_excluded("disaggregated", unit, bounds, evaluator.memory_bytes))
+    if "unified" in placements:
+        bounds = []
+        for assignment in (c.assignment for c in results.enumerated if c.placement == "unified"):
+            microbatches = assignment.pipeline_microbatches
+            bounds.append(max(min_bytes(unit, mesh, microbatches[unit]) for unit, mesh in assignment.meshes.items()))
+        excluded.append(describe_excluded("unified", " and ".join(problem.choices), bounds, evaluator.memory_bytes))
+    return [line for line in excluded if line is not None]
+
+
+def explain_misfit_of_all(evaluator: Evaluator, results: SearchResults) -> str:
+    """Return why nothing fits: the closest candidates, what meshes need at least, and changes that would help."""
+    problem = evaluator.problem
+    by_need = sorted(results.rejected, key=lambda loser: loser.need_gib or math.inf)
+    closest = [loser.alternative for loser in by_need[: evaluator.budget.explanations.num_closest]]
+    sections = {
+        "The closest of those tried": closest,
+        "By what ranks hold at least": excluded_by_memory_bound(evaluator, results),
+    }
+    memory = f"{evaluator.memory_bytes / GIB:.3g} GiB each"
+    lines = [f"no plan fits {problem.cluster.num_ranks} ranks of {problem.hardware.name} with {memory}."]
+    for heading, losers in sections.items():
+        if losers:
+            lines += [f"{heading}:", *(f"  {loser.summary}: {loser.reason}" for loser in losers)]
+    problem.request.say("nothing fits; trying what would make room")
+    lines.append(
+        f"Any one of these makes room: {'; '.join(suggest_changes(evaluator, results))}. "
+        "If the ranks have more memory than that, correct cluster.memory_gib."
+    )
+    return "\n".join(lines)

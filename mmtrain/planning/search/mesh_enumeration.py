@@ -1,0 +1,558 @@
+"""Every mesh assignment of `unified` and `disaggregated` that the recipe allows, with a lower bound of its step time.
+
+On small clusters all are enumerated. On large ones `disaggregated` has millions, so only the fastest are kept, by
+their bounds or by an estimate. They are sought separately for each number of the LLM's replicas and each depth of its
+pipeline.
+"""
+
+import heapq
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import groupby, product, starmap, takewhile
+from operator import or_
+from typing import NamedTuple
+
+from mmtrain.planning.artifact.layout import MeshSize, without_cp
+from mmtrain.planning.artifact.plan import Placement
+from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget
+from mmtrain.planning.space.candidate import MeshAssignment, UnitTimeBound
+from mmtrain.planning.space.constraints import UnitChoices
+from mmtrain.program.ir.graph import LLM
+
+Choices = Mapping[str, UnitChoices]
+
+MAX_BOUND_RATIO = 1 + 1e-5  # of a bound over an estimate, which stops ten times nearer (`mesh_time_estimate.TOLERANCE`)
+
+
+@dataclass(frozen=True)
+class MicrobatchRule:
+    """How many microbatches a unit's replica has: a fixed number, or one for every `merged` of the LLM's."""
+
+    fixed: int | None = None
+    merged: int = 1
+
+    def count(self, num_llm: int) -> int | None:
+        """Return the number beside `num_llm` microbatches of an LLM replica; None where it does not divide."""
+        if self.fixed is not None:
+            return self.fixed
+        return num_llm // self.merged if num_llm % self.merged == 0 else None
+
+
+class BoundedUnitMesh(NamedTuple):
+    """One mesh of one unit on ranks of its own, and the least seconds that it needs in a step."""
+
+    bound_s: float
+    mesh: MeshSize
+    microbatches: MicrobatchRule
+
+
+class _LlmKind(NamedTuple):
+    """What decides how many microbatches encoders hold before an LLM."""
+
+    dp: int
+    pp: tuple[int, ...]  # one of these depths
+    vpp: tuple[int, ...]  # and one of these numbers of model chunks per rank
+
+
+class _OrderedAssignment(NamedTuple):
+    """An assignment with the seconds by which it is ordered."""
+
+    seconds: float
+    assignment: MeshAssignment
+    is_exact: bool  # whether the seconds know everything that encoders hold before this LLM
+
+
+class UnitMeshes(NamedTuple):
+    """A mesh for each of the first units, and the bound of the slowest of them."""
+
+    bound_s: float
+    chosen: tuple[BoundedUnitMesh, ...]
+
+
+def has_replicated_mesh(choices: Choices, num_ranks: int) -> bool:
+    """Return whether every unit may run whole on each of the ranks, with as many microbatches as the others."""
+    mesh = MeshSize(1, 1, num_ranks)
+    return all(
+        mesh in unit.meshes(num_ranks) and unit.fixed_vpp in (None, 1) and unit.global_batch % num_ranks == 0
+        for unit in choices.values()
+    )
+
+
+def has_pipelined_meshes(
+    choices: Choices, num_ranks: int, placement: Placement, budget: MeshBudget = DEFAULT_BUDGET.meshes
+) -> bool:
+    """Return whether `unified` or `disaggregated` has meshes of exactly so many ranks; faster than to list them."""
+    if placement == "unified":
+        return any(True for _ in _unified_assignments(choices, num_ranks))
+    if len(choices) == 1:
+        return False
+    totals = 1
+    for unit in choices.values():
+        rank_counts = {mesh.ranks for mesh, _ in _meshes_of(unit, num_ranks, choices[LLM], budget)}
+        totals = _reachable_totals(totals, rank_counts)
+    return bool(totals >> num_ranks & 1)
+
+
+def mesh_assignments(
+    choices: Choices, num_ranks: int, budget: MeshBudget = DEFAULT_BUDGET.meshes
+) -> Iterator[MeshAssignment]:
+    """List every mesh assignment that uses exactly `num_ranks` ranks."""
+    yield from (assignment for _, assignment in bounded_mesh_assignments(choices, num_ranks, None, budget))
+
+
+def bounded_mesh_assignments(
+    choices: Choices,
+    num_ranks: int,
+    bound: UnitTimeBound | None = None,
+    budget: MeshBudget = DEFAULT_BUDGET.meshes,
+    ranks_per_node: int | None = None,
+    estimate: UnitTimeBound | None = None,
+) -> Iterator[tuple[float, MeshAssignment]]:
+    """List mesh assignments that use exactly `num_ranks` ranks, each with a lower bound of its step's seconds.
+
+    On more than `max_ranks_to_enumerate_all` ranks, and with a bound, `disaggregated` has only the assignments that are
+    fastest by `estimate` or by their bounds, and none whose bound is infinite. If all are infinite, it has those that
+    split units most, so that the planner can say why they do not fit.
+
+    ranks_per_node: keep none of those whose tensor-parallel groups lie on two nodes; None where nodes are not known.
+    estimate: the seconds by which the fastest are chosen; it need not be a bound. By default the bound.
+    """
+    for assignment in _unified_assignments(choices, num_ranks):
+        yield 0.0 if bound is None else sum(_unit_bounds(bound, assignment)), assignment
+    if len(choices) == 1:
+        return
+    if bound is not None and num_ranks > budget.max_ranks_to_enumerate_all:
+        disaggregated = _Disaggregated(choices, num_ranks, bound, budget, ranks_per_node)
+        fastest = disaggregated.fastest(estimate or bound)
+        if not fastest and estimate is not None:
+            fastest = disaggregated.fastest(bound)  # the estimate sees no room in some meshes that fit
+        for assignment in fastest or disaggregated.most_split():
+            bound_s = max(_unit_bounds(bound, assignment))
+            slow_to_fill = _units_slow_to_fill(assignment, bound_s, bound, budget)
+            yield from ((bound_s, variant) for variant in _with_encoder_chunks(choices, assignment, slow_to_fill))
+        return
+    for assignment in _all_disaggregated(choices, num_ranks, budget):
+        bound_s = 0.0 if bound is None else max(_unit_bounds(bound, assignment))
+        variants = _with_encoder_chunks(choices, assignment, assignment.meshes.keys())
+        yield from ((bound_s, variant) for variant in variants)
+
+
+def unit_mesh_sizes(
+    choices: Choices, unit: str, num_ranks: int, budget: MeshBudget = DEFAULT_BUDGET.meshes
+) -> set[MeshSize]:
+    """Return the meshes that a unit may have on up to `num_ranks` ranks of its own."""
+    return {mesh for mesh, _ in _meshes_of(choices[unit], num_ranks, choices[LLM], budget)}
+
+
+def assignments_near_shares(
+    choices: Choices, shares: Mapping[str, float], bound: UnitTimeBound, budget: MeshBudget = DEFAULT_BUDGET.meshes
+) -> Iterator[list[MeshAssignment]]:
+    """List `disaggregated` assignments by numbers of ranks, those nearest to `shares` (ranks by unit) first.
+
+    For each combination of numbers of ranks: the assignments that are fastest by their bounds.
+    """
+    num_ranks = round(sum(shares.values()))
+    units = []
+    for unit in choices.values():
+        meshes = _meshes_of(unit, num_ranks, choices[LLM], budget)
+        bounded = (BoundedUnitMesh(bound(unit.name, mesh, rule.fixed), mesh, rule) for mesh, rule in meshes)
+        units.append(_by_ranks(entry for entry in bounded if entry.bound_s < math.inf))
+    splits = ((*ranks, num_ranks - sum(ranks)) for ranks in product(*units[:-1]))
+    possible = [ranks for ranks in splits if ranks[-1] in units[-1]]
+    unit_shares = [shares[unit] for unit in choices]
+
+    def distance(ranks: tuple[int, ...]) -> float:
+        return sum(abs(actual - share) for actual, share in zip(ranks, unit_shares, strict=True))
+
+    for ranks in sorted(possible, key=lambda ranks: (distance(ranks), ranks)):
+        meshes_of_units = [by_ranks[n] for by_ranks, n in zip(units, ranks, strict=True)]
+        combined = _combine(meshes_of_units, num_ranks, budget.max_assignments_per_rank_count)
+        combined = sorted(combined, key=lambda entry: entry.bound_s)
+        assignments = (_disaggregated_assignment(choices, entry.chosen) for entry in combined)
+        yield [assignment for assignment in assignments if assignment is not None]
+
+
+def _unified_assignments(choices: Choices, num_ranks: int) -> Iterator[MeshAssignment]:
+    llm = choices[LLM]
+    num_layers = sum(unit.num_layers for unit in choices.values())
+    min_pp = max(min(unit.pp) for unit in choices.values())
+    max_pp = sum(max(unit.pp) for unit in choices.values())
+    for mesh in _shared_meshes(choices):
+        pp, rest = divmod(num_ranks, mesh.tp * mesh.num_replicas)
+        if rest or not min_pp <= pp <= max_pp:
+            continue
+        num_llm = llm.global_batch // mesh.dp
+        num_microbatches = {name: unit.fixed_microbatches or num_llm for name, unit in choices.items()}
+        for vpp in _vpp_sizes(llm, pp, num_layers, num_llm):
+            of_llm = replace(mesh, pp=pp, vpp=vpp)
+            if _can_interleave_together(choices, of_llm):
+                meshes = {name: of_llm if name == LLM else without_cp(of_llm) for name in choices}
+                yield MeshAssignment("unified", meshes, num_microbatches | {LLM: num_llm})
+
+
+def _shared_meshes(choices: Choices) -> Iterator[MeshSize]:
+    """List the LLM's meshes of one pipeline rank on which all units may lie, those without context parallelism first.
+
+    Where replicas of the LLM share sequences, each of them is a replica of the other units. These may then be more than
+    the batch has groups, since the items of one group are divided among them.
+    """
+    llm = choices[LLM]
+    shared = set.intersection(*({(tp, dp) for tp in unit.tp for dp in unit.dp} for unit in choices.values()))
+    yield from (MeshSize(tp, 1, dp) for tp, dp in sorted(shared) if 1 in llm.cp)
+    for tp, dp in product(sorted(set.intersection(*(set(unit.tp) for unit in choices.values()))), llm.dp):
+        for mesh in llm.context_meshes(MeshSize(tp, 1, dp)):
+            others = (unit for name, unit in choices.items() if name != LLM)
+            if mesh.cp > 1 and all(unit.fixed_dp in (None, mesh.num_replicas) for unit in others):
+                yield mesh
+
+
+def _can_interleave_together(choices: Choices, mesh: MeshSize) -> bool:
+    """Return whether one pipeline of all units may have the mesh's model chunks on each rank."""
+    if any(unit.fixed_vpp not in (None, mesh.vpp) for unit in choices.values()):
+        return False  # all units share the rounds over the ranks
+    if mesh.vpp == 1 or len(choices) == 1:
+        return True
+    fixed_pp = {name: unit.pp[0] for name, unit in choices.items() if len(unit.pp) == 1 and not unit.is_whole}
+    if not fixed_pp:
+        return True
+    if mesh.pp == 1 or fixed_pp.get(LLM) != mesh.pp:
+        return False  # the LLM would span its ranks in one round only
+    spans = [unit.spanned_chunks(mesh) for unit in choices.values()]
+    least = sum(1 if span is None else span for span in spans)
+    return least - (len(spans) - 1) <= mesh.pp * mesh.vpp  # a unit may begin in the chunk where another ends
+
+
+def _vpp_sizes(unit: UnitChoices, pp: int, layers: int, num_microbatches: int) -> Iterator[int]:
+    """List model chunks per rank: on one rank, or with fewer microbatches than ranks, more than one only cost time."""
+    for vpp in unit.vpp:
+        is_useful = len(unit.vpp) == 1 or 1 < pp <= num_microbatches
+        if vpp == 1 or (pp * vpp <= layers and is_useful):
+            yield vpp
+
+
+def _meshes_of(
+    unit: UnitChoices, max_ranks: int, llm: UnitChoices, budget: MeshBudget
+) -> Iterator[tuple[MeshSize, MicrobatchRule]]:
+    """List the meshes of a unit on up to `max_ranks` ranks of its own; `_with_encoder_chunks` adds encoders' chunks."""
+    merging = [MicrobatchRule(merged=merged) for merged in budget.merged_microbatches]
+    fixed = MicrobatchRule(fixed=unit.fixed_microbatches)
+    for tp, dp, pp in product(unit.own_tp, unit.dp, unit.pp):
+        if tp * dp * pp > max_ranks:
+            continue
+        if unit.name == LLM:
+            num_llm = llm.global_batch // dp
+            rule = MicrobatchRule(fixed=num_llm)
+            for vpp in _vpp_sizes(unit, pp, unit.num_layers, num_llm):
+                if pp * vpp <= unit.num_layers:
+                    meshes = unit.context_meshes(MeshSize(tp, pp, dp, vpp))
+                    yield from ((mesh, rule) for mesh in meshes if mesh.ranks <= max_ranks)
+            continue
+        vpp = unit.fixed_vpp or 1
+        if pp * vpp <= unit.num_layers:
+            for rule in [fixed] if unit.fixed_microbatches else merging:
+                yield MeshSize(tp, pp, dp, vpp), rule
+
+
+def _all_disaggregated(choices: Choices, num_ranks: int, budget: MeshBudget) -> Iterator[MeshAssignment]:
+    units = []
+    for unit in choices.values():
+        meshes = _meshes_of(unit, num_ranks, choices[LLM], budget)
+        units.append([BoundedUnitMesh(0.0, mesh, rule) for mesh, rule in meshes])
+    for combined in _combine(units, num_ranks, None):
+        assignment = _disaggregated_assignment(choices, combined.chosen)
+        if assignment is not None:
+            yield assignment
+
+
+@dataclass(frozen=True)
+class _Disaggregated:
+    """The `disaggregated` assignments of one number of ranks.
+
+    They are sought for each number of the LLM's replicas, because that decides how large an encoder's microbatches are,
+    and for each depth and kind of its pipeline, because these decide how many of them an encoder holds.
+    """
+
+    choices: Choices
+    num_ranks: int
+    bound: UnitTimeBound
+    budget: MeshBudget
+    ranks_per_node: int | None
+
+    def fastest(self, seconds: UnitTimeBound) -> list[MeshAssignment]:
+        """Return those that are fastest by `seconds`, which is the bound or an estimate, infinite where none fits."""
+        fastest: list[_OrderedAssignment] = []
+        max_s = sys.float_info.max
+        for kind, llm_meshes in self._efficient_first(seconds):
+            possible = [entry for entry in llm_meshes if entry.bound_s <= max_s]
+            for assignment_s, assignment in self._combined(kind, possible, seconds, max_s):
+                if _may_encoders_fit(assignment, self.bound):
+                    fastest.append(_OrderedAssignment(assignment_s, assignment, is_exact=False))
+            fastest = _fastest_of(fastest, seconds, self.budget)
+            if len(fastest) == self.budget.max_assignments_per_rank_count:
+                max_s = fastest[-1].seconds  # what takes longer cannot come among them
+        return [entry.assignment for entry in fastest]
+
+    def most_split(self) -> list[MeshAssignment]:
+        """Return those that split units most."""
+        split: list[_OrderedAssignment] = []
+        for kind in self._kinds():
+            llm_meshes = self._llm_meshes(kind, self.bound)
+            combined = self._combined(kind, sorted(llm_meshes, key=_most_split_first), self.bound, math.inf)
+            split += [_OrderedAssignment(seconds, assignment, is_exact=True) for seconds, assignment in combined]
+        return [entry.assignment for entry in _fastest_of(split, self.bound, self.budget)]
+
+    def _kinds(self) -> Iterator[_LlmKind]:
+        llm = self.choices[LLM]
+        chunks = [part for part in (llm.vpp[:1], llm.vpp[1:]) if part]
+        yield from starmap(_LlmKind, product(llm.dp, _runs_within_a_doubling(llm.pp), chunks))
+
+    def _efficient_first(self, seconds: UnitTimeBound) -> list[tuple[_LlmKind, list[BoundedUnitMesh]]]:
+        """List the kinds of the LLM with its meshes, by the least rank-seconds, so that a limit is soon known."""
+        kinds = [(kind, self._llm_meshes(kind, seconds)) for kind in self._kinds()]
+        kinds = [(kind, meshes) for kind, meshes in kinds if any(entry.bound_s < math.inf for entry in meshes)]
+        return sorted(kinds, key=lambda entry: min(mesh.bound_s * mesh.mesh.ranks for mesh in entry[1]))
+
+    def _llm_meshes(self, kind: _LlmKind, seconds: UnitTimeBound) -> list[BoundedUnitMesh]:
+        llm = replace(self.choices[LLM], dp=(kind.dp,), pp=kind.pp)
+        meshes = self._unit_meshes(llm, kind, self.num_ranks, seconds, math.inf)
+        return [entry for entry in meshes if entry.mesh.vpp in kind.vpp]
+
+    def _unit_meshes(
+        self, unit: UnitChoices, kind: _LlmKind, max_ranks: int, seconds: UnitTimeBound, max_s: float
+    ) -> list[BoundedUnitMesh]:
+        """List the meshes of a unit beside an LLM of this kind, without those whose bound is above `max_s`."""
+        num_llm = self.choices[LLM].global_batch // kind.dp
+        is_encoder = unit.name in takewhile(LLM.__ne__, self.choices)
+        depth_behind = _in_flight(min(kind.pp), min(kind.vpp)) if is_encoder else 0
+        meshes = []
+        for mesh, rule in _meshes_of(unit, max_ranks, self.choices[LLM], self.budget):
+            count = rule.count(num_llm)
+            if count is None:
+                continue
+            held_behind = depth_behind * count // num_llm
+            # An estimate takes longer than the bound, and is at least as much.
+            if max_s < math.inf and self.bound(unit.name, mesh, count, held_behind) > max_s * MAX_BOUND_RATIO:
+                continue
+            unit_s = seconds(unit.name, mesh, count, held_behind)
+            meshes.append(BoundedUnitMesh(unit_s, mesh, MicrobatchRule(fixed=count)))
+        return meshes
+
+    def _combined(
+        self, kind: _LlmKind, llm_meshes: list[BoundedUnitMesh], seconds: UnitTimeBound, max_s: float
+    ) -> Iterator[tuple[float, MeshAssignment]]:
+        """Combine meshes of the LLM with those of the other units that take at most `max_s`; the fastest of them."""
+        if not llm_meshes:
+            return
+        max_ranks = self.num_ranks - min(entry.mesh.ranks for entry in llm_meshes)
+        units = []
+        for unit in self.choices.values():
+            meshes = llm_meshes if unit.name == LLM else self._unit_meshes(unit, kind, max_ranks, seconds, max_s)
+            if max_s == math.inf and unit.name != LLM:
+                meshes = sorted(meshes, key=_most_split_first)
+            units.append([entry for entry in meshes if entry.bound_s <= max_s])
+            if not units[-1]:
+                return
+        for combined in _combine(units, self.num_ranks, 4 * self.budget.max_assignments_per_rank_count):
+            assignment = _disaggregated_assignment(self.choices, combined.chosen)
+            if assignment is not None and not _splits_tp_group(assignment, self.ranks_per_node):
+                yield combined.bound_s, assignment
+
+
+def _most_split_first(entry: BoundedUnitMesh) -> int:
+    """Return a sort key that puts meshes first that split a unit into most parts."""
+    return -entry.mesh.tp * entry.mesh.pp
+
+
+def _fastest_of(
+    assignments: Sequence[_OrderedAssignment], seconds: UnitTimeBound, budget: MeshBudget
+) -> list[_OrderedAssignment]:
+    """Return the assignments with the least seconds, of which only a few share a mesh of the LLM.
+
+    assignments: what is not exact knows the least of what encoders hold before the LLM, so its seconds may grow.
+    """
+    queue = [(entry.seconds, number, entry.is_exact) for number, entry in enumerate(assignments)]
+    heapq.heapify(queue)
+    num_with_llm_mesh = Counter[MeshSize]()
+    fastest: list[_OrderedAssignment] = []
+    while queue and len(fastest) < budget.max_assignments_per_rank_count:
+        least_s, number, is_exact = heapq.heappop(queue)
+        assignment = assignments[number].assignment
+        llm_mesh = assignment.meshes[LLM]
+        if num_with_llm_mesh[llm_mesh] == budget.max_assignments_per_llm_mesh:
+            continue
+        if not is_exact:
+            heapq.heappush(queue, (max(least_s, *_units_beside(seconds, assignment)), number, True))
+            continue
+        num_with_llm_mesh[llm_mesh] += 1
+        fastest.append(_OrderedAssignment(least_s, assignment, is_exact=True))
+    return fastest
+
+
+def _runs_within_a_doubling(depths: Sequence[int]) -> list[tuple[int, ...]]:
+    """Divide depths into runs in which none is twice as deep as another."""
+    return [tuple(run) for _, run in groupby(sorted(depths), key=int.bit_length)]
+
+
+def in_flight_behind(assignment: MeshAssignment, encoder: str) -> int:
+    """Return how many microbatches of an encoder are in flight in the LLM's pipeline at least, on ranks of its own."""
+    llm, num_llm = assignment.meshes[LLM], assignment.num_microbatches[LLM]
+    return min(_in_flight(llm.pp, llm.vpp), num_llm) * assignment.num_microbatches[encoder] // num_llm
+
+
+def _in_flight(depth: int, vpp: int) -> int:
+    """Return the microbatches that an encoder's last stage has run forward before the LLM returns the first of them.
+
+    An interleaved pipeline of P ranks begins 2 P - 1 of them before the first comes back: its warm-up has 2 (P - 1) +
+    (V - 1) P passes, in rounds of P microbatches. And so that it need not wait, most of a round is ready beforehand,
+    see `PipelinePosition.buffered_waves`.
+    """
+    return depth if vpp == 1 else 2 * depth - 1 + depth - depth // vpp - 1
+
+
+def _splits_tp_group(assignment: MeshAssignment, ranks_per_node: int | None) -> bool:
+    """Return whether a tensor-parallel group lies on two nodes."""
+    return ranks_per_node is not None and assignment.tp_group_across_nodes(ranks_per_node) is not None
+
+
+def _units_beside(seconds: UnitTimeBound, assignment: MeshAssignment) -> list[float]:
+    """Return the seconds of each unit, with what encoders hold before this very LLM."""
+    encoders = set(takewhile(LLM.__ne__, assignment.meshes))
+    behind = {unit: in_flight_behind(assignment, unit) if unit in encoders else 0 for unit in assignment.meshes}
+    counts = assignment.num_microbatches
+    return [seconds(unit, mesh, counts[unit], behind[unit]) for unit, mesh in assignment.meshes.items()]
+
+
+def _may_encoders_fit(assignment: MeshAssignment, bound: UnitTimeBound) -> bool:
+    """Return whether the encoders may fit before this very LLM, the least of whose kind the bound knew so far."""
+    return all(
+        bound(unit, mesh, assignment.num_microbatches[unit], in_flight_behind(assignment, unit)) < math.inf
+        for unit, mesh in takewhile(lambda item: item[0] != LLM, assignment.meshes.items())
+    )
+
+
+def _combine(units: Sequence[Sequence[BoundedUnitMesh]], num_ranks: int, limit: int | None) -> list[UnitMeshes]:
+    """Choose a mesh for every unit so that they use `num_ranks` in all; the bound is that of the slowest.
+
+    limit: of the choices for the first units that use the same number of ranks, only so many go on, the fastest.
+    """
+    meshes_by_ranks: list[dict[int, list[BoundedUnitMesh]]] = []
+    for meshes in units:
+        by_ranks = _by_ranks(meshes)
+        if limit is not None:
+            by_ranks = {n: sorted(same, key=lambda entry: entry.bound_s)[:limit] for n, same in by_ranks.items()}
+        meshes_by_ranks.append(by_ranks)
+    reachable = [1]  # bit n: the units that follow may use n ranks together
+    for by_ranks in reversed(meshes_by_ranks[1:]):
+        reachable.append(_reachable_totals(reachable[-1], by_ranks.keys()))
+    partial: dict[int, list[UnitMeshes]] = {0: [UnitMeshes(0.0, ())]}
+    for by_ranks in meshes_by_ranks:
+        rest = reachable.pop()
+        pairs: dict[int, list[tuple[list[UnitMeshes], list[BoundedUnitMesh]]]] = {}
+        for used, chosen in partial.items():
+            for ranks, meshes in by_ranks.items():
+                total = used + ranks
+                if total <= num_ranks and rest >> (num_ranks - total) & 1:
+                    pairs.setdefault(total, []).append((chosen, meshes))
+        partial = {total: _joined(same_total, limit) for total, same_total in pairs.items()}
+    return partial.get(num_ranks, [])
+
+
+def _reachable_totals(totals: int, rank_counts: Set[int]) -> int:
+    """Return numbers of ranks that units may use together, as bits, with one more unit that may use `rank_counts`."""
+    return reduce(or_, (totals << ranks for ranks in rank_counts), 0)
+
+
+def _by_ranks(meshes: Iterable[BoundedUnitMesh]) -> dict[int, list[BoundedUnitMesh]]:
+    by_ranks: dict[int, list[BoundedUnitMesh]] = {}
+    for entry in meshes:
+        by_ranks.setdefault(entry.mesh.ranks, []).append(entry)
+    return by_ranks
+
+
+def _joined(pairs: Sequence[tuple[list[UnitMeshes], list[BoundedUnitMesh]]], limit: int | None) -> list[UnitMeshes]:
+    """Append each mesh to each choice for the units before; with `limit`, keep the fastest, in the order of bounds."""
+    if limit is None:
+        return [entry for chosen, meshes in pairs for entry in _extend(chosen, meshes)]
+    joined: list[UnitMeshes] = []
+    pairs = sorted(pairs, key=lambda pair: max(pair[0][0].bound_s, pair[1][0].bound_s))
+    for chosen, meshes in pairs:
+        bound_s = max(chosen[0].bound_s, meshes[0].bound_s)
+        if len(joined) == limit and bound_s >= joined[-1].bound_s:
+            break  # all pairs that follow are no faster
+        joined += _extend(*_fastest_parts(chosen, meshes, limit))
+        joined = sorted(joined, key=lambda entry: entry.bound_s)[:limit]
+    return joined
+
+
+def _extend(chosen: Iterable[UnitMeshes], meshes: Sequence[BoundedUnitMesh]) -> list[UnitMeshes]:
+    return [
+        UnitMeshes(max(before.bound_s, entry.bound_s), (*before.chosen, entry)) for before in chosen for entry in meshes
+    ]
+
+
+def _fastest_parts(
+    chosen: list[UnitMeshes], meshes: list[BoundedUnitMesh], limit: int
+) -> tuple[list[UnitMeshes], list[BoundedUnitMesh]]:
+    """Return as much of two sorted lists as holds the `limit` pairs with the least larger bound."""
+    num_chosen = num_meshes = 1
+    while num_chosen * num_meshes < limit and (num_chosen < len(chosen) or num_meshes < len(meshes)):
+        is_exhausted = num_meshes == len(meshes)
+        can_grow = num_chosen < len(chosen)
+        if is_exhausted or (can_grow and chosen[num_chosen].bound_s <= meshes[num_meshes].bound_s):
+            num_chosen += 1
+        else:
+            num_meshes += 1
+    return chosen[:num_chosen], meshes[:num_meshes]
+
+
+def _disaggregated_assignment(choices: Choices, chosen: Sequence[BoundedUnitMesh]) -> MeshAssignment | None:
+    """Give every unit its microbatches; None where an encoder's number does not go with the LLM's."""
+    entries = dict(zip(choices, chosen, strict=True))
+    num_llm = choices[LLM].global_batch // entries[LLM].mesh.dp
+    num_microbatches = {}
+    for unit, entry in entries.items():
+        count = entry.microbatches.count(num_llm)
+        if count is None:
+            return None
+        num_microbatches[unit] = count
+    if any(count % num_llm and num_llm % count for count in num_microbatches.values()):
+        return None
+    return MeshAssignment("disaggregated", {unit: entry.mesh for unit, entry in entries.items()}, num_microbatches)
+
+
+def _unit_bounds(bound: UnitTimeBound, assignment: MeshAssignment) -> list[float]:
+    microbatches = assignment.pipeline_microbatches
+    return [bound(unit, mesh, microbatches[unit]) for unit, mesh in assignment.meshes.items()]
+
+
+def _units_slow_to_fill(
+    assignment: MeshAssignment, step_bound_s: float, bound: UnitTimeBound, budget: MeshBudget
+) -> Set[str]:
+    """Return the units whose pipelines take a share of the step to fill, which model chunks may save."""
+    slow = set()
+    for unit, mesh in assignment.meshes.items():
+        fill_s = (mesh.pp - 1) * bound(unit, mesh, None) / assignment.num_microbatches[unit]
+        if fill_s > budget.min_fill_share_for_chunks * step_bound_s:
+            slow.add(unit)
+    return slow
+
+
+def _with_encoder_chunks(choices: Choices, assignment: MeshAssignment, units: Set[str]) -> Iterator[MeshAssignment]:
+    """List the assignment, and it with several model chunks per rank of the encoders among `units`.
+
+    Only numbers of chunks that divide the encoder's blocks evenly are listed. They are variants of one assignment: all
+    they do is to fill an encoder's pipeline sooner, so they do not count among those that are kept.
+    """
+    options = []
+    for name, mesh in assignment.meshes.items():
+        unit = choices[name]
+        blocks = unit.num_layers - 2  # without the embedding of media and the projector
+        is_open = name != LLM and name in units and 1 < mesh.pp <= assignment.num_microbatches[name]
+        even = [vpp for vpp in unit.vpp[1:] if is_open and blocks % (mesh.pp * vpp) == 0]
+        options.append([mesh, *(replace(mesh, vpp=vpp) for vpp in even)])
+    for meshes in product(*options):
+        yield replace(assignment, meshes=dict(zip(assignment.meshes, meshes, strict=True)))

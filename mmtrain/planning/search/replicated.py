@@ -1,0 +1,157 @@
+"""Search the `replicated` placement: every rank runs every unit, sharded over the ranks (FSDP, arXiv 2304.11277).
+
+Candidates differ in how many ranks hold one copy of the state (hybrid sharding where that is not all of them), in what
+is balanced over the ranks (OrchMLLM, arXiv 2503.23830), and in when encoders run; layers are recomputed where memory
+demands it. Every layer makes all ranks wait for the slowest, so a pass is simulated as one of all of them. With
+`parallel.zero: 1` every rank holds weights whole, as replicas in `unified` do, and passes are each rank's own.
+
+Encoders that run before the LLM (`encoder_first`) may have fewer mini-batches than it. Each gathers all weights and
+waits for the slowest rank once, so the fewest that fit are taken, unless more of them spare recomputation.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+from mmtrain.errors import PlanError
+from mmtrain.planning.artifact.graph_memory import schedule_in_flight
+from mmtrain.planning.artifact.layout import MeshSize
+from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.layer_costs.layer_partition import layout_graph, partitioned_layout
+from mmtrain.planning.search.mesh_enumeration import has_replicated_mesh
+from mmtrain.planning.space.batch_split import num_microbatches_of
+from mmtrain.planning.space.budget import SearchBudget
+from mmtrain.planning.space.candidate import Candidate, MeshAssignment, Rejected, SearchResults
+from mmtrain.planning.space.problem import PlanningProblem
+from mmtrain.planning.space.search_progress import Progress
+from mmtrain.program.ir.graph import LLM, DispatchMode
+from mmtrain.recipe.modalities import GENERATOR
+
+
+class ReplicatedStrategy:
+    """Simulates candidates for every size of shards, way to dispatch and schedule."""
+
+    def num_searches(self, problem: PlanningProblem) -> int:
+        """Return 1: candidates of all kinds are settled together."""
+        return 1
+
+    def search(
+        self,
+        problem: PlanningProblem,
+        evaluator: Evaluator,
+        budget: SearchBudget,
+        incumbent: Candidate | None,
+        progress: Progress | None = None,
+    ) -> SearchResults:
+        """Return simulated candidates, fastest first, and those that do not fit, the closest first.
+
+        Raises:
+            PlanError: the recipe asks for the placement with shards that do not divide the ranks.
+        """
+        simulated: list[Candidate] = []
+        rejected: list[Rejected] = []
+        alternatives = enumerate_replicated(problem, evaluator)
+        if not alternatives and problem.recipe.parallel.placement == "replicated":
+            counts = " or ".join(map(str, problem.cluster.rank_counts))
+            shard = problem.recipe.parallel.shard
+            raise PlanError(f"parallel.shard {shard} does not divide {counts} ranks; use a divisor of them, or `all`")
+        for num_settled, candidates in enumerate(alternatives, start=1):
+            for candidate in candidates:
+                fit = fit_replicated(candidate, evaluator)
+                if isinstance(fit, Rejected):
+                    rejected.append(fit)
+                    continue
+                simulated.append(evaluator.simulate(fit))
+                if not _recomputes_encoders(fit):
+                    break
+            if progress is not None:
+                progress(num_settled, len(alternatives))
+        closest_first = sorted(rejected, key=lambda loser: loser.need_gib or math.inf)
+        return SearchResults(tuple(simulated), tuple(closest_first)).merged()
+
+
+def enumerate_replicated(problem: PlanningProblem, evaluator: Evaluator) -> list[list[Candidate]]:
+    """Return candidates for every number of ranks, size of shards, way to dispatch and schedule that the recipe allows.
+
+    Those in one list differ in the number of the encoders' mini-batches alone, which ascends.
+    """
+    parallel = problem.recipe.parallel
+    candidates = []
+    for num_ranks in problem.cluster.rank_counts:
+        if not has_replicated_mesh(problem.choices, num_ranks):
+            continue
+        sizes: Sequence[int | None] = shard_sizes(num_ranks, problem.hardware.ranks_per_node)
+        if parallel.zero == 1:
+            sizes = [None]
+        elif parallel.shard != "auto":
+            fixed = num_ranks if parallel.shard == "all" else parallel.shard
+            sizes = [fixed] if num_ranks % fixed == 0 else []
+        meshes = {unit.name: MeshSize(1, 1, num_ranks) for unit in problem.shape.units}
+        numbers = num_microbatches_of(evaluator.layer_costs.batch_split(dict.fromkeys(meshes, num_ranks)))
+        schedules = _schedules(problem, numbers)
+        for shard, dispatch, (encoder_first, numbers_to_try) in product(
+            sizes, _dispatch_modes(problem, num_ranks), schedules
+        ):
+            exchange = parallel.exchange if dispatch == "all" else "all_to_all"
+            candidates.append(
+                [
+                    evaluator.enumerated(
+                        MeshAssignment("replicated", meshes, numbers_of_units, shard, dispatch, exchange, encoder_first)
+                    )
+                    for numbers_of_units in numbers_to_try
+                ]
+            )
+    return candidates
+
+
+def _schedules(
+    problem: PlanningProblem, num_microbatches: Mapping[str, int]
+) -> list[tuple[bool, list[Mapping[str, int]]]]:
+    """Return whether encoders run first, with the numbers of mini-batches to try, by unit, for each schedule allowed.
+
+    num_microbatches: the LLM's, and for encoders those that the recipe fixes, else as many.
+    """
+    fixed = problem.recipe.parallel.schedule
+    schedules: list[tuple[bool, list[Mapping[str, int]]]] = []
+    if fixed != "encoder_first":
+        schedules.append((False, [num_microbatches]))
+    encoders = [unit.name for unit in problem.shape.units if unit.kind == "encoder"]
+    if fixed != "1f1b" and encoders:
+        free = [name for name in encoders if name not in problem.constraints.encoder_microbatches]
+        num_llm = num_microbatches[LLM]
+        fewest_first = [number for number in range(1, num_llm + 1) if num_llm % number == 0] if free else [num_llm]
+        schedules.append((True, [{**num_microbatches, **dict.fromkeys(free, number)} for number in fewest_first]))
+    return schedules
+
+
+def _recomputes_encoders(candidate: Candidate) -> bool:
+    """Return whether memory makes an encoder compute layers again, which more mini-batches may spare."""
+    units = candidate.layout.units.items()
+    return any(unit.num_recomputed for name, unit in units if name not in (LLM, GENERATOR))
+
+
+def _dispatch_modes(problem: PlanningProblem, num_ranks: int) -> tuple[DispatchMode, ...]:
+    """Return what may be balanced over the ranks; `all` and `llm` differ where there are items and another rank."""
+    fixed = problem.recipe.parallel.dispatch
+    if fixed != "auto":
+        return (fixed,)
+    return ("all", "llm") if num_ranks > 1 and len(problem.shape.units) > 1 else ("llm",)
+
+
+def fit_replicated(candidate: Candidate, evaluator: Evaluator) -> Candidate | Rejected:
+    """Recompute as few layers of a candidate of this placement as memory demands."""
+    layer_costs = evaluator.layer_costs
+    candidate = candidate.partitioned(((0, sum(len(unit.layers) for unit in layer_costs.shape.units)),))
+    assert candidate.partition is not None
+    layout = partitioned_layout(candidate.assignment, layer_costs, candidate.partition)
+    graph = layout_graph(layout, layer_costs)
+    return evaluator.fit(candidate, schedule_in_flight(graph, layout.default_schedule))
+
+
+def shard_sizes(num_ranks: int, ranks_per_node: int) -> Sequence[int]:
+    """Return sizes of shard groups: divisors of a node's ranks, and whole nodes by powers of two, up to all ranks."""
+    common = math.gcd(num_ranks, ranks_per_node)
+    in_node = [size for size in range(1, ranks_per_node + 1) if common % size == 0]
+    num_nodes = num_ranks // ranks_per_node if num_ranks % ranks_per_node == 0 else 0
+    across_nodes = [ranks_per_node << i for i in range(1, num_nodes.bit_length()) if num_nodes % (1 << i) == 0]
+    return sorted({*in_node, *across_nodes, num_ranks})

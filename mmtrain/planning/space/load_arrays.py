@@ -1,0 +1,176 @@
+"""The loads of all microbatches of the sampled batches as arrays, and the seconds that a cost model gives them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.balance import BatchMeta
+from mmtrain.costs import TokenLoad
+from mmtrain.planning.space.budget import LoadBudget
+from mmtrain.program.ir.graph import LLM, Microbatch, UnitMesh
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+LoadSeconds = Callable[[TokenLoad], float]
+
+
+@dataclass(frozen=True)
+class LoadArrays:
+    """`TokenLoad`s of a unit: arrays of (batches, replicas, microbatches)."""
+
+    tokens: IntArray
+    sum_sq: IntArray
+    max_len: IntArray
+    num_sequences: IntArray
+    targets: IntArray | None = None  # of the LLM
+    exchanged: IntArray | None = None  # of an LLM whose replicas share sequences
+
+    def largest(self) -> TokenLoad:
+        """Return the load with most tokens, and with as many targets as any has."""
+        index = int(self.tokens.argmax())
+        num_targets = None if self.targets is None else int(self.targets.max())
+        num_exchanged = 0 if self.exchanged is None else int(self.exchanged.max())
+        tokens, squares, longest, count = (int(column.flat[index]) for column in self._columns)
+        return TokenLoad(tokens, squares, longest, count, num_targets, min(num_exchanged, tokens))
+
+    def total(self, batch: int) -> TokenLoad:
+        """Return the sum of all loads of a batch."""
+        tokens, squares, longest, count = (column[batch] for column in self._columns)
+        num_targets = None if self.targets is None else int(self.targets[batch].sum())
+        return TokenLoad(int(tokens.sum()), int(squares.sum()), int(longest.max()), int(count.sum()), num_targets)
+
+    def of_targets(self) -> "LoadArrays":
+        """Return the head's part of the loads; see `TokenLoad.of_targets`."""
+        if self.targets is None:
+            return self
+        share = self.targets / np.maximum(self.tokens, 1)
+        squares, longest = ((column * share).round().astype(np.int64) for column in (self.sum_sq, self.max_len))
+        return LoadArrays(self.targets, squares, longest, self.num_sequences)
+
+    def mean(self) -> TokenLoad:
+        """Return a load with the mean of all microbatches in every respect."""
+        tokens, squares, longest, count = (round(float(column.mean())) for column in self._columns)
+        num_targets = None if self.targets is None else round(float(self.targets.mean()))
+        return TokenLoad(tokens, squares, longest, count, num_targets)
+
+    @cached_property
+    def distinct(self) -> tuple[list[TokenLoad], IntArray]:
+        """Every load that occurs, and for each microbatch the index of its load."""
+        columns = self._columns if self.exchanged is None else (*self._columns, self.exchanged)
+        _, number = np.unique(self.tokens, return_inverse=True)
+        for column in columns[1:]:  # np.unique of whole rows takes many times as long
+            values, of_column = np.unique(column, return_inverse=True)
+            _, number = np.unique(number * len(values) + of_column, return_inverse=True)
+        number = number.ravel()
+        _, first = np.unique(number, return_index=True)
+        rows = np.stack([column.ravel()[first] for column in columns], axis=1).tolist()
+        loads = [
+            TokenLoad(tokens, squares, longest, count, exchanged=sum(exchanged))
+            for tokens, squares, longest, count, *exchanged in rows
+        ]
+        return loads, number.reshape(self.tokens.shape)
+
+    def has_at_most(self, num_loads: int) -> bool:
+        """Return whether at most so many different loads occur."""
+        return self._num_token_counts <= num_loads and len(self.distinct[0]) <= num_loads
+
+    @cached_property
+    def _num_token_counts(self) -> int:
+        """Different numbers of tokens, which are no more than different loads and sooner counted."""
+        return len(np.unique(self.tokens))
+
+    @property
+    def _columns(self) -> tuple[IntArray, ...]:
+        return self.tokens, self.sum_sq, self.max_len, self.num_sequences
+
+
+def load_arrays(unit: str, metas: Sequence[BatchMeta], dp: int, num_microbatches: int) -> LoadArrays:
+    """Sum up what each microbatch of a unit holds in every batch."""
+    columns = []
+    for meta in metas:
+        sizes = meta if unit == LLM else meta.items[unit]
+        lengths = sizes.tokens
+        microbatch = sizes.replica * num_microbatches + sizes.index
+        longest = np.zeros(dp * num_microbatches, dtype=np.int64)
+        np.maximum.at(longest, microbatch, lengths)
+        counted = [lengths, lengths * lengths, np.ones_like(lengths)]
+        if unit == LLM:
+            counted.append(meta.targets)
+        sums = [np.zeros_like(longest) for _ in counted]
+        for total, values in zip(sums, counted, strict=True):
+            np.add.at(total, microbatch, values)
+        columns.append((*sums[:2], longest, *sums[2:]))
+    shape = (len(metas), dp, num_microbatches)
+    return LoadArrays(*(np.stack(rows).reshape(shape) for rows in zip(*columns, strict=True)))
+
+
+def loads_of_parts(mesh: UnitMesh, batches: Sequence[Mapping[Microbatch, TokenLoad]]) -> LoadArrays:
+    """Collect the loads of a unit whose replicas share microbatches, of the part of each replica by itself."""
+    microbatches = [
+        [Microbatch(mesh.unit, replica, index) for index in range(mesh.num_microbatches)]
+        for replica in range(mesh.num_replicas)
+    ]
+
+    def column(value: Callable[[TokenLoad], int]) -> IntArray:
+        rows = [[[value(loads[mb]) for mb in of_replica] for of_replica in microbatches] for loads in batches]
+        return np.array(rows, dtype=np.int64)
+
+    return LoadArrays(
+        tokens=column(lambda load: load.tokens),
+        sum_sq=column(lambda load: load.sum_sq),
+        max_len=column(lambda load: load.max_len),
+        num_sequences=column(lambda load: load.num_sequences),
+        targets=column(lambda load: load.num_targets),
+        exchanged=column(lambda load: load.exchanged),
+    )
+
+
+def seconds_of_loads(seconds: LoadSeconds, loads: LoadArrays, budget: LoadBudget) -> FloatArray:
+    """Return the seconds of every load, (batches, dp, microbatches).
+
+    Up to `max_exact_loads` different loads each is asked for; more are interpolated between `num_token_nodes` numbers
+    of tokens. Between nodes the cost is linear in tokens, in squared lengths and in sequences, and in tokens that are
+    exchanged.
+    """
+    if loads.has_at_most(budget.max_exact_loads):
+        distinct, index = loads.distinct
+        return np.array([seconds(load) for load in distinct])[index]
+    return _interpolated_seconds(seconds, loads, budget.num_token_nodes)
+
+
+def _interpolated_seconds(seconds: LoadSeconds, loads: LoadArrays, num_nodes: int) -> FloatArray:
+    tokens, squares, count = (column.astype(np.float64) for column in (loads.tokens, loads.sum_sq, loads.num_sequences))
+    if not tokens.any():
+        return np.zeros_like(tokens)
+    smallest = max(tokens[tokens > 0].min(), 1)
+    nodes = np.unique(np.linspace(smallest, tokens.max(), num_nodes).astype(np.int64))
+    squares_per_token = squares.sum() / tokens.sum()
+    sequences_per_token = count.sum() / tokens.sum()
+    longest = int(loads.max_len.max())
+    exchanged = np.zeros_like(tokens) if loads.exchanged is None else loads.exchanged.astype(np.float64)
+    exchanged_per_token = exchanged.sum() / tokens.sum()
+    base, per_square, per_sequence, per_exchanged = [], [], [], []
+    for node in nodes.tolist():
+        square = max(int(node * squares_per_token), 2)
+        sequences = max(int(node * sequences_per_token), 2)
+        max_len = min(longest, node)
+        load = TokenLoad(node, square, max_len, sequences, exchanged=int(node * exchanged_per_token))
+        node_seconds = seconds(load)
+        base.append(node_seconds)
+        per_square.append((seconds(replace(load, sum_sq=2 * square)) - node_seconds) / square)
+        per_sequence.append((seconds(replace(load, num_sequences=2 * sequences)) - node_seconds) / sequences)
+        if load.exchanged:
+            twice = seconds(replace(load, exchanged=2 * load.exchanged))
+            per_exchanged.append((twice - node_seconds) / load.exchanged)
+        else:
+            per_exchanged.append(0.0)
+    node_sequences = np.maximum(np.floor(tokens * sequences_per_token), 2)
+    node_squares = np.maximum(np.floor(tokens * squares_per_token), 2)
+    total = np.interp(tokens, nodes, base)
+    total += np.interp(tokens, nodes, per_square) * (squares - node_squares)
+    total += np.interp(tokens, nodes, per_sequence) * (count - node_sequences)
+    total += np.interp(tokens, nodes, per_exchanged) * (exchanged - np.floor(tokens * exchanged_per_token))
+    return np.where(tokens > 0, np.maximum(total, 0.0), 0.0)

@@ -1,0 +1,96 @@
+"""The planning problem: everything that a plan depends on, fixed before the search starts."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from mmtrain.costs import CostModel, Hardware, Precision, StateBytes, state_bytes
+from mmtrain.models.model_shape import ModelShape
+from mmtrain.planning.artifact.plan import Placement, Plan, StepMeasurement
+from mmtrain.planning.space.allocation_watch import AllocationWatch
+from mmtrain.planning.space.constraints import RecomputeMode, SequenceParallelSetting, TpOverlapSetting, UnitChoices
+from mmtrain.planning.space.sample_batches import SampledBatches
+from mmtrain.planning.space.search_progress import Progress
+from mmtrain.recipe.schema import Recipe
+
+MeasureStep = Callable[[Plan], StepMeasurement]  # runs a few steps of a plan
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the caller wants besides the fastest plan."""
+
+    num_alternatives: int = 5  # losers that the plan names, each with the reason it lost
+    explain: bool = False  # name every loser
+    baseline: str | None = None  # return the plan that this rule of thumb makes (`explain.baselines.BASELINES`)
+    measure: MeasureStep | None = None  # runs the plans predicted fastest; the fastest as run is chosen
+    num_measured: int = 12  # plans that are run: sizes and layer partitions of them, not counting rules of thumb
+    progress: Progress | None = None
+    allocation_watch: AllocationWatch | None = None  # is told how ranks were allocated to units, and how long that took
+    announce: Callable[[str], None] | None = None  # called with what is done when candidates are settled
+    max_step_s: float = math.inf  # slower plans are of no use, so searches may end without any
+    can_shard: bool = True  # whether the torch of the ranks can shard weights (`models.fully_sharded`)
+
+    @property
+    def names_losers(self) -> bool:
+        """Whether more is asked for than the fastest plan, so that the best of each placement is sought."""
+        return self.num_alternatives > 0 or self.explain or self.measure is not None
+
+    def say(self, text: str) -> None:
+        """Announce what is done next, if somebody wants to know."""
+        if self.announce is not None:
+            self.announce(text)
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What the recipe and the model allow, by unit."""
+
+    placements: tuple[Placement, ...]  # those that are searched, and of which the plan is
+    choices: Mapping[str, UnitChoices]  # mesh sizes
+    recompute: Mapping[str, RecomputeMode]
+    sequence_parallel: Mapping[str, SequenceParallelSetting]
+    tp_overlap: Mapping[str, TpOverlapSetting]
+    encoder_microbatches: Mapping[str, int]  # of units whose number of microbatches the recipe fixes
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks to plan for."""
+
+    hardware: Hardware
+    num_ranks: int
+    # Numbers of ranks for which some mesh exists: all ranks, or with `parallel.max_gpus` several up to that. Empty if
+    # the constraints leave no mesh at all.
+    rank_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlanningProblem:
+    """One model, one data distribution and one cluster: the search is a function of this and of its budget."""
+
+    recipe: Recipe
+    recipe_sha256: str
+    shape: ModelShape
+    costs: CostModel
+    precision: Precision
+    seq_len: int
+    batches: SampledBatches
+    constraints: Constraints
+    cluster: Cluster
+    request: PlanRequest = field(default_factory=PlanRequest)
+
+    @property
+    def hardware(self) -> Hardware:
+        """What the ranks are."""
+        return self.cluster.hardware
+
+    @property
+    def state_bytes(self) -> StateBytes:
+        """Bytes of weights, gradients and optimizer state per parameter."""
+        return state_bytes(self.precision, self.recipe.train.optimizer.moments)
+
+    @property
+    def choices(self) -> Mapping[str, UnitChoices]:
+        """Mesh sizes that each unit may have."""
+        return self.constraints.choices

@@ -1,0 +1,135 @@
+"""A few global batches like those of the run, so that candidates are compared on real lengths and not on their mean."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, StepTargets, assign
+from mmtrain.balance.assign import COST_PER_TOKEN, NO_TARGETS
+from mmtrain.balance.dispatch_samples import dispatch_samples
+from mmtrain.balance.grouping import GroupingSizes
+from mmtrain.balance.methods import arrange_window, group_window, grouping_sizes, unit_tokens
+from mmtrain.balance.padding import pad_microbatches
+from mmtrain.balance.phase_loads import stream_groups_of
+from mmtrain.balance.regroup_step import match_step
+from mmtrain.errors import PlanError
+from mmtrain.planning.space.budget import DEFAULT_BUDGET, SamplingBudget
+from mmtrain.program.ir.graph import LLM, DispatchMode
+
+
+@dataclass(frozen=True)
+class SampledBatches:
+    """Groups of some global batches. They depend on no plan, as the stream of groups in training does not."""
+
+    lengths: SampleLengths
+    groups: tuple[Sequence[IntArray], ...]  # per batch
+    targets: StepTargets = NO_TARGETS
+    pad: bool = False  # samples to the longest of their microbatch
+    unmatched: tuple[Sequence[IntArray], ...] = ()  # the same steps as the stream has them, where `groups` are matched
+    ranks_per_node: int | None = None  # None: batches of items are placed without regard to nodes
+    sizes: GroupingSizes | None = None  # of all samples, where replicas that dispatch exchange some of them
+
+    @property
+    def global_batch(self) -> int:
+        """Groups in one batch."""
+        return len(self.groups[0])
+
+    @property
+    def samples_per_batch(self) -> float:
+        """Samples in one batch, mean: a group holds several."""
+        return sum(len(group) for groups in self.groups for group in groups) / len(self.groups)
+
+    def lay_out(
+        self, dp: Mapping[str, int], num_microbatches: Mapping[str, int], dispatch: DispatchMode | None = None
+    ) -> list[BatchMeta]:
+        """Assign every batch to replicas and microbatches as a plan with these data-parallel degrees would.
+
+        dispatch: what sharded replicas balance, one on each rank. Costs are taken in proportion to tokens, here and in
+        `targets`. With it, batches name the groups of the stream.
+        """
+        steps, targets = self.groups, replace(self.targets, dispatch=dispatch == "all")
+        if dispatch == "all" and self.ranks_per_node is not None:
+            nodes = {unit: tuple(rank // self.ranks_per_node for rank in range(dp[unit])) for unit in dp}
+            targets = replace(targets, replica_nodes=nodes)
+        if dispatch == "none":
+            steps, targets = self.unmatched or self.groups, replace(targets, reorder=False)
+        elif dispatch is not None and self.sizes is not None:
+            steps = tuple(
+                dispatch_samples(groups, dp[LLM], self.sizes, COST_PER_TOKEN, self.pad, with_items=dispatch == "llm")
+                for groups in steps
+            )
+        batches = [
+            assign(step, 0, groups, self.lengths, dp, num_microbatches, targets) for step, groups in enumerate(steps)
+        ]
+        if dispatch is not None:
+            stream_groups = self.unmatched or self.groups
+            batches = [
+                replace(batch, stream_group=stream_groups_of(batch.sample_id, groups))
+                for batch, groups in zip(batches, stream_groups, strict=True)
+            ]
+        return [pad_microbatches(batch) for batch in batches] if self.pad else batches
+
+    def without_items(self) -> "SampledBatches":
+        """Return the same batches for the LLM alone, which are laid out much sooner."""
+        return replace(self, lengths=replace(self.lengths, items={}))
+
+
+def sample_batches(
+    lengths: SampleLengths, grouping: Grouping, seed: int, budget: SamplingBudget = DEFAULT_BUDGET.sampling
+) -> SampledBatches:
+    """Draw samples at random, group them as training does, and take steps that stand for all.
+
+    Steps differ, most of all where grouping makes the groups of one step alike (`device`). Ordered by their work, the
+    steps in the middle of `num_batches` equal parts are taken. A dataset too small for so many groups is repeated, as
+    further epochs would. Long samples that train in steps of their own are drawn among the others, so the mean cost of
+    a step is right.
+
+    Raises:
+        PlanError: there are no samples.
+    """
+    if len(lengths) == 0:
+        raise PlanError("data.sources: no usable sample, so there is nothing to plan for")
+    num_batches, global_batch = budget.num_batches, grouping.global_batch
+    samples_per_group = grouping.seq_len / max(float(np.average(lengths.tokens, weights=lengths.uses)), 1.0)
+    num_needed = int(np.ceil(budget.sample_surplus_ratio * num_batches * global_batch * samples_per_group))
+    num_samples = max(num_needed, min(budget.min_samples_to_group, grouping.window))
+    rng = np.random.default_rng(seed)
+    sizes = grouping_sizes(lengths, grouping)
+    order = _draw_samples(lengths, num_samples, rng)
+    groups = arrange_window(sizes, group_window(sizes, order, grouping, rng), grouping, 0, rng, by_chance=True)
+    num_steps = max(num_batches, len(groups) // global_batch)
+    steps = [
+        [groups[i % len(groups)] for i in range(step * global_batch, (step + 1) * global_batch)]
+        for step in range(num_steps)
+    ]
+    work = unit_tokens(lengths)[1].sum(axis=1)
+    steps.sort(key=lambda step: int(work[np.concatenate(step)].sum()))
+    middles = [(2 * part + 1) * num_steps // (2 * num_batches) for part in range(num_batches)]
+    chosen = [steps[middle] for middle in middles]
+    unmatched = tuple(chosen)
+    if grouping.method == "matched" and grouping.reorder:
+        chosen = [_match(step, sizes, grouping) for step in chosen]
+    return SampledBatches(
+        lengths,
+        tuple(chosen),
+        StepTargets(reorder=grouping.reorder),
+        grouping.pad,
+        unmatched,
+        sizes=sizes if grouping.reorder and grouping.method != "matched" else None,
+    )
+
+
+def _match(groups: list[IntArray], sizes: GroupingSizes, grouping: Grouping) -> list[IntArray]:
+    """Match the groups of a step for some number of replicas, as training does for that of the plan."""
+    tokens = sizes.tokens[np.concatenate(groups)]
+    loads = (tokens @ sizes.load_matrix.T).astype(np.int64)
+    return match_step(groups, tokens, sizes.budgets, loads, sizes.weights, grouping.row_size)
+
+
+def _draw_samples(lengths: SampleLengths, num_samples: int, rng: np.random.Generator) -> IntArray:
+    """Draw at most `num_samples` samples as often as training uses them: each once, or by the shares of sources."""
+    if lengths.uses is None:
+        return rng.permutation(len(lengths))[:num_samples].astype(np.int64)
+    draws = rng.choice(len(lengths), num_samples, p=lengths.uses / lengths.uses.sum())
+    return draws.astype(np.int64)

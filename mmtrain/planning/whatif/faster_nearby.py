@@ -1,0 +1,85 @@
+"""Hint at another global batch, or at fewer ranks, where the present number divides badly."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mmtrain.balance import SampleLengths
+from mmtrain.errors import UserError
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.layer_costs.layer_costs import LayerCosts
+from mmtrain.planning.layer_costs.tp_chunks import with_token_splits
+from mmtrain.planning.planner import run_strategies
+from mmtrain.planning.space.budget import QUICK_BUDGET
+from mmtrain.planning.space.problem import PlanRequest
+from mmtrain.recipe.schema import Recipe
+
+MIN_GAIN = 1.1  # in tokens/s, below which there is no hint
+MAX_BATCH_CHANGE = 0.1  # share of the global batch by which another one may differ
+MAX_RANKS_LEFT_OUT = 0.25  # share of the ranks
+MIN_DIVISOR_RATIO = 2  # by how much the common divisor of batch and ranks must grow before a plan is tried
+
+
+def describe_faster_nearby(recipe: Recipe, lengths: SampleLengths, plan: Plan, can_shard: bool = True) -> list[str]:
+    """Return a sentence for another batch, and one for fewer ranks, that is over 10% faster.
+
+    At most one of each is planned, roughly, and only where data-parallel degrees divide it much better: what is said is
+    what a plan reaches at least. Searches end where no plan can be so much faster.
+    """
+    sentences = []
+    batch, num_ranks = recipe.train.global_batch, plan.world_size
+    for other in _better_divided(batch, num_ranks, _nearest(batch, MAX_BATCH_CHANGE, both_ways=True)):
+        train = recipe.train.model_copy(update={"global_batch": other})
+        gain = _gain(recipe.model_copy(update={"train": train}), lengths, plan, num_ranks, can_shard)
+        if gain >= MIN_GAIN:
+            sentences.append(f"train.global_batch {other} instead of {batch}: at least {gain - 1:.0%} more tokens/s.")
+    for other in _better_divided(num_ranks, batch, _nearest(num_ranks, MAX_RANKS_LEFT_OUT, both_ways=False)):
+        gain = _gain(recipe, lengths, plan, other, can_shard)
+        if gain >= MIN_GAIN:
+            sentences.append(f"{other} ranks instead of {num_ranks}: at least {gain - 1:.0%} more tokens/s.")
+    return sentences
+
+
+def _nearest(number: int, share: float, both_ways: bool) -> list[int]:
+    """Return other numbers within a share of this one, the nearest first."""
+    most = int(number * share)
+    others = [number + sign * distance for distance in range(1, most + 1) for sign in ((1, -1) if both_ways else (-1,))]
+    return [other for other in others if other > 0]
+
+
+def _better_divided(number: int, partner: int, others: list[int]) -> Iterator[int]:
+    """Yield the one of the other numbers that has most in common with `partner`, if that is much more than now."""
+    best = max(others, key=lambda other: math.gcd(other, partner), default=number)
+    if math.gcd(best, partner) >= MIN_DIVISOR_RATIO * math.gcd(number, partner):
+        yield best
+
+
+def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int, can_shard: bool) -> float:
+    """Return how many times as many tokens/s a plan reaches that is sought with little effort; 0 if below `MIN_GAIN`.
+
+    Where memory leaves no plan without sequence parallelism at any cost, none is found.
+    """
+    tokens_per_s = plan.predicted.tokens_per_s_per_gpu * plan.world_size
+    try:
+        problem = formulate_problem(
+            recipe,
+            lengths,
+            world_size=num_ranks,
+            hardware=plan.hardware,
+            recipe_sha256=plan.recipe_sha256,
+            request=PlanRequest(num_alternatives=0, can_shard=can_shard),
+            budget=QUICK_BUDGET,
+        )
+        if not problem.cluster.rank_counts:
+            return 0.0
+        layer_costs = LayerCosts(problem, budget=QUICK_BUDGET)
+        tokens = layer_costs.tokens()
+        request = replace(problem.request, max_step_s=tokens / tokens_per_s / MIN_GAIN)
+        split_costs = with_token_splits(problem, layer_costs)
+        evaluator = Evaluator(replace(problem, request=request), QUICK_BUDGET, split_costs)
+        best = run_strategies(evaluator).best
+    except UserError:
+        return 0.0
+    return 0.0 if best is None else tokens / best.step_time_s / tokens_per_s

@@ -1,0 +1,103 @@
+"""Plan files: read back exactly, rejected when damaged, old, or made for another recipe or cluster."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from mmtrain.errors import PlanError
+from mmtrain.planning import Plan, load_plan, require_match
+from mmtrain.planning.artifact.plan_files import ranks_to_start
+from mmtrain.planning.artifact.plan_precision import plan_precision
+from mmtrain.planning.planner import plan_recipe
+from tests.planning.factory import lengths, recipe
+
+
+@pytest.fixture(scope="module")
+def chosen() -> Plan:
+    return plan_recipe(recipe(), lengths(), world_size=3, hardware="cpu-core", recipe_sha256="a" * 64)
+
+
+def test_a_saved_plan_is_the_same_plan(chosen: Plan, tmp_path: Path) -> None:
+    chosen.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == chosen
+
+
+def test_the_fingerprint_is_that_of_the_whole_plan(chosen: Plan) -> None:
+    assert chosen.sha256 == hashlib.sha256(chosen.model_dump_json().encode()).hexdigest()
+
+
+def test_the_precision_of_a_plan_is_the_one_that_it_states(chosen: Plan) -> None:
+    assert (chosen.precision, plan_precision(chosen, recipe())) == ("fp32", "fp32")
+    assert plan_precision(chosen.model_copy(update={"hardware": "h100-80g"}), recipe()) == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not a plan file, since it is not JSON"),
+        ("[]", "version None of the plan file, this mmtrain reads 1"),
+        ('{"version": 7}', "version 7 of the plan file"),
+        ('{"version": 1, "world_size": "many"}', "damaged plan file: .*world_size"),
+    ],
+)
+def test_other_files_are_rejected(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(PlanError, match=message):
+        load_plan(path)
+
+
+def test_unknown_keys_and_missing_files_are_rejected(chosen: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with pytest.raises(PlanError, match="cannot read the plan"):
+        load_plan(path)
+    path.write_text(json.dumps({**chosen.model_dump(mode="json"), "color": "red"}), encoding="utf-8")
+    with pytest.raises(PlanError, match="damaged plan file: color"):
+        load_plan(path)
+
+
+@pytest.mark.parametrize("counts", [{"llm": 8}, {"vision": 8, "llm": 8, "audio": 8}, {"vision": 0, "llm": 8}])
+def test_microbatches_that_do_not_match_the_units_are_rejected(
+    chosen: Plan, counts: dict[str, int], tmp_path: Path
+) -> None:
+    saved = chosen.model_dump(mode="json")
+    saved["schedule"]["num_microbatches"] = counts
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(saved), encoding="utf-8")
+    with pytest.raises(
+        PlanError, match=r"damaged plan file: .*num_microbatches is .*vision, llm a number of at least 1"
+    ):
+        load_plan(path)
+
+
+def test_a_plan_for_something_else_is_rejected_with_all_differences(chosen: Plan) -> None:
+    require_match(chosen, "a" * 64, 3, "cpu-core")
+    with pytest.raises(PlanError, match=r"(?s)the recipe:.*number of ranks: plan 3, now 2.*hardware: plan `cpu-core`"):
+        require_match(chosen, "b" * 64, 2, "h100-80g")
+    with pytest.raises(PlanError) as caught:
+        require_match(chosen, "a" * 64, 2, "cpu-core")
+    assert "recipe" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "max_gpus", "expected"),
+    [
+        ({}, None, 3),
+        ({"ranks": 8}, None, 8),  # and the plan is rejected
+        ({"ranks": 8}, 4, 3),
+        ({"ranks": 2}, 4, 2),
+    ],
+)
+def test_a_plan_that_may_use_fewer_ranks_runs_on_its_own_number(
+    chosen: Plan, cluster: dict[str, int], max_gpus: int | None, expected: int
+) -> None:
+    settings = recipe(cluster=cluster, parallel={"max_gpus": max_gpus})
+    available = min(cluster.get("ranks", 2), max_gpus or 99)
+    assert ranks_to_start(chosen, settings, available) == expected
+
+
+def test_the_error_names_the_ranks_that_a_plan_needs(chosen: Plan) -> None:
+    with pytest.raises(PlanError, match="the number of ranks: plan 3, now 8; start 3"):
+        require_match(chosen, "a" * 64, 8, "cpu-core")

@@ -1,0 +1,489 @@
+"""The replicated placement: what a pass of sharded units takes, how steps are dispatched, and when it is chosen."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtrain.balance import Grouping, ItemLengths, SampleLengths
+from mmtrain.costs import CostTable, num_trained_parameters
+from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
+from mmtrain.costs.sharded_layers import overlapped_seconds
+from mmtrain.data import GroupStream, build_index
+from mmtrain.errors import PlanError
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.planning.artifact.balancing_targets import derive_step_targets
+from mmtrain.planning.artifact.graph_memory import MemoryPhase, memory_phases, schedule_in_flight
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_graph import stage_graph
+from mmtrain.planning.artifact.replanned import plan_layout
+from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.evaluate.layout_simulation import model_timing, simulate_first_batch
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.layer_costs.layer_costs import LayerCosts
+from mmtrain.planning.planner import plan, plan_recipe
+from mmtrain.planning.search.replicated import ReplicatedStrategy
+from mmtrain.planning.space.batch_split import batch_split_of
+from mmtrain.planning.space.budget import DEFAULT_BUDGET
+from mmtrain.planning.space.problem import PlanRequest
+from mmtrain.program import build_program, simulate
+from mmtrain.recipe import Recipe
+from tests.planning import factory
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 9)] * 3), min_size=1, max_size=6), st.floats(0, 1))
+def test_overlapped_layers_follow_their_dependencies(layers: list[tuple[float, float, float]], slowdown: float) -> None:
+    compute, gathers, reductions = (list(column) for column in zip(*layers, strict=True))
+    # Event by event: one compute stream, one communication stream, and a barrier where layers change.
+    clock = gathers[0]
+    for i, seconds in enumerate(compute):
+        comm = clock
+        if i + 1 < len(compute):
+            comm += gathers[i + 1]
+        if i > 0:
+            comm += reductions[i - 1]
+        clock = max(clock + seconds + slowdown * min(seconds, comm - clock), comm)
+    elapsed = overlapped_seconds(np.array(compute), np.array(gathers), np.array(reductions), slowdown)
+    assert elapsed == pytest.approx(clock + reductions[-1])
+
+
+def test_a_plan_of_the_placement_is_proved_and_says_its_shards() -> None:
+    settings = factory.recipe(parallel={"placement": "replicated", "shard": 2})
+    chosen = plan_recipe(settings, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+    assert chosen.placement == "replicated"
+    assert {unit.shard for unit in chosen.units.values()} == {2}
+    whole = settings.model_copy(update={"parallel": settings.parallel.model_copy(update={"shard": "all"})})
+    sharded = plan_recipe(whole, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+    kinds = [next(iter(p.predicted.memory_kinds_gib.values()))["optimizer"] for p in (chosen, sharded)]
+    assert kinds[0] == pytest.approx(2 * kinds[1], abs=2e-4)
+
+
+def test_without_a_mesh_of_the_placement_the_plan_is_refused() -> None:
+    settings = factory.recipe(parallel={"placement": "replicated"})
+    with pytest.raises(PlanError, match=r"replicated: every unit runs on all 3 ranks with tp 1, pp 1 and dp 3"):
+        plan_recipe(settings, factory.lengths(), world_size=3, hardware="cpu-core", recipe_sha256="x")
+    three = factory.recipe(parallel={"placement": "replicated", "shard": 3})
+    with pytest.raises(PlanError, match=r"parallel.shard 3 does not divide 4 ranks"):
+        plan_recipe(three, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+    tight = factory.recipe(parallel={"placement": "replicated"}, cluster={"memory_gib": 0.004})
+    with pytest.raises(
+        PlanError,
+        match=r"replicated: 4 ranks, shard 4, 2 mini-batches, dispatch all, encoders first in 2: does not fit with",
+    ):
+        plan_recipe(tight, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+
+
+@pytest.mark.parametrize("shard", ["all", "auto", 1])
+def test_a_model_that_fits_on_no_rank_however_sharded_is_refused_with_the_memory_that_it_needs(
+    shard: str | int,
+) -> None:
+    """The LLM alone is too large; what it needs is named, and a run with as much is planned."""
+    settings = {"placement": "replicated", "shard": shard}
+
+    def planned(memory_gib: float) -> Plan:
+        asked = factory.recipe(parallel=settings, cluster={"memory_gib": memory_gib})
+        return plan_recipe(asked, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+
+    with pytest.raises(PlanError) as refused:
+        planned(0.004)
+    message = str(refused.value)
+    least = 1 if shard == 1 else 4
+    assert f"replicated: 4 ranks, shard {least}," in message
+    assert "does not fit with all layers recomputed that may be: rank 0 needs" in message
+    needed = re.search(r"ranks with ([0-9.]+) GiB", message)
+    assert needed is not None
+    assert planned(1.01 * float(needed[1])).shard == least
+
+
+def test_auto_chooses_it_where_it_is_predicted_to_be_the_fastest() -> None:
+    """Many images in few samples: elsewhere the rank that has such a sample keeps the others waiting."""
+    in_few_samples = {"lengths": _lopsided(), "world_size": 4, "hardware": "cpu-core", "recipe_sha256": "x"}
+    chosen = plan_recipe(factory.recipe(), **in_few_samples)
+    assert (chosen.placement, chosen.dispatch) == ("replicated", "all")
+    asked_for = plan_recipe(factory.recipe(parallel={"placement": "replicated"}), **in_few_samples)
+    assert chosen.units == asked_for.units
+    assert chosen.predicted.step_time_s == asked_for.predicted.step_time_s
+    others = {other.placement: other for other in reversed(chosen.alternatives) if other.placement != "replicated"}
+    assert set(others) == {"unified", "disaggregated", "colocated"}
+    assert all(other.step_time_s > chosen.predicted.step_time_s for other in others.values() if other.step_time_s)
+    forced = plan_recipe(factory.recipe(parallel={"placement": "unified"}), **in_few_samples)
+    assert forced.predicted.step_time_s == others["unified"].step_time_s
+    assert not [other for other in forced.alternatives if other.placement == "replicated"]
+
+
+@pytest.mark.slow
+def test_auto_shows_it_where_another_placement_is_the_fastest() -> None:
+    chosen = plan_recipe(factory.recipe(), factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+    shown = next(other for other in chosen.alternatives if other.placement == "replicated")
+    assert chosen.placement != "replicated"
+    assert shown.step_time_s is not None
+    assert shown.step_time_s > chosen.predicted.step_time_s
+    assert shown.balance is not None
+
+
+def test_auto_leaves_it_out_on_one_rank(tmp_path: Path) -> None:
+    generates = factory.with_generator(factory.recipe(), tmp_path / "lengths.csv", factory.UNET)
+    for settings, num_ranks, has_it in (
+        (factory.recipe(), 1, False),
+        (factory.recipe(), 2, True),
+        (generates, 1, False),
+        (generates, 2, True),
+    ):
+        samples = build_index(settings).lengths if settings.model.generator else factory.lengths()
+        problem = formulate_problem(settings, samples, world_size=num_ranks, hardware="cpu-core", recipe_sha256="x")
+        assert ("replicated" in problem.constraints.placements) == has_it
+
+
+def test_images_to_draw_are_dispatched_and_balanced(tmp_path: Path) -> None:
+    """Half of the samples draw one image or two, so without dispatch most of them wait for the rank that draws most."""
+    phases, dispatch_s = {}, {}
+    for dispatch in ("llm", "all"):
+        parallel = {"placement": "replicated", "dispatch": dispatch, "shard": 4}
+        settings = factory.with_generator(factory.recipe(parallel=parallel), tmp_path / "lengths.csv", factory.UNET)
+        data = settings.data.model_copy(update={"grouping": "random"})  # `matched` makes groups even already
+        settings = settings.model_copy(update={"data": data})
+        samples = build_index(settings).lengths
+        chosen = plan_recipe(settings, samples, world_size=4, hardware="cpu-core", recipe_sha256="x")
+        assert chosen.dispatch == dispatch
+        balance = chosen.predicted.balance
+        assert balance is not None
+        assert balance.phases is not None
+        phases[dispatch], dispatch_s[dispatch] = balance.phases["generator"], balance.dispatch_s
+    assert phases["all"].over_mean[1] < phases["llm"].over_mean[1]
+    assert dispatch_s["llm"] == 0
+    assert dispatch_s["all"] > 0
+
+
+def test_where_it_cannot_fit_the_line_says_what_the_least_needs() -> None:
+    settings = factory.recipe(vision=None, cluster={"memory_gib": 0.0125})
+    chosen = plan_recipe(settings, factory.text_lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
+    shown = next(other for other in chosen.alternatives if other.placement == "replicated")
+    assert shown.step_time_s is None
+    assert shown.summary == "replicated: 2 ranks, shard 2, 4 mini-batches, dispatch llm"
+    assert "does not fit" in shown.reason
+
+
+def _lopsided() -> SampleLengths:
+    """Return texts, and every tenth sample with eight images in place of most of its words."""
+    num_images = np.where(np.arange(400) % 10 == 0, 8, 0)
+    tokens = np.full(400, 180, dtype=np.int64)
+    items = np.full(int(num_images.sum()), 16, dtype=np.int64)
+    first = np.concatenate([[0], np.cumsum(num_images)])
+    return SampleLengths(tokens, tokens // 2, {"vision": ItemLengths(first, items, items, items**2, items)})
+
+
+def test_the_planner_dispatches_where_items_are_in_few_samples() -> None:
+    """And a dispatched step is predicted faster than one that is not."""
+    plans = {
+        mode: plan_recipe(
+            factory.recipe(parallel={"placement": "replicated", "shard": "all", "dispatch": mode}, global_batch=8),
+            _lopsided(),
+            world_size=4,
+            hardware="h100-80g",
+            recipe_sha256="x",
+        )
+        for mode in ("auto", "all", "llm", "none")
+    }
+    assert {mode: chosen.dispatch for mode, chosen in plans.items()} == {
+        "auto": "all",
+        "all": "all",
+        "llm": "llm",
+        "none": "none",
+    }
+    step_s = {mode: chosen.predicted.step_time_s for mode, chosen in plans.items()}
+    assert step_s["auto"] == step_s["all"] < min(step_s["llm"], step_s["none"])
+    assert plans["all"].predicted.bubbles["dispatch"] > 0
+    assert plans["llm"].predicted.bubbles["dispatch"] == 0
+    phases = {mode: chosen.predicted.balance.phases for mode, chosen in plans.items() if chosen.predicted.balance}
+    for mode in ("all", "llm", "none"):
+        of_mode = phases[mode]
+        assert of_mode is not None
+        assert of_mode["vision"].max_before == phases["none"]["vision"].max_before > 2 * of_mode["vision"].mean
+    assert all(load.max_after == load.max_before for load in phases["none"].values())
+    assert phases["all"]["vision"].max_after < 1.1 * phases["all"]["vision"].mean < phases["llm"]["vision"].max_after
+    balance = plans["all"].predicted.balance
+    assert balance.dispatch_s == plans["all"].predicted.bubbles["dispatch"] * step_s["all"]
+    assert any(other.balance is not None and other.balance.phases for other in plans["auto"].alternatives)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "encoder_first"])
+@pytest.mark.parametrize("dispatch", ["all", "llm", "none"])
+def test_one_rank_stands_for_all_in_the_simulation(dispatch: str, schedule: str) -> None:
+    """All run every pass together, for as long as the slowest of them takes."""
+    parallel = {"placement": "replicated", "shard": 8, "dispatch": dispatch, "schedule": schedule}
+    settings = factory.recipe(parallel=parallel, global_batch=32)
+    problem = formulate_problem(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
+    evaluator = Evaluator(problem)
+    [candidate] = ReplicatedStrategy().search(problem, evaluator, DEFAULT_BUDGET, None).candidates
+    graph, layer_costs = candidate.graph, evaluator.layer_costs
+    loads = layer_costs.step_loads(batch_split_of(graph))[0]
+    timing = model_timing(graph, layer_costs, loads, problem.hardware)
+    assert candidate.schedule.kind == schedule
+    of_all_ranks = simulate(build_program(graph, kind=candidate.schedule.kind), timing, graph.num_groups)
+    assert len(of_all_ranks.bubbles) == 16
+    first_batch_s = simulate_first_batch(graph, candidate.schedule, layer_costs, problem.hardware).step_time_s
+    assert first_batch_s == pytest.approx(of_all_ranks.step_time_s, rel=1e-3)
+
+
+def _dispatch_seconds(chosen: Plan) -> float:
+    return chosen.predicted.bubbles["dispatch"] * chosen.predicted.step_time_s
+
+
+def test_a_measured_all_to_all_prices_dispatches_and_messages_do_without_one(tmp_path: Path) -> None:
+    """The second table's all-to-all takes ten times as long as messages of as many bytes; the first has none."""
+    dispatch_s = []
+    sources = []
+    message = {"kind": "p2p", "size": 2, "nbytes": (1000, 10**6), "seconds": (1e-2, 10.0)}
+    exchange = {"kind": "all_to_all", "size": 4, "nbytes": (1333, 4 * 10**6 // 3), "seconds": (0.1, 100.0)}
+    for number, messages in enumerate(((message,), (message, exchange))):
+        table = CostTable.model_validate(
+            {"hardware": "h100-80g", "device": "NVIDIA H100", "precision": "bf16", "software": {}, "date": "2026-11-24",
+             "messages": messages}
+        )  # fmt: skip
+        table.save(tmp_path / f"{number}.json")
+        parallel = {"placement": "replicated", "shard": "all", "dispatch": "all", "schedule": "1f1b"}
+        settings = factory.recipe(parallel=parallel, cluster={"costs": tmp_path / f"{number}.json"}, global_batch=8)
+        chosen = plan_recipe(settings, _lopsided(), world_size=4, hardware="h100-80g", recipe_sha256="x")
+        dispatch_s.append(_dispatch_seconds(chosen))
+        sources.append(chosen.predicted.cost_source)
+    assert dispatch_s[1] == pytest.approx(10 * dispatch_s[0], rel=0.05)
+    assert "all-to-alls of 4 ranks, which the table lacks, by messages between two ranks" in sources[0]
+    assert "all-to-all" not in sources[1]
+
+
+def test_an_all_gather_is_predicted_to_take_longer_than_an_all_to_all() -> None:
+    seconds = []
+    for exchange in ("all_to_all", "all_gather"):
+        parallel = {"placement": "replicated", "shard": 8, "dispatch": "all", "exchange": exchange}
+        chosen = plan_recipe(
+            factory.recipe(parallel=parallel, global_batch=8),
+            _lopsided(),
+            world_size=8,
+            hardware="h100-80g",
+            recipe_sha256="x",
+        )
+        assert {unit.exchange for unit in chosen.units.values()} == {exchange}
+        seconds.append(_dispatch_seconds(chosen))
+    assert 0 < seconds[0] < seconds[1]
+
+
+def test_an_all_gather_holds_the_features_of_all_ranks() -> None:
+    buffers_gib = {}
+    for exchange in ("all_to_all", "all_gather"):
+        parallel = {"placement": "replicated", "shard": 8, "dispatch": "all", "schedule": "1f1b", "exchange": exchange}
+        settings = factory.recipe(parallel=parallel, global_batch=8)
+        chosen = plan_recipe(settings, _lopsided(), world_size=8, hardware="h100-80g", recipe_sha256="x")
+        [of_ranks] = chosen.predicted.memory_kinds_gib.values()
+        buffers_gib[exchange] = of_ranks["buffers"]
+    gathered_bytes = 8 * _lopsided().tokens.max() * factory.LLM["hidden"] * ELEMENT_BYTES["bf16"]
+    assert buffers_gib["all_gather"] - buffers_gib["all_to_all"] > gathered_bytes / GIB
+
+
+def test_an_all_gather_holds_what_all_ranks_send_to_the_generator(tmp_path: Path) -> None:
+    buffers_gib, samples = {}, None
+    for exchange in ("all_to_all", "all_gather"):
+        parallel = {"placement": "replicated", "shard": 4, "dispatch": "all", "exchange": exchange}
+        settings = factory.with_generator(factory.recipe(parallel=parallel), tmp_path / "lengths.csv", factory.UNET)
+        samples = build_index(settings).lengths
+        chosen = plan_recipe(settings, samples, world_size=4, hardware="h100-80g", recipe_sha256="x")
+        [of_ranks] = chosen.predicted.memory_kinds_gib.values()
+        buffers_gib[exchange] = of_ranks["buffers"]
+    assert samples is not None
+    gathered_bytes = 4 * samples.tokens.max() * factory.LLM["hidden"] * ELEMENT_BYTES["bf16"]
+    assert buffers_gib["all_gather"] - buffers_gib["all_to_all"] > gathered_bytes / GIB
+
+
+def test_a_plan_that_dispatches_nothing_names_no_exchange() -> None:
+    parallel = {"placement": "replicated", "exchange": "all_gather"}
+    settings = factory.recipe(parallel=parallel, global_batch=8)
+    request = PlanRequest(explain=True)
+    chosen = plan_recipe(settings, _lopsided(), world_size=4, hardware="h100-80g", recipe_sha256="x", request=request)
+    summaries = [other.summary for other in chosen.alternatives]
+    assert any("dispatch llm" in summary for summary in summaries)
+    assert not any("dispatch llm by" in summary for summary in summaries)
+    assert any("dispatch all by all-gather" in summary for summary in (*summaries, plan_layout(chosen).summary))
+
+
+@pytest.mark.parametrize("node_wise", [True, False])
+def test_targets_name_nodes_where_places_depend_on_them(node_wise: bool) -> None:
+    settings = factory.recipe(
+        parallel={"placement": "replicated", "dispatch": "all", "node_wise": node_wise}, cluster={"ranks_per_node": 2}
+    )
+    chosen = plan_recipe(settings, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
+    targets = derive_step_targets(settings, chosen, factory.lengths())
+    assert targets.replica_nodes == (dict.fromkeys(("vision", "llm"), (0, 0, 1, 1)) if node_wise else {})
+    problem = formulate_problem(
+        settings, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x", budget=DEFAULT_BUDGET
+    )
+    assert problem.batches.ranks_per_node == (2 if node_wise else None)
+
+
+def test_the_simulator_sees_what_node_wise_places_save() -> None:
+    """Eight nodes of two ranks, and features that take longer between nodes than on them."""
+    seconds = []
+    for node_wise in (True, False):
+        parallel = {"placement": "replicated", "shard": 16, "dispatch": "all", "node_wise": node_wise}
+        settings = factory.recipe(parallel=parallel, cluster={"ranks_per_node": 2}, global_batch=16)
+        chosen = plan_recipe(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
+        seconds.append(_dispatch_seconds(chosen))
+    assert 0 < seconds[0] < seconds[1]
+
+
+def _plan_schedule(
+    schedule: str,
+    encoder: dict[str, Any] = factory.VISION,
+    encoder_microbatches: int | None = None,
+    memory_gib: float = 80,
+    recompute: str = "auto",
+) -> Plan:
+    parallel = {
+        "vision": {"num_microbatches": encoder_microbatches, "recompute": recompute},
+        "llm": {"recompute": recompute},
+    }
+    settings = factory.recipe(
+        parallel={"placement": "replicated", "shard": "all", "dispatch": "all", "schedule": schedule, **parallel},
+        cluster={"memory_gib": memory_gib},
+        vision=encoder,
+        global_batch=16,
+    )
+    return plan_recipe(settings, _lopsided(), world_size=4, hardware="h100-80g", recipe_sha256="x")
+
+
+def test_encoders_run_first_where_that_is_predicted_to_be_faster() -> None:
+    """A frozen encoder runs once either way, and then gathers its weights once, not in each of four mini-batches."""
+    frozen = factory.VISION | {"freeze": True}
+    plans = {schedule: _plan_schedule(schedule, frozen) for schedule in ("auto", "1f1b", "encoder_first")}
+    step_s = {schedule: chosen.predicted.step_time_s for schedule, chosen in plans.items()}
+    assert step_s["auto"] == step_s["encoder_first"] < step_s["1f1b"]
+    assert plans["auto"].schedule.kind == "encoder_first"
+    assert plans["auto"].schedule.num_microbatches == {"vision": 1, "llm": 4}
+    assert plans["1f1b"].schedule.num_microbatches == {"vision": 4, "llm": 4}
+
+
+def test_an_encoder_that_trains_pays_for_a_second_forward() -> None:
+    """With as many mini-batches as the LLM nothing makes up for it."""
+    plans = {
+        schedule: _plan_schedule(schedule, encoder_microbatches=4) for schedule in ("auto", "1f1b", "encoder_first")
+    }
+    step_s = {schedule: chosen.predicted.step_time_s for schedule, chosen in plans.items()}
+    assert step_s["auto"] == step_s["1f1b"] < step_s["encoder_first"]
+    assert plans["auto"].schedule.kind == "1f1b"
+
+
+def test_encoders_first_keep_features_and_no_activations_beside_the_llm() -> None:
+    """Where the recipe fixes the mini-batches, memory is that of the larger unit and not of both."""
+    held = {}
+    for schedule in ("1f1b", "encoder_first"):
+        chosen = _plan_schedule(schedule, encoder_microbatches=4)
+        [held[schedule]] = chosen.predicted.memory_kinds_gib.values()
+    assert held["encoder_first"]["activations"] < held["1f1b"]["activations"]
+
+
+@pytest.mark.parametrize(("shard", "frozen"), [("all", False), ("all", True), (None, False)])
+def test_encoders_first_count_only_the_phase_that_computes(shard: str | None, frozen: bool) -> None:
+    """In the LLM's phase an encoder takes state and what it keeps, without gradients where it is sharded."""
+    parallel = {"placement": "replicated", "dispatch": "all", "schedule": "encoder_first"}
+    parallel |= {"zero": 1} if shard is None else {"shard": shard}
+    vision = factory.VISION | {"freeze": frozen}
+    settings = factory.recipe(vision=vision, parallel=parallel, global_batch=16)
+    problem = formulate_problem(settings, _lopsided(), world_size=4, hardware="h100-80g", recipe_sha256="x")
+    chosen = plan(problem)
+    shape, layer_costs = build_model_shape(settings), LayerCosts(problem)
+    graph = stage_graph(chosen, shape)
+    num_in_flight = schedule_in_flight(graph, chosen.schedule)
+    phases = memory_phases(graph, num_in_flight)
+    assert [{stage.unit for stage in phase.computed} for phase in phases] == [{"llm"}, {"vision"}]
+    of_llm, of_vision = (layer_costs.phase_memory(graph, phase)[0] for phase in phases)
+    at_once = MemoryPhase(num_in_flight, frozenset(stage.id for stage in graph.stages))
+    together = layer_costs.phase_memory(graph, at_once)[0]
+    assert min(of_llm.buffers, of_vision.buffers) < max(of_llm.buffers, of_vision.buffers) <= together.buffers
+    assert of_llm.activations + of_vision.activations >= together.activations
+    assert (max(of_llm.activations, of_vision.activations) < together.activations) == (not frozen)
+    num_trained = sum(num_trained_parameters(layer) for layer in shape.unit("vision").layers)
+    assert of_vision.gradients == together.gradients
+    assert together.gradients - of_llm.gradients == (0 if shard is None else 4 * num_trained / 4)
+    assert layer_costs.memory(graph, num_in_flight)[0] == max(of_llm, of_vision, key=lambda memory: memory.total)
+
+
+@pytest.mark.parametrize(("recompute", "num_microbatches"), [("auto", 1), ("none", 4)])
+def test_where_memory_is_short_encoders_first_are_recomputed_or_have_more_mini_batches(
+    recompute: str, num_microbatches: int
+) -> None:
+    """Recomputation takes less time here than gathering weights more often."""
+    deep = factory.VISION | {"layers": 12, "hidden": 256, "ffn": 1024}
+    roomy = _plan_schedule("encoder_first", deep, recompute=recompute)
+    [needed_gib] = roomy.predicted.peak_memory_gib.values()
+    tight = _plan_schedule("encoder_first", deep, recompute=recompute, memory_gib=0.95 * needed_gib)
+    assert (roomy.schedule.num_microbatches["vision"], roomy.units["vision"].num_recomputed) == (1, 0)
+    assert tight.schedule.num_microbatches["vision"] == num_microbatches
+    assert (tight.units["vision"].num_recomputed > 0) == (recompute == "auto")
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_plans_and_steps_exchange_samples_between_ranks_that_dispatch(pad: bool) -> None:
+    """Under any grouping, so that samples stay as random as it has them; a plan predicts it as steps do it."""
+    lengths = factory.lengths()
+    lengths = replace(lengths, tokens=np.random.default_rng(3).integers(4, 60, len(lengths)))
+    llm = {}
+    for dispatch in ("none", "llm", "all"):
+        parallel = {"placement": "replicated", "shard": "all", "dispatch": dispatch, "schedule": "1f1b"}
+        settings = factory.recipe(parallel=parallel, global_batch=8)
+        data = settings.data.model_copy(update={"grouping": "random", "pad": pad})
+        settings = settings.model_copy(update={"data": data})
+        chosen = plan_recipe(settings, lengths, world_size=4, hardware="cpu-core", recipe_sha256="x")
+        assert chosen.predicted.balance is not None
+        assert chosen.predicted.balance.phases is not None
+        predicted = chosen.predicted.balance.phases["llm"].over_mean[1]
+        targets = derive_step_targets(settings, chosen, lengths)
+        assert (targets.sample_cost is None) == (dispatch == "none")
+        stream = GroupStream(lengths, Grouping.of(data, 8), seed=1)
+        dp = {name: unit.dp for name, unit in chosen.units.items()}
+        batches = [stream.batch(step, 8, dp, chosen.schedule.num_microbatches, targets) for step in range(8)]
+        computed = [np.bincount(b.replica + 4 * b.index, b.tokens, 8).reshape(2, 4) for b in batches]
+        llm[dispatch] = predicted, np.mean([of_step.max(axis=1) / of_step.mean(axis=1) for of_step in computed])
+    for dispatch in ("llm", "all"):
+        assert llm[dispatch][0] < llm["none"][0]
+        assert llm[dispatch][1] < llm["none"][1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "encoder_first"])
+@pytest.mark.parametrize("dispatch", ["all", "llm"])
+def test_whole_weights_are_planned_by_name(dispatch: str, schedule: str) -> None:
+    """Every rank holds them, and shares the optimizer's state; passes are its own, and nothing is gathered in them."""
+    plans = {}
+    for zero in (1, 3):
+        parallel = {"placement": "replicated", "dispatch": dispatch, "schedule": schedule, "zero": zero}
+        settings = factory.recipe(parallel=parallel, global_batch=32)
+        plans[zero] = plan_recipe(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
+    whole, sharded = plans[1], plans[3]
+    assert (whole.placement, whole.shard, whole.dispatch) == ("replicated", None, dispatch)
+    assert whole.schedule.kind == sharded.schedule.kind == schedule
+    assert plan_layout(whole).summary.startswith("replicated: 16 ranks, zero 1, 2 mini-batches")
+    assert (whole.predicted.bubbles["dispatch"] > 0) == (dispatch == "all")
+    assert whole.predicted.bubbles["dp_reduce"] > 0  # behind the last backward, and before the next step's forwards
+    kinds = next(iter(whole.predicted.memory_kinds_gib.values()))
+    trained = num_trained(settings)
+    assert kinds["gradients"] * GIB == pytest.approx(4 * trained, abs=1e-4 * GIB)
+    assert kinds["optimizer"] * GIB == pytest.approx(12 * trained / 16, abs=1e-4 * GIB)
+    assert whole.predicted.balance is not None
+    assert whole.predicted.balance.phases is not None
+    problem = formulate_problem(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
+    graph = stage_graph(whole, problem.shape)
+    layer_costs = Evaluator(problem).layer_costs
+    timings = [
+        model_timing(graph, layer_costs, loads, problem.hardware)
+        for loads in layer_costs.step_loads(batch_split_of(graph))
+    ]
+    steps = [simulate(build_program(graph, kind=schedule), timing, graph.num_groups).step_time_s for timing in timings]
+    assert whole.predicted.step_time_s == pytest.approx(np.mean(steps), rel=1e-6)
+
+
+def num_trained(settings: Recipe) -> int:
+    """Return the number of trained parameters of the model."""
+    layers = [layer for unit in build_model_shape(settings).units for layer in unit.layers]
+    return sum(num_trained_parameters(layer, 1) for layer in layers)

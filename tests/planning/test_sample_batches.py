@@ -1,0 +1,41 @@
+"""Sampled batches are whole, fit their groups, and represent the steps of a run."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtrain.balance import Grouping
+from mmtrain.balance.methods import unit_tokens
+from mmtrain.errors import PlanError
+from mmtrain.planning.space.sample_batches import sample_batches
+from tests.planning.factory import lengths, text_lengths
+
+
+@given(
+    st.integers(1, 40), st.sampled_from([1, 2, 8]), st.sampled_from(["matched", "isf", "random", "length", "device"])
+)
+def test_batches_are_whole_and_groups_fit(num_samples: int, global_batch: int, method: str) -> None:
+    samples = lengths(num_samples)
+    grouping = Grouping(384, 64, global_batch, method)  # type: ignore[arg-type]
+    sampled = sample_batches(samples, grouping, seed=3)
+    assert [len(groups) for groups in sampled.groups] == [global_batch] * 3
+    assert all(0 < samples.tokens[g].sum() <= 384 for groups in sampled.groups for g in groups)
+    again = sample_batches(samples, grouping, seed=3)
+    assert [[g.tolist() for g in b] for b in sampled.groups] == [[g.tolist() for g in b] for b in again.groups]
+
+
+def test_a_few_sampled_batches_represent_the_variation_of_steps() -> None:
+    """Sample few steps, although groups of a step are alike and three random steps often misjudge images."""
+    samples = lengths(2000)
+    work = unit_tokens(samples)[1].astype(np.float64)
+    share = work.sum(axis=0) / work[:, 0].sum()
+    for seed in range(8):
+        sampled = sample_batches(samples, Grouping(384, 4096, 4), seed)
+        mean = work[np.concatenate([g for groups in sampled.groups for g in groups])].sum(axis=0)
+        assert mean / mean[0] == pytest.approx(share, rel=0.08)
+
+
+def test_no_samples_are_an_error_of_the_data() -> None:
+    with pytest.raises(PlanError, match=r"data\.sources: no usable sample"):
+        sample_batches(text_lengths(0), Grouping(384, 64, 2), seed=0)
