@@ -9,7 +9,7 @@ in the same way on one stream.
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from mmtrain.program.verify.matching import Launch, MatchedActions, Post
+from mmtrain.program.ir.matching import Launch, MatchedActions, Post
 
 
 @dataclass

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from mmtrain.costs import Hardware
+from mmtrain.program.ir.channels import graph_channels
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages
 from mmtrain.program.ir.graph import StageGraph
-from mmtrain.program.verify.channels import graph_channels
 
 
 def communicator_bytes(graph: StageGraph, machine: Hardware) -> Mapping[int, float]:

@@ -1,19 +1,18 @@
 """`Program`: for each rank an ordered list of actions for one step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.ir.actions import Action, Backward, Fill, Forward, Partial, Recv, Send, Share
 from mmtrain.program.ir.graph import Microbatch, StageGraph
+from mmtrain.program.ir.matching import MatchedActions, match_actions
 from mmtrain.program.ir.symmetry import Symmetry, symmetry
-from mmtrain.program.simulation.rank_equivalence import same_actions
-from mmtrain.program.simulation.sim_graph import SimGraph
-from mmtrain.program.verify.matching import MatchedActions, match_actions
 
 A = TypeVar("A", bound=Action)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,21 @@ class Program:
         """Messages and collectives of group 0 with their ends matched."""
         return match_actions(self.graph, self.actions)
 
-    @cached_property
-    def sim_graphs(self) -> dict[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], SimGraph]:
-        """Cache of `build_sim_graph`, by the number of replica groups and the equivalent ranks."""
-        return {}
+    def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` returned for this key before, or now; it is kept as long as the program.
+
+        key: the same key stands for results of one type.
+        """
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        return cast(T, self._remembered[key])
 
     def same_actions(self, rank: int, other: int) -> bool:
         """Return whether two ranks of group 0 do the same in the same order, each with its own peers."""
-        if (rank, other) not in self._same_actions:
-            self._same_actions[rank, other] = same_actions(self.actions.get(rank), self.actions.get(other))
-        return self._same_actions[rank, other]
+        actions = self.actions
+        return self.remembered(
+            ("same actions", rank, other), lambda: _same_actions(actions.get(rank), actions.get(other))
+        )
 
     def translate(self, action: A, group: int) -> A:
         """Return group 0's action as another replica group does it: other replicas, other peers."""
@@ -81,7 +85,7 @@ class Program:
         return action
 
     @cached_property
-    def _same_actions(self) -> dict[tuple[int, int], bool]:
+    def _remembered(self) -> dict[Hashable, object]:
         return {}
 
     def shift(self, mb: Microbatch, group: int) -> Microbatch:
@@ -99,3 +103,16 @@ def _spans(ranks: list[int]) -> str:
         else:
             spans.append([rank, rank])
     return ", ".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in spans)
+
+
+def _same_actions(actions: Sequence[Action] | None, others: Sequence[Action] | None) -> bool:
+    """Return whether two ranks do the same in the same order, each with its own peers; False if one is unknown."""
+    if actions is None or others is None or len(actions) != len(others):
+        return False
+    return all(a is b or a == b or _without_peer(a) == _without_peer(b) for a, b in zip(actions, others, strict=True))
+
+
+def _without_peer(action: Action) -> tuple[object, ...]:
+    if not isinstance(action, Send | Recv):
+        return (action,)
+    return type(action), action.edge, action.src, action.dst, action.payload

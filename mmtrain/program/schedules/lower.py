@@ -5,6 +5,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from mmtrain.program.ir.actions import Action, ComputeTask, Recv, ReduceGrads, ReduceShared, Step
+from mmtrain.program.ir.channels import order_receives
 from mmtrain.program.ir.data_dependencies import (
     EMBEDDINGS,
     covers_shared_embeddings,
@@ -19,7 +20,6 @@ from mmtrain.program.ir.data_dependencies import (
 from mmtrain.program.ir.graph import LLM, StageGraph
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import direction, expand
-from mmtrain.program.verify.channels import order_receives
 
 # Compute actions by which a receive is posted ahead where layers are cut: the pieces of a few layers.
 RECV_LOOKAHEAD_PIECES = 32

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from itertools import pairwise
 from typing import NamedTuple
 
-from mmtrain.program.ir.actions import Action, Recv, Send
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages
 from mmtrain.program.ir.graph import Stage, StageGraph, StageId
 from mmtrain.program.ir.symmetry import symmetry
@@ -224,16 +223,3 @@ def _doing_the_same(components: Sequence[RanksByRole], same_actions: SameActions
         ]
         yield alike
         left = [component for component in left if component not in alike]
-
-
-def same_actions(actions: Sequence[Action] | None, others: Sequence[Action] | None) -> bool:
-    """Return whether two ranks do the same in the same order, each with its own peers; False if one is unknown."""
-    if actions is None or others is None or len(actions) != len(others):
-        return False
-    return all(a is b or a == b or _without_peer(a) == _without_peer(b) for a, b in zip(actions, others, strict=True))
-
-
-def _without_peer(action: Action) -> tuple[object, ...]:
-    if not isinstance(action, Send | Recv):
-        return (action,)
-    return type(action), action.edge, action.src, action.dst, action.payload

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mmtrain.program.ir.actions import Collective, Compute, Dispatch, GatherParams, Partial, Pass, ReduceGrads, Step
 from mmtrain.program.ir.graph import StageGraph
+from mmtrain.program.ir.matching import Join, Launch, MatchedActions, Post, match_actions
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import finished_pass, pass_of
 from mmtrain.program.simulation.rank_equivalence import LinkClass, equivalent_ranks
 from mmtrain.program.simulation.sim_graph import Participation, SimGraph, SimMessage, SimTask
 from mmtrain.program.verify.live_activations import activation_events
-from mmtrain.program.verify.matching import Join, Launch, MatchedActions, Post, match_actions
 
 
 def build_sim_graph(program: Program, num_groups: int, link_class: LinkClass) -> SimGraph:
@@ -20,10 +20,8 @@ def build_sim_graph(program: Program, num_groups: int, link_class: LinkClass) ->
     """
     mirrors = program.symmetry.mirrors[:num_groups]
     equivalents = equivalent_ranks(program.graph, program.actions, program.same_actions, mirrors, link_class)
-    key = (num_groups, tuple(equivalents.items()))
-    if key not in program.sim_graphs:
-        program.sim_graphs[key] = _numbered(program, num_groups, equivalents)
-    return program.sim_graphs[key]
+    key = ("sim graph", num_groups, tuple(equivalents.items()))
+    return program.remembered(key, lambda: _numbered(program, num_groups, equivalents))
 
 
 def _numbered(program: Program, num_groups: int, equivalents: Mapping[int, tuple[int, ...]]) -> SimGraph:

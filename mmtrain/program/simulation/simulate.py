@@ -22,12 +22,12 @@ from mmtrain.errors import ProgramError
 from mmtrain.program.ir.actions import Compute, Partial, Send
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.serialize import action_to_text
+from mmtrain.program.simulation.critical_path import critical_path
 from mmtrain.program.simulation.event_loop import NEVER, EventTimes, run_events
 from mmtrain.program.simulation.sim_graph import SimGraph, SimTask
 from mmtrain.program.simulation.sim_graph_builder import build_sim_graph
 from mmtrain.program.simulation.timing import NO_TRANSFER, Timing, TransferCost
 from mmtrain.program.trace.bubble_accounting import BubbleAccount, Interval
-from mmtrain.program.trace.critical_path import critical_path
 from mmtrain.program.trace.timeline import BubbleKind, LazySpans, Span, Timeline
 from mmtrain.program.verify.live_activations import peak_of_events
 

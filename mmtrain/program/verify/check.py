@@ -27,6 +27,7 @@ from mmtrain.program.ir.actions import (
     Share,
     Step,
 )
+from mmtrain.program.ir.channels import ChannelKey, MicrobatchPair, channel_key
 from mmtrain.program.ir.data_dependencies import (
     EMBEDDINGS,
     Flow,
@@ -48,6 +49,7 @@ from mmtrain.program.ir.data_dependencies import (
     shares_before,
 )
 from mmtrain.program.ir.graph import Edge, Microbatch, StageGraph, StageId
+from mmtrain.program.ir.matching import JointAction, MatchedMessage
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import (
     direction,
@@ -59,10 +61,8 @@ from mmtrain.program.ir.segments import (
     started_pass,
 )
 from mmtrain.program.ir.serialize import action_to_text
-from mmtrain.program.verify.channels import ChannelKey, MicrobatchPair, channel_key
 from mmtrain.program.verify.deadlock import find_deadlock
 from mmtrain.program.verify.live_activations import BytesOf, peak_activation_bytes
-from mmtrain.program.verify.matching import JointAction, MatchedMessage
 
 NumberedActions = list[tuple[int, AtomicAction]]  # what a rank does, in order, each with its place among the actions
 

@@ -11,7 +11,7 @@ one after another: NCCL may block where two GPUs start collectives of two commun
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
-from mmtrain.program.verify.matching import Join, JointAction, Launch, MatchedActions, MatchedMessage
+from mmtrain.program.ir.matching import Join, JointAction, Launch, MatchedActions, MatchedMessage
 
 
 def find_deadlock(matched: MatchedActions, window: int | None = None) -> list[JointAction | MatchedMessage]:

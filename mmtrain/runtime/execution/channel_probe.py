@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.errors import LaunchError
-from mmtrain.program.verify.channels import Channel
+from mmtrain.program.ir.channels import Channel
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.process_groups import ProcessGroups, channel_text
 from mmtrain.runtime.world import World

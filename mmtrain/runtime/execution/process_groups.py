@@ -22,8 +22,8 @@ from mmtrain.models.fully_sharded import require_fsdp2, shard_mesh
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.program import Dispatch, Edge, Recv, Send, Share, StageGraph, UnitMesh
+from mmtrain.program.ir.channels import Channel, graph_channels
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages
-from mmtrain.program.verify.channels import Channel, graph_channels
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.gloo_threads import calm_gloo_threads
 from mmtrain.runtime.world import World

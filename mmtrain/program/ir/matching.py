@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mmtrain.program.ir.actions import Action, AsyncCollective, Collective, Compute, Recv, Send
+from mmtrain.program.ir.channels import ChannelKey, channel_key
 from mmtrain.program.ir.data_dependencies import awaits_result, covered_stages, participants, reader_of
 from mmtrain.program.ir.graph import Microbatch, StageGraph
 from mmtrain.program.ir.segments import expand_all, started_pass
-from mmtrain.program.verify.channels import ChannelKey, channel_key
 
 
 class MatchedMessage(NamedTuple):
