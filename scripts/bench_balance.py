@@ -33,12 +33,12 @@ from mmtrain.balance import (
     pad_ratio,
     rebalance,
 )
-from mmtrain.balance.grouping import group_across_devices, group_by_isf, group_by_length, group_randomly
-from mmtrain.balance.makespan_1f1b import makespans_1f1b
-from mmtrain.balance.methods import token_targets
-from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_nodes
-from mmtrain.balance.reordering import construct_order, reorder_microbatches
-from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
+from mmtrain.balance.dispatch.node_rearrangement import off_node_bytes, rearrange_across_nodes
+from mmtrain.balance.grouping.methods import token_targets
+from mmtrain.balance.grouping.pack_groups import group_across_devices, group_by_isf, group_by_length, group_randomly
+from mmtrain.balance.ordering.makespan_1f1b import makespans_1f1b
+from mmtrain.balance.ordering.reordering import construct_order, reorder_microbatches
+from mmtrain.balance.ordering.schedule_recurrence import ScheduleRecurrence
 from mmtrain.data import GroupStream, build_index
 from mmtrain.planning import SchedulePlan
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets

@@ -29,11 +29,11 @@ from mmtrain.balance import (
     max_over_mean,
     rebalance,
 )
-from mmtrain.balance.makespan_1f1b import makespans_1f1b
-from mmtrain.balance.methods import token_targets
-from mmtrain.balance.microbatch_order import SEARCH_ROUNDS
-from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_nodes
-from mmtrain.balance.reordering import reorder_microbatches
+from mmtrain.balance.dispatch.node_rearrangement import off_node_bytes, rearrange_across_nodes
+from mmtrain.balance.grouping.methods import token_targets
+from mmtrain.balance.ordering.makespan_1f1b import makespans_1f1b
+from mmtrain.balance.ordering.microbatch_order import SEARCH_ROUNDS
+from mmtrain.balance.ordering.reordering import reorder_microbatches
 from mmtrain.data import GroupStream
 from scripts.bench_balance import (
     LOADS_SUMMED,

@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 
 from mmtrain.balance.batch_meta import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths, item_rows
-from mmtrain.balance.dispatch_items import DispatchSizes, dispatch_items, replicas_per_node
+from mmtrain.balance.dispatch.dispatch_items import DispatchSizes, dispatch_items, replicas_per_node
+from mmtrain.balance.dispatch.node_placement import place_items
 from mmtrain.balance.lpt import bins_of_sorted
-from mmtrain.balance.microbatch_order import order_microbatches
-from mmtrain.balance.node_placement import place_items
+from mmtrain.balance.ordering.microbatch_order import order_microbatches
 from mmtrain.balance.step_targets import LLM, SampleWork, SequenceCost, StepTargets
 
 NO_TARGETS = StepTargets()

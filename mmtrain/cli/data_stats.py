@@ -32,7 +32,7 @@ def stats(
     import json
     from dataclasses import asdict
 
-    from mmtrain.balance.summary import LongSamples, SourceSummary, summarize_lengths
+    from mmtrain.balance.grouping.summary import LongSamples, SourceSummary, summarize_lengths
     from mmtrain.cli.named_sources import read_named_sources
     from mmtrain.cli.recipe_index import print_note
     from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe

@@ -7,7 +7,13 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mmtrain.balance.summary import GroupingScore, LengthDistribution, LengthSummary, LongSamples, SourceSummary
+from mmtrain.balance.grouping.summary import (
+    GroupingScore,
+    LengthDistribution,
+    LengthSummary,
+    LongSamples,
+    SourceSummary,
+)
 from mmtrain.errors import UserError, writing
 from mmtrain.report.plain_text import render_text
 

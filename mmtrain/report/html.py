@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from mmtrain.balance.summary import GroupingScore
+from mmtrain.balance.grouping.summary import GroupingScore
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.report.comparison import comparison_cells, comparison_head
 from mmtrain.report.drawing import UNIT_COLORS, svg, unit_color

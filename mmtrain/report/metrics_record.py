@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mmtrain.balance.phase_loads import PhaseLoad
+from mmtrain.balance.dispatch.phase_loads import PhaseLoad
 
 
 @dataclass(frozen=True)

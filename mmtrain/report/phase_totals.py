@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmtrain.balance.phase_loads import PhaseLoad, mean_phase_loads
+from mmtrain.balance.dispatch.phase_loads import PhaseLoad, mean_phase_loads
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.report.metrics_record import steady_steps
 from mmtrain.report.plain_text import seconds_text

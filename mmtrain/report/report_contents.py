@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from mmtrain.balance.summary import GroupingScore
+from mmtrain.balance.grouping.summary import GroupingScore
 from mmtrain.costs.hardware import GIB
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import BUBBLE_KINDS, Compute, Timeline

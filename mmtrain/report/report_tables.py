@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mmtrain.balance.summary import GroupingScore
+from mmtrain.balance.grouping.summary import GroupingScore
 from mmtrain.costs.hardware import GIB
 from mmtrain.report.comparison import MAX_CRITICAL_PATH_ROWS, critical_path_rows
 from mmtrain.report.metrics_record import compact_number

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import BatchCost, IntArray, SequenceCost, StepTargets, assign, rebalance
-from mmtrain.balance.dispatch_items import (
+from mmtrain.balance.dispatch.dispatch_items import (
     DispatchSizes,
     dispatch_items,
     place_batches_near,
     place_near,
     replicas_per_node,
 )
-from mmtrain.balance.node_rearrangement import off_node_bytes
+from mmtrain.balance.dispatch.node_rearrangement import off_node_bytes
 from tests.balance.test_assign import make_groups, make_lengths
 
 COST = SequenceCost(3, 2)

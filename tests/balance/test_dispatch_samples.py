@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import BatchCost, Grouping, IntArray, SequenceCost
-from mmtrain.balance.dispatch_samples import dispatch_samples
-from mmtrain.balance.grouping import GroupingSizes
-from mmtrain.balance.methods import GroupingMethod
+from mmtrain.balance.dispatch.dispatch_samples import dispatch_samples
+from mmtrain.balance.grouping.methods import GroupingMethod
+from mmtrain.balance.grouping.pack_groups import GroupingSizes
 from mmtrain.balance.step_targets import StepTargets
 from mmtrain.data import GroupStream
 from tests.balance.test_assign import make_groups, make_lengths

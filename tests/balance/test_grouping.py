@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import pack_groups
-from mmtrain.balance.grouping import best_fit
+from mmtrain.balance.grouping.pack_groups import best_fit
 from tests.call_counter import count_calls
 
 

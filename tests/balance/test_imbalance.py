@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import SampleGroups, dist_ratio, max_over_mean, pad_ratio
-from mmtrain.balance.imbalance import imbalance_bound, sample_above_mean_load
+from mmtrain.balance.grouping.imbalance import imbalance_bound, sample_above_mean_load
 
 
 def test_padding_of_two_mini_batches_by_hand() -> None:

@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping, IntArray, ItemLengths, SampleGroups, SampleLengths, dist_ratio, pad_ratio
-from mmtrain.balance.grouping import (
+from mmtrain.balance.grouping.isf_rules import IsfRules
+from mmtrain.balance.grouping.methods import grouping_sizes
+from mmtrain.balance.grouping.pack_groups import (
     GroupingSizes,
     group_across_devices,
     group_by_isf,
     group_by_length,
     group_randomly,
 )
-from mmtrain.balance.isf_rules import IsfRules
-from mmtrain.balance.methods import grouping_sizes
 
 
 def _isf_by_hand(

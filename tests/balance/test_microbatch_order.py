@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import BatchMeta, PipelineRank, SampleLengths, SequenceCost, StepTargets, assign
-from mmtrain.balance.makespan_1f1b import makespans_1f1b
-from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
+from mmtrain.balance.ordering.makespan_1f1b import makespans_1f1b
+from mmtrain.balance.ordering.schedule_recurrence import ScheduleRecurrence
 from mmtrain.planning.artifact.plan import SchedulePlan
 from mmtrain.planning.artifact.schedule_table import build_schedule_table
 from tests.balance.test_assign import make_groups, make_lengths

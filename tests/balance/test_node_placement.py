@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import ItemTable, StepTargets, assign
-from mmtrain.balance.node_placement import place_batches
+from mmtrain.balance.dispatch.node_placement import place_batches
 from tests.balance.test_assign import make_groups, make_lengths
 
 

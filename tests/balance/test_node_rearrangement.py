@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from mmtrain.balance import BatchCost, node_rearrangement, placement_by_need, rebalance
-from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_nodes
-from mmtrain.balance.node_volume import NodeVolume
-from mmtrain.balance.placement_by_need import place_by_need
+from mmtrain.balance import BatchCost, rebalance
+from mmtrain.balance.dispatch import node_rearrangement, placement_by_need
+from mmtrain.balance.dispatch.node_rearrangement import off_node_bytes, rearrange_across_nodes
+from mmtrain.balance.dispatch.node_volume import NodeVolume
+from mmtrain.balance.dispatch.placement_by_need import place_by_need
 from tests.balance.sender_bound import largest_sender_bound, single_node_bound
 
 

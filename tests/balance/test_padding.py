@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping, SampleLengths
-from mmtrain.balance.grouping import group_randomly
-from mmtrain.balance.methods import GroupingMethod
-from mmtrain.balance.padding import pad_microbatches, without_padding
+from mmtrain.balance.grouping.methods import GroupingMethod
+from mmtrain.balance.grouping.pack_groups import group_randomly
+from mmtrain.balance.grouping.padding import pad_microbatches, without_padding
 from mmtrain.data import GroupStream
 from mmtrain.planning.space.sample_batches import sample_batches
 

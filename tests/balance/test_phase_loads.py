@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import BatchMeta, IntArray, SequenceCost, StepTargets, assign
-from mmtrain.balance.phase_loads import PhaseLoad, mean_phase_loads, phase_loads, stream_groups_of
+from mmtrain.balance.dispatch.phase_loads import PhaseLoad, mean_phase_loads, phase_loads, stream_groups_of
 from tests.balance.test_assign import make_groups, make_lengths
 
 BALANCED = StepTargets(item_costs={"vision": SequenceCost(1)}, dispatch=True)

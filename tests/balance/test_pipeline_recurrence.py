@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance.batch_meta import FloatArray
-from mmtrain.balance.pipeline_recurrence import (
+from mmtrain.balance.ordering.pipeline_recurrence import (
     MAX_SEPARATE_COLUMNS,
     NO_MESSAGE,
     Dependencies,

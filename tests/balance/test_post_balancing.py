@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import BatchCost, Rearrangement, post_balancing, rebalance
+from mmtrain.balance import BatchCost, Rearrangement, rebalance
+from mmtrain.balance.dispatch import post_balancing
 from tests.call_counter import count_calls
 
 COSTS = [

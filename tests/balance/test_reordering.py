@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance.makespan_1f1b import makespans_1f1b
-from mmtrain.balance.reordering import construct_order, reorder_microbatches
-from mmtrain.balance.uneven_stage import find_uneven_stage, forbid_dependent_swaps, replacement_changes
+from mmtrain.balance.ordering.makespan_1f1b import makespans_1f1b
+from mmtrain.balance.ordering.reordering import construct_order, reorder_microbatches
+from mmtrain.balance.ordering.uneven_stage import find_uneven_stage, forbid_dependent_swaps, replacement_changes
 from tests.balance.makespan_bound import makespan_lower_bound, pairing_lower_bound
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance.slack_packing import ROOMY_SLACK, SLACKS, pack_with_slack
+from mmtrain.balance.grouping.slack_packing import ROOMY_SLACK, SLACKS, pack_with_slack
 from tests.balance.first_fit import first_fit_decreasing
 
 BUDGET = 4096

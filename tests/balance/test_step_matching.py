@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import dist_ratio, group_exchange
-from mmtrain.balance.group_exchange import GroupTable
-from mmtrain.balance.grouping import SampleGroups
-from mmtrain.balance.random_order import random_order
-from mmtrain.balance.regroup_step import match_step
-from mmtrain.balance.row_targets import CoarseLoad, adapt_targets, raise_to_row, row_targets
-from mmtrain.balance.step_matching import draw_steps
+from mmtrain.balance import dist_ratio
+from mmtrain.balance.grouping.pack_groups import SampleGroups
+from mmtrain.balance.grouping.random_order import random_order
+from mmtrain.balance.matched import group_exchange
+from mmtrain.balance.matched.group_exchange import GroupTable
+from mmtrain.balance.matched.regroup_step import match_step
+from mmtrain.balance.matched.row_targets import CoarseLoad, adapt_targets, raise_to_row, row_targets
+from mmtrain.balance.matched.step_matching import draw_steps
 
 
 @pytest.mark.parametrize("step_size", [8, 48, 64])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import SampleGroups
-from mmtrain.balance.summary import NUM_HISTOGRAM_BINS, score_grouping, summarize_lengths
+from mmtrain.balance.grouping.summary import NUM_HISTOGRAM_BINS, score_grouping, summarize_lengths
 
 
 @given(

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping, IntArray, ItemLengths, SampleGroups, SampleLengths, dist_ratio
-from mmtrain.balance.grouping import GroupingSizes
-from mmtrain.balance.isf_rules import IsfRules
-from mmtrain.balance.methods import (
+from mmtrain.balance.grouping.isf_rules import IsfRules
+from mmtrain.balance.grouping.methods import (
     GROUPING_VERSIONS,
     GroupingMethod,
     group_window,
@@ -17,6 +16,7 @@ from mmtrain.balance.methods import (
     token_targets,
     unit_tokens,
 )
+from mmtrain.balance.grouping.pack_groups import GroupingSizes
 from mmtrain.data import DataIndex, GroupStream, validation_batches
 from mmtrain.errors import DataError
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping, SampleLengths
-from mmtrain.balance.methods import GroupingMethod
-from mmtrain.balance.mixture import Mixture, ShareUnit, mixture_phases
+from mmtrain.balance.grouping.methods import GroupingMethod
+from mmtrain.balance.grouping.mixture import Mixture, ShareUnit, mixture_phases
 from mmtrain.data import DataIndex, GroupStream, build_index
 from mmtrain.data.stream.source_summary import summarize_sources
 from mmtrain.errors import DataError

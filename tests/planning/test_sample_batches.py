@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping
-from mmtrain.balance.methods import unit_tokens
+from mmtrain.balance.grouping.methods import unit_tokens
 from mmtrain.errors import PlanError
 from mmtrain.planning.space.sample_batches import sample_batches
 from tests.planning.factory import lengths, text_lengths

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance.makespan_1f1b import makespans_1f1b
-from mmtrain.balance.reordering import reorder_microbatches
-from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
+from mmtrain.balance.ordering.makespan_1f1b import makespans_1f1b
+from mmtrain.balance.ordering.reordering import reorder_microbatches
+from mmtrain.balance.ordering.schedule_recurrence import ScheduleRecurrence
 from mmtrain.balance.step_targets import ScheduledTask, ScheduleTable, SequenceCost
 from mmtrain.planning.artifact.plan import SchedulePlan
 from mmtrain.planning.artifact.schedule_table import build_schedule_table, is_single_chain

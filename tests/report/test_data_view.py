@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmtrain.balance.imbalance import ImbalanceBound
-from mmtrain.balance.summary import GroupingScore, summarize_lengths
+from mmtrain.balance.grouping.imbalance import ImbalanceBound
+from mmtrain.balance.grouping.summary import GroupingScore, summarize_lengths
 from mmtrain.errors import UserError
 from mmtrain.report.data_view import grouping_text, stats_picture, stats_text
 

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from mmtrain.balance.phase_loads import PhaseLoad
+from mmtrain.balance.dispatch.phase_loads import PhaseLoad
 from mmtrain.planning import Plan
 from mmtrain.program import Timeline
 from mmtrain.recipe.parallel_settings import ClusterSettings

@@ -19,7 +19,7 @@ from typing import BinaryIO, Literal
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray, ItemLengths, SampleLengths
-from mmtrain.balance.mixture import Mixture
+from mmtrain.balance.grouping.mixture import Mixture
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.index.frozen_samples import warn_of_idle_training

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.mixture import Mixture, mixture_phases
+from mmtrain.balance.grouping.mixture import Mixture, mixture_phases
 from mmtrain.errors import DataError
 from mmtrain.recipe.data_settings import SourceSettings
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.balance.methods import unit_tokens
+from mmtrain.balance.grouping.methods import unit_tokens
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import Quarantined, Sample

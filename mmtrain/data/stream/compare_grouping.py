@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mmtrain.balance import Grouping
-from mmtrain.balance.methods import GROUPING_METHODS, token_targets, unit_tokens
-from mmtrain.balance.summary import GroupingScore, score_grouping
+from mmtrain.balance.grouping.methods import GROUPING_METHODS, token_targets, unit_tokens
+from mmtrain.balance.grouping.summary import GroupingScore, score_grouping
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.stream.group_stream import GroupStream
 

@@ -9,19 +9,19 @@ import numpy.typing as npt
 
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleGroups, SampleLengths, StepTargets, assign, pack_groups
 from mmtrain.balance.assign import NO_TARGETS
-from mmtrain.balance.dispatch_samples import dispatch_samples
-from mmtrain.balance.grouping import GroupingSizes
-from mmtrain.balance.methods import (
+from mmtrain.balance.dispatch.dispatch_samples import dispatch_samples
+from mmtrain.balance.dispatch.phase_loads import stream_groups_of
+from mmtrain.balance.grouping.methods import (
     arrange_window,
     group_window,
     grouping_sizes,
     num_spare_groups,
     split_to_count,
 )
-from mmtrain.balance.mixture import Mixture
-from mmtrain.balance.padding import pad_microbatches
-from mmtrain.balance.phase_loads import stream_groups_of
-from mmtrain.balance.regroup_step import match_step
+from mmtrain.balance.grouping.mixture import Mixture
+from mmtrain.balance.grouping.pack_groups import GroupingSizes
+from mmtrain.balance.grouping.padding import pad_microbatches
+from mmtrain.balance.matched.regroup_step import match_step
 from mmtrain.balance.step_targets import LLM, SampleWork
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.stream.mixture_stream import MixtureStream

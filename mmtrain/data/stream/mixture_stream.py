@@ -6,9 +6,9 @@ from math import ceil
 import numpy as np
 
 from mmtrain.balance import Grouping, IntArray, SampleGroups, SampleLengths
-from mmtrain.balance.grouping import GroupingSizes
-from mmtrain.balance.methods import arrange_window, group_window, num_spare_groups, split_to_count
-from mmtrain.balance.mixture import Mixture
+from mmtrain.balance.grouping.methods import arrange_window, group_window, num_spare_groups, split_to_count
+from mmtrain.balance.grouping.mixture import Mixture
+from mmtrain.balance.grouping.pack_groups import GroupingSizes
 
 _SEED_SOURCE_ORDER = 6  # shuffles a source for each pass; 1 to 5 are those of `group_stream`
 _SEED_BLOCK = 7  # shuffles and groups the samples of a block

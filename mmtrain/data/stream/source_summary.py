@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mmtrain.balance.summary import SourceSummary
+from mmtrain.balance.grouping.summary import SourceSummary
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.recipe.schema import Recipe

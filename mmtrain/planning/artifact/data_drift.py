@@ -6,7 +6,7 @@ from dataclasses import asdict
 import numpy as np
 
 from mmtrain.balance import SampleLengths
-from mmtrain.balance.methods import unit_tokens
+from mmtrain.balance.grouping.methods import unit_tokens
 from mmtrain.costs import TokenLoad
 from mmtrain.planning.artifact.plan import LargestMicrobatch, Plan, PlannedData
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from mmtrain.balance.phase_loads import PhaseLoad
+from mmtrain.balance.dispatch.phase_loads import PhaseLoad
 from mmtrain.costs.hardware import Precision
 from mmtrain.models.model_shape import OffloadMode
 from mmtrain.program.ir.graph import ContextMethod, CutSequences, DispatchMode, Exchange

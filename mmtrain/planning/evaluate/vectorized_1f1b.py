@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.balance.pipeline_recurrence import NO_MESSAGE, Dependencies, PipelineRecurrence
+from mmtrain.balance.ordering.pipeline_recurrence import NO_MESSAGE, Dependencies, PipelineRecurrence
 from mmtrain.program.ir.graph import Edge, StageGraph, StageId, microbatches_per_block
 from mmtrain.program.schedules.pipeline_positions import PipelinePosition, find_positions
 

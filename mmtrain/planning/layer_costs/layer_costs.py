@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from mmtrain.balance import BatchMeta
 from mmtrain.balance.context_split import MAX_IMBALANCE
-from mmtrain.balance.padding import without_padding
-from mmtrain.balance.phase_loads import PhaseLoad, mean_phase_loads, phase_loads
+from mmtrain.balance.dispatch.phase_loads import PhaseLoad, mean_phase_loads, phase_loads
+from mmtrain.balance.grouping.padding import without_padding
 from mmtrain.costs import (
     ComputeKind,
     CostModel,

@@ -7,12 +7,12 @@ import numpy as np
 
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, StepTargets, assign
 from mmtrain.balance.assign import COST_PER_TOKEN, NO_TARGETS
-from mmtrain.balance.dispatch_samples import dispatch_samples
-from mmtrain.balance.grouping import GroupingSizes
-from mmtrain.balance.methods import arrange_window, group_window, grouping_sizes, unit_tokens
-from mmtrain.balance.padding import pad_microbatches
-from mmtrain.balance.phase_loads import stream_groups_of
-from mmtrain.balance.regroup_step import match_step
+from mmtrain.balance.dispatch.dispatch_samples import dispatch_samples
+from mmtrain.balance.dispatch.phase_loads import stream_groups_of
+from mmtrain.balance.grouping.methods import arrange_window, group_window, grouping_sizes, unit_tokens
+from mmtrain.balance.grouping.pack_groups import GroupingSizes
+from mmtrain.balance.grouping.padding import pad_microbatches
+from mmtrain.balance.matched.regroup_step import match_step
 from mmtrain.errors import PlanError
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SamplingBudget
 from mmtrain.program.ir.graph import LLM, DispatchMode

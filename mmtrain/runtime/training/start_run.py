@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mmtrain.balance import StepTargets
-from mmtrain.balance.methods import GROUPING_VERSIONS
+from mmtrain.balance.grouping.methods import GROUPING_VERSIONS
 from mmtrain.checkpoint import Checkpoint, SavingRun, find, foreign_drafts
 from mmtrain.costs import Precision
 from mmtrain.data import DataIndex, read_quarantine, write_quarantine

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.balance import BatchMeta
-from mmtrain.balance.phase_loads import phase_loads
+from mmtrain.balance.dispatch.phase_loads import phase_loads
 from mmtrain.costs import (
     CostModel,
     CostTable,

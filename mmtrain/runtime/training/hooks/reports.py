@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from mmtrain.balance import StepTargets
-from mmtrain.balance.imbalance import sample_above_mean_load
+from mmtrain.balance.grouping.imbalance import sample_above_mean_load
 from mmtrain.balance.step_targets import SampleWork
 from mmtrain.data import DataIndex
 from mmtrain.report import RunLog, TrainingProgress

@@ -7,7 +7,7 @@ which groups share a step, and only their order inside the step depends on their
 import numpy as np
 
 from mmtrain.balance.batch_meta import IntArray
-from mmtrain.balance.row_targets import MIN_ROUNDING_SHARE, load_unit
+from mmtrain.balance.matched.row_targets import MIN_ROUNDING_SHARE, load_unit
 
 MAX_ADDED_VARIANCE = 0.08  # of a step's total by chance: what dividing totals evenly may add to it
 MAX_SWAP_CANDIDATES = 256  # groups of a step, and after it, that are tried for a swap

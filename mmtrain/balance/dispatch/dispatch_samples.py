@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mmtrain.balance.batch_meta import IntArray
-from mmtrain.balance.grouping import GroupingSizes
-from mmtrain.balance.post_balancing import BatchCost, rebalance
+from mmtrain.balance.dispatch.post_balancing import BatchCost, rebalance
+from mmtrain.balance.grouping.pack_groups import GroupingSizes
 from mmtrain.balance.step_targets import SequenceCost
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.group_exchange import GroupTable
-from mmtrain.balance.row_targets import CoarseLoad, adapt_targets, raise_to_row, row_targets
+from mmtrain.balance.matched.group_exchange import GroupTable
+from mmtrain.balance.matched.row_targets import CoarseLoad, adapt_targets, raise_to_row, row_targets
 
 TOKENS_WEIGHT = 0.05  # of LLM tokens beside the loads, which have 1 together: budgets bind tokens
 DENSE_TOKENS_WEIGHT = 0.02  # the same while only samples with much of the coarsest load are in groups

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.pipeline_recurrence import NO_MESSAGE, Dependencies, PipelineRecurrence
+from mmtrain.balance.ordering.pipeline_recurrence import NO_MESSAGE, Dependencies, PipelineRecurrence
 from mmtrain.balance.step_targets import LLM, ScheduleTable
 
 

@@ -13,7 +13,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 from mmtrain.balance.batch_meta import IntArray, SampleLengths
-from mmtrain.balance.grouping import (
+from mmtrain.balance.grouping.isf_rules import IsfOptions, IsfRules
+from mmtrain.balance.grouping.pack_groups import (
     GroupingSizes,
     SampleGroups,
     group_across_devices,
@@ -21,12 +22,11 @@ from mmtrain.balance.grouping import (
     group_by_length,
     group_randomly,
 )
-from mmtrain.balance.isf_rules import IsfOptions, IsfRules
-from mmtrain.balance.random_order import random_order
-from mmtrain.balance.slack_packing import pack_with_slack
-from mmtrain.balance.step_matching import draw_steps
+from mmtrain.balance.grouping.random_order import random_order
+from mmtrain.balance.grouping.slack_packing import pack_with_slack
+from mmtrain.balance.grouping.top_up_groups import top_up
+from mmtrain.balance.matched.step_matching import draw_steps
 from mmtrain.balance.step_targets import LLM, BalancedLoad, SequenceCost, StepTargets
-from mmtrain.balance.top_up_groups import top_up
 
 GroupingMethod = Literal["matched", "isf", "random", "length", "device"]
 GROUPING_METHODS: tuple[GroupingMethod, ...] = ("matched", "isf", "random", "length", "device")

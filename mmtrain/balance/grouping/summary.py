@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.grouping import SampleGroups
-from mmtrain.balance.imbalance import ImbalanceBound, dist_ratio, imbalance_bound, max_over_mean, pad_ratio
-from mmtrain.balance.methods import GroupingMethod
+from mmtrain.balance.grouping.imbalance import ImbalanceBound, dist_ratio, imbalance_bound, max_over_mean, pad_ratio
+from mmtrain.balance.grouping.methods import GroupingMethod
+from mmtrain.balance.grouping.pack_groups import SampleGroups
 
 NUM_HISTOGRAM_BINS = 16
 SKEWED_MAX_OVER_MEDIAN = 20.0  # above it the bins of a histogram grow geometrically

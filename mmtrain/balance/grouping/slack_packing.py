@@ -3,7 +3,7 @@
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.grouping import SampleGroups, best_fit
+from mmtrain.balance.grouping.pack_groups import SampleGroups, best_fit
 
 # `python -m scripts.bench_shapes --only fill` prints what these do to lengths of 14 shapes. Each packing leaves a share
 # of a budget free, which is room for exchanges, and may need that many more groups than packing by size.

@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.pipeline_recurrence import NO_MESSAGE, Dependencies, PipelineRecurrence
+from mmtrain.balance.ordering.pipeline_recurrence import NO_MESSAGE, Dependencies, PipelineRecurrence
 
 
 def makespans_1f1b(forward: FloatArray, backward: FloatArray, orders: IntArray) -> FloatArray:

@@ -15,7 +15,7 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.check_lengths import check_lengths
-from mmtrain.balance.rearrangement import Rearrangement, slots, stable_order
+from mmtrain.balance.dispatch.rearrangement import Rearrangement, slots, stable_order
 
 MIN_RANKS_TO_VECTORIZE = 64  # with fewer, one sample at a time on a heap is faster than many at once
 MIN_ROUND_SHARE = 1 / 20  # of the ranks; a round that serves fewer takes longer than a heap (64 to 2,560 ranks)

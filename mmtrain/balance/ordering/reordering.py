@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.makespan_1f1b import makespans_1f1b
-from mmtrain.balance.uneven_stage import order_around_uneven_stage, varies_in_one_stage
+from mmtrain.balance.ordering.makespan_1f1b import makespans_1f1b
+from mmtrain.balance.ordering.uneven_stage import order_around_uneven_stage, varies_in_one_stage
 
 SWAPS_PER_ROUND = 256  # scored together; the recurrence costs little more for many orders than for one
 MAX_COMBINED_SWAPS = 24  # improving swaps that are tried together

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.node_volume import NodeVolume
-from mmtrain.balance.rearrangement import stable_order
+from mmtrain.balance.dispatch.node_volume import NodeVolume
+from mmtrain.balance.dispatch.rearrangement import stable_order
 
 BOUND_TOLERANCE = 0.002  # of the bound, at which the bisection ends
 MAX_ATTEMPTS = 12  # for each bound; twice as many help little (scripts/bench_shapes.py)

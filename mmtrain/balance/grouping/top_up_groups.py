@@ -3,7 +3,7 @@
 import numpy as np
 
 from mmtrain.balance.batch_meta import IntArray
-from mmtrain.balance.grouping import SampleGroups
+from mmtrain.balance.grouping.pack_groups import SampleGroups
 
 LOW_LOAD_SHARE = 0.9  # of the mean load: groups below it are topped up
 FULL_LOAD_SHARE = 0.99  # of the mean load: groups above it take no more

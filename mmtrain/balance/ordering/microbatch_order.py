@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.makespan_1f1b import makespans_1f1b
-from mmtrain.balance.reordering import reorder_microbatches
-from mmtrain.balance.schedule_recurrence import schedule_recurrence
+from mmtrain.balance.ordering.makespan_1f1b import makespans_1f1b
+from mmtrain.balance.ordering.reordering import reorder_microbatches
+from mmtrain.balance.ordering.schedule_recurrence import schedule_recurrence
 from mmtrain.balance.step_targets import LLM, CostsByUnit, SampleWork, ScheduleTable, StepTargets
 
 # Of the search: most of what reordering can gain, in less than 10 ms for 64 microbatches over 10 stages. No clock ends

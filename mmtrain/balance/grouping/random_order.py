@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.grouping import SampleGroups
+from mmtrain.balance.grouping.pack_groups import SampleGroups
 
 MAX_RATIO = 1.1  # of a step's variance over that of shuffled samples, above which groups are dealt by strata
 MAX_FULLNESS_RATIO = 0.05  # the same of the part that comes from some groups being emptier than others

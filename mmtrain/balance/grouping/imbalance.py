@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.grouping import SampleGroups
+from mmtrain.balance.grouping.pack_groups import SampleGroups
 
 Loads = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 

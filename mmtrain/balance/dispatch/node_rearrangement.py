@@ -9,8 +9,8 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.balance.check_lengths import check_lengths
-from mmtrain.balance.node_volume import NodeVolume
-from mmtrain.balance.placement_by_need import gains_on_nodes, place_by_gain, place_by_need
+from mmtrain.balance.dispatch.node_volume import NodeVolume
+from mmtrain.balance.dispatch.placement_by_need import gains_on_nodes, place_by_gain, place_by_need
 
 SENDER_EXPONENTS = 8, 4, 16, 2, 32, 1  # one greedy start each, as far as there is time
 MAX_SIZE_OF_ALL_STARTS = 16_384  # greedy starts, times pieces and four times the replicas, that there is time for

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.rearrangement import stable_order
+from mmtrain.balance.dispatch.rearrangement import stable_order
 
 
 class NodeVolume:
