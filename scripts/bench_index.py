@@ -27,7 +27,7 @@ from PIL import Image
 from mmtrain.balance import Grouping
 from mmtrain.data import GroupStream, build_index
 from mmtrain.data.synthetic.demo import train_tokenizer
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 NUM_IMAGES = 64  # of each format; file systems allow about 65,000 links to one file
 FILES_PER_FOLDER = 10_000

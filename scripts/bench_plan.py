@@ -26,7 +26,7 @@ from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.planning import Plan
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from scripts.whatif_problems import WHAT_IF_FOLDER
 from tests.planning import factory
 from tests.planning.exhaustive import (

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from mmtrain.models.pixel_scale import PixelScale
-from mmtrain.recipe.data_settings import ImageSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
 
 ONE_GREY_LEVEL = 1.01 / 255 / 0.26  # after division by the smallest deviation of CLIP's
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from mmtrain.recipe import Recipe, load_recipe
-from mmtrain.recipe.settings import Section
+from mmtrain.recipe.settings.base import Section
 from tests.flow import cases, drawing, runs, tiny_families
 from tests.flow.user_flows import FLOWS, FROM_SCRATCH, MODEL_FROM_SCRATCH, write_flow
 

@@ -85,7 +85,7 @@ def _summary(written: "ExportedFolder") -> str:
 
 def _model_commands(folder: Path, recipe: "Recipe") -> list[str]:
     """Return the commands that serve an exported model, and the one that scores a model that sees."""
-    from mmtrain.recipe.modalities import VISION
+    from mmtrain.recipe.settings.modalities import VISION
 
     path = quote(str(folder))
     commands = [f"  vllm serve {path}", f"  python -m sglang.launch_server --model-path {path}"]

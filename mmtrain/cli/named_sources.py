@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mmtrain.recipe.data_settings import SourceSettings
+    from mmtrain.recipe.settings.data_settings import SourceSettings
 
 
 def read_named_sources(texts: Iterable[str]) -> "list[SourceSettings]":
     """Return the sources that arguments name. Raises `UserError` for a URL with credentials, and `DataError`."""
     from mmtrain.errors import UserError
-    from mmtrain.recipe.data_settings import SourceSettings
-    from mmtrain.recipe.energon_blends import is_metadataset, read_metadataset
-    from mmtrain.recipe.source_path import parse_source_path
+    from mmtrain.recipe.loading.energon_blends import is_metadataset, read_metadataset
+    from mmtrain.recipe.settings.data_settings import SourceSettings
+    from mmtrain.recipe.settings.source_path import parse_source_path
 
     sources = []
     for text in texts:

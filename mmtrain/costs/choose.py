@@ -12,7 +12,7 @@ from mmtrain.costs.layer_fields import layer_fields, layer_key
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import ModelShape
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 _SETTING_OF = {"hardware": "cluster.hardware", "precision": "train.precision"}
 

@@ -16,8 +16,8 @@ from mmtrain.data.service.protocol import require_zmq, step_facts
 from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.errors import MmtrainError, RunError
 from mmtrain.machine_limits import num_available_cores
-from mmtrain.recipe.data_settings import DataSettings
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.data_settings import DataSettings
+from mmtrain.recipe.settings.schema import Recipe
 
 MAX_DEFAULT_WORKERS = 4  # of a rank where `data.workers` is not set
 

@@ -27,7 +27,7 @@ from mmtrain.models.kernels.activations import activate
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.stage_inputs import EncoderInput
-from mmtrain.recipe.audio_settings import AudioSettings
+from mmtrain.recipe.settings.audio_settings import AudioSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory

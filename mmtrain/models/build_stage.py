@@ -18,9 +18,9 @@ from mmtrain.models.model_shape import ModelShape
 from mmtrain.models.parameter_specs import WeightSource, initialize_parameters, stage_param_specs
 from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.models.unit_shape import UnitShape
-from mmtrain.recipe.encoder_settings import Activation
-from mmtrain.recipe.model_settings import ModelSettings
-from mmtrain.recipe.train_settings import KernelSetting
+from mmtrain.recipe.settings.encoder_settings import Activation
+from mmtrain.recipe.settings.model_settings import ModelSettings
+from mmtrain.recipe.settings.train_settings import KernelSetting
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory, ParallelGroups

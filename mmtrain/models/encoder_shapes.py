@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mmtrain.models.layer_shape import LayerShape, linear_parameters, norm_parameters
-from mmtrain.recipe.audio_settings import AudioSettings
-from mmtrain.recipe.encoder_settings import EncoderSettings
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.audio_settings import AudioSettings
+from mmtrain.recipe.settings.encoder_settings import EncoderSettings
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 
 def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape, ...]:

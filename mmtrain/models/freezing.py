@@ -24,12 +24,12 @@ from mmtrain.models.layer_shape import (
     norm_parameters,
 )
 from mmtrain.models.unit_shape import UnitShape
-from mmtrain.recipe.audio_settings import AudioSettings
-from mmtrain.recipe.encoder_settings import EncoderSettings
-from mmtrain.recipe.generator_settings import GeneratorSettings
-from mmtrain.recipe.llm_settings import LlmSettings
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.train_settings import LoraSettings
+from mmtrain.recipe.settings.audio_settings import AudioSettings
+from mmtrain.recipe.settings.encoder_settings import EncoderSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.llm_settings import LlmSettings
+from mmtrain.recipe.settings.schema import Recipe
+from mmtrain.recipe.settings.train_settings import LoraSettings
 
 QUERIES = "queries"  # the parameter of an embedding with learned vectors for the positions of an image to draw
 AnyUnitSettings: TypeAlias = EncoderSettings | LlmSettings | GeneratorSettings

@@ -21,7 +21,7 @@ from mmtrain.models.llm_layers import Head
 from mmtrain.models.named_shards import MOMENTS, NamedShard
 from mmtrain.models.parameter_specs import ParamSpec, WeightSource, initial_values, num_blocks
 from mmtrain.models.stage_module import StageModule
-from mmtrain.recipe.train_settings import OptimizerSettings
+from mmtrain.recipe.settings.train_settings import OptimizerSettings
 
 # Everything of a stage, and of a head, that computes with parameters, beside `forward`.
 _STAGE_ENTRIES = ("run", "run_to_queries", "logits", "next_tokens", "predict")

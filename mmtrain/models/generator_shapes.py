@@ -8,7 +8,7 @@ block reads. Modules of these shapes are in `models.generator`.
 from collections.abc import Iterator
 
 from mmtrain.models.layer_shape import LayerShape, linear_parameters
-from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 
 TIMESTEP_WIDTH_FACTOR = 4  # width of the timestep's features / width of the finest level (Stable Diffusion's U-Net)
 GENERATOR_FFN_FACTOR = 4  # inner width of an MLP / width of its block, in both kinds

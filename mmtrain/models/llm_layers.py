@@ -21,7 +21,7 @@ from mmtrain.models.logit_rules import LogitRules
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.rotary_positions import RotaryTables, Rotation, look_up_rotations, rotate_by_axes
 from mmtrain.models.stage_inputs import RowMix, TextInput
-from mmtrain.recipe.llm_settings import LlmSettings
+from mmtrain.recipe.settings.llm_settings import LlmSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory

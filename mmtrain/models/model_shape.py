@@ -21,8 +21,8 @@ from mmtrain.models.layer_shape import (
 )
 from mmtrain.models.loss_chunks import LossSizes
 from mmtrain.models.unit_shape import UnitShape
-from mmtrain.recipe.llm_settings import LlmSettings
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.llm_settings import LlmSettings
+from mmtrain.recipe.settings.schema import Recipe
 
 __all__ = [
     "BLOCK_KINDS",

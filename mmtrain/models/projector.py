@@ -16,7 +16,7 @@ from mmtrain.models.index_tables import HostTables
 from mmtrain.models.kernels.activations import activate
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
-from mmtrain.recipe.encoder_settings import EncoderSettings
+from mmtrain.recipe.settings.encoder_settings import EncoderSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.rotary_scaling import rotary_amplitude, scale_frequencies
-from mmtrain.recipe.llm_settings import RopeScalingSettings
+from mmtrain.recipe.settings.llm_settings import RopeScalingSettings
 
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines, each (T, 1, d / 2)
 _FEWEST_ROWS = 4096  # of a table of positions; longer ones have a power of two, so that a run makes few

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from mmtrain.recipe.llm_settings import RopeScalingSettings
+from mmtrain.recipe.settings.llm_settings import RopeScalingSettings
 
 _MIN_RAMP = 0.001  # pairs of features; keeps the ramp of YaRN finite, as in `transformers`
 

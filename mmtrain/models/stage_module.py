@@ -22,8 +22,8 @@ from mmtrain.models.model_shape import ModelShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.projector import EncoderContext, Projector
 from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
-from mmtrain.recipe.modalities import VISION
-from mmtrain.recipe.model_settings import ModelSettings
+from mmtrain.recipe.settings.modalities import VISION
+from mmtrain.recipe.settings.model_settings import ModelSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory

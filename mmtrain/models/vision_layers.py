@@ -25,7 +25,7 @@ from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.rotary_positions import RotaryTables, Rotation, look_up_rotations
 from mmtrain.models.stage_inputs import EncoderInput
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory

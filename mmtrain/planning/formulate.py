@@ -15,7 +15,7 @@ from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget, SearchBudg
 from mmtrain.planning.space.constraints import UnitChoices, encoder_microbatches, unit_choices
 from mmtrain.planning.space.problem import Cluster, Constraints, PlanningProblem, PlanRequest
 from mmtrain.planning.space.sample_batches import sample_batches
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 
 def formulate_problem(

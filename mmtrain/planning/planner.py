@@ -32,7 +32,7 @@ from mmtrain.planning.space.budget import DEFAULT_BUDGET, QUICK_BUDGET, SearchBu
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate, Rejected, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
 from mmtrain.planning.space.search_progress import progress_of_part
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 SearchOutcome = tuple[Evaluator, SearchResults]
 

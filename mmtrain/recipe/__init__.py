@@ -5,11 +5,11 @@ at once, each with its path, its line and the allowed values. The settings are p
 recipe, and each of its sections has a module.
 """
 
-from mmtrain.recipe.fingerprint import dump_recipe, recipe_fingerprint
-from mmtrain.recipe.json_schema import editor_schema
-from mmtrain.recipe.recipe_loader import LoadedRecipe, WrittenRecipe, load_recipe, read_recipe
-from mmtrain.recipe.runnable import is_runnable, require_runnable
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.checks.runnable import is_runnable, require_runnable
+from mmtrain.recipe.loading.fingerprint import dump_recipe, recipe_fingerprint
+from mmtrain.recipe.loading.json_schema import editor_schema
+from mmtrain.recipe.loading.recipe_loader import LoadedRecipe, WrittenRecipe, load_recipe, read_recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 __all__ = [
     "LoadedRecipe",

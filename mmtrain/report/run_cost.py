@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmtrain.recipe.parallel_settings import ClusterSettings
+from mmtrain.recipe.settings.parallel_settings import ClusterSettings
 
 SECONDS_PER_HOUR = 3600
 WATTS_PER_KILOWATT = 1000

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.recipe.parallel_settings import ClusterSettings
+from mmtrain.recipe.settings.parallel_settings import ClusterSettings
 from mmtrain.report.metrics_record import compact_number
 from mmtrain.report.phase_totals import measured_phases
 from mmtrain.report.plain_text import seconds_text

@@ -17,7 +17,7 @@ from mmtrain.errors import ModelFolderError, UserError
 from mmtrain.families import read_model_folder
 from mmtrain.families.diffusers_vae import AUTOENCODER
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from mmtrain.weights.folder_tensors import FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
 

@@ -18,9 +18,9 @@ from mmtrain.families.family import Settings
 from mmtrain.families.folder_files import TOKENIZER_FILE, WEIGHT_FILES
 from mmtrain.families.model_folder import ModelFolder
 from mmtrain.families.processor_files import read_processor
-from mmtrain.recipe.audio_settings import AudioSettings
-from mmtrain.recipe.data_settings import ImageSettings
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.audio_settings import AudioSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
 

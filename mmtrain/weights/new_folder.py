@@ -25,8 +25,8 @@ from mmtrain.families.folder_files import (
 )
 from mmtrain.families.new_model import NewModel
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.llm_settings import LlmSettings
-from mmtrain.recipe.modalities import VISION
+from mmtrain.recipe.settings.llm_settings import LlmSettings
+from mmtrain.recipe.settings.modalities import VISION
 
 _CLASS_OF_FILE = "PreTrainedTokenizerFast"  # takes all of `tokenizer.json`
 _SETTINGS_OF_CLASSES = ("legacy", "add_prefix_space", "add_bos_token", "add_eos_token")

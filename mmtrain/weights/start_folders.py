@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.modalities import unit_path
+from mmtrain.recipe.settings.modalities import unit_path
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.train_settings import TrainSettings
+from mmtrain.recipe.settings.train_settings import TrainSettings
 
 Settings = dict[str, Any]
 

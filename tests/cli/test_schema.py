@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.recipe import Recipe, editor_schema, json_schema
+from mmtrain.recipe import Recipe, editor_schema
+from mmtrain.recipe.loading import json_schema
 
 ROOT = Path(__file__).parents[2]
 

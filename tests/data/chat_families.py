@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmtrain.data.text.sample_tokenizer import MediumFeatures, total_features
 from mmtrain.families import FAMILIES
-from mmtrain.recipe.modalities import MediaKind
+from mmtrain.recipe.settings.modalities import MediaKind
 from tests.data import model_folders
 from tests.data.published_vocabularies import published_vocabulary
 from tests.data.test_tool_calls import TEMPLATES as TOOL_TEMPLATES

@@ -10,7 +10,7 @@ from PIL import Image
 from mmtrain.balance import Grouping
 from mmtrain.data import DataIndex, GroupStream, build_index
 from mmtrain.data.synthetic.demo import train_tokenizer
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.rows import Row, row
 from tests.data.steps import Dataset
 

@@ -9,7 +9,7 @@ from mmtrain.data.formats.sample import Sample
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.text.sample_tokenizer import MediumFeatures, TimedItems
 from mmtrain.families import FAMILIES
-from mmtrain.recipe.modalities import MODALITIES, MediaKind
+from mmtrain.recipe.settings.modalities import MODALITIES, MediaKind
 from tests.data.chat_families import TILE_FEATURES, ChatFamily
 from tests.data.model_folders import draw_text
 

@@ -15,7 +15,7 @@ from mmtrain.data.text import token_counter
 from mmtrain.data.text.sample_tokenizer import MediumFeatures, TimedItems
 from mmtrain.families import FAMILIES as MODEL_FAMILIES
 from mmtrain.families.media_markup import Markups
-from mmtrain.recipe.modalities import MediaKind
+from mmtrain.recipe.settings.modalities import MediaKind
 
 CHATML = """
 {%- if messages[0].role == 'system' -%}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from mmtrain.recipe import dump_recipe
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 
 def asking(recipe: Recipe, *producers: str) -> Recipe:

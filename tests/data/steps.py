@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mmtrain.data import DataIndex, GroupStream, PayloadNeed, StepData
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 Dataset = Callable[..., tuple[Recipe, DataIndex, GroupStream]]
 DP = {"vision": 1, "llm": 2}

@@ -8,8 +8,8 @@ from PIL import Image
 
 from mmtrain.data.media.aspect_buckets import aspect_buckets, drawing_sizes, nearest_bucket
 from mmtrain.data.media.fitting import covering_size, fit_picture
-from mmtrain.recipe.data_settings import ImageSettings
-from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from tests.data.test_target_images import GENERATOR
 
 

@@ -9,7 +9,7 @@ import soundfile
 from mmtrain.data.media.audio import log_mel, read_num_frames, resample
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.sound_files import BadAudioError
-from mmtrain.recipe.data_settings import AudioDataSettings
+from mmtrain.recipe.settings.data_settings import AudioDataSettings
 from tests.data.archives import load_log_mels
 
 

@@ -15,8 +15,8 @@ from mmtrain.balance import Grouping
 from mmtrain.data import ChatTokenizer, GroupStream, Loader, PayloadNeed, StepRequest, build_index
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.errors import DataError
-from mmtrain.recipe.modalities import AUDIO
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.modalities import AUDIO
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.archives import load_log_mels
 from tests.data.rows import Row
 

@@ -12,8 +12,8 @@ from PIL import Image
 from mmtrain.cli.data_check import check_text
 from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import SourceSettings
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.data_settings import SourceSettings
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.archives import movie, png, wav
 from tests.data.rows import Row, row
 

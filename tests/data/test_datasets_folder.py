@@ -11,7 +11,7 @@ import pytest
 from mmtrain.data import Quarantined, Sample
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
+from mmtrain.recipe.settings.data_settings import LimitSettings, SourceSettings
 from tests.data.archives import parquet
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

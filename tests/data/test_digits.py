@@ -10,7 +10,7 @@ from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import Sample, find_unusable
 from mmtrain.data.synthetic.digits import DIGIT_WORDS, prepare_digits
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
+from mmtrain.recipe.settings.data_settings import LimitSettings, SourceSettings
 
 
 @pytest.fixture

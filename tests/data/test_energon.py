@@ -13,8 +13,8 @@ from mmtrain.data.formats.energon import description_files
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.errors import DataError, RecipeError
 from mmtrain.recipe import load_recipe
-from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.data_settings import LimitSettings, SourceSettings
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.archives import png, tar
 
 CAPTIONS = {"sample_type": {"__module__": "megatron.energon", "__class__": "CaptioningSample"}}

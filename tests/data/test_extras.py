@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.data.index.data_check import check_sources
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import SourceSettings
+from mmtrain.recipe.settings.data_settings import SourceSettings
 from tests.data.archives import movie, parquet, wav
 from tests.data.rows import row
 

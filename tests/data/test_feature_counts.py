@@ -3,8 +3,8 @@
 import pytest
 
 from mmtrain.data.index.feature_counts import count_image_features
-from mmtrain.recipe.data_settings import ImageSettings
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 128}
 LLAVA = VisionSettings(**SHAPE, patch=14, max_side=24)

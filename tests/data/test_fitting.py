@@ -13,8 +13,8 @@ from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.vision_items import VisionItemDecoder, read_vision_items
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.image_processors import read_image_settings
-from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings, VideoSettings
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 from tests.pixels import normalized
 
 transformers = pytest.importorskip("transformers")

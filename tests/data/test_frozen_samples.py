@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.data import build_index
 from mmtrain.errors import DataError, RecipeError
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.archives import png
 from tests.data.rows import Row, row
 

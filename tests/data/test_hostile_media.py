@@ -17,7 +17,7 @@ from mmtrain.data.media.image_formats import supported_formats
 from mmtrain.data.media.images import load_rgb_images, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
 from mmtrain.data.media.video import load_video_frames, read_video_header
-from mmtrain.recipe.data_settings import AudioDataSettings, ImageSettings, VideoSettings
+from mmtrain.recipe.settings.data_settings import AudioDataSettings, ImageSettings, VideoSettings
 from tests.data.archives import load_log_mels, movie, wav
 
 LIMIT = 1_000_000

@@ -21,7 +21,7 @@ from mmtrain.data.media.image_grids import (
     tile_canvas,
 )
 from mmtrain.families.image_processors import LLAVA_NEXT_PINPOINTS, LLAVA_ONEVISION_PINPOINTS
-from mmtrain.recipe.data_settings import ImageSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
 
 
 @cache

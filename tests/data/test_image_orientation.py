@@ -13,7 +13,7 @@ from mmtrain.data.media.image_formats import supported_formats
 from mmtrain.data.media.image_headers import fast_image_size
 from mmtrain.data.media.images import BadImageError, load_rgb_images, read_image_size
 from mmtrain.data.media.media_bytes import FileMedia, TarMember
-from mmtrain.recipe.data_settings import ImageSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
 
 MAX_PIXELS = 10_000
 WIDTH, HEIGHT = 30, 20

@@ -14,7 +14,7 @@ from PIL import Image, ImageFile
 
 from mmtrain.data.media.images import BadImageError, Float32Array, load_rgb_images, patchify, read_image_size
 from mmtrain.data.media.media_bytes import FileMedia, Media
-from mmtrain.recipe.data_settings import ImageSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
 from tests.pixels import normalized
 
 LIMIT = 10_000_000

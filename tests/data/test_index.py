@@ -18,8 +18,8 @@ from mmtrain.data.media import item_readers
 from mmtrain.data.media.images import load_rgb_images
 from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError, TooManyBadSamples
-from mmtrain.recipe.data_settings import ImageSettings
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.data_settings import ImageSettings
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.rows import row
 
 Picture = Callable[..., Path]

@@ -23,7 +23,7 @@ from mmtrain.data.index.sample_table import SampleTable, content_json, sample_fr
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, ParquetCell, TarMember
 from mmtrain.errors import TooManyBadSamples
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.rows import row
 
 Picture = Callable[..., Path]
@@ -335,7 +335,7 @@ import sys
 from mmtrain.data import build_index
 from mmtrain.data.index import data_index as index
 from mmtrain.data.index import index_cache
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 index_cache.MIN_SOURCE_BYTES = 1
 measure_samples = index.measure_samples
 index.measure_samples = lambda *args: (print("reads"), measure_samples(*args))[1]

@@ -11,9 +11,9 @@ import torch
 from mmtrain.balance import assign
 from mmtrain.data import BatchBuilder, ChatTokenizer, PayloadNeed, build_index
 from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin
-from mmtrain.recipe.data_settings import ImageSettings
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
+from mmtrain.recipe.settings.schema import Recipe
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 from tests.data.archives import movie, png
 from tests.data.rows import row
 

@@ -18,7 +18,7 @@ from mmtrain.data.media import nearest_name
 from mmtrain.data.media.images import read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
+from mmtrain.recipe.settings.data_settings import LimitSettings, SourceSettings
 from tests.data.archives import png
 
 GOOD = {"id": 7, "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}

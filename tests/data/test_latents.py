@@ -15,7 +15,7 @@ from mmtrain.data import BatchBuilder, PayloadNeed, build_index
 from mmtrain.data.loading.payload import EncoderPayload
 from mmtrain.errors import DataError, RecipeError
 from mmtrain.recipe import load_recipe
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.weights.encode_latents import load_autoencoder
 from tests.cli.conftest import RunMmtrain, run_mmtrain
 from tests.data.archives import png

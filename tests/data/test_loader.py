@@ -13,7 +13,7 @@ from mmtrain.data import BatchBuilder, ChatTokenizer, GroupStream, Loader, Paylo
 from mmtrain.data.loading.prefetch_window import PrefetchWindow
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.errors import RunError, TooManyBadSamples
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.steps import DP, EVERYTHING, ONE, TWO, Dataset
 from tests.waiting import MAX_WAIT_S
 

@@ -16,7 +16,7 @@ from mmtrain.data import DataIndex, GroupStream, build_index
 from mmtrain.data.stream.source_summary import summarize_sources
 from mmtrain.errors import DataError
 from mmtrain.planning.space.sample_batches import sample_batches
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.test_group_stream import METHODS, contents
 
 GLOBAL_BATCH, SEQ_LEN = 8, 100

@@ -25,7 +25,7 @@ from mmtrain.data.media.sound_files import decode_sound
 from mmtrain.data.media.video import read_video_header
 from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import AudioDataSettings, ImageSettings
+from mmtrain.recipe.settings.data_settings import AudioDataSettings, ImageSettings
 from tests.data.archives import movie
 
 PACKAGE = Path(mmtrain.__file__).parent

@@ -14,7 +14,7 @@ from mmtrain.data.index.sample_table import content_json, sample_from_record, sa
 from mmtrain.data.media import parquet_cells as cells_module
 from mmtrain.data.media.media_bytes import FileMedia, ParquetCell
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
+from mmtrain.recipe.settings.data_settings import LimitSettings, SourceSettings
 from tests.data.archives import parquet
 
 HF_IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

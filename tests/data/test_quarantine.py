@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 import mmtrain
 from mmtrain.data.formats.quarantine_reasons import QUARANTINE_REASONS
 from mmtrain.data.index.data_check import check_sources_for_recipe
-from mmtrain.recipe.data_settings import SourceSettings
-from mmtrain.recipe.modalities import AUDIO
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.data_settings import SourceSettings
+from mmtrain.recipe.settings.modalities import AUDIO
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.archives import movie, parquet, png, tar, wav
 from tests.data.rows import Row, row
 

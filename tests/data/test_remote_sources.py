@@ -25,8 +25,8 @@ from mmtrain.data.remote.locations import BLOCK_BYTES, RemoteStore, open_locatio
 from mmtrain.data.remote.remote_files import FileVersion, RemoteFiles
 from mmtrain.data.remote.remote_settings import RemoteSettings
 from mmtrain.errors import DataError, RemoteReadError
-from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.data_settings import LimitSettings, SourceSettings
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.archives import movie, parquet, png, tar, wav
 from tests.data.file_server import DROP, SHORT, STALL, TRUNCATE, FileServer, serve
 from tests.data.rows import row

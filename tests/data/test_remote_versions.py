@@ -13,7 +13,7 @@ from mmtrain.data.index.remote_versions import find_changed_remote
 from mmtrain.data.remote.locations import remote_store
 from mmtrain.data.remote.remote_files import FileVersion, RemoteFiles
 from mmtrain.errors import RemoteReadError
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.archives import png
 from tests.data.file_server import FileServer, serve
 from tests.data.rows import row

@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.balance import BalancedLoad, PipelineRank, SequenceCost, StepTargets
 from mmtrain.data import DataIndex, GroupStream, Loader, PayloadNeed, StepData, StepRequest
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.producers import Served, asking
 from tests.data.steps import Dataset, leaves
 

@@ -12,7 +12,7 @@ from mmtrain.balance import assign
 from mmtrain.data import BatchBuilder, ChatTokenizer, PayloadNeed, build_index
 from mmtrain.data.index.data_check import check_sources_for_recipe
 from mmtrain.errors import DataError
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.archives import movie, png
 from tests.data.rows import Row, row
 

@@ -16,7 +16,7 @@ from mmtrain.data.index.data_check import check_sources
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.sound_files import BadAudioError, decode_sound, read_sound_length
 from mmtrain.data.media.sound_lengths import classify_stated_length
-from mmtrain.recipe.data_settings import SourceSettings
+from mmtrain.recipe.settings.data_settings import SourceSettings
 
 RATE = 16_000
 SECONDS = 1.3

@@ -12,7 +12,7 @@ from mmtrain.data import Sample, Turn
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, last_answer_ids
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
-from mmtrain.recipe.text_settings import SpecialTokenSettings
+from mmtrain.recipe.settings.text_settings import SpecialTokenSettings
 from tests.data.model_folders import FAMILIES, draw_text
 from tests.data.test_template_tokenizer import Case, judged_case
 from tests.data.thinking_folders import THINKING_FAMILIES

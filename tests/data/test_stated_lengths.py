@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.data import GroupStream, build_index
 from mmtrain.errors import DataError, TooManyBadSamples
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 UNIT = {"layers": 1, "hidden": 32, "heads": 4, "ffn": 64}
 

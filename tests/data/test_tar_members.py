@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mmtrain.data.formats.tar_members import TAR_BLOCK_BYTES, BadTarMember, read_tar_members
 from mmtrain.data.media.media_bytes import TarMember
-from mmtrain.recipe.data_settings import LimitSettings
+from mmtrain.recipe.settings.data_settings import LimitSettings
 
 LIMITS = LimitSettings()
 NAMES = st.text("abcé.-_ 0", min_size=1, max_size=120).filter(lambda n: n.strip(". ") and not n.endswith(" "))

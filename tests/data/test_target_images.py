@@ -22,7 +22,7 @@ from mmtrain.data.text.chat_tokenizer import DRAW_TOKENS, SPECIAL_TOKENS
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
 from mmtrain.errors import DataError, RecipeError
 from mmtrain.recipe import require_runnable
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.archives import png, tar
 from tests.data.rows import Row, row
 

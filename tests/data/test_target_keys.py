@@ -13,7 +13,7 @@ from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import find_unusable
 from mmtrain.data.index.sample_table import content_json, sample_from_record, sample_record
 from mmtrain.data.text.sample_tokenizer import last_answer_ids
-from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
+from mmtrain.recipe.settings.data_settings import LimitSettings, SourceSettings
 from tests.data.archives import parquet, png, tar
 from tests.data.model_folders import FAMILIES
 from tests.data.test_template_tokenizer import Case, judged_case

@@ -22,7 +22,7 @@ from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.text.chat_template import TEMPLATE_DATE, ChatTemplate, Rendering
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, MediumFeatures, TimedItems, total_features
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
-from mmtrain.recipe.text_settings import SpecialTokenSettings
+from mmtrain.recipe.settings.text_settings import SpecialTokenSettings
 from tests.data.model_folders import (
     FAMILIES,
     MARK_ANSWERS,

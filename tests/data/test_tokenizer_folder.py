@@ -21,8 +21,8 @@ from mmtrain.data.text.template_tokenizer import TemplateTokenizer
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.errors import DataError
 from mmtrain.families.media_markup import MediaMarkup
-from mmtrain.recipe.model_settings import ModelSettings
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.model_settings import ModelSettings
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.model_folders import CHATML, FAMILIES, write_folder
 from tests.data.rows import row
 from tests.runtime.models import recipe as tiny_recipe

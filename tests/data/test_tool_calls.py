@@ -18,7 +18,7 @@ from mmtrain.data.index.sample_table import content_json, sample_from_record, sa
 from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationError
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
-from mmtrain.recipe.text_settings import SpecialTokenSettings
+from mmtrain.recipe.settings.text_settings import SpecialTokenSettings
 from tests.data.model_folders import FAMILIES, draw_text, write_folder
 from tests.data.test_template_tokenizer import NUM_CONVERSATIONS, Case, judged_case
 

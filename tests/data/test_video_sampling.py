@@ -19,8 +19,8 @@ from mmtrain.data.media.image_grids import frame_grid, video_grid
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.video import BadVideoError, VideoHeader
 from mmtrain.data.media.vision_items import VisionItemDecoder, frame_settings, read_vision_items
-from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings, VideoSettings
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 from tests.data.archives import movie
 from tests.pixels import normalized
 

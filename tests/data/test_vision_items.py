@@ -16,8 +16,8 @@ from mmtrain.data import BatchBuilder, ChatTokenizer, PayloadNeed, build_index
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.vision_items import VisionItemDecoder
-from mmtrain.recipe.data_settings import ImageSettings, SourceSettings
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.data_settings import ImageSettings, SourceSettings
+from mmtrain.recipe.settings.schema import Recipe
 from tests.data.archives import movie, parquet, png, tar
 from tests.pixels import normalized
 

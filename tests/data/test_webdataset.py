@@ -8,7 +8,7 @@ from mmtrain.data import Quarantined, Sample
 from mmtrain.data.formats.read_source import list_shards, read_samples
 from mmtrain.data.media.media_bytes import TarMember
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
+from mmtrain.recipe.settings.data_settings import LimitSettings, SourceSettings
 from tests.data.archives import png, tar, wav
 
 ANSWER = {"role": "assistant", "content": "yes"}

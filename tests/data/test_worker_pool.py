@@ -18,7 +18,7 @@ from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.data.loading.step_format import unpack
 from mmtrain.data.loading.worker_pool import HANG_TIMEOUT_S, MAX_DEATHS_PER_STEP, StepFailure, WorkerPool
 from mmtrain.errors import DataError, RunError
-from mmtrain.recipe.data_settings import DataSettings
+from mmtrain.recipe.settings.data_settings import DataSettings
 from tests.data.fake_step_builders import (
     CrashingAtOnceStepBuilder,
     CrashingStepBuilder,

@@ -16,8 +16,8 @@ from mmtrain.data.media.vision_items import VisionItemDecoder, read_vision_items
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import FAMILIES, read_model_folder
 from mmtrain.families.folder_files import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
-from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings, VideoSettings
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 from tests.pixels import normalized
 
 IMAGED = [

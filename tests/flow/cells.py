@@ -24,7 +24,7 @@ from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.program import Microbatch, StageGraph, StageId
 from mmtrain.program.ir.graph import ContextMethod, CutSequences
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.context_checks import context_methods
+from mmtrain.recipe.checks.context_checks import context_methods
 from tests.flow.cases import AUDIO, FINE, SAMPLES, Mesh, Order, plan, recipe
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from PIL import Image
 
 from mmtrain.data.synthetic.byte_level_bpe import train_byte_level_bpe
 from mmtrain.data.text.chat_tokenizer import DRAW_TOKENS, SPECIAL_TOKENS
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 DIT: dict[str, Any] = {
     "kind": "dit", "widths": (16,), "heads": (2,), "layers": 2, "channels": 3, "patch": 4, "context_width": 12,

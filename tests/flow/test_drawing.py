@@ -20,7 +20,7 @@ from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import build_stage_graph
 from mmtrain.program import LLM, Backward, build_program
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.report.runlog import METRICS_FILE
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.unit_inputs import loss_scales

@@ -25,7 +25,7 @@ from mmtrain.models.generator.keyed_noise import ImageKey, draw_noise, draw_step
 from mmtrain.models.parameter_specs import stage_param_specs
 from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from mmtrain.runtime.evaluation.score_drawings import DrawingRequest
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World

@@ -10,7 +10,7 @@ import pytest
 from mmtrain.data import build_index
 from mmtrain.program import DispatchMode
 from mmtrain.program.schedules.builder import ScheduleKind
-from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from tests.flow.cases import Mesh
 from tests.flow.drawing import DIT, UNET, recipe, write_samples

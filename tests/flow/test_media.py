@@ -10,7 +10,7 @@ from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.planning.planner import plan_recipe as planner
 from mmtrain.planning.whatif.plan_again import plan_again
 from mmtrain.recipe import load_recipe
-from mmtrain.recipe.modalities import AUDIO
+from mmtrain.recipe.settings.modalities import AUDIO
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import QUARANTINE_FILE
 from mmtrain.runtime.training.train_request import TrainRequest

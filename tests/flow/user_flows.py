@@ -19,7 +19,7 @@ import yaml
 
 from mmtrain.data.synthetic.demo import DEMO_VOCAB_SIZE, generate_demo
 from mmtrain.families import FAMILIES
-from mmtrain.recipe.modalities import MODALITIES
+from mmtrain.recipe.settings.modalities import MODALITIES
 from mmtrain.weights.tiny_model import CONVERSATIONS_FOLDER, write_tiny_model
 from tests.data.archives import movie, parquet, tar
 

@@ -14,12 +14,12 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage_module import StageModule, StageSpec
-from mmtrain.recipe.audio_settings import AudioSettings
-from mmtrain.recipe.generator_settings import GeneratorSettings
-from mmtrain.recipe.llm_settings import LlmSettings
-from mmtrain.recipe.model_settings import ModelSettings
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.audio_settings import AudioSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.llm_settings import LlmSettings
+from mmtrain.recipe.settings.model_settings import ModelSettings
+from mmtrain.recipe.settings.schema import Recipe
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 CPU = torch.device("cpu")
 PATCH = 4

@@ -24,7 +24,7 @@ from mmtrain.models.attention import (
     prepare_attention,
 )
 from mmtrain.recipe import load_recipe
-from mmtrain.recipe.train_settings import TrainSettings
+from mmtrain.recipe.settings.train_settings import TrainSettings
 from mmtrain.runtime.execution.attention_choice import describe_attention
 from tests.models.attention_kernels import INTERFACES, install, pretend_gpu, varlen_attn_2_10, varlen_attn_2_12
 from tests.models.factory import settings, stage, text

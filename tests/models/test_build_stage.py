@@ -11,7 +11,7 @@ from mmtrain.models.layer_shape import BLOCK_PIECES
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage_module import StageModule, StageSpec
-from mmtrain.recipe.model_settings import ModelSettings
+from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import CPU, DEEPSTACK, gradients, images, randomize, settings, shape_of, stage, text
 
 IMAGES = ((4, 6), (2, 2), (6, 4))  # 6 + 1 + 6 features

@@ -20,7 +20,7 @@ from mmtrain.models.megatron import ParallelGroups, prepare_megatron
 from mmtrain.models.stage_inputs import TextInput, UnitInput
 from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.program.ir.graph import ContextMethod, CutSequences, UnitMesh
-from mmtrain.recipe.model_settings import ModelSettings
+from mmtrain.recipe.settings.model_settings import ModelSettings
 from mmtrain.runtime.execution.context_inputs import context_share
 from mmtrain.runtime.execution.unit_inputs import map_tensors
 from tests.models.device_copies import META, DeviceCopies

@@ -6,9 +6,9 @@ from torch import Tensor
 from mmtrain.errors import RecipeError
 from mmtrain.models.freezing import parameter_names
 from mmtrain.models.layer_shape import BLOCK_KINDS
-from mmtrain.recipe.audio_settings import AudioSettings
-from mmtrain.recipe.encoder_settings import ProjectorSettings
-from mmtrain.recipe.model_settings import ModelSettings
+from mmtrain.recipe.settings.audio_settings import AudioSettings
+from mmtrain.recipe.settings.encoder_settings import ProjectorSettings
+from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import POOLED, images, settings, shape_of, stage, text
 
 SPEECH = AudioSettings(layers=1, hidden=16, heads=2, ffn=24, mel_bins=8, max_frames=16)

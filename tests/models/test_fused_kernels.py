@@ -21,7 +21,7 @@ from mmtrain.models.kernels.rotation import apply_rotary, rotate_heads
 from mmtrain.models.loss_chunks import LossSizes
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
 from mmtrain.models.stage_module import StageSpec
-from mmtrain.recipe.train_settings import KernelSetting
+from mmtrain.recipe.settings.train_settings import KernelSetting
 from tests.models.factory import CPU, settings, shape_of, text
 
 HAS_LIGER = all(importlib.util.find_spec(name) is not None for name in ("liger_kernel", "triton"))

@@ -15,7 +15,7 @@ from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups, layer_factory
 from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.stage_module import StageSpec
-from mmtrain.recipe.model_settings import ModelSettings
+from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import settings, shape_of
 
 NUM_TOKENS = 53

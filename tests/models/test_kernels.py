@@ -12,7 +12,7 @@ from mmtrain.models.kernels.activations import activate, activate_gated
 from mmtrain.models.kernels.norms import rms_norm
 from mmtrain.models.kernels.rotation import apply_rotary
 from mmtrain.models.kernels.weight_gradient import add_weight_gradient
-from mmtrain.recipe.encoder_settings import Activation
+from mmtrain.recipe.settings.encoder_settings import Activation
 
 FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)),

@@ -12,7 +12,7 @@ from mmtrain.models.kv_cache import KVCache
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage_inputs import TextInput
 from mmtrain.models.stage_module import StageModule
-from mmtrain.recipe.model_settings import ModelSettings
+from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.distributed import run_ranks
 from tests.models.factory import DEEPSTACK, settings, stage
 

@@ -18,14 +18,15 @@ from mmtrain.models.stage_inputs import EncoderInput
 from mmtrain.models.stage_module import StageSpec
 from mmtrain.models.vision_layers import VisionContext
 from mmtrain.planning.planner import plan_recipe
-from mmtrain.recipe import Recipe, json_schema, recipe_fingerprint
-from mmtrain.recipe.cross_checks import CHECKS
-from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
-from mmtrain.recipe.encoder_settings import EncoderSettings
-from mmtrain.recipe.modalities import GENERATOR, MODALITIES, Modality
-from mmtrain.recipe.model_settings import ModelSettings
-from mmtrain.recipe.parallel_settings import ParallelSettings, UnitParallel
-from mmtrain.recipe.settings import NOTHING, setting
+from mmtrain.recipe import Recipe, recipe_fingerprint
+from mmtrain.recipe.checks.cross_checks import CHECKS
+from mmtrain.recipe.checks.encoder_checks import ENCODER_CHECKS
+from mmtrain.recipe.loading import json_schema
+from mmtrain.recipe.settings.base import NOTHING, setting
+from mmtrain.recipe.settings.encoder_settings import EncoderSettings
+from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES, Modality
+from mmtrain.recipe.settings.model_settings import ModelSettings
+from mmtrain.recipe.settings.parallel_settings import ParallelSettings, UnitParallel
 from mmtrain.runtime.profiling.item_sizes import ITEM_SIZES, ItemSizes
 from mmtrain.runtime.profiling.probes import make_probes
 

@@ -5,7 +5,7 @@ import pytest
 
 from mmtrain.models import padded_vocab
 from mmtrain.models.model_shape import ModelShape
-from mmtrain.recipe.model_settings import ModelSettings
+from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import settings, shape_of, stage
 
 

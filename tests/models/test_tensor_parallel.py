@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.parameter_specs import ParamSpec, join_tp_shards, stage_param_specs
-from mmtrain.recipe.model_settings import ModelSettings
+from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.distributed import run_ranks
 from tests.models.factory import POOLED, SCALED, WINDOWED, gradients, images, settings, stage, text
 

@@ -19,7 +19,7 @@ from mmtrain.planning.layer_costs.layer_partition import anchored_partition, par
 from mmtrain.planning.space.candidate import Candidate, FittedLayout, MeshAssignment, partition_of
 from mmtrain.planning.space.constraints import UnitChoices
 from mmtrain.planning.space.problem import PlanningProblem
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 VISION: dict[str, Any] = {
     "layers": 3, "hidden": 96, "heads": 4, "ffn": 256, "patch": 8, "max_side": 8,

@@ -17,7 +17,7 @@ from mmtrain.planning.artifact.plan import SchedulePlan
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import build_1f1b
 from mmtrain.program.ir.serialize import action_to_text
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import lengths, recipe
 from tests.planning.test_three_units import heard, speech
 

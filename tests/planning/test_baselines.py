@@ -31,7 +31,7 @@ from mmtrain.planning.space.batch_split import UnitSplit
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
 from mmtrain.program import build_program
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import VISION, evaluator_for, problem_for, recipe, simulated, with_memory
 
 SMALL: dict[str, Any] = {"llm": {"layers": 2}, "vision": {"layers": 1, "hidden": 96, "heads": 4, "ffn": 256}}

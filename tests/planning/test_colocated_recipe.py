@@ -35,7 +35,7 @@ from mmtrain.planning.space.candidate import Candidate
 from mmtrain.program import Fill, ScheduleKind, build_program
 from mmtrain.program.ir.graph import LLM
 from mmtrain.program.simulation.simulate import simulate
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.report import plan_table
 from tests.planning.factory import VISION, evaluator_for, layer_costs_for, lengths, recipe, simulated, with_memory
 

@@ -22,7 +22,7 @@ from mmtrain.planning.space.candidate import MeshAssignment
 from mmtrain.planning.space.constraints import unit_choices
 from mmtrain.program.ir.actions import Backward, Forward
 from mmtrain.program.ir.graph import LLM, Microbatch
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.report.plan_view import plan_table
 from tests.planning.factory import lengths, recipe
 

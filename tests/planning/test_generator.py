@@ -21,8 +21,8 @@ from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.program import Backward, Forward, build_program, simulate, step_loads
-from mmtrain.recipe.generator_settings import GeneratorSettings
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import UNET, recipe, with_generator
 
 DIT: dict[str, Any] = {

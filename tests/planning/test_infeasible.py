@@ -17,7 +17,7 @@ from mmtrain.planning.artifact.plan import Placement
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.search.mesh_enumeration import mesh_assignments
 from mmtrain.planning.space.constraints import UnitChoices, unit_choices
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import VISION, lengths, recipe
 
 PLACEMENTS: tuple[Placement, ...] = ("unified", "disaggregated", "colocated")

@@ -15,7 +15,7 @@ from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import Fill, build_program
 from mmtrain.program.ir.graph import LLM
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import VISION, lengths, recipe
 
 COLLECTIVE_S = 5e-3  # of a link so slow that gaps are longer than an encoder's pieces

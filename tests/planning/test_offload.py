@@ -15,7 +15,7 @@ from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.planning.artifact.plan_memory import DeviceMemory, plan_memory, prove_memory
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import build_program
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.report.plan_view import plan_table
 from tests.planning.factory import recipe
 

@@ -12,7 +12,7 @@ from mmtrain.planning import Plan, stage_graph
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.program import build_program
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import VISION, heard, lengths, recipe, speech
 
 

@@ -16,7 +16,7 @@ from mmtrain.planning.artifact.plan import StepMeasurement
 from mmtrain.planning.artifact.plan_memory import DeviceMemory, prove_memory
 from mmtrain.planning.planner import plan
 from mmtrain.planning.space.problem import PlanRequest
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import problem_for, recipe
 
 SETTINGS = recipe(global_batch=4)  # with half the microbatches of the other tests, since these plan twice

@@ -13,7 +13,7 @@ from mmtrain.planning.planner import plan_recipe, search_placements
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import load_recipe, recipe_fingerprint
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from scripts.paper_tables import ALL_TABLES, PaperRow, PlanRun, all_runs
 from scripts.papers import ours_of
 

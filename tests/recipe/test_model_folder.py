@@ -9,7 +9,7 @@ import pytest
 from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
 from mmtrain.recipe import LoadedRecipe, load_recipe
-from mmtrain.recipe.llm_settings import LlmSettings
+from mmtrain.recipe.settings.llm_settings import LlmSettings
 from tests.families.configs import LLAMA31, QWEN2, write_config
 from tests.recipe.conftest import Write
 

@@ -9,8 +9,8 @@ from mmtrain.costs import num_parameters
 from mmtrain.errors import RecipeError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.recipe import dump_recipe, editor_schema, load_recipe, recipe_fingerprint
-from mmtrain.recipe.apply_presets import presets_by_unit
-from mmtrain.recipe.presets import (
+from mmtrain.recipe.loading.apply_presets import presets_by_unit
+from mmtrain.recipe.settings.presets import (
     AUDIO_PRESETS,
     GENERATOR_PRESETS,
     LLM_PRESETS,
@@ -20,7 +20,7 @@ from mmtrain.recipe.presets import (
     LlmPreset,
     VisionPreset,
 )
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from tests.recipe.conftest import Write
 
 UNITS = [(unit, name) for unit, presets in presets_by_unit().items() for name in presets]

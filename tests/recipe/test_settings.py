@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mmtrain.recipe import Recipe, editor_schema, json_schema, recipe_fingerprint
-from mmtrain.recipe.data_settings import DataSettings
-from mmtrain.recipe.settings import (
+from mmtrain.recipe import Recipe, editor_schema, recipe_fingerprint
+from mmtrain.recipe.loading import json_schema
+from mmtrain.recipe.settings.base import (
     AFFECTS_KEY,
     EFFECTS,
     NOTHING,
@@ -20,6 +20,7 @@ from mmtrain.recipe.settings import (
     select_for_saving,
     setting,
 )
+from mmtrain.recipe.settings.data_settings import DataSettings
 
 ENCODER: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64}
 RECIPE: dict[str, Any] = {

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe import strict_yaml as yaml
+from mmtrain.recipe.loading import strict_yaml as yaml
 from mmtrain.recipe.raw_tree import Origin, dotted_path, nearest_node, to_plain
 
 FILE = Origin("a.yaml", 1, Path("/r"))

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe import dump_recipe, json_schema, load_recipe
-from mmtrain.recipe.cross_checks import CHECKS
-from mmtrain.recipe.other_trainers import _HERE, name_here
+from mmtrain.recipe import dump_recipe, load_recipe
+from mmtrain.recipe.checks.cross_checks import CHECKS
+from mmtrain.recipe.loading import json_schema
+from mmtrain.recipe.loading.other_trainers import _HERE, name_here
 from mmtrain.recipe.raw_tree import dotted_path
 
 DIT = "model.generator={kind: dit, widths: [8], heads: [4], layers: 2, context_width: 8}"

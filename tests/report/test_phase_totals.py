@@ -6,7 +6,7 @@ from dataclasses import replace
 from mmtrain.balance.dispatch.phase_loads import PhaseLoad
 from mmtrain.planning import Plan
 from mmtrain.program import Timeline
-from mmtrain.recipe.parallel_settings import ClusterSettings
+from mmtrain.recipe.settings.parallel_settings import ClusterSettings
 from mmtrain.report.html import html_page
 from mmtrain.report.metrics_record import DispatchMetrics
 from mmtrain.report.phase_totals import measured_phases, phase_rows, predicted_phases

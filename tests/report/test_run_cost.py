@@ -5,7 +5,7 @@ import pytest
 from mmtrain.planning import Plan
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.whatif.text_only import with_text_only
-from mmtrain.recipe.parallel_settings import ClusterSettings
+from mmtrain.recipe.settings.parallel_settings import ClusterSettings
 from mmtrain.report.html import html_page
 from mmtrain.report.report_contents import ReportContents, report_json
 from mmtrain.report.run_cost import RunCost

@@ -26,8 +26,8 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.planning.artifact.plan import UnitPlan
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.modalities import AUDIO
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.modalities import AUDIO
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, batch_by_length, select_questions
 from mmtrain.runtime.world import World

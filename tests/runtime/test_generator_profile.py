@@ -18,7 +18,7 @@ from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.space.profiled_sizes import sizes_to_measure
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.runtime.profiling.layer_passes import backward_by_layer, forward_by_layer
 from mmtrain.runtime.profiling.layer_profiler import LayerProfiler, build_layer_profiler
 from mmtrain.runtime.profiling.probes import Probe, make_probes

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmtrain.errors import CheckpointError, FolderTaken, RunError
-from mmtrain.recipe.train_settings import CheckpointSettings
+from mmtrain.recipe.settings.train_settings import CheckpointSettings
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.executor import StepOutcome
 from mmtrain.runtime.resilience.folder_lock import FolderLock

@@ -11,7 +11,7 @@ import soundfile
 from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.modalities import AUDIO
+from mmtrain.recipe.settings.modalities import AUDIO
 from tests.runtime.models import evaluated, recipe, run_folder, teach
 
 TONES = {"low": 300, "middle": 1000, "high": 3000}

@@ -1,6 +1,6 @@
 import pytest
 
-from mmtrain.recipe.train_settings import OptimizerSettings
+from mmtrain.recipe.settings.train_settings import OptimizerSettings
 from mmtrain.runtime.training.lr_schedule import learning_rate
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mmtrain.recipe.train_settings import OptimizerSettings
+from mmtrain.recipe.settings.train_settings import OptimizerSettings
 from mmtrain.runtime.execution import snapshot_copy
 from mmtrain.runtime.execution.optimizer import Optimizer
 from mmtrain.runtime.execution.snapshot_copy import SnapshotCopy

@@ -30,7 +30,7 @@ from mmtrain.program import (
     step_loads,
 )
 from mmtrain.program.verify.send_window import send_window
-from mmtrain.recipe.train_settings import OptimizerSettings
+from mmtrain.recipe.settings.train_settings import OptimizerSettings
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.executor import Executor, StepInput
 from mmtrain.runtime.execution.optimizer import Optimizer

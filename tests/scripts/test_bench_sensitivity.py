@@ -17,7 +17,7 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.planner import search_placements
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.candidate import Candidate, SearchResults
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from scripts.bench_sensitivity import compared_plans, rows, search, searched_anew, simulate_again
 from scripts.perturbed_costs import PERTURBATIONS, Perturbation
 from tests.planning.factory import problem_for, recipe, simulated

@@ -16,7 +16,7 @@ from mmtrain.errors import ModelFolderError, RecipeError, UserError
 from mmtrain.families import read_model_folder
 from mmtrain.models.parameter_specs import stage_param_specs
 from mmtrain.recipe import Recipe, load_recipe
-from mmtrain.recipe.presets import GENERATOR_PRESETS
+from mmtrain.recipe.settings.presets import GENERATOR_PRESETS
 from mmtrain.weights import export_generator
 from mmtrain.weights.inspect_folder import inspect_folder
 from tests.cli.conftest import RunMmtrain, run_mmtrain

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from mmtrain.errors import ModelFolderError, RecipeError
 from mmtrain.families.hub_models import fetch_weights
 from mmtrain.recipe import load_recipe
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.weights import FolderTensors
 from tests.distributed import fork_ranks
 from tests.waiting import poll

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.train_settings import LoraSettings
+from mmtrain.recipe.settings.train_settings import LoraSettings
 from tests.cli.conftest import RunMmtrain, run_mmtrain
 from tests.models.factory import randomize, text
 from tests.runtime.models import run_folder

@@ -23,7 +23,7 @@ from mmtrain.models.parameter_specs import ParamSpec, join_tp_shards
 from mmtrain.models.stage_inputs import TextInput
 from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.train_settings import LoraSettings
+from mmtrain.recipe.settings.train_settings import LoraSettings
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.training.start_weights import introduce_start_weights
 from mmtrain.weights import RunWeights, export_adapter

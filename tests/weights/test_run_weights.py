@@ -14,7 +14,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.parameter_specs import stage_param_specs, tp_shard
 from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.train_settings import LoraSettings
+from mmtrain.recipe.settings.train_settings import LoraSettings
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.weights import RunWeights
 from tests.flow.cases import recipe as tiny_recipe

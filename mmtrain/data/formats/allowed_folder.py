@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 
 from mmtrain.data.formats.conversation import BadSampleError
 from mmtrain.data.media.media_bytes import FileMedia
-from mmtrain.recipe.source_path import RemotePath
+from mmtrain.recipe.settings.source_path import RemotePath
 
 # Names separated by single slashes, without leading dots and colons: such a path is no URL and is already normalized.
 _PLAIN_PATH = re.compile(r"(?:[^/.:\0][^/:\0]*/)*[^/.:\0][^/:\0]*")

@@ -48,7 +48,7 @@ from mmtrain.data.formats.sample import (
 from mmtrain.data.formats.target_keys import BadTargetKeyError, learns_entry, learns_turn
 from mmtrain.data.formats.tool_calls import BadToolsError, read_fields, read_tools
 from mmtrain.data.media.media_bytes import Media
-from mmtrain.recipe.modalities import MediaKind
+from mmtrain.recipe.settings.modalities import MediaKind
 
 # Value of a source's `format` -> keys under which an entry may hold its turns.
 CONVERSATION_KEYS_BY_FORMAT = {"llava": ("conversations",), "messages": ("messages",)}

@@ -17,7 +17,7 @@ from mmtrain.data.formats.json_list import (
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.remote.locations import open_location
 from mmtrain.errors import DataError
-from mmtrain.recipe.source_path import SourcePath
+from mmtrain.recipe.settings.source_path import SourcePath
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 _CALLED_JSONL = "a file with one sample per line must be called .jsonl"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mmtrain.data.formats.sample import LITERAL_START, MEDIA_ROLES, Role, Turn
 from mmtrain.data.media.media_bytes import Media
-from mmtrain.recipe.modalities import MediaKind
+from mmtrain.recipe.settings.modalities import MediaKind
 
 _NEVER_MARKED: frozenset[Role] = frozenset(("system",))
 _ALL_ROLES: frozenset[Role] = frozenset((*MEDIA_ROLES, "system", "assistant"))

@@ -38,8 +38,8 @@ from mmtrain.data.media.parquet_cells import PARQUET_BATCH_ROWS, decode_dictiona
 from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.data.remote.locations import open_location
 from mmtrain.errors import DataError, RemoteReadError
-from mmtrain.recipe.data_settings import LimitSettings
-from mmtrain.recipe.source_path import SourcePath
+from mmtrain.recipe.settings.data_settings import LimitSettings
+from mmtrain.recipe.settings.source_path import SourcePath
 
 _MEDIA_KIND_BY_COLUMN = {column: kind for kind in MARK_BY_MEDIA_KIND for column in (kind, f"{kind}s")}
 _MEDIA_KIND_BY_EXTENSION_COLUMN = {

@@ -15,8 +15,8 @@ from mmtrain.data.formats.webdataset import read_shard
 from mmtrain.data.optional_packages import require_package
 from mmtrain.data.remote.locations import matching_urls
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import LimitSettings, SourceSettings
-from mmtrain.recipe.source_path import RemotePath, SourcePath
+from mmtrain.recipe.settings.data_settings import LimitSettings, SourceSettings
+from mmtrain.recipe.settings.source_path import RemotePath, SourcePath
 
 _CONTAINER_BY_SUFFIX = {
     ".json": "json",

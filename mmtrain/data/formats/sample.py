@@ -9,7 +9,7 @@ from typing import Literal
 
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.durable_files import read_log, write_whole
-from mmtrain.recipe.modalities import MediaKind
+from mmtrain.recipe.settings.modalities import MediaKind
 
 IMAGE_MARK = "<image>"  # the position of an image in a user turn, or of one to draw in an answer
 VIDEO_MARK = "<video>"  # the position of a video; in a sample without videos it is ordinary text

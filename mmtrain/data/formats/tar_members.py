@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 from mmtrain.data.media.media_bytes import TarMember
 from mmtrain.data.remote.locations import open_location
-from mmtrain.recipe.data_settings import LimitSettings
-from mmtrain.recipe.source_path import SourcePath
+from mmtrain.recipe.settings.data_settings import LimitSettings
+from mmtrain.recipe.settings.source_path import SourcePath
 
 TAR_BLOCK_BYTES = 512
 _MAX_META_BYTES = 1 << 20  # of a long name or a pax header, in which macOS keeps attributes of files

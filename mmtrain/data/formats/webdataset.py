@@ -28,8 +28,8 @@ from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.formats.tar_members import BadTarMember, read_tar_members
 from mmtrain.data.media.media_bytes import Media, TarMember
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import LimitSettings
-from mmtrain.recipe.source_path import SourcePath
+from mmtrain.recipe.settings.data_settings import LimitSettings
+from mmtrain.recipe.settings.source_path import SourcePath
 
 _MEDIA_KIND_BY_EXTENSION = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"), "image"),

@@ -21,11 +21,11 @@ from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.errors import DataError
 from mmtrain.machine_limits import num_available_cores
-from mmtrain.recipe.data_settings import AudioDataSettings, DataSettings, LimitSettings, SourceSettings
-from mmtrain.recipe.encoder_settings import EncoderSettings
-from mmtrain.recipe.generator_settings import GeneratorSettings
-from mmtrain.recipe.modalities import GENERATOR, MODALITIES, VISION, MediaKind
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.data_settings import AudioDataSettings, DataSettings, LimitSettings, SourceSettings
+from mmtrain.recipe.settings.encoder_settings import EncoderSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES, VISION, MediaKind
+from mmtrain.recipe.settings.schema import Recipe
 
 _MEDIA_IN_FLIGHT_PER_CORE = 8  # results are returned in order; this bounds how many wait in memory
 _DEFAULT_BAD_RATE = 0.01  # as the default of data.max_bad_rate

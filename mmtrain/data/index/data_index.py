@@ -36,10 +36,10 @@ from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin, join_media
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.data.text.sample_tokenizer import ItemTenths, MediaFeatures, add_queries, split_videos
 from mmtrain.errors import DataError, TooManyBadSamples
-from mmtrain.recipe.data_settings import SourceSettings
-from mmtrain.recipe.generator_settings import GeneratorSettings
-from mmtrain.recipe.modalities import GENERATOR, VISION
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.data_settings import SourceSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.modalities import GENERATOR, VISION
+from mmtrain.recipe.settings.schema import Recipe
 
 MAX_SAMPLES_IN_MESSAGE = 5
 MAX_REPEATED_USES = 20_000_000  # of samples in an epoch, by weights above 1: an epoch's order is held in memory

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from mmtrain.data.media.image_grids import MediumItems, item_grids
 from mmtrain.data.media.joined_tiles import TileJoin
-from mmtrain.recipe.data_settings import ImageSettings
-from mmtrain.recipe.encoder_settings import EncoderSettings
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
+from mmtrain.recipe.settings.encoder_settings import EncoderSettings
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 
 @dataclass(frozen=True)

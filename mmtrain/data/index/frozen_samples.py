@@ -8,8 +8,8 @@ from mmtrain.balance import SampleLengths
 from mmtrain.data.formats.sample import PLURALS, Sample
 from mmtrain.errors import DataError, RecipeError
 from mmtrain.models.model_shape import ModelShape, build_model_shape
-from mmtrain.recipe.modalities import GENERATOR, MODALITIES
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES
+from mmtrain.recipe.settings.schema import Recipe
 
 _TABLE = "table.weight"  # of an embedding, which also has queries
 

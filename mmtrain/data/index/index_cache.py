@@ -45,10 +45,10 @@ from mmtrain.data.remote.remote_settings import remote_index_folder
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.durable_files import take_lock
 from mmtrain.errors import DataError, RemoteReadError
-from mmtrain.recipe.data_settings import SourceSettings
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.settings import select
-from mmtrain.recipe.source_path import RemotePath, SourcePath
+from mmtrain.recipe.settings.base import select
+from mmtrain.recipe.settings.data_settings import SourceSettings
+from mmtrain.recipe.settings.schema import Recipe
+from mmtrain.recipe.settings.source_path import RemotePath, SourcePath
 
 INDEX_FOLDER_NAME = ".mmtrain-index"
 MIN_SOURCE_BYTES = 1 << 20  # indexing a smaller source takes less than a second

@@ -21,7 +21,7 @@ from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.index.remote_versions import find_changed_remote, remote_version
 from mmtrain.data.media.media_bytes import FileMedia, Media
 from mmtrain.data.remote.remote_files import FileVersion
-from mmtrain.recipe.source_path import is_url
+from mmtrain.recipe.settings.source_path import is_url
 
 STAT_THREADS = 16  # that wait for a file server
 _TASK_FILES = 4096

@@ -27,9 +27,9 @@ from mmtrain.data.text.sample_tokenizer import (
     split_videos,
 )
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import DataSettings, SourceSettings
-from mmtrain.recipe.modalities import GENERATOR, MODALITIES, MediaKind, dotted_unit
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.data_settings import DataSettings, SourceSettings
+from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES, MediaKind, dotted_unit
+from mmtrain.recipe.settings.schema import Recipe
 
 HEADER_THREADS = 4  # reading headers waits for the disk; more threads would only wait for the interpreter's lock
 _CHUNK_SAMPLES = 2048  # whose media headers are read together

@@ -9,7 +9,7 @@ import numpy as np
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.grouping.mixture import Mixture, mixture_phases
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import SourceSettings
+from mmtrain.recipe.settings.data_settings import SourceSettings
 
 
 @dataclass(frozen=True)

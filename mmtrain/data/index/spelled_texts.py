@@ -4,7 +4,7 @@ from collections import Counter
 
 from mmtrain.data.formats.sample import LITERAL_START, Sample
 from mmtrain.data.text.sample_tokenizer import SampleTokenizer
-from mmtrain.recipe.modalities import MODALITIES
+from mmtrain.recipe.settings.modalities import MODALITIES
 
 _MAX_TOKENS_IN_REMARK = 5
 

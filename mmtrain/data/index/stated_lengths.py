@@ -24,10 +24,10 @@ from mmtrain.balance.batch_meta import IntArray, ItemLengths, SampleLengths
 from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.remote.locations import open_location
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import SourceSettings
-from mmtrain.recipe.model_settings import STATED_LENGTHS_COLUMNS
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.source_path import SourcePath
+from mmtrain.recipe.settings.data_settings import SourceSettings
+from mmtrain.recipe.settings.model_settings import STATED_LENGTHS_COLUMNS
+from mmtrain.recipe.settings.schema import Recipe
+from mmtrain.recipe.settings.source_path import SourcePath
 
 MAX_STATED_SAMPLES = 20_000_000  # their lengths take a few gigabytes
 MAX_STATED_COUNT = 10_000_000  # of samples or tokens in one cell

@@ -17,8 +17,8 @@ from mmtrain.data.index.sample_lengths import HEADER_THREADS, notify_progress
 from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, read_num_frames
 from mmtrain.data.media.images import read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError
-from mmtrain.recipe.data_settings import AudioDataSettings, ImageSettings, LimitSettings, SourceSettings
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.data_settings import AudioDataSettings, ImageSettings, LimitSettings, SourceSettings
+from mmtrain.recipe.settings.schema import Recipe
 
 _ANY_LENGTH = AudioDataSettings(max_seconds=1e9)
 

@@ -26,8 +26,8 @@ from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.data.text.sample_tokenizer import EncodedSample, SampleTokenizer
 from mmtrain.errors import RunError
-from mmtrain.recipe.modalities import GENERATOR, MODALITIES, VISION
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES, VISION
+from mmtrain.recipe.settings.schema import Recipe
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from mmtrain.balance.batch_meta import BatchMeta, IntArray, ItemTable
 from mmtrain.data.media.images import CellArray
 from mmtrain.data.media.joined_tiles import FeatureMix
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, EncodedSample
-from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.recipe.settings.modalities import GENERATOR
 
 # Sample id, position, rows, cols -> (rows * cols, F); None for an item without anything to see or to hear.
 LoadCells = Callable[[int, int, int, int], CellArray | None]

@@ -7,7 +7,7 @@ import math
 from functools import lru_cache
 
 from mmtrain.data.media.fitting import Size
-from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 
 
 def drawing_sizes(settings: GeneratorSettings) -> tuple[Size, ...]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.data.media.sound_files import BadAudioError, SoundLength, decode_sound, read_sound_length
-from mmtrain.recipe.data_settings import AudioDataSettings
+from mmtrain.recipe.settings.data_settings import AudioDataSettings
 
 SAMPLE_RATE_HZ = 16_000
 WINDOW_SAMPLES = 400  # under one window

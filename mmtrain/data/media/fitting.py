@@ -2,7 +2,7 @@
 
 from PIL import Image
 
-from mmtrain.recipe.data_settings import ImageSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
 
 Size = tuple[int, int]  # width, height in pixels
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from mmtrain.data.media.video import FrameChoice, VideoHeader
-from mmtrain.recipe.data_settings import VideoSettings
+from mmtrain.recipe.settings.data_settings import VideoSettings
 
 
 def cut_header(header: VideoHeader, video: VideoSettings) -> VideoHeader:

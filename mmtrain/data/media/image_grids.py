@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mmtrain.recipe.data_settings import ImageSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
 
 Grid = tuple[int, int]
 Canvases = tuple[tuple[int, int], ...]  # height, width in pixels

@@ -17,8 +17,8 @@ from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
 from mmtrain.data.media.media_errors import media_errors
 from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.errors import RemoteReadError
-from mmtrain.recipe.data_settings import ImageSettings
-from mmtrain.recipe.source_path import is_url
+from mmtrain.recipe.settings.data_settings import ImageSettings
+from mmtrain.recipe.settings.source_path import is_url
 
 Float32Array = npt.NDArray[np.float32]
 Uint8Array = npt.NDArray[np.uint8]

@@ -15,11 +15,11 @@ from mmtrain.data.media.joined_tiles import TileJoin
 from mmtrain.data.media.media_bytes import BadMediaError, Media, describe_changed
 from mmtrain.data.media.sound_files import BadAudioError, SoundLength, read_sound_length, require_soundfile
 from mmtrain.data.media.vision_items import VisionItemDecoder, check_image_settings, read_vision_items
-from mmtrain.recipe.audio_settings import AudioSettings
-from mmtrain.recipe.data_settings import DataSettings
-from mmtrain.recipe.encoder_settings import EncoderSettings
-from mmtrain.recipe.modalities import MediaKind
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.audio_settings import AudioSettings
+from mmtrain.recipe.settings.data_settings import DataSettings
+from mmtrain.recipe.settings.encoder_settings import EncoderSettings
+from mmtrain.recipe.settings.modalities import MediaKind
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 
 class ItemReader(Protocol):

@@ -15,8 +15,8 @@ import numpy as np
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.media.image_grids import Canvases, best_canvas
 from mmtrain.data.media.images import Float32Array
-from mmtrain.recipe.data_settings import ImageSettings
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 Size = tuple[int, int]  # width, height in pixels
 

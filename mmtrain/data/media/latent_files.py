@@ -22,7 +22,7 @@ from mmtrain.data.media.images import Float32Array, read_image_bytes
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.durable_files import sync_file
 from mmtrain.errors import DataError, writing
-from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 
 HEADER_FILE = "latents.json"
 _RECORDS_FILE, _KEYS_FILE, _SIZES_FILE = "latents.bin", "keys.bin", "sizes.bin"

@@ -12,7 +12,7 @@ from typing import BinaryIO, ClassVar
 from mmtrain.data.media.data_urls import decode_base64
 from mmtrain.data.media.nearest_name import show_path, suggest_existing
 from mmtrain.data.remote.locations import open_location
-from mmtrain.recipe.source_path import is_url
+from mmtrain.recipe.settings.source_path import is_url
 
 
 class NotAFileError(OSError):

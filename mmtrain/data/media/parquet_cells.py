@@ -19,7 +19,7 @@ from mmtrain.data.media.arrow_files import ARROW_SUFFIX, map_column
 from mmtrain.data.media.data_urls import decode_base64, find_embedded_media
 from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.data.remote.locations import Version, location_version, open_location
-from mmtrain.recipe.source_path import is_url
+from mmtrain.recipe.settings.source_path import is_url
 
 PARQUET_BATCH_ROWS = 1  # decoded at once: in a dictionary column a few bytes may stand for a large value in each row
 MAX_PARQUET_COLUMN_BYTES = 4 << 30  # of one column of a row group, decoded

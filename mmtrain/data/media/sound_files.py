@@ -21,7 +21,7 @@ from mmtrain.data.media.media_errors import media_errors
 from mmtrain.data.media.sound_lengths import classify_stated_length
 from mmtrain.data.optional_packages import require_package
 from mmtrain.errors import DataError
-from mmtrain.recipe.source_path import is_url
+from mmtrain.recipe.settings.source_path import is_url
 
 # Containers that hold their sound themselves: FFmpeg would follow playlists to any file and into the network.
 _CONTAINERS = (

@@ -14,8 +14,8 @@ from mmtrain.data.media.images import (
 )
 from mmtrain.data.media.latent_files import LatentHeader, LatentReader
 from mmtrain.data.media.media_bytes import Media
-from mmtrain.recipe.data_settings import DataSettings
-from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.data_settings import DataSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 
 
 class TargetImageReader:

@@ -23,7 +23,7 @@ from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.media.media_errors import media_errors
 from mmtrain.data.media.mp4_rotation import read_quarter_turns
 from mmtrain.data.optional_packages import require_package
-from mmtrain.recipe.data_settings import ImageSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
 
 # Containers that hold their frames themselves.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv"

@@ -25,9 +25,9 @@ from mmtrain.data.media.images import Uint8Array, load_rgb_images, patchify, rea
 from mmtrain.data.media.media_bytes import BadMediaError, Media, describe_changed
 from mmtrain.data.media.video import BadVideoError, load_video_frames, read_video_header
 from mmtrain.errors import DataError
-from mmtrain.recipe.data_settings import ImageSettings, VideoSettings
-from mmtrain.recipe.modalities import MediaKind
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings, VideoSettings
+from mmtrain.recipe.settings.modalities import MediaKind
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 
 def check_image_settings(vision: VisionSettings, image: ImageSettings) -> None:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from mmtrain.data.remote.block_cache import BlockCache
 from mmtrain.data.remote.remote_files import FileVersion, RemoteFiles
 from mmtrain.data.remote.remote_settings import RemoteSettings
-from mmtrain.recipe.source_path import is_url
+from mmtrain.recipe.settings.source_path import is_url
 
 BLOCK_BYTES = 1 << 20
 MAX_BLOCKS_PER_REQUEST = 16  # of files that are read from end to end

@@ -46,7 +46,7 @@ from mmtrain.data.service.protocol import (
 )
 from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.errors import DataError
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 _Job = tuple[bytes, int]  # trainer, step
 # When to probe the trainers after ZeroMQ has reported a broken connection: sending to it fails only a little later.

@@ -18,8 +18,8 @@ from mmtrain.data.loading.step_format import WireError, format_fingerprint, from
 from mmtrain.data.loading.worker_pool import StepFailure
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.errors import DataError
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.settings import select
+from mmtrain.recipe.settings.base import select
+from mmtrain.recipe.settings.schema import Recipe
 
 PINGS_PER_TIMEOUT = 4  # so that a lost or late one does not matter
 MIN_TIMEOUT_S = 0.1  # as `data.producer_timeout_s` allows

@@ -26,7 +26,7 @@ from mmtrain.balance.step_targets import LLM, SampleWork
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.stream.mixture_stream import MixtureStream
 from mmtrain.errors import DataError
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 Float64Array = npt.NDArray[np.float64]
 

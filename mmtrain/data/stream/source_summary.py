@@ -5,7 +5,7 @@ import numpy as np
 from mmtrain.balance.grouping.summary import SourceSummary
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.stream.group_stream import GroupStream
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 
 def summarize_sources(recipe: Recipe, index: DataIndex) -> list[SourceSummary]:

@@ -16,7 +16,7 @@ from typing import Any
 from mmtrain.data.formats.sample import AUDIO_MARK
 from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.errors import DataError
-from mmtrain.recipe.modalities import AUDIO
+from mmtrain.recipe.settings.modalities import AUDIO
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGITS_QUESTION = "What is said?"

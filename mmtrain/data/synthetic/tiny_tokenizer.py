@@ -7,7 +7,7 @@ from pathlib import Path
 from mmtrain.data.synthetic.byte_level_bpe import train_byte_level_bpe
 from mmtrain.families.family import Family
 from mmtrain.families.tiny import MEDIA_TOKENS, PAD_TOKEN, TINY_TOKENS, TINY_VOCAB_SIZE, TURN_END_TOKEN
-from mmtrain.recipe.modalities import MODALITIES, MediaKind
+from mmtrain.recipe.settings.modalities import MODALITIES, MediaKind
 
 # ChatML; a part of a content that is no text becomes the token of its medium.
 _TEMPLATE = """\

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mmtrain.data.text.chat_tokenizer import END_TOKEN, PAD_TOKEN, load_chat_vocabulary
 from mmtrain.families.folder_files import GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-from mmtrain.recipe.modalities import MODALITIES
+from mmtrain.recipe.settings.modalities import MODALITIES
 
 _TEMPLATE = """\
 {%- for message in messages -%}

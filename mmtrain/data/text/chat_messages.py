@@ -11,7 +11,7 @@ from mmtrain.data.formats.sample import MEDIA_ROLES, Turn, written_text
 from mmtrain.data.text.chat_template import PROBE, Message, Tools
 from mmtrain.data.text.opaque_text import FIRST_WHOLE
 from mmtrain.data.text.sample_tokenizer import BadConversationError
-from mmtrain.recipe.modalities import MediaKind
+from mmtrain.recipe.settings.modalities import MediaKind
 
 # Characters of the last private plane, which no text may hold: two for each character that starts a special token, and
 # those that `opaque_text` and `chat_template` mark with.

@@ -42,7 +42,7 @@ from mmtrain.data.text.sample_tokenizer import (
 from mmtrain.data.text.thoughts import ThoughtEnd
 from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError
-from mmtrain.recipe.modalities import GENERATOR, MODALITIES, VISION
+from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES, VISION
 
 PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"

@@ -13,8 +13,8 @@ from mmtrain.errors import DataError, ModelFolderError
 from mmtrain.families.family import Family
 from mmtrain.families.folder_files import CONFIG_FILE
 from mmtrain.families.model_folder import find_family
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.text_settings import SpecialTokenSettings
+from mmtrain.recipe.settings.schema import Recipe
+from mmtrain.recipe.settings.text_settings import SpecialTokenSettings
 
 
 def load_recipe_tokenizer(recipe: Recipe) -> SampleTokenizer:

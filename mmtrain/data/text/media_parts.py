@@ -9,7 +9,7 @@ from jinja2 import nodes
 
 from mmtrain.data.text.chat_template import PROBE, ChatTemplate, RenderError
 from mmtrain.families.media_markup import MediaMarkup
-from mmtrain.recipe.modalities import MODALITIES, MediaKind
+from mmtrain.recipe.settings.modalities import MODALITIES, MediaKind
 
 MediaPart = Mapping[str, Any]
 _QUESTION = f"{PROBE}question"

@@ -7,8 +7,8 @@ from typing import Protocol
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.formats.sample import Sample
 from mmtrain.data.text.greedy_settings import GreedySettings
-from mmtrain.recipe.generator_settings import GeneratorSettings
-from mmtrain.recipe.modalities import GENERATOR, MODALITIES
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES
 
 IGNORE_INDEX = -100  # label of positions that do not count in the loss, as in torch's cross_entropy
 

@@ -10,7 +10,7 @@ from mmtrain.data.text.media_parts import KindFacts, MediaProber
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder
 from mmtrain.errors import DataError
 from mmtrain.families.media_markup import Markups, MediaMarkup
-from mmtrain.recipe.modalities import MediaKind
+from mmtrain.recipe.settings.modalities import MediaKind
 
 _QUESTIONS = (f"{PROBE}first question", f"{PROBE}second question")
 _ANSWERS = (f"{PROBE}first answer", f"{PROBE}second answer")

@@ -42,8 +42,8 @@ from mmtrain.data.text.tokenizer_folder import TokenizerFolder, read_tokenizer_f
 from mmtrain.data.text.turn_tokens import find_turn_tokens
 from mmtrain.errors import DataError
 from mmtrain.families.media_markup import Markups, MediaMarkup
-from mmtrain.recipe.modalities import MODALITIES, MediaKind
-from mmtrain.recipe.text_settings import SpecialTokensAllowed, SpecialTokenSettings
+from mmtrain.recipe.settings.modalities import MODALITIES, MediaKind
+from mmtrain.recipe.settings.text_settings import SpecialTokensAllowed, SpecialTokenSettings
 
 BoolArray = NDArray[np.bool_]
 DEFAULT_SPECIAL_TOKENS = SpecialTokenSettings()

@@ -28,7 +28,7 @@ from mmtrain.families.folder_files import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
 )
-from mmtrain.recipe.modalities import MediaKind
+from mmtrain.recipe.settings.modalities import MediaKind
 
 # What transformers 5 gives to templates. Other tokens that a folder names, such as that of images, are not defined.
 _TEMPLATE_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))

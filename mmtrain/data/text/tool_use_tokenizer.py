@@ -9,7 +9,7 @@ from mmtrain.data.text.sample_tokenizer import BadConversationError, EncodedSamp
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder
 from mmtrain.errors import DataError
-from mmtrain.recipe.text_settings import SpecialTokenSettings
+from mmtrain.recipe.settings.text_settings import SpecialTokenSettings
 
 # What the template for tools is probed with. Such templates go through the properties of the parameters.
 _PROBE_PARAMETERS: dict[str, Any] = {

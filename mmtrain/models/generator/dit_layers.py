@@ -17,7 +17,7 @@ from mmtrain.models.generator.generator_input import GeneratorContext, Generator
 from mmtrain.models.generator.timestep_features import position_table, timestep_features
 from mmtrain.models.kernels.activations import activate
 from mmtrain.models.layer_shape import NUM_MODULATION_VECTORS, LayerShape
-from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory

@@ -14,7 +14,7 @@ from mmtrain.models.generator.unet_layers import (
     UnetUp,
 )
 from mmtrain.models.layer_shape import LayerShape
-from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory

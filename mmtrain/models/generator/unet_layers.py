@@ -19,7 +19,7 @@ from mmtrain.models.generator.generator_input import GeneratorContext, Generator
 from mmtrain.models.generator.timestep_features import timestep_features
 from mmtrain.models.kernels.activations import activate_gated
 from mmtrain.models.layer_shape import LayerShape
-from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory

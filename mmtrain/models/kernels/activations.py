@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mmtrain.models.kernels import liger
-from mmtrain.recipe.encoder_settings import Activation
+from mmtrain.recipe.settings.encoder_settings import Activation
 
 _QUICK_GELU_SCALE = 1.702
 

@@ -42,7 +42,7 @@ from mmtrain.models.megatron.block_segments import run_block
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear, add_adapter
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.packed_sequences import PackedSequences
-from mmtrain.recipe.encoder_settings import Activation
+from mmtrain.recipe.settings.encoder_settings import Activation
 
 _ONE_TOKEN = PackedSequences(SequenceLayout((1,)))  # keeps its tables, so that they come to a device once
 

@@ -23,7 +23,7 @@ from mmtrain.models.megatron.compat import no_cuda_graphs, optimizer_scope, para
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.named_shards import MOMENTS, NamedShard
 from mmtrain.models.parameter_specs import ParamSpec, WeightSource
-from mmtrain.recipe.train_settings import OptimizerSettings
+from mmtrain.recipe.settings.train_settings import OptimizerSettings
 
 
 @dataclasses.dataclass(frozen=True)

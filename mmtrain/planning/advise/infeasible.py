@@ -9,9 +9,9 @@ from mmtrain.planning.colocated.colocated_search import has_colocated_meshes
 from mmtrain.planning.search.mesh_enumeration import has_pipelined_meshes, has_replicated_mesh
 from mmtrain.planning.space.constraints import UnitChoices, format_sizes
 from mmtrain.program.ir.graph import LLM
-from mmtrain.recipe.modalities import dotted_unit
-from mmtrain.recipe.parallel_settings import ParallelSettings, UnitParallel
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.modalities import dotted_unit
+from mmtrain.recipe.settings.parallel_settings import ParallelSettings, UnitParallel
+from mmtrain.recipe.settings.schema import Recipe
 
 MAX_RANK_COUNT_DISTANCE = 64  # ranks more or fewer up to which other numbers of ranks are suggested
 MAX_CLASHING_SETTINGS = 3  # settings that are named together; more would hardly help

@@ -10,7 +10,7 @@ from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.search.replicated import enumerate_replicated, fit_replicated, shard_sizes
 from mmtrain.planning.space.candidate import Candidate
 from mmtrain.planning.space.problem import PlanningProblem
-from mmtrain.recipe.modalities import dotted_unit
+from mmtrain.recipe.settings.modalities import dotted_unit
 
 PLACEMENT: Placement = "replicated"
 

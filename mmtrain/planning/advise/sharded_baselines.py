@@ -12,7 +12,7 @@ from mmtrain.planning.search.mesh_enumeration import has_replicated_mesh
 from mmtrain.planning.search.replicated import fit_replicated
 from mmtrain.planning.space.batch_split import num_microbatches_of
 from mmtrain.planning.space.candidate import Candidate, MeshAssignment
-from mmtrain.recipe.parallel_settings import ParallelSettings
+from mmtrain.recipe.settings.parallel_settings import ParallelSettings
 
 FSDP_BASELINE, DDP_BASELINE = "fsdp", "ddp"
 SHARDED_RULES: Mapping[str, str] = {

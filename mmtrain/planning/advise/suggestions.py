@@ -25,10 +25,10 @@ from mmtrain.planning.space.problem import PlanningProblem
 from mmtrain.planning.space.sample_batches import sample_batches
 from mmtrain.program.ir.graph import LLM
 from mmtrain.program.schedules.builder import in_flight_microbatches
-from mmtrain.recipe.cross_checks import CHECKS
-from mmtrain.recipe.modalities import dotted_unit
+from mmtrain.recipe.checks.cross_checks import CHECKS
 from mmtrain.recipe.raw_tree import KeyPath
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.modalities import dotted_unit
+from mmtrain.recipe.settings.schema import Recipe
 
 
 def suggest_changes(evaluator: Evaluator, results: SearchResults) -> list[str]:

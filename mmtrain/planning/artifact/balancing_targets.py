@@ -15,7 +15,7 @@ from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.planning.artifact.plan_precision import plan_precision
 from mmtrain.planning.artifact.schedule_table import build_schedule_table, is_single_chain
 from mmtrain.program.ir.graph import LLM, Stage, StageGraph, StageId
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 TYPICAL_FILL_RATIO = 0.98  # tokens of a typical LLM microbatch over `data.seq_len`
 # Integer cost of a typical microbatch on the busiest rank: sums over a step stay below 2^53, so they are exact.

@@ -8,7 +8,7 @@ from mmtrain.models.model_shape import ModelShape
 from mmtrain.planning.artifact.plan import Placement, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
-from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.recipe.settings.modalities import GENERATOR
 
 NO_LAYERS: Mapping[str, Collection[int]] = {}
 

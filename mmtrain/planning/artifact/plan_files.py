@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.plan import PLAN_VERSION, Plan
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 REPLAN_HINT = "make a new one with `mmtrain plan`"
 

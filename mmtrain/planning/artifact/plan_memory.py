@@ -15,7 +15,7 @@ from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.planning.artifact.plan_precision import plan_precision
 from mmtrain.program.ir.graph import LLM, StageGraph
 from mmtrain.program.verify.check import MemoryLimit
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 REMEDIES = {  # by kind of memory that needs most
     "parameters": "more tp or pp of the unit",

@@ -3,7 +3,7 @@
 from mmtrain.costs import machine_for, precision_for
 from mmtrain.costs.hardware import Precision
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 
 def plan_precision(plan: Plan, recipe: Recipe) -> Precision:

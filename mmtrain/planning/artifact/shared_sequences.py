@@ -3,9 +3,9 @@
 from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program.ir.graph import LLM
-from mmtrain.recipe.context_checks import check_context_parallelism
-from mmtrain.recipe.parallel_settings import LlmParallel
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.checks.context_checks import check_context_parallelism
+from mmtrain.recipe.settings.parallel_settings import LlmParallel
+from mmtrain.recipe.settings.schema import Recipe
 
 
 def require_shareable(plan: Plan, recipe: Recipe) -> None:

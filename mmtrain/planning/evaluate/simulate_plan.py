@@ -8,7 +8,7 @@ from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.planning.artifact.plan_precision import plan_precision
 from mmtrain.program import ModelTiming, Timeline, build_program, simulate, step_loads
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 
 def simulate_plan(recipe: Recipe, plan: Plan, batch: BatchMeta) -> Timeline:

@@ -25,7 +25,7 @@ from mmtrain.planning.space.candidate import Candidate, MeshAssignment, Rejected
 from mmtrain.planning.space.problem import PlanningProblem
 from mmtrain.planning.space.search_progress import Progress
 from mmtrain.program.ir.graph import LLM, DispatchMode
-from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.recipe.settings.modalities import GENERATOR
 
 
 class ReplicatedStrategy:

@@ -10,10 +10,10 @@ from mmtrain.models.model_shape import ModelShape, UnitShape
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget
 from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences
-from mmtrain.recipe.context_checks import context_methods
-from mmtrain.recipe.modalities import dotted_unit, other_units
-from mmtrain.recipe.parallel_settings import ParallelSettings, UnitParallel
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.checks.context_checks import context_methods
+from mmtrain.recipe.settings.modalities import dotted_unit, other_units
+from mmtrain.recipe.settings.parallel_settings import ParallelSettings, UnitParallel
+from mmtrain.recipe.settings.schema import Recipe
 
 _SETTINGS = ("tp", "pp", "dp", "vpp", "num_microbatches")
 RecomputeMode = Literal["none", "all", "auto"]  # what the recipe says of a unit

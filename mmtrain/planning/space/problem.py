@@ -11,7 +11,7 @@ from mmtrain.planning.space.allocation_watch import AllocationWatch
 from mmtrain.planning.space.constraints import RecomputeMode, SequenceParallelSetting, TpOverlapSetting, UnitChoices
 from mmtrain.planning.space.sample_batches import SampledBatches
 from mmtrain.planning.space.search_progress import Progress
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 MeasureStep = Callable[[Plan], StepMeasurement]  # runs a few steps of a plan
 

@@ -6,7 +6,7 @@ from mmtrain.costs import preset
 from mmtrain.errors import UserError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.planning.space.constraints import unit_choices
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 
 def sizes_to_measure(

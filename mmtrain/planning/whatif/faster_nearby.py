@@ -14,7 +14,7 @@ from mmtrain.planning.layer_costs.tp_chunks import with_token_splits
 from mmtrain.planning.planner import run_strategies
 from mmtrain.planning.space.budget import QUICK_BUDGET
 from mmtrain.planning.space.problem import PlanRequest
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 MIN_GAIN = 1.1  # in tokens/s, below which there is no hint
 MAX_BATCH_CHANGE = 0.1  # share of the global batch by which another one may differ

@@ -11,7 +11,7 @@ from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.planner import plan as search_plan
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.planning.space.sample_batches import SampledBatches
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 
 def plan_again(recipe: Recipe, lengths: SampleLengths, *, present: Plan, costs: Path, can_shard: bool = True) -> Plan:

@@ -9,8 +9,8 @@ from mmtrain.planning.planner import search_placements
 from mmtrain.planning.space.budget import QUICK_BUDGET
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.program.ir.graph import LLM
-from mmtrain.recipe.parallel_settings import ParallelSettings
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.parallel_settings import ParallelSettings
+from mmtrain.recipe.settings.schema import Recipe
 
 
 def with_text_only(plan: Plan, recipe: Recipe, lengths: SampleLengths) -> Plan:

@@ -41,8 +41,8 @@ from mmtrain.models.stage_inputs import TextInput
 from mmtrain.models.stage_module import StageModule
 from mmtrain.program import LLM, Microbatch
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.generator_settings import GeneratorSettings
-from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.runtime.evaluation.qa_eval import batch_by_length
 from mmtrain.runtime.execution.noisy_images import (
     HALF_RANGE,

@@ -26,7 +26,7 @@ from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationErro
 from mmtrain.errors import DataError, UserError
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.modalities import GENERATOR, VISION
+from mmtrain.recipe.settings.modalities import GENERATOR, VISION
 from mmtrain.runtime.evaluation.generate import GreedyGenerator
 from mmtrain.runtime.execution.activity import ANSWERING
 from mmtrain.runtime.execution.rank_context import RankContext

@@ -9,7 +9,7 @@ from mmtrain.data import Quarantined
 from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.errors import UserError
 from mmtrain.models.stage_module import StageModule
-from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from mmtrain.report.drawing_result import BucketLoss, DrawingResult
 from mmtrain.runtime.evaluation.drawer import (
     NUM_LOSS_BUCKETS,

@@ -25,7 +25,7 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.planning.artifact.plan import Plan, UnitPlan
 from mmtrain.planning.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe, recipe_fingerprint
-from mmtrain.recipe.parallel_settings import LlmParallel, ParallelSettings
+from mmtrain.recipe.settings.parallel_settings import LlmParallel, ParallelSettings
 from mmtrain.report.evaluation_result import MEDIA_KINDS, AnsweredQuestion, EvaluationResult, TemplateScore
 from mmtrain.runtime.evaluation.drawer import Drawer
 from mmtrain.runtime.evaluation.generate import load_generator

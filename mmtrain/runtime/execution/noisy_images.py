@@ -22,8 +22,8 @@ from mmtrain.models.generator.noise_schedules import (
     prediction_target,
 )
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.generator_settings import GeneratorSettings
-from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.modalities import GENERATOR
 
 HALF_RANGE = 127.5  # of a byte: pixels become numbers from -1 to 1, as noise schedules assume
 _SCHEDULES = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmtrain.models.clip_factors import ClipFactors, clip_factors
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.parameter_specs import WeightSource
-from mmtrain.recipe.train_settings import OptimizerSettings
+from mmtrain.recipe.settings.train_settings import OptimizerSettings
 from mmtrain.runtime.world import World
 
 

@@ -20,8 +20,8 @@ from mmtrain.models.stage_inputs import EncoderInput, RowMix, TextInput, UnitInp
 from mmtrain.models.stage_module import StageModule
 from mmtrain.program import LLM, Microbatch, UnitMesh
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.data_settings import ImageSettings
-from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.recipe.settings.data_settings import ImageSettings
+from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.runtime.execution.broker import RouteRows
 from mmtrain.runtime.execution.context_inputs import context_share
 from mmtrain.runtime.execution.executor import StepInput

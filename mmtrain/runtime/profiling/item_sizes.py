@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from mmtrain.data.media.aspect_buckets import drawing_sizes
-from mmtrain.recipe.audio_settings import LOG_MEL_FRAMES_PER_SECOND, AudioSettings
-from mmtrain.recipe.data_settings import DataSettings
-from mmtrain.recipe.generator_settings import GeneratorSettings
-from mmtrain.recipe.modalities import GENERATOR
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.audio_settings import LOG_MEL_FRAMES_PER_SECOND, AudioSettings
+from mmtrain.recipe.settings.data_settings import DataSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.modalities import GENERATOR
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 NUM_SYNTHETIC_ITEMS = 64  # items of a recipe without data
 SMALLEST_SYNTHETIC_SHARE = 0.25  # of the largest item that the recipe allows

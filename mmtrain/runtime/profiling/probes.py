@@ -15,9 +15,9 @@ from mmtrain.models.generator.generator_input import GeneratorInput
 from mmtrain.models.generator.noise_schedules import DiffusionSchedule
 from mmtrain.models.model_shape import UnitShape
 from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
-from mmtrain.recipe.modalities import GENERATOR
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.settings import Section
+from mmtrain.recipe.settings.base import Section
+from mmtrain.recipe.settings.modalities import GENERATOR
+from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.runtime.profiling.item_sizes import ITEM_SIZES, ItemSize, synthetic_shares
 
 NUM_FITTED_LOADS = 5  # numbers of tokens, each twice the one before

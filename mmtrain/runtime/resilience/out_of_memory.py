@@ -15,7 +15,7 @@ from mmtrain.data import DataIndex, StepData
 from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.errors import RunError
 from mmtrain.program import LLM, Action, Compute, Microbatch
-from mmtrain.recipe.modalities import dotted_unit
+from mmtrain.recipe.settings.modalities import dotted_unit
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.world import World
 

@@ -2,7 +2,7 @@
 
 import math
 
-from mmtrain.recipe.train_settings import OptimizerSettings
+from mmtrain.recipe.settings.train_settings import OptimizerSettings
 
 
 def learning_rate(settings: OptimizerSettings, step: int, num_steps: int) -> float:

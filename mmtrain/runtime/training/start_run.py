@@ -28,7 +28,7 @@ from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.artifact.data_drift import describe_data_drift
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.recipe import Recipe, dump_recipe
-from mmtrain.recipe.settings import POSITION_KEY, select_for_saving
+from mmtrain.recipe.settings.base import POSITION_KEY, select_for_saving
 from mmtrain.runtime.execution.attention_choice import AttentionChoice
 from mmtrain.runtime.execution.checkpointing import restore_checkpoint
 from mmtrain.runtime.execution.rank_context import RankContext

@@ -28,7 +28,7 @@ from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import stream_position
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.program import LLM, ModelTiming, Stage, StepLoads
-from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.report import StepMetrics, TimeSplit
 from mmtrain.report.metrics_record import DispatchMetrics, EdgeMetrics, SourceMetrics
 from mmtrain.runtime.execution.executor import StepOutcome

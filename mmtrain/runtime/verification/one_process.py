@@ -13,7 +13,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.stage_module import StageSpec
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.runtime.execution.unit_inputs import unit_inputs
 
 LoadSample = Callable[[int], StepData]  # sample id -> the input of all units, with the sample as the only microbatch

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mmtrain.recipe.encoder_settings import EncoderSettings
-from mmtrain.recipe.llm_settings import LlmSettings
-from mmtrain.recipe.model_settings import ModelSettings
+from mmtrain.recipe.settings.encoder_settings import EncoderSettings
+from mmtrain.recipe.settings.llm_settings import LlmSettings
+from mmtrain.recipe.settings.model_settings import ModelSettings
 
 FFN_PER_RANK = 16  # features of an MLP's hidden layer on each rank of a TP group
 HEAD_DIM = 8

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mmtrain.models.generator.generator_input import GeneratorInput, GeneratorState
 from mmtrain.models.generator_shapes import generator_layers
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from tests.distributed import run_ranks
 from tests.models.generator.tiny import DIT, LLM_HIDDEN, build, run
 

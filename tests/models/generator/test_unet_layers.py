@@ -10,8 +10,8 @@ from mmtrain.costs import layer_arithmetic
 from mmtrain.errors import DataError
 from mmtrain.models.generator.generator_input import GeneratorInput, GeneratorState
 from mmtrain.models.generator_shapes import generator_layers, generator_parameters
-from mmtrain.recipe.generator_settings import GeneratorSettings
-from mmtrain.recipe.presets import GENERATOR_PRESETS
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.presets import GENERATOR_PRESETS
 from tests.models.generator.tiny import (
     LLM_HIDDEN,
     UNET,

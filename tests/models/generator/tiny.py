@@ -13,7 +13,7 @@ from mmtrain.models.generator.layer_modules import build_generator_layer
 from mmtrain.models.generator_shapes import generator_layers
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.megatron import LayerFactory, ParallelGroups, prepare_megatron
-from mmtrain.recipe.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 
 CPU = torch.device("cpu")
 LLM_HIDDEN = 24

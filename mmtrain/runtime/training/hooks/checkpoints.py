@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mmtrain.errors import CheckpointError, RunError
-from mmtrain.recipe.train_settings import CheckpointSettings
+from mmtrain.recipe.settings.train_settings import CheckpointSettings
 from mmtrain.runtime.execution.activity import SAVING, Activity
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver
 from mmtrain.runtime.training.run_records import RunRecords

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mmtrain.balance import Grouping
 from mmtrain.data import BadSampleTracker, BatchBuilder, build_index, validation_batches
-from mmtrain.recipe.modalities import GENERATOR
+from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher

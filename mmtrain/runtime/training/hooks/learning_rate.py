@@ -1,6 +1,6 @@
 """Set the learning rate of each step."""
 
-from mmtrain.recipe.train_settings import OptimizerSettings
+from mmtrain.recipe.settings.train_settings import OptimizerSettings
 from mmtrain.runtime.training.lr_schedule import learning_rate
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mmtrain.recipe.settings import NOTHING, PositiveInt, Section, setting
+from mmtrain.recipe.settings.base import NOTHING, PositiveInt, Section, setting
 
 
 class UnitParallel(Section):

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from mmtrain.errors import RecipeError
 from mmtrain.families.hub_models import is_model_of_hub
-from mmtrain.recipe.apply_model_folder import AUTOENCODER_SETTING, apply_model_folders, is_folder_setting
-from mmtrain.recipe.apply_presets import apply_presets
-from mmtrain.recipe.cross_checks import CHECKS
-from mmtrain.recipe.energon_blends import apply_blends
+from mmtrain.recipe.checks.cross_checks import CHECKS
+from mmtrain.recipe.loading.apply_model_folder import AUTOENCODER_SETTING, apply_model_folders, is_folder_setting
+from mmtrain.recipe.loading.apply_presets import apply_presets
+from mmtrain.recipe.loading.energon_blends import apply_blends
+from mmtrain.recipe.loading.stages import chosen_stage, is_about_stages, lay_stage_over, stage_names
+from mmtrain.recipe.loading.strict_yaml import parse_yaml
+from mmtrain.recipe.loading.validation import validate
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, dotted_path, iter_nodes, merge_trees, set_node
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.source_path import is_url
-from mmtrain.recipe.stages import chosen_stage, is_about_stages, lay_stage_over, stage_names
-from mmtrain.recipe.strict_yaml import parse_yaml
-from mmtrain.recipe.validation import validate
+from mmtrain.recipe.settings.schema import Recipe
+from mmtrain.recipe.settings.source_path import is_url
 
 _COST_TABLE = ("cluster", "costs")
 _SOURCE_SETTINGS = tuple(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 
 def require_runnable(recipe: Recipe, command: str) -> None:

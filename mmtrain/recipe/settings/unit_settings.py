@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mmtrain.recipe.settings import PositiveInt, Section, setting
+from mmtrain.recipe.settings.base import PositiveInt, Section, setting
 
 PRESET_DESCRIPTION = "Name of a published model. Its settings are used for all that the recipe does not set itself."
 

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mmtrain.recipe.presets import LlmPreset
-from mmtrain.recipe.settings import PositiveInt, Section, setting
-from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION, UnitSettings
+from mmtrain.recipe.settings.base import PositiveInt, Section, setting
+from mmtrain.recipe.settings.presets import LlmPreset
+from mmtrain.recipe.settings.unit_settings import PRESET_DESCRIPTION, UnitSettings
 
 
 class RopeScalingSettings(Section):

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mmtrain.recipe.settings import NOTHING, PositiveFloat, PositiveInt, Section, setting
+from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Section, setting
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from mmtrain.recipe.data_settings import DataSettings
-from mmtrain.recipe.model_settings import ModelSettings
-from mmtrain.recipe.parallel_settings import ClusterSettings, ParallelSettings
-from mmtrain.recipe.settings import NOTHING, Section, setting
-from mmtrain.recipe.train_settings import TrainSettings
+from mmtrain.recipe.settings.base import NOTHING, Section, setting
+from mmtrain.recipe.settings.data_settings import DataSettings
+from mmtrain.recipe.settings.model_settings import ModelSettings
+from mmtrain.recipe.settings.parallel_settings import ClusterSettings, ParallelSettings
+from mmtrain.recipe.settings.train_settings import TrainSettings
 
 
 class Recipe(Section):

@@ -11,11 +11,11 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from mmtrain.recipe import json_schema
-from mmtrain.recipe.other_trainers import name_here
+from mmtrain.recipe.loading import json_schema
+from mmtrain.recipe.loading.other_trainers import name_here
 from mmtrain.recipe.raw_tree import KeyPath, Node, Problem, dotted_path, nearest_node, to_plain
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.settings import Section, holds_named_sections, named_section_type, section_types
+from mmtrain.recipe.settings.base import Section, holds_named_sections, named_section_type, section_types
+from mmtrain.recipe.settings.schema import Recipe
 
 PydanticError = dict[str, Any]  # one entry of `ValidationError.errors()`
 

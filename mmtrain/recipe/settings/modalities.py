@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mmtrain.recipe.audio_settings import AudioSettings
-from mmtrain.recipe.encoder_settings import EncoderSettings
-from mmtrain.recipe.model_settings import ModelSettings
-from mmtrain.recipe.presets import AUDIO_PRESETS, VISION_PRESETS, ModelPreset
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.audio_settings import AudioSettings
+from mmtrain.recipe.settings.encoder_settings import EncoderSettings
+from mmtrain.recipe.settings.model_settings import ModelSettings
+from mmtrain.recipe.settings.presets import AUDIO_PRESETS, VISION_PRESETS, ModelPreset
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 MediaKind = Literal["image", "video", "audio"]  # what a sample may hold besides text
 

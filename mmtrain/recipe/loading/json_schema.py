@@ -5,8 +5,7 @@ from functools import cache
 from typing import Any
 
 from mmtrain.recipe.raw_tree import KeyPath
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.settings import (
+from mmtrain.recipe.settings.base import (
     ADDED_KEY,
     AFFECTS_KEY,
     FORMERLY_KEY,
@@ -15,6 +14,7 @@ from mmtrain.recipe.settings import (
     holds_named_sections,
     section_types,
 )
+from mmtrain.recipe.settings.schema import Recipe
 
 JsonSchema = dict[str, Any]
 _INTERPOLATED = {"type": "string", "pattern": r"\$\{env:"}

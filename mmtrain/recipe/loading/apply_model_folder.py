@@ -9,8 +9,8 @@ from mmtrain.families import CONFIG_FILE, read_model_folder
 from mmtrain.families.diffusers_vae import AUTOENCODER, latent_settings
 from mmtrain.families.folder_files import SLOW_TOKENIZER_FILES, TOKENIZER_FILE
 from mmtrain.families.hub_models import fetch_config, is_hub_name
-from mmtrain.recipe.modalities import MODALITIES
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, node_at, set_node, to_node, to_plain
+from mmtrain.recipe.settings.modalities import MODALITIES
 
 FOLDER_SETTING = ("model", "hf")
 AUTOENCODER_SETTING = ("model", "generator", "vae")

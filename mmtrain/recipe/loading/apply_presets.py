@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from mmtrain.recipe.modalities import MODALITIES
-from mmtrain.recipe.presets import GENERATOR_PRESETS, LLM_PRESETS, ModelPreset
 from mmtrain.recipe.raw_tree import Node, node_at, set_node, to_node
+from mmtrain.recipe.settings.modalities import MODALITIES
+from mmtrain.recipe.settings.presets import GENERATOR_PRESETS, LLM_PRESETS, ModelPreset
 
 
 def presets_by_unit() -> dict[str, Mapping[str, ModelPreset]]:

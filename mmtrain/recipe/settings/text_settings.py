@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from mmtrain.recipe.settings import Section, setting
+from mmtrain.recipe.settings.base import Section, setting
 
 SpecialTokensAllowed = Literal["all", "inline", "none"]
 

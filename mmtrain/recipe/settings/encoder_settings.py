@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from mmtrain.recipe.settings import PositiveInt, Section, setting
-from mmtrain.recipe.unit_settings import UnitSettings
+from mmtrain.recipe.settings.base import PositiveInt, Section, setting
+from mmtrain.recipe.settings.unit_settings import UnitSettings
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]  # that MLPs are built with
 
@@ -51,7 +51,7 @@ class EncoderSettings(UnitSettings):
     below say how many tokens of the encoder, and how many features for the LLM, such an item becomes.
     """
 
-    # A key of `mmtrain.recipe.modalities.MODALITIES`. Another one brings other settings, which declare their effects.
+    # A key of `settings.modalities.MODALITIES`. Another one brings other settings, which declare their effects.
     modality: str
     heads: PositiveInt = setting(
         affects={"plan", "steps", "resume"}, description="Attention heads. Must divide `hidden`."

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from itertools import product
 from operator import itemgetter
 
-from mmtrain.recipe.encoder_settings import EncoderSettings
-from mmtrain.recipe.llm_settings import LlmSettings
-from mmtrain.recipe.modalities import MODALITIES, dotted_unit, other_units, unit_path
-from mmtrain.recipe.parallel_settings import UnitParallel
 from mmtrain.recipe.raw_tree import Problem
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.encoder_settings import EncoderSettings
+from mmtrain.recipe.settings.llm_settings import LlmSettings
+from mmtrain.recipe.settings.modalities import MODALITIES, dotted_unit, other_units, unit_path
+from mmtrain.recipe.settings.parallel_settings import UnitParallel
+from mmtrain.recipe.settings.schema import Recipe
 
 NUM_END_LAYERS = 2  # layers of a unit besides its blocks: embedding, and head or projector
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Mapping
 from math import isqrt
 from typing import cast
 
-from mmtrain.recipe.audio_settings import LOG_MEL_FRAMES_PER_SECOND, AudioSettings
-from mmtrain.recipe.modalities import dotted_unit, unit_path
 from mmtrain.recipe.raw_tree import Problem
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.audio_settings import LOG_MEL_FRAMES_PER_SECOND, AudioSettings
+from mmtrain.recipe.settings.modalities import dotted_unit, unit_path
+from mmtrain.recipe.settings.schema import Recipe
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 
 def check_image_size(recipe: Recipe) -> Iterator[Problem]:

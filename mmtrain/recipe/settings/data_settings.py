@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mmtrain.recipe.settings import NOTHING, PositiveFloat, PositiveInt, Section, setting
-from mmtrain.recipe.source_path import SourcePath
-from mmtrain.recipe.text_settings import SpecialTokenSettings
+from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Section, setting
+from mmtrain.recipe.settings.source_path import SourcePath
+from mmtrain.recipe.settings.text_settings import SpecialTokenSettings
 
 Share = Annotated[float, Field(ge=0, le=1)]
 StepNumber = Annotated[int, Field(ge=0)]

@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from mmtrain.recipe.encoder_settings import MODALITY_DESCRIPTION, Activation, EncoderSettings
-from mmtrain.recipe.presets import VisionPreset
-from mmtrain.recipe.settings import NOTHING, PositiveFloat, PositiveInt, setting
-from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION
+from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, setting
+from mmtrain.recipe.settings.encoder_settings import MODALITY_DESCRIPTION, Activation, EncoderSettings
+from mmtrain.recipe.settings.presets import VisionPreset
+from mmtrain.recipe.settings.unit_settings import PRESET_DESCRIPTION
 
 _MIN_SHRINKAGE = 1.1  # of a side of a joined picture (`transformers`)
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from mmtrain.recipe.modalities import unit_path
 from mmtrain.recipe.raw_tree import Problem
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.modalities import unit_path
+from mmtrain.recipe.settings.schema import Recipe
 
 
 def check_offload(recipe: Recipe) -> Iterator[Problem]:

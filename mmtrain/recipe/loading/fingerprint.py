@@ -4,9 +4,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from mmtrain.recipe import strict_yaml
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.settings import select_for_saving
+from mmtrain.recipe.loading import strict_yaml
+from mmtrain.recipe.settings.base import select_for_saving
+from mmtrain.recipe.settings.schema import Recipe
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from mmtrain.recipe.raw_tree import Problem
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.schema import Recipe
 
 _PATH = ("parallel", "llm")
 

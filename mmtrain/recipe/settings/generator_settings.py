@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mmtrain.recipe.presets import GeneratorPreset
-from mmtrain.recipe.settings import PositiveFloat, PositiveInt, Section, setting
-from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION
+from mmtrain.recipe.settings.base import PositiveFloat, PositiveInt, Section, setting
+from mmtrain.recipe.settings.presets import GeneratorPreset
+from mmtrain.recipe.settings.unit_settings import PRESET_DESCRIPTION
 
 NUM_PIXEL_CHANNELS = 3  # of an image in RGB
 _FEATURES_OF_POSITION = 4  # sine and cosine of row and of column

@@ -9,13 +9,10 @@ from functools import wraps
 from pathlib import Path
 from typing import TypeAlias
 
-from mmtrain.recipe.context_checks import check_context_parallelism
-from mmtrain.recipe.data_settings import is_lengths_source
-from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
-from mmtrain.recipe.generator_settings import NUM_PIXEL_CHANNELS, GeneratorSettings
-from mmtrain.recipe.modalities import GENERATOR, dotted_unit, unit_path
-from mmtrain.recipe.offload_checks import check_offload
-from mmtrain.recipe.parallel_checks import (
+from mmtrain.recipe.checks.context_checks import check_context_parallelism
+from mmtrain.recipe.checks.encoder_checks import ENCODER_CHECKS
+from mmtrain.recipe.checks.offload_checks import check_offload
+from mmtrain.recipe.checks.parallel_checks import (
     NUM_END_LAYERS,
     check_cluster_size,
     check_encoder_parallelism,
@@ -28,9 +25,12 @@ from mmtrain.recipe.parallel_checks import (
     check_placement,
     check_tp,
 )
+from mmtrain.recipe.checks.share_checks import check_shares
 from mmtrain.recipe.raw_tree import KeyPath, Problem
-from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.share_checks import check_shares
+from mmtrain.recipe.settings.data_settings import is_lengths_source
+from mmtrain.recipe.settings.generator_settings import NUM_PIXEL_CHANNELS, GeneratorSettings
+from mmtrain.recipe.settings.modalities import GENERATOR, dotted_unit, unit_path
+from mmtrain.recipe.settings.schema import Recipe
 
 Check: TypeAlias = Callable[[Recipe], Iterator[Problem]]
 

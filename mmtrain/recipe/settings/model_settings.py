@@ -6,12 +6,12 @@ from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from mmtrain.recipe.audio_settings import AudioSettings
-from mmtrain.recipe.encoder_settings import EncoderSettings
-from mmtrain.recipe.generator_settings import GeneratorSettings
-from mmtrain.recipe.llm_settings import LlmSettings
-from mmtrain.recipe.settings import Section, holds_named_sections, section_types, setting
-from mmtrain.recipe.vision_settings import VisionSettings
+from mmtrain.recipe.settings.audio_settings import AudioSettings
+from mmtrain.recipe.settings.base import Section, holds_named_sections, section_types, setting
+from mmtrain.recipe.settings.encoder_settings import EncoderSettings
+from mmtrain.recipe.settings.generator_settings import GeneratorSettings
+from mmtrain.recipe.settings.llm_settings import LlmSettings
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 STATED_LENGTHS_COLUMNS = ("count", "text")  # columns of `data.index.stated_lengths` that belong to no unit
 

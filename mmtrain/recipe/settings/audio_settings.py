@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from mmtrain.recipe.encoder_settings import MODALITY_DESCRIPTION, EncoderSettings
-from mmtrain.recipe.presets import AudioPreset
-from mmtrain.recipe.settings import NOTHING, PositiveInt, setting
-from mmtrain.recipe.unit_settings import PRESET_DESCRIPTION
+from mmtrain.recipe.settings.base import NOTHING, PositiveInt, setting
+from mmtrain.recipe.settings.encoder_settings import MODALITY_DESCRIPTION, EncoderSettings
+from mmtrain.recipe.settings.presets import AudioPreset
+from mmtrain.recipe.settings.unit_settings import PRESET_DESCRIPTION
 
 LOG_MEL_FRAMES_PER_SECOND = 100  # one frame every 10 ms, as in Whisper
 

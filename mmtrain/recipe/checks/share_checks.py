@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from math import isclose
 
-from mmtrain.recipe.data_settings import share_schedule
 from mmtrain.recipe.raw_tree import KeyPath, Problem
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings.data_settings import share_schedule
+from mmtrain.recipe.settings.schema import Recipe
 
 MAX_SUM_ERROR = 1e-3  # of shares: 0.333 three times adds up to 1
 
