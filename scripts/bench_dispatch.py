@@ -44,7 +44,7 @@ from mmtrain.data import GroupStream
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import build_encoder_payload, build_text_payload
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, EncodedSample
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.artifact.plan_graph import stage_graph

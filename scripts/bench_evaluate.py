@@ -17,7 +17,7 @@ import torch
 
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import ChatTokenizer, build_index
-from mmtrain.models.model_shape import ModelShape, build_model_shape
+from mmtrain.models.shapes.model_shape import ModelShape, build_model_shape
 from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import load_recipe
 from mmtrain.runtime.evaluation.generate import load_generator

@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 from mmtrain.families import FAMILIES, read_model_folder
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.parameter_specs import stage_param_specs
-from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.models.optim.parameter_specs import stage_param_specs
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave

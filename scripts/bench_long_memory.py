@@ -27,12 +27,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mmtrain.costs import AnalyticCosts, HeldLayers, Precision, TokenLoad, preset
 from mmtrain.costs.layer_arithmetic import context_parallel_load
 from mmtrain.costs.rank_memory import microbatch_activation_bytes, microbatch_host_bytes, stage_working_bytes
+from mmtrain.models.attention.context_share import ContextShare
 from mmtrain.models.build_stage import StageOptions, build_stage
-from mmtrain.models.context_share import ContextShare
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import ModelShape, OffloadMode
-from mmtrain.models.stage_inputs import TextInput
-from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.models.shapes.model_shape import ModelShape, OffloadMode
+from mmtrain.models.stage.stage_inputs import TextInput
+from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from scripts.bench_loss import added_peak_mib
 from tests.costs.counted_stages import Counted, SavedStorages, count, large_stages_on_meta
 from tests.models.device_copies import META, on_device

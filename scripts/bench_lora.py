@@ -17,7 +17,7 @@ import torch
 
 from mmtrain.checkpoint import Checkpoint, ShardSpec, open_newest_good
 from mmtrain.data.synthetic.demo_draw import COLOURS, draw_bar_chart
-from mmtrain.models.layer_shape import is_adapter
+from mmtrain.models.shapes.layer_shape import is_adapter
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 
 NUM_TRAIN, NUM_HELDOUT = 1500, 200

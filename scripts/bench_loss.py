@@ -24,8 +24,8 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from torch import Tensor
 
 from mmtrain.models.kernels import vocab_loss
-from mmtrain.models.loss_chunks import LossSizes
 from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.shapes.loss_chunks import LossSizes
 
 MIB = 1 << 20
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from mmtrain.costs import AnalyticCosts, TokenLoad, num_parameters, preset
 from mmtrain.costs.collectives import GroupLayout
-from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape
+from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, UnitShape
 from mmtrain.program import (
     LLM,
     Edge,

@@ -87,9 +87,9 @@ for _name in (*_REDUCED, *_GATHERED):  # before Megatron-core keeps these functi
 
 from mmtrain.models.build_stage import StageOptions, build_stage  # noqa: E402
 from mmtrain.models.megatron import ParallelGroups  # noqa: E402
-from mmtrain.models.model_shape import build_model_shape  # noqa: E402
-from mmtrain.models.stage_inputs import TextInput  # noqa: E402
-from mmtrain.models.stage_module import StageModule, StageSpec  # noqa: E402
+from mmtrain.models.shapes.model_shape import build_model_shape  # noqa: E402
+from mmtrain.models.stage.stage_inputs import TextInput  # noqa: E402
+from mmtrain.models.stage.stage_module import StageModule, StageSpec  # noqa: E402
 from mmtrain.recipe import Recipe  # noqa: E402
 from mmtrain.runtime.resilience.launch import launch_local  # noqa: E402
 from mmtrain.runtime.world import Address, join, leave  # noqa: E402

@@ -13,7 +13,7 @@ from mmtrain.costs.collectives import CollectiveKind, GroupLayout
 from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, CostModel, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.hardware import Hardware, Link
 from mmtrain.costs.measured_costs import MeasuredCosts
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import LayerShape
 
 T = TypeVar("T")
 CostConstant = Literal["GEMM efficiency", "attention efficiency", "launch time", "link speeds"]

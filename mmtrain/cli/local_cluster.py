@@ -88,7 +88,7 @@ def require_costs(recipe: Recipe) -> None:
         return
     from mmtrain.cli.recipe_index import print_note
     from mmtrain.costs.choose import costs_of_recipe, layers_without_entry
-    from mmtrain.models.model_shape import build_model_shape
+    from mmtrain.models.shapes.model_shape import build_model_shape
 
     _, hardware = resolve_cluster(recipe)
     missing = layers_without_entry(costs_of_recipe(recipe, hardware), build_model_shape(recipe))

@@ -27,7 +27,7 @@ from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.layer_arithmetic import Gemm
 from mmtrain.costs.offload_costs import BlockPass, offloaded_bytes, offloaded_seconds
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
-from mmtrain.models.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, adaptable_linears, num_pieces
+from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, adaptable_linears, num_pieces
 
 _ROTATION_KERNELS, _GATE_KERNELS, _JOINT_NORM_KERNELS, _SCALE_KERNELS = 6, 1, 14, 2  # what they add to a block
 # Kernels of one forward: GEMMs with their biases, norms, rotary, attention, activation, residual adds and layout

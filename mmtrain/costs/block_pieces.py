@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
 from mmtrain.costs.cost_model import CostModel, PieceCost, TokenSplit
 from mmtrain.costs.layer_arithmetic import head_elements
-from mmtrain.models.model_shape import BLOCK_PIECES, LayerShape
+from mmtrain.models.shapes.model_shape import BLOCK_PIECES, LayerShape
 
 PassDirection = Literal["forward", "backward"]
 NORM, QKV, ATTENTION, PROJECTION, NORM_MLP, UP, DOWN, ADD = range(len(BLOCK_PIECES))

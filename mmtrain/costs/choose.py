@@ -11,7 +11,7 @@ from mmtrain.costs.hardware import GIB, Hardware, Precision, is_other_hardware, 
 from mmtrain.costs.layer_fields import layer_fields, layer_key
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import ModelShape
+from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.recipe.settings.schema import Recipe
 
 _SETTING_OF = {"hardware": "cluster.hardware", "precision": "train.precision"}

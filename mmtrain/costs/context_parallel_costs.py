@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.cost_model import ComputeKind, CostModel, TokenLoad
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import LayerShape
 
 BLOCK = "decoder_block"  # the only layer of an LLM in which tokens of a sequence meet
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import LayerShape
 
 ComputeKind = Literal["forward", "backward", "recompute"]
 

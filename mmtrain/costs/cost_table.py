@@ -16,7 +16,7 @@ from mmtrain.costs.table_contradictions import (
     require_same_passes,
 )
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import LayerShape
 
 __all__ = [
     "CoreSpeed",

@@ -7,7 +7,7 @@ step times (scripts/bench_known.py), so that constants of the hardware are not b
 
 from dataclasses import dataclass
 
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import LayerShape
 
 _BLOCKS = ("vit_block", "decoder_block")
 _FUSED_NORM_MOVES, _FUSED_ROTATION_MOVES = 2, 2  # counted in `layer_arithmetic.elementwise_elements`

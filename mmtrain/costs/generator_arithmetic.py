@@ -7,7 +7,7 @@ x input channels, as in torch's FLOP counter.
 """
 
 from mmtrain.costs.cost_model import TokenLoad
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import LayerShape
 
 _KERNEL = 9  # elements of the kernel of every convolution: 3 x 3
 GemmSides = tuple[int, int, int]  # m, n, k

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs.cost_model import TokenLoad
-from mmtrain.models.model_shape import LayerShape, LossSizes, ModelShape, UnitShape, adaptable_linears
+from mmtrain.models.shapes.model_shape import LayerShape, LossSizes, ModelShape, UnitShape, adaptable_linears
 
 _INDEX_BYTES = 8
 _FP32_BYTES = 4

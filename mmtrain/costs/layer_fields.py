@@ -4,7 +4,7 @@ import difflib
 from dataclasses import MISSING, asdict, fields
 from typing import Any, get_args, get_type_hints
 
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import LayerShape
 
 # Not measured apart: what trains, the few vectors that queries are, activation functions that run again, and copies to
 # host memory.

@@ -24,7 +24,7 @@ from mmtrain.costs.cost_table import (
     layer_key,
 )
 from mmtrain.costs.offload_costs import BlockPass, offloaded_bytes, offloaded_seconds
-from mmtrain.models.model_shape import LayerShape, num_pieces
+from mmtrain.models.shapes.model_shape import LayerShape, num_pieces
 
 FloatArray = npt.NDArray[np.float64]
 Quantity = TimedPass | Literal["bytes"]

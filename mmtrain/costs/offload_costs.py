@@ -11,7 +11,7 @@ from typing import NamedTuple
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.cost_model import ComputeKind, CostModel, TokenLoad, TokenSplit
 from mmtrain.costs.hardware import Hardware
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import LayerShape
 
 # Blocks whose activations are on the device at once: that which computes, its neighbour, whose copy is under way, and
 # the last block of the next backward.

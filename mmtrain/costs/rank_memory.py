@@ -11,7 +11,7 @@ from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.costs.offload_costs import NUM_BLOCKS_ON_DEVICE, without_offload
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
-from mmtrain.models.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape
+from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape
 
 # Share added to what is counted: 7% for what a caching allocator loses to fragments, 1% for what is not counted, which
 # was up to 0.4% on 30 measured ranks (scripts/bench_costs.py).

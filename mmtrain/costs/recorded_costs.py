@@ -9,7 +9,7 @@ from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.cost_table import CostTable, LayerScale, layer_fields, layer_key
 from mmtrain.costs.hardware import Hardware, Precision
 from mmtrain.costs.measured_costs import MeasuredCosts
-from mmtrain.models.model_shape import ModelShape
+from mmtrain.models.shapes.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

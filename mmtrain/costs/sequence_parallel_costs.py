@@ -6,7 +6,7 @@ from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.layer_arithmetic import gemms as layer_gemms
 from mmtrain.costs.layer_arithmetic import needed_gradients
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import LayerShape
 
 # By kind: how many numbers norms and residuals move for a token in forward, in widths of the layer (see
 # `layer_arithmetic.elementwise_elements`). Sequence parallelism divides this work among the ranks.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.layer_arithmetic import num_parameters, num_trained_parameters
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import LayerShape
 
 FloatArray = npt.NDArray[np.floating[Any]]
 BYTES_PER_GRADIENT = 4  # gradients are summed in fp32 whatever the parameters are

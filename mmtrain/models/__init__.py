@@ -4,6 +4,13 @@
 for torch. The torch side starts at `mmtrain.models.build_stage`; `stage_inputs` holds the input of a stage.
 """
 
-from mmtrain.models.model_shape import LayerShape, ModelEdge, ModelShape, UnitShape, build_model_shape, padded_vocab
+from mmtrain.models.shapes.model_shape import (
+    LayerShape,
+    ModelEdge,
+    ModelShape,
+    UnitShape,
+    build_model_shape,
+    padded_vocab,
+)
 
 __all__ = ["LayerShape", "ModelEdge", "ModelShape", "UnitShape", "build_model_shape", "padded_vocab"]

@@ -1,7 +1,7 @@
 """Build one pipeline stage: from settings and a range of layers to a torch module with its initial weights.
 
 The same recipe and seed give the same weights on any mesh and for any split into stages, because every parameter is
-drawn under its plan-independent name (`mmtrain.models.parameter_specs`).
+drawn under its plan-independent name (`mmtrain.models.optim.parameter_specs`).
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from mmtrain.models.attention import AttentionBackend, choose_backend, prepare_a
 from mmtrain.models.generator.dit_layers import DIT_NORM_EPS
 from mmtrain.models.generator.generator_stage import GeneratorStage
 from mmtrain.models.kernels.choice import uses_fused_kernels
-from mmtrain.models.layer_shape import BLOCK_KINDS
-from mmtrain.models.model_shape import ModelShape
-from mmtrain.models.parameter_specs import WeightSource, initialize_parameters, stage_param_specs
-from mmtrain.models.stage_module import StageModule, StageSpec
-from mmtrain.models.unit_shape import UnitShape
+from mmtrain.models.optim.parameter_specs import WeightSource, initialize_parameters, stage_param_specs
+from mmtrain.models.shapes.layer_shape import BLOCK_KINDS
+from mmtrain.models.shapes.model_shape import ModelShape
+from mmtrain.models.shapes.unit_shape import UnitShape
+from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe.settings.encoder_settings import Activation
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from mmtrain.recipe.settings.train_settings import KernelSetting

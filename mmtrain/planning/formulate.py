@@ -8,7 +8,7 @@ from itertools import islice
 from mmtrain.balance import Grouping, SampleLengths
 from mmtrain.costs import costs_for, machine_for, precision_for
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.advise.infeasible import explain_infeasible, has_meshes
 from mmtrain.planning.artifact.plan import Placement
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget, SearchBudget

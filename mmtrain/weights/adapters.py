@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from mmtrain.checkpoint import Checkpoint, ShardSpec
-from mmtrain.models.layer_shape import LoraShape, adapter_parameters
-from mmtrain.models.model_shape import ModelShape
+from mmtrain.models.shapes.layer_shape import LoraShape, adapter_parameters
+from mmtrain.models.shapes.model_shape import ModelShape
 
 if TYPE_CHECKING:
     import torch

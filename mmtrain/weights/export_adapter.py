@@ -11,8 +11,8 @@ from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_byte
 from mmtrain.errors import UserError
 from mmtrain.families import ParameterSource
 from mmtrain.families.trained_processors import differing_processors
-from mmtrain.models.layer_shape import LoraShape
-from mmtrain.models.model_shape import ModelShape, build_model_shape
+from mmtrain.models.shapes.layer_shape import LoraShape
+from mmtrain.models.shapes.model_shape import ModelShape, build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights, adapter_names, read_parameter
 from mmtrain.weights.export_weights import media_settings, source_folder

@@ -9,7 +9,7 @@ from mmtrain.errors import UserError
 from mmtrain.families import CONFIG_FILE
 from mmtrain.families.folder_files import DIFFUSERS_INDEX_FILE, DIFFUSERS_SINGLE_FILE
 from mmtrain.families.generators import generator_config, generator_weights
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights
 from mmtrain.weights.write_tensors import (

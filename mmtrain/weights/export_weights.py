@@ -21,7 +21,7 @@ from mmtrain.families.folder_files import CONVERSATION_FILES, PROCESSOR_FILE, SL
 from mmtrain.families.hub_models import fetch_weights
 from mmtrain.families.trained_processors import write_trained_processors
 from mmtrain.families.weight_layouts import respell
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors

@@ -15,7 +15,7 @@ from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_byte
 from mmtrain.errors import UserError, writing
 from mmtrain.families import ParameterSource
 from mmtrain.families.folder_files import INDEX_FILE, SINGLE_FILE
-from mmtrain.models.layer_shape import LoraShape
+from mmtrain.models.shapes.layer_shape import LoraShape
 from mmtrain.weights.adapters import adapter_names, merge_adapter, read_parameter
 from mmtrain.weights.folder_tensors import FolderTensors
 

@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.cli import local_cluster
 from mmtrain.errors import LaunchError
-from mmtrain.models.fully_sharded import require_fsdp2
+from mmtrain.models.stage.fully_sharded import require_fsdp2
 from mmtrain.planning import Plan
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.planning.whatif.plan_again import plan_again

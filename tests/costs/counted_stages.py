@@ -16,9 +16,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mmtrain.models import build_stage as stage_builder
-from mmtrain.models import host_offload
-from mmtrain.models.stage_inputs import UnitInput
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.stage import host_offload
+from mmtrain.models.stage.stage_inputs import UnitInput
+from mmtrain.models.stage.stage_module import StageModule
 from tests.models.live_tensors import LiveTensors
 
 

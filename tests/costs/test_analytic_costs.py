@@ -9,7 +9,7 @@ from mmtrain.costs import PRESETS, AnalyticCosts, GroupLayout, TokenLoad, preset
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.errors import PlanError
-from mmtrain.models.layer_shape import BLOCK_PIECES, MLP_CHUNK_TOKENS, LayerShape
+from mmtrain.models.shapes.layer_shape import BLOCK_PIECES, MLP_CHUNK_TOKENS, LayerShape
 from tests.models.factory import settings, shape_of
 
 LOAD = TokenLoad.of(np.array([300, 212]))

@@ -19,7 +19,7 @@ from mmtrain.costs.block_pieces import (
     PieceCollective,
 )
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, layer_fields
-from mmtrain.models.model_shape import BLOCK_PIECES
+from mmtrain.models.shapes.model_shape import BLOCK_PIECES
 from tests.models.factory import settings, shape_of
 
 MACHINE = preset("h100-80g")

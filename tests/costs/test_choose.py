@@ -8,7 +8,7 @@ import pytest
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, costs_for, preset
 from mmtrain.costs.choose import is_shipped
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import LayerShape
 
 TABLES = Path(__file__).parents[2] / "mmtrain" / "costs" / "tables"
 

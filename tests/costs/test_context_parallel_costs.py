@@ -9,7 +9,7 @@ from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds, exchange_buffer_bytes
 from mmtrain.costs.hardware import preset
-from mmtrain.models.model_shape import LayerShape, build_model_shape
+from mmtrain.models.shapes.model_shape import LayerShape, build_model_shape
 from tests.planning.factory import recipe
 
 COSTS = AnalyticCosts(preset("h100-80g"), "bf16")

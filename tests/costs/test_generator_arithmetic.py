@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmtrain.costs import AnalyticCosts, TokenLoad, preset
 from mmtrain.costs import layer_arithmetic as analytic
-from mmtrain.models.generator.generator_input import GeneratorInput, GeneratorState
-from mmtrain.models.generator_shapes import generator_layers
+from mmtrain.models.shapes.generator_shapes import generator_layers
+from mmtrain.models.stage.generator_input import GeneratorInput, GeneratorState
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from tests.models.generator.tiny import DIT, LLM_HIDDEN, UNET, build, run
 

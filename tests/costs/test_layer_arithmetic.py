@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmtrain.costs import TokenLoad
 from mmtrain.costs import layer_arithmetic as analytic
-from mmtrain.models.model_shape import LayerShape, ModelShape
+from mmtrain.models.shapes.model_shape import LayerShape, ModelShape
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import (
     DEEPSTACK,

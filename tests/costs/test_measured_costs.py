@@ -16,8 +16,8 @@ from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, laye
 from mmtrain.costs.layer_arithmetic import query_key_pairs
 from mmtrain.costs.measured_costs import Curve, interpolation_errors
 from mmtrain.errors import PlanError
-from mmtrain.models.layer_shape import LoraShape
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.layer_shape import LoraShape
+from mmtrain.models.shapes.model_shape import LayerShape
 from tests.models.factory import settings, shape_of
 
 MODEL = AnalyticCosts(preset("cpu-core"), "fp32")

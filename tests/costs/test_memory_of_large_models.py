@@ -20,8 +20,8 @@ from mmtrain.costs.rank_memory import (
 )
 from mmtrain.models import build_stage as stage_builder
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
-from mmtrain.models.stage_module import StageSpec
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage.stage_module import StageSpec
 from scripts.bench_long_memory import ON_HOST, QWEN_7B, VARIANTS, LongSequence, Variant, count_on_meta
 from tests.costs.counted_stages import count, large_stages_on_meta
 from tests.models.device_copies import META, on_device

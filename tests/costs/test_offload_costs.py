@@ -9,7 +9,7 @@ from mmtrain.costs import AnalyticCosts, Hardware, TokenLoad, preset
 from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds
 from mmtrain.costs.cost_model import TokenSplit
 from mmtrain.costs.layer_arithmetic import context_parallel_load
-from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.shapes.layer_shape import LayerShape
 from tests.models.factory import settings, shape_of
 
 LOAD = TokenLoad.of(np.array([3000, 2120]))

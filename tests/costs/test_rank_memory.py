@@ -20,9 +20,9 @@ from mmtrain.costs.rank_memory import (
     microbatch_activation_bytes,
 )
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import LayerShape
-from mmtrain.models.stage_inputs import UnitInput
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.shapes.model_shape import LayerShape
+from mmtrain.models.stage.stage_inputs import UnitInput
+from mmtrain.models.stage.stage_module import StageModule
 from tests.distributed import run_ranks
 from tests.models.factory import (
     DEEPSTACK,

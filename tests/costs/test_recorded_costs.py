@@ -7,7 +7,7 @@ import pytest
 from mmtrain.costs import AnalyticCosts, GroupLayout, TokenLoad, costs_for, preset
 from mmtrain.costs.cost_table import CostTable
 from mmtrain.costs.recorded_costs import RecordedRatios, costs_of_table, recorded_table
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from tests.planning.factory import recipe
 
 MACHINE = preset("cpu-core")

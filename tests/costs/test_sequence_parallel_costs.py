@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mmtrain.costs import AnalyticCosts, GroupLayout, TokenLoad, preset
 from mmtrain.costs.hardware import Hardware, Link
 from mmtrain.costs.sequence_parallel_costs import sequence_parallel_seconds
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import LayerShape
 
 BLOCK = LayerShape("decoder_block", hidden=64, out=64, heads=4, kv_heads=4, head_dim=16, ffn=128)
 HEAD = LayerShape("head", hidden=64, out=512, vocab=512)

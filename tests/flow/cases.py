@@ -18,9 +18,9 @@ from mmtrain.data.media.image_grids import MediumGrid
 from mmtrain.data.text.sample_tokenizer import EncodedSample
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
-from mmtrain.models.stage_module import StageSpec
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage.stage_module import StageSpec
 from mmtrain.planning.artifact.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program import DispatchMode, ScheduleKind
 from mmtrain.program.ir.graph import ContextMethod, CutSequences

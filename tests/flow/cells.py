@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from mmtrain.models.model_shape import ModelShape, build_model_shape
+from mmtrain.models.shapes.model_shape import ModelShape, build_model_shape
 from mmtrain.planning import Plan, stage_graph
 from mmtrain.planning.artifact import layout as layouts
 from mmtrain.planning.artifact.layout import MeshSize

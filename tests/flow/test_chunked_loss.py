@@ -5,8 +5,8 @@ from unittest.mock import PropertyMock, patch
 import pytest
 
 from mmtrain.models.kernels import vocab_loss
-from mmtrain.models.loss_chunks import LossSizes
-from mmtrain.models.named_shards import NamedShard
+from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.shapes.loss_chunks import LossSizes
 from mmtrain.planning import Plan
 from mmtrain.recipe import Recipe
 from tests.flow.cases import plan, recipe

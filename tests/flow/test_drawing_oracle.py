@@ -22,8 +22,8 @@ from mmtrain.families.diffusers_unet import unet_weights
 from mmtrain.families.family import FolderSettings
 from mmtrain.families.weight_layouts import ParameterSource
 from mmtrain.models.generator.keyed_noise import ImageKey, draw_noise, draw_steps
-from mmtrain.models.parameter_specs import stage_param_specs
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.optim.parameter_specs import stage_param_specs
+from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from mmtrain.runtime.evaluation.score_drawings import DrawingRequest

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, ScheduleKind, Send, build_program

@@ -8,7 +8,7 @@ import torch
 
 from mmtrain.costs import AnalyticCosts, machine_for
 from mmtrain.errors import ProgramError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.planning.colocated.encoder_order import plan_encoder_order

@@ -20,7 +20,7 @@ from mmtrain.data.media.item_readers import VisionItemReader
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.families import FAMILIES
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.planning.planner import plan_recipe as planner
 from mmtrain.planning.whatif.plan_again import plan_again

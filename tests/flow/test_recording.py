@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan_files import load_plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program import Compute, Partial, build_program, chrome_trace

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.checkpoint import Checkpoint, ShardSpec, open_newest_good
-from mmtrain.models.named_shards import NamedShard
+from mmtrain.models.optim.named_shards import NamedShard
 from mmtrain.planning.evaluate.simulate_plan import plan_timing
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank, restore_checkpoint

@@ -15,7 +15,7 @@ import pytest
 from mmtrain.checkpoint import Storage
 from mmtrain.costs import AnalyticCosts, CostTable, preset
 from mmtrain.costs.recorded_costs import RecordedRatios, recorded_table
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, load_plan
 from mmtrain.planning.artifact.plan_memory import DeviceMemory
 from mmtrain.planning.artifact.replanned import present_step_s

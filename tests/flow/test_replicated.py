@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from mmtrain.checkpoint import save
 from mmtrain.cli.app import app
 from mmtrain.errors import LaunchError
-from mmtrain.models import fully_sharded
-from mmtrain.models.named_shards import NamedShard
+from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.stage import fully_sharded
 from mmtrain.planning import load_plan
 from mmtrain.planning.artifact.plan import Plan, UnitPlan
 from mmtrain.program import Backward, DispatchMode

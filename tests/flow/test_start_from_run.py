@@ -9,7 +9,7 @@ import torch
 
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.errors import UserError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import dump_recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE

@@ -21,7 +21,7 @@ from mmtrain.data import DataIndex, build_index, load_tokenizer
 from mmtrain.data.formats.sample import Sample
 from mmtrain.families import FAMILIES, Family
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import LoadedRecipe, Recipe, load_recipe
 from mmtrain.runtime.evaluation.generate import load_generator

@@ -11,9 +11,9 @@ from torch import Tensor
 from mmtrain.costs import TokenLoad
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import ModelShape, build_model_shape
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
-from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.models.shapes.model_shape import ModelShape, build_model_shape
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe.settings.audio_settings import AudioSettings
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from mmtrain.recipe.settings.llm_settings import LlmSettings

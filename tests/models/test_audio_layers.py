@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.errors import DataError
-from mmtrain.models.audio_layers import AudioEmbed, sinusoids
-from mmtrain.models.projector import Projector
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.stage.audio_layers import AudioEmbed, sinusoids
+from mmtrain.models.stage.projector import Projector
+from mmtrain.models.stage.stage_module import StageModule
 from tests.models.factory import CPU, clips, clips_of, randomize, settings, stage
 from tests.models.huggingface import whisper_unit
 

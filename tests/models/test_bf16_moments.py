@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmtrain.models import bf16_moments
-from mmtrain.models.bf16_moments import Bf16MomentsAdamW, round_stochastically
+from mmtrain.models.optim import bf16_moments
+from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW, round_stochastically
 
 
 def generator(seed: int = 0) -> torch.Generator:

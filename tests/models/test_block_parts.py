@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mmtrain.models.attention import SequenceLayout
-from mmtrain.models.layer_shape import BLOCK_PIECES
+from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.megatron.block_segments import BlockState, run_pieces
-from mmtrain.models.packed_sequences import PackedSequences
+from mmtrain.models.shapes.layer_shape import BLOCK_PIECES
 from tests.models.factory import SCALED, randomize, settings, stage
 
 LENGTHS = (20, 10)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.build_stage import StageOptions, build_stage
-from mmtrain.models.layer_shape import BLOCK_PIECES
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
-from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.models.shapes.layer_shape import BLOCK_PIECES
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import CPU, DEEPSTACK, gradients, images, randomize, settings, shape_of, stage, text
 

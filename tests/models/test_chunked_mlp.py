@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from mmtrain.models.build_stage import StageOptions, build_stage_without_weights
-from mmtrain.models.fully_sharded import initialize_shards, shard_stage
 from mmtrain.models.megatron import ParallelGroups, chunked_mlp
-from mmtrain.models.parameter_specs import stage_param_specs
-from mmtrain.models.stage_module import StageSpec
+from mmtrain.models.optim.parameter_specs import stage_param_specs
+from mmtrain.models.stage.fully_sharded import initialize_shards, shard_stage
+from mmtrain.models.stage.stage_module import StageSpec
 from tests.distributed import run_ranks
 from tests.models.factory import CPU, SCALED, images, randomize, settings, shape_of, stage, text
 from tests.models.live_tensors import LiveTensors

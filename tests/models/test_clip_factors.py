@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmtrain.models import clip_factors as module
-from mmtrain.models.bf16_moments import Bf16MomentsAdamW
-from mmtrain.models.clip_factors import clip_factors, set_clip_factors, sum_of_squares
+from mmtrain.models.optim import clip_factors as module
+from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
+from mmtrain.models.optim.clip_factors import clip_factors, set_clip_factors, sum_of_squares
 from tests.models.device_copies import META, DeviceCopies
 
 OPTIMIZERS = [torch.optim.AdamW, Bf16MomentsAdamW]

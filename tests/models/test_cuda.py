@@ -13,7 +13,7 @@ from mmtrain.models.attention import (
 )
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
-from mmtrain.models.stage_module import StageSpec
+from mmtrain.models.stage.stage_module import StageSpec
 from tests.models.factory import CPU, settings, shape_of, text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

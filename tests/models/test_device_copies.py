@@ -14,11 +14,11 @@ from mmtrain.balance.batch_meta import BatchMeta, ItemTable
 from mmtrain.models import build_stage as stage_builder
 from mmtrain.models.attention import AttentionBackend
 from mmtrain.models.build_stage import StageOptions, build_stage
-from mmtrain.models.generator.generator_input import GeneratorInput
-from mmtrain.models.llm_layers import TextContext
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
-from mmtrain.models.stage_inputs import TextInput, UnitInput
-from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.models.stage.generator_input import GeneratorInput
+from mmtrain.models.stage.llm_layers import TextContext
+from mmtrain.models.stage.stage_inputs import TextInput, UnitInput
+from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.program.ir.graph import ContextMethod, CutSequences, UnitMesh
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from mmtrain.runtime.execution.context_inputs import context_share

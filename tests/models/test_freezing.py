@@ -4,8 +4,8 @@ import pytest
 from torch import Tensor
 
 from mmtrain.errors import RecipeError
-from mmtrain.models.freezing import parameter_names
-from mmtrain.models.layer_shape import BLOCK_KINDS
+from mmtrain.models.shapes.freezing import parameter_names
+from mmtrain.models.shapes.layer_shape import BLOCK_KINDS
 from mmtrain.recipe.settings.audio_settings import AudioSettings
 from mmtrain.recipe.settings.encoder_settings import ProjectorSettings
 from mmtrain.recipe.settings.model_settings import ModelSettings

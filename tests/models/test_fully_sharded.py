@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from mmtrain.models import parameter_specs
 from mmtrain.models.build_stage import StageOptions, build_stage_without_weights
-from mmtrain.models.fully_sharded import initialize_shards, shard_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.parameter_specs import ParamSpec, stage_param_specs
-from mmtrain.models.stage_module import StageSpec
+from mmtrain.models.optim import parameter_specs
+from mmtrain.models.optim.parameter_specs import ParamSpec, stage_param_specs
+from mmtrain.models.stage.fully_sharded import initialize_shards, shard_stage
+from mmtrain.models.stage.stage_module import StageSpec
 from tests.distributed import run_ranks
 from tests.models.factory import CPU, settings, shape_of
 from tests.models.live_tensors import LiveTensors

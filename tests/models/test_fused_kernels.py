@@ -18,9 +18,9 @@ from mmtrain.models.kernels import liger
 from mmtrain.models.kernels.activations import activate_gated
 from mmtrain.models.kernels.choice import describe_kernels, kernel_choices, uses_fused_kernels
 from mmtrain.models.kernels.rotation import apply_rotary, rotate_heads
-from mmtrain.models.loss_chunks import LossSizes
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
-from mmtrain.models.stage_module import StageSpec
+from mmtrain.models.shapes.loss_chunks import LossSizes
+from mmtrain.models.stage.stage_module import StageSpec
 from mmtrain.recipe.settings.train_settings import KernelSetting
 from tests.models.factory import CPU, settings, shape_of, text
 

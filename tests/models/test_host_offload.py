@@ -8,12 +8,12 @@ from torch import Tensor
 
 from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, preset
 from mmtrain.costs.rank_memory import microbatch_activation_bytes, microbatch_host_bytes, stage_working_bytes
-from mmtrain.models import host_offload
 from mmtrain.models.build_stage import StageOptions, build_stage
-from mmtrain.models.layer_shape import BLOCK_PIECES
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
-from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.models.shapes.layer_shape import BLOCK_PIECES
+from mmtrain.models.stage import host_offload
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from tests.costs.counted_stages import count, large_stages_on_meta
 from tests.models.device_copies import META, on_device
 from tests.models.factory import DEEPSTACK, clips, gradients, images, randomize, settings, shape_of, stage, text

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmtrain.models.attention import SequenceLayout
+from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups, layer_factory
-from mmtrain.models.packed_sequences import PackedSequences
-from mmtrain.models.stage_module import StageSpec
+from mmtrain.models.stage.stage_module import StageSpec
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import settings, shape_of
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.models.attention import Spans
-from mmtrain.models.kv_cache import KVCache
+from mmtrain.models.attention.kv_cache import KVCache
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.stage_inputs import TextInput
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.stage.stage_inputs import TextInput
+from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.distributed import run_ranks
 from tests.models.factory import DEEPSTACK, settings, stage

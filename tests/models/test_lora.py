@@ -12,10 +12,10 @@ from mmtrain.costs import AnalyticCosts, TokenLoad, num_parameters, num_trained_
 from mmtrain.costs.layer_arithmetic import unit_flops
 from mmtrain.costs.rank_memory import layer_state
 from mmtrain.errors import RecipeError
-from mmtrain.models.freezing import parameter_names
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.parameter_specs import ParamSpec, join_tp_shards, stage_param_specs
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.optim.parameter_specs import ParamSpec, join_tp_shards, stage_param_specs
+from mmtrain.models.shapes.freezing import parameter_names
+from mmtrain.models.stage.stage_module import StageModule
 from tests.distributed import run_ranks
 from tests.models.factory import images, settings, shape_of, stage, text
 

@@ -9,14 +9,14 @@ import torch
 from mmtrain.data.index.data_index import build_index
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.models.build_stage import StageOptions, build_stage
-from mmtrain.models.encoder_modules import ENCODER_MODULES, EncoderModules
-from mmtrain.models.encoder_shapes import ENCODER_SHAPES, EncoderShapes, encoder_block, projector_layer
-from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.stage_inputs import EncoderInput
-from mmtrain.models.stage_module import StageSpec
-from mmtrain.models.vision_layers import VisionContext
+from mmtrain.models.shapes.encoder_shapes import ENCODER_SHAPES, EncoderShapes, encoder_block, projector_layer
+from mmtrain.models.shapes.layer_shape import LayerShape
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.encoder_modules import ENCODER_MODULES, EncoderModules
+from mmtrain.models.stage.stage_inputs import EncoderInput
+from mmtrain.models.stage.stage_module import StageSpec
+from mmtrain.models.stage.vision_layers import VisionContext
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.recipe.checks.cross_checks import CHECKS

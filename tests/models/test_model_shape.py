@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from mmtrain.models import padded_vocab
-from mmtrain.models.model_shape import ModelShape
+from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import settings, shape_of, stage
 

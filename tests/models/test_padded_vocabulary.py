@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import padded_vocab
+from mmtrain.models.shapes.model_shape import padded_vocab
 from tests.distributed import run_ranks
 from tests.models.factory import gradients, randomize, settings, stage, text
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.parameter_specs import ParamSpec, join_tp_shards, stage_param_specs
+from mmtrain.models.optim.parameter_specs import ParamSpec, join_tp_shards, stage_param_specs
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.distributed import run_ranks
 from tests.models.factory import POOLED, SCALED, WINDOWED, gradients, images, settings, stage, text

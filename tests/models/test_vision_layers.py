@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from mmtrain.errors import DataError
-from mmtrain.models.layer_shape import LayerShape
-from mmtrain.models.stage_inputs import EncoderInput
-from mmtrain.models.vision_layers import PatchEmbed, PatchGrid, VisionContext
+from mmtrain.models.shapes.layer_shape import LayerShape
+from mmtrain.models.stage.stage_inputs import EncoderInput
+from mmtrain.models.stage.vision_layers import PatchEmbed, PatchGrid, VisionContext
 from tests.models.factory import CPU, WINDOWED, images, randomize, settings, stage
 
 LAYER = LayerShape("vit_block", 8, 8)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from mmtrain.models.kernels import vocab_loss
 from mmtrain.models.kernels.vocab_loss import losses_at_once, losses_by_chunks, vocab_parallel_losses
-from mmtrain.models.loss_chunks import LossSizes
 from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.shapes.loss_chunks import LossSizes
 from tests.distributed import run_ranks
 from tests.models.factory import gradients, settings, stage, text
 

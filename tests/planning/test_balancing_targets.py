@@ -9,7 +9,7 @@ import pytest
 from mmtrain.balance import StepTargets
 from mmtrain.costs import TokenLoad, costs_for, input_grad_needed, machine_for, precision_for
 from mmtrain.data.loading.step_format import from_json, to_json
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, stage_graph
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets, typical_loads
 from mmtrain.planning.artifact.marginal_cost import marginal_cost

@@ -10,7 +10,7 @@ import pytest
 
 from mmtrain.costs import model_flops
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, stage_graph
 from mmtrain.planning.advise.baselines import (
     BASELINES,

@@ -10,7 +10,7 @@ import pytest
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.costs import machine_for
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.graph_memory import peak_in_flight
 from mmtrain.planning.artifact.layout import Layout
 from mmtrain.planning.artifact.plan import SchedulePlan

@@ -8,7 +8,7 @@ import pytest
 from mmtrain.balance import SampleLengths
 from mmtrain.balance.context_split import MAX_IMBALANCE
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.planning.evaluate.evaluator import Evaluator

@@ -12,7 +12,7 @@ from mmtrain.balance import assign
 from mmtrain.data import GroupStream
 from mmtrain.data import build_index as index
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, stage_graph
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.evaluate.evaluator import Evaluator

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan
 from mmtrain.planning.advise.infeasible import explain_infeasible, has_meshes, nearest_rank_counts
 from mmtrain.planning.artifact.plan import Placement

@@ -9,7 +9,7 @@ import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, TokenLoad, preset
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, TimedPass, layer_fields, layer_key
-from mmtrain.models.model_shape import LayerShape, build_model_shape
+from mmtrain.models.shapes.model_shape import LayerShape, build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.planning.planner import plan_recipe

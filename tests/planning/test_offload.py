@@ -9,7 +9,7 @@ import pytest
 from mmtrain.balance import SampleLengths
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError, ProgramError
-from mmtrain.models.model_shape import build_model_shape, unit_offload
+from mmtrain.models.shapes.model_shape import build_model_shape, unit_offload
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.planning.artifact.plan_memory import DeviceMemory, plan_memory, prove_memory

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.layout import Layout, MeshSize, split_tp_group, unified_units
 from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.planning.artifact.plan_graph import build_stage_graph

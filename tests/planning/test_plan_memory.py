@@ -6,7 +6,7 @@ import torch
 from mmtrain.costs.hardware import GIB
 from mmtrain.costs.layer_arithmetic import feature_rows
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.planning.artifact.plan_memory import DeviceMemory, plan_memory, prove_memory

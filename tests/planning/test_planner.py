@@ -11,7 +11,7 @@ import pytest
 
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, stage_graph
 from mmtrain.planning.planner import plan, plan_recipe
 from mmtrain.planning.space.problem import PlanRequest

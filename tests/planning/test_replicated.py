@@ -16,7 +16,7 @@ from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.sharded_layers import overlapped_seconds
 from mmtrain.data import GroupStream, build_index
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.artifact.graph_memory import MemoryPhase, memory_phases, schedule_in_flight
 from mmtrain.planning.artifact.plan import Plan

@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.costs import input_grad_needed
-from mmtrain.models.model_shape import ModelEdge, ModelShape, UnitShape, build_model_shape
+from mmtrain.models.shapes.model_shape import ModelEdge, ModelShape, UnitShape, build_model_shape
 from mmtrain.planning.artifact.layout import Layout, MeshSize, disaggregated_units
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts

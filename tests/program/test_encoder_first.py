@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.balance import BatchMeta, ItemTable
 from mmtrain.errors import ProgramError
-from mmtrain.models.model_shape import ModelEdge
+from mmtrain.models.shapes.model_shape import ModelEdge
 from mmtrain.program import (
     Backward,
     Edge,

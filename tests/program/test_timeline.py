@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mmtrain.balance.batch_meta import BatchMeta, ItemTable
-from mmtrain.models.model_shape import LayerShape, ModelEdge, ModelShape, UnitShape
+from mmtrain.models.shapes.model_shape import LayerShape, ModelEdge, ModelShape, UnitShape
 from mmtrain.program import ModelTiming, TransferCost, build_program, chrome_trace, simulate, step_loads
 from mmtrain.program.ir.actions import (
     Backward,

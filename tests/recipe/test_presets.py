@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.costs import num_parameters
 from mmtrain.errors import RecipeError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import dump_recipe, editor_schema, load_recipe, recipe_fingerprint
 from mmtrain.recipe.loading.apply_presets import presets_by_unit
 from mmtrain.recipe.settings.presets import (

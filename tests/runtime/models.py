@@ -11,11 +11,11 @@ from torch import nn
 from mmtrain.balance import assign
 from mmtrain.checkpoint import Ranks, Shard, ShardSpec, Snapshot, save
 from mmtrain.data import BatchBuilder, PayloadNeed, build_index
-from mmtrain.models import parameter_specs as params
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.models.optim import parameter_specs as params
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.program import LLM, Microbatch
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.report import EvaluationResult

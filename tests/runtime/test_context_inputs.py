@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance.batch_meta import BatchMeta, ItemTable
-from mmtrain.models.stage_inputs import RowMix, TextInput
+from mmtrain.models.stage.stage_inputs import RowMix, TextInput
 from mmtrain.program.ir.graph import Edge, Microbatch, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.program.ir.step_loads import step_loads
 from mmtrain.runtime.execution.context_inputs import context_share

@@ -11,7 +11,7 @@ from PIL import Image
 from mmtrain.data import build_index, load_tokenizer
 from mmtrain.data.media.images import Uint8Array
 from mmtrain.errors import UserError
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.evaluation.drawer import NUM_LOSS_BUCKETS, Drawer, SamplingOptions, without_user_text
 from mmtrain.runtime.evaluation.drawn_files import DRAWN_FOLDER, GRID_FILE, LIST_FILE, TARGET_FOLDER

@@ -23,7 +23,7 @@ from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.data.text.greedy_settings import GreedySettings
 from mmtrain.errors import CheckpointError
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.planning.artifact.plan import UnitPlan
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.modalities import AUDIO

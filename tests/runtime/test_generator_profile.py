@@ -13,7 +13,7 @@ from mmtrain.balance import ItemLengths
 from mmtrain.costs.cost_table import CostTable, LayerEntry, layer_fields, layer_key
 from mmtrain.data import build_index
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.space.profiled_sizes import sizes_to_measure
 from mmtrain.program import LLM

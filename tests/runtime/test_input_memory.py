@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmtrain.costs import HeldLayers, TokenLoad
 from mmtrain.costs.rank_memory import INPUT_ARENA_GROWTH, NUM_INPUT_ARENAS, step_input_bytes
-from mmtrain.models.stage_inputs import EncoderInput, UnitInput
+from mmtrain.models.stage.stage_inputs import EncoderInput, UnitInput
 from mmtrain.runtime.execution import input_arena, step_prefetcher
 from mmtrain.runtime.execution.unit_inputs import map_tensors
 from tests.models.factory import images, load_of_text, settings, shape_of, stage, text

@@ -9,7 +9,7 @@ import pytest
 import soundfile
 
 from mmtrain.data.synthetic.demo import train_tokenizer
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.modalities import AUDIO
 from tests.runtime.models import evaluated, recipe, run_folder, teach

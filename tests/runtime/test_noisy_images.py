@@ -9,7 +9,7 @@ from scipy import stats
 
 from mmtrain.balance import BatchMeta, ItemTable
 from mmtrain.data.loading.payload import EncoderPayload
-from mmtrain.models.generator.generator_input import GeneratorInput
+from mmtrain.models.stage.generator_input import GeneratorInput
 from mmtrain.runtime.execution.noisy_images import noisy_images
 from tests.flow.drawing import recipe
 

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
 from mmtrain.errors import PlanError, UserError
-from mmtrain.models.layer_shape import BLOCK_PIECES
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.stage_inputs import TextInput
+from mmtrain.models.shapes.layer_shape import BLOCK_PIECES
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.space.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe

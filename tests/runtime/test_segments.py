@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmtrain.models.stage_inputs import EncoderInput
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.stage.stage_inputs import EncoderInput
+from mmtrain.models.stage.stage_module import StageModule
 from tests.models.factory import images, randomize, settings, stage, text
 
 MODEL = settings()

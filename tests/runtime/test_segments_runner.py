@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import num_pieces
-from mmtrain.models.stage_inputs import TextInput, UnitInput
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.shapes.model_shape import num_pieces
+from mmtrain.models.stage.stage_inputs import TextInput, UnitInput
+from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.program import Edge, Microbatch, StageId
 from mmtrain.runtime.execution.unit import MicrobatchState, UnitRunner
 from tests.models.factory import gradients, images, randomize, settings, stage, text

@@ -4,7 +4,7 @@ from functools import reduce
 from operator import add
 
 from mmtrain.costs import model_flops
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program import step_loads
 from mmtrain.runtime.training.step_metrics import counted_flops

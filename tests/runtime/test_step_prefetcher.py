@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmtrain.data import StepData
 from mmtrain.errors import DataError, RunError
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.program import Microbatch, StepLoads
 from mmtrain.runtime.execution.executor import StepInput
 from mmtrain.runtime.execution.input_arena import ArenaCopier, CudaCopier, HostCopier, InputArena, copier_for

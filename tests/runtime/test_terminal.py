@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.program import (
     Microbatch,
     Program,

@@ -11,9 +11,9 @@ import torch
 
 from mmtrain.costs import num_parameters
 from mmtrain.errors import UserError
-from mmtrain.models.model_shape import LayerShape, build_model_shape
-from mmtrain.models.named_shards import NamedShard
-from mmtrain.models.parameter_specs import ParamSpec
+from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import ParamSpec
+from mmtrain.models.shapes.model_shape import LayerShape, build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program import Recv, Send, build_program

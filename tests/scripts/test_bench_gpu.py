@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.costs.rank_memory import MEMORY_MARGIN
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import recipe_fingerprint
 from scripts import bench_gpu

@@ -11,7 +11,7 @@ from mmtrain.costs import AnalyticCosts, CostTable, preset
 from mmtrain.costs.cost_table import MessageEntry
 from mmtrain.costs.hardware import PRESETS, Hardware, Link
 from mmtrain.costs.recorded_costs import RecordedRatios, recorded_table
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.planner import search_placements

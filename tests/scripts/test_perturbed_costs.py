@@ -7,7 +7,7 @@ import pytest
 from mmtrain.costs import AnalyticCosts, CostModel, GroupLayout, MeasuredCosts, TokenLoad, preset
 from mmtrain.costs.cost_table import CostTable, LayerEntry, LayerSample, MessageEntry, OptimizerEntry, layer_fields
 from mmtrain.costs.layer_arithmetic import gemms
-from mmtrain.models.model_shape import LayerShape, build_model_shape
+from mmtrain.models.shapes.model_shape import LayerShape, build_model_shape
 from scripts.perturbed_costs import PERTURBATIONS, CostConstant, Perturbation, perturbed_costs, perturbed_hardware
 from tests.planning.factory import recipe
 

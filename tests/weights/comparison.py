@@ -15,9 +15,9 @@ from mmtrain.families import read_model_folder
 from mmtrain.families.weight_layouts import ParameterSource, respell
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.stage_inputs import TextInput
-from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.stage_inputs import TextInput
+from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.weights import PretrainedWeights, export_folder, open_pretrained

@@ -11,7 +11,7 @@ from mmtrain.checkpoint import LocalStorage, open_newest_good
 from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
 from mmtrain.errors import CheckpointError, ModelFolderError, UserError
 from mmtrain.families import FAMILIES
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.weights import export_folder
 from tests.cli.conftest import RunMmtrain, run_mmtrain

@@ -13,7 +13,7 @@ from mmtrain.balance import assign
 from mmtrain.data import BatchBuilder, PayloadNeed, build_index
 from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.families.configs import write_config
 from tests.weights.comparison import (

@@ -14,7 +14,7 @@ from mmtrain.checkpoint import open_newest_good
 from mmtrain.cli.app import app
 from mmtrain.errors import ModelFolderError, RecipeError, UserError
 from mmtrain.families import read_model_folder
-from mmtrain.models.parameter_specs import stage_param_specs
+from mmtrain.models.optim.parameter_specs import stage_param_specs
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.recipe.settings.presets import GENERATOR_PRESETS
 from mmtrain.weights import export_generator

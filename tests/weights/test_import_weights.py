@@ -12,10 +12,10 @@ from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.parameter_specs import join_tp_shards
-from mmtrain.models.stage_inputs import TextInput
-from mmtrain.models.stage_module import StageSpec
+from mmtrain.models.optim.parameter_specs import join_tp_shards
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.stage_inputs import TextInput
+from mmtrain.models.stage.stage_module import StageSpec
 from mmtrain.weights import FolderTensors
 from tests.weights.comparison import assert_equal_gradients, full_gradients, pretrained_of, unit_stage
 from tests.weights.pretrained import VOCAB, gemma3_text, llama, mistral, qwen2, qwen3, recipe_from, save, specs_of

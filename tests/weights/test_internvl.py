@@ -19,7 +19,7 @@ from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.data.archives import movie
 from tests.data.model_folders import write_like_internvl

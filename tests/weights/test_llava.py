@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmtrain.errors import ModelFolderError, RecipeError
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from tests.families.configs import write_config
 from tests.weights.comparison import (
     assert_equal_gradients,

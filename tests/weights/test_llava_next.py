@@ -17,7 +17,7 @@ from mmtrain.data.media.vision_items import VisionItemDecoder, read_vision_items
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
-from mmtrain.models.stage_inputs import EncoderInput, RowMix, TextInput
+from mmtrain.models.stage.stage_inputs import EncoderInput, RowMix, TextInput
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.families.configs import write_config
 from tests.pixels import assert_same_pixels, normalized

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.train_settings import LoraSettings
 from tests.cli.conftest import RunMmtrain, run_mmtrain

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmtrain.models.named_shards import NamedShard
-from mmtrain.models.parameter_specs import tp_shard
+from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import tp_shard
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World

@@ -13,8 +13,8 @@ from mmtrain.data import ChatTokenizer, Sample, Turn, build_index, load_tokenize
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.errors import UserError
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.stage_inputs import TextInput
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.evaluation.generate import load_generator

@@ -18,10 +18,10 @@ from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError, RecipeError, UserError
 from mmtrain.families import FAMILIES
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.parameter_specs import ParamSpec, join_tp_shards
-from mmtrain.models.stage_inputs import TextInput
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.optim.parameter_specs import ParamSpec, join_tp_shards
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.stage_inputs import TextInput
+from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.train_settings import LoraSettings
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mmtrain.families import read_model_folder
-from mmtrain.models.stage_inputs import TextInput
+from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.weights.inspect_folder import inspect_folder
 from tests.weights.comparison import assert_equal_gradients, content, export_again, full_gradients, unit_stage
 from tests.weights.pretrained import (

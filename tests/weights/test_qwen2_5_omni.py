@@ -22,7 +22,7 @@ from mmtrain.data.media.media_bytes import BadMediaError, FileMedia
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import ModelFolderError, RecipeError
 from mmtrain.families import FAMILIES
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.weights import export_folder

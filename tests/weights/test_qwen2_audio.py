@@ -16,7 +16,7 @@ from mmtrain.data.media.media_bytes import BadMediaError, FileMedia
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.recipe import Recipe
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.families.configs import write_config

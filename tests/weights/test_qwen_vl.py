@@ -24,8 +24,8 @@ from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError, RecipeError
 from mmtrain.families import FAMILIES
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.recipe import Recipe
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.data.archives import movie

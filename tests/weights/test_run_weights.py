@@ -10,9 +10,9 @@ from torch import Tensor
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.parameter_specs import stage_param_specs, tp_shard
-from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.models.optim.parameter_specs import stage_param_specs, tp_shard
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.train_settings import LoraSettings
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
 from mmtrain.errors import ModelFolderError, RecipeError
 from mmtrain.families import FAMILIES
-from mmtrain.models.stage_inputs import EncoderInput
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.stage.stage_inputs import EncoderInput
+from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe import Recipe, load_recipe
 from tests.models.factory import randomize
 from tests.weights.comparison import export_again, patches_of, pretrained_of, unit_stage

@@ -7,7 +7,7 @@ import numpy as np
 from mmtrain.balance import SampleLengths
 from mmtrain.data.formats.sample import PLURALS, Sample
 from mmtrain.errors import DataError, RecipeError
-from mmtrain.models.model_shape import ModelShape, build_model_shape
+from mmtrain.models.shapes.model_shape import ModelShape, build_model_shape
 from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES
 from mmtrain.recipe.settings.schema import Recipe
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.models.attention.backends import attend
+from mmtrain.models.attention.context_share import ContextShare
+from mmtrain.models.attention.index_tables import HostTables
 from mmtrain.models.attention.options import AttentionBackend, AttentionOptions
 from mmtrain.models.attention.ring import Ring, attend_in_ring
 from mmtrain.models.attention.row_exchange import exchange_rows
 from mmtrain.models.attention.sequence_layout import SequenceLayout
-from mmtrain.models.context_share import ContextShare
-from mmtrain.models.index_tables import HostTables
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmtrain.models.attention.index_tables import HostTable, HostTables
 from mmtrain.models.attention.options import AttentionBackend
-from mmtrain.models.index_tables import HostTable, HostTables
 
 Spans = tuple[tuple[int, int], ...]  # [start, stop) in a microbatch's packed tokens, each inside one sequence, in order
 

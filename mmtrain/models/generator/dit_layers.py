@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmtrain.models.attention import AttentionOptions, attend, attend_to_context
-from mmtrain.models.generator.generator_input import GeneratorContext, GeneratorState
 from mmtrain.models.generator.timestep_features import position_table, timestep_features
 from mmtrain.models.kernels.activations import activate
-from mmtrain.models.layer_shape import NUM_MODULATION_VECTORS, LayerShape
+from mmtrain.models.shapes.layer_shape import NUM_MODULATION_VECTORS, LayerShape
+from mmtrain.models.stage.generator_input import GeneratorContext, GeneratorState
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 
 if TYPE_CHECKING:

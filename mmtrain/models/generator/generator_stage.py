@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmtrain.models.generator.generator_input import (
+from mmtrain.models.attention.index_tables import HostTables
+from mmtrain.models.generator.layer_modules import build_generator_layer
+from mmtrain.models.shapes.layer_shape import LayerShape
+from mmtrain.models.stage.generator_input import (
     DrawingContext,
     GeneratorContext,
     GeneratorInput,
@@ -16,11 +19,8 @@ from mmtrain.models.generator.generator_input import (
     join_state,
     split_state,
 )
-from mmtrain.models.generator.layer_modules import build_generator_layer
-from mmtrain.models.index_tables import HostTables
-from mmtrain.models.layer_shape import LayerShape
-from mmtrain.models.stage_inputs import UnitInput
-from mmtrain.models.stage_module import StageContext, StageModule
+from mmtrain.models.stage.stage_inputs import UnitInput
+from mmtrain.models.stage.stage_module import StageContext, StageModule
 
 
 class GeneratorStage(StageModule):

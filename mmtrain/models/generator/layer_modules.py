@@ -13,7 +13,7 @@ from mmtrain.models.generator.unet_layers import (
     UnetResidual,
     UnetUp,
 )
-from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.shapes.layer_shape import LayerShape
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from mmtrain.errors import UserError
 from mmtrain.models.kernels.liger import fused_problem
 from mmtrain.models.kernels.weight_gradient import weight_gradient_problem
-from mmtrain.models.loss_chunks import CHUNK_TOKENS, MIN_SAVED_SHARE, LossSizes
+from mmtrain.models.shapes.loss_chunks import CHUNK_TOKENS, MIN_SAVED_SHARE, LossSizes
 from mmtrain.recipe.settings.train_settings import KernelSetting
 
 _FUSED_OPERATIONS = ("rotation of queries and keys", "SwiGLU", "residual sum and RMSNorm")  # all fused, or none

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mmtrain.models.rotary_positions import RotaryTables
+from mmtrain.models.kernels.rotary_positions import RotaryTables
 
 _FUNCTIONS = {
     "rope": "LigerRopeFunction",

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mmtrain.models.kernels import liger
-from mmtrain.models.rotary_positions import RotaryTables
+from mmtrain.models.kernels.rotary_positions import RotaryTables
 
 
 def rotate_heads(q: Tensor, k: Tensor, rope: RotaryTables, *, fused: bool) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mmtrain.models.kernels.weight_gradient import weight_gradient_problem
-from mmtrain.models.loss_chunks import CHUNK_LOGITS, CHUNK_TOKENS, LossSizes
+from mmtrain.models.shapes.loss_chunks import CHUNK_LOGITS, CHUNK_TOKENS, LossSizes
 
 
 def vocab_parallel_losses(

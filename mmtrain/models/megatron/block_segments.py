@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.kernels.activations import activate, activate_gated
 from mmtrain.models.kernels.liger import add_and_rms_norm
-from mmtrain.models.layer_shape import BLOCK_PIECES
 from mmtrain.models.megatron.block_parts import add_to_residual
 from mmtrain.models.megatron.chunked_mlp import needs_chunks, run_mlp_in_chunks
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
-from mmtrain.models.packed_sequences import PackedSequences
+from mmtrain.models.shapes.layer_shape import BLOCK_PIECES
 
 BlockState = tuple[Tensor, ...]
 

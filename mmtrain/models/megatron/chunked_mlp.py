@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mmtrain.models.layer_shape import MLP_CHUNK_TOKENS
+from mmtrain.models.shapes.layer_shape import MLP_CHUNK_TOKENS
 
 
 def needs_chunks(num_tokens: int) -> bool:

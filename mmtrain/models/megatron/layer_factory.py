@@ -31,17 +31,17 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from mmtrain.models.attention import AttentionBackend, AttentionOptions, SequenceLayout, attend
+from mmtrain.models.attention.packed_sequences import PackedSequences
+from mmtrain.models.kernels.logit_rules import LogitRules
 from mmtrain.models.kernels.norms import rms_norm
 from mmtrain.models.kernels.rotation import rotate_heads
 from mmtrain.models.kernels.vocab_loss import vocab_parallel_losses
-from mmtrain.models.layer_shape import LayerShape, LoraShape
-from mmtrain.models.logit_rules import LogitRules
 from mmtrain.models.megatron import compat
 from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, ScaledAdd
 from mmtrain.models.megatron.block_segments import run_block
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear, add_adapter
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
-from mmtrain.models.packed_sequences import PackedSequences
+from mmtrain.models.shapes.layer_shape import LayerShape, LoraShape
 from mmtrain.recipe.settings.encoder_settings import Activation
 
 _ONE_TOKEN = PackedSequences(SequenceLayout((1,)))  # keeps its tables, so that they come to a device once

@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from mmtrain.models.layer_shape import LoraShape
 from mmtrain.models.megatron.tp_linear import reduced_linear, tp_linear
+from mmtrain.models.shapes.layer_shape import LoraShape
 
 
 class LoraAdapter(nn.Module):

@@ -17,12 +17,12 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from mmtrain.models.bf16_moments import Bf16MomentsAdamW
-from mmtrain.models.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
 from mmtrain.models.megatron.compat import no_cuda_graphs, optimizer_scope, param_layout
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
-from mmtrain.models.named_shards import MOMENTS, NamedShard
-from mmtrain.models.parameter_specs import ParamSpec, WeightSource
+from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
+from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
+from mmtrain.models.optim.named_shards import MOMENTS, NamedShard
+from mmtrain.models.optim.parameter_specs import ParamSpec, WeightSource
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
 
 

@@ -7,7 +7,7 @@ from itertools import chain, groupby
 
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
-from mmtrain.models.model_shape import UnitShape, unit_offload
+from mmtrain.models.shapes.model_shape import UnitShape, unit_offload
 from mmtrain.planning.advise.stage_balance import stage_balance
 from mmtrain.planning.advise.why_slower import explain_measured_slower, explain_slower
 from mmtrain.planning.artifact.data_drift import summarize_data

@@ -6,7 +6,7 @@ from itertools import islice
 
 from mmtrain.balance import Grouping
 from mmtrain.costs import StateBytes, state_bytes
-from mmtrain.models.model_shape import unit_offload, with_offload
+from mmtrain.models.shapes.model_shape import unit_offload, with_offload
 from mmtrain.planning.advise.replicated_suggestions import (
     evaluator_of_changed,
     replicated_fits,

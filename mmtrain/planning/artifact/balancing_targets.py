@@ -8,7 +8,7 @@ import numpy as np
 
 from mmtrain.balance import BalancedLoad, PipelineRank, SampleLengths, SequenceCost, StepTargets
 from mmtrain.costs import CostModel, TokenLoad, TokenSplit, costs_for, input_grad_needed, machine_for
-from mmtrain.models.model_shape import LayerShape, ModelShape, build_model_shape
+from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.planning.artifact.marginal_cost import MarginalCost, marginal_cost
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph

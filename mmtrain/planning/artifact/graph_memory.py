@@ -18,7 +18,7 @@ from mmtrain.costs.rank_memory import (
     microbatch_host_bytes,
     rank_memory,
 )
-from mmtrain.models.model_shape import ModelShape
+from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.planning.artifact.plan import SchedulePlan
 from mmtrain.program.ir.graph import LLM, Edge, Microbatch, Stage, StageGraph, StageId
 from mmtrain.program.ir.program import Program

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from mmtrain.models.model_shape import ModelShape
+from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.planning.artifact.plan import Placement, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind

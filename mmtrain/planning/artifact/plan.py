@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from mmtrain.balance.dispatch.phase_loads import PhaseLoad
 from mmtrain.costs.hardware import Precision
-from mmtrain.models.model_shape import OffloadMode
+from mmtrain.models.shapes.model_shape import OffloadMode
 from mmtrain.program.ir.graph import ContextMethod, CutSequences, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
 

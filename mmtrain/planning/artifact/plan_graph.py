@@ -3,7 +3,13 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from mmtrain.models.model_shape import ModelShape, num_pieces, unit_offload, with_offload, with_recomputed_activations
+from mmtrain.models.shapes.model_shape import (
+    ModelShape,
+    num_pieces,
+    unit_offload,
+    with_offload,
+    with_recomputed_activations,
+)
 from mmtrain.planning.artifact.plan import Plan, UnitPlan
 from mmtrain.program.ir.graph import Edge, Stage, StageGraph, StageId, UnitMesh
 

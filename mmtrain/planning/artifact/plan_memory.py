@@ -7,7 +7,7 @@ from mmtrain.costs import RankMemory, TokenLoad, costs_for, machine_for, state_b
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.layer_arithmetic import loss_sizes
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import LossSizes, ModelShape
+from mmtrain.models.shapes.model_shape import LossSizes, ModelShape
 from mmtrain.planning.artifact.communicators import communicator_bytes
 from mmtrain.planning.artifact.graph_memory import HOST_REMEDY, GraphMemory, schedule_in_flight
 from mmtrain.planning.artifact.plan import Plan

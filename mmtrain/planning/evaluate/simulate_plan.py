@@ -3,7 +3,7 @@
 from mmtrain.balance import BatchMeta
 from mmtrain.costs import costs_for, input_grad_needed, machine_for, num_trained_parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.planning.artifact.plan_precision import plan_precision

@@ -34,7 +34,7 @@ from mmtrain.costs.rank_memory import (
     layer_working_bytes,
     message_bytes,
 )
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import LayerShape
 from mmtrain.planning.artifact.communicators import communicator_bytes
 from mmtrain.planning.artifact.graph_memory import GraphMemory, MemoryPhase
 from mmtrain.planning.artifact.layout import MeshSize, disaggregated_units

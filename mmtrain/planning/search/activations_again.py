@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mmtrain.models.model_shape import with_recomputed_activations
+from mmtrain.models.shapes.model_shape import with_recomputed_activations
 from mmtrain.planning.space.problem import PlanningProblem
 
 

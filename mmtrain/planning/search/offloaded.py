@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mmtrain.models.model_shape import OffloadMode, unit_offload, with_offload
+from mmtrain.models.shapes.model_shape import OffloadMode, unit_offload, with_offload
 from mmtrain.planning.space.problem import PlanningProblem
 
 OFFLOAD_MODES: tuple[OffloadMode, ...] = ("inputs", "all")

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Literal
 
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import ModelShape, UnitShape
+from mmtrain.models.shapes.model_shape import ModelShape, UnitShape
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget
 from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from mmtrain.costs import CostModel, Hardware, Precision, StateBytes, state_bytes
-from mmtrain.models.model_shape import ModelShape
+from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.planning.artifact.plan import Placement, Plan, StepMeasurement
 from mmtrain.planning.space.allocation_watch import AllocationWatch
 from mmtrain.planning.space.constraints import RecomputeMode, SequenceParallelSetting, TpOverlapSetting, UnitChoices

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mmtrain.costs import preset
 from mmtrain.errors import UserError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.space.constraints import unit_choices
 from mmtrain.recipe.settings.schema import Recipe
 

@@ -2,7 +2,7 @@
 
 from mmtrain.balance import SampleLengths
 from mmtrain.errors import UserError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.planner import search_placements

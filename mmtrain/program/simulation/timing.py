@@ -12,7 +12,7 @@ from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds
 from mmtrain.costs.cost_model import ComputeKind, CostModel, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT, ShardedLayers, overlapped_seconds
-from mmtrain.models.model_shape import LayerShape, ModelShape
+from mmtrain.models.shapes.model_shape import LayerShape, ModelShape
 from mmtrain.program.ir.actions import (
     Collective,
     Compute,

@@ -26,7 +26,6 @@ from mmtrain.data import (
 from mmtrain.data.formats.sample import MEDIA_ROLES
 from mmtrain.data.media.images import CellArray
 from mmtrain.data.text.sample_tokenizer import find_marks
-from mmtrain.models.generator.generator_input import GeneratorInput
 from mmtrain.models.generator.generator_stage import GeneratorStage
 from mmtrain.models.generator.keyed_noise import ImageKey, draw_noise
 from mmtrain.models.generator.noise_schedules import Levels, add_noise, prediction_target
@@ -37,8 +36,9 @@ from mmtrain.models.generator.sampling import (
     flow_sampling_steps,
     guide,
 )
-from mmtrain.models.stage_inputs import TextInput
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.stage.generator_input import GeneratorInput
+from mmtrain.models.stage.stage_inputs import TextInput
+from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.program import LLM, Microbatch
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings

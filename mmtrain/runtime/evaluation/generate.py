@@ -19,13 +19,13 @@ from mmtrain.balance import IntArray
 from mmtrain.checkpoint import Checkpoint
 from mmtrain.costs import TokenLoad
 from mmtrain.data import PayloadNeed, SampleTokenizer, StepData
-from mmtrain.models import parameter_specs
-from mmtrain.models.fully_sharded import weight_shards
-from mmtrain.models.kv_cache import KVCache
-from mmtrain.models.logit_rules import LogitRules
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.named_shards import NamedShard
-from mmtrain.models.stage_inputs import TextInput
+from mmtrain.models.attention.kv_cache import KVCache
+from mmtrain.models.kernels.logit_rules import LogitRules
+from mmtrain.models.optim import parameter_specs
+from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.fully_sharded import weight_shards
+from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.planning.artifact.plan import UnitPlan
 from mmtrain.planning.artifact.plan_graph import build_stage_graph
 from mmtrain.program import LLM, Microbatch, Program, StageGraph, StageId, Step, StepLoads, build_program, step_loads

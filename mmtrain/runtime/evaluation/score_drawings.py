@@ -8,7 +8,7 @@ from typing import cast
 from mmtrain.data import Quarantined
 from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.errors import UserError
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from mmtrain.report.drawing_result import BucketLoss, DrawingResult
 from mmtrain.runtime.evaluation.drawer import (

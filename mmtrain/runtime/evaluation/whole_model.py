@@ -2,7 +2,7 @@
 
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.layer_arithmetic import num_parameters
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.precision import precision_on_device

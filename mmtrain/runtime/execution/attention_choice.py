@@ -6,7 +6,7 @@ import torch
 
 from mmtrain.models import ModelShape
 from mmtrain.models.attention import FUSED_KERNELS, backend_problems, choose_backend, padded_head_dim
-from mmtrain.models.layer_shape import BLOCK_KINDS
+from mmtrain.models.shapes.layer_shape import BLOCK_KINDS
 from mmtrain.recipe import Recipe
 
 

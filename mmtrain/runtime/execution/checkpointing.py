@@ -20,7 +20,7 @@ from mmtrain.checkpoint import (
     open_newest_good,
     save,
 )
-from mmtrain.models.named_shards import NamedShard
+from mmtrain.models.optim.named_shards import NamedShard
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.file_progress import FileProgress
 from mmtrain.runtime.execution.rank_context import RankContext

@@ -11,8 +11,8 @@ from torch import Tensor
 from mmtrain.balance import BatchMeta, IntArray
 from mmtrain.balance.context_split import ContextSplit
 from mmtrain.models.attention import Spans
-from mmtrain.models.context_share import ContextShare, RowExchange
-from mmtrain.models.stage_inputs import RowMix, TextInput
+from mmtrain.models.attention.context_share import ContextShare, RowExchange
+from mmtrain.models.stage.stage_inputs import RowMix, TextInput
 from mmtrain.program import UnitMesh
 from mmtrain.program.ir.context_loads import (
     num_features_of_samples,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.stage_inputs import UnitInput
+from mmtrain.models.stage.stage_inputs import UnitInput
 from mmtrain.program import (
     Action,
     Backward,

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from mmtrain.balance import BatchMeta
 from mmtrain.data.loading.payload import EncoderPayload
-from mmtrain.models.generator.generator_input import GeneratorInput
 from mmtrain.models.generator.keyed_noise import (
     ImageKey,
     draw_dropped_conditions,
@@ -21,6 +20,7 @@ from mmtrain.models.generator.noise_schedules import (
     add_noise,
     prediction_target,
 )
+from mmtrain.models.stage.generator_input import GeneratorInput
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from mmtrain.recipe.settings.modalities import GENERATOR

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmtrain.models.fully_sharded import require_fsdp2, shard_mesh
-from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.shapes.layer_shape import LayerShape
+from mmtrain.models.stage.fully_sharded import require_fsdp2, shard_mesh
 from mmtrain.program import Dispatch, Edge, Recv, Send, Share, StageGraph, UnitMesh
 from mmtrain.program.ir.channels import Channel, graph_channels
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages

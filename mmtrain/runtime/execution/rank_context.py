@@ -11,13 +11,13 @@ from mmtrain.costs import Precision
 from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import PayloadNeed
-from mmtrain.models import parameter_specs
 from mmtrain.models.build_stage import StageOptions, build_stage, build_stage_without_weights
-from mmtrain.models.fully_sharded import FullyShardedAdamW, initialize_shards, shard_stage
 from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
-from mmtrain.models.model_shape import LayerShape, ModelShape, build_model_shape
-from mmtrain.models.parameter_specs import WeightSource
-from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.models.optim import parameter_specs
+from mmtrain.models.optim.parameter_specs import WeightSource
+from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_model_shape
+from mmtrain.models.stage.fully_sharded import FullyShardedAdamW, initialize_shards, shard_stage
+from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.planning.artifact.plan import Plan, SchedulePlan
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.planning.artifact.plan_memory import DeviceMemory, prove_memory

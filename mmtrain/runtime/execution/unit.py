@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmtrain.models.fully_sharded import reduce_between_copies
-from mmtrain.models.host_offload import OffloadedBlocks
 from mmtrain.models.megatron import ParallelGroups, start_tp_communication
-from mmtrain.models.parameter_specs import ParamSpec
-from mmtrain.models.stage_inputs import UnitInput
-from mmtrain.models.stage_module import StageContext, StageModule
+from mmtrain.models.optim.parameter_specs import ParamSpec
+from mmtrain.models.stage.fully_sharded import reduce_between_copies
+from mmtrain.models.stage.host_offload import OffloadedBlocks
+from mmtrain.models.stage.stage_inputs import UnitInput
+from mmtrain.models.stage.stage_module import StageContext, StageModule
 from mmtrain.program import Edge, Microbatch, StageId
 
 

@@ -14,7 +14,7 @@ import torch
 
 from mmtrain.costs.block_pieces import PassDirection, collective_kinds
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import num_pieces
+from mmtrain.models.shapes.model_shape import num_pieces
 from mmtrain.program import Edge, Microbatch, StageId
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.recorder import clock_for

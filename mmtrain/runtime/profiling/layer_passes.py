@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mmtrain.models.stage_inputs import UnitInput
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.stage.stage_inputs import UnitInput
+from mmtrain.models.stage.stage_module import StageModule
 
 Mark = Callable[[], Any]  # see `DeviceClock.mark`
 Span = tuple[Any, Any]  # marks at the start and the end of one layer's pass

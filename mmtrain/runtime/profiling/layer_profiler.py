@@ -17,13 +17,13 @@ from torch import Tensor
 
 from mmtrain.costs.cost_table import LayerSample, TimedPass, layer_fields, layer_key
 from mmtrain.models.build_stage import StageOptions, build_stage
-from mmtrain.models.clip_factors import clip_factors
-from mmtrain.models.generator.generator_input import GeneratorInput
 from mmtrain.models.megatron import ParallelGroups, set_tp_chunks
 from mmtrain.models.megatron.zero_adamw import ZeroAdamW
-from mmtrain.models.model_shape import ModelShape, UnitShape
-from mmtrain.models.stage_inputs import TextInput, UnitInput
-from mmtrain.models.stage_module import StageModule, StageSpec
+from mmtrain.models.optim.clip_factors import clip_factors
+from mmtrain.models.shapes.model_shape import ModelShape, UnitShape
+from mmtrain.models.stage.generator_input import GeneratorInput
+from mmtrain.models.stage.stage_inputs import TextInput, UnitInput
+from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.program import LLM, StageId
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_unit_optimizer

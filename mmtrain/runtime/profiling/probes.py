@@ -11,10 +11,10 @@ from torch import Tensor
 from mmtrain.balance import SampleLengths
 from mmtrain.costs import TokenLoad
 from mmtrain.models.attention import Spans
-from mmtrain.models.generator.generator_input import GeneratorInput
 from mmtrain.models.generator.noise_schedules import DiffusionSchedule
-from mmtrain.models.model_shape import UnitShape
-from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
+from mmtrain.models.shapes.model_shape import UnitShape
+from mmtrain.models.stage.generator_input import GeneratorInput
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput, UnitInput
 from mmtrain.recipe.settings.base import Section
 from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.recipe.settings.schema import Recipe

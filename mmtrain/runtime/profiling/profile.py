@@ -34,9 +34,9 @@ from mmtrain.costs.cost_table import (
 from mmtrain.costs.hardware import CORE_PREFIX, is_other_hardware
 from mmtrain.costs.measured_costs import interpolation_errors
 from mmtrain.errors import PlanError
-from mmtrain.models.layer_shape import BLOCK_KINDS
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import (
+from mmtrain.models.shapes.layer_shape import BLOCK_KINDS
+from mmtrain.models.shapes.model_shape import (
     ModelShape,
     UnitShape,
     build_model_shape,

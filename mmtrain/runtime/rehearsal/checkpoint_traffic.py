@@ -12,8 +12,8 @@ from mmtrain.checkpoint import LocalStorage
 from mmtrain.checkpoint.storage import FileSum
 from mmtrain.costs import Precision, num_parameters, num_trained_parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES
-from mmtrain.models.named_shards import MOMENTS, NamedShard
-from mmtrain.models.parameter_specs import ParamSpec
+from mmtrain.models.optim.named_shards import MOMENTS, NamedShard
+from mmtrain.models.optim.parameter_specs import ParamSpec
 from mmtrain.program import ModelTiming
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.activity import SAVING, Activity

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.errors import RunError, UserError
-from mmtrain.models.stage_inputs import TextInput
+from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import (
     Action,

@@ -9,7 +9,7 @@ from typing import Protocol
 from mmtrain.costs import machine_for
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError, ProgramError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.planning.artifact.plan_memory import DeviceMemory, prove_memory

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from mmtrain.checkpoint import find, open_newest_good
 from mmtrain.errors import MmtrainError, UserError
-from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.checkpointing import checkpoint_ranks

@@ -26,7 +26,7 @@ from mmtrain.costs.recorded_costs import RecordedRatios, costs_of_table, recorde
 from mmtrain.data import GroupStream
 from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import stream_position
-from mmtrain.models.model_shape import ModelShape
+from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.program import LLM, ModelTiming, Stage, StepLoads
 from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.report import StepMetrics, TimeSplit

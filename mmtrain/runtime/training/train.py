@@ -12,8 +12,8 @@ from rich.console import Console
 from mmtrain.data import build_index
 from mmtrain.durable_files import disk_errors_named
 from mmtrain.errors import LaunchError, StoppedAndSaved
-from mmtrain.models.fully_sharded import require_fsdp2
 from mmtrain.models.kernels.choice import kernel_choices
+from mmtrain.models.stage.fully_sharded import require_fsdp2
 from mmtrain.planning.artifact.plan_files import load_plan
 from mmtrain.planning.artifact.plan_memory import planned_loss
 from mmtrain.recipe import Recipe

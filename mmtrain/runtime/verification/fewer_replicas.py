@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmtrain.errors import UserError
-from mmtrain.models.model_shape import ModelShape
+from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.stage_module import StageSpec
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.stage_module import StageSpec
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.modalities import GENERATOR

@@ -6,14 +6,14 @@ from diffusers import PixArtTransformer2DModel
 from torch import Tensor
 
 from mmtrain.costs import layer_arithmetic
-from mmtrain.models.generator.generator_input import (
+from mmtrain.models.shapes.generator_shapes import generator_layers, generator_parameters
+from mmtrain.models.stage.generator_input import (
     GeneratorContext,
     GeneratorInput,
     GeneratorState,
     join_state,
     split_state,
 )
-from mmtrain.models.generator_shapes import generator_layers, generator_parameters
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from mmtrain.recipe.settings.presets import GENERATOR_PRESETS
 from tests.models.generator.tiny import (

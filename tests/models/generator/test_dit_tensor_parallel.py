@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmtrain.models.generator.generator_input import GeneratorInput, GeneratorState
-from mmtrain.models.generator_shapes import generator_layers
 from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.shapes.generator_shapes import generator_layers
+from mmtrain.models.stage.generator_input import GeneratorInput, GeneratorState
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from tests.distributed import run_ranks
 from tests.models.generator.tiny import DIT, LLM_HIDDEN, build, run

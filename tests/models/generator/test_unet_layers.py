@@ -8,8 +8,8 @@ from diffusers import UNet2DConditionModel
 
 from mmtrain.costs import layer_arithmetic
 from mmtrain.errors import DataError
-from mmtrain.models.generator.generator_input import GeneratorInput, GeneratorState
-from mmtrain.models.generator_shapes import generator_layers, generator_parameters
+from mmtrain.models.shapes.generator_shapes import generator_layers, generator_parameters
+from mmtrain.models.stage.generator_input import GeneratorInput, GeneratorState
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from mmtrain.recipe.settings.presets import GENERATOR_PRESETS
 from tests.models.generator.tiny import (

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from mmtrain.families.diffusers_pixart import pixart_weights
 from mmtrain.families.diffusers_unet import unet_weights
-from mmtrain.models.generator.generator_input import GeneratorContext, GeneratorInput, GeneratorState
 from mmtrain.models.generator.layer_modules import build_generator_layer
-from mmtrain.models.generator_shapes import generator_layers
-from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.megatron import LayerFactory, ParallelGroups, prepare_megatron
+from mmtrain.models.shapes.generator_shapes import generator_layers
+from mmtrain.models.shapes.layer_shape import LayerShape
+from mmtrain.models.stage.generator_input import GeneratorContext, GeneratorInput, GeneratorState
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmtrain.models.layer_shape import LayerShape, linear_parameters, norm_parameters
+from mmtrain.models.shapes.layer_shape import LayerShape, linear_parameters, norm_parameters
 from mmtrain.recipe.settings.audio_settings import AudioSettings
 from mmtrain.recipe.settings.encoder_settings import EncoderSettings
 from mmtrain.recipe.settings.vision_settings import VisionSettings

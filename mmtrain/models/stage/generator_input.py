@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
 from mmtrain.models.attention import SequenceLayout
-from mmtrain.models.index_tables import HostTables, brought_or_computed
-from mmtrain.models.layer_shape import NUM_MODULATION_VECTORS, LayerShape
+from mmtrain.models.attention.index_tables import HostTables, brought_or_computed
+from mmtrain.models.shapes.layer_shape import NUM_MODULATION_VECTORS, LayerShape
 
 
 @dataclass(frozen=True)

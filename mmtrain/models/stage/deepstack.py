@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.shapes.layer_shape import LayerShape
 
 
 def split_rows(rows: Tensor, width: int) -> list[Tensor]:

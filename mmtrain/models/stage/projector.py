@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmtrain.models.attention import SequenceLayout
-from mmtrain.models.host_offload import OffloadedBlocks
-from mmtrain.models.index_tables import HostTables
+from mmtrain.models.attention.index_tables import HostTables
+from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.kernels.activations import activate
-from mmtrain.models.layer_shape import LayerShape
-from mmtrain.models.packed_sequences import PackedSequences
+from mmtrain.models.shapes.layer_shape import LayerShape
+from mmtrain.models.stage.host_offload import OffloadedBlocks
 from mmtrain.recipe.settings.encoder_settings import EncoderSettings
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mmtrain.models.parameter_specs import ParamSpec
+from mmtrain.models.optim.parameter_specs import ParamSpec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam; a shard of one is named like its parameter, with `#` and this
 

@@ -7,10 +7,10 @@ Layer indices into `UnitShape.layers` are the `layers: [lo, hi)` of plans and st
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from mmtrain.models.encoder_shapes import ENCODER_SHAPES
-from mmtrain.models.freezing import mark_frozen
-from mmtrain.models.generator_shapes import generator_layers
-from mmtrain.models.layer_shape import (
+from mmtrain.models.shapes.encoder_shapes import ENCODER_SHAPES
+from mmtrain.models.shapes.freezing import mark_frozen
+from mmtrain.models.shapes.generator_shapes import generator_layers
+from mmtrain.models.shapes.layer_shape import (
     BLOCK_KINDS,
     BLOCK_PIECES,
     MLP_CHUNK_TOKENS,
@@ -19,8 +19,8 @@ from mmtrain.models.layer_shape import (
     adaptable_linears,
     num_pieces,
 )
-from mmtrain.models.loss_chunks import LossSizes
-from mmtrain.models.unit_shape import UnitShape
+from mmtrain.models.shapes.loss_chunks import LossSizes
+from mmtrain.models.shapes.unit_shape import UnitShape
 from mmtrain.recipe.settings.llm_settings import LlmSettings
 from mmtrain.recipe.settings.schema import Recipe
 

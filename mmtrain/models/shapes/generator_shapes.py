@@ -7,7 +7,7 @@ block reads. Modules of these shapes are in `models.generator`.
 
 from collections.abc import Iterator
 
-from mmtrain.models.layer_shape import LayerShape, linear_parameters
+from mmtrain.models.shapes.layer_shape import LayerShape, linear_parameters
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 
 TIMESTEP_WIDTH_FACTOR = 4  # width of the timestep's features / width of the finest level (Stable Diffusion's U-Net)

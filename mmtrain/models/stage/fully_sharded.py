@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mmtrain.errors import LaunchError
-from mmtrain.models.bf16_moments import Bf16MomentsAdamW
-from mmtrain.models.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
-from mmtrain.models.llm_layers import Head
-from mmtrain.models.named_shards import MOMENTS, NamedShard
-from mmtrain.models.parameter_specs import ParamSpec, WeightSource, initial_values, num_blocks
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
+from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
+from mmtrain.models.optim.named_shards import MOMENTS, NamedShard
+from mmtrain.models.optim.parameter_specs import ParamSpec, WeightSource, initial_values, num_blocks
+from mmtrain.models.stage.llm_layers import Head
+from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
 
 # Everything of a stage, and of a head, that computes with parameters, beside `forward`.

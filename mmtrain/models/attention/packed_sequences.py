@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from mmtrain.models.attention import SequenceLayout
 from mmtrain.models.attention.context_parallel import SharedAttention
-from mmtrain.models.kv_cache import KVCache
-from mmtrain.models.rotary_positions import RotaryTables
+from mmtrain.models.attention.kv_cache import KVCache
+from mmtrain.models.kernels.rotary_positions import RotaryTables
 
 
 @dataclass(frozen=True)

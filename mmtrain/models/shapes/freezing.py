@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from mmtrain.errors import RecipeError
-from mmtrain.models.encoder_shapes import ENCODER_SHAPES
-from mmtrain.models.generator_shapes import generator_parameters
-from mmtrain.models.layer_shape import (
+from mmtrain.models.shapes.encoder_shapes import ENCODER_SHAPES
+from mmtrain.models.shapes.generator_shapes import generator_parameters
+from mmtrain.models.shapes.layer_shape import (
     LayerShape,
     LoraShape,
     adaptable_linears,
@@ -23,7 +23,7 @@ from mmtrain.models.layer_shape import (
     linear_parameters,
     norm_parameters,
 )
-from mmtrain.models.unit_shape import UnitShape
+from mmtrain.models.shapes.unit_shape import UnitShape
 from mmtrain.recipe.settings.audio_settings import AudioSettings
 from mmtrain.recipe.settings.encoder_settings import EncoderSettings
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings

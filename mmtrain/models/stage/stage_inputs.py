@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.attention import Spans
-from mmtrain.models.context_share import ContextShare
-from mmtrain.models.generator.generator_input import GeneratorInput
-from mmtrain.models.kv_cache import KVCache
-from mmtrain.models.pixel_scale import PixelScale
+from mmtrain.models.attention.context_share import ContextShare
+from mmtrain.models.attention.kv_cache import KVCache
+from mmtrain.models.stage.generator_input import GeneratorInput
+from mmtrain.models.stage.pixel_scale import PixelScale
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from mmtrain.errors import DataError
 from mmtrain.models.attention import SequenceLayout
-from mmtrain.models.host_offload import OffloadedBlocks
-from mmtrain.models.index_tables import HostTables, brought_or_computed
+from mmtrain.models.attention.index_tables import HostTables, brought_or_computed
+from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.kernels.activations import activate
-from mmtrain.models.layer_shape import LayerShape
-from mmtrain.models.packed_sequences import PackedSequences
-from mmtrain.models.stage_inputs import EncoderInput
+from mmtrain.models.shapes.layer_shape import LayerShape
+from mmtrain.models.stage.host_offload import OffloadedBlocks
+from mmtrain.models.stage.stage_inputs import EncoderInput
 from mmtrain.recipe.settings.audio_settings import AudioSettings
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.shapes.layer_shape import LayerShape
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mmtrain.models.audio_layers import AudioContext, AudioEmbed
-from mmtrain.models.projector import EncoderContext
-from mmtrain.models.stage_inputs import EncoderInput
-from mmtrain.models.unit_shape import UnitShape
-from mmtrain.models.vision_layers import PatchEmbed, VisionContext
+from mmtrain.models.shapes.unit_shape import UnitShape
+from mmtrain.models.stage.audio_layers import AudioContext, AudioEmbed
+from mmtrain.models.stage.projector import EncoderContext
+from mmtrain.models.stage.stage_inputs import EncoderInput
+from mmtrain.models.stage.vision_layers import PatchEmbed, VisionContext
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmtrain.models.stage_module import StageModule
+from mmtrain.models.shapes.unit_shape import UnitShape
 
 _OUTPUT_PROJECTIONS = (
     "self_attention.linear_proj.weight",
@@ -43,7 +43,7 @@ class ParamSpec:
         return tuple(size // tp if i == self.dim else size for i, size in enumerate(self.full_shape))
 
 
-def stage_param_specs(stage: StageModule, unit: str, tp: int) -> dict[str, ParamSpec]:
+def stage_param_specs(stage: nn.Module, unit: str, tp: int) -> dict[str, ParamSpec]:
     """Describe every parameter of the stage; keys are the names in the module."""
     return {
         name: ParamSpec(f"{unit}.{name}", *_full_view(param, tp), getattr(param, "zero_centered", False))
@@ -77,6 +77,17 @@ def join_tp_shards(shards: Sequence[Tensor], spec: ParamSpec) -> Tensor:
     return torch.cat([shard.reshape(spec.local_shape(len(shards))) for shard in shards], dim=spec.dim)
 
 
+class ShapedModule(Protocol):
+    """A module that knows the shape of the unit it is a part of, as stages do."""
+
+    @property
+    def shape(self) -> UnitShape:
+        """Return the shape of the whole unit."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of the part."""
+
+
 class WeightSource(Protocol):
     """Weights to start from, such as those of a pretrained model."""
 
@@ -93,7 +104,7 @@ class WeightSource(Protocol):
 
 
 def initialize_parameters(
-    stage: StageModule,
+    stage: ShapedModule,
     specs: Mapping[str, ParamSpec],
     seed: int,
     tp_rank: int,
@@ -117,7 +128,7 @@ def initialize_parameters(
             param.copy_(values.view(param.shape))
 
 
-def num_blocks(stage: StageModule) -> int:
+def num_blocks(stage: ShapedModule) -> int:
     """Return the number of blocks of the whole unit."""
     return sum(layer.heads > 0 for layer in stage.shape.layers)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmtrain.models.rotary_scaling import rotary_amplitude, scale_frequencies
+from mmtrain.models.kernels.rotary_scaling import rotary_amplitude, scale_frequencies
 from mmtrain.recipe.settings.llm_settings import RopeScalingSettings
 
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines, each (T, 1, d / 2)

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmtrain.models.deepstack import carry_on, join_rows, split_rows
-from mmtrain.models.encoder_modules import ENCODER_MODULES
-from mmtrain.models.generator.generator_input import DrawingContext
-from mmtrain.models.host_offload import HostOffload
-from mmtrain.models.index_tables import HostTables, TableUser
-from mmtrain.models.layer_shape import BLOCK_KINDS, BLOCK_PIECES, LayerShape
-from mmtrain.models.llm_layers import Embedding, Head, TextContext
-from mmtrain.models.logit_rules import LogitRules
-from mmtrain.models.model_shape import ModelShape
-from mmtrain.models.packed_sequences import PackedSequences
-from mmtrain.models.projector import EncoderContext, Projector
-from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
+from mmtrain.models.attention.index_tables import HostTables, TableUser
+from mmtrain.models.attention.packed_sequences import PackedSequences
+from mmtrain.models.kernels.logit_rules import LogitRules
+from mmtrain.models.shapes.layer_shape import BLOCK_KINDS, BLOCK_PIECES, LayerShape
+from mmtrain.models.shapes.model_shape import ModelShape
+from mmtrain.models.stage.deepstack import carry_on, join_rows, split_rows
+from mmtrain.models.stage.encoder_modules import ENCODER_MODULES
+from mmtrain.models.stage.generator_input import DrawingContext
+from mmtrain.models.stage.host_offload import HostOffload
+from mmtrain.models.stage.llm_layers import Embedding, Head, TextContext
+from mmtrain.models.stage.projector import EncoderContext, Projector
+from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput, UnitInput
 from mmtrain.recipe.settings.modalities import VISION
 from mmtrain.recipe.settings.model_settings import ModelSettings
 
