@@ -156,8 +156,8 @@ def make_recipe(folder: Path) -> list[str]:
 
 def compare(recipe_arguments: list[str], folder: Path, num_steps: int) -> Comparison:
     """Measure costs, make a plan at each grain from them, and run both."""
+    from mmtrain.api.recipe_index import index_recipe
     from mmtrain.cli.app import app
-    from mmtrain.cli.recipe_index import index_recipe
     from mmtrain.planning.formulate import formulate_problem
     from mmtrain.planning.planner import plan
     from mmtrain.planning.space.budget import DEFAULT_BUDGET

@@ -12,7 +12,7 @@ import platform
 import resource
 from pathlib import Path
 
-from mmtrain.cli.simulated_steps import index_and_plan, step_batches
+from mmtrain.api.simulated_steps import index_and_plan, step_batches
 from mmtrain.planning.evaluate.simulate_plan import plan_timing
 from mmtrain.program import build_program
 from mmtrain.program.ir.first_group import first_group

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmtrain.cli.local_cluster import resolve_cluster
+from mmtrain.api.local_cluster import resolve_cluster
 from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.planner import plan_recipe

@@ -42,9 +42,9 @@ def check(
     import sys
     from dataclasses import asdict
 
-    from mmtrain.cli.named_sources import read_named_sources
+    from mmtrain.api.named_sources import read_named_sources
+    from mmtrain.api.recipe_index import print_note
     from mmtrain.cli.options import require_writable
-    from mmtrain.cli.recipe_index import print_note
     from mmtrain.data import write_quarantine
     from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
     from mmtrain.errors import UserError, writing

@@ -29,8 +29,8 @@ def group(
     import time
     from dataclasses import asdict
 
+    from mmtrain.api.recipe_index import index_recipe
     from mmtrain.balance import Grouping
-    from mmtrain.cli.recipe_index import index_recipe
     from mmtrain.data.stream.compare_grouping import compare_grouping_methods
     from mmtrain.recipe import load_recipe
     from mmtrain.report.data_view import grouping_text

@@ -19,7 +19,7 @@ def latents(recipe: RecipeFile, overrides: Overrides, as_json: AsJson = False) -
 
     import torch
 
-    from mmtrain.cli.recipe_index import print_note
+    from mmtrain.api.recipe_index import print_note
     from mmtrain.data import build_index
     from mmtrain.recipe import load_recipe
     from mmtrain.weights.encode_latents import encode_latents

@@ -32,9 +32,9 @@ def stats(
     import json
     from dataclasses import asdict
 
+    from mmtrain.api.named_sources import read_named_sources
+    from mmtrain.api.recipe_index import print_note
     from mmtrain.balance.grouping.summary import LongSamples, SourceSummary, summarize_lengths
-    from mmtrain.cli.named_sources import read_named_sources
-    from mmtrain.cli.recipe_index import print_note
     from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
     from mmtrain.data.stream.source_summary import summarize_sources
     from mmtrain.errors import UserError

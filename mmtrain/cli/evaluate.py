@@ -77,7 +77,7 @@ def evaluate(
     A model with a generator also draws the images of held-out samples, beside what it draws with blanked captions, and
     shows how well it predicts noise (or direction) at ten levels of noise.
     """
-    from mmtrain.cli.local_cluster import plan_here
+    from mmtrain.api.local_cluster import plan_here
     from mmtrain.runtime.evaluation.score_drawings import DrawingRequest
     from mmtrain.runtime.evaluation.score_run import EvaluateRequest
     from mmtrain.runtime.evaluation.score_run import run as evaluate_run

@@ -48,7 +48,7 @@ def profile(
     from mmtrain.recipe import load_recipe
 
     settings = load_recipe(recipe, overrides).recipe  # report a wrong recipe before torch loads
-    from mmtrain.cli.local_cluster import resolve_cluster
+    from mmtrain.api.local_cluster import resolve_cluster
     from mmtrain.costs.cost_table import CostTable
     from mmtrain.planning.space.profiled_sizes import sizes_to_measure
     from mmtrain.runtime.profiling.profile import (

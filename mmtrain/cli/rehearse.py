@@ -55,7 +55,7 @@ def rehearse(
     import json
     from dataclasses import asdict
 
-    from mmtrain.cli.simulated_steps import index_and_plan, step_batches
+    from mmtrain.api.simulated_steps import index_and_plan, step_batches
     from mmtrain.planning.evaluate.simulate_plan import plan_timing
     from mmtrain.recipe import load_recipe
     from mmtrain.runtime.rehearsal.rehearse import RehearsalRequest

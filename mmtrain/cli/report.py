@@ -76,8 +76,8 @@ def _contents_with_steps(source: Path, plan: Path | None, overrides: list[str]) 
     """Load a run, or a recipe with its plan, and simulate a step on its data."""
     import time
 
+    from mmtrain.api.simulated_steps import simulate_steps
     from mmtrain.balance import Grouping
-    from mmtrain.cli.simulated_steps import simulate_steps
     from mmtrain.costs import machine_for
     from mmtrain.costs.hardware import GIB
     from mmtrain.data.stream.compare_grouping import compare_grouping_methods

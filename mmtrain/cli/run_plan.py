@@ -10,20 +10,20 @@ from shlex import quote
 
 import typer
 
-from mmtrain.balance import SampleLengths
-from mmtrain.cli.compared_layout import compare_layout, parse_layout
-from mmtrain.cli.local_cluster import (
+from mmtrain.api.compared_layout import compare_layout, parse_layout
+from mmtrain.api.local_cluster import (
     can_shard_where_planned,
     plan_here,
     plan_timer,
     rare_garbage_collection,
     require_costs,
 )
+from mmtrain.api.other_clusters import cluster_overrides, parse_gpu_counts, plan_for_each_count
+from mmtrain.api.recipe_index import index_recipe
+from mmtrain.api.stage_runs import require_one_stage
+from mmtrain.balance import SampleLengths
 from mmtrain.cli.options import require_writable, text_width
 from mmtrain.cli.planning_bar import planning_bar
-from mmtrain.cli.recipe_index import index_recipe
-from mmtrain.cli.stage_runs import require_one_stage
-from mmtrain.cli.whatif import cluster_overrides, parse_gpu_counts, plan_for_each_count
 from mmtrain.errors import UserError, writing
 from mmtrain.planning import Plan
 from mmtrain.planning.advise.baselines import BASELINES

@@ -8,7 +8,7 @@ import typer
 from mmtrain.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
-    from mmtrain.cli.simulated_steps import SimulatedSteps
+    from mmtrain.api.simulated_steps import SimulatedSteps
 
 
 def simulate(
@@ -76,7 +76,7 @@ def _simulate_source(
 
     Raises UserError for arguments that contradict each other.
     """
-    from mmtrain.cli.simulated_steps import simulate_steps
+    from mmtrain.api.simulated_steps import simulate_steps
     from mmtrain.errors import UserError
     from mmtrain.recipe import load_recipe
     from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE, TRACE_FILE

@@ -10,7 +10,7 @@ import typer
 from mmtrain.cli.options import Overrides, RecipeFile
 
 if TYPE_CHECKING:
-    from mmtrain.cli.stage_runs import StageRun
+    from mmtrain.api.stage_runs import StageRun
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def train(
     By itself, `train` starts its own local processes. Under torchrun or SLURM each started process is one rank. The
     stages of a recipe run one after another, there in the same processes; `--set stage=NAME` runs one of them.
     """
-    from mmtrain.cli.stage_runs import require_one_stage, stage_runs
+    from mmtrain.api.stage_runs import require_one_stage, stage_runs
     from mmtrain.errors import UserError
     from mmtrain.recipe import read_recipe, require_runnable
     from mmtrain.runtime.resilience.lost_output import ignore_lost_output
@@ -135,7 +135,7 @@ def _train_stages(runs: "list[StageRun]", options: _Options) -> None:
 
 def _train_run(run: "StageRun", options: _Options, may_be_new: bool = False) -> None:
     """Start or resume one run; `may_be_new`: with `--resume`, start it if there is none."""
-    from mmtrain.cli.local_cluster import can_shard_here, plan_for_started_ranks, resolve_cluster
+    from mmtrain.api.local_cluster import can_shard_here, plan_for_started_ranks, resolve_cluster
     from mmtrain.costs.choose import costs_of_recipe
     from mmtrain.planning import load_plan
     from mmtrain.planning.artifact.plan_files import ranks_to_start

@@ -39,7 +39,7 @@ def verify(
     import json
     from dataclasses import asdict
 
-    from mmtrain.cli.simulated_steps import index_and_plan
+    from mmtrain.api.simulated_steps import index_and_plan
     from mmtrain.recipe import load_recipe, require_runnable
 
     if cpu:

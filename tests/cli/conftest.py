@@ -9,8 +9,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from mmtrain.api.simulated_steps import simulate_steps
 from mmtrain.cli import main
-from mmtrain.cli.simulated_steps import simulate_steps
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
 from mmtrain.recipe import dump_recipe, load_recipe

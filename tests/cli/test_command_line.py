@@ -205,7 +205,8 @@ def test_planning_loads_no_torch_on_a_machine_without_gpu(tmp_path: Path) -> Non
     generate_demo(tmp_path / "data", seed=1, train=60, heldout=4)
     code = f"""
 import sys
-from mmtrain.cli import main, local_cluster
+from mmtrain.cli import main
+from mmtrain.api import local_cluster
 local_cluster.GPU_DRIVER_FILES = ()
 paths = ["data.sources.0.path={tmp_path}/data/train.json", "data.tokenizer={tmp_path}/data/tokenizer.json"]
 sys.argv = ["mmtrain", "plan", {str(DEMO)!r}, "--set", paths[0], "--set", paths[1]]

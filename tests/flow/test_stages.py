@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from mmtrain.cli.stage_runs import stage_runs
+from mmtrain.api.stage_runs import stage_runs
 from mmtrain.planning.planner import plan_recipe as planner
 from mmtrain.planning.whatif.plan_again import plan_again
 from mmtrain.recipe import read_recipe

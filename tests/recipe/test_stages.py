@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.cli.stage_runs import stage_runs
+from mmtrain.api.stage_runs import stage_runs
 from mmtrain.errors import LaunchError, RecipeError, UserError
 from mmtrain.recipe import load_recipe, read_recipe
 from tests.cli.conftest import RunMmtrain, run_mmtrain

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mmtrain.cli import local_cluster
+from mmtrain.api import local_cluster
 from mmtrain.errors import LaunchError
 from mmtrain.models.stage.fully_sharded import require_fsdp2
 from mmtrain.planning import Plan

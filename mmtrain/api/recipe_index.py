@@ -1,5 +1,6 @@
 """The index of a recipe's data, for commands that do not train."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from mmtrain.recipe import Recipe
@@ -20,6 +21,4 @@ def index_recipe(recipe: Recipe) -> "DataIndex":
 
 def print_note(line: str) -> None:
     """Print a line to stderr, so that stdout holds the command's result only."""
-    import typer
-
-    typer.echo(line, err=True)
+    print(line, file=sys.stderr, flush=True)

@@ -53,8 +53,8 @@ def index_and_plan(recipe: "Recipe", plan_path: Path | None) -> "tuple[DataIndex
     The plan comes from `plan_path`; without it, the recipe is planned now. Raises UserError for a plan of another
     recipe.
     """
-    from mmtrain.cli.local_cluster import plan_here, require_costs
-    from mmtrain.cli.recipe_index import index_recipe
+    from mmtrain.api.local_cluster import plan_here, require_costs
+    from mmtrain.api.recipe_index import index_recipe
     from mmtrain.planning.artifact.plan_files import load_plan, require_match
     from mmtrain.recipe import recipe_fingerprint
 

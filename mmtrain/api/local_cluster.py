@@ -86,7 +86,7 @@ def require_costs(recipe: Recipe) -> None:
     table = recipe.cluster.costs
     if table is None:
         return
-    from mmtrain.cli.recipe_index import print_note
+    from mmtrain.api.recipe_index import print_note
     from mmtrain.costs.choose import costs_of_recipe, layers_without_entry
     from mmtrain.models.shapes.model_shape import build_model_shape
 
@@ -168,7 +168,7 @@ def plan_timer(recipe: Recipe) -> "Callable[[Plan], StepMeasurement]":
     `plan --measure` ranks plans by it. The function prints each result to stderr; a plan that fails while it runs takes
     infinitely long.
     """
-    from mmtrain.cli.recipe_index import print_note
+    from mmtrain.api.recipe_index import print_note
     from mmtrain.errors import RunError
     from mmtrain.planning.artifact.plan import StepMeasurement
     from mmtrain.recipe import require_runnable

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mmtrain.cli.compared_layout import compare_layout, parse_layout
+from mmtrain.api.compared_layout import compare_layout, parse_layout
 from mmtrain.errors import PlanError, UserError
 from mmtrain.planning import Plan
 from mmtrain.planning.advise.compare import with_compared
