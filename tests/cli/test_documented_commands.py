@@ -49,9 +49,10 @@ def test_a_documented_command_is_accepted(line: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_readme_shows_what_plan_prints() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    command, _, shown = readme.partition("    $ mmtrain ")[2].partition("\n")
+@pytest.mark.parametrize("page", ["README.md", "docs/planning.md"])
+def test_a_page_shows_what_plan_prints(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    command, _, shown = text.partition("    $ mmtrain ")[2].partition("\n")
     done = subprocess.run(
         [sys.executable, "-m", "mmtrain", *shlex.split(command)],
         check=True,
