@@ -16,13 +16,17 @@ from mmtrain.runtime.resilience.launch import free_port
 from tests.flow.launched import train_arguments
 from tests.waiting import MAX_WAIT_S, poll
 
+DEMO_RECIPE = str(Path(__file__).parents[2] / "recipes" / "demo.yaml")
 pytestmark = pytest.mark.slow  # each imports torch in a process of its own
 
 
 def _start(data: Path, run_dir: Path, **variables: str) -> "subprocess.Popen[str]":
+    return _start_command(train_arguments(data, run_dir), variables)
+
+
+def _start_command(arguments: list[str], variables: dict[str, str]) -> "subprocess.Popen[str]":
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | variables
-    command = [sys.executable, "-m", *train_arguments(data, run_dir)]
-    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-m", *arguments], env=env, stderr=subprocess.PIPE, text=True)
 
 
 def _is_listening(port: int) -> bool:
@@ -99,11 +103,16 @@ def test_a_rank_whose_first_rank_leaves_says_so_in_one_line(data: Path, tmp_path
 LEAVING_RANK = "from mmtrain.runtime.world import find_address, join; join(find_address()); import os; os._exit(1)"
 
 
-def test_a_rank_that_loses_another_one_at_once_says_so_in_one_line(data: Path, tmp_path: Path) -> None:
-    variables = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_a_rank_that_loses_another_one_at_once_says_so_in_one_line(data: Path, tmp_path: Path, command: str) -> None:
+    variables = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     env = os.environ | variables | {"RANK": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    arguments = {
+        "train": train_arguments(data, tmp_path),
+        "profile": ["mmtrain", "profile", DEMO_RECIPE, "--out", str(tmp_path / "costs.json")],
+    }
     with (
-        _start(data, tmp_path, RANK="0", **variables) as first,
+        _start_command(arguments[command], variables | {"RANK": "0"}) as first,
         subprocess.Popen([sys.executable, "-c", LEAVING_RANK], env=env, stderr=subprocess.DEVNULL),
     ):
         _, error = first.communicate(timeout=MAX_WAIT_S)

@@ -52,6 +52,7 @@ from mmtrain.runtime.profiling.cut_profiler import ProfiledUnit, seconds_of_a_st
 from mmtrain.runtime.profiling.layer_profiler import LayerProfiler, build_layer_profiler
 from mmtrain.runtime.profiling.message_profiler import measure_node_groups, measure_node_links
 from mmtrain.runtime.profiling.probes import Probe, make_probes
+from mmtrain.runtime.resilience.failures import lost_peers_named
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, World, join, leave
 
@@ -130,11 +131,13 @@ def profile(request: ProfileRequest) -> Profile:
 def profile_node_links(request: ProfileRequest, address: Address) -> CostTable | None:
     """Measure messages and collectives across nodes, as one rank that a launcher started.
 
-    Returns the table on rank 0, None on others. Raises LaunchError, see `measure_node_links`.
+    Returns the table on rank 0, None on others. Raises LaunchError, see `measure_node_links`, and RunError where
+    another rank is lost.
     """
-    world = join(address)
-    entries = measure_node_links(world, address)
-    leave()
+    with lost_peers_named(address):
+        world = join(address)
+        entries = measure_node_links(world, address)
+        leave()
     return empty_cost_table(request).model_copy(update={"messages": tuple(entries)}) if world.is_first else None
 
 
