@@ -17,6 +17,7 @@ import numpy as np
 
 from mmtrain.costs import AnalyticCosts, TokenLoad, num_parameters, preset
 from mmtrain.costs.collectives import GroupLayout
+from mmtrain.models.shapes.layer_shape import Attention, DenseMlp
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, UnitShape
 from mmtrain.program import (
     LLM,
@@ -37,7 +38,7 @@ from mmtrain.program.simulation.rank_equivalence import representative_ranks
 TP, PP, DP, VPP, MICROBATCHES = 8, 8, 48, 12, 32
 MILLION = 1_000_000
 REPEATS = 5
-BLOCK = LayerShape("decoder_block", 12288, 12288, heads=96, kv_heads=96, head_dim=128, ffn=49152, causal=True)
+BLOCK = LayerShape("decoder_block", 12288, 12288, mixer=Attention(96, 96, 128, causal=True), mlp=DenseMlp(49152))
 LAYERS = (
     LayerShape("embedding", 12288, 12288, vocab=51200),
     *[BLOCK] * (PP * VPP),

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mmtrain.costs import layer_arithmetic as analytic
+from mmtrain.costs.block_arithmetic import Gemm, joins_attention_output, mixer_arithmetic, mlp_arithmetic
 from mmtrain.costs.block_pieces import (
     ADD,
     DOWN,
@@ -24,9 +25,9 @@ from mmtrain.costs.collectives import CollectiveKind, GroupLayout, collective_se
 from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
-from mmtrain.costs.layer_arithmetic import Gemm
 from mmtrain.costs.offload_costs import BlockPass, offloaded_bytes, offloaded_seconds
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
+from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, adaptable_linears, num_pieces
 
 _ROTATION_KERNELS, _GATE_KERNELS, _JOINT_NORM_KERNELS, _SCALE_KERNELS = 6, 1, 14, 2  # what they add to a block
@@ -254,7 +255,7 @@ class AnalyticCosts:
             return analytic.input_bytes(layer, load, self.element_bytes)
         not_needed = 0
         if not layer.trains_weights:
-            joins_output = analytic.joins_attention_output(load, self.sorts_sequences)
+            joins_output = joins_attention_output(load, self.sorts_sequences)
             not_needed = analytic.weight_grad_bytes(layer, load, self.element_bytes, tp, joins_output)
         return analytic.activation_bytes(layer, load, self.element_bytes, tp, self.sorts_sequences) - not_needed
 
@@ -375,7 +376,10 @@ class AnalyticCosts:
         return gemm_seconds(self.hardware, self.precision, gemm)
 
     def _attention(self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection) -> float:
-        flops = analytic.num_attention_passes(layer) * analytic.attention_flops(layer, load, tp)
+        if layer.mixer is None:
+            return 0.0
+        mixer = mixer_arithmetic(layer)
+        flops = mixer.num_passes * mixer.flops(load, tp)
         if not flops:
             return 0.0
         is_backward = direction == "backward"
@@ -395,10 +399,10 @@ class AnalyticCosts:
 
     def _unfused_attention(self, layer: LayerShape, tp: int, load: TokenLoad, peak: float) -> float:
         """Return the seconds of one forward that computes whole squares of scores and keeps them in memory."""
-        num_scores = layer.heads * load.sum_sq // tp
-        length = load.max_len
-        share_of_peak = self.hardware.efficiency_at(length * layer.heads // tp, length, layer.head_dim)
-        products_s = 4 * num_scores * layer.head_dim / (peak * share_of_peak)
+        attention, length = layer.attention, load.max_len
+        num_scores = attention.heads * load.sum_sq // tp
+        share_of_peak = self.hardware.efficiency_at(length * attention.heads // tp, length, attention.head_dim)
+        products_s = 4 * num_scores * attention.head_dim / (peak * share_of_peak)
         moved = self.execution.score_moves() * num_scores * self.element_bytes
         return products_s + moved / self.hardware.moved_bytes_per_s
 
@@ -431,7 +435,7 @@ class AnalyticCosts:
         if not is_chunked or not layer.trains_weights:
             return 0.0
         num_more = (load.tokens - 1) // MLP_CHUNK_TOKENS
-        num_weights = (3 if layer.gated else 2) * layer.hidden * layer.ffn // tp
+        num_weights = sum(gemm.n * gemm.k for gemm in mlp_arithmetic(layer).gemms(0, 1)) // tp
         return num_more * num_weights * 2 * BYTES_PER_GRADIENT / self.hardware.moved_bytes_per_s
 
     def _backward_reduces(self, layer: LayerShape, tp: int, load: TokenLoad, weight_grad: bool) -> float:
@@ -447,26 +451,27 @@ class AnalyticCosts:
         return sum(self.hardware.overlapped(reduce_s, self._gemm(gemms[i])) for i in beside)
 
     def _launches(self, layer: LayerShape) -> float:
-        num_kernels = FORWARD_KERNELS[layer.kind] + 2 * int(layer.qk_norm) + 2 * int(layer.post_norms)
-        num_kernels += int(layer.adds_carried)
+        num_kernels = FORWARD_KERNELS[layer.kind] + 2 * int(layer.post_norms) + int(layer.adds_carried)
+        num_kernels += 2 * int(isinstance(layer.mixer, Attention) and layer.mixer.qk_norm)
         if layer.kind == "projector":
             num_kernels *= 1 + layer.carried_in
         if layer.kind == "vit_block":  # blocks of a decoder are counted with rotation and gate
-            num_kernels += _ROTATION_KERNELS * int(layer.rotary) + _GATE_KERNELS * int(layer.gated)
-            num_kernels += _JOINT_NORM_KERNELS * int(layer.joint_qk_norm) + _SCALE_KERNELS * int(layer.layer_scale)
+            attention = layer.attention
+            num_kernels += _ROTATION_KERNELS * int(attention.rotary) + _GATE_KERNELS * int(layer.dense_mlp.gated)
+            num_kernels += _JOINT_NORM_KERNELS * int(attention.joint_qk_norm) + _SCALE_KERNELS * int(layer.layer_scale)
         return num_kernels * self.hardware.kernel_launch_s
 
     def _kv_gather(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         """Return the seconds in which a block with fewer KV heads than ranks gathers its QKV projections."""
-        if layer.kv_heads >= tp or not layer.kv_heads:
+        if not isinstance(layer.mixer, Attention) or layer.mixer.kv_heads >= tp:
             return 0.0
-        width = (layer.heads + 2 * layer.kv_heads) * layer.head_dim
+        width = layer.mixer.inner_width + layer.mixer.kv_width
         return self.collective("all_gather", load.tokens * width * self.element_bytes, GroupLayout(tp))
 
     def _tp_reduce(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         rows = analytic.feature_rows(layer, load) if layer.kind == "projector" else load.tokens
         if layer.kind == "context_projector":
-            rows = load.num_sequences * layer.context
+            rows = load.num_sequences * layer.generator.context
         if layer.kind == "projector":
             rows *= 1 + layer.carried_in
         width = layer.out

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from mmtrain.costs.block_arithmetic import mixer_arithmetic, mlp_arithmetic
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
 from mmtrain.costs.cost_model import CostModel, PieceCost, TokenSplit
-from mmtrain.costs.layer_arithmetic import head_elements
 from mmtrain.models.shapes.model_shape import BLOCK_PIECES, LayerShape
 
 PassDirection = Literal["forward", "backward"]
@@ -160,7 +160,8 @@ def scale_pieces(pieces: Sequence[PieceCost], total_s: float) -> tuple[PieceCost
 
 def _elements(layer: LayerShape, tp: int) -> list[float]:
     """Return how many numbers the element-wise work of each piece moves for a token on one of `tp` ranks."""
-    split = {ATTENTION: head_elements(layer) / tp, UP: (3 if layer.gated else 2) * layer.ffn / tp}
+    mixer, mlp = mixer_arithmetic(layer), mlp_arithmetic(layer)
+    split = {ATTENTION: mixer.elementwise_width / tp, UP: mlp.elementwise_width / tp}
     widths = dict(_WIDTHS)
     if layer.layer_scale or layer.post_norms:
         widths[NORM_MLP] += 2

@@ -62,12 +62,12 @@ def exchange_buffer_bytes(layer: LayerShape, tp: int, load: TokenLoad, element_b
     if layer.kind != BLOCK or not load.exchanged:
         return 0
     heads, kv_heads = _local_heads(layer, tp)
-    return load.exchanged * (heads + 4 * kv_heads) * layer.head_dim * element_bytes
+    return load.exchanged * (heads + 4 * kv_heads) * layer.attention.head_dim * element_bytes
 
 
 def _local_heads(layer: LayerShape, tp: int) -> tuple[int, int]:
     """Return the query heads and the key-value heads of a TP rank; more ranks than the latter hold copies."""
-    return layer.heads // tp, max(layer.kv_heads // tp, 1)
+    return layer.attention.heads // tp, max(layer.attention.kv_heads // tp, 1)
 
 
 def _all_to_all_seconds(
@@ -78,7 +78,7 @@ def _all_to_all_seconds(
     Where ranks are more than key-value heads, each needs a whole one.
     """
     heads, kv_heads = _local_heads(layer, tp)
-    row_bytes = layer.head_dim * element_bytes * load.exchanged * (group.cp - 1) / group.cp
+    row_bytes = layer.attention.head_dim * element_bytes * load.exchanged * (group.cp - 1) / group.cp
 
     def seconds(num_heads: int) -> float:
         nbytes = num_heads * row_bytes
@@ -102,7 +102,7 @@ def _ring_seconds(
     A forward passes keys and values on cp - 1 times, each while the rank attends to those it has. A backward passes
     them on again, with their gradients, which need one message more to come home.
     """
-    kv_bytes = 2 * _local_heads(layer, tp)[1] * layer.head_dim * load.exchanged * element_bytes
+    kv_bytes = 2 * _local_heads(layer, tp)[1] * layer.attention.head_dim * load.exchanged * element_bytes
     message_bytes = kv_bytes if kind != "backward" else 2 * kv_bytes
     same_node = group.layout.nodes == 1
     message_s = costs.transfer(message_bytes, same_node)

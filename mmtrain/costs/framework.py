@@ -42,8 +42,9 @@ class Execution:
         if layer.kind not in _BLOCKS:
             return 0.0
         whole = 2 * (self.norm_moves - _FUSED_NORM_MOVES) + 2 * _MASK_MOVES * self.dropout
-        rotated = (layer.heads + layer.kv_heads) * layer.head_dim * int(layer.rotates)
-        split = rotated * (self.rotation_moves - _FUSED_ROTATION_MOVES) + layer.ffn * self.activation_extra_moves
+        attention, ffn = layer.attention, layer.dense_mlp.ffn
+        rotated = (attention.heads + attention.kv_heads) * attention.head_dim * int(attention.rotates)
+        split = rotated * (self.rotation_moves - _FUSED_ROTATION_MOVES) + ffn * self.activation_extra_moves
         return tokens * (whole * layer.hidden + split / tp)
 
     def score_moves(self) -> float:

@@ -15,30 +15,22 @@ All figures that mmtrain prints follow these conventions:
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 
 from mmtrain.costs import generator_arithmetic as diffusion
+from mmtrain.costs.block_arithmetic import (
+    FP32_BYTES,
+    INDEX_BYTES,
+    Gemm,
+    fp32_norm_bytes,
+    mixer_arithmetic,
+    mlp_arithmetic,
+)
 from mmtrain.costs.cost_model import TokenLoad
 from mmtrain.models.shapes.model_shape import LayerShape, LossSizes, ModelShape, UnitShape, adaptable_linears
 
-_INDEX_BYTES = 8
-_FP32_BYTES = 4
 # Kinds of layers without a trainable norm between their input and their first GEMM.
 READS_INPUT_RAW = ("patch_embed", "audio_embed", "projector", "context_projector")
-
-
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """The product (m, k) x (k, n) of activations with a weight."""
-
-    m: int
-    n: int
-    k: int
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of the GEMM."""
-        return 2 * self.m * self.n * self.k
 
 
 def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
@@ -49,25 +41,17 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
     t, h = load.tokens, layer.hidden
     match layer.kind:
         case "patch_embed":
-            return (Gemm(t - layer.extra_tokens * load.num_sequences, h, layer.patch_features),)
+            return (Gemm(t - layer.extra_tokens * load.num_sequences, h, layer.media.patch_features),)
         case "audio_embed":
-            return (Gemm(2 * t, h, 3 * layer.mel_bins), Gemm(t, h, 3 * h))
+            return (Gemm(2 * t, h, 3 * layer.media.mel_bins), Gemm(t, h, 3 * h))
         case "vit_block" | "decoder_block":
-            inner = layer.heads * layer.head_dim
-            qkv = inner + 2 * layer.kv_heads * layer.head_dim
-            fc1 = layer.ffn * (2 if layer.gated else 1)
-            return (
-                Gemm(t, qkv // tp, h),
-                Gemm(t, h, inner // tp),
-                Gemm(t, fc1 // tp, h),
-                Gemm(t, h, layer.ffn // tp),
-            )
+            return (*mixer_arithmetic(layer).gemms(t, tp), *mlp_arithmetic(layer).gemms(t, tp))
         case "projector":
             rows, width = feature_rows(layer, load), merged_width(layer)
-            if not layer.ffn:
+            if layer.mlp is None:
                 return (Gemm(rows, layer.out, width // tp),)
-            num_projectors = 1 + layer.carried_in
-            first, second = Gemm(rows, layer.ffn // tp, width), Gemm(rows, layer.out, layer.ffn // tp)
+            num_projectors, ffn = 1 + layer.carried_in, layer.dense_mlp.ffn // tp
+            first, second = Gemm(rows, ffn, width), Gemm(rows, layer.out, ffn)
             return (first,) * num_projectors + (second,) * num_projectors
         case "embedding":
             return ()
@@ -115,67 +99,22 @@ def _trains_matrices(layer: LayerShape) -> bool:
 
 def feature_rows(layer: LayerShape, load: TokenLoad) -> int:
     """Return the number of rows that leave a projector: class tokens are dropped, and tokens joined."""
-    return (load.tokens - layer.extra_tokens * load.num_sequences) // layer.joins
+    return (load.tokens - layer.extra_tokens * load.num_sequences) // layer.projector.joins
 
 
 def merged_width(layer: LayerShape) -> int:
     """Return the features of a row that a projector's first linear reads."""
-    return layer.hidden if layer.pools else layer.hidden * layer.joins
+    return layer.hidden if layer.projector.pools else layer.hidden * layer.projector.joins
+
+
+def _projector_ffn(layer: LayerShape) -> int:
+    """Return the inner width of a projector; 0 if it is one linear."""
+    return 0 if layer.mlp is None else layer.dense_mlp.ffn
 
 
 def attention_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
-    """Return the forward FLOPs of the two products inside attention: scores, and their sum over values."""
-    return 4 * query_key_pairs(layer, load) * layer.heads * layer.head_dim // tp
-
-
-def num_attention_passes(layer: LayerShape) -> int:
-    """Return how often a block's attention is computed: rows of images a second time, see `models.attention`.
-
-    Loads do not say how many tokens belong to images, so all count as such: an upper bound.
-    """
-    return 2 if layer.image_spans else 1
-
-
-def query_key_pairs(layer: LayerShape, load: TokenLoad) -> int:
-    """Return how many pairs of a query and a key attention of the layer has; those that a mask hides are not counted.
-
-    Nor are those of an image's tokens with later ones of the image: loads do not say which tokens those are.
-
-    Loads do not hold all lengths. With windows the load counts as one of sequences of two lengths: see `_two_lengths`.
-    """
-    window = layer.window if layer.causal else layer.window_side**2 or layer.chunk
-    if not window or load.max_len <= window:
-        return (load.sum_sq + load.tokens) // 2 if layer.causal else diffusion.query_key_pairs(layer, load)
-    pairs_of = _causal_pairs if layer.causal else _pairs_in_pieces
-    return round(sum(count * pairs_of(length, window) for count, length in _two_lengths(load)))
-
-
-def _causal_pairs(length: float, window: int) -> float:
-    """Return the pairs in a sequence of so many tokens, each of which sees itself and the `window` - 1 before it."""
-    seen = min(length, window)  # by the last token
-    return length * seen - seen * (seen - 1) / 2
-
-
-def _pairs_in_pieces(length: float, window: int) -> float:
-    """Return the pairs in an image or clip whose squares or chunks have `window` tokens; the last may have fewer."""
-    return length * min(length, window)
-
-
-def _two_lengths(load: TokenLoad) -> tuple[tuple[float, float], ...]:
-    """Return (number, length) of the load's longest sequences and of its others, as if all others were equally long.
-
-    Number, tokens, squares and greatest length of the load determine both. The result is exact if there are two lengths
-    only, as with images of one size beside long texts.
-    """
-    longest, num_sequences = load.max_len, load.num_sequences
-    missing = num_sequences * longest - load.tokens  # tokens by which all are shorter than the longest
-    squares = min(load.sum_sq, load.tokens * longest)  # more cannot be, but in loads that were scaled
-    missing_squares = num_sequences * longest**2 - 2 * load.tokens * longest + squares
-    if missing <= 0 or missing_squares <= 0 or missing**2 > num_sequences * missing_squares:
-        length = load.tokens / max(num_sequences, 1)
-        return ((num_sequences, length),)
-    num_others = missing**2 / missing_squares
-    return (num_sequences - num_others, longest), (num_others, longest - missing_squares / missing)
+    """Return the forward FLOPs of a mixer's products without weights; in attention, of scores and of their sums."""
+    return 0 if layer.mixer is None else mixer_arithmetic(layer).flops(load, tp)
 
 
 def forward_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
@@ -230,37 +169,34 @@ def num_trained_parameters(layer: LayerShape, tp: int = 1) -> int:
 
 
 def _num_adapter_parameters(layer: LayerShape, tp: int) -> int:
-    if layer.lora is None:  # the planner asks for the parameters of layers very often
+    if layer.lora is None:
         return 0
     pairs = adapter_gemms(layer, TokenLoad(0, 0, 0, 0), tp)
     return sum(gemm.n * gemm.k for pair in pairs for gemm in pair)
 
 
+@lru_cache(maxsize=1 << 12)  # the planner asks for the parameters of layers very often
 def _num_weights(layer: LayerShape, tp: int) -> int:
     h, norm = layer.hidden, layer.hidden * (1 if layer.rms_norm else 2)
     bias = int(layer.linear_bias)
     extra = sum(width * (1 if layer.rms_norm else 2) for width in layer.norm_widths)
-    extra += h * int(layer.layer_post_norm)
+    extra += h * int(layer.projector.layer_post_norm)
     match layer.kind:
         case "patch_embed":
-            positions = (layer.position_rows + layer.extra_tokens) * h
-            return layer.patch_features * h + bias * h + positions + extra
+            positions = (layer.media.position_rows + layer.extra_tokens) * h
+            return layer.media.patch_features * h + bias * h + positions + extra
         case "audio_embed":
-            return 3 * (layer.mel_bins + h) * h + 2 * bias * h + layer.position_rows * h
+            return 3 * (layer.media.mel_bins + h) * h + 2 * bias * h + layer.media.position_rows * h
         case "vit_block" | "decoder_block":
-            inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
-            fc1 = layer.ffn * (2 if layer.gated else 1)
-            split = (inner + kv) * (h + int(layer.qkv_bias)) + inner * h + fc1 * (h + bias) + layer.ffn * h
-            split += (inner + kv // 2) * int(layer.joint_qk_norm)
-            whole = num_norms(layer) * norm + 2 * (bias + int(layer.layer_scale)) * h
-            whole += 2 * layer.head_dim * int(layer.qk_norm)
-            return split // tp + whole
+            mixer, mlp = mixer_arithmetic(layer).num_parameters(), mlp_arithmetic(layer).num_parameters()
+            whole = num_norms(layer) * norm + 2 * int(layer.layer_scale) * h + mixer.whole + mlp.whole
+            return (mixer.divided + mlp.divided) // tp + whole
         case "projector":
-            width, whole = merged_width(layer), extra + int(layer.newline) * layer.out
-            if not layer.ffn:
+            width, whole = merged_width(layer), extra + int(layer.projector.newline) * layer.out
+            if layer.mlp is None:
                 return width * layer.out // tp + bias * layer.out + whole
             whole += layer.carried_in * width * (1 if layer.rms_norm else 2)
-            of_each = layer.ffn * (width + bias + layer.out) // tp + bias * layer.out
+            of_each = layer.dense_mlp.ffn * (width + bias + layer.out) // tp + bias * layer.out
             return of_each * (1 + layer.carried_in) + whole
         case "embedding":
             return layer.vocab * h // tp + layer.queries * h
@@ -270,35 +206,10 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
             return diffusion.num_parameters(layer, tp)
 
 
-def joins_attention_output(load: TokenLoad, sorts_sequences: bool) -> bool:
-    """Return whether a block copies attention's output before the next linear reads it.
-
-    So do ranks that share sequences, and a kernel that sorts sequences by length where lengths differ. Where they are
-    not known, as in bounds of memory, they count as equal.
-    """
-    lengths_differ = load.num_sequences * load.max_len > load.tokens
-    return load.exchanged > 0 or (sorts_sequences and lengths_differ)
-
-
-def _attention_width(layer: LayerShape, load: TokenLoad, sorts_sequences: bool) -> int:
-    """Return how many numbers a block keeps for a token of queries, keys, values and attention's output.
-
-    Values are a part of what the first linear makes, which therefore stays whole beside rotated queries and keys. A
-    kernel that sorts sequences reads copies of all three instead, and the linear's output stays only where a norm over
-    heads has read it, or a second pass over images does.
-    """
-    inner, keys = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-    of_heads = inner + 2 * keys
-    if sorts_sequences and not load.exchanged:
-        of_heads *= 1 + int(layer.qk_norm) + int(layer.image_spans)
-    else:
-        of_heads += (inner + keys) * int(layer.rotates)
-    return of_heads + inner * (1 + int(joins_attention_output(load, sorts_sequences)))
-
-
 def rotary_table_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
     """Return the bytes of cosines and sines that rotate a microbatch's heads, which blocks of a stage share."""
-    return load.tokens * layer.head_dim * element_bytes if layer.rotates else 0
+    attention = layer.attention
+    return load.tokens * attention.head_dim * element_bytes if attention.rotates else 0
 
 
 def _layer_activation_bytes(
@@ -313,50 +224,34 @@ def _layer_activation_bytes(
     t, h = load.tokens, layer.hidden
     match layer.kind:
         case "patch_embed":
-            return t * (element_bytes * (layer.patch_features + sum(layer.norm_widths)) + 4 * _INDEX_BYTES)
+            return t * (element_bytes * (layer.media.patch_features + sum(layer.norm_widths)) + 4 * INDEX_BYTES)
         case "audio_embed":
             # Inputs of both convolutions, three frames side by side, and inputs of their activations.
-            return t * (element_bytes * (2 * 3 * layer.mel_bins + 2 * h + 3 * h + h) + _INDEX_BYTES)
+            return t * (element_bytes * (2 * 3 * layer.media.mel_bins + 2 * h + 3 * h + h) + INDEX_BYTES)
         case "vit_block" | "decoder_block":
-            inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
-            # Queries apart from keys and values, if these are fewer; with a norm over all heads both outputs.
-            head_norms = inner if layer.qk_norm and layer.kv_heads < layer.heads else 0
-            head_norm_inputs = (inner + kv // 2) * int(layer.qk_norm)
-            head_norms += 2 * (inner + kv // 2) * int(layer.joint_qk_norm)
-            outputs = 2 * h if layer.post_norms else 0  # that norms read
-            in_fp32 = 4 * (inner + kv // 2) // tp if layer.joint_qk_norm else 0
-            scaled = 2 * h if layer.layer_scale else 0
-            num_softmaxes = num_attention_passes(layer) * layer.heads // tp
-            statistics = 4 * (4 + num_softmaxes)  # of two norms, of each head's softmax and norm, in fp32
-            statistics += 4 * ((layer.heads + layer.kv_heads) // tp) * int(layer.qk_norm)
-            statistics += 2 * _INDEX_BYTES * int(sorts_sequences)  # the order of the tokens, and back
-            # Gated: gate and up together, and what they make; else input and output of the activation.
-            mlp = _activation_function_width(layer) - layer.ffn * layer.recomputes_activation
-            gathered = (tp - 1) * (inner + kv) if layer.kv_heads < tp else 0  # keys and values of all ranks
-            image_rows = 2 * inner if layer.image_spans else 0  # queries and outputs of the second pass
-            attended = _attention_width(layer, load, sorts_sequences)
-            split = attended + gathered + head_norms + image_rows + mlp
-            whole = 4 * h + outputs + scaled
-            in_fp32 += _fp32_norm_bytes(layer, element_bytes, num_norms(layer) * h + head_norm_inputs // tp)
-            # Only torch's plainest kernel takes both a mask and grouped queries. It keeps the softmax of those rows.
-            softmax = layer.heads * layer.window // tp if layer.image_spans else 0
-            return t * (element_bytes * (whole + softmax + split // tp) + statistics + in_fp32)
+            mixer = mixer_arithmetic(layer).saved(load, element_bytes, tp, sorts_sequences)
+            mlp = mlp_arithmetic(layer).saved()
+            # Inputs and outputs of two norms, what norms over outputs read, and what layer scales multiply.
+            whole = 4 * h + 2 * h * int(layer.post_norms) + 2 * h * int(layer.layer_scale)
+            numbers = whole + mixer.on_rank + mlp.on_rank + (mixer.divided + mlp.divided) // tp
+            in_fp32 = fp32_norm_bytes(layer, element_bytes, num_norms(layer) * h) + 4 * FP32_BYTES  # of two norms
+            return t * (element_bytes * numbers + in_fp32 + mixer.fixed_bytes + mlp.fixed_bytes)
         case "projector":
             rows, joined = feature_rows(layer, load), merged_width(layer)
             inputs = rows * joined * max(1, len(layer.norm_widths)) + (t * h if layer.norm_widths else 0)
             # Of each projector for an earlier block: the input of its norm, and that of its first linear.
             inputs += layer.carried_in * rows * joined * 2
-            inner = rows * 2 * layer.ffn // tp * (1 + layer.carried_in)
-            statistics = 2 * _FP32_BYTES * t  # of its norms
-            return element_bytes * (inputs + inner) + statistics + 2 * _INDEX_BYTES * t * (1 + layer.carried_in)
+            inner = rows * 2 * _projector_ffn(layer) // tp * (1 + layer.carried_in)
+            statistics = 2 * FP32_BYTES * t  # of its norms
+            return element_bytes * (inputs + inner) + statistics + 2 * INDEX_BYTES * t * (1 + layer.carried_in)
         case "embedding":
-            return _INDEX_BYTES * t
+            return INDEX_BYTES * t
         case "head":
             sizes = loss_sizes(layer, load, element_bytes, tp)
-            rows = load.num_targets * (2 * _INDEX_BYTES + _fp32_norm_bytes(layer, element_bytes, h))
+            rows = load.num_targets * (2 * INDEX_BYTES + fp32_norm_bytes(layer, element_bytes, h))
             if sizes.uses_chunks:  # the norm keeps its input, and the loss no output of the norm
                 return rows + load.num_targets * element_bytes * h + sizes.kept_bytes
-            return rows + load.num_targets * (element_bytes * 2 * h + 3 * _FP32_BYTES) + sizes.logits_bytes
+            return rows + load.num_targets * (element_bytes * 2 * h + 3 * FP32_BYTES) + sizes.logits_bytes
         case _:
             return element_bytes * diffusion.saved_elements(layer, load, tp)
 
@@ -372,16 +267,6 @@ def loss_sizes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int =
 def num_norms(layer: LayerShape) -> int:
     """Return how many norms a block has over the width of the residual stream."""
     return 4 if layer.post_norms else 2
-
-
-def _fp32_norm_bytes(layer: LayerShape, element_bytes: int, normalized: int) -> int:
-    """Return how many bytes more than others zero-centered norms over so many numbers keep: they compute in fp32.
-
-    They keep a copy of their input in fp32.
-    """
-    if not layer.zero_centered_norms or element_bytes >= _FP32_BYTES:
-        return 0
-    return normalized * _FP32_BYTES
 
 
 def activation_bytes(
@@ -412,16 +297,11 @@ def weight_grad_bytes(
     h, rows = layer.hidden, load.tokens
     match layer.kind:
         case "vit_block" | "decoder_block":
-            normalized_heads = (layer.heads + layer.kv_heads) * layer.head_dim if layer.joint_qk_norm else 0
-            scaled = 2 * h if layer.layer_scale else 0
-            read_by = {"self_attention.linear_qkv": h, "mlp.linear_fc1": h}
-            if joins_output:
-                read_by["self_attention.linear_proj"] = layer.heads * layer.head_dim // tp
-            if not layer.recomputes_activation:
-                read_by["mlp.linear_fc2"] = layer.ffn // tp
+            read_by = mixer_arithmetic(layer).read_by_weight_gradients(tp, joins_output)
+            read_by |= mlp_arithmetic(layer).read_by_weight_gradients(tp)
             adapted = () if layer.lora is None else layer.lora.linears
-            width = sum(inputs for linear, inputs in read_by.items() if linear not in adapted)
-            width += scaled + normalized_heads // tp
+            width = sum(inputs for module, inputs in read_by.items() if module not in adapted)
+            width += 2 * h * int(layer.layer_scale)
         case "head":
             width, rows = h, load.num_targets
             if loss_sizes(layer, load, element_bytes, tp).uses_chunks:
@@ -460,15 +340,15 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
         case "patch_embed":
             return 4 * t * h
         case "audio_embed":
-            return t * (12 * layer.mel_bins + 14 * h)
+            return t * (12 * layer.media.mel_bins + 14 * h)
         case "vit_block" | "decoder_block":
-            on_heads = head_elements(layer)
+            divided = mixer_arithmetic(layer).elementwise_width + mlp_arithmetic(layer).elementwise_width
             residual = 10 * h + (4 * h if layer.layer_scale or layer.post_norms else 0)
             residual += 3 * h * int(layer.adds_carried)
-            return t * (residual + (_activation_function_width(layer) + on_heads) // tp)
+            return t * (residual + divided // tp)
         case "projector":
             joins = 2 * feature_rows(layer, load) * layer.out_width if layer.carried_in else 0
-            of_each = 3 * t * h + 2 * feature_rows(layer, load) * layer.ffn // tp
+            of_each = 3 * t * h + 2 * feature_rows(layer, load) * _projector_ffn(layer) // tp
             return of_each * (1 + layer.carried_in) + joins
         case "embedding":
             return 2 * t * layer.out_width
@@ -485,23 +365,12 @@ def softmax_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
 
 def activation_function_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Return how many numbers the activation function of a block's MLP moves in forward."""
-    return load.tokens * _activation_function_width(layer) // tp
-
-
-def _activation_function_width(layer: LayerShape) -> int:
-    """Return how many numbers the activation function of a block's MLP reads and writes for a token."""
-    return (3 if layer.gated else 2) * layer.ffn
+    return load.tokens * mlp_arithmetic(layer).elementwise_width // tp
 
 
 def activation_output_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
     """Return the bytes of what the activation function of a block's MLP makes."""
-    return load.tokens * (layer.ffn // tp) * element_bytes
-
-
-def head_elements(layer: LayerShape) -> int:
-    """Return how many numbers a block's work on queries and keys moves for a token: rotation and norms of heads."""
-    passes = int(layer.rotates) + int(layer.qk_norm or layer.joint_qk_norm)
-    return 2 * passes * (layer.heads + layer.kv_heads) * layer.head_dim
+    return load.tokens * (layer.dense_mlp.ffn // tp) * element_bytes
 
 
 def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
@@ -518,13 +387,13 @@ def payload_bytes(layer: LayerShape, load: TokenLoad) -> int:
     """Return the bytes of a microbatch's data that the layer reads: pixels as bytes, frames in fp32, ids, or labels."""
     match layer.kind:
         case "patch_embed":
-            return load.tokens * layer.patch_features
+            return load.tokens * layer.media.patch_features
         case "audio_embed":
-            return 2 * load.tokens * layer.mel_bins * _FP32_BYTES
+            return 2 * load.tokens * layer.media.mel_bins * FP32_BYTES
         case "embedding":
-            return load.tokens * _INDEX_BYTES
+            return load.tokens * INDEX_BYTES
         case "head":  # with the places and the sources of targets
-            return (load.tokens + 2 * load.num_targets) * _INDEX_BYTES
+            return (load.tokens + 2 * load.num_targets) * INDEX_BYTES
         case _:
             return 0
 

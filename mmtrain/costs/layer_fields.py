@@ -1,21 +1,48 @@
-"""Layers as cost tables state them: the fields that differ from their defaults, and the key that they make."""
+"""Layers as cost tables state them: the fields that differ from their defaults, and the key that they make.
+
+A table states a layer flat, without the records that `LayerShape` groups its fields in. Two fields of different records
+therefore never have the same name.
+"""
 
 import difflib
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, Field, fields
 from typing import Any, get_args, get_type_hints
 
+from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, GeneratorShape, MediaShape, ProjectorShape
 from mmtrain.models.shapes.model_shape import LayerShape
 
+# Records of a layer, by the field that holds them. Another kind of mixer or MLP has its class here too.
+_RECORDS: dict[str, type[Any]] = {
+    "mixer": Attention,
+    "mlp": DenseMlp,
+    "media": MediaShape,
+    "projector": ProjectorShape,
+    "generator": GeneratorShape,
+}
+_OPTIONAL_RECORDS = ("mixer", "mlp")  # which a layer does not have if none of their fields is stated
 # Not measured apart: what trains, the few vectors that queries are, activation functions that run again, and copies to
 # host memory.
 _NOT_MEASURED = ("trainable", "frozen", "lora", "trains_adapters_only", "queries", "recomputes_activation", "offload")
 _KINDS: tuple[str, ...] = get_args(get_type_hints(LayerShape)["kind"])
-_NO_WIDTHS = {"hidden": 0, "out": 0}
-_DEFAULTS = {
-    field.name: _NO_WIDTHS.get(field.name, field.default)
-    for field in fields(LayerShape)
-    if field.name not in _NOT_MEASURED and (field.default is not MISSING or field.name in _NO_WIDTHS)
+
+
+def _default(field: Field[Any]) -> Any:
+    """Return the value of a field that tables leave out; widths without a default are left out if they are 0."""
+    return 0 if field.default is MISSING else field.default
+
+
+_RECORD_OF = {field.name: holder for holder, record in _RECORDS.items() for field in fields(record)}
+_DEFAULT_OF_FIELD = {field.name: _default(field) for record in _RECORDS.values() for field in fields(record)} | {
+    field.name: _default(field) for field in fields(LayerShape) if field.name not in ("kind", *_RECORDS, *_NOT_MEASURED)
 }
+_FIELDS_IN_ORDER = (  # of saved tables; fields of new kinds of mixers and MLPs follow these
+    *("hidden", "out", "heads", "kv_heads", "head_dim", "ffn", "gated", "causal", "rotary", "window_side", "chunk"),
+    *("window", "image_spans", "rms_norm", "layer_post_norm", "linear_bias", "qkv_bias", "key_bias", "qk_norm"),
+    *("joint_qk_norm", "post_norms", "zero_centered_norms", "layer_scale", "patch_features", "mel_bins"),
+    *("partial_cells", "max_side", "vocab", "joins", "pools", "newline", "extra_tokens", "position_rows"),
+    *("norm_widths", "carried_in", "carried_out", "scale", "context", "context_width", "time_width"),
+)
+_DEFAULTS = {name: _DEFAULT_OF_FIELD[name] for name in (*_FIELDS_IN_ORDER, *_DEFAULT_OF_FIELD)}
 
 
 def layer_fields(layer: LayerShape) -> dict[str, Any]:
@@ -24,11 +51,13 @@ def layer_fields(layer: LayerShape) -> dict[str, Any]:
     Which parts of a layer train is left out: it decides only which of the measured seconds apply. So are adapters and
     activation functions that run again: their modelled costs come on top.
     """
-    values = asdict(layer)
-    stated = {name: values[name] for name, default in _DEFAULTS.items() if values[name] != default}
-    return {"kind": layer.kind} | {
-        name: list(value) if isinstance(value, tuple) else value for name, value in stated.items()
-    }
+    stated: dict[str, Any] = {"kind": layer.kind}
+    for name, default in _DEFAULTS.items():
+        holder = getattr(layer, _RECORD_OF[name]) if name in _RECORD_OF else layer
+        value = default if holder is None else getattr(holder, name)
+        if value != default:
+            stated[name] = list(value) if isinstance(value, tuple) else value
+    return stated
 
 
 def layer_key(stated: dict[str, Any]) -> str:
@@ -38,9 +67,14 @@ def layer_key(stated: dict[str, Any]) -> str:
 
 def shape_of_fields(stated: dict[str, Any]) -> LayerShape:
     """Return the layer that such fields describe, without what of it trains."""
-    values: dict[str, Any] = dict(_NO_WIDTHS)
+    values: dict[str, Any] = {"hidden": 0, "out": 0}
+    in_records: dict[str, dict[str, Any]] = {holder: {} for holder in _RECORDS}
     for name, value in stated.items():
-        values[name] = tuple(value) if isinstance(value, list) else value
+        fields_of_holder = in_records[_RECORD_OF[name]] if name in _RECORD_OF else values
+        fields_of_holder[name] = tuple(value) if isinstance(value, list) else value
+    for holder, record in _RECORDS.items():
+        if in_records[holder] or holder not in _OPTIONAL_RECORDS:
+            values[holder] = record(**in_records[holder])
     return LayerShape(**values)
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.analytic_costs import AnalyticCosts
+from mmtrain.costs.block_arithmetic import joins_attention_output, mixer_arithmetic
 from mmtrain.costs.block_pieces import PassDirection, PieceCollective, piece_collectives, pieces_of, scale_pieces
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
 from mmtrain.costs.core_ratios import core_ratios
@@ -24,6 +25,7 @@ from mmtrain.costs.cost_table import (
     layer_key,
 )
 from mmtrain.costs.offload_costs import BlockPass, offloaded_bytes, offloaded_seconds
+from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import LayerShape, num_pieces
 
 FloatArray = npt.NDArray[np.float64]
@@ -242,7 +244,7 @@ class MeasuredCosts:
         not_needed = 0
         if not layer.trains_weights:
             loads = (sample.load for sample in entry.samples)
-            joins_output = all(analytic.joins_attention_output(of, self.model.sorts_sequences) for of in loads)
+            joins_output = all(joins_attention_output(of, self.model.sorts_sequences) for of in loads)
             not_needed = analytic.weight_grad_bytes(layer, load, element_bytes, tp, joins_output)
         if layer.recomputes_activation:
             not_needed += analytic.activation_output_bytes(layer, load, element_bytes, tp)
@@ -404,9 +406,10 @@ def fit_curve(entry: LayerEntry, quantity: Quantity) -> Curve:
 
 def attended_load(layer: LayerShape, load: TokenLoad) -> TokenLoad:
     """Return the load with the pairs inside the layer's windows in place of the squared lengths; else the load."""
-    if not layer.window and not layer.window_side:
+    mixer = layer.mixer
+    if not isinstance(mixer, Attention) or not (mixer.window or mixer.window_side):
         return load
-    return replace(load, sum_sq=analytic.query_key_pairs(layer, load))
+    return replace(load, sum_sq=mixer_arithmetic(layer).query_key_pairs(load))
 
 
 def _spaced(ascending: FloatArray) -> FloatArray:

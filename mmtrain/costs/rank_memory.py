@@ -6,11 +6,13 @@ from functools import cached_property
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs import layer_arithmetic as analytic
+from mmtrain.costs.block_arithmetic import mixer_arithmetic
 from mmtrain.costs.context_parallel_costs import exchange_buffer_bytes
 from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.costs.offload_costs import NUM_BLOCKS_ON_DEVICE, without_offload
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
+from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape
 
 # Share added to what is counted: 7% for what a caching allocator loses to fragments, 1% for what is not counted, which
@@ -245,8 +247,10 @@ def microbatch_host_bytes(stage: HeldLayers, costs: CostModel, precision: Precis
 
 def _rotary_table_bytes(stage: HeldLayers, precision: Precision) -> int:
     """Return the bytes of the tables that rotate heads; blocks whose windows differ may have tables of their own."""
-    runs = [run for run, _ in stage.runs if run.layer.rotates and (run.layer.trainable or run.input_grad)]
-    by_window = {run.layer.window: run.layer for run in runs}
+    trained = [run.layer for run, _ in stage.runs if run.layer.trainable or run.input_grad]
+    by_window = {
+        layer.mixer.window: layer for layer in trained if isinstance(layer.mixer, Attention) and layer.mixer.rotates
+    }
     element_bytes = ELEMENT_BYTES[precision]
     return sum(analytic.rotary_table_bytes(layer, stage.load, element_bytes) for layer in by_window.values())
 
@@ -370,15 +374,14 @@ def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision
     then holds less than what its forward would keep.
     """
     layer = held.layer
-    ffn = layer.ffn // held.tp
+    ffn = layer.dense_mlp.ffn // held.tp
     kept = ffn if layer.keeps_activation_output and (held.recompute or not layer.recomputes_activation) else 0
-    input_width = 2 * ffn if layer.gated else ffn
+    input_width = 2 * ffn if layer.dense_mlp.gated else ffn
     gathered = layer.hidden if held.sp else 0
     last_linear = gathered + 2 * ffn - kept  # the output made again, if it is not kept, and its gradient
     activation = ffn + input_width - kept
     first_linear = gathered + layer.hidden - kept
-    queries, keys_and_values = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
-    attention = (3 * queries + 2 * keys_and_values) // held.tp - input_width - kept
+    attention = mixer_arithmetic(layer).gradient_width // held.tp - input_width - kept
     in_mlp = max(last_linear, activation, first_linear) * load.tokens
     if held.recompute and load.tokens > MLP_CHUNK_TOKENS:
         states = layer.hidden // (held.tp if held.sp else 1)  # output of a chunk, gradients of its input and of all

@@ -96,7 +96,7 @@ def _layer_factory(
         norm_eps=norm_eps,
         groups=groups,
         dtype=options.dtype,
-        attention=choose_backend(options.attention, options.device, options.dtype, block.head_dim),
+        attention=choose_backend(options.attention, options.device, options.dtype, block.attention.head_dim),
         sequence_parallel=spec.sequence_parallel and groups.tp_size > 1,
         fused_kernels=uses_fused_kernels(options.kernels, options.device),
         query_scale=query_scale,

@@ -9,7 +9,7 @@ from mmtrain.costs import PRESETS, AnalyticCosts, GroupLayout, TokenLoad, preset
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.errors import PlanError
-from mmtrain.models.shapes.layer_shape import BLOCK_PIECES, MLP_CHUNK_TOKENS, LayerShape
+from mmtrain.models.shapes.layer_shape import BLOCK_PIECES, MLP_CHUNK_TOKENS, Attention, DenseMlp, LayerShape
 from tests.models.factory import settings, shape_of
 
 LOAD = TokenLoad.of(np.array([300, 212]))
@@ -62,7 +62,7 @@ def test_more_tokens_never_cost_less(costs: AnalyticCosts) -> None:
 
 def test_images_that_see_both_ways_cost_more_attention_and_no_more_flops(costs: AnalyticCosts) -> None:
     block = shape_of(settings()).unit("llm").layers[1]
-    seeing = replace(block, image_spans=True)
+    seeing = replace(block, mixer=replace(block.attention, image_spans=True))
     assert analytic.forward_flops(seeing, LOAD) == analytic.forward_flops(block, LOAD)
     for kind in ("forward", "backward"):
         more_s = costs.seconds(seeing, 1, LOAD, kind) - costs.seconds(block, 1, LOAD, kind)
@@ -104,7 +104,7 @@ def test_the_last_wave_of_tiles_costs_half_a_wave(name: str) -> None:
 )
 def test_what_a_framework_does_not_fuse_passes_through_memory(execution: Execution, seconds: float) -> None:
     hardware = preset("h100-80g")
-    block = LayerShape("decoder_block", hidden=64, out=64, heads=4, kv_heads=4, head_dim=16, ffn=256)
+    block = LayerShape("decoder_block", hidden=64, out=64, mixer=Attention(4, 4, 16), mlp=DenseMlp(256))
     own, other = (AnalyticCosts(hardware, "bf16", e) for e in (OWN_RUNTIME, execution))
     added = [
         other.seconds(block, 1, LOAD, kind) - own.seconds(block, 1, LOAD, kind) for kind in ("forward", "backward")
@@ -115,7 +115,7 @@ def test_what_a_framework_does_not_fuse_passes_through_memory(execution: Executi
 
 def test_backward_computes_again_what_the_framework_did_not_keep() -> None:
     hardware = preset("a100-80g")
-    block = LayerShape("decoder_block", hidden=64, out=64, heads=4, kv_heads=4, head_dim=16, ffn=256)
+    block = LayerShape("decoder_block", hidden=64, out=64, mixer=Attention(4, 4, 16), mlp=DenseMlp(256))
     forward_s = AnalyticCosts(hardware, "bf16").pieces(block, 1, LOAD, "forward")
     again = Execution(recomputed_gemms=1.0, recomputes_elementwise=True, recomputes_attention=True)
     kept_s, again_s = (
@@ -126,7 +126,7 @@ def test_backward_computes_again_what_the_framework_did_not_keep() -> None:
 
 
 def test_scores_that_pass_through_memory_cost_more_than_fused_attention() -> None:
-    block = LayerShape("decoder_block", hidden=2048, out=2048, heads=16, kv_heads=16, head_dim=128, ffn=8192)
+    block = LayerShape("decoder_block", hidden=2048, out=2048, mixer=Attention(16, 16, 128), mlp=DenseMlp(8192))
     load = TokenLoad.of(np.array([2048] * 4))
     seconds = [
         AnalyticCosts(preset("a100-80g"), "bf16", e).seconds(block, 1, load, "forward")
@@ -173,7 +173,7 @@ def test_an_mlp_in_chunks_reads_and_writes_sums_of_gradients_for_each_more() -> 
     hardware = preset("h100-80g")
     costs = AnalyticCosts(hardware, "bf16")
     [block] = {layer for layer in shape_of(settings()).unit("llm").layers if layer.kind == "decoder_block"}
-    num_weights = 3 * block.hidden * block.ffn
+    num_weights = 3 * block.hidden * block.dense_mlp.ffn
     sums_s = 2 * 4 * num_weights / hardware.moved_bytes_per_s
     for num_tokens, num_more in ((MLP_CHUNK_TOKENS, 0), (MLP_CHUNK_TOKENS + 1, 1), (3 * MLP_CHUNK_TOKENS, 2)):
         load = TokenLoad.of(np.array([num_tokens]))

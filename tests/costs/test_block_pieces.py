@@ -93,7 +93,8 @@ def test_chunks_take_as_long_as_their_two_streams(gathers: bool, chunk_s: float)
 
 def test_chunks_of_many_tokens_hide_most_of_what_they_communicate() -> None:
     load = TokenLoad.of(np.array([8192, 8192]))
-    wide = replace(BLOCK, hidden=8192, ffn=32768, heads=64, kv_heads=64, head_dim=128)
+    attention = replace(BLOCK.attention, heads=64, kv_heads=64, head_dim=128)
+    wide = replace(BLOCK, hidden=8192, mixer=attention, mlp=replace(BLOCK.dense_mlp, ffn=32768))
     for sp in (False, True):
         whole, in_chunks = (COSTS.pieces(wide, 8, load, "forward", split=TokenSplit(sp, count)) for count in (1, 8))
         communicated = sum(piece.collective_s for piece in whole)

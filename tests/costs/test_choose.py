@@ -8,6 +8,7 @@ import pytest
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, costs_for, preset
 from mmtrain.costs.choose import is_shipped
 from mmtrain.errors import PlanError
+from mmtrain.models.shapes.layer_shape import Attention, DenseMlp
 from mmtrain.models.shapes.model_shape import LayerShape
 
 TABLES = Path(__file__).parents[2] / "mmtrain" / "costs" / "tables"
@@ -87,7 +88,7 @@ def test_a_bare_word_names_a_shipped_table() -> None:
 
 def test_the_source_says_how_to_measure_missing_layers() -> None:
     costs = costs_for(preset("h200-141g"), "bf16", Path("h200-141g"))
-    unmeasured = LayerShape("decoder_block", hidden=48, out=48, heads=2, kv_heads=2, head_dim=24, ffn=96)
+    unmeasured = LayerShape("decoder_block", hidden=48, out=48, mixer=Attention(2, 2, 24), mlp=DenseMlp(96))
     assert "mmtrain profile" not in costs.source
     costs.seconds(unmeasured, 2, TokenLoad(10, 100, 10, 1), "forward")
     assert costs.source.endswith(

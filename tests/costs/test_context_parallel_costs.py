@@ -26,7 +26,7 @@ def block(heads: int = 8, kv_heads: int = 2) -> LayerShape:
 def test_an_all_to_all_moves_queries_keys_values_and_outputs(tp: int, cp: int, num_kv_heads: int) -> None:
     """Where ranks are more than key-value heads, each gets a whole one."""
     layer, group = block(), ContextGroup.of_mesh(tp, cp, False, ranks_per_node=64)
-    moved = LOAD.exchanged * layer.head_dim * BYTES * (cp - 1) / cp
+    moved = LOAD.exchanged * layer.attention.head_dim * BYTES * (cp - 1) / cp
     there, back = round((8 // tp + 2 * num_kv_heads) * moved), round(8 // tp * moved)
     expected = sum(COSTS.all_to_all(nbytes, 0, GroupLayout(cp)) for nbytes in (there, back))
     for kind in ("forward", "backward", "recompute"):
@@ -44,7 +44,7 @@ def test_between_nodes_an_all_to_all_takes_the_slower_links() -> None:
 def test_a_ring_hides_its_messages_behind_attention() -> None:
     layer, group = block(), ContextGroup.of_mesh(1, 4, True, ranks_per_node=4)
     little, much = replace(LOAD, sum_sq=5), replace(LOAD, sum_sq=10**10, max_len=100_000)
-    nbytes = 2 * 2 * layer.head_dim * LOAD.exchanged * BYTES
+    nbytes = 2 * 2 * layer.attention.head_dim * LOAD.exchanged * BYTES
     message_s, doubled_s = (COSTS.transfer(times * nbytes, same_node=True) for times in (1, 2))
     exposed_s = context_seconds(layer, 1, little, "forward", COSTS, group, BYTES)
     assert exposed_s == pytest.approx(3 * message_s, rel=0.01)

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmtrain.costs import TokenLoad
 from mmtrain.costs import layer_arithmetic as analytic
+from mmtrain.costs.block_arithmetic import mixer_arithmetic
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import (
@@ -84,7 +85,8 @@ def load_of(model: ModelSettings, unit: str) -> TokenLoad:
 
 def without_mask(shape: ModelShape, unit: str) -> list[LayerShape]:
     """Return the unit's layers without causal masks, since torch's counter counts all pairs."""
-    return [replace(layer, causal=False) for layer in shape.unit(unit).layers]
+    layers = shape.unit(unit).layers
+    return [replace(layer, mixer=layer.mixer and replace(layer.mixer, causal=False)) for layer in layers]
 
 
 def counted_flops(model: ModelSettings, unit: str) -> tuple[int, int]:
@@ -130,7 +132,7 @@ def test_a_causal_mask_halves_the_pairs() -> None:
     layer = next(x for x in shape_of(settings()).unit("llm").layers if x.kind == "decoder_block")
     lengths = np.array([1, 5, 8])
     pairs = sum(n * (n + 1) // 2 for n in lengths.tolist())
-    assert analytic.attention_flops(layer, TokenLoad.of(lengths)) == 4 * pairs * layer.heads * layer.head_dim
+    assert analytic.attention_flops(layer, TokenLoad.of(lengths)) == 4 * pairs * layer.attention.inner_width
 
 
 @pytest.mark.parametrize("length", [3, 8, 9, 40])
@@ -138,7 +140,7 @@ def test_a_window_bounds_the_pairs_of_a_token(length: int) -> None:
     layer = shape_of(settings(llm={"window": 8})).unit("llm").layers[1]
     pairs = 3 * sum(min(position + 1, 8) for position in range(length))
     flops = analytic.attention_flops(layer, TokenLoad.of(np.array([length] * 3)))
-    assert flops == 4 * pairs * layer.heads * layer.head_dim
+    assert flops == 4 * pairs * layer.attention.inner_width
 
 
 @pytest.mark.parametrize(
@@ -148,19 +150,23 @@ def test_windows_of_unequal_sequences_cost_about_what_they_compute(lengths: list
     layer = shape_of(settings(llm={"window": 8})).unit("llm").layers[1]
     pairs = sum(min(position + 1, 8) for length in lengths for position in range(length))
     flops = analytic.attention_flops(layer, TokenLoad.of(np.array(lengths)))
-    assert flops / (4 * layer.heads * layer.head_dim) == pytest.approx(pairs, rel=tolerance)
+    assert flops / (4 * layer.attention.inner_width) == pytest.approx(pairs, rel=tolerance)
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12), st.integers(1, 60), st.floats(0.3, 3))
 def test_pairs_inside_a_window_are_at_most_those_of_all_tokens(lengths: list[int], window: int, scale: float) -> None:
     """Loads that were scaled, as the balancing of steps does, have no lengths that make them up."""
     block = shape_of(settings(llm={"window": 8})).unit("llm").layers[1]
-    block = replace(block, window=window)
+    block = replace(block, mixer=replace(block.attention, window=window))
     load = TokenLoad.of(np.array(lengths))
-    pairs = analytic.query_key_pairs(block, load)
+    pairs = mixer_arithmetic(block).query_key_pairs(load)
     assert load.tokens <= pairs <= min(load.tokens * window, (load.sum_sq + load.tokens) // 2)
     scaled = replace(load, sum_sq=round(load.sum_sq * scale))
-    assert 0 <= analytic.query_key_pairs(block, scaled) <= max(load.tokens * window, (scaled.sum_sq + load.tokens) // 2)
+    assert (
+        0
+        <= mixer_arithmetic(block).query_key_pairs(scaled)
+        <= max(load.tokens * window, (scaled.sum_sq + load.tokens) // 2)
+    )
 
 
 def test_model_flops_count_only_needed_gradients() -> None:

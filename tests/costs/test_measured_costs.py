@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.costs import AnalyticCosts, CostTable, GroupLayout, MeasuredCosts, TokenLoad, preset
+from mmtrain.costs.block_arithmetic import mixer_arithmetic
 from mmtrain.costs.choose import layers_without_entry
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, layer_fields
-from mmtrain.costs.layer_arithmetic import query_key_pairs
 from mmtrain.costs.measured_costs import Curve, interpolation_errors
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.layer_shape import LoraShape
@@ -112,10 +112,10 @@ def test_seconds_are_those_of_the_needed_gradients() -> None:
 
 def test_seconds_of_a_block_with_windows_grow_with_the_pairs_inside_them() -> None:
     """Fit on sequences little longer than the window, and ask for one that is much longer."""
-    windowed = replace(BLOCK, window=32)
+    windowed = replace(BLOCK, mixer=replace(BLOCK.attention, window=32))
 
     def seconds(load: TokenLoad) -> float:
-        return 1e-5 * load.tokens + 1e-7 * query_key_pairs(windowed, load)
+        return 1e-5 * load.tokens + 1e-7 * mixer_arithmetic(windowed).query_key_pairs(load)
 
     loads = [_load(*[length] * (n // length)) for n in (64, 128, 256, 1024) for length in (16, 64)]
     samples = [_sample(load, 1.0) for load in loads]
@@ -203,7 +203,7 @@ def test_a_table_reads_back_and_merges(tmp_path: Path) -> None:
     table = _table()
     table.save(path)
     assert CostTable.load(path) == table
-    other = replace(BLOCK, ffn=2 * BLOCK.ffn)
+    other = replace(BLOCK, mlp=replace(BLOCK.dense_mlp, ffn=2 * BLOCK.dense_mlp.ffn))
     merged = table.merged(_table(other)).merged(_table(BLOCK, 2.0))
     assert len(merged.layers) == 2
     assert MeasuredCosts(merged, MODEL).seconds(BLOCK, 1, _load(64), "forward") == pytest.approx(128e-5)
@@ -229,7 +229,9 @@ def test_files_that_are_no_tables_are_rejected(tmp_path: Path) -> None:
 
 def test_freezing_does_not_make_another_layer() -> None:
     assert layer_fields(BLOCK) == layer_fields(replace(BLOCK, trainable=False, frozen=frozenset({"x"})))
-    assert layer_fields(BLOCK) != layer_fields(replace(BLOCK, ffn=BLOCK.ffn + 1))
+    assert layer_fields(BLOCK) != layer_fields(
+        replace(BLOCK, mlp=replace(BLOCK.dense_mlp, ffn=BLOCK.dense_mlp.ffn + 1))
+    )
 
 
 def test_an_activation_function_that_runs_again_is_modelled_beside_what_was_measured() -> None:
@@ -240,7 +242,7 @@ def test_an_activation_function_that_runs_again_is_modelled_beside_what_was_meas
     )
     assert backward_s == pytest.approx(-recompute_s)  # a layer that is recomputed whole does not run it a third time
     assert backward_s > forward_s == 0
-    output_bytes = 200 * BLOCK.ffn * MODEL.element_bytes
+    output_bytes = 200 * BLOCK.dense_mlp.ffn * MODEL.element_bytes
     assert costs.activation_bytes(again, 1, load, False) == costs.activation_bytes(BLOCK, 1, load, False) - output_bytes
     adapted = LoraShape(2, 1.0, ("mlp.linear_fc2",))  # whose input is kept although the weights are frozen
     for part in ({"trains_adapters_only": True}, {"trains_adapters_only": True, "lora": adapted}):

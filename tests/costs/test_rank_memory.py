@@ -60,7 +60,7 @@ def test_every_kind_is_counted_by_hand() -> None:
     count = sum(map(num_parameters, blocks))
     load = TokenLoad.of(np.array(LENGTHS))
     activation_bytes = sum(COSTS.activation_bytes(layer, 1, load, False) for layer in blocks)
-    activation_bytes += 4 * load.tokens * blocks[0].head_dim  # cosines and sines
+    activation_bytes += 4 * load.tokens * blocks[0].attention.head_dim  # cosines and sines
     assert memory.parameters == memory.gradients == 4 * count
     assert memory.optimizer == 8 * count / 4
     assert memory.activations == 3 * activation_bytes

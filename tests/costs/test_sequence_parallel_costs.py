@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from mmtrain.costs import AnalyticCosts, GroupLayout, TokenLoad, preset
 from mmtrain.costs.hardware import Hardware, Link
 from mmtrain.costs.sequence_parallel_costs import sequence_parallel_seconds
+from mmtrain.models.shapes.layer_shape import Attention, DenseMlp
 from mmtrain.models.shapes.model_shape import LayerShape
 
-BLOCK = LayerShape("decoder_block", hidden=64, out=64, heads=4, kv_heads=4, head_dim=16, ffn=128)
+BLOCK = LayerShape("decoder_block", hidden=64, out=64, mixer=Attention(4, 4, 16), mlp=DenseMlp(128))
 HEAD = LayerShape("head", hidden=64, out=512, vocab=512)
 EMBEDDING = LayerShape("embedding", hidden=64, out=64, vocab=512)
-PROJECTOR = LayerShape("projector", hidden=64, out=32, ffn=32)
+PROJECTOR = LayerShape("projector", hidden=64, out=32, mlp=DenseMlp(32))
 LOAD = TokenLoad(100, 100, 1, 100)
 NBYTES = 100 * 64 * 2
 

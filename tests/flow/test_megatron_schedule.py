@@ -80,7 +80,7 @@ def _theirs(runner: UnitRunner, inputs: dict[Microbatch, UnitInput], total_targe
     config = TransformerConfig(
         num_layers=len(model.layers),
         hidden_size=model.layers[0].out,
-        num_attention_heads=model.layers[1].heads,
+        num_attention_heads=model.layers[1].attention.heads,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
         microbatch_group_size_per_vp_stage=pp,

@@ -85,8 +85,8 @@ def block_kernels(model: ModelSettings, unit: str, kind: str) -> tuple[KernelCou
     stage = build_stage(model, shape, StageSpec(unit, (index, index + 1)), ParallelGroups.single(), options)
     hidden = torch.empty(NUM_TOKENS, layers[index].hidden, device=META, dtype=torch.bfloat16, requires_grad=True)
     packing = PackedSequences(SequenceLayout((NUM_TOKENS,)))
-    if layers[index].rotates:
-        table = torch.empty(NUM_TOKENS, 1, layers[index].head_dim // 2, device=META, dtype=torch.bfloat16)
+    if layers[index].mixer is not None and layers[index].attention.rotates:
+        table = torch.empty(NUM_TOKENS, 1, layers[index].attention.head_dim // 2, device=META, dtype=torch.bfloat16)
         packing = replace(packing, rope=(table, table))
     with KernelCounter() as forward:
         out = stage.layers[str(index)](hidden, packing)

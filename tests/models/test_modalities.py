@@ -10,8 +10,14 @@ from mmtrain.data.index.data_index import build_index
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.shapes.encoder_shapes import ENCODER_SHAPES, EncoderShapes, encoder_block, projector_layer
-from mmtrain.models.shapes.layer_shape import LayerShape
+from mmtrain.models.shapes.encoder_shapes import (
+    ENCODER_SHAPES,
+    EncoderShapes,
+    encoder_attention,
+    encoder_block,
+    projector_layer,
+)
+from mmtrain.models.shapes.layer_shape import LayerShape, MediaShape
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.stage.encoder_modules import ENCODER_MODULES, EncoderModules
 from mmtrain.models.stage.stage_inputs import EncoderInput
@@ -79,8 +85,10 @@ class DepthContext(VisionContext):
 
 
 def _layers(settings: DepthSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
-    embedding = LayerShape("patch_embed", settings.hidden, settings.hidden, patch_features=FEATURES, linear_bias=True)
-    block = encoder_block(settings, qkv_bias=True)
+    embedding = LayerShape(
+        "patch_embed", settings.hidden, settings.hidden, media=MediaShape(FEATURES), linear_bias=True
+    )
+    block = encoder_block(settings, encoder_attention(settings))
     return (embedding, *[block] * settings.layers, projector_layer(settings, llm_hidden))
 
 

@@ -80,7 +80,7 @@ def test_norms_and_position_rows_match_the_modules(positions: str, class_token: 
     embed, *_, projector = shape_of(model).unit("vision").layers
     params = dict(stage(model, "vision").named_parameters())
     tables = [p for name, p in params.items() if name.startswith("layers.0.") and "positions" in name]
-    assert sum(len(table) for table in tables) == embed.position_rows
+    assert sum(len(table) for table in tables) == embed.media.position_rows
     for index, layer in ((0, embed), (3, projector)):
         norms = [p for name, p in params.items() if name.startswith(f"layers.{index}.") and "norm.weight" in name]
         assert tuple(len(p) for p in norms) == layer.norm_widths

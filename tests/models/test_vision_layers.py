@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from mmtrain.errors import DataError
-from mmtrain.models.shapes.layer_shape import LayerShape
+from mmtrain.models.shapes.layer_shape import Attention, LayerShape
 from mmtrain.models.stage.stage_inputs import EncoderInput
 from mmtrain.models.stage.vision_layers import PatchEmbed, PatchGrid, VisionContext
 from tests.models.factory import CPU, WINDOWED, images, randomize, settings, stage
 
-LAYER = LayerShape("vit_block", 8, 8)
+LAYER = LayerShape("vit_block", 8, 8, mixer=Attention())
 
 
 def _context(inputs: EncoderInput, extra_tokens: int = 0) -> VisionContext:
@@ -67,7 +67,7 @@ def test_windows_are_packed_sequences_of_their_own() -> None:
     context = VisionContext(EncoderInput((3, 2), (5, 2)), 0, CPU, window_side=2)
     assert context.window_order is not None
     assert context.window_order.tolist() == [0, 1, 5, 6, 2, 3, 7, 8, 4, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
-    windowed, whole = (replace(LAYER, window_side=side) for side in (2, 0))
+    windowed, whole = (replace(LAYER, mixer=Attention(window_side=side)) for side in (2, 0))
     assert context.block_packing(windowed).lengths == (4, 4, 2, 2, 2, 1, 4)
     assert context.block_packing(whole).lengths == (15, 4)
     nothing = VisionContext(EncoderInput((), ()), 0, CPU, window_side=2)

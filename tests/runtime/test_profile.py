@@ -115,8 +115,8 @@ def test_blocks_with_windows_are_measured_apart_from_others_and_planned_by_it(tm
     [text] = fork_ranks(1, _measure, settings, (1,))
     table = CostTable.model_validate_json(text)
     shapes = [entry.shape for entry in table.layers]
-    assert {shape.window for shape in shapes if shape.kind == "decoder_block"} == {0, 16}
-    assert {shape.window_side for shape in shapes if shape.kind == "vit_block"} == {0, 4}
+    assert {shape.attention.window for shape in shapes if shape.kind == "decoder_block"} == {0, 16}
+    assert {shape.attention.window_side for shape in shapes if shape.kind == "vit_block"} == {0, 4}
     path = tmp_path / "costs.json"
     table.save(path)
     settings = _recipe(WINDOWED_VISION, WINDOWED_LLM, parallel={"vision": whole, "llm": whole}, cluster={"costs": path})
@@ -130,7 +130,7 @@ def test_probes_fill_the_recipes_sequences() -> None:
     for unit in build_model_shape(settings).units:
         fitted, held_out = make_probes(settings, unit)
         largest = max(p.load.tokens for p in fitted)
-        assert 0.7 <= largest / (128 * unit.layers[-1].joins) <= 1.3
+        assert 0.7 <= largest / (128 * unit.layers[-1].projector.joins) <= 1.3
         assert held_out
         assert not set(held_out) & set(fitted)
         assert len({p.load.num_sequences for p in fitted}) > 1

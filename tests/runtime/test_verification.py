@@ -13,6 +13,7 @@ from mmtrain.costs import num_parameters
 from mmtrain.errors import UserError
 from mmtrain.models.optim.named_shards import NamedShard
 from mmtrain.models.optim.parameter_specs import ParamSpec
+from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import LayerShape, build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
@@ -105,12 +106,13 @@ def test_large_models_shrink_and_keep_what_a_plan_divides(name: str, tp: int) ->
     for unit in was.units:
         layers = now.unit(unit.name).layers
         assert [_divided(layer) for layer in layers] == [_divided(layer) for layer in unit.layers]
-        assert all(layer.ffn % tp == 0 and layer.vocab % tp == 0 for layer in layers)
+        assert all((layer.mlp is None or layer.mlp.ffn % tp == 0) and layer.vocab % tp == 0 for layer in layers)
         assert sum(num_parameters(x) for x in layers) < 1e-2 * sum(num_parameters(x) for x in unit.layers)
 
 
 def _divided(layer: LayerShape) -> tuple[object, ...]:
-    return layer.kind, layer.heads, layer.kv_heads, layer.joins, layer.window, layer.trainable
+    mixer = layer.mixer or Attention()
+    return layer.kind, mixer.heads, mixer.kv_heads, layer.projector.joins, mixer.window, layer.trainable
 
 
 def test_every_kind_of_sample_is_drawn() -> None:

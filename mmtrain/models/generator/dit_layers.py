@@ -52,10 +52,10 @@ class DitEmbed(nn.Module):
         super().__init__()
         width = shape.out
         self.width = width
-        self.time_width = shape.time_width
+        self.time_width = shape.generator.time_width
         self.stretched_side = settings.stretched_side
-        self.proj = nn.Linear(shape.patch_features, width, dtype=factory.dtype)
-        self.time_fc1 = nn.Linear(shape.time_width, width, dtype=factory.dtype)
+        self.proj = nn.Linear(shape.media.patch_features, width, dtype=factory.dtype)
+        self.time_fc1 = nn.Linear(shape.generator.time_width, width, dtype=factory.dtype)
         self.time_fc2 = nn.Linear(width, width, dtype=factory.dtype)
         self.modulation = nn.Linear(width, NUM_MODULATION_VECTORS * width, dtype=factory.dtype)
 
@@ -128,9 +128,9 @@ class ImageSelfAttention(nn.Module):
     def __init__(self, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the part of a block; its weights are uninitialized."""
         super().__init__()
-        self.head_dim = shape.head_dim
+        self.head_dim = shape.attention.head_dim
         self.options = AttentionOptions(factory.attention, causal=False)
-        inner = shape.heads * shape.head_dim
+        inner = shape.attention.inner_width
         self.linear_qkv = factory.column_linear(shape.hidden, 3 * inner, bias=True)
         self.linear_proj = factory.row_linear(inner, shape.hidden, bias=True)
 
@@ -149,12 +149,12 @@ class ContextAttention(nn.Module):
     def __init__(self, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the part of a block; its weights are uninitialized."""
         super().__init__()
-        self.head_dim = shape.head_dim
-        self.num_context_tokens = shape.context
+        self.head_dim = shape.attention.head_dim
+        self.num_context_tokens = shape.generator.context
         self.options = AttentionOptions(factory.attention, causal=False)
-        inner = shape.heads * shape.head_dim
+        inner = shape.attention.inner_width
         self.linear_q = factory.column_linear(shape.hidden, inner, bias=True)
-        self.linear_kv = factory.column_linear(shape.context_width, 2 * inner, bias=True)
+        self.linear_kv = factory.column_linear(shape.generator.context_width, 2 * inner, bias=True)
         self.linear_proj = factory.row_linear(inner, shape.hidden, bias=True)
 
     def forward(self, tokens: Tensor, image_context: Tensor, context: GeneratorContext) -> Tensor:
@@ -173,8 +173,8 @@ class ImageMlp(nn.Module):
     def __init__(self, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the part of a block; its weights are uninitialized."""
         super().__init__()
-        self.linear_fc1 = factory.column_linear(shape.hidden, shape.ffn, bias=True)
-        self.linear_fc2 = factory.row_linear(shape.ffn, shape.hidden, bias=True)
+        self.linear_fc1 = factory.column_linear(shape.hidden, shape.dense_mlp.ffn, bias=True)
+        self.linear_fc2 = factory.row_linear(shape.dense_mlp.ffn, shape.hidden, bias=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (T, width) to (T, width)."""

@@ -71,7 +71,8 @@ class GeneratorStage(StageModule):
         if not self.shape.is_splittable:  # a U-Net reads batches of images of one size
             return context.size_tables()
         tables, backend = context.index_tables(), self.factory.attention
-        for tokens in {layer.context for layer in map(self.shape.layers.__getitem__, self.indices) if layer.heads}:
+        layers = [self.shape.layers[i] for i in self.indices]
+        for tokens in {layer.generator.context for layer in layers if layer.mixer is not None}:
             tables |= context.layout.host_tables(backend)
             tables |= context.layout.host_context_tables(context.contexts(tokens), backend)
         return tables
@@ -99,7 +100,7 @@ class GeneratorStage(StageModule):
         outputs, kept = context.outputs, context.inputs.kept_contexts
         assert outputs is not None, "the stage with the projector reads the LLM's outputs"
         if kept is not None:  # an image without its context is drawn from the projector's bias
-            rows_per_image = self.shape.layers[0].context
+            rows_per_image = self.shape.layers[0].generator.context
             outputs = outputs * kept.to(outputs.dtype).repeat_interleave(rows_per_image)[:, None]
         return GeneratorState(outputs)
 

@@ -86,8 +86,8 @@ class UnetEmbed(nn.Module):
         self.divisor = 2 ** (num_levels - 1)
         self.num_to_keep = num_levels * settings.layers + num_levels
         self.conv = _convolution(shape.hidden, shape.out, factory)
-        self.time_fc1 = nn.Linear(shape.out, shape.time_width, dtype=factory.dtype)
-        self.time_fc2 = nn.Linear(shape.time_width, shape.time_width, dtype=factory.dtype)
+        self.time_fc1 = nn.Linear(shape.out, shape.generator.time_width, dtype=factory.dtype)
+        self.time_fc2 = nn.Linear(shape.generator.time_width, shape.generator.time_width, dtype=factory.dtype)
 
     def forward(self, state: GeneratorState, context: GeneratorContext) -> UnetState:
         """Embed noisy positions (N, channels) and timesteps (images,), and sort images by size.
@@ -146,7 +146,7 @@ class UnetResidual(nn.Module):
         self.channels = shape.hidden
         self.norm1 = ImageNorm(settings.norm_groups, shape.hidden, eps=_GROUP_NORM_EPS, dtype=factory.dtype)
         self.conv1 = _convolution(shape.hidden, shape.out, factory)
-        self.time = nn.Linear(shape.time_width, shape.out, dtype=factory.dtype)
+        self.time = nn.Linear(shape.generator.time_width, shape.out, dtype=factory.dtype)
         self.norm2 = ImageNorm(settings.norm_groups, shape.out, eps=_GROUP_NORM_EPS, dtype=factory.dtype)
         self.conv2 = _convolution(shape.out, shape.out, factory)
         self.shortcut: nn.Module | None = None
@@ -205,7 +205,7 @@ class PixelSelfAttention(nn.Module):
     def __init__(self, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the part of a layer; its weights are uninitialized."""
         super().__init__()
-        self.head_dim = shape.head_dim
+        self.head_dim = shape.attention.head_dim
         self.linear_qkv = nn.Linear(shape.hidden, 3 * shape.hidden, bias=False, dtype=factory.dtype)
         self.linear_proj = nn.Linear(shape.hidden, shape.hidden, dtype=factory.dtype)
 
@@ -222,9 +222,9 @@ class PixelContextAttention(nn.Module):
     def __init__(self, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the part of a layer; its weights are uninitialized."""
         super().__init__()
-        self.head_dim = shape.head_dim
+        self.head_dim = shape.attention.head_dim
         self.linear_q = nn.Linear(shape.hidden, shape.hidden, bias=False, dtype=factory.dtype)
-        self.linear_kv = nn.Linear(shape.context_width, 2 * shape.hidden, bias=False, dtype=factory.dtype)
+        self.linear_kv = nn.Linear(shape.generator.context_width, 2 * shape.hidden, bias=False, dtype=factory.dtype)
         self.linear_proj = nn.Linear(shape.hidden, shape.hidden, dtype=factory.dtype)
 
     def forward(self, tokens: Tensor, image_context: Tensor) -> Tensor:
@@ -241,8 +241,8 @@ class PixelMlp(nn.Module):
     def __init__(self, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the part of a layer; its weights are uninitialized."""
         super().__init__()
-        self.linear_fc1 = nn.Linear(shape.hidden, 2 * shape.ffn, dtype=factory.dtype)
-        self.linear_fc2 = nn.Linear(shape.ffn, shape.hidden, dtype=factory.dtype)
+        self.linear_fc1 = nn.Linear(shape.hidden, 2 * shape.dense_mlp.ffn, dtype=factory.dtype)
+        self.linear_fc2 = nn.Linear(shape.dense_mlp.ffn, shape.hidden, dtype=factory.dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (n, positions, channels) to the same shape."""

@@ -41,7 +41,7 @@ from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, Scaled
 from mmtrain.models.megatron.block_segments import run_block
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear, add_adapter
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
-from mmtrain.models.shapes.layer_shape import LayerShape, LoraShape
+from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, LayerShape, LoraShape
 from mmtrain.recipe.settings.encoder_settings import Activation
 
 _ONE_TOKEN = PackedSequences(SequenceLayout((1,)))  # keeps its tables, so that they come to a device once
@@ -197,21 +197,21 @@ class LayerFactory:
     @cached_property
     def config(self) -> TransformerConfig:
         """Describe the unit to Megatron-core. Weights are created on the CPU, uninitialized."""
-        shape = self.block
+        shape, attention, mlp = self.block, self.block.attention, self.block.dense_mlp
         return TransformerConfig(
             num_layers=1,
             hidden_size=shape.hidden,
-            num_attention_heads=shape.heads,
-            num_query_groups=shape.kv_heads,
-            kv_channels=shape.head_dim,
-            ffn_hidden_size=shape.ffn,
-            gated_linear_unit=shape.gated,
+            num_attention_heads=attention.heads,
+            num_query_groups=attention.kv_heads,
+            kv_channels=attention.head_dim,
+            ffn_hidden_size=mlp.ffn,
+            gated_linear_unit=mlp.gated,
             normalization="RMSNorm" if shape.rms_norm else "LayerNorm",
             layernorm_epsilon=self.norm_eps,
             layernorm_zero_centered_gamma=shape.zero_centered_norms,
             add_bias_linear=shape.linear_bias,
-            add_qkv_bias=shape.qkv_bias,
-            qk_layernorm=shape.qk_norm or shape.joint_qk_norm,  # 0.19 rejects such norms in the spec without it
+            add_qkv_bias=attention.qkv_bias,
+            qk_layernorm=attention.qk_norm or attention.joint_qk_norm,  # 0.19 rejects such norms in the spec without it
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=self.groups.tp_size,
@@ -264,18 +264,6 @@ class LayerFactory:
         recomputes_activation: keep no output of the MLP's activation function: see `block_segments`.
         chunks_mlp: compute the MLP of many tokens in chunks, for a block that is recomputed: see `chunked_mlp`.
         """
-
-        def build_qkv(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
-            # Megatron-core gives qkv a bias whenever the other linears have one; here it is a setting of its own.
-            linear = ColumnLinear(*args, bias=self.block.qkv_bias, **kwargs)
-            if self.block.qkv_bias and not self.block.key_bias:
-                linear.bias_mask = self._mask_without_keys(linear.bias)
-            return cast(nn.Module, linear)
-
-        def build_core_attention(**_: object) -> nn.Module:
-            options = AttentionOptions(self.attention, self.block.causal, scale=self._score_scale)
-            return PackedAttention(options, self.fused_kernels)
-
         add_output: Any = get_bias_dropout_add
         if self.block.post_norms:
             build_norm = partial(self.norm, self.block.hidden, on_sequence_shards=True)
@@ -284,20 +272,10 @@ class LayerFactory:
             add_output = ModuleSpec(module=ScaledAdd, params={"config": self.sequence_parallel_config})
         spec = TransformerLayerSubmodules(
             input_layernorm=Norm,
-            self_attention=ModuleSpec(
-                module=GroupedAttention,
-                params={"attn_mask_type": AttnMaskType.causal if self.block.causal else AttnMaskType.no_mask},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=build_qkv,
-                    core_attention=build_core_attention,
-                    linear_proj=RowLinear,
-                    q_layernorm=self._head_norm,
-                    k_layernorm=self._head_norm,
-                ),
-            ),
+            self_attention=self._attention_spec(self.block.attention),
             self_attn_bda=add_output,
             pre_mlp_layernorm=Norm,
-            mlp=compat.mlp_builder(MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear), self.block.ffn),
+            mlp=self._mlp_spec(self.block.dense_mlp),
             mlp_bda=add_output,
         )
         layer = PackedTransformerBlock(
@@ -305,7 +283,7 @@ class LayerFactory:
             spec,
             pg_collection=self.collection,
             activation=self.activation,
-            is_gated=self.block.gated,
+            is_gated=self.block.dense_mlp.gated,
             fused_kernels=self.fused_kernels,
             recomputes_activation=recomputes_activation,
             chunks_mlp=chunks_mlp,
@@ -315,13 +293,43 @@ class LayerFactory:
             set_tp_chunks(layer, self.tp_chunks)
         return cast(nn.Module, layer)
 
+    def _attention_spec(self, attention: Attention) -> ModuleSpec:
+        """Say to Megatron-core how to build a block's attention."""
+
+        def build_qkv(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
+            # Megatron-core gives qkv a bias whenever the other linears have one; here it is a setting of its own.
+            linear = ColumnLinear(*args, bias=attention.qkv_bias, **kwargs)
+            if attention.qkv_bias and not attention.key_bias:
+                linear.bias_mask = self._mask_without_keys(linear.bias)
+            return cast(nn.Module, linear)
+
+        def build_core_attention(**_: object) -> nn.Module:
+            options = AttentionOptions(self.attention, attention.causal, scale=self._score_scale)
+            return PackedAttention(options, self.fused_kernels)
+
+        return ModuleSpec(
+            module=GroupedAttention,
+            params={"attn_mask_type": AttnMaskType.causal if attention.causal else AttnMaskType.no_mask},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=build_qkv,
+                core_attention=build_core_attention,
+                linear_proj=RowLinear,
+                q_layernorm=self._head_norm,
+                k_layernorm=self._head_norm,
+            ),
+        )
+
+    def _mlp_spec(self, mlp: DenseMlp) -> Any:
+        """Say to Megatron-core how to build a block's MLP."""
+        return compat.mlp_builder(MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear), mlp.ffn)
+
     def _mark_shards(self, block: PackedTransformerBlock) -> None:
         """Say along which dimension tensor parallelism splits the weights of a block."""
         _mark(block.self_attention.linear_qkv, dim=0)
         _mark(block.self_attention.linear_proj, dim=1)
-        _mark(block.mlp.linear_fc1, dim=0, stride=2 if self.block.gated else 1)
+        _mark(block.mlp.linear_fc1, dim=0, stride=2 if self.block.dense_mlp.gated else 1)
         _mark(block.mlp.linear_fc2, dim=1)
-        if self.block.joint_qk_norm:
+        if self.block.attention.joint_qk_norm:
             _mark(block.self_attention.q_layernorm, dim=0)
             _mark(block.self_attention.k_layernorm, dim=0)
 
@@ -337,16 +345,17 @@ class LayerFactory:
 
     def _mask_without_keys(self, bias: Tensor) -> Tensor:
         """Return zeros for the keys' part of this rank's shard of a joint bias, and ones for the rest."""
-        query_rows = self.block.heads // self.block.kv_heads * self.block.head_dim
-        rows_of_head = query_rows + 2 * self.block.head_dim
+        attention = self.block.attention
+        query_rows = attention.heads // attention.kv_heads * attention.head_dim
+        rows_of_head = query_rows + 2 * attention.head_dim
         row = torch.arange(len(bias)) + self.groups.tp_rank * len(bias)
-        is_key = (row % rows_of_head >= query_rows) & (row % rows_of_head < query_rows + self.block.head_dim)
+        is_key = (row % rows_of_head >= query_rows) & (row % rows_of_head < query_rows + attention.head_dim)
         return (~is_key).to(bias.dtype)
 
     @property
     def _head_norm(self) -> Any:
         """Say to Megatron-core how to build the norms of queries and of keys."""
-        if self.block.joint_qk_norm:
+        if self.block.attention.joint_qk_norm:
             tp_group = self.groups.tp
 
             class NormOfGroup(JointHeadNorm):
@@ -356,7 +365,7 @@ class LayerFactory:
                     super().__init__(config, hidden_size, eps, tp_group)
 
             return NormOfGroup
-        return HeadNorm if self.block.qk_norm else None
+        return HeadNorm if self.block.attention.qk_norm else None
 
     def projector_norm(self, shape: LayerShape, width: int, eps: float | None) -> Norm:
         """Build a projector's own norm, which may be of another kind than those of its encoder."""

@@ -130,7 +130,7 @@ def initialize_parameters(
 
 def num_blocks(stage: ShapedModule) -> int:
     """Return the number of blocks of the whole unit."""
-    return sum(layer.heads > 0 for layer in stage.shape.layers)
+    return sum(layer.mixer is not None for layer in stage.shape.layers)
 
 
 def initial_values(

@@ -4,7 +4,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmtrain.models.shapes.layer_shape import LayerShape, linear_parameters, norm_parameters
+from mmtrain.models.shapes.layer_shape import (
+    Attention,
+    DenseMlp,
+    LayerShape,
+    MediaShape,
+    ProjectorShape,
+    linear_parameters,
+    norm_parameters,
+)
 from mmtrain.recipe.settings.audio_settings import AudioSettings
 from mmtrain.recipe.settings.encoder_settings import EncoderSettings
 from mmtrain.recipe.settings.vision_settings import VisionSettings
@@ -22,31 +30,37 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
         "patch_embed",
         hidden=settings.hidden,
         out=settings.hidden,
-        patch_features=settings.cell_features,
-        max_side=settings.max_side,
+        media=MediaShape(
+            patch_features=settings.cell_features, max_side=settings.max_side, position_rows=num_positions
+        ),
         extra_tokens=settings.extra_tokens,
-        position_rows=num_positions,
         norm_widths=(settings.hidden,) if settings.pre_norm else (),
         rms_norm=is_rms,
         linear_bias=settings.patch_bias,
     )
-    block = replace(
-        encoder_block(settings, qkv_bias=settings.qkv_bias),
-        gated=settings.gated_mlp,
-        rms_norm=is_rms,
+    attention = replace(
+        encoder_attention(settings),
         rotary=settings.positions == "rotary",
+        qkv_bias=settings.qkv_bias,
         joint_qk_norm=settings.qk_norm,
+    )
+    block = replace(
+        encoder_block(settings, attention),
+        mlp=DenseMlp(settings.ffn, gated=settings.gated_mlp),
+        rms_norm=is_rms,
         layer_scale=settings.layer_scale,
     )
-    windowed = replace(block, window_side=settings.window)
+    windowed = replace(block, mixer=replace(attention, window_side=settings.window))
     blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
     num_kept = [sum(kept < i for kept in settings.deepstack) for i in range(settings.layers + 1)]  # before block i
     blocks = [replace(block, carried_in=num_kept[i], carried_out=num_kept[i + 1]) for i, block in enumerate(blocks)]
     projector_kind = settings.projector.norm_kind or settings.norm
+    projector = projector_layer(settings, llm_hidden)
+    has_layer_post_norm = settings.post_norm and not is_rms and projector_kind != "layer"
     projector = replace(
-        projector_layer(settings, llm_hidden),
+        projector,
+        projector=replace(projector.projector, layer_post_norm=has_layer_post_norm),
         rms_norm=projector_kind != "layer",
-        layer_post_norm=settings.post_norm and not is_rms and projector_kind != "layer",
         zero_centered_norms=projector_kind == "zero_centered_rms",
         carried_in=len(settings.deepstack),
         carried_out=len(settings.deepstack),
@@ -60,13 +74,16 @@ def audio_layers(settings: AudioSettings, llm_hidden: int) -> tuple[LayerShape, 
         "audio_embed",
         hidden=settings.hidden,
         out=settings.hidden,
-        mel_bins=settings.mel_bins,
-        partial_cells=settings.partial_cells,
-        position_rows=0 if settings.positions == "sinusoidal" else settings.max_frames // 2,
+        media=MediaShape(
+            mel_bins=settings.mel_bins,
+            partial_cells=settings.partial_cells,
+            position_rows=0 if settings.positions == "sinusoidal" else settings.max_frames // 2,
+        ),
         linear_bias=True,
     )
     chunk = (settings.chunk or 0) // settings.cells_per_token
-    block = replace(encoder_block(settings, qkv_bias=True), key_bias=settings.key_bias, chunk=chunk)
+    attention = replace(encoder_attention(settings), qkv_bias=True, key_bias=settings.key_bias, chunk=chunk)
+    block = encoder_block(settings, attention)
     return (embedding, *[block] * settings.layers, projector_layer(settings, llm_hidden))
 
 
@@ -76,7 +93,7 @@ def _patch_embed_parameters(layer: LayerShape, settings: VisionSettings) -> Iter
         yield "class_token"
     if settings.positions == "factorized":
         yield from ("row_positions", "col_positions")
-    elif layer.position_rows:
+    elif layer.media.position_rows:
         yield "grid_positions"
     if settings.pre_norm:
         yield from norm_parameters("pre_norm", layer)
@@ -85,7 +102,7 @@ def _patch_embed_parameters(layer: LayerShape, settings: VisionSettings) -> Iter
 def _audio_embed_parameters(layer: LayerShape, settings: AudioSettings) -> Iterator[str]:
     yield from linear_parameters("conv1", layer.linear_bias)
     yield from linear_parameters("conv2", layer.linear_bias)
-    if layer.position_rows:
+    if layer.media.position_rows:
         yield "positions"
 
 
@@ -104,18 +121,20 @@ ENCODER_SHAPES: Mapping[str, EncoderShapes] = {
 }
 
 
-def encoder_block(settings: EncoderSettings, qkv_bias: bool) -> LayerShape:
+def encoder_attention(settings: EncoderSettings) -> Attention:
+    """Describe the attention that blocks of all encoders share."""
+    return Attention(settings.heads, settings.heads, settings.hidden // settings.heads)
+
+
+def encoder_block(settings: EncoderSettings, attention: Attention) -> LayerShape:
     """Describe one transformer block of an encoder."""
     return LayerShape(
         "vit_block",
         hidden=settings.hidden,
         out=settings.hidden,
-        heads=settings.heads,
-        kv_heads=settings.heads,
-        head_dim=settings.hidden // settings.heads,
-        ffn=settings.ffn,
+        mixer=attention,
+        mlp=DenseMlp(settings.ffn),
         linear_bias=True,
-        qkv_bias=qkv_bias,
     )
 
 
@@ -131,11 +150,9 @@ def projector_layer(settings: EncoderSettings, llm_hidden: int) -> LayerShape:
         "projector",
         hidden=settings.hidden,
         out=llm_hidden,
-        ffn=0 if settings.projector.kind == "linear" else settings.projector.ffn or llm_hidden,
-        joins=settings.tokens_per_feature,
-        pools=settings.pools,
+        mlp=None if settings.projector.kind == "linear" else DenseMlp(settings.projector.ffn or llm_hidden),
+        projector=ProjectorShape(settings.tokens_per_feature, settings.pools, settings.sends_newline),
         extra_tokens=settings.extra_tokens - settings.kept_extra_tokens,
-        newline=settings.sends_newline,
         norm_widths=norm_widths,
         linear_bias=settings.projector.bias,
     )

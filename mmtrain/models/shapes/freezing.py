@@ -14,6 +14,8 @@ from mmtrain.errors import RecipeError
 from mmtrain.models.shapes.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.shapes.generator_shapes import generator_parameters
 from mmtrain.models.shapes.layer_shape import (
+    Attention,
+    DenseMlp,
     LayerShape,
     LoraShape,
     adaptable_linears,
@@ -80,22 +82,7 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
     """
     match layer.kind:
         case "vit_block" | "decoder_block":
-            yield from norm_parameters("input_layernorm", layer)
-            yield from linear_parameters("self_attention.linear_qkv", layer.qkv_bias)
-            if layer.qk_norm:
-                yield from norm_parameters("self_attention.q_layernorm", layer)
-                yield from norm_parameters("self_attention.k_layernorm", layer)
-            if layer.joint_qk_norm:
-                yield from ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
-            if layer.post_norms:
-                yield from norm_parameters("self_attn_bda.norm", layer)
-                yield from norm_parameters("mlp_bda.norm", layer)
-            if layer.layer_scale:
-                yield from ("self_attn_bda.weight", "mlp_bda.weight")
-            yield from linear_parameters("self_attention.linear_proj", layer.linear_bias)
-            yield from norm_parameters("pre_mlp_layernorm", layer)
-            yield from linear_parameters("mlp.linear_fc1", layer.linear_bias)
-            yield from linear_parameters("mlp.linear_fc2", layer.linear_bias)
+            yield from _block_parameters(layer)
         case "patch_embed" | "audio_embed":
             assert isinstance(settings, EncoderSettings)
             yield from ENCODER_SHAPES[settings.modality].embedding_parameters(layer, settings)
@@ -109,7 +96,7 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
                 yield from linear_parameters(linear, layer.linear_bias)
             for projector in deepstack_projectors(layer):
                 yield from norm_parameters(f"{projector}.norm", layer)
-            if layer.newline:
+            if layer.projector.newline:
                 yield "newline"
         case "embedding":
             yield "table.weight"
@@ -124,6 +111,30 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
             yield from generator_parameters(layer)
     for linear in () if layer.lora is None else layer.lora.linears:
         yield from adapter_parameters(linear)
+
+
+def _block_parameters(layer: LayerShape) -> Iterator[str]:
+    """Yield the names of the parameters of a transformer block: those around its mixer and MLP, and theirs."""
+    yield from norm_parameters("input_layernorm", layer)
+    match layer.mixer:
+        case Attention() as attention:
+            yield from linear_parameters("self_attention.linear_qkv", attention.qkv_bias)
+            if attention.qk_norm:
+                yield from norm_parameters("self_attention.q_layernorm", layer)
+                yield from norm_parameters("self_attention.k_layernorm", layer)
+            if attention.joint_qk_norm:
+                yield from ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+            yield from linear_parameters("self_attention.linear_proj", layer.linear_bias)
+    if layer.post_norms:
+        yield from norm_parameters("self_attn_bda.norm", layer)
+        yield from norm_parameters("mlp_bda.norm", layer)
+    if layer.layer_scale:
+        yield from ("self_attn_bda.weight", "mlp_bda.weight")
+    yield from norm_parameters("pre_mlp_layernorm", layer)
+    match layer.mlp:
+        case DenseMlp() as mlp:
+            for linear in mlp.linears:
+                yield from linear_parameters(linear, layer.linear_bias)
 
 
 def _with_adapters(layer: LayerShape, prefix: str, adapted: set[str], settings: LoraSettings) -> LayerShape:

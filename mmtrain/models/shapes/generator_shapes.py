@@ -6,8 +6,16 @@ block reads. Modules of these shapes are in `models.generator`.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from mmtrain.models.shapes.layer_shape import LayerShape, linear_parameters
+from mmtrain.models.shapes.layer_shape import (
+    Attention,
+    DenseMlp,
+    GeneratorShape,
+    LayerShape,
+    MediaShape,
+    linear_parameters,
+)
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 
 TIMESTEP_WIDTH_FACTOR = 4  # width of the timestep's features / width of the finest level (Stable Diffusion's U-Net)
@@ -28,9 +36,8 @@ _WITHOUT_BIAS = ("self_attention.linear_qkv", "cross_attention.linear_q", "cross
 
 def generator_layers(settings: GeneratorSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
     """Describe all layers in execution order; the projector of the context is the first."""
-    context = LayerShape(
-        "context_projector", hidden=llm_hidden, out=settings.context_width, context=settings.context_tokens
-    )
+    reads = GeneratorShape(context=settings.context_tokens)
+    context = LayerShape("context_projector", hidden=llm_hidden, out=settings.context_width, generator=reads)
     body = _unet(settings) if settings.kind == "unet" else _diffusion_transformer(settings)
     return (context, *body)
 
@@ -81,8 +88,8 @@ def _unet(settings: GeneratorSettings) -> Iterator[LayerShape]:
         "unet_embed",
         hidden=settings.channels,
         out=widths[0],
-        patch_features=_CONV_TAPS * settings.channels,
-        time_width=TIMESTEP_WIDTH_FACTOR * widths[0],
+        media=MediaShape(patch_features=_CONV_TAPS * settings.channels),
+        generator=GeneratorShape(time_width=TIMESTEP_WIDTH_FACTOR * widths[0]),
     )
     width = widths[0]
     skip_widths = [width]  # of the outputs that the way up will read
@@ -94,7 +101,7 @@ def _unet(settings: GeneratorSettings) -> Iterator[LayerShape]:
             width = level_width
             skip_widths.append(width)
         if level < last:
-            yield LayerShape("unet_down", width, width, scale=2 ** (level + 1))
+            yield LayerShape("unet_down", width, width, generator=GeneratorShape(scale=2 ** (level + 1)))
             skip_widths.append(width)
     yield _residual(settings, last, width, width)
     yield _attention(settings, last)
@@ -106,14 +113,14 @@ def _unet(settings: GeneratorSettings) -> Iterator[LayerShape]:
                 yield _attention(settings, level)
             width = level_width
         if level > 0:
-            yield LayerShape("unet_up", width, width, scale=2 ** (level - 1))
+            yield LayerShape("unet_up", width, width, generator=GeneratorShape(scale=2 ** (level - 1)))
     assert not skip_widths, "every skip connection has two ends"
     yield LayerShape("unet_out", width, settings.channels)
 
 
 def _residual(settings: GeneratorSettings, level: int, width: int, out: int) -> LayerShape:
     time_width = TIMESTEP_WIDTH_FACTOR * settings.widths[0]
-    return LayerShape("unet_residual", width, out, time_width=time_width, scale=2**level)
+    return LayerShape("unet_residual", width, out, generator=GeneratorShape(2**level, time_width=time_width))
 
 
 def _attention(settings: GeneratorSettings, level: int) -> LayerShape:
@@ -122,14 +129,9 @@ def _attention(settings: GeneratorSettings, level: int) -> LayerShape:
         "unet_attention",
         hidden=width,
         out=width,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=width // heads,
-        ffn=GENERATOR_FFN_FACTOR * width,
-        gated=True,
-        context=settings.context_tokens,
-        context_width=settings.context_width,
-        scale=2**level,
+        mixer=Attention(heads, heads, width // heads),
+        mlp=DenseMlp(GENERATOR_FFN_FACTOR * width, gated=True),
+        generator=GeneratorShape(2**level, settings.context_tokens, settings.context_width),
     )
 
 
@@ -138,25 +140,21 @@ def _diffusion_transformer(settings: GeneratorSettings) -> Iterator[LayerShape]:
     (width,) = settings.widths
     (heads,) = settings.heads
     patch_features = settings.channels * settings.patch**2
+    reads = GeneratorShape(context=settings.context_tokens, context_width=settings.context_width)
     yield LayerShape(
         "dit_embed",
         hidden=patch_features,
         out=width,
-        patch_features=patch_features,
-        time_width=NUM_TIMESTEP_FREQUENCIES,
-        context=settings.context_tokens,
-        context_width=settings.context_width,
+        media=MediaShape(patch_features=patch_features),
+        generator=replace(reads, time_width=NUM_TIMESTEP_FREQUENCIES),
     )
     block = LayerShape(
         "dit_block",
         hidden=width,
         out=width,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=width // heads,
-        ffn=GENERATOR_FFN_FACTOR * width,
-        context=settings.context_tokens,
-        context_width=settings.context_width,
+        mixer=Attention(heads, heads, width // heads),
+        mlp=DenseMlp(GENERATOR_FFN_FACTOR * width),
+        generator=reads,
     )
     yield from [block] * settings.layers
     yield LayerShape("dit_out", width, 2 * patch_features)  # noise and variance of every element of the latent

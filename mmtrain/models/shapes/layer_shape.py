@@ -1,7 +1,8 @@
 """One layer as planner and cost models know it: its kind and its widths, no torch."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Literal, TypeAlias
 
 LayerKind = Literal[
     "patch_embed",
@@ -53,61 +54,159 @@ class LoraShape:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """The mixer of a block in which tokens attend to each other. Heads are those of the whole layer."""
+
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    causal: bool = False
+    rotary: bool = False  # encoder: queries and keys are rotated by row and column; causal attention always rotates
+    window_side: int = 0  # encoder: side in patches of the squares inside which tokens attend; 0: the whole item
+    chunk: int = 0  # encoder: neighboring tokens inside which tokens attend; 0: the whole item
+    window: int = 0  # causal: tokens that a token attends to, itself and earlier ones; 0: all of its sequence
+    image_spans: bool = False  # causal: tokens of one image see each other in both directions
+    qkv_bias: bool = False
+    key_bias: bool = True  # with `qkv_bias`: whether the keys' part of the bias is other than zero
+    qk_norm: bool = False  # norms over each head of queries and of keys
+    joint_qk_norm: bool = False  # RMS norms over all heads of queries together, and of keys
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Return the names of the linears inside the block, in the order of their GEMMs."""
+        return "self_attention.linear_qkv", "self_attention.linear_proj"
+
+    @property
+    def inner_width(self) -> int:
+        """Return the features of a token's queries, which are those of attention's output."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Return the features of a token's keys and values together."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def rotates(self) -> bool:
+        """Return whether queries and keys are rotated by their positions."""
+        return self.causal or self.rotary
+
+
+@dataclass(frozen=True)
+class DenseMlp:
+    """An MLP that computes every token with all of its weights."""
+
+    ffn: int  # inner width
+    gated: bool = False  # SwiGLU: two input projections
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Return the names of the linears inside the block, in the order of their GEMMs."""
+        return "mlp.linear_fc1", "mlp.linear_fc2"
+
+    @property
+    def first_width(self) -> int:
+        """Return the outputs of the first linear: those of the gate too, if there is one."""
+        return self.ffn * (2 if self.gated else 1)
+
+
+Mixer: TypeAlias = Attention  # what moves information between tokens; a union once there are other kinds
+Mlp: TypeAlias = DenseMlp
+
+
+@dataclass(frozen=True)
+class MediaShape:
+    """What a layer that embeds pixels, frames of audio or latents reads."""
+
+    patch_features: int = 0  # patch_embed: 3 * frames of a patch * patch * patch; those of a latent's patch
+    mel_bins: int = 0  # audio_embed: features of a frame
+    partial_cells: int = 0  # audio_embed: frames that may be missing in the last token of a clip
+    max_side: int = 0  # patch_embed: side of the position table, in patches
+    position_rows: int = 0  # learned position vectors
+
+
+@dataclass(frozen=True)
+class ProjectorShape:
+    """How a projector makes features for the LLM of an encoder's tokens."""
+
+    joins: int = 1  # tokens merged into one feature, a square of patches or neighbors in time
+    pools: bool = False  # merged by their average instead of side by side
+    newline: bool = False  # a learned vector follows the features of each item
+    layer_post_norm: bool = False  # with `rms_norm`: its encoder's last norm is a LayerNorm nevertheless
+
+
+@dataclass(frozen=True)
+class GeneratorShape:
+    """What a generator's layer reads beside hidden states, and at which resolution it computes."""
+
+    scale: int = 1  # U-Net: downsampling of each side; the layer has tokens / scale^2 positions
+    context: int = 0  # outputs of the LLM that condition one item
+    context_width: int = 0  # features of each of them
+    time_width: int = 0  # features of the diffusion timestep
+
+
+_NO_MEDIA, _NO_PROJECTOR, _NO_GENERATOR = MediaShape(), ProjectorShape(), GeneratorShape()  # of all other layers
+
+
+@dataclass(frozen=True)
 class LayerShape:
     """One layer. Widths are in features of the whole layer, before tensor parallelism divides them.
 
-    A `vit_block` is the block of every encoder. Two kinds change the number of tokens: an `audio_embed` makes one token
-    of two frames, a projector makes one feature of `joins` tokens. Saved cost tables hold these field names.
+    A `vit_block` is the block of every encoder. A block has a mixer and an MLP; other kinds of layers have one only if
+    they attend or have two linears around an activation function. Two kinds change the number of tokens: an
+    `audio_embed` makes one token of two frames, a projector makes one feature of `joins` tokens. Saved cost tables hold
+    these fields under names of their own: see `costs.layer_fields`.
     """
 
     kind: LayerKind
     hidden: int  # width of the residual stream the layer reads
     out: int  # width of its output
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    ffn: int = 0  # inner width of an MLP; 0 for a projector that is one linear
-    gated: bool = False  # SwiGLU: two input projections
-    causal: bool = False
-    rotary: bool = False  # vit_block: queries and keys are rotated by row and column; a decoder block always rotates
-    window_side: int = 0  # vit_block: side in patches of the squares inside which tokens attend; 0: the whole item
-    chunk: int = 0  # vit_block: neighboring tokens inside which tokens attend; 0: the whole item
-    window: int = 0  # decoder_block: tokens that a token attends to, itself and earlier ones; 0: all of its sequence
-    image_spans: bool = False  # decoder_block: tokens of one image see each other in both directions
-    rms_norm: bool = False  # RMSNorm without bias, or LayerNorm with bias
-    layer_post_norm: bool = False  # projector with `rms_norm`: its encoder's last norm is a LayerNorm nevertheless
-    linear_bias: bool = False
-    qkv_bias: bool = False
-    key_bias: bool = True  # with `qkv_bias`: whether the keys' part of the bias is other than zero
-    qk_norm: bool = False  # norms over each head of queries and of keys
-    joint_qk_norm: bool = False  # RMS norms over all heads of queries together, and of keys
-    post_norms: bool = False  # norms over the outputs of attention and MLP
-    zero_centered_norms: bool = False  # RMS norms that multiply by 1 + weight, in fp32
-    layer_scale: bool = False  # outputs of attention and MLP are multiplied by a vector each
-    patch_features: int = 0  # patch_embed: 3 * frames of a patch * patch * patch
-    mel_bins: int = 0  # audio_embed: features of a frame
-    partial_cells: int = 0  # audio_embed: frames that may be missing in the last token of a clip
-    max_side: int = 0  # patch_embed: side of the position table, in patches
+    mixer: Mixer | None = None
+    mlp: Mlp | None = None  # None for a projector that is one linear
+    media: MediaShape = _NO_MEDIA
+    projector: ProjectorShape = _NO_PROJECTOR
+    generator: GeneratorShape = _NO_GENERATOR
     vocab: int = 0  # embedding, head: padded rows
     queries: int = 0  # embedding: learned vectors for the positions of an image to draw
-    joins: int = 1  # projector: tokens merged into one feature, a square of patches or neighbors in time
-    pools: bool = False  # projector: merged by their average instead of side by side
-    newline: bool = False  # projector: a learned vector follows the features of each item
     extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token), or a projector drops of each
-    position_rows: int = 0  # patch_embed, audio_embed: learned position vectors
+    rms_norm: bool = False  # RMSNorm without bias, or LayerNorm with bias
+    linear_bias: bool = False
+    post_norms: bool = False  # norms over the outputs of mixer and MLP
+    zero_centered_norms: bool = False  # RMS norms that multiply by 1 + weight, in fp32
+    layer_scale: bool = False  # outputs of mixer and MLP are multiplied by a vector each
     norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their norms
     carried_in: int = 0  # tensors of width `hidden` that travel beside the hidden states into the layer (DeepStack)
     carried_out: int = 0  # tensors of width `out` that leave it so
-    scale: int = 1  # U-Net: downsampling of each side; the layer has tokens / scale^2 positions
-    context: int = 0  # generator: outputs of the LLM that condition one item
-    context_width: int = 0  # generator: features of each of them
-    time_width: int = 0  # generator: features of the diffusion timestep
     recomputes_activation: bool = False  # block: the output of the MLP's activation function is computed again
     offload: OffloadMode = "none"  # block: what waits for its backward in host memory
     trainable: bool = True  # whether anything trains: weights of the layer, or adapters on them
     frozen: frozenset[str] = frozenset()  # parameters, by their names inside the layer, that do not train
     lora: LoraShape | None = None
     trains_adapters_only: bool = False  # backward computes no gradient of the layer's own weights
+
+    def __hash__(self) -> int:
+        """Return the hash of all fields, computed once: the planner's caches look layers up all the time."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the fields alone: another process hashes strings in another way."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def attention(self) -> Attention:
+        """Return the mixer of a layer that attends."""
+        assert isinstance(self.mixer, Attention), f"a {self.kind} without attention"
+        return self.mixer
+
+    @property
+    def dense_mlp(self) -> DenseMlp:
+        """Return the MLP of a layer that has a dense one."""
+        assert isinstance(self.mlp, DenseMlp), f"a {self.kind} without a dense MLP"
+        return self.mlp
 
     @property
     def trains_weights(self) -> bool:
@@ -117,13 +216,8 @@ class LayerShape:
     @property
     def keeps_activation_output(self) -> bool:
         """Whether a gradient reads the output of a block's activation function: a weight's, or that of an adapter."""
-        last_linear = "mlp.linear_fc2"
-        return self.trains_weights or (self.lora is not None and last_linear in self.lora.linears)
-
-    @property
-    def rotates(self) -> bool:
-        """Return whether a block rotates queries and keys by their positions."""
-        return self.causal or self.rotary
+        has_adapter = self.lora is not None and self.mlp is not None and self.mlp.linears[-1] in self.lora.linears
+        return self.trains_weights or has_adapter
 
     @property
     def in_width(self) -> int:
@@ -157,7 +251,7 @@ class LayerShape:
 
     def conditioning_elements(self, num_items: int) -> int:
         """Return the elements of `input_elements` that are not hidden states: context and timestep of each item."""
-        context_elements = self.context * self.context_width
+        context_elements = self.generator.context * self.generator.context_width
         if self.kind == "dit_embed":
             return num_items * context_elements
         if self.kind == "dit_block":
@@ -169,7 +263,7 @@ class LayerShape:
 
 def has_rms_post_norm(projector: LayerShape) -> bool:
     """Return whether the encoder's last norm, if a projector has it, is an RMSNorm."""
-    return projector.rms_norm and not projector.layer_post_norm
+    return projector.rms_norm and not projector.projector.layer_post_norm
 
 
 def norm_parameters(name: str, layer: LayerShape) -> tuple[str, ...]:
@@ -181,9 +275,9 @@ def adaptable_linears(layer: LayerShape) -> tuple[str, ...]:
     """Return the names of the linears of a layer that may have an adapter, in the order of its GEMMs."""
     match layer.kind:
         case "vit_block" | "decoder_block":
-            return "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
+            return tuple(linear for part in (layer.mixer, layer.mlp) if part is not None for linear in part.linears)
         case "projector":
-            if not layer.ffn:
+            if layer.mlp is None:
                 return ("linear",)
             projectors = ("", *(f"{name}." for name in deepstack_projectors(layer)))
             return tuple(f"{projector}{linear}" for linear in ("linear_1", "linear_2") for projector in projectors)

@@ -14,6 +14,8 @@ from mmtrain.models.shapes.layer_shape import (
     BLOCK_KINDS,
     BLOCK_PIECES,
     MLP_CHUNK_TOKENS,
+    Attention,
+    DenseMlp,
     LayerShape,
     OffloadMode,
     adaptable_linears,
@@ -159,24 +161,26 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
     """
     vocab, hidden = padded_vocab(settings.vocab), settings.hidden
     embedding = LayerShape("embedding", hidden, hidden, vocab=vocab, carried_out=num_added, queries=num_queries)
+    attention = Attention(
+        heads=settings.heads,
+        kv_heads=settings.kv_heads or settings.heads,
+        head_dim=settings.head_dim or settings.hidden // settings.heads,
+        causal=True,
+        image_spans=settings.image_attention == "bidirectional",
+        qkv_bias=settings.qkv_bias,
+        qk_norm=settings.qk_norm,
+    )
     block = LayerShape(
         "decoder_block",
         hidden=settings.hidden,
         out=settings.hidden,
-        heads=settings.heads,
-        kv_heads=settings.kv_heads or settings.heads,
-        head_dim=settings.head_dim or settings.hidden // settings.heads,
-        ffn=settings.ffn,
-        gated=settings.mlp != "gelu",
-        causal=True,
+        mixer=attention,
+        mlp=DenseMlp(settings.ffn, gated=settings.mlp != "gelu"),
         rms_norm=True,
-        qkv_bias=settings.qkv_bias,
-        qk_norm=settings.qk_norm,
         post_norms=settings.post_norms,
         zero_centered_norms=settings.zero_centered_norms,
-        image_spans=settings.image_attention == "bidirectional",
     )
-    windowed = replace(block, window=settings.window or 0)
+    windowed = replace(block, mixer=replace(attention, window=settings.window or 0))
     blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
     for i in range(num_added):
         blocks[i] = replace(blocks[i], carried_in=num_added - i, carried_out=num_added - i - 1)

@@ -64,7 +64,7 @@ class AudioContext:
 
     def block_layout(self, layer: LayerShape) -> SequenceLayout:
         """See `EncoderContext`."""
-        return self._chunk_layout if layer.chunk else self._item_layout
+        return self._chunk_layout if layer.attention.chunk else self._item_layout
 
     @cached_property
     def _item_layout(self) -> SequenceLayout:
@@ -127,12 +127,12 @@ class AudioEmbed(nn.Module):
         super().__init__()
         self.longest_clip_frames = settings.longest_clip_frames
         self.activation = settings.activation
-        conv1_width, conv2_width = _KERNEL_SIZE * shape.mel_bins, _KERNEL_SIZE * shape.hidden
+        conv1_width, conv2_width = _KERNEL_SIZE * shape.media.mel_bins, _KERNEL_SIZE * shape.hidden
         self.conv1 = nn.Linear(conv1_width, shape.hidden, bias=shape.linear_bias, dtype=factory.dtype)
         self.conv2 = nn.Linear(conv2_width, shape.hidden, bias=shape.linear_bias, dtype=factory.dtype)
         self.positions: nn.Parameter | None = None
-        if shape.position_rows:
-            self.positions = nn.Parameter(torch.empty(shape.position_rows, shape.hidden, dtype=factory.dtype))
+        if shape.media.position_rows:
+            self.positions = nn.Parameter(torch.empty(shape.media.position_rows, shape.hidden, dtype=factory.dtype))
 
     def forward(self, hidden: None, context: AudioContext) -> Tensor:
         """Embed log-mel frames (N, mel_bins) to tokens (N / 2, hidden)."""

@@ -26,14 +26,14 @@ class EncoderModules:
 
 def _vision_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, device: torch.device) -> VisionContext:
     embedding, block = unit.layers[:2]
-    rotary_width = block.head_dim if block.rotary else 0
-    window_side = max(layer.window_side for layer in unit.layers)
+    rotary_width = block.attention.head_dim if block.attention.rotary else 0
+    window_side = max(layer.attention.window_side for layer in unit.layers if layer.mixer is not None)
     return VisionContext(inputs, embedding.extra_tokens, device, rotary_width, window_side, dtype)
 
 
 def _audio_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, device: torch.device) -> AudioContext:
     embedding, block = unit.layers[:2]
-    return AudioContext(inputs, device, block.chunk, embedding.partial_cells)
+    return AudioContext(inputs, device, block.attention.chunk, embedding.media.partial_cells)
 
 
 ENCODER_MODULES: Mapping[str, EncoderModules] = {

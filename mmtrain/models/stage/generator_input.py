@@ -179,20 +179,20 @@ def _travelling(state: GeneratorState, next_layer: LayerShape) -> list[Tensor]:
 
 def split_state(joined: Tensor, layer: LayerShape, num_tokens: int, num_images: int) -> GeneratorState:
     """Undo `join_state` for the stage that starts with `layer`."""
-    width, rows = layer.hidden, num_images * layer.context
+    width, rows = layer.hidden, num_images * layer.generator.context
     if layer.kind == "context_projector":
         return GeneratorState(joined.view(rows, width))
     if layer.kind == "dit_embed":
-        return GeneratorState(joined.view(rows, layer.context_width))
+        return GeneratorState(joined.view(rows, layer.generator.context_width))
     sizes = [num_tokens * width, num_images * width]
     if layer.kind == "dit_out":
         hidden, timestep = torch.split(joined, sizes)
         return GeneratorState(None, hidden.view(-1, width), None, timestep.view(-1, width))
     assert layer.kind == "dit_block", f"a stage cannot start with {layer.kind}"
-    sizes += [num_images * NUM_MODULATION_VECTORS * width, rows * layer.context_width]
+    sizes += [num_images * NUM_MODULATION_VECTORS * width, rows * layer.generator.context_width]
     hidden, timestep, modulation, context = torch.split(joined, sizes)
     return GeneratorState(
-        context.view(rows, layer.context_width),
+        context.view(rows, layer.generator.context_width),
         hidden.view(num_tokens, width),
         modulation.view(num_images, NUM_MODULATION_VECTORS, width),
         timestep.view(num_images, width),

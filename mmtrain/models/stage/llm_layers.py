@@ -108,11 +108,11 @@ class TextContext:
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
         """Each sequence is one, in every block; some blocks attend inside a sliding window."""
-        if not layer.window:
+        if not layer.attention.window:
             return self.packing
         has_own_rotation = self.settings.window_rope_base is not None
         rope = self._window_rope if has_own_rotation else self.packing.rope
-        return replace(self.packing, rope=rope, window=layer.window)
+        return replace(self.packing, rope=rope, window=layer.attention.window)
 
     @cached_property
     def _window_rope(self) -> RotaryTables:

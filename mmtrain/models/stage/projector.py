@@ -72,11 +72,11 @@ class DeepStackProjector(nn.Module):
     def __init__(self, settings: EncoderSettings, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the part of the projector that `shape` describes; its weights are uninitialized."""
         super().__init__()
-        merged_width = shape.hidden * shape.joins
+        merged_width = shape.hidden * shape.projector.joins
         self.activation = settings.projector.activation
         self.norm = factory.projector_norm(shape, merged_width, eps=None)
-        self.linear_1 = factory.column_linear(merged_width, shape.ffn, bias=shape.linear_bias)
-        self.linear_2 = factory.row_linear(shape.ffn, shape.out, bias=shape.linear_bias)
+        self.linear_1 = factory.column_linear(merged_width, shape.dense_mlp.ffn, bias=shape.linear_bias)
+        self.linear_2 = factory.row_linear(shape.dense_mlp.ffn, shape.out, bias=shape.linear_bias)
 
     def forward(self, merged: Tensor) -> Tensor:
         """Map merged tokens (F, merged width) to features (F, llm_hidden)."""
@@ -98,26 +98,26 @@ class Projector(nn.Module):
     def __init__(self, settings: EncoderSettings, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the projector that `shape` describes; its weights are uninitialized."""
         super().__init__()
-        self.tokens_per_feature = shape.joins
+        self.tokens_per_feature = shape.projector.joins
         self.dropped_tokens = shape.extra_tokens  # of each item
         self.keeps_all_tokens = settings.kept_extra_tokens > 0  # then none are merged either
-        self.pools = shape.pools
+        self.pools = shape.projector.pools
         self.pools_before_norm = settings.pools_before_norm
         self.activation = settings.projector.activation
-        merged_width = shape.hidden if shape.pools else shape.hidden * shape.joins
+        merged_width = shape.hidden if shape.projector.pools else shape.hidden * shape.projector.joins
         self.post_norm = factory.norm(shape.hidden) if settings.has_post_norm else None
         self.norm: nn.Module | None = None
         if settings.projector.norm:
             self.norm = factory.projector_norm(shape, merged_width, settings.projector.norm_eps)
-        self.is_linear = not shape.ffn
+        self.is_linear = shape.mlp is None
         if self.is_linear:
             self.linear = factory.row_linear(merged_width, shape.out, bias=shape.linear_bias, splits_inputs=True)
         else:
-            self.linear_1 = factory.column_linear(merged_width, shape.ffn, bias=shape.linear_bias)
-            self.linear_2 = factory.row_linear(shape.ffn, shape.out, bias=shape.linear_bias)
+            self.linear_1 = factory.column_linear(merged_width, shape.dense_mlp.ffn, bias=shape.linear_bias)
+            self.linear_2 = factory.row_linear(shape.dense_mlp.ffn, shape.out, bias=shape.linear_bias)
         projectors = [DeepStackProjector(settings, shape, factory) for _ in range(shape.carried_in)]
         self.deepstack = nn.ModuleList(projectors)
-        self.newline = nn.Parameter(torch.empty(shape.out, dtype=factory.dtype)) if shape.newline else None
+        self.newline = nn.Parameter(torch.empty(shape.out, dtype=factory.dtype)) if shape.projector.newline else None
 
     def forward(self, hidden: Tensor, context: EncoderContext, *carried: Tensor) -> Tensor:
         """Map tokens (T, hidden) to features (F, llm_hidden), each from `tokens_per_feature` tokens of one item.

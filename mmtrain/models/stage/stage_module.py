@@ -222,7 +222,7 @@ class StageModule(nn.Module):
         features = features or {}
         device = next(self.parameters()).device
         if isinstance(inputs, TextInput):
-            head_dim, dtype = self.factory.block.head_dim, self.factory.dtype
+            head_dim, dtype = self.factory.block.attention.head_dim, self.factory.dtype
             cp_group = self.factory.groups.cp
             return TextContext(inputs, features, self._settings.llm, head_dim, dtype, device, cp_group)
         assert isinstance(inputs, EncoderInput)
@@ -276,7 +276,8 @@ class StageModule(nn.Module):
             is_sharded = shard
             argument: PackedSequences | _BlockContext = context
             if kind in BLOCK_KINDS:
-                windows = (layer_shape.window_side, layer_shape.chunk, layer_shape.window)
+                attention = layer_shape.attention
+                windows = (attention.window_side, attention.chunk, attention.window)
                 if windows not in packings:
                     packings[windows] = context.block_packing(layer_shape).padded(num_padding_rows)
                 argument = packings[windows]

@@ -64,7 +64,7 @@ class VisionContext:
 
     def block_layout(self, layer: LayerShape) -> SequenceLayout:
         """See `EncoderContext`."""
-        return self._window_layout if layer.window_side else self._item_layout
+        return self._window_layout if layer.attention.window_side else self._item_layout
 
     @cached_property
     def _item_layout(self) -> SequenceLayout:
@@ -206,10 +206,10 @@ class PatchEmbed(nn.Module):
     def __init__(self, settings: VisionSettings, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the layer that `shape` describes; its weights are uninitialized."""
         super().__init__()
-        width, side = shape.hidden, shape.max_side
+        width, side = shape.hidden, shape.media.max_side
         self.max_side = side
         self.position_grid = settings.position_grid
-        self.proj = nn.Linear(shape.patch_features, width, bias=shape.linear_bias, dtype=factory.dtype)
+        self.proj = nn.Linear(shape.media.patch_features, width, bias=shape.linear_bias, dtype=factory.dtype)
         self.class_token = _table(factory, width) if shape.extra_tokens else None
         self.row_positions: nn.Parameter | None = None
         self.col_positions: nn.Parameter | None = None
@@ -217,8 +217,8 @@ class PatchEmbed(nn.Module):
         if settings.positions == "factorized":
             self.row_positions = _table(factory, side, width)
             self.col_positions = _table(factory, side, width)
-        elif shape.position_rows:
-            self.grid_positions = _table(factory, shape.position_rows, width)
+        elif shape.media.position_rows:
+            self.grid_positions = _table(factory, shape.media.position_rows, width)
         self.pre_norm = factory.norm(width) if settings.pre_norm else None
 
     def forward(self, hidden: None, context: VisionContext) -> Tensor:

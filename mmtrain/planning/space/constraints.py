@@ -209,8 +209,8 @@ def _fix_sizes(
 
 def _rules(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[str, str]:
     """Return what is wrong with a size that is not possible, by setting."""
-    attention = next(layer for layer in unit.layers if layer.heads)
-    heads, inner_width, kv_heads = attention.heads, attention.ffn, attention.kv_heads
+    block = next(layer for layer in unit.layers if layer.mixer is not None)
+    heads, inner_width, kv_heads = block.attention.heads, block.dense_mlp.ffn, block.attention.kv_heads
     tp_rule = (
         f"is not a power of two that divides {unit.name}'s heads ({heads}) and inner width ({inner_width}), "
         f"and divides kv_heads ({kv_heads}) or is a multiple of them, within a node of {ranks_per_node} ranks"
@@ -255,9 +255,11 @@ def _tensor_parallel_sizes(unit: UnitShape, ranks_per_node: int) -> tuple[int, .
     sizes = tuple(2**i for i in range(ranks_per_node.bit_length()))
     if not unit.is_splittable:
         return sizes
-    widths = [width for layer in unit.layers for width in (layer.heads, layer.ffn, layer.vocab) if width]
-    widths += [2 * layer.kv_heads * layer.head_dim for layer in unit.layers]
-    kv_heads = [layer.kv_heads for layer in unit.layers if layer.kv_heads]
+    mixers = {layer.mixer for layer in unit.layers if layer.mixer is not None}
+    widths = {layer.vocab for layer in unit.layers}
+    widths |= {layer.mlp.ffn for layer in unit.layers if layer.mlp is not None}
+    widths |= {width for mixer in mixers for width in (mixer.heads, mixer.kv_width)}
+    kv_heads = {mixer.kv_heads for mixer in mixers}
 
     def divides_all(tp: int) -> bool:
         # More ranks than key-value heads hold copies of them.

@@ -23,7 +23,7 @@ def describe_attention(recipe: Recipe, model: ModelShape, device: torch.device, 
     uses: dict[str, str] = {}
     warnings = []
     for unit in model.units:
-        head_dim = next((layer.head_dim for layer in unit.layers if layer.kind in BLOCK_KINDS), None)
+        head_dim = next((layer.attention.head_dim for layer in unit.layers if layer.kind in BLOCK_KINDS), None)
         if head_dim is None:
             continue
         backend = choose_backend(recipe.train.attention, device, dtype, head_dim)

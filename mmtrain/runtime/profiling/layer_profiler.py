@@ -184,7 +184,7 @@ class LayerProfiler:
         num_rows: dict[str, int] = {}
         width = first.out_width
         if isinstance(inputs, GeneratorInput):
-            num_rows = {LLM: len(inputs.rows) * first.context}
+            num_rows = {LLM: len(inputs.rows) * first.generator.context}
             width = first.hidden
         elif isinstance(inputs, TextInput):
             num_rows = {name: len(rows) for name, rows in inputs.feature_positions.items()}

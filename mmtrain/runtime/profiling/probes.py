@@ -154,7 +154,7 @@ def _largest_load(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None
     seq_len = recipe.data.seq_len
     generator = recipe.model.generator
     if unit.kind != "generator" or generator is None:
-        return seq_len * unit.layers[-1].joins  # for an encoder: all LLM tokens are its features
+        return seq_len * unit.layers[-1].projector.joins  # for an encoder: all LLM tokens are its features
     if lengths is None or unit.name not in lengths.items or not len(lengths.items[unit.name].tokens):
         num_cells = max(rows * cols for rows, cols in ITEM_SIZES[GENERATOR].synthetic(generator, recipe.data))
         return max(1, seq_len // (2 * generator.context_tokens)) * num_cells

@@ -29,7 +29,7 @@ UNET: dict[str, Any] = {
 
 def factory_of(layers: tuple[LayerShape, ...], groups: ParallelGroups | None = None) -> LayerFactory:
     prepare_megatron(CPU)
-    block = next(layer for layer in layers if layer.heads)
+    block = next(layer for layer in layers if layer.mixer is not None)
     return LayerFactory(
         block=block,
         activation="gelu_tanh",

@@ -1,0 +1,266 @@
+"""Arithmetic and bytes of the two parts of a block, its mixer and its MLP: what `layer_arithmetic` sums up for a block.
+
+Each kind of mixer and of MLP has one class here, chosen by `mixer_arithmetic` and `mlp_arithmetic`. Widths are numbers
+for a token of the whole layer; those that tensor parallelism divides are divided by the block, after they are summed.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from mmtrain.costs import generator_arithmetic as diffusion
+from mmtrain.costs.cost_model import TokenLoad
+from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, LayerShape
+
+INDEX_BYTES = 8
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """The product (m, k) x (k, n) of activations with a weight."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the GEMM."""
+        return 2 * self.m * self.n * self.k
+
+
+class PartParameters(NamedTuple):
+    """The parameters of a mixer or an MLP."""
+
+    divided: int  # that tensor parallelism divides among ranks
+    whole: int  # that every rank holds
+
+
+class SavedWidths(NamedTuple):
+    """What a mixer or an MLP keeps of a token from forward to backward when nothing is recomputed."""
+
+    divided: int  # numbers that tensor parallelism divides among ranks
+    on_rank: int = 0  # numbers of one rank
+    fixed_bytes: int = 0  # of one rank, in fp32 or as indices, whatever the precision
+
+
+class AttentionArithmetic:
+    """The costs of attention inside a layer: a block's, or that of a generator's layer."""
+
+    __slots__ = ("attention", "layer")
+
+    def __init__(self, layer: LayerShape, attention: Attention) -> None:
+        self.layer = layer
+        self.attention = attention
+
+    def gemms(self, tokens: int, tp: int) -> tuple[Gemm, ...]:
+        """Return the GEMMs with weights that one of `tp` ranks computes in forward."""
+        hidden, inner = self.layer.hidden, self.attention.inner_width
+        return Gemm(tokens, (inner + self.attention.kv_width) // tp, hidden), Gemm(tokens, hidden, inner // tp)
+
+    def flops(self, load: TokenLoad, tp: int) -> int:
+        """Return the forward FLOPs of the products without weights: scores, and their sum over values."""
+        return 4 * self.query_key_pairs(load) * self.attention.inner_width // tp
+
+    @property
+    def num_passes(self) -> int:
+        """How often these products are computed: for rows of images a second time, see `models.attention`.
+
+        Loads do not say how many tokens belong to images, so all count as such: an upper bound.
+        """
+        return 2 if self.attention.image_spans else 1
+
+    def query_key_pairs(self, load: TokenLoad) -> int:
+        """Return how many pairs of a query and a key there are; those that a mask hides are not counted.
+
+        Nor are those of an image's tokens with later ones of the image: loads do not say which tokens those are.
+
+        Loads do not hold all lengths. With windows the load counts as one of sequences of two lengths: see
+        `_two_lengths`.
+        """
+        attention = self.attention
+        window = attention.window if attention.causal else attention.window_side**2 or attention.chunk
+        if not window or load.max_len <= window:
+            if attention.causal:
+                return (load.sum_sq + load.tokens) // 2
+            return diffusion.query_key_pairs(self.layer, load)
+        pairs_of = _causal_pairs if attention.causal else _pairs_in_pieces
+        return round(sum(count * pairs_of(length, window) for count, length in _two_lengths(load)))
+
+    def num_parameters(self) -> PartParameters:
+        """Return the number of parameters."""
+        attention, hidden = self.attention, self.layer.hidden
+        inner, kv_width = attention.inner_width, attention.kv_width
+        divided = (inner + kv_width) * (hidden + int(attention.qkv_bias)) + inner * hidden
+        divided += (inner + kv_width // 2) * int(attention.joint_qk_norm)
+        whole = int(self.layer.linear_bias) * hidden + 2 * attention.head_dim * int(attention.qk_norm)
+        return PartParameters(divided, whole)
+
+    def saved(self, load: TokenLoad, element_bytes: int, tp: int, sorts_sequences: bool) -> SavedWidths:
+        """Return what it keeps: queries, keys and values, its output, and inputs of norms; attention keeps no scores.
+
+        sorts_sequences: see `layer_arithmetic.joins_attention_output`.
+        """
+        attention = self.attention
+        inner, kv_width, num_heads = attention.inner_width, attention.kv_width, attention.heads + attention.kv_heads
+        # Queries apart from keys and values, if these are fewer; with a norm over all heads both outputs.
+        head_norms = inner if attention.qk_norm and attention.kv_heads < attention.heads else 0
+        head_norm_inputs = (inner + kv_width // 2) * int(attention.qk_norm)
+        head_norms += 2 * (inner + kv_width // 2) * int(attention.joint_qk_norm)
+        gathered = (tp - 1) * (inner + kv_width) if attention.kv_heads < tp else 0  # keys and values of all ranks
+        image_rows = 2 * inner if attention.image_spans else 0  # queries and outputs of the second pass
+        fixed_bytes = FP32_BYTES * (self.num_passes * attention.heads // tp)  # of each head's softmax
+        fixed_bytes += FP32_BYTES * (num_heads // tp) * int(attention.qk_norm)
+        fixed_bytes += 4 * (inner + kv_width // 2) // tp if attention.joint_qk_norm else 0
+        fixed_bytes += fp32_norm_bytes(self.layer, element_bytes, head_norm_inputs // tp)
+        fixed_bytes += 2 * INDEX_BYTES * int(sorts_sequences)  # the order of the tokens, and back
+        # Only torch's plainest kernel takes both a mask and grouped queries. It keeps the softmax of those rows.
+        softmax = attention.heads * attention.window // tp if attention.image_spans else 0
+        divided = self._saved_of_heads(load, sorts_sequences) + gathered + head_norms + image_rows
+        return SavedWidths(divided, softmax, fixed_bytes)
+
+    def _saved_of_heads(self, load: TokenLoad, sorts_sequences: bool) -> int:
+        """Return how many numbers are kept for a token of queries, keys, values and attention's output.
+
+        Values are a part of what the first linear makes, which therefore stays whole beside rotated queries and keys. A
+        kernel that sorts sequences reads copies of all three instead, and the linear's output stays only where a norm
+        over heads has read it, or a second pass over images does.
+        """
+        attention = self.attention
+        inner, keys = attention.inner_width, attention.kv_width // 2
+        of_heads = inner + 2 * keys
+        if sorts_sequences and not load.exchanged:
+            of_heads *= 1 + int(attention.qk_norm) + int(attention.image_spans)
+        else:
+            of_heads += (inner + keys) * int(attention.rotates)
+        return of_heads + inner * (1 + int(joins_attention_output(load, sorts_sequences)))
+
+    def read_by_weight_gradients(self, tp: int, joins_output: bool) -> dict[str, int]:
+        """Return, by module, the numbers that a rank keeps of a token only for gradients of the module's weights."""
+        attention = self.attention
+        qkv, projection = attention.linears
+        widths = {qkv: self.layer.hidden}
+        if joins_output:
+            widths[projection] = attention.inner_width // tp
+        if attention.joint_qk_norm:
+            widths["self_attention.q_layernorm"] = (attention.inner_width + attention.kv_width // 2) // tp
+        return widths
+
+    @property
+    def gradient_width(self) -> int:
+        """Numbers of a token in gradients at the peak of backward: its output, and heads before and after rotation."""
+        return 3 * self.attention.inner_width + 2 * self.attention.kv_width
+
+    @property
+    def elementwise_width(self) -> int:
+        """How many numbers rotation and norms of queries and keys move for a token in forward."""
+        attention = self.attention
+        passes = int(attention.rotates) + int(attention.qk_norm or attention.joint_qk_norm)
+        return 2 * passes * (attention.heads + attention.kv_heads) * attention.head_dim
+
+
+class DenseMlpArithmetic:
+    """The costs of an MLP that computes every token with all of its weights."""
+
+    __slots__ = ("layer", "mlp")
+
+    def __init__(self, layer: LayerShape, mlp: DenseMlp) -> None:
+        self.layer = layer
+        self.mlp = mlp
+
+    def gemms(self, tokens: int, tp: int) -> tuple[Gemm, ...]:
+        """Return the GEMMs with weights that one of `tp` ranks computes in forward."""
+        hidden = self.layer.hidden
+        return Gemm(tokens, self.mlp.first_width // tp, hidden), Gemm(tokens, hidden, self.mlp.ffn // tp)
+
+    def num_parameters(self) -> PartParameters:
+        """Return the number of parameters."""
+        hidden, bias = self.layer.hidden, int(self.layer.linear_bias)
+        return PartParameters(self.mlp.first_width * (hidden + bias) + self.mlp.ffn * hidden, bias * hidden)
+
+    def saved(self) -> SavedWidths:
+        """Return what it keeps: gate and up together, and what they make; else input and output of the activation."""
+        return SavedWidths(self.elementwise_width - self.mlp.ffn * self.layer.recomputes_activation)
+
+    def read_by_weight_gradients(self, tp: int) -> dict[str, int]:
+        """Return, by module, the numbers that a rank keeps of a token only for gradients of the module's weights."""
+        first, second = self.mlp.linears
+        widths = {first: self.layer.hidden}
+        if not self.layer.recomputes_activation:
+            widths[second] = self.mlp.ffn // tp
+        return widths
+
+    @property
+    def elementwise_width(self) -> int:
+        """How many numbers the activation function reads and writes for a token."""
+        return self.mlp.first_width + self.mlp.ffn
+
+
+MixerArithmetic: TypeAlias = AttentionArithmetic
+MlpArithmetic: TypeAlias = DenseMlpArithmetic
+
+
+def mixer_arithmetic(layer: LayerShape) -> MixerArithmetic:
+    """Return the costs of the layer's mixer, which it must have."""
+    match layer.mixer:
+        case Attention() as attention:
+            return AttentionArithmetic(layer, attention)
+        case None:
+            raise AssertionError(f"a {layer.kind} without a mixer")
+
+
+def mlp_arithmetic(layer: LayerShape) -> MlpArithmetic:
+    """Return the costs of the layer's MLP, which it must have."""
+    match layer.mlp:
+        case DenseMlp() as mlp:
+            return DenseMlpArithmetic(layer, mlp)
+        case None:
+            raise AssertionError(f"a {layer.kind} without an MLP")
+
+
+def joins_attention_output(load: TokenLoad, sorts_sequences: bool) -> bool:
+    """Return whether a block copies attention's output before the next linear reads it.
+
+    So do ranks that share sequences, and a kernel that sorts sequences by length where lengths differ. Where they are
+    not known, as in bounds of memory, they count as equal.
+    """
+    lengths_differ = load.num_sequences * load.max_len > load.tokens
+    return load.exchanged > 0 or (sorts_sequences and lengths_differ)
+
+
+def fp32_norm_bytes(layer: LayerShape, element_bytes: int, normalized: int) -> int:
+    """Return how many bytes more than others zero-centered norms over so many numbers keep: they compute in fp32.
+
+    They keep a copy of their input in fp32.
+    """
+    if not layer.zero_centered_norms or element_bytes >= FP32_BYTES:
+        return 0
+    return normalized * FP32_BYTES
+
+
+def _causal_pairs(length: float, window: int) -> float:
+    """Return the pairs in a sequence of so many tokens, each of which sees itself and the `window` - 1 before it."""
+    seen = min(length, window)  # by the last token
+    return length * seen - seen * (seen - 1) / 2
+
+
+def _pairs_in_pieces(length: float, window: int) -> float:
+    """Return the pairs in an image or clip whose squares or chunks have `window` tokens; the last may have fewer."""
+    return length * min(length, window)
+
+
+def _two_lengths(load: TokenLoad) -> tuple[tuple[float, float], ...]:
+    """Return (number, length) of the load's longest sequences and of its others, as if all others were equally long.
+
+    Number, tokens, squares and greatest length of the load determine both. The result is exact if there are two lengths
+    only, as with images of one size beside long texts.
+    """
+    longest, num_sequences = load.max_len, load.num_sequences
+    missing = num_sequences * longest - load.tokens  # tokens by which all are shorter than the longest
+    squares = min(load.sum_sq, load.tokens * longest)  # more cannot be, but in loads that were scaled
+    missing_squares = num_sequences * longest**2 - 2 * load.tokens * longest + squares
+    if missing <= 0 or missing_squares <= 0 or missing**2 > num_sequences * missing_squares:
+        length = load.tokens / max(num_sequences, 1)
+        return ((num_sequences, length),)
+    num_others = missing**2 / missing_squares
+    return (num_sequences - num_others, longest), (num_others, longest - missing_squares / missing)
