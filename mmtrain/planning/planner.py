@@ -208,16 +208,16 @@ def run_strategies(evaluator: Evaluator) -> SearchResults:
 
 
 def better_baselines(results: SearchResults, baselines: Baselines) -> tuple[Candidate, ...]:
-    """Return the baselines that may be chosen: those that beat what was searched of their mechanism, or everything."""
+    """Return the baselines that beat every searched candidate, or those of their complexity level."""
     fastest_s: dict[int, float] = {}
     for candidate in results.candidates:
-        mechanism = candidate.assignment.mechanism
-        fastest_s[mechanism] = min(candidate.step_time_s, fastest_s.get(mechanism, math.inf))
+        level = candidate.assignment.complexity_level
+        fastest_s[level] = min(candidate.step_time_s, fastest_s.get(level, math.inf))
     limit_s = min(fastest_s.values()) * AS_FAST_RATIO
     return tuple(
         baseline
         for baseline in baselines.values()
-        if baseline.step_time_s < min(fastest_s.get(baseline.assignment.mechanism, math.inf), limit_s)
+        if baseline.step_time_s < min(fastest_s.get(baseline.assignment.complexity_level, math.inf), limit_s)
     )
 
 

@@ -17,7 +17,7 @@ MAX_DRAWN_RANKS = 24  # in a picture; `rank_groups.ranks_to_draw` chooses them
 MAX_TIMELINE_BOXES = 4000  # keeps a page at some hundred kilobytes
 MAX_TALL_ROWS = 12  # more ranks get lower rows
 Event = Mapping[str, Any]
-Tracks = Mapping[tuple[int, int], Sequence[Event]]  # events in order of time, by rank and track
+Threads = Mapping[tuple[int, int], Sequence[Event]]  # events in order of time, by rank and thread
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class _Axes:
     def x(self, time_us: float) -> float:
         return TIMELINE_MARGIN_PX + (time_us - self.start_us) * self.px_per_us
 
-    def track(self, row: int, tid: int) -> tuple[float, float]:
-        """Return top and height of a track."""
+    def thread(self, row: int, tid: int) -> tuple[float, float]:
+        """Return top and height of a thread."""
         top = row * self.pitch
         if tid == COMPUTE_TID:
             return top, self.compute_height
@@ -72,42 +72,41 @@ def timeline_drawing(step: DrawnStep, units: Sequence[str], ranks: Sequence[int]
     Forwards are opaque, backwards pale; numbers are microbatches. Neighboring spans narrower than a pixel become one
     gray box. If that leaves too many boxes, wider spans are merged too, so that a page stays small.
     """
-    tracks = _tracks(step)
+    threads = _threads(step)
     compute_height, communication_height = (20.0, 7.0) if len(ranks) <= MAX_TALL_ROWS else (13.0, 4.0)
     px_per_us = (TIMELINE_WIDTH_PX - TIMELINE_MARGIN_PX) / max(length_us, 1e-9)
     axes = _Axes(step.start_us, px_per_us, compute_height, communication_height)
     marks: list[Mark] = list(_time_axis(length_us, px_per_us, len(ranks) * axes.pitch))
     min_width = 1.0
-    boxes = _spans(tracks, axes, ranks, tuple(units), min_width)
+    boxes = _spans(threads, axes, ranks, tuple(units), min_width)
     while len(boxes) > MAX_TIMELINE_BOXES and min_width <= TIMELINE_WIDTH_PX:
         min_width *= 2
-        boxes = _spans(tracks, axes, ranks, tuple(units), min_width)
-    marks += _critical_path_lines(step, tracks, axes, ranks)
+        boxes = _spans(threads, axes, ranks, tuple(units), min_width)
+    marks += _critical_path_lines(step, threads, axes, ranks)
     for row, rank in enumerate(ranks):
         marks.append(Label(0, row * axes.pitch + compute_height * 0.75, f"rank {rank}", color="ink"))
-    description = (
-        f"{step.name}: {step.length_us / 1e3:.4g} ms on {len(ranks)} ranks. {_busy_text(tracks, ranks, step.length_us)}"
-    )
+    busy = _busy_text(threads, ranks, step.length_us)
+    description = f"{step.name}: {step.length_us / 1e3:.4g} ms on {len(ranks)} ranks. {busy}"
     return Drawing(TIMELINE_WIDTH_PX, len(ranks) * axes.pitch + 20, description, (*marks, *boxes))
 
 
-def _tracks(step: DrawnStep) -> Tracks:
-    """Sort the step's events by rank and track, in order of time."""
-    tracks: defaultdict[tuple[int, int], list[Event]] = defaultdict(list)
+def _threads(step: DrawnStep) -> Threads:
+    """Sort the step's events by rank and thread, in order of time."""
+    threads: defaultdict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in step.events:
         if event["ph"] == "X" and step.start_us <= event["ts"] < step.start_us + step.length_us:
-            tracks[event["pid"], event["tid"]].append(event)
-    for events in tracks.values():
+            threads[event["pid"], event["tid"]].append(event)
+    for events in threads.values():
         events.sort(key=lambda event: float(event["ts"]))
-    return tracks
+    return threads
 
 
-def _critical_path_lines(step: DrawnStep, tracks: Tracks, axes: _Axes, ranks: Sequence[int]) -> Iterator[Mark]:
+def _critical_path_lines(step: DrawnStep, threads: Threads, axes: _Axes, ranks: Sequence[int]) -> Iterator[Mark]:
     """Draw a line below each computation on the critical path; neighbors share one line."""
     for row, rank in enumerate(ranks):
         y = row * axes.pitch + axes.compute_height + 0.5
         line: tuple[float, float] | None = None  # left and right end of the line being extended
-        for event in tracks.get((rank, COMPUTE_TID), ()):
+        for event in threads.get((rank, COMPUTE_TID), ()):
             if (rank, event["ts"]) not in step.critical:
                 continue
             left = axes.x(event["ts"])
@@ -134,19 +133,19 @@ def _time_axis(length_us: float, px_per_us: float, bottom: float) -> Iterator[Ma
         yield Label(x, bottom + 14, f"{tick * spacing_ms:.6g}{unit}", "start" if tick == 0 else "middle")
 
 
-def _spans(tracks: Tracks, axes: _Axes, ranks: Sequence[int], units: tuple[str, ...], min_width: float) -> list[Mark]:
-    """Draw all tracks of these ranks, merging spans narrower than `min_width` pixels."""
+def _spans(threads: Threads, axes: _Axes, ranks: Sequence[int], units: tuple[str, ...], min_width: float) -> list[Mark]:
+    """Draw all threads of these ranks, merging spans narrower than `min_width` pixels."""
     marks: list[Mark] = []
     for row, rank in enumerate(ranks):
         for tid in (
             COMPUTE_TID,
             *reversed(range(COMPUTE_TID + 1, len(STREAMS))),
         ):  # messages over reductions and gathers
-            marks += _track(tracks.get((rank, tid), ()), axes, axes.track(row, tid), units, min_width)
+            marks += _draw_thread(threads.get((rank, tid), ()), axes, axes.thread(row, tid), units, min_width)
     return marks
 
 
-def _track(
+def _draw_thread(
     events: Sequence[Event],
     axes: _Axes,
     top_and_height: tuple[float, float],
@@ -197,11 +196,11 @@ def _span(
         yield Label(x, y, microbatch, "middle", color, size=min(11, height - 2))
 
 
-def _busy_text(tracks: Tracks, ranks: Sequence[int], length_us: float) -> str:
+def _busy_text(threads: Threads, ranks: Sequence[int], length_us: float) -> str:
     """Write the share of the step in which each rank computes."""
     sentences = []
     for rank in ranks:
-        compute_us = sum(event["dur"] for event in tracks.get((rank, COMPUTE_TID), ()))
+        compute_us = sum(event["dur"] for event in threads.get((rank, COMPUTE_TID), ()))
         sentences.append(f"rank {rank} computes {compute_us / max(length_us, 1e-9):.0%} of it")
     return ", ".join(sentences) + "."
 

@@ -77,17 +77,19 @@ def test_every_placement_is_ranked_by_its_best_plan(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 3, 4, 5))])
 def test_within_one_percent_the_simplest_mechanism_is_chosen(seed: int) -> None:
-    """Compare with the fastest plan of each mechanism, found by exhaustive search."""
+    """Compare with the fastest plan of each complexity level, found by exhaustive search."""
     instance = random_instance(seed, max_partitions=60)
     fastest_s: dict[int, float] = {}
     for candidate in everything(instance):
-        mechanism = candidate.assignment.mechanism
-        fastest_s[mechanism] = min(candidate.step_time_s, fastest_s.get(mechanism, math.inf))
+        level = candidate.assignment.complexity_level
+        fastest_s[level] = min(candidate.step_time_s, fastest_s.get(level, math.inf))
     limit_s = min(fastest_s.values()) * AS_FAST_RATIO
     best = best_first_search(instance.candidates, instance.evaluator, num_simulated=1).best
     assert best is not None
-    assert best.assignment.mechanism == min(number for number, seconds in fastest_s.items() if seconds <= limit_s)
-    assert best.step_time_s <= fastest_s[best.assignment.mechanism] * EQUAL_STEP_TIME_RATIO
+    assert best.assignment.complexity_level == min(
+        number for number, seconds in fastest_s.items() if seconds <= limit_s
+    )
+    assert best.step_time_s <= fastest_s[best.assignment.complexity_level] * EQUAL_STEP_TIME_RATIO
 
 
 @pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5))])

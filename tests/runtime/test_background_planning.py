@@ -31,27 +31,27 @@ def test_a_plan_made_in_the_background_is_the_planners() -> None:
     make_plan = partial(plan_recipe, recipe(), lengths(), world_size=1, hardware="cpu-core", recipe_sha256="f" * 64)
     outcome = outcome_of(make_plan)
     assert outcome.plan == make_plan()
-    assert outcome.refusal is None
+    assert outcome.reason is None
     assert outcome.seconds > 0
 
 
 @pytest.mark.parametrize(
-    ("make_plan", "refusal"),
+    ("make_plan", "reason"),
     [
         (partial(refuse, "nothing fits 7 ranks"), "nothing fits 7 ranks"),
         (fail, "the planner failed: ValueError: an error of ours"),
         (end_at_once, "the process that planned was killed by SIGKILL"),
     ],
 )
-def test_the_reason_why_there_is_no_plan_is_handed_back(make_plan: Callable[[], Plan], refusal: str) -> None:
+def test_the_reason_why_there_is_no_plan_is_handed_back(make_plan: Callable[[], Plan], reason: str) -> None:
     outcome = outcome_of(make_plan)
-    assert (outcome.plan, outcome.refusal) == (None, refusal)
+    assert (outcome.plan, outcome.reason) == (None, reason)
 
 
 def test_what_cannot_be_sent_leaves_no_process() -> None:
     outcome = outcome_of(lambda: refuse(""))
-    assert outcome.refusal is not None
-    assert outcome.refusal.startswith("planning could not start")
+    assert outcome.reason is not None
+    assert outcome.reason.startswith("planning could not start")
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     assert not [child for child in alive if PLANNING_PROCESS_MODULE in child.cmdline()]
 

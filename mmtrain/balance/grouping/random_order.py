@@ -22,7 +22,7 @@ MIN_CHANCE_SHARE = 1e-9  # of the squared load: less is rounding, and the load i
 class _Excess:
     """By how much steps of groups in random order would vary more than steps of shuffled samples."""
 
-    dealt_share: float  # of the groups, to be dealt by strata of `surplus`
+    stratified_share: float  # of the groups, to be dealt by strata of `surplus`
     surplus: FloatArray  # (G,) of the load that varies most, beyond what is usual for as many LLM tokens
     by_fullness: bool  # whether all groups are to be dealt by strata of their LLM tokens as well
     left_share: float  # of the variance of a step, that is left behind this
@@ -45,20 +45,20 @@ def random_order(
     order = rng.permutation(len(groups)).astype(np.int64)
     in_groups = groups.loads(tokens)
     excess = _excess(tokens[groups.samples].astype(np.float64), in_groups.astype(np.float64), in_groups.sum(axis=0))
-    if not excess.dealt_share and not excess.by_fullness:
+    if not excess.stratified_share and not excess.by_fullness:
         return order, 1.0
     places = _places_in_turns(len(groups), step_size, num_before, rng)
-    num_dealt = round(excess.dealt_share * len(groups))
-    dealt, others = order[:num_dealt], order[num_dealt:]
+    num_stratified = round(excess.stratified_share * len(groups))
+    stratified, others = order[:num_stratified], order[num_stratified:]
     fullness = in_groups[:, 0]
-    dealt = dealt[np.argsort(excess.surplus[dealt], kind="stable")]
+    stratified = stratified[np.argsort(excess.surplus[stratified], kind="stable")]
     if excess.by_fullness:
-        num_slices = math.isqrt(round(excess.dealt_share * step_size))  # each has as many strata of fullness
-        slices = np.arange(num_dealt) * num_slices // max(num_dealt, 1)
-        dealt = dealt[np.lexsort((fullness[dealt], slices))]
+        num_slices = math.isqrt(round(excess.stratified_share * step_size))  # each has as many strata of fullness
+        slices = np.arange(num_stratified) * num_slices // max(num_stratified, 1)
+        stratified = stratified[np.lexsort((fullness[stratified], slices))]
         others = others[np.argsort(fullness[others], kind="stable")]
     in_steps = np.empty(len(groups), dtype=np.int64)
-    in_steps[places] = np.concatenate([dealt, others])
+    in_steps[places] = np.concatenate([stratified, others])
     return in_steps, excess.left_share
 
 
@@ -85,8 +85,8 @@ def _excess(of_samples: FloatArray, of_groups: FloatArray, totals: IntArray) -> 
         left_share = min(left_share, 1 / max(ratio + density**2 * emptiness / chance, 1.0))
         if ratio > largest_ratio:
             largest_ratio = ratio
-            excess = replace(excess, dealt_share=1 - 1 / ratio, surplus=surplus)
-    if not excess.dealt_share and not by_fullness:
+            excess = replace(excess, stratified_share=1 - 1 / ratio, surplus=surplus)
+    if not excess.stratified_share and not by_fullness:
         return excess
     return replace(excess, by_fullness=by_fullness, left_share=left_share)
 

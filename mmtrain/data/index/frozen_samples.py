@@ -45,18 +45,18 @@ def _warn_of_frozen_samples(
         return ()
     if recipe.model.generator is not None:
         why = "their answers hold no image to draw, and all else that they reach is frozen"
-        advice = "add images to draw to the answers, or let the LLM or an encoder train"
+        remedy = "add images to draw to the answers, or let the LLM or an encoder train"
     else:
         media = " or ".join(_media(recipe, unit) for unit in trained)
         why = f"they have no {media} for what trains ({', '.join(trained)})"
-        advice = "add samples with such media, or let the LLM train (model.llm.freeze, train.freeze)"
+        remedy = "add samples with such media, or let the LLM train (model.llm.freeze, train.freeze)"
     first = samples[int(frozen[0])]
     text = (
         f"{len(frozen):,} of {len(lengths):,} samples teach nothing: {why}; the first: {first.source}, number "
         f"{first.index}, id {first.id!r}"
     )
     if len(frozen) == len(lengths):
-        raise DataError(f"{text}; {advice}")
+        raise DataError(f"{text}; {remedy}")
     return (text,)
 
 

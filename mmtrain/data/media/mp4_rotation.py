@@ -16,9 +16,9 @@ def read_quarter_turns(file: BinaryIO) -> int:
     end = file.seek(0, os.SEEK_END)
     try:
         for moov in _boxes(file, 0, end, b"moov"):
-            for track in _boxes(file, *moov, b"trak"):
-                if _is_video_track(file, track):
-                    return next((_quarter_turns(file, start) for start, _ in _boxes(file, *track, b"tkhd")), 0)
+            for trak in _boxes(file, *moov, b"trak"):
+                if _is_video_trak(file, trak):
+                    return next((_quarter_turns(file, start) for start, _ in _boxes(file, *trak, b"tkhd")), 0)
     except (struct.error, OverflowError):  # the file is cut short, which the decoder will report
         pass
     return 0
@@ -43,8 +43,8 @@ def _boxes(file: BinaryIO, start: int, end: int, box_type: bytes) -> Iterator[tu
         start = box_end
 
 
-def _is_video_track(file: BinaryIO, track: tuple[int, int]) -> bool:
-    for media in _boxes(file, *track, b"mdia"):
+def _is_video_trak(file: BinaryIO, trak: tuple[int, int]) -> bool:
+    for media in _boxes(file, *trak, b"mdia"):
         for handler, _ in _boxes(file, *media, b"hdlr"):
             file.seek(handler + 8)
             return file.read(4) == b"vide"

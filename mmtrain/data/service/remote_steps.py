@@ -80,7 +80,7 @@ class _Connection:
     monitor: zmq.Socket[bytes]
     state: Literal["greeted", "up", "refused"] = "greeted"
     was_up: bool = False  # at any time before, also over an earlier connection
-    refusal: str = ""
+    reason: str = ""  # why the producer refused
     is_handshake_reported: bool = False
     handshake_retry_s: float | None = None  # when to try a handshake again that failed
     credit: int = 0
@@ -223,7 +223,7 @@ class RemoteStepBuilder:
         """Return whether to continue without producers; only at the start it is worth waiting for them."""
         connections = self._connections.values()
         if all(connection.state == "refused" for connection in connections):
-            reasons = "; ".join(f"{c.address} refuses: {c.refusal}" for c in connections)
+            reasons = "; ".join(f"{c.address} refuses: {c.reason}" for c in connections)
             raise DataError(
                 f"data.producers: {reasons}. Start `mmtrain data serve` with the recipe and the data of the run"
             )
@@ -295,7 +295,7 @@ class RemoteStepBuilder:
                 self._has_warned = False
         elif isinstance(message, Refused):
             connection.state = "refused"
-            connection.refusal = message.reason
+            connection.reason = message.reason
             self._notify(f"producer {connection.address} refuses: {message.reason}")
             self._window.release(connection.steps)
             connection.steps.clear()

@@ -240,11 +240,11 @@ class _SubStream:
         return [self._make_window(w, entries[part], probabilities[part]) for w, part in enumerate(parts)]
 
     def _make_window(self, w: int, samples: IntArray, probabilities: Float64Array) -> _ShuffleWindow:
-        """Count the groups of a window: those of one trial, and some spare ones for epochs that need more.
+        """Count the groups of a window: those of one shuffle, and some spare ones for epochs that need more.
 
-        Where the remainder of ISF waits for the next epoch there are fewer instead, so that every epoch has as many.
+        With `isf.remainder: next_epoch` there are fewer instead, so that every epoch has as many.
         """
-        groups = self._trial_groups(w, samples, probabilities)
+        groups = self._counted_groups(w, samples, probabilities)
         tokens = self._sizes.tokens[samples, 0].astype(np.float64)
         deviation = float(np.sqrt((probabilities * (1 - probabilities) * tokens**2).sum()))
         num_drawn = ceil(2 * deviation / self._grouping.seq_len)
@@ -265,9 +265,9 @@ class _SubStream:
     def _group_window(self, epoch: int, w: int, offset: int) -> SampleGroups:
         """Group the samples of a window in an epoch; `offset` is the place of its first group in a step.
 
-        If a shuffle needs more groups than the window has, or draws fewer samples than that, the epoch uses the trial
-        groups by which the window's groups were counted. Where the remainder of ISF waits for the next epoch, so do
-        surplus groups, and the trial groups take the place of too few.
+        If a shuffle needs more groups than the window has, or draws fewer samples than that, the epoch uses the groups
+        by which the window's groups were counted. With `isf.remainder: next_epoch`, extra groups wait for the next
+        epoch too; if there are too few, the epoch uses the counted groups instead.
         """
         window = self._windows[w]
         rng = _random_generator(_SEED_WINDOW, *self._key, epoch, w)
@@ -275,14 +275,14 @@ class _SubStream:
         groups = self._shuffle_and_group(window.samples[is_used], rng)
         if self._grouping.leaves_remainder:
             if len(groups) < window.num_groups:
-                groups = self._trial_groups(w, window.samples, window.probabilities)
+                groups = self._counted_groups(w, window.samples, window.probabilities)
             groups = groups.reordered(np.arange(window.num_groups))  # ISF returns them in random order
         elif len(groups) > window.num_groups or len(groups.samples) < window.num_groups:
-            groups = self._trial_groups(w, window.samples, window.probabilities)
+            groups = self._counted_groups(w, window.samples, window.probabilities)
         groups = split_to_count(groups, window.num_groups)
         return arrange_window(self._sizes, groups, self._grouping, offset, rng)
 
-    def _trial_groups(self, w: int, samples: IntArray, probabilities: Float64Array) -> SampleGroups:
+    def _counted_groups(self, w: int, samples: IntArray, probabilities: Float64Array) -> SampleGroups:
         """Group the samples of a window once, to count its groups."""
         rng = _random_generator(_SEED_COUNT, *self._key, 0, w)
         used = samples[rng.random(len(samples)) < probabilities]

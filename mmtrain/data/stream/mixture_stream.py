@@ -12,9 +12,9 @@ from mmtrain.balance.grouping.pack_groups import GroupingSizes
 
 _SEED_SOURCE_ORDER = 6  # shuffles a source for each pass; 1 to 5 are those of `group_stream`
 _SEED_BLOCK = 7  # shuffles and groups the samples of a block
-_SEED_MIXTURE_TRIAL = 8  # likewise for the trials that measure how many tokens fit
-_MIN_TRIAL_GROUPS = 256  # that trials make, so that small blocks vary little around what they measured
-_MAX_TRIALS = 8
+_SEED_MIXTURE_MEASUREMENT = 8  # likewise for measuring how many tokens fit
+_MIN_MEASURED_GROUPS = 256  # in all measurements, so that small blocks vary little around their result
+_MAX_MEASUREMENTS = 8
 _MAX_CACHED_PASSES = 2  # of each source: a block may reach from one into the next
 _MAX_CACHED_BLOCKS = 4  # as for the windows of `group_stream`
 
@@ -27,7 +27,7 @@ class MixtureStream:
     a step takes is found by arithmetic. Steps are grouped in blocks of about `Grouping.window` samples. A sample
     belongs to the block in which its first token lies, which leaves each source within one sample of its share.
 
-    A block has a fixed number of groups. How many tokens they hold is measured on trial blocks. Should one need more
+    A block has a fixed number of groups. How many tokens they hold is measured on a few blocks. Should one need more
     groups, its emptiest groups are left out of this pass; should it have fewer samples than groups, it also takes
     samples of the next one.
     """
@@ -101,13 +101,13 @@ class MixtureStream:
     def _measure_group_tokens(self, phase: int, num_groups: int, shares: tuple[float, ...]) -> float:
         """Return how many tokens a group may hold on average so that a block needs at most `num_groups` groups."""
         tokens = num_groups * self._grouping.seq_len
-        num_trials = min(_MAX_TRIALS, ceil(_MIN_TRIAL_GROUPS / num_groups))
+        num_measurements = min(_MAX_MEASUREMENTS, ceil(_MIN_MEASURED_GROUPS / num_groups))
         most_groups, fewest_samples = 0, 0
-        for trial in range(num_trials):
-            rng = np.random.default_rng([_SEED_MIXTURE_TRIAL, self._seed, phase, trial])
+        for i in range(num_measurements):
+            rng = np.random.default_rng([_SEED_MIXTURE_MEASUREMENT, self._seed, phase, i])
             samples = np.concatenate(
                 [
-                    line.take(trial * round(tokens * share), (trial + 1) * round(tokens * share))
+                    line.take(i * round(tokens * share), (i + 1) * round(tokens * share))
                     for share, line in zip(shares, self._lines, strict=True)
                 ]
             )

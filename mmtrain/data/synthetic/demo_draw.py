@@ -33,7 +33,7 @@ def draw_scene(rng: random.Random, objects: list[tuple[str, str]]) -> Image.Imag
         side = min(cell_w, cell_h, 28 * zoom) * rng.uniform(0.75, 0.95)
         left = x * cell_w + _near_middle(rng, cell_w - side, zoom)
         top = y * cell_h + _near_middle(rng, cell_h - side, zoom)
-        _shape(draw, shape, (left, top, left + side, top + side), jitter_colour(rng, COLOURS[colour]))
+        _shape(draw, shape, (left, top, left + side, top + side), vary_colour(rng, COLOURS[colour]))
     return image
 
 
@@ -45,7 +45,7 @@ def draw_digit(rng: random.Random, value: int) -> Image.Image:
     left, top, right, bottom = draw.textbbox((0, 0), str(value), font=font)
     x = _near_middle(rng, width - (right - left), zoom=1) - left
     y = _near_middle(rng, height - (bottom - top), zoom=1) - top
-    draw.text((x, y), str(value), font=font, fill=jitter_colour(rng, COLOURS[rng.choice(list(COLOURS))]))
+    draw.text((x, y), str(value), font=font, fill=vary_colour(rng, COLOURS[rng.choice(list(COLOURS))]))
     return image
 
 
@@ -61,7 +61,7 @@ def draw_bar_chart(rng: random.Random, bars: list[tuple[str, int]]) -> Image.Ima
     slot = width / len(bars)
     for i, (colour, value) in enumerate(bars):
         box = (i * slot + slot * 0.15, base - value * unit, (i + 1) * slot - slot * 0.15, base)
-        draw.rectangle(box, fill=jitter_colour(rng, COLOURS[colour]))
+        draw.rectangle(box, fill=vary_colour(rng, COLOURS[colour]))
     return image
 
 
@@ -91,7 +91,7 @@ def draw_shape_at(side: int, shape: str, box: Box, colour: Rgb, shade: int) -> I
     return zoomed.resize((side, side), Image.Resampling.BOX)
 
 
-def jitter_colour(rng: random.Random, colour: Rgb) -> Rgb:
+def vary_colour(rng: random.Random, colour: Rgb) -> Rgb:
     """Return a colour near another one."""
     r, g, b = (min(max(c + rng.randint(-15, 15), 0), 255) for c in colour)
     return r, g, b

@@ -22,7 +22,7 @@ from PIL import Image
 from mmtrain.data.formats.sample import IMAGE_MARK
 from mmtrain.data.synthetic.byte_level_bpe import train_byte_level_bpe
 from mmtrain.data.synthetic.demo import DEMO_SUMMARY_FILE, DEMO_VOCAB_SIZE, DemoSummary, clear_demo_folder
-from mmtrain.data.synthetic.demo_draw import COLOURS, SHAPES, draw_shape_at, jitter_colour
+from mmtrain.data.synthetic.demo_draw import COLOURS, SHAPES, draw_shape_at, vary_colour
 from mmtrain.data.text.chat_tokenizer import DRAW_TOKENS, SPECIAL_TOKENS
 from mmtrain.errors import DataError
 
@@ -117,7 +117,7 @@ def _write_rows(
             order = rng.sample(drawings, len(drawings))
         drawing = order[number % len(drawings)]
         offset = rng.uniform(-_MAX_OFFSET, _MAX_OFFSET), rng.uniform(-_MAX_OFFSET, _MAX_OFFSET)
-        picture = drawing.draw(rng.randint(*_SHADES), jitter_colour(rng, COLOURS[drawing.colour]), offset)
+        picture = drawing.draw(rng.randint(*_SHADES), vary_colour(rng, COLOURS[drawing.colour]), offset)
         name = f"images/{split}-{number:05d}.png"
         picture.save(out / name, compress_level=1)
         template, question, answer = _ask_to_draw(rng, drawing) if number < num_to_draw else _ask(rng, drawing)

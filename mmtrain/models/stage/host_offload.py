@@ -135,7 +135,7 @@ class _BlockActivations:
     def read(self, key: Hashable) -> Tensor:
         """Return a saved tensor on the device, and forget it there if this was its last reader."""
         if not self._has_backward_begun:
-            self._begin_backward()
+            self._start_backward()
         tensor = self._on_device.get(key)
         if tensor is None:  # a second backward over the same graph
             tensor = self._on_host[key].to(self._device)
@@ -165,7 +165,7 @@ class _BlockActivations:
         self._on_device = {key: torch.empty_like(tensor, device=self._device) for key, tensor in self._on_host.items()}
         self._fetched = self._copy(self._on_host, self._on_device)
 
-    def _begin_backward(self) -> None:
+    def _start_backward(self) -> None:
         """Wait for the activations, and start to fetch those of the block before."""
         self.start_fetch()
         self._has_backward_begun = True

@@ -15,7 +15,7 @@ from mmtrain.planning.artifact.plan import AS_FAST_TEXT, Alternative, MeasuredPl
 from mmtrain.planning.colocated.encoder_order import scheduling_efficiency
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.space.batch_split import batch_split_of
-from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, MECHANISMS, Candidate, CandidateStage, Rejected
+from mmtrain.planning.space.candidate import COMPLEXITY_LEVELS, EQUAL_STEP_TIME_RATIO, Candidate, CandidateStage, Rejected
 from mmtrain.program.ir.graph import StageId
 
 
@@ -85,8 +85,11 @@ def reject_slower(loser: Candidate, chosen: Candidate) -> Rejected:
     """Return why a candidate that fits was not chosen."""
     if loser.stage == CandidateStage.MEASURED:
         reason = explain_measured_slower(loser, chosen)
-    elif loser.step_time_s <= chosen.step_time_s and loser.assignment.mechanism > chosen.assignment.mechanism:
-        reason = f"{AS_FAST_TEXT}, but with {_added_mechanism(loser)}"
+    elif (
+        loser.step_time_s <= chosen.step_time_s
+        and loser.assignment.complexity_level > chosen.assignment.complexity_level
+    ):
+        reason = f"{AS_FAST_TEXT}, but with {_added_complexity(loser)}"
     elif loser.step_time_s <= chosen.step_time_s * EQUAL_STEP_TIME_RATIO:
         reason = f"{AS_FAST_TEXT}, but with more pipeline ranks, chunks or tensor parallelism"
     else:
@@ -94,7 +97,7 @@ def reject_slower(loser: Candidate, chosen: Candidate) -> Rejected:
     return Rejected(loser, reason)
 
 
-def _added_mechanism(candidate: Candidate) -> str:
+def _added_complexity(candidate: Candidate) -> str:
     """Return what the candidate needs that simpler ones do not."""
     return {
         "replicas": "replicas",
@@ -102,7 +105,7 @@ def _added_mechanism(candidate: Candidate) -> str:
         "sharded replicas": "sharded units that wait for each other in every layer",
         "ranks of their own": "units on ranks of their own",
         "shared ranks": "encoders in the bubbles of the LLM",
-    }[MECHANISMS[candidate.assignment.mechanism]]
+    }[COMPLEXITY_LEVELS[candidate.assignment.complexity_level]]
 
 
 def describe_loser(loser: Rejected, evaluator: Evaluator) -> Alternative:

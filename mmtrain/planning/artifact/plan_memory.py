@@ -49,7 +49,7 @@ def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMe
         peaks = plan.predicted.peak_memory_gib
         fullest = max(peaks, key=lambda ranks: peaks[ranks], default=None)
         if fullest is not None and peaks[fullest] * GIB > device.nbytes:
-            raise PlanError(_refusal(f"ranks {fullest} need {peaks[fullest]:.4g} GiB", device))
+            raise PlanError(_misfit_text(f"ranks {fullest} need {peaks[fullest]:.4g} GiB", device))
         return None
     graph = stage_graph(plan, shape)
     counted = _graph_memory(recipe, plan, shape)
@@ -61,7 +61,7 @@ def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMe
     if memory[rank].total * ratio > device.nbytes:
         as_run = "" if ratio == 1 else f" as counted, {ratio:.2f} of it as `plan --measure` found"
         need = f"rank {rank} needs {_need_text(memory[rank])}{as_run}"
-        raise PlanError(_refusal(need, device, memory[rank].binding))
+        raise PlanError(_misfit_text(need, device, memory[rank].binding))
     host_memory_bytes = min(machine_for(recipe, plan.hardware).host_memory_bytes, device.host_bytes)
     host_bytes = max(of_rank.host_activations for of_rank in memory.values())
     if host_bytes > host_memory_bytes:
@@ -111,7 +111,7 @@ def _need_text(memory: RankMemory) -> str:
     return f"{memory.total / GIB:.4g} GiB ({kinds})"
 
 
-def _refusal(need: str, device: DeviceMemory, binding: str | None = None) -> str:
+def _misfit_text(need: str, device: DeviceMemory, binding: str | None = None) -> str:
     most = "" if binding is None else f", most of it {binding}"
     room = "" if binding is None else f"; what makes room is {REMEDIES[binding]}"
     return (

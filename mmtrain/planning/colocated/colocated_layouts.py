@@ -53,7 +53,7 @@ def merged_microbatch_counts(
     llm: MeshSize,
     merged_microbatches: Iterable[int],
 ) -> list[dict[str, int]]:
-    """Return smaller numbers of microbatches of the other units' replicas that are worth a trial, by unit.
+    """Return smaller numbers of microbatches of the other units' replicas that are worth simulating, by unit.
 
     An LLM replica has m replicas of an encoder or generator. Where these have as many microbatches as the LLM, the
     images of each are divided over all m, and replicas without one idle. With an m-th of the LLM's number, each replica

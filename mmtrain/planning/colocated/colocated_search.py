@@ -101,9 +101,9 @@ def search_colocated(
             progress(num_scheduled, budget.max_simulated_layouts)
         far_ratio = budget.far_ratio / bound.llm_compute_share(candidate.assignment)
         limits = _Limits.beside([*rivals, *simulated], incumbent, far_ratio, max_step_s)
-        trial = _Trial(candidate, evaluator, levels, limits)
-        outcome = trial.run()
-        num_scheduled += trial.num_scheduled
+        attempt = _Attempt(candidate, evaluator, levels, limits)
+        outcome = attempt.run()
+        num_scheduled += attempt.num_scheduled
         if isinstance(outcome, Candidate):
             simulated.append(outcome)
             fastest_s = min(fastest_s, outcome.step_time_s)
@@ -143,7 +143,7 @@ def _with_merged_microbatches(
                 continue
             far_ratio = budget.colocated.far_ratio / bound.llm_compute_share(assignment)
             limits = _Limits(max_step_s, far_ratio * candidate.first_batch_step_s, far_ratio * max_step_s)
-            outcome = _Trial(merged, evaluator, levels, limits).run()
+            outcome = _Attempt(merged, evaluator, levels, limits).run()
             if isinstance(outcome, Candidate) and outcome.step_time_s < fastest_s:
                 merged_candidates.append(outcome)
                 fastest_s = outcome.step_time_s
@@ -184,7 +184,7 @@ class _Limits:
 
 
 @dataclass
-class _Trial:
+class _Attempt:
     """The attempt to make one mesh assignment run: with more and more recompute until some order fits into memory."""
 
     candidate: Candidate

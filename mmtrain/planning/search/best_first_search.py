@@ -111,16 +111,16 @@ class _Search:
         for candidate in candidates:
             self._start(candidate)
         num_looked_at = 0
-        while self.queue and not self._is_settled(self.queue[0]):
+        while self.queue and not self._is_decided(self.queue[0]):
             node = heapq.heappop(self.queue)
             self._report(num_looked_at, len(candidates))
             num_looked_at += node.chains is None and node.candidate.stage < CandidateStage.PARTITIONED
             self._advance(node)
         if not self.is_exhaustive:
             self._simulate_runner_ups()
-        self._settle_simpler()
+        self._search_simpler()
         if self.evaluator.problem.request.names_losers:
-            self._settle_placements()
+            self._search_placements()
         self._reject_unsearched()
         self._report(len(candidates), len(candidates))
         return SearchResults(rank_candidates(self.best.values()), tuple(self.rejected))
@@ -138,7 +138,7 @@ class _Search:
         if self.progress is not None:
             self.progress(done, total)
 
-    def _is_settled(self, first: SearchNode) -> bool:
+    def _is_decided(self, first: SearchNode) -> bool:
         """Return whether no candidate in the queue can change the choice."""
         if first.bound_s > self.max_step_s:
             return True
@@ -147,21 +147,21 @@ class _Search:
         slack = EQUAL_STEP_TIME_RATIO if self.is_exhaustive else 1.0
         return len(self.best) >= self.num_simulated and first.bound_s > self._fastest_s() * slack
 
-    def _settle_simpler(self) -> None:
+    def _search_simpler(self) -> None:
         """Search what is simpler than the fastest candidate, as far as it may be as fast within 1%."""
         if not self.best:
             return
         fastest = min(self.best.values(), key=lambda candidate: candidate.step_time_s)
         limit_s = fastest.step_time_s * AS_FAST_RATIO
-        for mechanism in range(fastest.assignment.mechanism):
-            self._settle(partial(_has_mechanism, mechanism), limit_s)
+        for level in range(fastest.assignment.complexity_level):
+            self._search_to_end(partial(_has_complexity_level, level), limit_s)
 
-    def _settle_placements(self) -> None:
+    def _search_placements(self) -> None:
         """Search the placements that lost until no other layout of the same placement can be faster than its best."""
         for placement in sorted({node.candidate.placement for node in self.queue}):
-            self._settle(partial(_has_placement, placement))
+            self._search_to_end(partial(_has_placement, placement))
 
-    def _settle(self, is_searched: Callable[[Candidate], bool], limit_s: float = math.inf) -> None:
+    def _search_to_end(self, is_searched: Callable[[Candidate], bool], limit_s: float = math.inf) -> None:
         """Search some of the candidates by themselves, to their end or up to bounds of `limit_s` seconds."""
         others = [node for node in self.queue if not is_searched(node.candidate)]
         self.queue = [node for node in self.queue if is_searched(node.candidate)]
@@ -422,8 +422,8 @@ class _Search:
             self.rejected.append(Rejected(node.candidate, reason))
 
 
-def _has_mechanism(mechanism: int, candidate: Candidate) -> bool:
-    return candidate.assignment.mechanism == mechanism
+def _has_complexity_level(level: int, candidate: Candidate) -> bool:
+    return candidate.assignment.complexity_level == level
 
 
 def _has_placement(placement: Placement, candidate: Candidate) -> bool:

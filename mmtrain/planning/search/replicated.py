@@ -55,7 +55,7 @@ class ReplicatedStrategy:
             counts = " or ".join(map(str, problem.cluster.rank_counts))
             shard = problem.recipe.parallel.shard
             raise PlanError(f"parallel.shard {shard} does not divide {counts} ranks; use a divisor of them, or `all`")
-        for num_settled, candidates in enumerate(alternatives, start=1):
+        for num_done, candidates in enumerate(alternatives, start=1):
             for candidate in candidates:
                 fit = fit_replicated(candidate, evaluator)
                 if isinstance(fit, Rejected):
@@ -65,7 +65,7 @@ class ReplicatedStrategy:
                 if not _recomputes_encoders(fit):
                     break
             if progress is not None:
-                progress(num_settled, len(alternatives))
+                progress(num_done, len(alternatives))
         closest_first = sorted(rejected, key=lambda loser: loser.need_gib or math.inf)
         return SearchResults(tuple(simulated), tuple(closest_first)).merged()
 

@@ -23,9 +23,9 @@ LayerPartition = tuple[tuple[int, ...], ...]  # for each layer chain the bounds 
 # Step times of one placement within this factor count as equal, and the simpler layout is chosen: simulated differences
 # below a tenth of a percent are far below the error of predictions (docs/benchmarks.md).
 EQUAL_STEP_TIME_RATIO = 1.001
-# Ways to run a model, from the simplest, which `MeshAssignment.mechanism` tells apart. Between them, step times within
-# `AS_FAST_RATIO` count as equal ("Within 1%, the plan with fewer mechanisms is chosen").
-MECHANISMS = ("replicas", "one pipeline", "sharded replicas", "ranks of their own", "shared ranks")
+# Ways to run a model, from the simplest; `MeshAssignment.complexity_level` is an index into them. Between levels, step
+# times within `AS_FAST_RATIO` count as equal ("Within 1%, the plan with fewer mechanisms is chosen").
+COMPLEXITY_LEVELS = ("replicas", "one pipeline", "sharded replicas", "ranks of their own", "shared ranks")
 
 
 class CandidateStage(IntEnum):
@@ -80,15 +80,15 @@ class MeshAssignment:
         return self.meshes[LLM].ranks
 
     @property
-    def mechanism(self) -> int:
-        """Which of `MECHANISMS` it needs: the larger, the more must work for a step to take what is predicted."""
+    def complexity_level(self) -> int:
+        """Index in `COMPLEXITY_LEVELS`: the larger, the more must work for a step to take the predicted time."""
         if self.placement == "colocated":
-            return MECHANISMS.index("shared ranks")
+            return COMPLEXITY_LEVELS.index("shared ranks")
         if self.placement == "disaggregated":
-            return MECHANISMS.index("ranks of their own")
+            return COMPLEXITY_LEVELS.index("ranks of their own")
         if self.placement == "replicated":
-            return MECHANISMS.index("sharded replicas")
-        return MECHANISMS.index("replicas" if self.meshes[LLM].pp == 1 else "one pipeline")
+            return COMPLEXITY_LEVELS.index("sharded replicas")
+        return COMPLEXITY_LEVELS.index("replicas" if self.meshes[LLM].pp == 1 else "one pipeline")
 
     def tp_group_across_nodes(self, ranks_per_node: int) -> tuple[int, ...] | None:
         """Return a tensor-parallel group whose ranks lie on different nodes, if there is one."""
@@ -336,14 +336,14 @@ class SearchResults:
 def rank_candidates(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Order simulated candidates by step time; of those as fast as the fastest, the simplest is chosen and leads.
 
-    As fast is within `AS_FAST_RATIO` where they need different mechanisms, and within `EQUAL_STEP_TIME_RATIO` else.
+    As fast is within `AS_FAST_RATIO` where their complexity levels differ, and within `EQUAL_STEP_TIME_RATIO` else.
     """
     ordered = sorted(candidates, key=lambda candidate: (candidate.step_time_s, candidate.layout.complexity))
     if not ordered:
         return ()
     as_fast = [candidate for candidate in ordered if candidate.step_time_s <= ordered[0].step_time_s * AS_FAST_RATIO]
-    mechanism = min(candidate.assignment.mechanism for candidate in as_fast)
-    simplest = [candidate for candidate in as_fast if candidate.assignment.mechanism == mechanism]
+    level = min(candidate.assignment.complexity_level for candidate in as_fast)
+    simplest = [candidate for candidate in as_fast if candidate.assignment.complexity_level == level]
     limit_s = simplest[0].step_time_s * EQUAL_STEP_TIME_RATIO
     equal = [candidate for candidate in simplest if candidate.step_time_s <= limit_s]
     chosen = min(equal, key=lambda candidate: (candidate.layout.complexity, candidate.step_time_s))

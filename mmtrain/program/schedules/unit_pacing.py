@@ -65,11 +65,11 @@ def pace_units(graph: StageGraph, units: Iterable[str]) -> tuple[int, dict[str, 
     clock = LLM if LLM in counts and counts_differ else max(counts, key=lambda unit: counts[unit])
     num_waves = counts[clock]
     downstream = _downstream_of(graph, clock)
-    paces = {}
+    pace_by_unit = {}
     for unit, count in counts.items():
         num_microbatches, waves_per_block = microbatches_per_block(count, num_waves)
-        paces[unit] = UnitPace(num_microbatches, waves_per_block, late=unit in downstream and count != num_waves)
-    return num_waves, paces
+        pace_by_unit[unit] = UnitPace(num_microbatches, waves_per_block, late=unit in downstream and count != num_waves)
+    return num_waves, pace_by_unit
 
 
 @dataclass(frozen=True)

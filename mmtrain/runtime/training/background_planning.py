@@ -24,7 +24,7 @@ class PlanningOutcome:
     """What became of a plan that was made in the background: a plan, or the reason why there is none."""
 
     plan: Plan | None
-    refusal: str | None  # the planner's error, or how its process failed
+    reason: str | None  # why there is none: the planner's error, or how its process failed
     seconds: float = 0.0  # that planning took
 
 
@@ -78,7 +78,7 @@ class BackgroundPlanning:
             process.stdin.flush()
             answer = json.loads(process.stdout.read())
             plan = None if answer["plan"] is None else Plan.model_validate(answer["plan"])
-            outcome = PlanningOutcome(plan, answer["refusal"], answer["seconds"])
+            outcome = PlanningOutcome(plan, answer["reason"], answer["seconds"])
         except (OSError, ValueError):  # a pipe that broke, or half an answer
             process.kill()  # if it is not that which ended
             outcome = PlanningOutcome(None, f"the process that planned {_describe_exit(process.wait())}")

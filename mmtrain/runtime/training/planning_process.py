@@ -36,15 +36,15 @@ def main() -> None:
 
 def _answer(make_plan: Callable[[], Plan]) -> dict[str, Any]:
     start_s = time.perf_counter()
-    plan, refusal = None, None
+    plan, reason = None, None
     try:
         plan = make_plan().model_dump(mode="json")
     except UserError as error:
-        refusal = str(error)
+        reason = str(error)
     except Exception as error:  # an error of ours, which must not end the run
         traceback.print_exc()
-        refusal = f"the planner failed: {type(error).__name__}: {error}"
-    return {"plan": plan, "refusal": refusal, "seconds": time.perf_counter() - start_s}
+        reason = f"the planner failed: {type(error).__name__}: {error}"
+    return {"plan": plan, "reason": reason, "seconds": time.perf_counter() - start_s}
 
 
 def _end_with_run() -> None:

@@ -109,8 +109,8 @@ def _introduce_new_tokens(console: Console, recipe: Recipe, num_new: int) -> Non
     console.print(text, highlight=False, soft_wrap=True)
     frozen = [name for name, trains in build_model_shape(recipe).token_matrices.items() if not trains]
     if frozen:
-        advice = "model.llm.freeze and train.freeze say so"
+        remedy = "model.llm.freeze and train.freeze say so"
         if recipe.train.lora is not None:
-            advice = "name them in train.lora.also_train to train them"
-        text = f"the rows of new tokens in {' and '.join(frozen)} are frozen and stay equal; {advice}"
+            remedy = "name them in train.lora.also_train to train them"
+        text = f"the rows of new tokens in {' and '.join(frozen)} are frozen and stay equal; {remedy}"
         console.print(text, style="yellow", highlight=False, soft_wrap=True)

@@ -143,7 +143,7 @@ class StepMetricsReducer:
         traffic = record.traffic_by_edge()
         edges = [value for e in self._context.graph.edges for value in (traffic[e].nbytes, traffic[e].wait_s)]
         timing = self.timing(outcome.loads)
-        paces = self._straggler_detector.rank_values(world.rank, record, timing)
+        slowdowns = self._straggler_detector.rank_values(world.rank, record, timing)
         drift = self._drift_detector.rank_values(record, timing) if self._drift_detector is not None else []
         scalars = [
             outcome.loss,
@@ -158,15 +158,17 @@ class StepMetricsReducer:
         ]
         num_sources = 0 if self.sources is None else len(self.sources.names)
         source_losses = list(outcome.source_losses) or [0.0] * num_sources  # ranks without the LLM's head have none
-        parts = [scalars, source_losses, times, edges, paces, drift]
+        parts = [scalars, source_losses, times, edges, slowdowns, drift]
         table = self._all_gather([value for part in parts for value in part])
         ends = list(accumulate(map(len, parts)))[:-1]
-        all_scalars, all_source_losses, all_times, all_edges, all_paces, all_drift = table.tensor_split(ends, dim=1)
+        all_scalars, all_source_losses, all_times, all_edges, all_slowdowns, all_drift = table.tensor_split(ends, dim=1)
         losses, peaks, broken, stop_flags, saved_flags, lost_flags, plan_flags, reserved, drawing = all_scalars.unbind(
             dim=1
         )
         generator = self._context.recipe.model.generator
-        stragglers, new_stragglers = self._straggler_detector.detect(all_paces.numpy(), record.end_s - record.start_s)
+        stragglers, new_stragglers = self._straggler_detector.detect(
+            all_slowdowns.numpy(), record.end_s - record.start_s
+        )
         return StepMetricsReduction(
             loss=float(losses.sum()),
             drawing_loss=None if generator is None else float(drawing.sum()) / generator.loss_weight,

@@ -60,7 +60,7 @@ class StandbyPlanning(StepHook):
         plan, run_dir = outcome.plan, self._records.run_dir
         ranks = f"{self._num_ranks} rank{'s' * (self._num_ranks > 1)}"
         if plan is None:
-            self._records.note(f"this run could not go on with {ranks}: {outcome.refusal}")
+            self._records.note(f"this run could not go on with {ranks}: {outcome.reason}")
             return
         self._records.try_write(f"the plan for {ranks}", lambda: save_standby_plan(run_dir, plan))
         self._records.note(

@@ -111,7 +111,7 @@ class Replanning(StepHook):
         """Say what the new plan gains, if that is enough to act on."""
         plan = outcome.plan
         if plan is None:
-            self._records.note(f"no other plan was made with the recorded costs: {outcome.refusal}")
+            self._records.note(f"no other plan was made with the recorded costs: {outcome.reason}")
             return
         present_s, new_s = present_step_s(plan), plan.predicted.step_time_s
         if new_s > present_s * (1 - MIN_GAIN):
