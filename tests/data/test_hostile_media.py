@@ -13,8 +13,7 @@ from PIL import Image
 from mmtrain.data.formats.quarantine_reasons import QUARANTINE_REASONS
 from mmtrain.data.media.audio import read_num_frames
 from mmtrain.data.media.frame_sampling import frame_choice
-from mmtrain.data.media.image_formats import supported_formats
-from mmtrain.data.media.images import load_rgb_images, read_image_size
+from mmtrain.data.media.images import load_rgb_images, read_image_size, supported_formats
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
 from mmtrain.data.media.video import load_video_frames, read_video_header
 from mmtrain.recipe.settings.data_settings import AudioDataSettings, ImageSettings, VideoSettings

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
-from mmtrain.data.media.image_formats import supported_formats
-from mmtrain.data.media.images import BadImageError, load_rgb_images, read_image_size
+from mmtrain.data.media.images import BadImageError, load_rgb_images, read_image_size, supported_formats
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.recipe.settings.data_settings import ImageSettings
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
-from mmtrain.data.media.image_formats import supported_formats
 from mmtrain.data.media.image_headers import fast_image_size
-from mmtrain.data.media.images import BadImageError, load_rgb_images, read_image_size
+from mmtrain.data.media.images import BadImageError, load_rgb_images, read_image_size, supported_formats
 from mmtrain.data.media.media_bytes import FileMedia, TarMember
 from mmtrain.recipe.settings.data_settings import ImageSettings
 

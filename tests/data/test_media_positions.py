@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmtrain.data.loading.media_positions import find_media_positions
+from mmtrain.data.loading.batch_builder import find_media_positions
 from mmtrain.data.media.image_grids import MediumGrid
 
 IMAGE, VIDEO, WORD = 3, 4, 9

@@ -17,7 +17,7 @@ from PIL import Image
 
 import mmtrain
 from mmtrain.data.media.audio import read_num_frames
-from mmtrain.data.media.image_orientation import read_orientation
+from mmtrain.data.media.image_headers import read_orientation
 from mmtrain.data.media.images import load_rgb_images, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia
 from mmtrain.data.media.parquet_cells import read_cell

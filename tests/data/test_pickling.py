@@ -12,7 +12,7 @@ import pytest
 
 from mmtrain.data import GroupStream, PayloadNeed, Sample, Turn, build_index
 from mmtrain.data.loading.batch_builder import StepBuilder, StepRequest
-from mmtrain.data.loading.pickling import find_unpicklable, pickle_for_process
+from mmtrain.data.loading.worker_pool import find_unpicklable, pickle_for_process
 from mmtrain.data.service.producer import Producer
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
 from mmtrain.errors import RunError

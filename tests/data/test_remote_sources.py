@@ -21,9 +21,8 @@ from mmtrain.data.loading.worker_pool import StepFailure, WorkerPool
 from mmtrain.data.media.images import read_image_size
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.data.remote.block_cache import BlockCache
-from mmtrain.data.remote.locations import BLOCK_BYTES, RemoteStore, open_location, remote_store
+from mmtrain.data.remote.locations import BLOCK_BYTES, RemoteSettings, RemoteStore, open_location, remote_store
 from mmtrain.data.remote.remote_files import FileVersion, RemoteFiles
-from mmtrain.data.remote.remote_settings import RemoteSettings
 from mmtrain.errors import DataError, RemoteReadError
 from mmtrain.recipe.settings.data_settings import LimitSettings, SourceSettings
 from mmtrain.recipe.settings.schema import Recipe

@@ -8,8 +8,8 @@ import fsspec
 import pytest
 
 from mmtrain.data import build_index
-from mmtrain.data.index import index_cache, remote_versions
-from mmtrain.data.index.remote_versions import find_changed_remote
+from mmtrain.data.index import index_cache, media_versions
+from mmtrain.data.index.media_versions import find_changed_remote
 from mmtrain.data.remote.locations import remote_store
 from mmtrain.data.remote.remote_files import FileVersion, RemoteFiles
 from mmtrain.errors import RemoteReadError
@@ -81,7 +81,7 @@ def _note(count: int, first: str) -> str:
 def test_of_many_pictures_some_are_asked_for(
     server: FileServer, recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_versions, "MAX_REQUESTS", 3)
+    monkeypatch.setattr(media_versions, "MAX_REQUESTS", 3)
     names = [f"{number}.png" for number in range(6)]
     for name in names:
         (server.folder / name).write_bytes(png())
@@ -159,5 +159,5 @@ def test_a_folder_of_an_object_store_is_listed(
 def test_what_a_change_is(
     indexed: FileVersion | None, today: FileVersion | None, is_changed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_versions, "remote_version", lambda url: today)
+    monkeypatch.setattr(media_versions, "remote_version", lambda url: today)
     assert find_changed_remote({"https://host/a": indexed}) == (1, ["https://host/a"] * is_changed)

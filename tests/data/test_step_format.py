@@ -16,8 +16,15 @@ from mmtrain.balance import BatchMeta
 from mmtrain.balance.batch_meta import ItemTable
 from mmtrain.data import EncoderPayload, PayloadNeed, Quarantined, StepData, TextPayload
 from mmtrain.data.loading.batch_builder import StepRequest
-from mmtrain.data.loading.message_types import record_type
-from mmtrain.data.loading.step_format import WireError, format_fingerprint, from_json, pack, to_json, unpack
+from mmtrain.data.loading.step_format import (
+    WireError,
+    format_fingerprint,
+    from_json,
+    pack,
+    record_type,
+    to_json,
+    unpack,
+)
 from tests.data.steps import leaves, same
 
 ints = hnp.arrays(np.int64, st.integers(0, 5))

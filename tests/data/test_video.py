@@ -17,8 +17,13 @@ from PIL import Image
 
 from mmtrain.data.media.frame_sampling import first_of_parts
 from mmtrain.data.media.media_bytes import FileMedia, TarMember
-from mmtrain.data.media.mp4_rotation import read_quarter_turns
-from mmtrain.data.media.video import BadVideoError, VideoHeader, load_video_frames, read_video_header
+from mmtrain.data.media.video import (
+    BadVideoError,
+    VideoHeader,
+    load_video_frames,
+    read_quarter_turns,
+    read_video_header,
+)
 from mmtrain.recipe.settings.data_settings import ImageSettings
 from tests.data.archives import movie, tar, wav
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, StepTargets, assign
-from mmtrain.data.loading.batch_builder import StepData
-from mmtrain.data.loading.media_positions import find_media_positions
+from mmtrain.data.loading.batch_builder import StepData, find_media_positions
 from mmtrain.data.loading.payload import EncoderPayload, build_encoder_payload, build_text_payload
 from mmtrain.data.media.image_grids import MediumGrid
 from mmtrain.data.text.sample_tokenizer import EncodedSample

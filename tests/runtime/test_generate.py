@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import ChatTokenizer, DataIndex, build_index
-from mmtrain.data.loading.media_positions import find_media_positions
+from mmtrain.data.loading.batch_builder import find_media_positions
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.synthetic.demo import generate_demo as generate_demo
 from mmtrain.data.synthetic.demo import train_tokenizer

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import build_index
-from mmtrain.data.loading.media_positions import find_media_positions
+from mmtrain.data.loading.batch_builder import find_media_positions
 from mmtrain.data.media.image_grids import MediumGrid
 from mmtrain.data.media.item_readers import AudioItemReader, VisionItemReader
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia

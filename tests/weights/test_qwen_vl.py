@@ -18,7 +18,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from mmtrain.costs import num_parameters
 from mmtrain.data import DataIndex, build_index
-from mmtrain.data.loading.media_positions import find_media_positions
+from mmtrain.data.loading.batch_builder import find_media_positions
 from mmtrain.data.media.image_grids import MediumGrid
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.text.load_tokenizer import load_tokenizer

@@ -31,10 +31,9 @@ from mmtrain.data.formats.conversation import (
 from mmtrain.data.formats.json_files import parse_json
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.formats.target_keys import says_what_is_learned
-from mmtrain.data.media.arrow_files import ARROW_SUFFIX, ArrowFile
 from mmtrain.data.media.data_urls import find_embedded_media, is_data_url, read_url_head
 from mmtrain.data.media.media_bytes import Media, ParquetCell
-from mmtrain.data.media.parquet_cells import PARQUET_BATCH_ROWS, decode_dictionary
+from mmtrain.data.media.parquet_cells import ARROW_SUFFIX, PARQUET_BATCH_ROWS, ArrowFile, decode_dictionary
 from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.data.remote.locations import open_location
 from mmtrain.errors import DataError, RemoteReadError

@@ -40,8 +40,7 @@ from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.index.media_versions import MediaVersions, find_changed
 from mmtrain.data.index.sample_table import SampleTable
 from mmtrain.data.media.nearest_name import show_path
-from mmtrain.data.remote.locations import location_version
-from mmtrain.data.remote.remote_settings import remote_index_folder
+from mmtrain.data.remote.locations import location_version, remote_index_folder
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.durable_files import take_lock
 from mmtrain.errors import DataError, RemoteReadError

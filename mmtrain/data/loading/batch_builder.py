@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt
 
+import numpy as np
+
 from mmtrain.balance.assign import NO_TARGETS
 from mmtrain.balance.batch_meta import BatchMeta, IntArray
 from mmtrain.balance.step_targets import StepTargets
 from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.index.data_index import DataIndex, check_bad_rate
-from mmtrain.data.loading.media_positions import find_media_positions
 from mmtrain.data.loading.payload import (
     EncoderPayload,
     PayloadNeed,
@@ -18,6 +19,7 @@ from mmtrain.data.loading.payload import (
     build_encoder_payload,
     build_text_payload,
 )
+from mmtrain.data.media.image_grids import MediumGrid
 from mmtrain.data.media.images import CellArray
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError
@@ -234,3 +236,35 @@ class BadSampleTracker:
             bad = (*self._index.quarantined, *self._reported.values())
             check_bad_rate(bad[::-1], total, self._max_bad_rate)  # the newest first, so that the message names them
         return tuple(new.values())
+
+
+def find_media_positions(
+    ids: IntArray, feature_tokens: Sequence[int], media: Sequence[MediumGrid], behind_times: bool = False
+) -> IntArray:
+    """Return (3, T) the positions of a sample's tokens, as `get_rope_index` of `transformers` 5 counts them.
+
+    Text, and so features of clips, counts on in all three. Features of a medium are at the position of the next text
+    plus their time, row and column; the text after it goes on behind its longer side or, with `behind_times`, behind
+    the largest of all its positions. Of `media` only the first are used if `ids`, those of a prompt, hold no features
+    of the others.
+    """
+    positions = np.empty((3, len(ids)), dtype=np.int64)
+    features = np.flatnonzero(np.isin(ids, feature_tokens))
+    num_features = 0  # of the media so far
+    end = 0  # tokens that have positions
+    position = 0  # of the next text
+    for medium in media:
+        if num_features == len(features):
+            break
+        start = int(features[num_features])
+        positions[:, end:start] = np.arange(position, position + start - end)
+        position += start - end
+        places = np.meshgrid(np.asarray(medium.times), np.arange(medium.rows), np.arange(medium.cols), indexing="ij")
+        of_medium = np.stack(places).reshape(3, -1)
+        end = start + of_medium.shape[1]
+        num_features += of_medium.shape[1]
+        assert features[num_features - 1] == end - 1, "the features of a medium are not in one piece"
+        positions[:, start:end] = position + of_medium
+        position += max(medium.rows, medium.cols, max(medium.times) + 1 if behind_times else 0)
+    positions[:, end:] = np.arange(position, position + len(ids) - end)
+    return positions

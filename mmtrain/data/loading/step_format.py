@@ -3,34 +3,38 @@
     magic, version, bytes of the header, bytes in all | header | padding | array | padding | array ...
 
 The header holds the value with every array replaced by its number, and the type and shape of each array, from which its
-offset follows. Both sides take the allowed types from the frozen dataclasses (`message_types`), so nothing can be sent
+offset follows. Both sides take the allowed types from the frozen dataclasses (`record_type`), so nothing can be sent
 that was not declared, a new field needs no code here, and `format_fingerprint` differs between versions. Numbers are
 little-endian. There is no pickle: decoding builds what the types declare, or raises `WireError`.
+
+Types are described in terms of our own. Versions of Python and numpy name the same type differently: numpy 2.5 declares
+`NDArray` by a `type` statement, and since Python 3.14 `int | None` is a `typing.Union`. Neither what is sent nor the
+fingerprint must depend on that.
 """
 
+import collections.abc
 import hashlib
 import json
 import math
 import struct
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.data.loading.message_types import (
-    DTYPES,
-    ArrayType,
-    MappingType,
-    MessageType,
-    OptionalType,
-    RecordType,
-    TupleType,
-    record_type,
-)
-
+DTYPES: dict[str, np.dtype[Any]] = {
+    "uint8": np.dtype("u1"),
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+    "int64": np.dtype("<i8"),
+}
+_PLAIN = (int, float, str, bool)
 T = TypeVar("T")
 AnyArray = npt.NDArray[Any]
 
@@ -41,6 +45,126 @@ _ALIGNMENT = 64  # so that arrays can be used in place
 _MAX_DIMENSIONS = 8
 
 assert sys.byteorder == "little", "arrays are sent as they are in memory"
+
+
+@dataclass(frozen=True)
+class PlainType:
+    """A number, a text or a truth value."""
+
+    kind: type
+
+    def __str__(self) -> str:
+        return self.kind.__name__
+
+
+@dataclass(frozen=True)
+class ArrayType:
+    """An array of one of several element types, by their names in `DTYPES`."""
+
+    dtypes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"array of {' or '.join(self.dtypes)}"
+
+
+@dataclass(frozen=True)
+class OptionalType:
+    """A value, or None."""
+
+    of: "MessageType"
+
+    def __str__(self) -> str:
+        return f"optional {self.of}"
+
+
+@dataclass(frozen=True)
+class MappingType:
+    """Values by keys."""
+
+    key: "MessageType"
+    value: "MessageType"
+
+    def __str__(self) -> str:
+        return f"mapping[{self.key}, {self.value}]"
+
+
+@dataclass(frozen=True)
+class TupleType:
+    """A tuple of these elements, or of any number of the first one."""
+
+    elements: "tuple[MessageType, ...]"
+    repeats: bool
+
+    def __str__(self) -> str:
+        return f"tuple[{', '.join(map(str, self.elements))}{', ...' if self.repeats else ''}]"
+
+    def of_length(self, length: int) -> "tuple[MessageType, ...]":
+        """Return the types of the elements of a tuple with so many."""
+        return self.elements * length if self.repeats else self.elements
+
+
+@dataclass(frozen=True)
+class RecordType:
+    """A dataclass, with its fields in order."""
+
+    kind: type
+    fields: "tuple[tuple[str, MessageType], ...]"
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__}({', '.join(f'{name}: {of}' for name, of in self.fields)})"
+
+
+MessageType = PlainType | ArrayType | OptionalType | MappingType | TupleType | RecordType
+
+
+def record_type(kind: type) -> RecordType:
+    """Return what a dataclass holds. A type that no message can hold is an AssertionError."""
+    record = _read_annotation(kind)
+    assert isinstance(record, RecordType), f"{kind} is no dataclass"
+    return record
+
+
+@cache
+def _read_annotation(annotation: Any, inside: tuple[type, ...] = ()) -> MessageType:
+    """Return the type that an annotation of a field of the dataclasses `inside` stands for."""
+    annotation = _without_alias(annotation)
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        rest = [arg for arg in args if arg is not types.NoneType]
+        assert len(rest) == 1, f"{annotation}: a message does not say which type of a union it holds"
+        return OptionalType(_read_annotation(rest[0], inside))
+    if origin is np.ndarray:
+        return ArrayType(_element_names(args))
+    if origin in (dict, collections.abc.Mapping):
+        return MappingType(_read_annotation(args[0], inside), _read_annotation(args[1], inside))
+    if origin is tuple:
+        repeats = args[-1] is Ellipsis
+        return TupleType(tuple(_read_annotation(arg, inside) for arg in args if arg is not Ellipsis), repeats)
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        assert annotation not in inside, f"{annotation} holds itself"
+        hints = typing.get_type_hints(annotation)
+        names = [field.name for field in fields(annotation)]
+        return RecordType(
+            annotation, tuple((name, _read_annotation(hints[name], (*inside, annotation))) for name in names)
+        )
+    assert annotation in _PLAIN, f"{annotation} cannot be sent"
+    return PlainType(annotation)
+
+
+def _without_alias(annotation: Any) -> Any:
+    """Return what a name that a `type` statement declares stands for."""
+    while hasattr(alias := typing.get_origin(annotation) or annotation, "__value__"):
+        args = typing.get_args(annotation)
+        annotation = alias.__value__[args] if args else alias.__value__
+    return annotation
+
+
+def _element_names(args: Sequence[Any]) -> tuple[str, ...]:
+    """Return the element types that `NDArray[np.int64]` or `NDArray[np.uint8 | np.float32]` may have."""
+    [element] = typing.get_args(args[1])
+    names = tuple(np.dtype(kind).name for kind in typing.get_args(element) or (element,))
+    assert DTYPES.keys() >= set(names), f"arrays of {' or '.join(names)} cannot be sent"
+    return names
 
 
 class WireError(ValueError):

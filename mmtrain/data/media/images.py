@@ -1,18 +1,27 @@
-"""Read the size of an image from its header alone, and turn its pixels into patches when they are needed."""
+"""Read the size of an image from its header alone, and turn its pixels into patches when they are needed.
 
+`_has_end` sees without decoding that the end of a file is there; where it does not see one, Pillow must decide.
+"""
+
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 
 from mmtrain.data.media.fitting import Size, covering_size, fit_picture
-from mmtrain.data.media.image_ends import has_end
-from mmtrain.data.media.image_formats import describe_unknown_format, supported_formats
-from mmtrain.data.media.image_headers import fast_image_size, fast_image_size_in_stream
-from mmtrain.data.media.image_orientation import SWAPS_SIDES, read_orientation, turn_upright, upright_size
+from mmtrain.data.media.image_headers import (
+    SWAPS_SIDES,
+    fast_image_size,
+    fast_image_size_in_stream,
+    read_orientation,
+    turn_upright,
+    upright_size,
+)
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
 from mmtrain.data.media.media_errors import media_errors
 from mmtrain.data.optional_packages import check_package_fits
@@ -26,6 +35,12 @@ CellArray = npt.NDArray[np.uint8 | np.float32]  # pixels as bytes, which the dev
 
 # `max_source_pixels` is checked from the header before any pixel is decoded; Pillow's own limit would only warn.
 Image.MAX_IMAGE_PIXELS = None
+# Without formats that Pillow hands to other programs (EPS to Ghostscript).
+_ALWAYS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+_JPEG_TAIL_BYTES = 1 << 16  # searched for the end marker before the whole scan is
+_JPEG_NO_MARKERS = (0x00, 0xFF)  # behind 0xFF: a stray byte, and a fill byte before a marker
+_JPEG_BARE_MARKERS = (0x01, *range(0xD0, 0xDA))  # TEM, RST, SOI, EOI: no length follows
+_BOXES_OF_PIXELS = (b"meta", b"moov", b"mdat")  # of AVIF and HEIF; what follows them may be anything
 
 
 class BadImageError(BadMediaError):
@@ -46,7 +61,7 @@ def read_image_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
         return size
     with _open_image(media, max_source_pixels) as (image, file):
         width, height = upright_size(image, read_orientation(image, file))
-        if not has_end(image.format, file):
+        if not _has_end(image.format, file):
             _check_complete(image, media)
     return width, height
 
@@ -154,3 +169,100 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
     return image.convert("RGB") if image.mode != "RGB" else image.copy()
+
+
+@cache
+def supported_formats() -> tuple[str, ...]:
+    """Return the names of the formats that can be read, as `Image.open` takes them.
+
+    AVIF comes with Pillow from version 11.3 on; HEIF, the format of telephones, needs the package `pillow-heif`.
+    """
+    formats = list(_ALWAYS)
+    if "avif" in features.modules and features.check("avif"):
+        formats.append("AVIF")
+    with suppress(ImportError, OSError):  # OSError: it is installed, and a library that it loads is not
+        import pillow_heif
+
+        pillow_heif.register_heif_opener()
+        formats.append("HEIF")
+    return tuple(formats)
+
+
+def describe_unknown_format() -> str:
+    """Say that something is no image of a known format, and what would read other formats."""
+    missing = "" if "HEIF" in supported_formats() else "; for HEIC and HEIF: pip install 'mmtrain[heif]'"
+    return f"not an image of a known format ({', '.join(supported_formats())}{missing})"
+
+
+def _has_end(image_format: str | None, file: BinaryIO) -> bool:
+    """Return whether the end of an image file is there, as far as its format shows that."""
+    if image_format in ("JPEG", "MPO"):
+        return _jpeg_has_end(file)
+    if image_format == "PNG":
+        return _png_has_end(file)
+    return image_format not in ("AVIF", "HEIF") or _boxes_have_end(file)
+
+
+def _png_has_end(file: BinaryIO) -> bool:
+    """Return whether the closing chunk is there: at the end, or before bytes that some tool appended."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 12, 0))
+    if file.read() == b"\0\0\0\0IEND\xaeB`\x82":
+        return True
+    file.seek(8)
+    while len(head := file.read(8)) == 8:
+        if head[4:] == b"IEND":
+            return True
+        file.seek(int.from_bytes(head[:4], "big") + 4, os.SEEK_CUR)
+    return False
+
+
+def _jpeg_has_end(file: BinaryIO) -> bool:
+    """Return whether an end-of-image marker follows the start of the scan.
+
+    The marker cannot occur inside scan data. The metadata before the scan may hold a thumbnail with an end marker of
+    its own, so they are skipped segment by segment.
+    """
+    size = file.seek(0, os.SEEK_END)
+    scan = _jpeg_scan_start(file)
+    if scan is None:
+        return False
+    file.seek(max(scan, size - _JPEG_TAIL_BYTES))
+    if b"\xff\xd9" in file.read():
+        return True
+    file.seek(scan)  # cameras append films and second images behind the end
+    return b"\xff\xd9" in file.read()
+
+
+def _jpeg_scan_start(file: BinaryIO) -> int | None:
+    """Return where the first scan starts; stray bytes and fill bytes between segments are skipped, as decoders do."""
+    file.seek(2)
+    while len(head := file.read(4)) == 4:
+        is_marker = head[0] == 0xFF and head[1] not in _JPEG_NO_MARKERS
+        if not is_marker:
+            file.seek(-3, os.SEEK_CUR)
+        elif head[1] == 0xDA:
+            return file.tell()
+        elif head[1] in _JPEG_BARE_MARKERS:
+            file.seek(-2, os.SEEK_CUR)
+        else:
+            file.seek(int.from_bytes(head[2:], "big") - 2, os.SEEK_CUR)
+    return None
+
+
+def _boxes_have_end(file: BinaryIO) -> bool:
+    """Return whether the boxes of a file in the ISO base media format (ISO/IEC 14496-12) that matter are complete."""
+    end = file.seek(0, os.SEEK_END)
+    start = 0
+    while start + 8 <= end:
+        file.seek(start)
+        head = file.read(16)
+        size = int.from_bytes(head[:4], "big")
+        if size == 1:  # a size of 64 bits follows
+            size = int.from_bytes(head[8:], "big")
+        if size == 0:  # up to the end of the file
+            return True
+        if head[4:8] in _BOXES_OF_PIXELS and start + size > end:
+            return False
+        start += max(size, 8)
+    return True

@@ -1,8 +1,15 @@
-"""Read the images that the assistant draws: what the generator learns to make, as patches of pixels or of latents."""
+"""Read the images that the assistant draws: what the generator learns to make, as patches of pixels or of latents.
+
+They are drawn in the sizes of `drawing_sizes`: a square, or buckets of several aspect ratios (SDXL, arXiv 2307.01952).
+Images of a bucket have one size, so they can be computed together, and little of an image is cut away.
+"""
+
+import math
+from functools import lru_cache
 
 import numpy as np
 
-from mmtrain.data.media.aspect_buckets import drawing_sizes, nearest_bucket
+from mmtrain.data.media.fitting import Size
 from mmtrain.data.media.image_grids import Grid, MediumItems
 from mmtrain.data.media.images import (
     CellArray,
@@ -69,3 +76,35 @@ def _patches_of(latent: Float32Array, patch: int) -> Float32Array:
     channels, rows, cols = latent.shape
     split = latent.reshape(channels, rows // patch, patch, cols // patch, patch).transpose(1, 3, 0, 2, 4)
     return np.ascontiguousarray(split.reshape(-1, channels * patch**2))
+
+
+def drawing_sizes(settings: GeneratorSettings) -> tuple[Size, ...]:
+    """Return the sizes (width, height), in pixels, in which a generator draws samples."""
+    assert settings.image_size is not None, "`check_generator` rejects samples without a size to draw"
+    if settings.bucket_step is None:
+        return ((settings.image_size, settings.image_size),)
+    return aspect_buckets(settings.image_size, settings.bucket_step, settings.max_aspect)
+
+
+@lru_cache(maxsize=8)
+def aspect_buckets(side: int, step: int, max_aspect: float) -> tuple[Size, ...]:
+    """Return the widths and heights of all buckets, the widest first.
+
+    For each multiple of `step` as the shorter side, the longer one is the largest multiple that keeps the area within
+    that of a square of `side` pixels, which is a bucket too. No side is more than `max_aspect` times the other.
+    """
+    wide = set()
+    for shorter in range(step, side + 1, step):
+        longer = side**2 // shorter // step * step
+        if longer <= max_aspect * shorter:
+            wide.add((longer, shorter))
+    return tuple(sorted(wide | {(height, width) for width, height in wide}, key=lambda size: size[1] / size[0]))
+
+
+def nearest_bucket(image: Size, buckets: tuple[Size, ...]) -> Size:
+    """Return the bucket whose aspect ratio is nearest to that of an image, as a ratio; of equally near ones the first.
+
+    image: width and height in any unit.
+    """
+    aspect = math.log(image[0] / image[1])
+    return min(buckets, key=lambda bucket: abs(math.log(bucket[0] / bucket[1]) - aspect))

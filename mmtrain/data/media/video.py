@@ -4,16 +4,21 @@ Frames are numbered in the order in which they are shown, so that a rate that va
 processors of `transformers` count them. When each is shown is read from the packets, which are not decoded. FFmpeg
 decodes, by way of PyAV. It gets an open file whose container must be on a short list: otherwise FFmpeg would
 follow playlists and lists of parts to any file of this machine, and into the network.
+
+Phones film sideways and record the rotation in the header of the MP4 or QuickTime file. Such a file is a list of boxes,
+each a size, a type and a body, which may hold boxes again (ISO/IEC 14496-12).
 """
 
 import math
+import os
 import re
+import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from PIL import Image
 
@@ -21,7 +26,6 @@ from mmtrain.data.media.containers import open_container
 from mmtrain.data.media.fitting import Size, fit_picture
 from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.media.media_errors import media_errors
-from mmtrain.data.media.mp4_rotation import read_quarter_turns
 from mmtrain.data.optional_packages import require_package
 from mmtrain.recipe.settings.data_settings import ImageSettings
 
@@ -32,6 +36,7 @@ _SEEK_MARGINS_S = (0.0, 1.0, 10.0)  # how far before the wanted time to seek, tr
 # The last frame stays on show for this long: it may last longer than the others, and sound may outlast it.
 _LAST_FRAME_S = 1.0
 _LAST_FRAME_SHARE = 0.1  # of the duration
+_MAX_BOXES = 10_000  # far more than real files have; a hostile file must not keep us here
 
 
 class BadVideoError(BadMediaError):
@@ -251,3 +256,57 @@ def _open_video(media: Media, broken: str, max_source_pixels: int) -> Iterator[t
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1  # loaders decode several files at a time
         yield container, stream
+
+
+def read_quarter_turns(file: BinaryIO) -> int:
+    """Return the clockwise quarter turns, 0 to 3, that make the first video trak upright; 0 for any other file."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        for moov in _mp4_boxes(file, 0, end, b"moov"):
+            for trak in _mp4_boxes(file, *moov, b"trak"):
+                if _is_video_trak(file, trak):
+                    return next((_turns_of_trak(file, start) for start, _ in _mp4_boxes(file, *trak, b"tkhd")), 0)
+    except (struct.error, OverflowError):  # the file is cut short, which the decoder will report
+        pass
+    return 0
+
+
+def _mp4_boxes(file: BinaryIO, start: int, end: int, box_type: bytes) -> Iterator[tuple[int, int]]:
+    """Yield start and end of the body of each box of type `box_type` among the boxes in [start, end)."""
+    for _ in range(_MAX_BOXES):
+        if start + 8 > end:
+            return
+        file.seek(start)
+        size, kind = struct.unpack(">I4s", file.read(8))
+        body = start + 8
+        if size == 1:  # the size follows in 64 bits
+            (size,) = struct.unpack(">Q", file.read(8))
+            body += 8
+        box_end = end if size == 0 else start + size
+        if not body <= box_end <= end:
+            return
+        if kind == box_type:
+            yield body, box_end
+        start = box_end
+
+
+def _is_video_trak(file: BinaryIO, trak: tuple[int, int]) -> bool:
+    for media in _mp4_boxes(file, *trak, b"mdia"):
+        for handler, _ in _mp4_boxes(file, *media, b"hdlr"):
+            file.seek(handler + 8)
+            return file.read(4) == b"vide"
+    return False
+
+
+def _turns_of_trak(file: BinaryIO, start: int) -> int:
+    """Return the quarter turns in the matrix of a track's header, whose body starts at `start`."""
+    file.seek(start)
+    version = file.read(1)
+    file.seek(start + (52 if version == b"\x01" else 40))
+    a, b = struct.unpack(">ii", file.read(8))
+    turns = {(1, 0): 0, (0, 1): 1, (-1, 0): 2, (0, -1): 3}
+    return turns.get((_sign(a), _sign(b)), 0)
+
+
+def _sign(number: int) -> int:
+    return (number > 0) - (number < 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mmtrain.data.media.aspect_buckets import drawing_sizes
+from mmtrain.data.media.target_images import drawing_sizes
 from mmtrain.recipe.settings.audio_settings import LOG_MEL_FRAMES_PER_SECOND, AudioSettings
 from mmtrain.recipe.settings.data_settings import DataSettings
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
