@@ -11,7 +11,7 @@ from typing import BinaryIO, ClassVar
 
 from mmtrain.data.media.data_urls import decode_base64
 from mmtrain.data.media.nearest_name import show_path, suggest_existing
-from mmtrain.data.remote.locations import open_location
+from mmtrain.data.remote.locations import SeekableReader, open_location
 from mmtrain.recipe.settings.source_path import is_url
 
 
@@ -147,33 +147,16 @@ def describe_changed(what: object) -> str:
     return f"{what}: it has changed since lengths were read; start again, so that they are read again"
 
 
-class _FileSlice(io.RawIOBase):
+class _FileSlice(SeekableReader):
     """The bytes [offset, offset + size) of a file, as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, size: int) -> None:
+        super().__init__(size)
         self._file = file
         self._offset = offset
-        self._size = size
-        self._position = 0  # in the slice
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        if start + offset < 0:
-            raise OSError(f"seek to {start + offset}")
-        self._position = start + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        num_wanted = max(0, min(len(buffer), self._size - self._position))
+        num_wanted = max(0, min(len(buffer), self._num_bytes - self._position))
         self._file.seek(self._offset + self._position)
         content = self._file.read(num_wanted)
         buffer[: len(content)] = content

@@ -134,17 +134,13 @@ def _block_size(version: FileVersion, number: int) -> int:
     return min(BLOCK_BYTES, version.num_bytes - number * BLOCK_BYTES)
 
 
-class _RemoteReader(io.RawIOBase):
-    """A remote file, read block by block."""
+class SeekableReader(io.RawIOBase):
+    """What readers of a known number of bytes share: all but the reading."""
 
-    def __init__(self, store: RemoteStore, url: str) -> None:
-        self.name = url
-        self._store = store
-        self._num_bytes = store.version(url).num_bytes
+    def __init__(self, num_bytes: int) -> None:
+        """Start at the first byte."""
+        self._num_bytes = num_bytes
         self._position = 0
-        self._first_block = 0  # of those in memory
-        self._blocks: list[bytes] = []
-        self._next_count = 1  # blocks of the next request, if reading goes on where it was
 
     def readable(self) -> bool:
         return True
@@ -161,6 +157,18 @@ class _RemoteReader(io.RawIOBase):
 
     def tell(self) -> int:
         return self._position
+
+
+class _RemoteReader(SeekableReader):
+    """A remote file, read block by block."""
+
+    def __init__(self, store: RemoteStore, url: str) -> None:
+        super().__init__(store.version(url).num_bytes)
+        self.name = url
+        self._store = store
+        self._first_block = 0  # of those in memory
+        self._blocks: list[bytes] = []
+        self._next_count = 1  # blocks of the next request, if reading goes on where it was
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         number, start = divmod(self._position, BLOCK_BYTES)
