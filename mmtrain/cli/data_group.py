@@ -31,7 +31,7 @@ def group(
 
     from mmtrain.api.recipe_index import index_recipe
     from mmtrain.balance import Grouping
-    from mmtrain.data.stream.compare_grouping import compare_grouping_methods
+    from mmtrain.data.stream.recipe_summaries import compare_grouping_methods
     from mmtrain.recipe import load_recipe
     from mmtrain.report.data_view import grouping_text
 

@@ -36,7 +36,7 @@ def stats(
     from mmtrain.api.recipe_index import print_note
     from mmtrain.balance.grouping.summary import LongSamples, SourceSummary, summarize_lengths
     from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
-    from mmtrain.data.stream.source_summary import summarize_sources
+    from mmtrain.data.stream.recipe_summaries import summarize_sources
     from mmtrain.errors import UserError
     from mmtrain.planning.space.budget import DEFAULT_BUDGET
     from mmtrain.planning.space.constraints import context_parallel_sizes

@@ -80,7 +80,7 @@ def _contents_with_steps(source: Path, plan: Path | None, overrides: list[str]) 
     from mmtrain.balance import Grouping
     from mmtrain.costs import machine_for
     from mmtrain.costs.hardware import GIB
-    from mmtrain.data.stream.compare_grouping import compare_grouping_methods
+    from mmtrain.data.stream.recipe_summaries import compare_grouping_methods
     from mmtrain.recipe import load_recipe
     from mmtrain.report import read_metrics
     from mmtrain.report.comparison import comparison_rows

@@ -3,15 +3,17 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import wait
+from socket import socket
 from typing import Self
 
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.index.data_index import DataIndex
-from mmtrain.data.loading.batch_builder import BadSampleTracker, StepBuilder, StepData, StepRequest
+from mmtrain.data.loading.batch_builder import BadSampleTracker, RequestOf, StepBuilder, StepData, StepRequest
+from mmtrain.data.loading.ipc import Waker
 from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.data.loading.prefetch_window import PrefetchWindow
-from mmtrain.data.loading.step_builders import build_steps_in_thread, build_steps_in_workers
-from mmtrain.data.loading.worker_pool import WorkerPool
+from mmtrain.data.loading.worker_pool import HANG_CHECK_INTERVAL_S, WorkerPool, unpack_result
 from mmtrain.data.service.protocol import require_zmq, step_facts
 from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.errors import MmtrainError, RunError
@@ -139,3 +141,37 @@ def choose_num_workers(data: DataSettings, needs: tuple[PayloadNeed, ...], num_l
         return 0
     num_spare_cores = num_cores // num_local_ranks - 1
     return max(0, min(MAX_DEFAULT_WORKERS, num_spare_cores))
+
+
+def build_steps_in_thread(window: PrefetchWindow[StepData], builder: StepBuilder, request_of: RequestOf) -> None:
+    """Build steps in the calling thread until the window closes."""
+    while (step := window.claim(wait=True)) is not None:
+        try:
+            result: StepData | Exception = builder.build(request_of(step))
+        except Exception as error:
+            result = error
+        window.put(step, result)
+
+
+def build_steps_in_workers(
+    window: PrefetchWindow[StepData],
+    builder: StepBuilder,
+    request_of: RequestOf,
+    num_workers: int,
+    notify: NotifyCallback,
+) -> None:
+    """Build steps in worker processes until the window closes; `notify` is called when a worker dies."""
+    with Waker() as waker, WorkerPool[int](builder, num_workers, notify) as pool:
+        window.add_waker(waker.wake)
+        while not window.closed:
+            while pool.num_idle and (step := window.claim()) is not None:
+                pool.submit(step, request_of(step))
+            pool.kill_hung_workers()
+            for ready in wait([waker.fileno(), *pool.pipes], HANG_CHECK_INTERVAL_S):
+                if not isinstance(ready, socket):
+                    waker.drain()
+                    continue
+                received = pool.receive(ready)
+                if received is not None:
+                    step, content = received
+                    window.put(step, unpack_result(step, content))

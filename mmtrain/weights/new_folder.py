@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from mmtrain.data.text.chat_folder import write_chat_folder
+from mmtrain.data.text.chat_tokenizer import write_chat_folder
 from mmtrain.data.text.folder_templates import find_templates, read_json, template_files
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.data.text.tokenizer_folder import read_tokenizer_folder

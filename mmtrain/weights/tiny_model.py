@@ -10,9 +10,7 @@ from typing import Any
 
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
-from mmtrain.data.synthetic.toy_chats import write_toy_chats
-from mmtrain.data.synthetic.toy_clips import write_toy_clips
-from mmtrain.data.synthetic.toy_mixture import write_toy_mixture
+from mmtrain.data.synthetic.toy_conversations import write_toy_chats, write_toy_clips, write_toy_mixture
 from mmtrain.errors import DataError
 from mmtrain.families import FAMILIES, Family, FolderSettings, read_model_folder
 from mmtrain.families.folder_files import SINGLE_FILE

@@ -13,7 +13,7 @@ from mmtrain.balance import Grouping, SampleLengths
 from mmtrain.balance.grouping.methods import GroupingMethod
 from mmtrain.balance.grouping.mixture import Mixture, ShareUnit, mixture_phases
 from mmtrain.data import DataIndex, GroupStream, build_index
-from mmtrain.data.stream.source_summary import summarize_sources
+from mmtrain.data.stream.recipe_summaries import summarize_sources
 from mmtrain.errors import DataError
 from mmtrain.planning.space.sample_batches import sample_batches
 from mmtrain.recipe.settings.schema import Recipe

@@ -20,10 +20,9 @@ import zmq
 
 from mmtrain.cli import app
 from mmtrain.data import Loader
-from mmtrain.data.loading.batch_builder import StepData, StepRequest
+from mmtrain.data.loading.batch_builder import RequestOf, StepData, StepRequest
 from mmtrain.data.loading.ipc import Waker
 from mmtrain.data.loading.prefetch_window import PrefetchWindow
-from mmtrain.data.loading.step_builders import RequestOf
 from mmtrain.data.loading.step_format import pack, unpack
 from mmtrain.data.loading.worker_pool import StepFailure, WorkerPool
 from mmtrain.data.service.keys import CurveKeys, is_local, load_keys

@@ -4,7 +4,7 @@ from pathlib import Path
 from mmtrain.balance import Grouping
 from mmtrain.data import GroupStream, build_index
 from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
-from mmtrain.data.stream.compare_grouping import compare_grouping_methods
+from mmtrain.data.stream.recipe_summaries import compare_grouping_methods
 from mmtrain.recipe.settings.data_settings import SourceSettings
 from mmtrain.recipe.settings.schema import Recipe
 from tests.data.rows import row

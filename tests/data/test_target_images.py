@@ -17,7 +17,7 @@ from mmtrain.data.index.data_check import check_sources, check_sources_for_recip
 from mmtrain.data.index.sample_table import content_json, sample_from_record, sample_record
 from mmtrain.data.index.stats import compute_stats_for_recipe
 from mmtrain.data.media.media_bytes import FileMedia
-from mmtrain.data.synthetic.byte_level_bpe import train_byte_level_bpe
+from mmtrain.data.synthetic.tiny_tokenizer import train_byte_level_bpe
 from mmtrain.data.text.chat_tokenizer import DRAW_TOKENS, SPECIAL_TOKENS
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
 from mmtrain.errors import DataError, RecipeError

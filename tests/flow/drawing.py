@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmtrain.data.synthetic.byte_level_bpe import train_byte_level_bpe
+from mmtrain.data.synthetic.tiny_tokenizer import train_byte_level_bpe
 from mmtrain.data.text.chat_tokenizer import DRAW_TOKENS, SPECIAL_TOKENS
 from mmtrain.recipe.settings.schema import Recipe
 

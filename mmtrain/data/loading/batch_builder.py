@@ -72,6 +72,9 @@ class StepRequest:
         return stream_position(self.step, self.skipped)
 
 
+RequestOf = Callable[[int], StepRequest]  # step -> what to build
+
+
 @dataclass(frozen=True)
 class ReadMonitor:
     """Reports which sample is being read, and names the samples whose media must not be read.

@@ -15,9 +15,9 @@ from typing import Generic, Self, TypeVar
 
 import mmtrain.errors
 from mmtrain.data.callbacks import NotifyCallback
-from mmtrain.data.loading.batch_builder import StepBuilder, StepRequest
+from mmtrain.data.loading.batch_builder import StepBuilder, StepData, StepRequest
 from mmtrain.data.loading.ipc import SharedStatus, create_memory_file, map_file, receive_message, send_message
-from mmtrain.data.loading.step_format import to_json
+from mmtrain.data.loading.step_format import to_json, unpack
 from mmtrain.data.remote.locations import known_versions
 from mmtrain.errors import MmtrainError, RunError
 
@@ -329,3 +329,8 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
                 yield from ((f".{name}", attribute) for name, attribute in part.items())
             else:
                 yield f"(state {number})", part
+
+
+def unpack_result(step: int, content: memoryview | StepFailure) -> StepData | Exception:
+    """Turn what another process sent for a step into what a window accepts."""
+    return content.error(step) if isinstance(content, StepFailure) else unpack(StepData, content)

@@ -143,12 +143,15 @@ class SeekableReader(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a byte; the end may be passed. Raises OSError for one before the first."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
         if start + offset < 0:
             raise OSError(f"seek to {start + offset}")
@@ -156,6 +159,7 @@ class SeekableReader(io.RawIOBase):
         return self._position
 
     def tell(self) -> int:
+        """Return the number of the next byte."""
         return self._position
 
 

@@ -10,12 +10,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from mmtrain.data.callbacks import NotifyCallback
-from mmtrain.data.loading.batch_builder import StepData, StepRequest
+from mmtrain.data.loading.batch_builder import RequestOf, StepData, StepRequest
 from mmtrain.data.loading.ipc import Waker
 from mmtrain.data.loading.prefetch_window import PrefetchWindow
-from mmtrain.data.loading.step_builders import RequestOf, unpack_result
 from mmtrain.data.loading.step_format import WireError
-from mmtrain.data.loading.worker_pool import HANG_CHECK_INTERVAL_S, WorkerPool
+from mmtrain.data.loading.worker_pool import HANG_CHECK_INTERVAL_S, WorkerPool, unpack_result
 from mmtrain.data.service.keys import CurveKeys
 from mmtrain.data.service.protocol import (
     MAX_STEP_BYTES,

@@ -19,8 +19,8 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from mmtrain.data.formats.sample import IMAGE_MARK
-from mmtrain.data.synthetic.byte_level_bpe import train_byte_level_bpe
 from mmtrain.data.synthetic.demo_draw import COLOURS, SHAPES, draw_bar_chart, draw_digit, draw_scene
+from mmtrain.data.synthetic.tiny_tokenizer import train_byte_level_bpe
 from mmtrain.data.text.chat_tokenizer import SPECIAL_TOKENS
 from mmtrain.errors import DataError
 
@@ -66,8 +66,8 @@ def generate_demo(out: Path, seed: int, train: int, heldout: int) -> DemoSummary
     train_rows = [_write_question(out, "train", i, question) for i, question in enumerate(train_questions)]
     heldout_questions = _draw_questions(rng, heldout, lambda a, b: _is_heldout(seed, a, b), seen)
     heldout_rows = [_write_question(out, "heldout", i, question) for i, question in enumerate(heldout_questions)]
-    _write_json(out / "train.json", train_rows)
-    _write_json(out / "heldout.json", heldout_rows)
+    write_json(out / "train.json", train_rows)
+    write_json(out / "heldout.json", heldout_rows)
     tokenizer = train_tokenizer(turn["value"] for row in train_rows for turn in row["conversations"])
     tokenizer.save(str(out / "tokenizer.json"))
     summary = DemoSummary(
@@ -78,7 +78,7 @@ def generate_demo(out: Path, seed: int, train: int, heldout: int) -> DemoSummary
         templates=dict(sorted(Counter(row["template"] for row in train_rows).items())),
         vocab=tokenizer.get_vocab_size(),
     )
-    _write_json(out / DEMO_SUMMARY_FILE, asdict(summary))
+    write_json(out / DEMO_SUMMARY_FILE, asdict(summary))
     return summary
 
 
@@ -144,7 +144,8 @@ def _write_question(out: Path, split: str, number: int, question: DemoQuestion) 
     return row
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON."""
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 

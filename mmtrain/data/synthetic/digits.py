@@ -4,7 +4,6 @@ The recordings are named DIGIT_SPEAKER_INDEX.wav (Free Spoken Digit Dataset). Ev
 recording in one. Besides samples of one recording there are samples of several, to be transcribed in order.
 """
 
-import json
 import random
 import re
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.data.formats.sample import AUDIO_MARK
-from mmtrain.data.synthetic.demo import train_tokenizer
+from mmtrain.data.synthetic.demo import train_tokenizer, write_json
 from mmtrain.errors import DataError
 from mmtrain.recipe.settings.modalities import AUDIO
 
@@ -79,7 +78,7 @@ def prepare_digits(source: Path, out: Path, seed: int, sequences: int) -> Digits
     counts = {"train": sequences, "heldout": sequences // HELDOUT_EVERY}
     rows = {split: _rows(split, of_split, counts[split], rng) for split, of_split in splits.items()}
     for split, split_rows in rows.items():
-        (out / f"{split}.json").write_text(json.dumps(split_rows, indent=1) + "\n", encoding="utf-8")
+        write_json(out / f"{split}.json", split_rows)
     tokenizer = train_tokenizer(
         turn["value"].replace(AUDIO_MARK, "") for r in rows["train"] for turn in r["conversations"]
     )
@@ -93,7 +92,7 @@ def prepare_digits(source: Path, out: Path, seed: int, sequences: int) -> Digits
         heldout=len(rows["heldout"]),
         vocab=tokenizer.get_vocab_size(),
     )
-    (out / DIGITS_SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
+    write_json(out / DIGITS_SUMMARY_FILE, asdict(summary))
     return summary
 
 

@@ -4,7 +4,6 @@ A tiny model with an image generator learns it from scratch in minutes on two pr
 out: their colours, shapes, sizes and places all occur in training, but never together.
 """
 
-import json
 import random
 import zlib
 from collections import Counter
@@ -20,9 +19,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from mmtrain.data.formats.sample import IMAGE_MARK
-from mmtrain.data.synthetic.byte_level_bpe import train_byte_level_bpe
-from mmtrain.data.synthetic.demo import DEMO_SUMMARY_FILE, DEMO_VOCAB_SIZE, DemoSummary, clear_demo_folder
+from mmtrain.data.synthetic.demo import DEMO_SUMMARY_FILE, DEMO_VOCAB_SIZE, DemoSummary, clear_demo_folder, write_json
 from mmtrain.data.synthetic.demo_draw import COLOURS, SHAPES, draw_shape_at, vary_colour
+from mmtrain.data.synthetic.tiny_tokenizer import train_byte_level_bpe
 from mmtrain.data.text.chat_tokenizer import DRAW_TOKENS, SPECIAL_TOKENS
 from mmtrain.errors import DataError
 
@@ -91,7 +90,7 @@ def generate_drawing_demo(out: Path, seed: int, train: int, heldout: int) -> Dem
     train_rows = [*_write_rows(out, "train", rng, known, train)]
     heldout_rows = [*_write_rows(out, "heldout", rng, unknown, heldout)]
     for name, rows in (("train", train_rows), ("heldout", heldout_rows)):
-        (out / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write_json(out / f"{name}.json", rows)
     texts = (turn["value"].replace(IMAGE_MARK, "") for row in train_rows for turn in row["conversations"])
     tokenizer = train_byte_level_bpe(texts, (*SPECIAL_TOKENS, *DRAW_TOKENS), DEMO_VOCAB_SIZE)
     tokenizer.save(str(out / "tokenizer.json"))
@@ -103,7 +102,7 @@ def generate_drawing_demo(out: Path, seed: int, train: int, heldout: int) -> Dem
         templates=dict(sorted(Counter(row["template"] for row in train_rows).items())),
         vocab=tokenizer.get_vocab_size(),
     )
-    (out / DEMO_SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
+    write_json(out / DEMO_SUMMARY_FILE, asdict(summary))
     return summary
 
 

@@ -1,10 +1,11 @@
 """Write the tokenizer side of a tiny model's folder: a vocabulary trained on given texts, and a chat template."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mmtrain.data.synthetic.byte_level_bpe import train_byte_level_bpe
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from mmtrain.families.family import Family
 from mmtrain.families.tiny import MEDIA_TOKENS, PAD_TOKEN, TINY_TOKENS, TINY_VOCAB_SIZE, TURN_END_TOKEN
 from mmtrain.recipe.settings.modalities import MODALITIES, MediaKind
@@ -54,3 +55,22 @@ def write_tiny_tokenizer(folder: Path, texts: Iterable[str], family: Family) -> 
     )
     size: int = tokenizer.get_vocab_size()
     return size
+
+
+def train_byte_level_bpe(texts: Iterable[str], special_tokens: Sequence[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens, in which each digit is a token of its own.
+
+    The ids of the special tokens are their places in `special_tokens`.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

@@ -8,13 +8,12 @@ from itertools import accumulate
 from typing import Any
 
 from mmtrain.data.formats.sample import MEDIA_ROLES, Turn, written_text
-from mmtrain.data.text.chat_template import PROBE, Message, Tools
-from mmtrain.data.text.opaque_text import FIRST_WHOLE
+from mmtrain.data.text.chat_template import FIRST_WHOLE, PROBE, Message, Tools
 from mmtrain.data.text.sample_tokenizer import BadConversationError
 from mmtrain.recipe.settings.modalities import MediaKind
 
 # Characters of the last private plane, which no text may hold: two for each character that starts a special token, and
-# those that `opaque_text` and `chat_template` mark with.
+# those that `chat_template` marks with.
 _FIRST_ESCAPE = 0x10FE00
 _RESERVED = re.compile("[\U0010fe00-\U0010ffff]")
 _THOUGHTS = re.compile(r".*</think>", re.S)  # inside of an answer; a template may render it otherwise without them

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
@@ -18,7 +18,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mmtrain.data.text.opaque_text import InspectedTextError, holds_opaque_text
 from mmtrain.errors import DataError
 
 Message = Mapping[str, Any]  # `role` and `content` (a text, or a list of parts), and what calls tools
@@ -41,6 +40,11 @@ NO_REPLACEMENTS: Mapping[str, str] = {}
 _GENERATION_MARKS = re.compile(f"[{GENERATION_START}{GENERATION_END}]")
 _ATTRIBUTE_FILTERS = ("attr", "map", "selectattr", "rejectattr", "groupby", "sum", "sort", "unique", "min", "max")
 _LOADING_NODES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
+MAX_OPAQUE_TEXTS = 64
+# Private-use characters that no text may hold (see `chat_messages`), one for each text as it is and without the white
+# space around it.
+FIRST_WHOLE = 0x10FF00
+FIRST_TRIMMED = FIRST_WHOLE + MAX_OPAQUE_TEXTS
 
 
 class RenderError(Exception):
@@ -201,3 +205,62 @@ def _to_json(
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+class InspectedTextError(Exception):
+    """A template did more with a text than to write it."""
+
+
+class OpaqueText(str):
+    """Text that may be written, trimmed and put together with other text; all else raises `InspectedTextError`."""
+
+    slot: int | None = None  # the number of the text, if this is one as it is in the conversation
+
+    @classmethod
+    def of(cls, slot: int) -> "OpaqueText":
+        """Return the text with a number."""
+        text = cls(chr(FIRST_WHOLE + slot))
+        text.slot = slot
+        return text
+
+    def __str__(self) -> str:
+        return str.__str__(self)
+
+    def __bool__(self) -> bool:
+        return True  # only texts that are more than white space are replaced by opaque ones
+
+    def __add__(self, other: str) -> "OpaqueText":
+        return OpaqueText("".join((str(self), str(other)))) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str) -> "OpaqueText":
+        return OpaqueText("".join((str(other), str(self)))) if isinstance(other, str) else NotImplemented
+
+    def strip(self, characters: str | None = None, /) -> "OpaqueText":
+        """Return the text without white space around it. Raises `InspectedTextError` if that is not all."""
+        if self.slot is None or characters is not None:
+            raise InspectedTextError
+        return OpaqueText(chr(FIRST_TRIMMED + self.slot))
+
+
+def holds_opaque_text(value: object) -> bool:
+    """Return whether an opaque text is somewhere in a value of JSON's types."""
+    if isinstance(value, dict):
+        return any(map(holds_opaque_text, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(holds_opaque_text, value))
+    return isinstance(value, OpaqueText)
+
+
+def _inspected(self: OpaqueText, *_: Any, **__: Any) -> NoReturn:
+    raise InspectedTextError
+
+
+def _forbid_inspection() -> None:
+    """Make every other method of a text raise, those of operators included."""
+    allowed = {*vars(OpaqueText), "__new__", "__getattribute__"}
+    for name, method in vars(str).items():
+        if name not in allowed and callable(method):
+            setattr(OpaqueText, name, _inspected)
+
+
+_forbid_inspection()

@@ -16,8 +16,11 @@ An image that the assistant draws is as many queries as its generator reads, bet
 the first mark; the second follows the last query, whatever the LLM would write there:
 
     <|assistant|>Here it is: <|gen|><|query|><|query|><|/gen|><|end|>
+
+`write_chat_folder` writes the same format as the tokenizer side of a Hugging Face folder: with a chat template.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,9 +42,10 @@ from mmtrain.data.text.sample_tokenizer import (
     find_marks,
     total_features,
 )
-from mmtrain.data.text.thoughts import ThoughtEnd
+from mmtrain.data.text.template_facts import ThoughtEnd
 from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError
+from mmtrain.families.folder_files import GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES, VISION
 
 PAD_TOKEN = "<|pad|>"
@@ -57,6 +61,28 @@ SPECIAL_TOKENS = (PAD_TOKEN, *dict.fromkeys(ROLE_TOKENS.values()), END_TOKEN, IM
 DRAW_TOKENS = ("<|gen|>", "<|query|>", "<|/gen|>")  # all of them in tokenizers of models with a generator
 _NUM_DRAW_MARKS = 2  # around the queries of an image
 _NUM_TURN_TOKENS = 2  # of every turn besides its text: its role, and its end
+_TEMPLATE = """\
+{%- for message in messages -%}
+    {{- '<|' + message.role + '|>' -}}
+    {%- if message.content is string -%}
+        {{- message.content -}}
+    {%- else -%}
+        {%- for part in message.content -%}
+            {%- if part.type == 'text' -%}
+                {{- part.text -}}
+            {%- elif part.type == 'audio' -%}
+                {{- '<|audio|>' -}}
+            {%- else -%}
+                {{- '<|image|>' -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|assistant|>' -}}
+{%- endif -%}
+"""
 
 
 class ChatTokenizer:
@@ -284,3 +310,30 @@ def _mark_special_tokens(tokenizer: Tokenizer, name: str) -> dict[str, str]:
     present = dict.fromkeys((*SPECIAL_TOKENS, *placeholders.values(), *draw_tokens))
     tokenizer.add_special_tokens(list(present))  # their ids stay
     return placeholders
+
+
+def write_chat_folder(folder: Path, tokenizer_file: Path) -> None:
+    """Write the files by which a folder's tokenizer and template encode as `ChatTokenizer` does with a file.
+
+    They differ in one thing: in a folder a line break right after the mark of an image belongs to the mark. Raises
+    `DataError` for a file that is no such tokenizer.
+    """
+    tokenizer = load_chat_vocabulary(tokenizer_file)
+    tokenizer.encode_special_tokens = False  # the template writes them as text
+    tokenizer.save(str(folder / TOKENIZER_FILE))
+    media = {
+        f"{modality.media[0]}_token": modality.placeholder
+        for modality in MODALITIES.values()
+        if tokenizer.token_to_id(modality.placeholder) is not None
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "pad_token": PAD_TOKEN,
+        "eos_token": END_TOKEN,
+        "extra_special_tokens": media,
+    }
+    generation = {"eos_token_id": tokenizer.token_to_id(END_TOKEN), "pad_token_id": tokenizer.token_to_id(PAD_TOKEN)}
+    for name, content in ((TOKENIZER_CONFIG_FILE, settings), (GENERATION_FILE, generation)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / TEMPLATE_FILE).write_text(_TEMPLATE, encoding="utf-8")

@@ -12,8 +12,16 @@ from typing import Any
 
 from jinja2 import nodes
 
-from mmtrain.data.text.chat_template import Message, RenderError, Rendering, Tools
-from mmtrain.data.text.opaque_text import FIRST_TRIMMED, FIRST_WHOLE, MAX_OPAQUE_TEXTS, OpaqueText
+from mmtrain.data.text.chat_template import (
+    FIRST_TRIMMED,
+    FIRST_WHOLE,
+    MAX_OPAQUE_TEXTS,
+    Message,
+    OpaqueText,
+    RenderError,
+    Rendering,
+    Tools,
+)
 
 Render = Callable[
     [Sequence[Message], bool, Tools], Rendering

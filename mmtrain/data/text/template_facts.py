@@ -1,12 +1,18 @@
-"""Find out by rendering short conversations what a chat template does: before training, not in the middle of it."""
+"""Find out by rendering short conversations what a chat template does: before training, not in the middle of it.
+
+`probe_template` finds how it writes turns and media, `find_turn_tokens` the tokens with which a text could forge a
+turn, and `find_thought_end` what it writes between thoughts and an answer.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.text.chat_template import PROBE, ChatTemplate, Message, RenderError
 from mmtrain.data.text.media_parts import KindFacts, MediaProber
+from mmtrain.data.text.rendering_skeletons import Render
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder
 from mmtrain.errors import DataError
 from mmtrain.families.media_markup import Markups, MediaMarkup
@@ -14,9 +20,14 @@ from mmtrain.recipe.settings.modalities import MediaKind
 
 _QUESTIONS = (f"{PROBE}first question", f"{PROBE}second question")
 _ANSWERS = (f"{PROBE}first answer", f"{PROBE}second answer")
+_TWO_ROUNDS = (("user", _QUESTIONS[0]), ("assistant", _ANSWERS[0]), ("user", _QUESTIONS[1]), ("assistant", _ANSWERS[1]))
 _TOOL_RESULT = f"{PROBE}result"
 _CALL_ID = "probe0000"  # templates of Mistral demand nine characters
 _LOOKS_LIKE_TOKEN = re.compile(r"<\|\w+\|>")
+_QUESTION, _THOUGHT, _ANSWER = "a question", "a thought", "an answer"
+PLAIN_THOUGHT_END = "</think>"
+_SYSTEM = "system text"
+_SEQUENCE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,10 @@ class TemplateFacts:
     def markups(self) -> dict[MediaKind, MediaMarkup]:
         """How media of each kind are written, of those that can be."""
         return {kind: facts.markup for kind, facts in self.media.items() if facts.markup is not None}
+
+    def message(self, role: str, text: str) -> Message:
+        """Return a turn whose content is a text or a list of parts, as the template reads it."""
+        return _message(role, _text_parts(text) if self.texts_as_parts else text)
 
 
 def probe_template(
@@ -66,8 +81,7 @@ class _Prober:
         prompt = self._render([("user", question)], add_generation_prompt=True)
         ended = self._render([("user", question), ("assistant", answer)])
         lead = ended.removeprefix(prompt).partition(answer)[0] if ended.startswith(prompt) else ""
-        turns = [("user", question), ("assistant", answer), ("user", _QUESTIONS[1]), ("assistant", _ANSWERS[1])]
-        two_answers = self._render(turns)
+        two_answers = self._render(_TWO_ROUNDS)
         for text, role in ((question, "a user's"), (answer, "an assistant's")):
             if text not in two_answers:
                 raise self._error(f"does not write the text of {role} turn")
@@ -186,3 +200,65 @@ def _message(role: str, content: object) -> Message:
 
 def _text_parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
+
+
+@dataclass(frozen=True)
+class ThoughtEnd:
+    """What stands between thoughts and an answer."""
+
+    text: str = PLAIN_THOUGHT_END  # as decoding writes it, without special tokens
+    token_id: int | None = None  # of the last special token of it
+
+    def cut(self, ids: Sequence[int] | IntArray) -> list[int]:
+        """Return the ids behind the last token that ends a thought; all where a text ends thoughts."""
+        answer = [int(token) for token in ids]
+        if self.token_id is None or self.token_id not in answer:
+            return answer
+        return answer[len(answer) - answer[::-1].index(self.token_id) :]
+
+    def cut_text(self, text: str) -> str:
+        """Return what a decoded answer says behind its thoughts, without space around it."""
+        return (text.rpartition(self.text)[2] if self.text else text).strip()
+
+
+def find_thought_end(
+    render: Render, facts: TemplateFacts, special_ids: dict[str, int], special_token: re.Pattern[str]
+) -> ThoughtEnd:
+    """Find out what a template writes between a thought, as a field of a turn or inside its text, and the answer."""
+    with_field = {**facts.message("assistant", _ANSWER), "reasoning_content": _THOUGHT}
+    inline = facts.message("assistant", f"<think>\n{_THOUGHT}\n{PLAIN_THOUGHT_END}\n\n{_ANSWER}")
+    for answer in (with_field, inline):
+        try:
+            rendered = render([facts.message("user", _QUESTION), answer], False, ()).text
+        except RenderError:
+            continue
+        between = rendered.partition(_THOUGHT)[2].partition(_ANSWER)[0].strip()
+        if between:
+            tokens = special_token.findall(between)
+            return ThoughtEnd(special_token.sub("", between).strip(), special_ids[tokens[-1]] if tokens else None)
+    return ThoughtEnd()
+
+
+def find_turn_tokens(
+    render: Render, facts: TemplateFacts, folder: TokenizerFolder, special: Collection[str], added: re.Pattern[str]
+) -> list[str]:
+    """Return the added tokens that a template writes around turns, those that end an answer, and those of a sequence.
+
+    What only opens or closes a thought divides no turns, though a template may write it in front of an answer.
+
+    special: the added tokens that are marked as special. added: matches all added tokens.
+    """
+    tokens = [facts.terminator, *added.findall(facts.answer_header)[:1]]
+    for first in ((), (("system", _SYSTEM),)):
+        turns = [facts.message(role, text) for role, text in (*first, *_TWO_ROUNDS)]
+        try:
+            text = render(turns, False, ()).text
+        except RenderError:  # such as of a system turn
+            continue
+        text = text.partition(_QUESTIONS[1])[0]
+        tokens += [token for token in added.findall(text) if token in special]
+        tokens += added.findall(text.partition(_ANSWERS[0])[2])  # the end of an answer, and the start of a question
+    tokens += [folder.special_tokens.get(name, "") for name in _SEQUENCE_TOKENS]
+    tokens += [folder.tokenizer.id_to_token(token_id) or "" for token_id in folder.end_ids]
+    # Gemma's vocabulary has line breaks and spaces among its added tokens: they cannot forge anything.
+    return [token for token in dict.fromkeys(tokens) if added.fullmatch(token) and not token.isspace()]

@@ -25,8 +25,6 @@ from mmtrain.data.text.chat_messages import Conversation, ConversationBuilder, T
 from mmtrain.data.text.chat_template import ChatTemplate, Message, RenderError, Rendering, Span, Tools
 from mmtrain.data.text.greedy_settings import read_greedy_settings
 from mmtrain.data.text.items_apart import ItemsApart, first_features, time_slots, write_first_times
-from mmtrain.data.text.learned_spans import learned_spans
-from mmtrain.data.text.rendering_counter import RenderingCounter
 from mmtrain.data.text.rendering_skeletons import SkeletonRenderer
 from mmtrain.data.text.sample_tokenizer import (
     IGNORE_INDEX,
@@ -36,10 +34,9 @@ from mmtrain.data.text.sample_tokenizer import (
     MediaFeatures,
     total_features,
 )
-from mmtrain.data.text.template_facts import probe_template
-from mmtrain.data.text.thoughts import find_thought_end
+from mmtrain.data.text.template_facts import find_thought_end, find_turn_tokens, probe_template
+from mmtrain.data.text.token_counter import RenderingCounter
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder, read_tokenizer_folder
-from mmtrain.data.text.turn_tokens import find_turn_tokens
 from mmtrain.errors import DataError
 from mmtrain.families.media_markup import Markups, MediaMarkup
 from mmtrain.recipe.settings.modalities import MODALITIES, MediaKind
@@ -180,7 +177,7 @@ class TemplateTokenizer:
                 return min_tokens, 0
             answers = self._answers.find(conversation, rendering)
             if answers.follow_header and not self._escape.holds_text(rendering.text):
-                spans = learned_spans(self._answers, conversation, rendering, answers.spans)
+                spans = self._answers.learned(conversation, rendering, answers.spans)
                 counts = counter.count(*write_first_times(self._escape.reveal(rendering.text), spans, features))
                 if counts is not None:
                     written = [
@@ -292,7 +289,7 @@ class TemplateTokenizer:
     ) -> tuple[IntArray, BoolArray]:
         """Return the ids of a rendered conversation, and which of them are targets."""
         answers = self._answers.find(conversation, rendering).spans
-        learned = learned_spans(self._answers, conversation, rendering, answers)
+        learned = self._answers.learned(conversation, rendering, answers)
         text, spans = write_first_times(rendering.text, learned, features)
         tokens = self._tokenize(text)
         is_target = np.zeros(len(tokens.ids), dtype=bool)

@@ -1,4 +1,4 @@
-"""Count the tokens of texts without encoding them, about five times faster.
+"""Count the tokens of texts, and of rendered conversations, without encoding them: about five times faster.
 
 A byte-level BPE splits a text by a regular expression and merges only inside the pieces, so the number of tokens of a
 text is the sum over its pieces, and texts repeat the same words. A tokenizer of another construction, or a text that is
@@ -7,12 +7,16 @@ not plain ASCII (where the regular expressions of two libraries might disagree),
 
 import json
 import re
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
+
+from mmtrain.data.text.chat_template import Span
 
 # The default pattern of the pre-tokenizer `ByteLevel` (GPT-2).
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -27,7 +31,8 @@ _KNOWN_ESCAPES = frozenset("srntSdDwW\\'\"[](){}.*+?|^$-/")
 # Byte-level vocabularies write unprintable bytes as these characters.
 _BYTE_LEVEL_CHARACTERS = {byte: 256 + byte for byte in range(33)} | {127: 256 + 33}
 _MAX_CACHED_PIECES = 1 << 18  # some tens of megabytes
-_MAX_CACHED_CHARACTERS = 64  # of one piece; longer ones hardly repeat
+_MAX_CACHED_CHARACTERS = 64  # of one piece or text; longer ones hardly repeat
+_MAX_CACHED_TEXTS = 1 << 16  # about ten megabytes
 
 
 class TokenCounter:
@@ -246,3 +251,65 @@ def _ascii_pattern(pattern: str) -> "re.Pattern[str] | None":
     except re.error:
         return None
     return compiled if compiled.groups == 0 else None
+
+
+@dataclass(frozen=True)
+class RenderingCounts:
+    """The tokens of a rendering, in which every medium has one feature token."""
+
+    total: int
+    targets: int
+    added_tokens: tuple[str, ...]  # found in the rendering, in order
+
+
+class RenderingCounter:
+    """Counts texts between added tokens by their pieces: exact where a tokenizer cuts the added tokens out first."""
+
+    def __init__(self, tokenizer: Tokenizer, added_token: re.Pattern[str], answer_header: str) -> None:
+        """Count what `tokenizer` makes of renderings. `added_token` matches its added tokens, in one group."""
+        self._counter = TokenCounter(tokenizer, texts_hold_added_tokens=False)
+        self._counts = _TextCounts(self._counter)
+        self._split = added_token.split
+        self._text_before_answers = self._split(answer_header)[-1]
+        added_tokens = tokenizer.get_added_tokens_decoder().values()
+        takes_neighbours = any(token.lstrip or token.rstrip or token.single_word for token in added_tokens)
+        is_normalized = tokenizer.normalizer is not None and any(token.normalized for token in added_tokens)
+        self._is_exact = self._counter.knows_pieces and not takes_neighbours and not is_normalized
+
+    def min_tokens(self, num_characters: int) -> int:
+        """Return a lower bound on the tokens of a text of so many characters."""
+        return self._counter.min_tokens(num_characters)
+
+    def count(self, text: str, answers: Sequence[Span]) -> RenderingCounts | None:
+        """Count the tokens of a rendering, and those in its answers; None if encoding must tell.
+
+        Every answer starts right after the answer header and ends with an added token.
+        """
+        if not self._is_exact:
+            return None
+        targets = 0
+        for start, end in answers:
+            answer = text[start:end]
+            if not self._counter.splits_between(self._text_before_answers, answer):
+                return None  # the first token of the answer holds the end of the header
+            targets += self._count_parts(self._split(answer))
+        parts = self._split(text)
+        return RenderingCounts(self._count_parts(parts), targets, tuple(parts[1::2]))
+
+    def _count_parts(self, parts: Sequence[str]) -> int:
+        """Count texts and the added tokens between them."""
+        return sum(map(self._counts.__getitem__, parts[::2])) + len(parts) // 2
+
+
+class _TextCounts(dict[str, int]):
+    """Text between added tokens -> number of tokens; cached where short, as what templates write around texts is."""
+
+    def __init__(self, counter: TokenCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __missing__(self, text: str) -> int:
+        count = self._counter(text)
+        if len(text) <= _MAX_CACHED_CHARACTERS and len(self) < _MAX_CACHED_TEXTS:
+            self[text] = count
+        return count
