@@ -1,7 +1,8 @@
 """Families of published models: the settings and the names of weights of a Hugging Face folder, as data.
 
-A family is one file: `settings` turns its `config.json` into settings of a recipe, `weights` says for each of our
-parameters which tensors of the folder it is made of. No torch, no `transformers`. Read `family` first, then `qwen2`.
+A family is one file, or an entry of `text_decoders`: `settings` turns its `config.json` into settings of a recipe,
+`weights` says for each of our parameters which tensors of the folder it is made of. No torch, no `transformers`. Read
+`family` first, then `text_decoders`.
 """
 
 from mmtrain.families.family import Family, FolderSettings

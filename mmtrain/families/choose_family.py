@@ -6,10 +6,9 @@ from typing import Any
 
 from mmtrain.errors import UserError
 from mmtrain.families.config_section import ConfigSection
-from mmtrain.families.family import Family, FolderSettings
+from mmtrain.families.family import Family, FolderSettings, JsonFiles, NewModel
 from mmtrain.families.folder_files import CONFIG_FILE, IMAGE_PROCESSOR_FILE
 from mmtrain.families.image_processors import image_processor_settings
-from mmtrain.families.new_model import JsonFiles, NewModel
 from mmtrain.families.registry import FAMILIES
 
 # Pixels of JPEGs that are much larger than needed differ a little, and no processor has this setting.

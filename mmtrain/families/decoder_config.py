@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from mmtrain.families.family import Settings
+from mmtrain.families.decoders import layer_types
+from mmtrain.families.family import FolderWriter, JsonFiles, NewModel, Settings
 from mmtrain.families.folder_files import CONFIG_FILE
-from mmtrain.families.new_model import FolderWriter, JsonFiles, NewModel
 from mmtrain.families.rotary import rope_scaling_config
-from mmtrain.families.windows import layer_types
 
 _ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",

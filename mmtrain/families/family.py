@@ -1,4 +1,4 @@
-"""What a family of published models consists of."""
+"""What a family of published models consists of, and what a model that started from no folder is to it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -7,11 +7,34 @@ from typing import Any
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.folder_files import IMAGE_PROCESSOR_FILE
 from mmtrain.families.media_markup import Markups
-from mmtrain.families.new_model import FolderWriter
 from mmtrain.families.weight_layouts import ParameterSource
 
+JsonFiles = Mapping[str, Mapping[str, Any]]  # content by name of the file
 Settings = Mapping[str, Any]  # settings of a recipe's section by name; values may be sections of their own
 PrefixChange = tuple[str, str]  # (prefix in the names that `weights` yields, prefix in a folder)
+
+
+@dataclass(frozen=True)
+class NewModel:
+    """A model by its settings, and what else its config states."""
+
+    units: Mapping[str, Mapping[str, Any]]  # settings by name of the unit, as in a recipe with none left out
+    image: Mapping[str, Any]  # settings of `data.image`
+    feature_tokens: Mapping[str, int]  # by modality: the token whose place a feature takes, of an image or a clip
+    video_token: int | None  # likewise of a video; that of images where the tokenizer has no other
+    end_ids: tuple[int, ...]  # tokens at which generation ends
+    max_tokens: int  # of a sequence
+
+
+@dataclass(frozen=True)
+class FolderWriter:
+    """How a family writes the JSON files of a new folder.
+
+    It need not check that the model is one of the family: what its files say is read back and compared.
+    """
+
+    units: frozenset[str]  # that its models have
+    files: Callable[[NewModel], JsonFiles]
 
 
 @dataclass(frozen=True)

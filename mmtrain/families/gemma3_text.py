@@ -1,12 +1,11 @@
 """The LLM of Gemma 3 (arXiv 2503.19786), as `Gemma3ForCausalLM` of `transformers` computes it."""
 
 from mmtrain.families.config_section import ConfigSection
-from mmtrain.families.decoder_config import DECODER_WRITER
-from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
-from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.decoders import decoder_settings, window_settings
+from mmtrain.families.family import Settings
 from mmtrain.families.rotary import is_supported, rope_scaling
+from mmtrain.families.text_decoders import text_family
 from mmtrain.families.tiny import tiny_decoder
-from mmtrain.families.windows import window_settings
 
 _DEFAULTS = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
@@ -81,16 +80,4 @@ def _rotary_settings(config: ConfigSection) -> Settings:
     return settings
 
 
-def _settings(config: ConfigSection) -> FolderSettings:
-    return FolderSettings({"llm": gemma3_text_settings(config)})
-
-
-GEMMA3_TEXT = Family(
-    "gemma3_text",
-    ("Gemma3ForCausalLM",),
-    _settings,
-    decoder_weights,
-    {"config.json": {"architectures": ["Gemma3ForCausalLM"], **TINY_TEXT}},
-    ignored=decoder_buffers,
-    writer=DECODER_WRITER,
-)
+GEMMA3_TEXT = text_family("gemma3_text", "Gemma3ForCausalLM", gemma3_text_settings, TINY_TEXT)

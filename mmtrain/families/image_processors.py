@@ -1,7 +1,8 @@
-"""Read how a folder's image processor prepares pictures, as settings of `data.image`."""
+"""Read how a folder's image processor prepares pictures, as settings of `data.image`, and write such a processor."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.clip import MEAN, STD
@@ -9,7 +10,6 @@ from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Settings
 from mmtrain.families.processor_files import AUDIO_KEYS, read_processor
 
-_FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # numbers of Pillow's filters
 _HALF = (0.5, 0.5, 0.5)
 Canvases = tuple[tuple[int, int], ...]  # height, width in pixels
 LLAVA_NEXT_PINPOINTS: Canvases = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
@@ -20,6 +20,8 @@ _WITHOUT_EFFECT = (
     "input_data_format", "device", "disable_grouping", "default_to_square", "image_seq_length",
     "num_additional_image_tokens", "patch_size", "vision_feature_select_strategy", "return_metadata",
 )  # fmt: skip
+FILTERS = {"lanczos": 1, "bilinear": 2, "bicubic": 3}  # numbers of Pillow's filters
+_FILTER_NAMES = {number: name for name, number in FILTERS.items()}
 
 
 def read_image_settings(folder: Path, passed: Mapping[str, object] | None = None) -> Settings | None:
@@ -193,7 +195,7 @@ def read_canvases(section: ConfigSection, default: Canvases) -> Canvases:
 
 def _native(section: ConfigSection) -> Settings:
     """Keep the aspect ratio. Older folders state limits by names of their own, which take precedence."""
-    for key in ("merge_size", "temporal_patch_size"):  # the encoder's, as `encoder_agreement` checks
+    for key in ("merge_size", "temporal_patch_size"):  # the encoder's, as `check_encoder_agreement` checks
         section.value(key)
     limits = {
         "scheme": "native",
@@ -218,11 +220,11 @@ def _normalization(
     filter_number = section.value("resample")
     if filter_number is None:
         filter_number = assumed_filter
-    if type(filter_number) is not int or filter_number not in _FILTERS:
+    if type(filter_number) is not int or filter_number not in _FILTER_NAMES:
         section.reject("resample", f"filter {filter_number} is not supported yet; supported: 1, 2, 3")
         filter_number = assumed_filter
     return {
-        "resample": _FILTERS[filter_number],
+        "resample": _FILTER_NAMES[filter_number],
         "mean": _three(section, "image_mean", mean),
         "std": _three(section, "image_std", std),
     }
@@ -249,3 +251,54 @@ _READERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
     "LlavaOnevisionImageProcessor": _pinpoints_of_single_images,
     "Qwen2VLImageProcessor": _native,
 }
+
+
+def clip_image_processor(image: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a processor that brings pictures to `size` x `size` as `fit` says.
+
+    That of CLIP stretches or crops; that of LLaVA pads, and then does what CLIP's does.
+    """
+    side, fit = image["size"], image["fit"]
+    is_stretched = fit == "stretch"
+    config: dict[str, Any] = {
+        "image_processor_type": "LlavaImageProcessor" if fit == "pad" else "CLIPImageProcessor",
+        "size": {"height": side, "width": side} if is_stretched else {"shortest_edge": side},
+        "do_center_crop": True,
+        "crop_size": {"height": side, "width": side},
+        **_pixels(image),
+    }
+    return {**config, "do_pad": True} if fit == "pad" else config
+
+
+def llava_next_image_processor(image: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config, but its canvases, of a processor that cuts pictures into tiles."""
+    side = image["tile"]
+    return {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "size": {"shortest_edge": side},
+        "do_center_crop": True,
+        "crop_size": {"height": side, "width": side},
+        "do_pad": True,
+        **_pixels(image),
+    }
+
+
+def llava_onevision_processors(image: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config, but its canvases, of a processor that cuts single pictures into tiles, and that of videos."""
+    size = {"size": {"height": image["tile"], "width": image["tile"]}}
+    images = {"image_processor_type": "LlavaOnevisionImageProcessor", **size, "do_pad": True, **_pixels(image)}
+    return images, {"video_processor_type": "LlavaOnevisionVideoProcessor", **size, **_pixels(image)}
+
+
+def _pixels(image: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how pixels are computed, whatever the layout."""
+    return {
+        "do_resize": True,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "resample": FILTERS[image["resample"]],
+        "image_mean": list(image["mean"]),
+        "image_std": list(image["std"]),
+    }

@@ -6,13 +6,13 @@ LLaVA-NeXT and LLaVA-OneVision are LLaVAs that join tiles, with processors of th
 from typing import Any
 
 from mmtrain.families.decoder_config import decoder_config
+from mmtrain.families.family import FolderWriter, JsonFiles, NewModel
 from mmtrain.families.folder_files import CONFIG_FILE, IMAGE_PROCESSOR_FILE, PROCESSOR_FILE, VIDEO_PROCESSOR_FILE
-from mmtrain.families.new_image_processor import (
+from mmtrain.families.image_processors import (
     clip_image_processor,
     llava_next_image_processor,
     llava_onevision_processors,
 )
-from mmtrain.families.new_model import FolderWriter, JsonFiles, NewModel
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu"}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mmtrain.families.config_section import ConfigSection
+from mmtrain.families.decoders import tied_by_outer
 from mmtrain.families.family import Family, FolderSettings
 from mmtrain.families.image_processors import LLAVA_NEXT_PINPOINTS, Canvases, read_canvases
 from mmtrain.families.llava import (
@@ -20,7 +21,6 @@ from mmtrain.families.llava import (
     llava_weights,
 )
 from mmtrain.families.llava_files import LLAVA_NEXT_WRITER
-from mmtrain.families.tied_embeddings import tied_by_outer
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
 _TINY_PINPOINTS = [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]

@@ -1,28 +1,39 @@
-"""Read what a Hugging Face folder says of its model: `config.json`, without weights."""
+"""Read what a Hugging Face folder says of its model: `config.json`, without weights.
+
+Two things are compared with other files of the folder. Where the config ties the embeddings, the files may hold an
+output matrix with values of its own; `transformers` then does not tie them. (Files that were converted from pickled
+ones may hold the tied matrix twice.) `transformers` and servers take the sizes of a processor from its files and those
+of the model from `config.json`. Where they disagree, the model gets other patches than it has weights for, or the text
+another number of tokens than there are features; so such a folder is rejected.
+"""
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.audio_extractors import read_audio_settings
 from mmtrain.families.config_section import ConfigSection
-from mmtrain.families.encoder_agreement import check_encoder_agreement
 from mmtrain.families.family import Family, FolderSettings, Settings
-from mmtrain.families.folder_files import CONFIG_FILE, PIPELINE_FILE
+from mmtrain.families.folder_files import CONFIG_FILE, PIPELINE_FILE, PROCESSOR_FILE, WEIGHT_FILES
 from mmtrain.families.generators import GENERATOR_CLASS_KEY
 from mmtrain.families.image_processors import read_image_settings
-from mmtrain.families.own_head import untied_if_stored_apart
+from mmtrain.families.processor_files import read_joint_file, read_processor
 from mmtrain.families.registry import ENCODER_FAMILIES, FAMILIES, GENERATOR_FAMILIES
+from mmtrain.families.stored_tensors import StoredWeight, are_equal, read_headers
 from mmtrain.families.video_processors import read_video_settings
+from mmtrain.families.weight_layouts import respell
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _TEXT_SECTIONS = ("thinker_config", "text_config")
 _QUANTIZED_KEYS = ("quantization_config", "compression_config")
+# Of a processor of patches: what the encoder calls each key, and what the class assumes where a folder leaves it out.
+_PATCH_KEYS = {"patch_size": ("patch", 14), "merge_size": ("merge", 2), "temporal_patch_size": ("temporal_patch", 2)}
 
 
 @dataclass(frozen=True)
@@ -173,3 +184,99 @@ def find_family(config: Mapping[str, Any], config_path: Path) -> Family:
     raise ModelFolderError(
         f"{config_path}: {key} {found!r} is not supported; supported: {', '.join(sorted(known))}{hint}"
     )
+
+
+def untied_if_stored_apart(folder: Path, family: Family, settings: FolderSettings) -> FolderSettings:
+    """Return settings without tied embeddings if both matrices are in the files and differ; else `settings`.
+
+    Reads headers, and both matrices up to the first difference. A folder without weights, or with damaged ones, is left
+    to whoever opens its weights.
+    """
+    is_tied = "llm" in settings.model and settings.model["llm"]["tie_embeddings"]
+    if not is_tied or not any((folder / name).is_file() for names in WEIGHT_FILES for name in names):
+        return settings
+    llm = {**settings.model["llm"], "tie_embeddings": False}
+    untied = replace(settings, model={**settings.model, "llm": llm})
+    matrices = [source for source in family.weights(untied) if source.has_token_rows]
+    try:
+        stored = read_headers(folder)
+        for spelling in family.spellings:
+            names = [source.blocks[0].tensor for source in respell(matrices, spelling)]
+            if all(name in stored for name in names) and not _are_copies(folder, stored, names):
+                return untied
+    except (ModelFolderError, OSError):
+        return settings
+    return settings
+
+
+def _are_copies(folder: Path, stored: Mapping[str, StoredWeight], names: list[str]) -> bool:
+    first, second = (stored[name] for name in names)
+    states = ((folder / weight.file).stat() for weight in (first, second))
+    return _compare_both(folder, first, second, tuple((state.st_size, state.st_mtime_ns) for state in states))
+
+
+@lru_cache(maxsize=16)  # a process reads its folder several times, and copies that are equal are read to the end
+def _compare_both(
+    folder: Path, first: StoredWeight, second: StoredWeight, version: tuple[tuple[int, int], ...]
+) -> bool:
+    """Compare two tensors; `version` makes files that were written anew new arguments."""
+    return are_equal(folder, first, second)
+
+
+def check_encoder_agreement(folder: Path, settings: FolderSettings, image: Settings) -> None:
+    """Compare a folder's processors with its model.
+
+    image: settings of `data.image` that the processor states. Raises ModelFolderError, which names each key.
+    """
+    vision = settings.model["vision"]
+    stated = read_processor(folder, "image")
+    problems = []
+    if stated is not None:
+        of_pictures = (
+            _wrong_patches(stated.config, vision) if image["scheme"] == "native" else _wrong_tiles(image, settings)
+        )
+        problems += [f"{stated.where}: {text}" for text in of_pictures]
+    for key, expected in _text_keys(image, vision).items():
+        # What a folder leaves out is not compared: older versions wrote fewer keys.
+        found = read_joint_file(folder).get(key, expected)
+        if found != expected:
+            problems.append(f"{folder / PROCESSOR_FILE}: {key}: {found} is not that of the model; allowed: {expected}")
+    if problems:
+        raise ModelFolderError(f"{'; '.join(problems)}. Correct the processor, or {folder / CONFIG_FILE}")
+
+
+def _wrong_patches(config: Mapping[str, Any], vision: Settings) -> Iterator[str]:
+    """Say which patches of a processor without tiles are not those of the encoder."""
+    for key, (name, assumed) in _PATCH_KEYS.items():
+        found = config.get(key, assumed)
+        if found != vision[name]:
+            yield f"{key}: {found} is not that of the model; allowed: {vision[name]}"
+
+
+def _wrong_tiles(image: Settings, settings: FolderSettings) -> Iterator[str]:
+    """Say which tiles, or pictures of one size, are not those of the encoder."""
+    vision, of_model = settings.model["vision"], settings.data["image"]
+    pixels = image["size" if image["scheme"] == "fixed" else "tile"]
+    side, expected_side = pixels // vision["patch"], vision["max_side"]
+    if side != expected_side:
+        yield f"size: {pixels} pixels are {side} patches a side; allowed: the {expected_side} of the model"
+    if image["scheme"] == "pinpoints" and image["pinpoints"] != of_model["pinpoints"]:
+        canvases = json.dumps(of_model["pinpoints"])
+        yield f"image_grid_pinpoints: not those of the model; allowed: {canvases}"
+
+
+def _text_keys(image: Settings, vision: Settings) -> Mapping[str, Any]:
+    """Return the keys from which a processor counts the tokens of pictures whose size is always the same."""
+    if image["scheme"] == "native":
+        return {}
+    num_patches = vision["max_side"] ** 2
+    keeps_all = vision["class_feature"] or not vision["class_token"]
+    expected = {
+        "patch_size": vision["patch"],
+        "image_seq_length": num_patches // vision["merge"] ** 2,
+        "num_image_tokens": num_patches,
+        "num_additional_image_tokens": int(vision["class_token"]),
+        "vision_feature_select_strategy": "full" if keeps_all else "default",
+    }
+    most_tiles = vision["max_joined_tiles"]
+    return expected if most_tiles is None else {**expected, "vision_aspect_ratio": f"anyres_max_{most_tiles}"}

@@ -8,15 +8,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmtrain.families.config_section import ConfigSection
-from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
+from mmtrain.families.decoders import (
+    decoder_buffers,
+    decoder_settings,
+    decoder_weights,
+    reject_sliding_windows,
+    tied_by_outer,
+)
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.qwen2_5_vl import windowed_tower_settings, windowed_tower_weights
 from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER
-from mmtrain.families.tied_embeddings import tied_by_outer
 from mmtrain.families.tiny import MEDIA_TOKENS, TINY_EXTRACTOR, TINY_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import ParameterSource, as_is, respell
 from mmtrain.families.whisper import whisper_settings, whisper_weights
-from mmtrain.families.windows import reject_sliding_windows
 
 _DECODER_DEFAULTS = {
     "hidden_size": 3584,

@@ -5,9 +5,14 @@ from typing import Any
 
 from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
-from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights
+from mmtrain.families.decoders import (
+    decoder_buffers,
+    decoder_settings,
+    decoder_weights,
+    reject_sliding_windows,
+    tied_by_either,
+)
 from mmtrain.families.family import Family, FolderSettings, Settings
-from mmtrain.families.tied_embeddings import tied_by_either
 from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import (
     ParameterSource,
@@ -16,7 +21,6 @@ from mmtrain.families.weight_layouts import (
     joint_query_key_value,
     query_key_value,
 )
-from mmtrain.families.windows import reject_sliding_windows
 
 TOWER, DECODER = "model.visual.", "model.language_model."
 SPELLINGS = (

@@ -6,18 +6,15 @@ from mmtrain.families.gemma3 import GEMMA3
 from mmtrain.families.gemma3_text import GEMMA3_TEXT
 from mmtrain.families.generators import PIXART, UNET, VAE
 from mmtrain.families.internvl import INTERNVL
-from mmtrain.families.llama import LLAMA
 from mmtrain.families.llava import LLAVA
 from mmtrain.families.llava_next import LLAVA_NEXT
 from mmtrain.families.llava_onevision import LLAVA_ONEVISION
-from mmtrain.families.mistral import MISTRAL
-from mmtrain.families.qwen2 import QWEN2
 from mmtrain.families.qwen2_5_omni import QWEN2_5_OMNI
 from mmtrain.families.qwen2_5_vl import QWEN2_5_VL
 from mmtrain.families.qwen2_audio import QWEN2_AUDIO
 from mmtrain.families.qwen2_vl import QWEN2_VL
-from mmtrain.families.qwen3 import QWEN3
 from mmtrain.families.qwen3_vl import QWEN3_VL
+from mmtrain.families.text_decoders import LLAMA, MISTRAL, QWEN2, QWEN3
 
 FAMILIES: dict[str, Family] = {
     family.name: family

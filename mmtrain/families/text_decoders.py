@@ -1,13 +1,74 @@
-"""The decoders that families with media put behind their encoders, chosen by the `model_type` of their config."""
+"""Text models in the manner of Llama, each with its paper, as the classes of `transformers` compute them.
+
+Families with media put the same decoders behind their encoders, chosen by the `model_type` of their config.
+"""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from mmtrain.families.config_section import ConfigSection
-from mmtrain.families.family import Settings
-from mmtrain.families.llama import llama_settings
-from mmtrain.families.mistral import mistral_settings
-from mmtrain.families.qwen2 import qwen2_settings
-from mmtrain.families.qwen3 import qwen3_settings
+from mmtrain.families.decoder_config import DECODER_WRITER
+from mmtrain.families.decoders import (
+    decoder_buffers,
+    decoder_settings,
+    decoder_weights,
+    qwen_window_settings,
+    window_settings,
+)
+from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.tiny import tiny_decoder
+
+_LLAMA_DEFAULTS = {"intermediate_size": 11008, "vocab_size": 32000}
+_MISTRAL_DEFAULTS = {"intermediate_size": 14336, "vocab_size": 32000, "num_key_value_heads": 8}
+_QWEN2_DEFAULTS = {"intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32}
+_QWEN3_DEFAULTS = {**_QWEN2_DEFAULTS, "head_dim": 128}
+
+
+def text_family(
+    name: str, architecture: str, llm_settings: Callable[[ConfigSection], Settings], tiny: Mapping[str, Any]
+) -> Family:
+    """Return a family without media.
+
+    llm_settings: reads the settings of the LLM from `config.json`. tiny: that of a tiny model, but for its
+        architecture.
+    """
+    return Family(
+        name,
+        (architecture,),
+        lambda config: FolderSettings({"llm": llm_settings(config)}),
+        decoder_weights,
+        {"config.json": {"architectures": [architecture], **tiny}},
+        ignored=decoder_buffers,
+        writer=DECODER_WRITER,
+    )
+
+
+def llama_settings(config: ConfigSection) -> Settings:
+    """Return the settings of the LLM."""
+    config.require("attention_bias", False, default=False)
+    config.require("mlp_bias", False, default=False)
+    return decoder_settings(config, _LLAMA_DEFAULTS, qkv_bias=False)
+
+
+def mistral_settings(config: ConfigSection) -> Settings:
+    """Return the settings of the LLM. A window is one of all blocks."""
+    settings = decoder_settings(config, _MISTRAL_DEFAULTS, qkv_bias=False)
+    window = config.optional_integer("sliding_window", 4096)
+    return {**settings, **window_settings(config, settings["layers"], window, is_full=lambda _: False)}
+
+
+def qwen2_settings(config: ConfigSection) -> Settings:
+    """Return the settings of the LLM."""
+    settings = decoder_settings(config, _QWEN2_DEFAULTS, qkv_bias=True)
+    return {**settings, **qwen_window_settings(config, settings["layers"])}
+
+
+def qwen3_settings(config: ConfigSection) -> Settings:
+    """Return the settings of the LLM."""
+    config.require("attention_bias", False, default=False)
+    settings = decoder_settings(config, _QWEN3_DEFAULTS, qkv_bias=False, qk_norm=True)
+    return {**settings, **qwen_window_settings(config, settings["layers"])}
+
 
 _DECODERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
     "llama": llama_settings,
@@ -24,3 +85,27 @@ def text_settings(text: ConfigSection, default: str) -> Settings:
         text.reject("model_type", f"{kind!r} is not supported yet; supported: {', '.join(_DECODERS)}")
         kind = default
     return _DECODERS[kind](text)
+
+
+# Llama 2 and 3 (arXiv 2307.09288, 2407.21783).
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+_TINY_LLAMA = tiny_decoder(model_type="llama", rope_theta=500000.0, rope_scaling=_LLAMA3_ROPE)
+LLAMA = text_family("llama", "LlamaForCausalLM", llama_settings, _TINY_LLAMA)
+
+# Mistral (arXiv 2310.06825).
+_TINY_MISTRAL = tiny_decoder(model_type="mistral", sliding_window=16)
+MISTRAL = text_family("mistral", "MistralForCausalLM", mistral_settings, _TINY_MISTRAL)
+
+# Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115).
+_TINY_QWEN2 = tiny_decoder(model_type="qwen2", rope_theta=1e6, tie_word_embeddings=True)
+QWEN2 = text_family("qwen2", "Qwen2ForCausalLM", qwen2_settings, _TINY_QWEN2)
+
+# Dense Qwen3 (arXiv 2505.09388).
+_TINY_QWEN3 = tiny_decoder(model_type="qwen3", head_dim=48, rope_theta=1e6, tie_word_embeddings=True)
+QWEN3 = text_family("qwen3", "Qwen3ForCausalLM", qwen3_settings, _TINY_QWEN3)

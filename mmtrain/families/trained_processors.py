@@ -9,8 +9,8 @@ from typing import Any
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.family import Settings
 from mmtrain.families.folder_files import CONFIG_FILE, IMAGE_PROCESSOR_FILE, VIDEO_PROCESSOR_FILE
+from mmtrain.families.image_processors import FILTERS, clip_image_processor
 from mmtrain.families.model_folder import ModelFolder
-from mmtrain.families.new_image_processor import FILTERS, clip_image_processor
 from mmtrain.families.processor_files import StatedProcessor, read_processor
 from mmtrain.families.video_processors import VIDEO_TYPE_KEY, frame_keys, shows_every_frame
 

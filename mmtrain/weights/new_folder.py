@@ -13,6 +13,7 @@ from mmtrain.data.text.folder_templates import find_templates, read_json, templa
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.data.text.tokenizer_folder import read_tokenizer_folder
 from mmtrain.families.choose_family import NewFolder, choose_family
+from mmtrain.families.family import NewModel
 from mmtrain.families.folder_files import (
     CONFIG_FILE,
     CONVERSATION_FILES,
@@ -23,7 +24,6 @@ from mmtrain.families.folder_files import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
 )
-from mmtrain.families.new_model import NewModel
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.llm_settings import LlmSettings
 from mmtrain.recipe.settings.modalities import VISION
