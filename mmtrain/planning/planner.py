@@ -94,14 +94,14 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
 
 
 def search_placements(problem: PlanningProblem, budget: SearchBudget) -> SearchOutcome:
-    """Search all placements; keep activations in host memory where that is over 1% faster, or all that fits.
+    """Search all placements; keep activations in host memory where the recipe allows it and nothing fits without.
 
     Raises:
         PlanError: nothing fits.
     """
 
-    def on_host(_: SearchResults | None) -> Iterator[PlanningProblem]:
-        for variant in with_activations_on_host(problem):
+    def on_host(results: SearchResults | None) -> Iterator[PlanningProblem]:
+        for variant in with_activations_on_host(problem) if results is None else ():
             problem.request.say("trying activations in host memory")
             yield variant
 

@@ -1,4 +1,4 @@
-"""Plans with activations in host memory: where that is faster, where nothing else fits, and within the host."""
+"""Plans with activations in host memory: where the recipe asks for it, where nothing else fits, and within the host."""
 
 from dataclasses import replace
 from typing import Any
@@ -73,8 +73,8 @@ def test_as_few_blocks_as_memory_demands_give_all_away() -> None:
     assert unit_offload(shape.unit("llm")) == "all"
 
 
-def test_auto_keeps_everything_on_the_device_where_that_is_as_fast() -> None:
-    for memory_gib in (None, ROOMY_GIB):  # copies take longer than to compute again: sequences are short for that
+def test_auto_keeps_everything_on_the_device_where_a_plan_fits_so() -> None:
+    for memory_gib in (None, ROOMY_GIB):
         chosen = planned(long_text(memory_gib, offload="auto"))
         assert chosen.units == planned(long_text(memory_gib)).units
         assert not chosen.predicted.host_gib

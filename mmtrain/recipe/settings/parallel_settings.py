@@ -65,8 +65,8 @@ class UnitParallel(Section):
         affects={"plan"},
         description="Host memory for blocks whose activations do not stay on the device; `recompute` says how many "
         "these are. `inputs`: their inputs wait there, and they are recomputed. `all`: all that they would keep waits "
-        "there, and nothing of them is recomputed. `auto`: the fastest, if a plan with it is over 1% faster or the "
-        "only one that fits. Copies run beside the compute. For encoders and the LLM.",
+        "there, and nothing of them is recomputed. `auto`: `none` where a plan fits, else `inputs` or `all`. Copies "
+        "overlap with compute. For encoders and the LLM.",
     )
 
 
