@@ -17,7 +17,7 @@ from mmtrain.planning.colocated.encoder_order import plan_encoder_order, schedul
 from mmtrain.planning.colocated.llm_alone import simulate_llm_alone
 from mmtrain.planning.evaluate.layout_simulation import scheduled_graph, simulate_layout
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
-from mmtrain.planning.layer_costs.tp_chunks import with_token_splits
+from mmtrain.planning.layer_costs.token_splits import with_token_splits
 from scripts.whatif_problems import whatif_problem
 
 LAYOUTS = (

@@ -25,7 +25,7 @@ from mmtrain.planning.colocated.stage_kernels import GraphSegments, stage_kernel
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.layout_simulation import scheduled_graph
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
-from mmtrain.planning.layer_costs.tp_chunks import with_token_splits
+from mmtrain.planning.layer_costs.token_splits import with_token_splits
 from mmtrain.planning.space.candidate import Candidate
 from mmtrain.program.ir.graph import LLM
 from scripts.kernel_tables.encoder_search import search_shares, step_time_lower_bound

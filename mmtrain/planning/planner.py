@@ -5,9 +5,7 @@ Read `plan` first. `formulate.py` builds its problem, `strategies.py` lists how 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Mapping
 
 from mmtrain.balance import SampleLengths
 from mmtrain.costs.hardware import GIB
@@ -22,19 +20,13 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.memory_lower_bound import describe_excluded
 from mmtrain.planning.evaluate.program_proof import verify_program
 from mmtrain.planning.formulate import formulate_problem, require_feasible
-from mmtrain.planning.layer_costs.layer_costs import LayerCosts
-from mmtrain.planning.layer_costs.tp_chunks import with_token_splits
-from mmtrain.planning.search.activations_again import with_activations_again
 from mmtrain.planning.search.mesh_enumeration import unit_mesh_sizes
-from mmtrain.planning.search.offloaded import with_activations_on_host
-from mmtrain.planning.search.strategies import strategies_of
-from mmtrain.planning.space.budget import DEFAULT_BUDGET, QUICK_BUDGET, SearchBudget
+from mmtrain.planning.search.strategies import run_strategies
+from mmtrain.planning.search.variants import has_faster_plan, variants_of, with_activations_again
+from mmtrain.planning.space.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate, Rejected, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
-from mmtrain.planning.space.search_progress import progress_of_part
 from mmtrain.recipe.settings.schema import Recipe
-
-SearchOutcome = tuple[Evaluator, SearchResults]
 
 
 def plan_recipe(
@@ -88,123 +80,49 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
     losers = rank_losers(results, baselines, evaluator)
     num_shown = len(losers) if request.explain or request.measure is not None else request.num_alternatives
     excluded = excluded_by_memory_bound(evaluator, results)
-    # What other trainers do with ranks that all run the whole model stands beside a plan that runs it so.
+    # If the plan is `replicated`, always list the FSDP and DDP baselines.
     labels = tuple(map(baseline_label, SHARDED_RULES)) if chosen.placement == "replicated" else ()
     return finish_plan(chosen, evaluator, best_alternatives([*losers, *excluded], num_shown, labels))
 
 
-def search_placements(problem: PlanningProblem, budget: SearchBudget) -> SearchOutcome:
-    """Search all placements; keep activations in host memory where the recipe allows it and nothing fits without.
+def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[Evaluator, SearchResults]:
+    """Search all placements; return the results with the evaluator that made them.
+
+    How many searches that takes, each as long as `run_strategies` needs for the whole problem:
+
+    * 1 where the best plan recomputes no layer;
+    * 2 and a quick one where it recomputes some, and the quick one finds it over 1% faster if activation functions run
+      again; without the second where it does not;
+    * one for each of `variants_of(problem)` where nothing fits, until something does: at most 12 before the error, and
+      at most 4 at the default settings.
 
     Raises:
         PlanError: nothing fits.
     """
-
-    def on_host(results: SearchResults | None) -> Iterator[PlanningProblem]:
-        for variant in with_activations_on_host(problem) if results is None else ():
-            problem.request.say("trying activations in host memory")
-            yield variant
-
-    return _search_with_variants(problem, budget, _search_with_activations, on_host)
-
-
-def _search_with_activations(problem: PlanningProblem, budget: SearchBudget) -> SearchOutcome:
-    """Search all placements; let activation functions run again where that is over 1% faster, or all that fits.
-
-    Raises:
-        PlanError: nothing fits.
-    """
-
-    def again(results: SearchResults | None) -> Iterator[PlanningProblem]:
-        variant = with_activations_again(problem)
-        if variant is None:
-            return
-        if results is not None:
-            if not _recomputes(results.candidates[0]):
-                return
-            problem.request.say("trying activation functions that run again")
-        yield variant
-
-    return _search_with_variants(problem, budget, _search_placements, again)
+    misfits: tuple[Evaluator, SearchResults] | None = None
+    for evaluator in variants_of(problem, budget):
+        results = run_strategies(evaluator)
+        if results.best is not None:
+            return _with_activations_again(evaluator, results)
+        if evaluator.problem is problem:
+            misfits = evaluator, results
+    assert misfits is not None, "the first variant is the problem itself"
+    raise PlanError(explain_misfit_of_all(*misfits))
 
 
-def _search_with_variants(
-    problem: PlanningProblem,
-    budget: SearchBudget,
-    search: Callable[[PlanningProblem, SearchBudget], SearchOutcome],
-    variants_of: Callable[[SearchResults | None], Iterable[PlanningProblem]],
-) -> SearchOutcome:
-    """Search a problem, and variants of it that a quick search finds faster; take one that is over 1% faster.
-
-    variants_of: returns them; it is given what was found without, None where nothing fits. Then any that fits is taken.
-
-    Raises:
-        PlanError: nothing fits, as the problem itself says it.
-    """
-    best: SearchOutcome | None = None
-    misfit: PlanError | None = None
-    try:
-        best = search(problem, budget)
-    except PlanError as error:
-        misfit = error
-    for variant in variants_of(None if best is None else best[1]):
-        if best is not None and not _has_faster_plan(variant, best[1].fastest_s / AS_FAST_RATIO):
-            continue
-        with suppress(PlanError):
-            found = search(variant, budget)
-            if best is None or found[1].fastest_s * AS_FAST_RATIO <= best[1].fastest_s:
-                best = found
-    if best is None:
-        assert misfit is not None
-        raise misfit
-    return best
-
-
-def _recomputes(candidate: Candidate) -> bool:
-    return any(unit.num_recomputed for unit in candidate.layout.units.values())
-
-
-def _has_faster_plan(problem: PlanningProblem, step_s: float) -> bool:
-    """Return whether a search with little effort finds a plan whose step takes less than `step_s`."""
-    limited = replace(problem, request=PlanRequest(num_alternatives=0, max_step_s=step_s))
-    layer_costs = with_token_splits(limited, LayerCosts(limited, budget=QUICK_BUDGET))
-    best = run_strategies(Evaluator(limited, QUICK_BUDGET, layer_costs)).best
-    return best is not None and best.step_time_s < step_s
-
-
-def _search_placements(problem: PlanningProblem, budget: SearchBudget) -> SearchOutcome:
-    """Search all placements with sequence parallelism where it costs no time; if nothing fits, wherever it may be.
-
-    Raises:
-        PlanError: nothing fits.
-    """
-    layer_costs = with_token_splits(problem, LayerCosts(problem, budget=budget))
-    evaluator = Evaluator(problem, budget, layer_costs)
-    results = run_strategies(evaluator)
-    if results.best is None:
-        sharded_costs = with_token_splits(problem, layer_costs, sp_at_any_cost=True)
-        if sharded_costs.sp != layer_costs.sp:
-            evaluator = Evaluator(problem, budget, sharded_costs)
-            results = run_strategies(evaluator)
-    if results.best is None:
-        raise PlanError(explain_misfit_of_all(evaluator, results))
-    return evaluator, results
-
-
-def run_strategies(evaluator: Evaluator) -> SearchResults:
-    """Search every placement of the problem; each strategy knows the best candidate of those before."""
-    problem = evaluator.problem
-    strategies = strategies_of(problem.constraints.placements)
-    num_searches = [strategy.num_searches(problem) for strategy in strategies]
-    results = SearchResults()
-    for i, strategy in enumerate(strategies):
-        progress = progress_of_part(problem.request.progress, sum(num_searches[:i]), num_searches[i], sum(num_searches))
-        of_strategy = strategy.search(problem, evaluator, evaluator.budget, results.best, progress)
-        results = results.merged(of_strategy)
-    report_end = progress_of_part(problem.request.progress, 0, sum(num_searches), sum(num_searches))
-    if report_end is not None:
-        report_end(1, 1)
-    return results
+def _with_activations_again(evaluator: Evaluator, results: SearchResults) -> tuple[Evaluator, SearchResults]:
+    """Search with activation functions that run again, if layers are recomputed; return what is over 1% faster."""
+    again = with_activations_again(evaluator.problem)
+    is_recomputed = any(unit.num_recomputed for unit in results.candidates[0].layout.units.values())
+    if again is None or not is_recomputed:
+        return evaluator, results
+    evaluator.problem.request.say("trying activation functions that run again")
+    limit_s = results.fastest_s / AS_FAST_RATIO
+    if not has_faster_plan(again, limit_s):
+        return evaluator, results
+    faster_evaluator = next(variants_of(again, evaluator.budget))
+    faster = run_strategies(faster_evaluator)
+    return (faster_evaluator, faster) if faster.fastest_s <= limit_s else (evaluator, results)
 
 
 def better_baselines(results: SearchResults, baselines: Baselines) -> tuple[Candidate, ...]:

@@ -138,7 +138,8 @@ def test_a_baseline_faster_than_everything_searched_becomes_the_plan(monkeypatch
     baselines = baseline_planner(recipe(**SMALL), 2).plan_all()
 
     def search_slow_ones(candidates: Sequence[Candidate], *more: Any) -> SearchResults:
-        return best_first_search([c for c in candidates if c.placement == "disaggregated"], *more)
+        results = best_first_search([c for c in candidates if c.placement == "disaggregated"], *more)
+        return replace(results, enumerated=tuple(candidates))
 
     monkeypatch.setattr("mmtrain.planning.search.pipelined.best_first_search", search_slow_ones)
     unrestricted = problem(recipe(**SMALL), 2)

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.planning.evaluate.evaluator import Evaluator
-from mmtrain.planning.planner import plan_recipe, run_strategies
+from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.search.strategies import run_strategies
 from mmtrain.planning.space.budget import QUICK_BUDGET
 from mmtrain.planning.space.candidate import SearchResults
 from mmtrain.planning.space.problem import PlanRequest

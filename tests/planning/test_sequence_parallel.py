@@ -10,7 +10,7 @@ from mmtrain.planning import Plan
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.layout_simulation import model_timing
 from mmtrain.planning.layer_costs.layer_partition import layout_graph, partitioned_layout
-from mmtrain.planning.layer_costs.sequence_parallel import choose_sequence_parallelism
+from mmtrain.planning.layer_costs.token_splits import choose_sequence_parallelism
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.search.mesh_enumeration import mesh_assignments
 from mmtrain.planning.space.batch_split import batch_split_of

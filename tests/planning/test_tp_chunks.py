@@ -8,7 +8,7 @@ from mmtrain.costs import AnalyticCosts
 from mmtrain.planning import Plan
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
-from mmtrain.planning.layer_costs.tp_chunks import CHUNK_COUNTS, choose_tp_chunks, with_token_splits
+from mmtrain.planning.layer_costs.token_splits import CHUNK_COUNTS, choose_tp_chunks, with_token_splits
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.search.mesh_enumeration import mesh_assignments
 from tests.planning.factory import anchor_layout, lengths, problem_for, recipe, simulated

@@ -18,7 +18,7 @@ from mmtrain.planning.evaluate.memory_fit import fit_memory
 from mmtrain.planning.layer_costs.layer_costs import SpSizes
 from mmtrain.planning.layer_costs.layer_partition import anchored_partition, layout_graph, partitioned_layout
 from mmtrain.planning.search.mesh_enumeration import bounded_mesh_assignments
-from mmtrain.planning.search.offloaded import OFFLOAD_MODES
+from mmtrain.planning.search.variants import OFFLOAD_MODES
 from mmtrain.planning.space.candidate import FittedLayout, MeshAssignment, SearchResults
 from mmtrain.planning.space.constraints import RecomputeMode, unit_choices
 from mmtrain.planning.space.problem import PlanningProblem

@@ -3,9 +3,8 @@
 An `Evaluator` belongs to one planning problem. It owns all caches, so candidates stay small and immutable.
 """
 
-import math
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 
 from mmtrain.costs import RankMemory
@@ -47,7 +46,7 @@ class Evaluator:
         """Evaluate candidates of `problem`.
 
         layer_costs: costs of the same model and data, with the sequence parallelism that is planned. By default there
-        is none, see `search.sequence_parallel.choose_sequence_parallelism`.
+        is none, see `layer_costs.token_splits`.
         """
         self.problem = problem
         self.budget = budget
@@ -56,7 +55,7 @@ class Evaluator:
         self._layer_chains: dict[int, tuple[LayerChain, ...]] = {}  # by id of the candidate
         self._estimators: dict[int | None, StepTimeEstimator] = {}
         self._simulations: dict[tuple[ScheduleKind, StageGraph] | None, Simulation] = {}
-        self.lowered_programs = LoweredPrograms(budget.evaluation.max_kept_programs)
+        self._lowered_programs = LoweredPrograms(budget.evaluation.max_kept_programs)
 
     @property
     def memory_bytes(self) -> float:
@@ -143,7 +142,7 @@ class Evaluator:
     def simulate(self, candidate: Candidate) -> Candidate:
         """Simulate a fitted candidate on the sampled batches, unless one that runs the same stages was simulated."""
         key = _what_runs(candidate)
-        simulation = self._simulations.get(key) or self._simulate(candidate, math.inf)
+        simulation = self._simulations.get(key) or self._simulate(candidate.layout, candidate.schedule)
         assert simulation is not None
         if key is not None:
             self._simulations[key] = simulation
@@ -151,18 +150,17 @@ class Evaluator:
 
     def simulate_unless_slow(self, candidate: Candidate, max_first_batch_s: float) -> Candidate | None:
         """Simulate a fitted candidate, but nothing beyond the first sampled batch where that takes longer: None."""
-        simulation = self._simulate(candidate, max_first_batch_s)
+        simulation = self._simulate(candidate.layout, candidate.schedule, max_first_batch_s=max_first_batch_s)
         return None if simulation is None else candidate.simulated(simulation)
 
-    def _simulate(self, candidate: Candidate, max_first_batch_s: float) -> Simulation | None:
-        return simulate_unless_slow(
-            candidate.layout,
-            candidate.schedule,
-            self.layer_costs,
-            self.problem.hardware,
-            self.budget.evaluation,
-            self.lowered_programs,
-            max_first_batch_s,
+    @cached_property
+    def _simulate(self) -> "partial[Simulation | None]":
+        return partial(
+            simulate_unless_slow,
+            layer_costs=self.layer_costs,
+            machine=self.problem.hardware,
+            budget=self.budget.evaluation,
+            programs=self._lowered_programs,
         )
 
 

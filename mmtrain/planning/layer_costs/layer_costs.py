@@ -135,9 +135,9 @@ class LayerCosts:
 
         Args:
             problem: what is planned.
-            sp: where sequence parallelism is used; nowhere by default. See `search.sequence_parallel`.
+            sp: where sequence parallelism is used; nowhere by default. See `token_splits`.
             budget: how exactly loads are priced.
-            chunks: where chunks of tokens hide communication; nowhere by default. See `search.tp_chunks`.
+            chunks: where chunks of tokens hide communication; nowhere by default. See `token_splits`.
         """
         self.shape = problem.shape
         self.costs = problem.costs

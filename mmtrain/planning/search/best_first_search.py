@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from itertools import product
 
@@ -34,7 +35,6 @@ from mmtrain.planning.layer_costs.span_recompute import SpanRecompute
 from mmtrain.planning.space.candidate import (
     EQUAL_STEP_TIME_RATIO,
     Candidate,
-    CandidateStage,
     LayerPartition,
     MeshAssignment,
     Rejected,
@@ -45,6 +45,50 @@ from mmtrain.planning.space.search_progress import Progress
 from mmtrain.program.ir.graph import LLM, StageId
 
 RecomputeToFit = list[SpanRecompute | None]  # by chain, see `recompute_to_fit`; None where the anchor needs none
+
+
+class NodeStage(Enum):
+    """What is known of a node of the queue; each stage takes more work to reach than the one before."""
+
+    START = 0  # the mesh assignment's bound, by arithmetic alone
+    CHAINS_BOUNDED = 1  # the best partition of each layer chain
+    MEMORY_BOUNDED = 2  # what the anchor must recompute to fit
+    ANCHOR_ESTIMATED = 3
+    PARTITION_ESTIMATED = 4  # the node is one partition, which waits for the simulator
+
+
+@dataclass(frozen=True)
+class AnchorFit:
+    """What a candidate must recompute to fit into memory, and its anchor with that."""
+
+    recompute: RecomputeToFit
+    anchor: LayerPartition
+
+
+@dataclass(order=True)
+class SearchNode:
+    """A candidate in the queue; the one with the least bound comes first."""
+
+    bound_s: float
+    number: int = field(init=False, default=0)  # decides between equal bounds: what waited first
+    candidate: Candidate = field(compare=False)
+    stage: NodeStage = field(compare=False, default=NodeStage.START)
+    chains: tuple[LayerChain, ...] = field(compare=False, default=())  # from CHAINS_BOUNDED on
+    fit: AnchorFit | None = field(
+        compare=False, default=None
+    )  # from MEMORY_BOUNDED on, if not every partition is tried
+
+    @property
+    def recompute(self) -> RecomputeToFit:
+        """What spans of its layers must recompute; from MEMORY_BOUNDED on."""
+        assert self.fit is not None, f"node {self.number} is {self.stage.name}, not MEMORY_BOUNDED"
+        return self.fit.recompute
+
+    @property
+    def anchor(self) -> LayerPartition:
+        """The partition that others are sought around; from MEMORY_BOUNDED on."""
+        assert self.fit is not None, f"node {self.number} is {self.stage.name}, not MEMORY_BOUNDED"
+        return self.fit.anchor
 
 
 def best_first_search(
@@ -59,38 +103,33 @@ def best_first_search(
         candidates: mesh assignments with lower bounds.
         evaluator: estimates, fits and simulates them.
         num_simulated: at least so many of them are simulated, if so many fit, so that the ranking has figures to show.
-        progress: called with the number of candidates that were looked at or are settled, of how many.
+        progress: called with the number of candidates that were looked at or are decided, of how many.
     """
-    return _Search(evaluator, num_simulated, progress).run(candidates)
-
-
-@dataclass(order=True)
-class SearchNode:
-    """A candidate in the queue; the one with the least bound comes first."""
-
-    bound_s: float
-    number: int  # decides between equal bounds: what waited first
-    candidate: Candidate = field(compare=False)
-    chains: tuple[LayerChain, ...] | None = field(compare=False, default=None)
-    fit: "AnchorFit | None" = field(compare=False, default=None)
-    is_anchor_estimated: bool = field(compare=False, default=False)
-
-
-@dataclass(frozen=True)
-class AnchorFit:
-    """What a candidate must recompute to fit into memory, and its anchor with that."""
-
-    recompute: RecomputeToFit
-    anchor: LayerPartition
+    search = _Search(candidates, evaluator, num_simulated)
+    num_looked_at = 0
+    while search.queue and not search.is_decided():
+        node = heapq.heappop(search.queue)
+        if progress is not None:
+            progress(num_looked_at, len(candidates))
+        num_looked_at += node.stage is NodeStage.START
+        search.advance(node)
+    if not search.is_exhaustive:
+        search.simulate_runner_ups()
+    search.search_simpler()
+    if evaluator.problem.request.names_losers:
+        search.search_losing_placements()
+    search.reject_unsearched()
+    if progress is not None:
+        progress(len(candidates), len(candidates))
+    return SearchResults(rank_candidates(search.best.values()), tuple(search.rejected), tuple(candidates))
 
 
 class _Search:
-    def __init__(self, evaluator: Evaluator, num_simulated: int, progress: Progress | None) -> None:
+    def __init__(self, candidates: Sequence[Candidate], evaluator: Evaluator, num_simulated: int) -> None:
         self.evaluator = evaluator
         self.budget = evaluator.budget.partitions
         self.num_simulated = num_simulated
         self.max_step_s = evaluator.problem.request.max_step_s
-        self.progress = progress
         self.rejected: list[Rejected] = []
         # By id of the candidate, that is by mesh assignment:
         self.best: dict[int, Candidate] = {}  # the partition with the fastest simulated step
@@ -98,32 +137,12 @@ class _Search:
         self.runner_ups: dict[int, list[Candidate]] = {}  # partitions with the next best estimates
         self.queue: list[SearchNode] = []
         self.num_queued = 0
-        self.is_exhaustive = False
         self.searched: Callable[[Candidate], bool] | None = None  # who competes; None: all do
-        self.estimator = evaluator.estimator(self.budget.num_estimated_replica_groups)
-
-    def run(self, candidates: Sequence[Candidate]) -> SearchResults:
-        """Work the queue off."""
         assignments = (candidate.assignment for candidate in candidates)
         self.is_exhaustive = self._num_partitions(assignments) <= self.budget.max_partitions_to_try_all
-        if self.is_exhaustive:
-            self.estimator = self.evaluator.estimator(None)
+        self.estimator = evaluator.estimator(None if self.is_exhaustive else self.budget.num_estimated_replica_groups)
         for candidate in candidates:
             self._start(candidate)
-        num_looked_at = 0
-        while self.queue and not self._is_decided(self.queue[0]):
-            node = heapq.heappop(self.queue)
-            self._report(num_looked_at, len(candidates))
-            num_looked_at += node.chains is None and node.candidate.stage < CandidateStage.PARTITIONED
-            self._advance(node)
-        if not self.is_exhaustive:
-            self._simulate_runner_ups()
-        self._search_simpler()
-        if self.evaluator.problem.request.names_losers:
-            self._search_placements()
-        self._reject_unsearched()
-        self._report(len(candidates), len(candidates))
-        return SearchResults(rank_candidates(self.best.values()), tuple(self.rejected))
 
     def _start(self, candidate: Candidate) -> None:
         tp_group = candidate.assignment.tp_group_across_nodes(self.evaluator.problem.hardware.ranks_per_node)
@@ -132,14 +151,11 @@ class _Search:
                 Rejected(candidate, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
             )
         else:
-            self._push(0.0 if self.is_exhaustive else candidate.time_lower_bound_s, candidate)
+            self._push(SearchNode(0.0 if self.is_exhaustive else candidate.time_lower_bound_s, candidate))
 
-    def _report(self, done: int, total: int) -> None:
-        if self.progress is not None:
-            self.progress(done, total)
-
-    def _is_decided(self, first: SearchNode) -> bool:
+    def is_decided(self) -> bool:
         """Return whether no candidate in the queue can change the choice."""
+        first = self.queue[0]
         if first.bound_s > self.max_step_s:
             return True
         if math.isinf(first.bound_s):  # nothing that waits can fit; a few are tried to explain why
@@ -147,21 +163,21 @@ class _Search:
         slack = EQUAL_STEP_TIME_RATIO if self.is_exhaustive else 1.0
         return len(self.best) >= self.num_simulated and first.bound_s > self._fastest_s() * slack
 
-    def _search_simpler(self) -> None:
+    def search_simpler(self) -> None:
         """Search what is simpler than the fastest candidate, as far as it may be as fast within 1%."""
         if not self.best:
             return
         fastest = min(self.best.values(), key=lambda candidate: candidate.step_time_s)
         limit_s = fastest.step_time_s * AS_FAST_RATIO
         for level in range(fastest.assignment.complexity_level):
-            self._search_to_end(partial(_has_complexity_level, level), limit_s)
+            self._search_alone(partial(_has_complexity_level, level), limit_s)
 
-    def _search_placements(self) -> None:
+    def search_losing_placements(self) -> None:
         """Search the placements that lost until no other layout of the same placement can be faster than its best."""
         for placement in sorted({node.candidate.placement for node in self.queue}):
-            self._search_to_end(partial(_has_placement, placement))
+            self._search_alone(partial(_has_placement, placement))
 
-    def _search_to_end(self, is_searched: Callable[[Candidate], bool], limit_s: float = math.inf) -> None:
+    def _search_alone(self, is_searched: Callable[[Candidate], bool], limit_s: float = math.inf) -> None:
         """Search some of the candidates by themselves, to their end or up to bounds of `limit_s` seconds."""
         others = [node for node in self.queue if not is_searched(node.candidate)]
         self.queue = [node for node in self.queue if is_searched(node.candidate)]
@@ -170,7 +186,7 @@ class _Search:
         while self.queue and math.isfinite(self.queue[0].bound_s):
             if self.queue[0].bound_s > min(self._fastest_s(), limit_s):
                 break
-            self._advance(heapq.heappop(self.queue))
+            self.advance(heapq.heappop(self.queue))
         self.queue += others
         self.searched = None
 
@@ -189,31 +205,31 @@ class _Search:
                 break
         return total
 
-    def _push(
-        self,
-        bound_s: float,
-        candidate: Candidate,
-        chains: tuple[LayerChain, ...] | None = None,
-        fit: AnchorFit | None = None,
-        is_anchor_estimated: bool = False,
-    ) -> None:
+    def _push(self, node: SearchNode) -> None:
         self.num_queued += 1
-        heapq.heappush(self.queue, SearchNode(bound_s, self.num_queued, candidate, chains, fit, is_anchor_estimated))
+        node.number = self.num_queued
+        heapq.heappush(self.queue, node)
 
-    def _advance(self, node: SearchNode) -> None:
-        """Put the next piece of work into the candidate with the least bound."""
-        if node.candidate.stage == CandidateStage.ESTIMATED:
+    def advance(self, node: SearchNode) -> None:
+        """Put the next piece of work into the node with the least bound, and queue what comes of it."""
+        if node.stage is NodeStage.ANCHOR_ESTIMATED:
+            partition = self._estimate_near_anchor(node)
+            if partition is None:
+                return
+            if partition.bound_s >= self._fastest_s():
+                self._push(partition)
+                return
+            node = partition  # the sooner a fast one is known, the fewer others are looked at
+        if node.stage is NodeStage.PARTITION_ESTIMATED:
             self._simulate(node.bound_s, node.candidate)
-        elif node.chains is None:
+        elif node.stage is NodeStage.START:
             self._bound_by_chains(node)
         elif self.is_exhaustive:
-            self._estimate_all_partitions(node, node.chains)
-        elif node.fit is None:
-            self._bound_by_memory(node, node.chains)
-        elif node.is_anchor_estimated:
-            self._estimate_near_anchor(node, node.chains, node.fit.recompute)
+            self._estimate_all_partitions(node)
+        elif node.stage is NodeStage.CHAINS_BOUNDED:
+            self._bound_by_memory(node)
         else:
-            self._estimate_anchor(node, node.chains, node.fit)
+            self._estimate_anchor(node)
 
     def _bound_by_chains(self, node: SearchNode) -> None:
         """Tighten the bound by the best partition of each layer chain."""
@@ -223,55 +239,57 @@ class _Search:
             self.rejected.append(Rejected(node.candidate, reason))
             return
         bound_s = max(node.bound_s, *map(chain_time_lower_bound, chains))
-        self._push(bound_s, node.candidate.bounded(bound_s), chains)
+        self._push(SearchNode(bound_s, node.candidate.bounded(bound_s), NodeStage.CHAINS_BOUNDED, chains))
 
-    def _bound_by_memory(self, node: SearchNode, chains: tuple[LayerChain, ...]) -> None:
+    def _bound_by_memory(self, node: SearchNode) -> None:
         """Tighten the bound by what the anchor must recompute to fit.
 
         It is at most what the anchor's estimate will be, which takes longer to work out.
         """
-        recompute = self._recompute_to_fit(node.candidate, chains)
+        recompute = self._recompute_to_fit(node)
         anchors = []
         seconds = []
-        for chain, of_chain in zip(chains, recompute, strict=True):
+        for chain, of_chain in zip(node.chains, recompute, strict=True):
             anchors.append(anchor_partition(chain, of_chain) or chain.anchor or ())
             seconds.append(partition_time_lower_bound(chain, anchors[-1], of_chain))
         # Infinite where a chunk alone does not fit; others on its rank may leave it room.
         least_s = max(filter(math.isfinite, seconds), default=0.0)
         bound_s = max(node.bound_s, least_s * self.budget.anchor_estimate_discount)
         fit = AnchorFit(recompute, tuple(anchors))
-        self._push(bound_s, node.candidate.bounded(bound_s), chains, fit)
+        candidate = node.candidate.bounded(bound_s)
+        self._push(SearchNode(bound_s, candidate, NodeStage.MEMORY_BOUNDED, node.chains, fit))
 
-    def _estimate_anchor(self, node: SearchNode, chains: tuple[LayerChain, ...], fit: AnchorFit) -> None:
-        """Estimate the anchor alone, so that candidates far behind wait until the others are settled."""
-        estimate_s = float(self._estimate(node.candidate, chains, [fit.anchor], fit.recompute)[0])
+    def _estimate_anchor(self, node: SearchNode) -> None:
+        """Estimate the anchor alone, so that candidates far behind wait until the others are decided."""
+        estimate_s = float(self._estimate(node, [node.anchor], node.recompute)[0])
         bound_s = max(node.bound_s, estimate_s * self.budget.anchor_estimate_discount)
-        self._push(bound_s, node.candidate.bounded(bound_s), chains, fit, is_anchor_estimated=True)
+        candidate = node.candidate.bounded(bound_s)
+        self._push(SearchNode(bound_s, candidate, NodeStage.ANCHOR_ESTIMATED, node.chains, node.fit))
 
-    def _estimate_all_partitions(self, node: SearchNode, chains: tuple[LayerChain, ...]) -> None:
+    def _estimate_all_partitions(self, node: SearchNode) -> None:
         """Let every partition of a candidate wait for the simulator, with its estimate as bound."""
-        recompute = self._recompute_to_fit(node.candidate, chains)
-        options = [all_chain_partitions(chain) for chain in chains]
+        recompute = self._recompute_to_fit(node)
+        options = [all_chain_partitions(chain) for chain in node.chains]
         if not all(options):
-            self._reject_for_memory(node.candidate, chains)
+            self._reject_for_memory(node)
             return
         partitions = list(product(*options))
-        estimates = self._estimate(node.candidate, chains, partitions, recompute).tolist()
+        estimates = self._estimate(node, partitions, recompute).tolist()
         for partition, estimate_s in zip(partitions, estimates, strict=True):
             estimated = node.candidate.partitioned(partition).estimated(estimate_s)
-            self._push(max(estimate_s, node.bound_s), estimated, chains)
+            bound_s = max(estimate_s, node.bound_s)
+            self._push(SearchNode(bound_s, estimated, NodeStage.PARTITION_ESTIMATED, node.chains))
 
-    def _estimate_near_anchor(
-        self, node: SearchNode, chains: tuple[LayerChain, ...], recompute: RecomputeToFit
-    ) -> None:
-        """Estimate partitions near the anchor; simulate the best, or let it wait for the simulator."""
+    def _estimate_near_anchor(self, node: SearchNode) -> SearchNode | None:
+        """Estimate partitions near the anchor; return a node of the best, or None if none of them fits."""
         options = [
-            self._partitions_near_anchor(chain, of_chain) for chain, of_chain in zip(chains, recompute, strict=True)
+            self._partitions_near_anchor(chain, of_chain)
+            for chain, of_chain in zip(node.chains, node.recompute, strict=True)
         ]
         if not all(options):
-            self._reject_for_memory(node.candidate, chains)
-            return
-        estimates = self._descend(node.candidate, chains, options, recompute)
+            self._reject_for_memory(node)
+            return None
+        estimates = self._descend(node, options)
         by_estimate = sorted(estimates, key=lambda partition: estimates[partition])
         ranked = [
             node.candidate.partitioned(partition).estimated(estimates[partition])
@@ -279,18 +297,9 @@ class _Search:
         ]
         self.runner_ups[node.candidate.id] = ranked[1:]
         bound_s = max(estimates[by_estimate[0]], node.bound_s)
-        if bound_s < self._fastest_s():  # the sooner a fast one is known, the fewer others are looked at
-            self._simulate(bound_s, ranked[0])
-        else:
-            self._push(bound_s, ranked[0], chains)
+        return SearchNode(bound_s, ranked[0], NodeStage.PARTITION_ESTIMATED, node.chains)
 
-    def _descend(
-        self,
-        candidate: Candidate,
-        chains: Sequence[LayerChain],
-        options: Sequence[Sequence[ChainPartition]],
-        recompute: RecomputeToFit,
-    ) -> dict[LayerPartition, float]:
+    def _descend(self, node: SearchNode, options: Sequence[Sequence[ChainPartition]]) -> dict[LayerPartition, float]:
         """Estimate partitions near the anchor, then near the best of these, until none is better."""
         estimates: dict[LayerPartition, float] = {}
         best_s = math.inf
@@ -298,7 +307,7 @@ class _Search:
             combined = _combine_best(options, self.budget.max_jitters_per_assignment)
             new = [partition for partition in combined if partition not in estimates]
             if new:
-                estimates |= zip(new, self._estimate(candidate, chains, new, recompute).tolist(), strict=True)
+                estimates |= zip(new, self._estimate(node, new, node.recompute).tolist(), strict=True)
             best = min(estimates, key=lambda partition: estimates[partition])
             if estimates[best] >= best_s:
                 break
@@ -307,18 +316,14 @@ class _Search:
                 break
             options = [
                 jittered_partitions(chain, around, of_chain, self.budget) or [around]
-                for chain, around, of_chain in zip(chains, best, recompute, strict=True)
+                for chain, around, of_chain in zip(node.chains, best, node.recompute, strict=True)
             ]
         return estimates
 
     def _estimate(
-        self,
-        candidate: Candidate,
-        chains: Sequence[LayerChain],
-        partitions: Sequence[LayerPartition],
-        recompute: RecomputeToFit,
+        self, node: SearchNode, partitions: Sequence[LayerPartition], recompute: RecomputeToFit
     ) -> FloatArray:
-        return self.estimator.estimate(candidate.assignment, chains, partitions, recompute)
+        return self.estimator.estimate(node.candidate.assignment, node.chains, partitions, recompute)
 
     def _in_flight(self, candidate: Candidate, partition: LayerPartition) -> Mapping[StageId, int]:
         return self.estimator.in_flight(candidate.assignment, partition)
@@ -334,8 +339,9 @@ class _Search:
             default=self.max_step_s,
         )
 
-    def _recompute_to_fit(self, candidate: Candidate, chains: Sequence[LayerChain]) -> RecomputeToFit:
+    def _recompute_to_fit(self, node: SearchNode) -> RecomputeToFit:
         """Return the recomputation that spans of layers need, where the anchor does not fit without any."""
+        candidate, chains = node.candidate, node.chains
         layer_costs, memory_bytes = self.evaluator.layer_costs, self.evaluator.memory_bytes
         anchor = tuple(chain.anchor or () for chain in chains)
         num_in_flight = self._in_flight(candidate, anchor)
@@ -370,7 +376,7 @@ class _Search:
         if known is None or simulated.step_time_s < known.step_time_s:
             self.best[candidate.id] = simulated
 
-    def _simulate_runner_ups(self) -> None:
+    def simulate_runner_ups(self) -> None:
         """Simulate the partitions with the next best estimates of the meshes found fastest."""
         if not self.best:
             return
@@ -384,7 +390,7 @@ class _Search:
         if self.runner_ups.get(number):
             candidate = self.runner_ups[number].pop(0)
             assert candidate.estimated_step_s is not None
-            self._push(candidate.estimated_step_s, candidate)
+            self._push(SearchNode(candidate.estimated_step_s, candidate, NodeStage.PARTITION_ESTIMATED))
 
     def _try_to_fit(self, candidate: Candidate) -> Candidate | None:
         assert candidate.partition is not None
@@ -396,16 +402,16 @@ class _Search:
             self.misfits[candidate.id] = fitted
         return None
 
-    def _reject_for_memory(self, candidate: Candidate, chains: Sequence[LayerChain]) -> None:
+    def _reject_for_memory(self, node: SearchNode) -> None:
         """Reject meshes of which no partition fits, with what the anchor needs."""
-        self._try_to_fit(candidate.partitioned(tuple(chain.anchor or () for chain in chains)))
-        self._reject_misfit(candidate.id)
+        self._try_to_fit(node.candidate.partitioned(tuple(chain.anchor or () for chain in node.chains)))
+        self._reject_misfit(node.candidate.id)
 
     def _reject_misfit(self, number: int) -> None:
         if number not in self.best and number in self.misfits:
             self.rejected.append(self.misfits[number])
 
-    def _reject_unsearched(self) -> None:
+    def reject_unsearched(self) -> None:
         """Reject what still waits: it cannot be faster, or cannot fit."""
         fastest_s = self._fastest_s()
         explained = set(self.best)
@@ -432,7 +438,7 @@ def _has_placement(placement: Placement, candidate: Candidate) -> bool:
 
 def _slowest_units(node: SearchNode) -> str:
     """Name the units whose work makes the bound, as far as is known."""
-    if node.chains is None:
+    if not node.chains:
         return "its work"
     return " and ".join(max(node.chains, key=chain_time_lower_bound).units)
 

@@ -1,8 +1,6 @@
 """The placements `unified` and `disaggregated`, searched together: their candidates compete in one queue."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.search.allocation import allocate_ranks
@@ -39,7 +37,7 @@ class PipelinedStrategy:
             num_wanted = max(num_wanted, request.num_measured)
         num_simulated = max(budget.partitions.min_simulated, num_wanted)
         candidates = allocate_ranks(evaluator, budget, request.allocation_watch)
-        results = _search(candidates, evaluator, num_simulated, progress)
+        results = best_first_search(candidates, evaluator, num_simulated, progress)
         for share in budget.meshes.roomier_shares if math.isinf(request.max_step_s) else ():
             of_placement = [c for c in results.enumerated if c.placement == "disaggregated"]
             if not any(math.isfinite(c.time_lower_bound_s) for c in of_placement):
@@ -48,12 +46,5 @@ class PipelinedStrategy:
                 break
             roomier = allocate_ranks(evaluator, budget, memory_share=share)
             roomier = [c for c in roomier if c.placement == "disaggregated" and math.isfinite(c.time_lower_bound_s)]
-            results = results.merged(_search(roomier, evaluator, num_simulated, progress))
+            results = results.merged(best_first_search(roomier, evaluator, num_simulated, progress))
         return results
-
-
-def _search(
-    candidates: Sequence[Candidate], evaluator: Evaluator, num_simulated: int, progress: Progress | None
-) -> SearchResults:
-    results = best_first_search(candidates, evaluator, num_simulated, progress)
-    return replace(results, enumerated=tuple(candidates))

@@ -1,6 +1,6 @@
 """How each placement is searched. A new placement is a folder with a `PlacementStrategy`, and one entry here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from mmtrain.planning.artifact.plan import Placement
@@ -11,7 +11,7 @@ from mmtrain.planning.search.replicated import ReplicatedStrategy
 from mmtrain.planning.space.budget import SearchBudget
 from mmtrain.planning.space.candidate import Candidate, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem
-from mmtrain.planning.space.search_progress import Progress
+from mmtrain.planning.space.search_progress import Progress, progress_of_part
 
 
 class PlacementStrategy(Protocol):
@@ -32,7 +32,7 @@ class PlacementStrategy(Protocol):
 
         incumbent: the fastest candidate of the strategies before. A placement is ranked by its best plan even where
             that is slower.
-        progress: called with the number of candidates that are settled, of how many.
+        progress: called with the number of candidates that are decided, of how many.
         """
 
 
@@ -45,6 +45,17 @@ STRATEGIES: Mapping[Placement, PlacementStrategy] = {
 }
 
 
-def strategies_of(placements: Sequence[Placement]) -> list[PlacementStrategy]:
-    """Return the strategies of some placements, each once."""
-    return list(dict.fromkeys(STRATEGIES[placement] for placement in placements))
+def run_strategies(evaluator: Evaluator) -> SearchResults:
+    """Search every placement of the problem; each strategy knows the best candidate of those before."""
+    problem = evaluator.problem
+    strategies = list(dict.fromkeys(STRATEGIES[placement] for placement in problem.constraints.placements))
+    num_searches = [strategy.num_searches(problem) for strategy in strategies]
+    results = SearchResults()
+    for i, strategy in enumerate(strategies):
+        progress = progress_of_part(problem.request.progress, sum(num_searches[:i]), num_searches[i], sum(num_searches))
+        of_strategy = strategy.search(problem, evaluator, evaluator.budget, results.best, progress)
+        results = results.merged(of_strategy)
+    report_end = progress_of_part(problem.request.progress, 0, sum(num_searches), sum(num_searches))
+    if report_end is not None:
+        report_end(1, 1)
+    return results

@@ -10,8 +10,8 @@ from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
-from mmtrain.planning.layer_costs.tp_chunks import with_token_splits
-from mmtrain.planning.planner import run_strategies
+from mmtrain.planning.layer_costs.token_splits import with_token_splits
+from mmtrain.planning.search.strategies import run_strategies
 from mmtrain.planning.space.budget import QUICK_BUDGET
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe.settings.schema import Recipe
