@@ -16,7 +16,7 @@ from mmtrain.planning.evaluate import layout_simulation
 
 PACKAGE = Path(mmtrain.__file__).parent
 RECIPE = PACKAGE.parent / "recipes/whatif/optimus_14b.yaml"
-MAX_FRAMES_OF_PLAN = 17
+MAX_FRAMES_OF_PLAN = 14
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # Python 3.12 has no frames for most of them
 
 

@@ -1,7 +1,7 @@
 """What the command line does, as functions that return objects: whoever calls them gets the same plans and steps.
 
-Start with `local_cluster.plan_here` for plans and `simulated_steps` for steps of them. Modules import what they need
-when they run, so that the command line stays fast.
+Start with `plans.make_plan` for plans and `simulated_steps.simulate_steps` for steps of them. The command line imports
+these modules when it runs them, so that its help stays fast.
 """
 
 __all__: list[str] = []

@@ -1,26 +1,19 @@
-"""Plan for the cluster that the recipe names, or for this machine where the recipe leaves it open."""
+"""The cluster that a recipe is planned for, or this machine where the recipe leaves it open; and runs of plans here."""
 
-import gc
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
-from mmtrain.recipe import Recipe, recipe_fingerprint
+from mmtrain.recipe import Recipe
 
 if TYPE_CHECKING:
-    from mmtrain.balance import SampleLengths
     from mmtrain.planning import Plan
     from mmtrain.planning.artifact.plan import StepMeasurement
-    from mmtrain.planning.space.problem import PlanRequest
 
-# Planning makes millions of objects and hardly a reference cycle, so frequent collections only cost time.
-GC_THRESHOLD_OBJECTS = 1_000_000
 # What the drivers of the GPUs that torch.cuda knows create: NVIDIA's, NVIDIA's under WSL, AMD's.
 GPU_DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 NUM_RANKS_WITHOUT_GPU = 2  # the fewest that exercise communication
@@ -97,69 +90,6 @@ def require_costs(recipe: Recipe) -> None:
             f"cluster.costs: {table} has no entry for these layers ({'; '.join(missing)}): they are modelled from the "
             "hardware preset; `mmtrain profile` on such hardware measures them"
         )
-
-
-@contextmanager
-def rare_garbage_collection() -> Iterator[None]:
-    """Make Python collect reference cycles rarely inside this context."""
-    before = gc.get_threshold()
-    gc.set_threshold(GC_THRESHOLD_OBJECTS)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-@rare_garbage_collection()
-def plan_here(
-    recipe: Recipe,
-    lengths: "SampleLengths",
-    num_ranks: int | None = None,
-    request: "PlanRequest | None" = None,
-) -> "Plan":
-    """Plan for the recipe's cluster, or for this machine; on exactly `num_ranks` ranks if given, which are here.
-
-    What this machine's torch cannot run is not searched.
-    """
-    from mmtrain.planning.planner import plan_recipe
-    from mmtrain.planning.space.problem import PlanRequest
-
-    request = request or PlanRequest()
-    runs_here = num_ranks is not None or request.measure is not None
-    can_shard = can_shard_here() if runs_here else can_shard_where_planned(recipe)
-    ranks, hardware = resolve_cluster(recipe)
-    return plan_recipe(
-        recipe if num_ranks is None else _on_all_ranks(recipe),
-        lengths,
-        world_size=num_ranks or ranks,
-        hardware=hardware,
-        recipe_sha256=recipe_fingerprint(recipe),
-        request=replace(request, can_shard=can_shard),
-    )
-
-
-@rare_garbage_collection()
-def plan_for_started_ranks(
-    recipe: Recipe, lengths: "SampleLengths", *, world_size: int, hardware: str, recipe_sha256: str
-) -> "Plan":
-    """Plan for ranks that have already been started: the plan uses all of them, whatever `parallel.max_gpus` says."""
-    from mmtrain.planning.planner import plan_recipe
-    from mmtrain.planning.space.problem import PlanRequest
-    from mmtrain.planning.whatif.text_only import with_text_only
-
-    plan = plan_recipe(
-        _on_all_ranks(recipe),
-        lengths,
-        world_size=world_size,
-        hardware=hardware,
-        recipe_sha256=recipe_sha256,
-        request=PlanRequest(can_shard=can_shard_here()),
-    )
-    return with_text_only(plan, recipe, lengths)
-
-
-def _on_all_ranks(recipe: Recipe) -> Recipe:
-    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"max_gpus": None})})
 
 
 def plan_timer(recipe: Recipe) -> "Callable[[Plan], StepMeasurement]":

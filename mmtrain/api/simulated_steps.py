@@ -53,7 +53,8 @@ def index_and_plan(recipe: "Recipe", plan_path: Path | None) -> "tuple[DataIndex
     The plan comes from `plan_path`; without it, the recipe is planned now. Raises UserError for a plan of another
     recipe.
     """
-    from mmtrain.api.local_cluster import plan_here, require_costs
+    from mmtrain.api.local_cluster import require_costs
+    from mmtrain.api.plans import make_plan
     from mmtrain.api.recipe_index import index_recipe
     from mmtrain.planning.artifact.plan_files import load_plan, require_match
     from mmtrain.recipe import recipe_fingerprint
@@ -62,7 +63,7 @@ def index_and_plan(recipe: "Recipe", plan_path: Path | None) -> "tuple[DataIndex
         require_costs(recipe)
     index = index_recipe(recipe)
     if plan_path is None:
-        plan = plan_here(recipe, index.lengths)
+        plan = make_plan(recipe, index.lengths).plan
     else:
         plan = load_plan(plan_path)
         require_match(plan, recipe_fingerprint(recipe), plan.world_size, plan.hardware)

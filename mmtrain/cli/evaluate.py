@@ -77,14 +77,16 @@ def evaluate(
     A model with a generator also draws the images of held-out samples, beside what it draws with blanked captions, and
     shows how well it predicts noise (or direction) at ten levels of noise.
     """
-    from mmtrain.api.local_cluster import plan_here
+    from mmtrain.api.plans import plan_for_started_ranks
     from mmtrain.runtime.evaluation.score_drawings import DrawingRequest
     from mmtrain.runtime.evaluation.score_run import EvaluateRequest
     from mmtrain.runtime.evaluation.score_run import run as evaluate_run
 
     drawing = DrawingRequest(draw, steps, guidance, seed, samples)
     show = partial(_show, as_json)
-    evaluate_run(EvaluateRequest(run, plan_here, show, limit, blank_images, ranks, drawing, max_new_tokens))
+    evaluate_run(
+        EvaluateRequest(run, plan_for_started_ranks, show, limit, blank_images, ranks, drawing, max_new_tokens)
+    )
 
 
 def _show(as_json: bool, report: "EvaluationResult") -> None:

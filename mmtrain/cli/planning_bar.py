@@ -21,7 +21,7 @@ def planning_bar() -> Iterator["PlanningBar"]:
 
 
 class PlanningBar:
-    """Shows candidates that are settled, and what the planner does after them."""
+    """Shows candidates that are decided, and what the planner does after them."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack  # closes the bar on screen
@@ -41,7 +41,7 @@ class PlanningBar:
             print(f"planning: {text}", file=sys.stderr, flush=True)
 
     def __call__(self, done: int, total: int) -> None:
-        """Show that `done` of `total` candidates are settled. A smaller number than before starts a new search."""
+        """Show that `done` of `total` candidates are decided. A smaller number than before starts a new search."""
         done_before = self._done
         self._done = done
         if self._started is None or done < done_before:

@@ -135,7 +135,8 @@ def _train_stages(runs: "list[StageRun]", options: _Options) -> None:
 
 def _train_run(run: "StageRun", options: _Options, may_be_new: bool = False) -> None:
     """Start or resume one run; `may_be_new`: with `--resume`, start it if there is none."""
-    from mmtrain.api.local_cluster import can_shard_here, plan_for_started_ranks, resolve_cluster
+    from mmtrain.api.local_cluster import can_shard_here, resolve_cluster
+    from mmtrain.api.plans import plan_for_started_ranks
     from mmtrain.costs.choose import costs_of_recipe
     from mmtrain.planning import load_plan
     from mmtrain.planning.artifact.plan_files import ranks_to_start

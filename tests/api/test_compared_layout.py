@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from mmtrain.api.compared_layout import compare_layout, parse_layout
+from mmtrain.api.plans import compare_layout
+from mmtrain.cli.plan_arguments import parse_layout
 from mmtrain.errors import PlanError, UserError
 from mmtrain.planning import Plan
 from mmtrain.planning.advise.compare import with_compared

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mmtrain.api import local_cluster
+from mmtrain.api.plans import make_plan, plan_for_started_ranks
 from mmtrain.errors import LaunchError
 from mmtrain.models.stage.fully_sharded import require_fsdp2
 from mmtrain.planning import Plan
@@ -37,9 +38,11 @@ def torch_with_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _plan_started(settings: Recipe) -> Plan:
-    return local_cluster.plan_for_started_ranks(
-        settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="a" * 64
-    )
+    return plan_for_started_ranks(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="a" * 64)
+
+
+def _plan_here(settings: Recipe, **request: Any) -> Plan:
+    return make_plan(settings, lengths(), PlanRequest(**request)).plan
 
 
 def test_what_the_version_says_of_this_torch_is_so() -> None:
@@ -54,7 +57,7 @@ def test_what_the_version_says_of_this_torch_is_so() -> None:
 
 @pytest.mark.usefixtures("torch_with_sharding")
 def test_sharded_replicas_are_chosen_where_torch_can_shard() -> None:
-    assert _plan_started(_tight()).shard == local_cluster.plan_here(_tight(), lengths()).shard == 2
+    assert _plan_started(_tight()).shard == _plan_here(_tight()).shard == 2
 
 
 @pytest.mark.usefixtures("torch_without_sharding")
@@ -63,9 +66,9 @@ def test_ranks_that_cannot_shard_get_another_plan() -> None:
     named = {"hardware": "cpu-core", "ranks": 2}
     for plan in (
         _plan_started(_tight(named)),
-        local_cluster.plan_here(_tight(named), lengths(), 2),
-        local_cluster.plan_here(_tight(), lengths()),
-        local_cluster.plan_here(_tight({"ranks": 2}), lengths(), request=PlanRequest(explain=True)),
+        plan_for_started_ranks(_tight(named), lengths(), 2),
+        _plan_here(_tight()),
+        _plan_here(_tight({"ranks": 2}), explain=True),
     ):
         assert "unified" in _placements(plan)
         assert "replicated" not in _placements(plan)
@@ -74,9 +77,9 @@ def test_ranks_that_cannot_shard_get_another_plan() -> None:
 @pytest.mark.usefixtures("torch_without_sharding")
 def test_whole_replicas_and_other_clusters_are_planned_as_ever() -> None:
     roomy = _tight({"memory_gib": 1}, zero=1)
-    assert "replicated" in _placements(local_cluster.plan_here(roomy, lengths(), request=PlanRequest(explain=True)))
-    assert local_cluster.plan_here(_tight({"hardware": "cpu-core", "ranks": 2}), lengths()).placement == "replicated"
-    assert local_cluster.plan_here(_tight(placement="replicated"), lengths()).shard == 2  # `train` says what lacks
+    assert "replicated" in _placements(_plan_here(roomy, explain=True))
+    assert _plan_here(_tight({"hardware": "cpu-core", "ranks": 2})).placement == "replicated"
+    assert _plan_here(_tight(placement="replicated")).shard == 2  # `train` says what lacks
 
 
 @pytest.mark.parametrize("can_shard", [True, False])

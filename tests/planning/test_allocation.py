@@ -14,7 +14,7 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.search.allocation import allocate_ranks, relaxed_step_s
 from mmtrain.planning.search.mesh_enumeration import bounded_mesh_assignments
-from mmtrain.planning.space.allocation_watch import Allocation, AllocationWatch
+from mmtrain.planning.space.search_reports import Allocation, AllocationWatch
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.constraints import UnitChoices
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest

@@ -35,7 +35,7 @@ from mmtrain.planning.space.candidate import (
 )
 from mmtrain.planning.space.constraints import UnitChoices
 from mmtrain.planning.space.problem import PlanningProblem
-from mmtrain.planning.space.search_progress import Progress, progress_of_part
+from mmtrain.planning.space.search_reports import Progress, progress_of_part
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 
 RecomputeShares = Mapping[str, float]  # by unit: share of each stage's layers that is recomputed

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.search.mesh_enumeration import Choices, bounded_mesh_assignments, unit_mesh_sizes
-from mmtrain.planning.space.allocation_watch import Allocation, AllocationWatch
 from mmtrain.planning.space.budget import SearchBudget
 from mmtrain.planning.space.candidate import Candidate, UnitTimeBound
+from mmtrain.planning.space.search_reports import Allocation, AllocationWatch
 
 
 def allocate_ranks(

@@ -41,7 +41,7 @@ from mmtrain.planning.space.candidate import (
     SearchResults,
     rank_candidates,
 )
-from mmtrain.planning.space.search_progress import Progress
+from mmtrain.planning.space.search_reports import Progress
 from mmtrain.program.ir.graph import LLM, StageId
 
 RecomputeToFit = list[SpanRecompute | None]  # by chain, see `recompute_to_fit`; None where the anchor needs none

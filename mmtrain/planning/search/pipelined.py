@@ -8,7 +8,7 @@ from mmtrain.planning.search.best_first_search import best_first_search
 from mmtrain.planning.space.budget import SearchBudget
 from mmtrain.planning.space.candidate import Candidate, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem
-from mmtrain.planning.space.search_progress import Progress
+from mmtrain.planning.space.search_reports import Progress
 
 
 class PipelinedStrategy:

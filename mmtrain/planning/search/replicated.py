@@ -23,7 +23,7 @@ from mmtrain.planning.space.batch_split import num_microbatches_of
 from mmtrain.planning.space.budget import SearchBudget
 from mmtrain.planning.space.candidate import Candidate, MeshAssignment, Rejected, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem
-from mmtrain.planning.space.search_progress import Progress
+from mmtrain.planning.space.search_reports import Progress
 from mmtrain.program.ir.graph import LLM, DispatchMode
 from mmtrain.recipe.settings.modalities import GENERATOR
 
@@ -32,7 +32,7 @@ class ReplicatedStrategy:
     """Simulates candidates for every size of shards, way to dispatch and schedule."""
 
     def num_searches(self, problem: PlanningProblem) -> int:
-        """Return 1: candidates of all kinds are settled together."""
+        """Return 1: candidates of all kinds are decided together."""
         return 1
 
     def search(

@@ -11,7 +11,7 @@ from mmtrain.planning.search.replicated import ReplicatedStrategy
 from mmtrain.planning.space.budget import SearchBudget
 from mmtrain.planning.space.candidate import Candidate, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem
-from mmtrain.planning.space.search_progress import Progress, progress_of_part
+from mmtrain.planning.space.search_reports import Progress, progress_of_part
 
 
 class PlacementStrategy(Protocol):

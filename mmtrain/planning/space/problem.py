@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from mmtrain.costs import CostModel, Hardware, Precision, StateBytes, state_bytes
 from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.planning.artifact.plan import Placement, Plan, StepMeasurement
-from mmtrain.planning.space.allocation_watch import AllocationWatch
 from mmtrain.planning.space.constraints import RecomputeMode, SequenceParallelSetting, TpOverlapSetting, UnitChoices
 from mmtrain.planning.space.sample_batches import SampledBatches
-from mmtrain.planning.space.search_progress import Progress
+from mmtrain.planning.space.search_reports import AllocationWatch, Progress
 from mmtrain.recipe.settings.schema import Recipe
 
 MeasureStep = Callable[[Plan], StepMeasurement]  # runs a few steps of a plan
@@ -27,7 +26,7 @@ class PlanRequest:
     num_measured: int = 12  # plans that are run: sizes and layer partitions of them, not counting rules of thumb
     progress: Progress | None = None
     allocation_watch: AllocationWatch | None = None  # is told how ranks were allocated to units, and how long that took
-    announce: Callable[[str], None] | None = None  # called with what is done when candidates are settled
+    announce: Callable[[str], None] | None = None  # called with what is done when candidates are decided
     max_step_s: float = math.inf  # slower plans are of no use, so searches may end without any
     can_shard: bool = True  # whether the torch of the ranks can shard weights (`models.fully_sharded`)
 

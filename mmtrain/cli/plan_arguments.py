@@ -1,15 +1,13 @@
-"""Read a layout to compare a plan with: sizes like `tp=8,pp=8,vpp=3`, or arguments of Megatron-LM or its Bridge."""
+"""Translate arguments of `mmtrain plan` into settings of the recipe: another cluster, or a layout to compare with.
+
+A layout is sizes like `tp=8,pp=8,vpp=3`, or arguments of Megatron-LM or its Bridge.
+"""
 
 import shlex
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from mmtrain.errors import PlanError, RecipeError, UserError
-from mmtrain.recipe import Recipe
+from mmtrain.errors import UserError
 
-if TYPE_CHECKING:
-    from mmtrain.planning import Plan
-
+CLUSTER_SYNTAX = "HARDWARE:KEY=VALUE,... with keys nodes, ranks, ranks_per_node, memory_gib, as in h100-80g:nodes=8"
 SIZES = ("tp", "pp", "vpp", "dp")
 MEGATRON_SIZES = {
     "tensor_model_parallel_size": "tp",
@@ -19,11 +17,54 @@ MEGATRON_SIZES = {
 }
 LAYERS_PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
 MUST_BE_ONE = ("context_parallel_size", "expert_model_parallel_size")
-SYNTAX = (
+LAYOUT_SYNTAX = (
     "'tp=8,pp=8,vpp=3' (also dp, sp), or Megatron-LM's arguments, like '--tensor-model-parallel-size 8 "
     "--pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 4'"
 )
-LABEL = "your layout (its layers divided by the planner)"
+
+
+def cluster_overrides(text: str) -> list[str]:
+    """Translate `--cluster h100:nodes=384,ranks_per_node=8` into recipe overrides.
+
+    A unique prefix of a hardware preset's name is enough. The overrides remove `cluster.costs`, since a measured table
+    belongs to another cluster. Raises UserError for a key or value that is not understood.
+    """
+    from mmtrain.costs import preset
+
+    name, _, rest = text.partition(":")
+    hardware = preset(name)
+    values: dict[str, float] = {}
+    for part in rest.split(",") if rest else ():
+        key, _, value = part.partition("=")
+        if key not in ("nodes", "ranks", "ranks_per_node", "memory_gib"):
+            raise UserError(f"--cluster {text}: {key!r} is not known; allowed: {CLUSTER_SYNTAX}")
+        try:
+            values[key] = float(value) if key == "memory_gib" else int(value)
+        except ValueError:
+            raise UserError(f"--cluster {text}: {key} is {value!r}; allowed: a number") from None
+    if "nodes" in values and "ranks" in values:
+        raise UserError(f"--cluster {text}: nodes and ranks both set the size; give one of them")
+    per_node = values.get("ranks_per_node", hardware.ranks_per_node)
+    ranks = values.get("ranks", values.get("nodes", 1) * per_node)
+    settings = {
+        "hardware": hardware.name,
+        "ranks": ranks,
+        "ranks_per_node": values.get("ranks_per_node", "null"),
+        "memory_gib": values.get("memory_gib", "null"),
+        "costs": "null",
+    }
+    return [f"cluster.{key}={value}" for key, value in settings.items()]
+
+
+def parse_gpu_counts(text: str) -> list[int]:
+    """Parse `--gpus 64,128,256` into ascending numbers. Raises UserError."""
+    try:
+        gpu_counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        gpu_counts = []
+    if not gpu_counts or gpu_counts[0] < 1:
+        raise UserError(f"--gpus {text}: allowed: numbers of at least 1, separated by commas, like 64,128,256")
+    return gpu_counts
 
 
 def parse_layout(text: str, num_layers: int) -> list[str]:
@@ -81,16 +122,4 @@ def _chunks_per_rank(text: str, num_layers: int, layers_per_chunk: int, pp: int)
 
 def _require(is_right: bool, text: str, problem: str) -> None:
     if not is_right:
-        raise UserError(f"--compare {text}: {problem}; allowed: {SYNTAX}")
-
-
-def compare_layout(chosen: "Plan", changed: Recipe, plan_for: "Callable[[Recipe], Plan]") -> "Plan":
-    """Plan `changed`, the recipe with the user's sizes fixed, and put that plan into the ranking of the chosen one."""
-    from mmtrain.planning.advise.compare import with_compared, with_misfit
-
-    try:
-        compared = plan_for(changed)
-    except (PlanError, RecipeError) as error:
-        return with_misfit(chosen, LABEL, " ".join(str(error).split()))
-    same_recipe = {"recipe_sha256": chosen.recipe_sha256, "alternatives": ()}
-    return with_compared(chosen, compared.model_copy(update=same_recipe), LABEL)
+        raise UserError(f"--compare {text}: {problem}; allowed: {LAYOUT_SYNTAX}")

@@ -1,7 +1,27 @@
-"""What the planner says of the allocation of ranks to units, to those who ask; see `allocation.py`."""
+"""What a search tells those who ask: how far it is, and how it allocated ranks to units (`search/allocation.py`)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+Progress = Callable[[int, int], None]  # candidates that are decided, of how many
+
+PERCENT = 100
+
+
+def progress_of_part(progress: Progress | None, num_before: int, num_searches: int, num_all: int) -> Progress | None:
+    """Return the progress of some searches as that of all of them, which count as equally long.
+
+    num_before: searches that are done by then; num_searches: those that report here; num_all: all together.
+    """
+    if progress is None:
+        return None
+    report = progress
+
+    def report_part(done: int, total: int) -> None:
+        done_searches = num_before + num_searches * done / max(total, 1)
+        report(round(PERCENT * done_searches), PERCENT * num_all)
+
+    return report_part
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,176 @@
+"""Make the plan of a recipe: whoever calls `make_plan` gets what `mmtrain plan` saves and `mmtrain train` runs."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mmtrain.api.local_cluster import can_shard_here, can_shard_where_planned, resolve_cluster
+from mmtrain.balance import SampleLengths
+from mmtrain.errors import PlanError, RecipeError
+from mmtrain.planning import Plan
+from mmtrain.planning.advise.compare import with_compared, with_misfit
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.planner import plan
+from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
+from mmtrain.planning.space.search_reports import Allocation, AllocationWatch
+from mmtrain.planning.whatif.faster_nearby import describe_faster_nearby
+from mmtrain.planning.whatif.text_only import with_text_only
+from mmtrain.recipe import Recipe, recipe_fingerprint
+from mmtrain.report.run_cost import RunCost
+from mmtrain.report.scaling import ScalingPoint
+
+# Planning makes millions of objects and hardly a reference cycle, so frequent collections only cost time.
+GC_THRESHOLD_OBJECTS = 1_000_000
+COMPARED_LABEL = "your layout (its layers divided by the planner)"
+
+
+@dataclass(frozen=True)
+class StartedRanks:
+    """Ranks that run on this machine, all of which the plan must use."""
+
+    num_ranks: int
+    hardware: str | None = None  # name of a preset; None: the recipe's, or this machine's
+    recipe_sha256: str | None = None  # fingerprint that the plan carries; None: that of the recipe
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A plan, and what was learned beside it."""
+
+    plan: Plan  # with the throughput of its LLM alone, where it has encoders
+    cost: RunCost  # of all steps of the recipe, as predicted
+    hints: tuple[str, ...] = ()  # sentences: a nearby batch, or fewer ranks, that is over 10% faster
+    allocation: Allocation | None = (
+        None  # of ranks to units, where the request asks to explain and units have their own
+    )
+
+
+def make_plan(
+    recipe: Recipe,
+    lengths: SampleLengths,
+    request: PlanRequest | None = None,
+    *,
+    started: StartedRanks | None = None,
+    compared: Recipe | None = None,
+    with_hints: bool = False,
+) -> PlannedRun:
+    """Search the fastest plan that fits, for the recipe's cluster, or for this machine where the recipe leaves it open.
+
+    Args:
+        recipe: model, data, constraints and cluster. What this machine's torch cannot run is not searched for it.
+        lengths: of the recipe's samples.
+        request: how many losers the plan names, a rule of thumb in place of the search, runs on this machine, progress.
+        started: ranks that are running already; by default the plan may use fewer, if `parallel.max_gpus` says so.
+        compared: the recipe with a layout of the user fixed, which is planned too and put into the ranking.
+        with_hints: whether to try other batches and numbers of ranks, which takes some more searches.
+
+    Raises:
+        PlanError: constraints contradict each other or the cluster, or nothing fits into memory.
+    """
+    request = request or PlanRequest()
+    allocations: list[Allocation] = []
+    if request.explain:
+        request = replace(request, allocation_watch=AllocationWatch(time.perf_counter, allocations.append))
+    hints: list[str] = []
+    with _rare_garbage_collection():
+        chosen = plan(_formulate(recipe, lengths, request, started))
+        if compared is not None:
+            chosen = compare_layout(chosen, compared, partial(_search, lengths=lengths, request=PlanRequest()))
+        request.say("planning the LLM alone")
+        chosen = with_text_only(chosen, recipe, lengths)
+        if with_hints:
+            request.say("trying other batches and numbers of ranks")
+            hints = describe_faster_nearby(recipe, lengths, chosen, can_shard_where_planned(recipe))
+    num_steps = recipe.train.steps
+    run_s = num_steps * chosen.predicted.step_time_s
+    cost = RunCost.of_seconds(recipe.cluster, num_steps, run_s, chosen.world_size)
+    return PlannedRun(chosen, cost, tuple(hints), allocations[-1] if allocations else None)
+
+
+def plan_for_started_ranks(
+    recipe: Recipe,
+    lengths: SampleLengths,
+    world_size: int,
+    hardware: str | None = None,
+    recipe_sha256: str | None = None,
+) -> Plan:
+    """Plan for ranks that have already been started: the plan uses all of them, whatever `parallel.max_gpus` says.
+
+    What `train` and `evaluate` call; see `StartedRanks`. Raises PlanError if nothing fits.
+    """
+    return make_plan(recipe, lengths, started=StartedRanks(world_size, hardware, recipe_sha256)).plan
+
+
+def plan_for_each_count(
+    recipe: Recipe, lengths: SampleLengths, gpu_counts: Sequence[int], request: PlanRequest
+) -> list[ScalingPoint]:
+    """Plan the recipe for each number of GPUs; a point without a plan holds the reason.
+
+    Raises:
+        PlanError: no number of GPUs has a plan.
+    """
+    points = []
+    for gpus in gpu_counts:
+        cluster = recipe.cluster.model_copy(update={"ranks": gpus})
+        try:
+            with _rare_garbage_collection():
+                chosen = _search(recipe.model_copy(update={"cluster": cluster}), lengths, request)
+            points.append(ScalingPoint(gpus, chosen, ""))
+        except PlanError as error:
+            points.append(ScalingPoint(gpus, None, str(error)))
+    if all(point.plan is None for point in points):
+        largest = points[-1]
+        raise PlanError(f"--gpus: no plan exists for any of these numbers; for {largest.gpus}: {largest.reason}")
+    return points
+
+
+def compare_layout(chosen: Plan, compared: Recipe, plan_for: Callable[[Recipe], Plan]) -> Plan:
+    """Plan `compared`, the recipe with the user's sizes fixed, and put that plan into the ranking of the chosen one."""
+    try:
+        of_user = plan_for(compared)
+    except (PlanError, RecipeError) as error:
+        return with_misfit(chosen, COMPARED_LABEL, " ".join(str(error).split()))
+    same_recipe = {"recipe_sha256": chosen.recipe_sha256, "alternatives": ()}
+    return with_compared(chosen, of_user.model_copy(update=same_recipe), COMPARED_LABEL)
+
+
+def _search(recipe: Recipe, lengths: SampleLengths, request: PlanRequest) -> Plan:
+    """Return the fastest plan alone, without what `make_plan` adds to it."""
+    return plan(_formulate(recipe, lengths, request))
+
+
+def _formulate(
+    recipe: Recipe, lengths: SampleLengths, request: PlanRequest, started: StartedRanks | None = None
+) -> PlanningProblem:
+    """Return the problem for the started ranks, or for the recipe's cluster; without what torch here cannot run."""
+    runs_here = started is not None or request.measure is not None
+    can_shard = can_shard_here() if runs_here else can_shard_where_planned(recipe)
+    fingerprint = recipe_fingerprint(recipe)
+    if started is None:
+        num_ranks, hardware = resolve_cluster(recipe)
+    else:
+        num_ranks, hardware = started.num_ranks, started.hardware or resolve_cluster(recipe)[1]
+        fingerprint = started.recipe_sha256 or fingerprint
+        recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"max_gpus": None})})
+    return formulate_problem(
+        recipe,
+        lengths,
+        world_size=num_ranks,
+        hardware=hardware,
+        recipe_sha256=fingerprint,
+        request=replace(request, can_shard=can_shard),
+    )
+
+
+@contextmanager
+def _rare_garbage_collection() -> Iterator[None]:
+    """Make Python collect reference cycles rarely inside this context."""
+    before = gc.get_threshold()
+    gc.set_threshold(GC_THRESHOLD_OBJECTS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
