@@ -209,17 +209,16 @@ def _sentences(plan: Plan) -> Iterator[str]:
     yield from _choice_sentences(plan)
 
 
-def _memory_sum_text(kinds_gib: dict[str, float], memory_gib: float | None) -> str:
+def _memory_sum_text(kinds_gib: dict[str, float], memory_gib: float) -> str:
     """Write `66 GiB counted + 8 GiB margin of 74.5 GiB: parameters 10 GiB, ...`."""
     margin_gib = kinds_gib.get("margin", 0.0)
     counted_gib = sum(kinds_gib.values()) - margin_gib
-    of_memory = "" if memory_gib is None else f" of {memory_text(memory_gib)}"
     kinds = ", ".join(f"{kind} {memory_text(gib)}" for kind, gib in kinds_gib.items() if gib and kind != "margin")
-    return f"{memory_text(counted_gib)} counted + {memory_text(margin_gib)} margin{of_memory}: {kinds}"
+    return f"{memory_text(counted_gib)} counted + {memory_text(margin_gib)} margin of {memory_text(memory_gib)}: {kinds}"
 
 
 def _fullest_rank_kinds(predicted: Prediction) -> dict[str, float]:
-    """Return GiB by kind of memory on the fullest rank; nothing for plans of versions that did not write it."""
+    """Return GiB by kind of memory on the fullest rank; nothing for plans that no search has made."""
     if not predicted.peak_memory_gib:
         return {}
     fullest = max(predicted.peak_memory_gib, key=lambda ranks: predicted.peak_memory_gib[ranks])

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from mmtrain.api.plans import make_plan
+from mmtrain.api.simulated_steps import index_and_plan
 from mmtrain.data import build_index
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.families import FAMILIES
 from mmtrain.planning import load_plan
+from mmtrain.recipe import load_recipe
+from mmtrain.runtime.run_folder import PLAN_FILE
 from tests.cli.conftest import RunMmtrain
 
 RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
@@ -55,6 +59,32 @@ def test_plan_prints_a_table_and_saves_a_plan_file(
     monkeypatch.chdir(tmp_path)
     shown = run_mmtrain(*shlex.split(report)[1:])
     assert shown.stdout == "plan.html written\n", shown.stderr
+
+
+@pytest.mark.slow  # starts two ranks
+def test_library_command_and_training_make_the_same_plan(run_mmtrain: RunMmtrain, data: Path, tmp_path: Path) -> None:
+    settings = [
+        f"data.sources.0.path={data}/train.json",
+        f"data.validation.0.path={data}/heldout.json",
+        f"data.tokenizer={data}/tokenizer.json",
+        "parallel.placement=auto",
+        "cluster.ranks=2",
+        "train.steps=1",
+        "train.validate_every=0",
+        "model.vision.layers=1",
+        "model.llm.layers=2",
+        "data.seq_len=192",
+    ]
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    recipe = load_recipe(RECIPE, settings).recipe
+    of_library = make_plan(recipe, build_index(recipe).lengths).plan
+    saved, run_dir = tmp_path / "plan.json", tmp_path / "run"
+    for command in (["plan", RECIPE, "--out", saved], ["train", RECIPE, "--run-dir", run_dir]):
+        done = run_mmtrain(*command, *overrides)
+        assert done.returncode == 0, done.stderr
+    assert load_plan(saved) == of_library
+    assert load_plan(run_dir / PLAN_FILE) == of_library
+    assert index_and_plan(recipe, None)[1] == of_library  # what `simulate`, `report` and `verify` call
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate", "train"])

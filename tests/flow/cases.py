@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, StepTargets, assign
+from mmtrain.costs import machine_for, precision_for
 from mmtrain.data.loading.batch_builder import StepData, find_media_positions
 from mmtrain.data.loading.payload import EncoderPayload, build_encoder_payload, build_text_payload
 from mmtrain.data.media.image_grids import MediumGrid
@@ -20,7 +21,15 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage.stage_module import StageSpec
-from mmtrain.planning.artifact.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
+from mmtrain.planning.artifact.plan import (
+    LargestMicrobatch,
+    Plan,
+    PlannedData,
+    Prediction,
+    SchedulePlan,
+    StagePlan,
+    UnitPlan,
+)
 from mmtrain.program import DispatchMode, ScheduleKind
 from mmtrain.program.ir.graph import ContextMethod, CutSequences
 from mmtrain.recipe import Recipe
@@ -40,6 +49,7 @@ CLIPS = [[], [], [8], [12, 4], [], [16], [], []]  # log-mel frames; heard only b
 CLIPS += [[] for _ in TEXTS]
 CLIPS += [[16, 8], [], [], [4], [], [], [12], []] + [[16] * 4] + [[] for _ in LONG[1:]]
 CLIPS += [[16, 4], [], [12]] + [[] for _ in MANY[3:]]
+SMALLEST_MICROBATCH = LargestMicrobatch(tokens=1, sum_sq=1, max_len=1, num_sequences=1)  # fits into any memory
 AUDIO = {
     "layers": 2,
     "hidden": 16,
@@ -172,6 +182,7 @@ def plan(
     return Plan(
         recipe_sha256="",
         hardware="cpu-core",
+        precision=precision_for(settings, machine_for(settings, "cpu-core")),
         world_size=len(shared),
         placement="replicated"
         if shard is not None or dispatch is not None
@@ -184,8 +195,16 @@ def plan(
         schedule=SchedulePlan(
             kind=kind, num_microbatches={u: m.n or num_microbatches for u, m in meshes.items()}, order=order
         ),
+        data=PlannedData(samples=0, tokens={}, largest_microbatch=dict.fromkeys(units, SMALLEST_MICROBATCH)),
         predicted=Prediction(
-            step_time_s=0, mfu=0, tokens_per_s_per_gpu=0, peak_memory_gib={}, bubbles={}, cost_source="none"
+            step_time_s=0,
+            mfu=0,
+            tokens_per_s_per_gpu=0,
+            peak_memory_gib={},
+            memory_kinds_gib={},
+            memory_gib=1,
+            bubbles={},
+            cost_source="none",
         ),
     )
 

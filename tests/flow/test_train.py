@@ -113,7 +113,6 @@ def test_a_plan_for_other_data_is_reported(data: Path, unbroken: Path, tmp_path:
     request = request_for(data, tmp_path)
     plan = load_plan(unbroken / PLAN_FILE)
     screen = StringIO()
-    assert plan.data is not None
     shorter = plan.data.model_copy(update={"tokens": {unit: n / longer for unit, n in plan.data.tokens.items()}})
     index = build_index(request.loaded.recipe)
     chosen = ChosenPlan(plan.model_copy(update={"data": shorter}))

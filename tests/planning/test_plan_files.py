@@ -9,7 +9,6 @@ import pytest
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan, load_plan, require_match
 from mmtrain.planning.artifact.plan_files import ranks_to_start
-from mmtrain.planning.artifact.plan_precision import plan_precision
 from mmtrain.planning.planner import plan_recipe
 from tests.planning.factory import lengths, recipe
 
@@ -28,18 +27,14 @@ def test_the_fingerprint_is_that_of_the_whole_plan(chosen: Plan) -> None:
     assert chosen.sha256 == hashlib.sha256(chosen.model_dump_json().encode()).hexdigest()
 
 
-def test_the_precision_of_a_plan_is_the_one_that_it_states(chosen: Plan) -> None:
-    assert (chosen.precision, plan_precision(chosen, recipe())) == ("fp32", "fp32")
-    assert plan_precision(chosen.model_copy(update={"hardware": "h100-80g"}), recipe()) == "fp32"
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "not a plan file, since it is not JSON"),
-        ("[]", "version None of the plan file, this mmtrain reads 1"),
+        ("[]", "version None of the plan file, this mmtrain reads 2"),
         ('{"version": 7}', "version 7 of the plan file"),
-        ('{"version": 1, "world_size": "many"}', "damaged plan file: .*world_size"),
+        ('{"version": 1}', "version 1 of the plan file, this mmtrain reads 2; make a new one with `mmtrain plan`"),
+        ('{"version": 2, "world_size": "many"}', "damaged plan file: .*world_size"),
     ],
 )
 def test_other_files_are_rejected(content: str, message: str, tmp_path: Path) -> None:

@@ -69,13 +69,3 @@ def test_a_plan_that_fits_bounds_activations_and_a_changed_one_is_refused_with_w
         prove_memory(settings, changed, shape, device)
     with pytest.raises(PlanError, match="does not fit this device"):
         build_rank_context(settings, changed, World(0, 1, torch.device("cpu")), device_memory=device)
-
-
-def test_a_plan_of_an_older_version_is_compared_by_its_predicted_peaks() -> None:
-    settings = recipe()
-    chosen, shape = planned(settings), build_model_shape(settings)
-    assert chosen.data is not None
-    older = chosen.model_copy(update={"data": chosen.data.model_copy(update={"largest_microbatch": None})})
-    assert prove_memory(settings, older, shape, DeviceMemory(4.0 * GIB, "cpu-core")) is None
-    with pytest.raises(PlanError, match=r"cpu-core has 0\.001 GiB"):
-        prove_memory(settings, older, shape, DeviceMemory(0.001 * GIB, "cpu-core"))

@@ -146,7 +146,7 @@ def test_recomputation_is_taken_back_where_runs_leave_room(tight: tuple[Recipe, 
     assert chosen.measured is not None
     assert chosen.measured.memory_ratio == 0.8
     shape = build_model_shape(settings)
-    assert prove_memory(settings, chosen, shape, DeviceMemory(0.026 * GIB, "a rank")) is not None
+    prove_memory(settings, chosen, shape, DeviceMemory(0.026 * GIB, "a rank"))
     as_counted = chosen.model_copy(update={"measured": None})
     with pytest.raises(PlanError, match="does not fit this device"):
         prove_memory(settings, as_counted, shape, DeviceMemory(0.026 * GIB, "a rank"))

@@ -3,7 +3,7 @@
 import pytest
 
 from mmtrain.planning import Alternative, Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
-from mmtrain.planning.artifact.plan import AS_FAST_TEXT, StageBalance
+from mmtrain.planning.artifact.plan import AS_FAST_TEXT, PlannedData, StageBalance
 from mmtrain.report import plan_table
 
 
@@ -11,6 +11,7 @@ def plan(*alternatives: Alternative) -> Plan:
     return Plan(
         recipe_sha256="0" * 64,
         hardware="h100-80g",
+        precision="bf16",
         world_size=10,
         placement="disaggregated",
         units={
@@ -28,12 +29,14 @@ def plan(*alternatives: Alternative) -> Plan:
             ),
         },
         schedule=SchedulePlan(num_microbatches={"vision": 4, "llm": 4}),
+        data=PlannedData(samples=0, tokens={}, largest_microbatch={}),
         predicted=Prediction(
             step_time_s=0.25,
             mfu=0.412,
             tokens_per_s_per_gpu=12345.6,
             peak_memory_gib={"0-1": 3.0, "2-5": 0.5, "6-9": 61.5},
             memory_kinds_gib={"0-1": {"parameters": 3.0}, "6-9": {"optimizer": 61.0, "buffers": 0.0, "margin": 0.5}},
+            memory_gib=80.0,
             bubbles={"pp_warmup": 0.1, "tp": 0.02, "imbalance": 0.0},
             cost_source="modelled: h100-80g",
         ),
@@ -61,7 +64,7 @@ def test_stages_prediction_and_alternatives_are_shown() -> None:
         ("2-5", "-", "0-6", "llm all", "512 MiB"),
         ("6-9", "-", "7-11", "llm 7-8, 11", "61.5 GiB"),
         ("Predicted step (modelled: h100-80g): 250 ms, MFU 41.2%, 12,346 LLM tokens/s per rank (123k in total), peak",),
-        ("Memory of the fullest rank: 61 GiB counted + 512 MiB margin: optimizer 61 GiB.",),
+        ("Memory of the fullest rank: 61 GiB counted + 512 MiB margin of 80 GiB: optimizer 61 GiB.",),
         ("idle for 12.0% of the step: pipeline warm-up (pp_warmup) 10.0%, tensor-parallel collectives (tp) 2.0%.",),
         ("the next best takes 2.00x: unified: vision tp1 pp2 dp5.",),
         ("unified: vision tp1 pp2 dp5", "500 ms", "70 GiB", "2.00x slower: idle"),

@@ -15,7 +15,13 @@ from mmtrain.planning.artifact.plan import AS_FAST_TEXT, Alternative, MeasuredPl
 from mmtrain.planning.colocated.encoder_order import scheduling_efficiency
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.space.batch_split import batch_split_of
-from mmtrain.planning.space.candidate import COMPLEXITY_LEVELS, EQUAL_STEP_TIME_RATIO, Candidate, CandidateStage, Rejected
+from mmtrain.planning.space.candidate import (
+    COMPLEXITY_LEVELS,
+    EQUAL_STEP_TIME_RATIO,
+    Candidate,
+    CandidateStage,
+    Rejected,
+)
 from mmtrain.program.ir.graph import StageId
 
 

@@ -12,7 +12,6 @@ from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_mode
 from mmtrain.planning.artifact.marginal_cost import MarginalCost, marginal_cost
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
-from mmtrain.planning.artifact.plan_precision import plan_precision
 from mmtrain.planning.artifact.schedule_table import build_schedule_table, is_single_chain
 from mmtrain.program.ir.graph import LLM, Stage, StageGraph, StageId
 from mmtrain.recipe.settings.schema import Recipe
@@ -101,7 +100,7 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     """
     shape, machine = planned_shape(plan, build_model_shape(recipe)), machine_for(recipe, plan.hardware)
     graph = stage_graph(plan, shape)
-    cost_model = costs_for(machine, plan_precision(plan, recipe), recipe.cluster.costs)
+    cost_model = costs_for(machine, plan.precision, recipe.cluster.costs)
     typical = typical_loads(graph, lengths, recipe.data.seq_len)
     stage_costs = _StageCosts(graph, shape, cost_model, typical)
     ranks = _first_replica_work(stage_costs)

@@ -27,13 +27,11 @@ def _mean_tokens(lengths: SampleLengths) -> dict[str, float]:
 
 
 def describe_data_drift(plan: Plan, lengths: SampleLengths) -> str:
-    """Return in words how the data differs from that for which a plan was made; empty if little, or unknown.
+    """Return in words how the data differs from that for which a plan was made; empty if little.
 
     The plan stays valid: it computes the same whatever the data. But its layer partition, its predicted step time and
     its memory were meant for other lengths.
     """
-    if plan.data is None:  # a plan file of a version that did not record the data
-        return ""
     planned, current = plan.data.tokens, _mean_tokens(lengths)
     changes = [
         f"{unit}: {tokens:,.0f} tokens per sample instead of {planned.get(unit, 0.0):,.0f}"

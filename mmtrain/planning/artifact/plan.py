@@ -13,7 +13,7 @@ from mmtrain.models.shapes.model_shape import OffloadMode
 from mmtrain.program.ir.graph import ContextMethod, CutSequences, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 AS_FAST_RATIO = 1.01  # predicted step times that differ by less are called equal: no prediction is that exact
 AS_FAST_TEXT = "as fast within 1%"  # what `AS_FAST_RATIO` is called
 Placement = Literal["unified", "disaggregated", "colocated", "replicated"]
@@ -50,8 +50,7 @@ class UnitPlan(_Frozen):
     vpp: int = 1
     sp: bool = False  # sequence parallelism: the ranks of a TP group share the tokens between GEMMs
     shard: int | None = None  # replicas that hold one copy of the unit together (FSDP); None: each holds it whole
-    # What is balanced over the replicas of `replicated`, which are whole (ZeRO-1) without `shard`; None in others, or
-    # in old files.
+    # What is balanced over the replicas of `replicated`, which are whole (ZeRO-1) without `shard`; None in others.
     dispatch: DispatchMode | None = None
     exchange: Exchange = "all_to_all"  # by which replicas that dispatch move rows
     # Context parallelism: replicas that share the sequences of a microbatch, how they attend to each other's tokens,
@@ -196,12 +195,10 @@ class StageBalance(_Frozen):
         str, float
     ]  # by stages, such as `vision.0 llm.0`; below 0 where only a run showed that it fits
     gpu_days_per_million_samples: float
-    # Of sharded units, how evenly each fills the ranks, and the seconds of a step in which ranks dispatch; None of
-    # others, and in files of versions that did not write it.
+    # Of sharded units, how evenly each fills the ranks, and the seconds of a step in which ranks dispatch.
     phases: dict[str, PhaseLoad] | None = None
     dispatch_s: float | None = None
-    # Where ranks share sequences; None in files of versions that did not write it.
-    shared: SharedSequences | None = None
+    shared: SharedSequences | None = None  # where ranks share sequences
 
 
 class Prediction(_Frozen):
@@ -211,13 +208,13 @@ class Prediction(_Frozen):
     mfu: float
     tokens_per_s_per_gpu: float
     peak_memory_gib: dict[str, float]  # by rank, or range of ranks
-    memory_kinds_gib: dict[str, dict[str, float]] = Field({})  # the same ranks -> kind of memory -> its share
+    memory_kinds_gib: dict[str, dict[str, float]]  # the same ranks -> kind of memory -> its share
     host_gib: dict[str, float] = Field({})  # the same ranks -> activations in host memory, where there are any
     bubbles: dict[str, float]  # kind -> share of rank-seconds
     scheduling_efficiency: float | None = None  # colocated: share of the encoders' work inside the LLM's own step
     cost_source: str
-    memory_gib: float | None = None  # that a rank has; None in files of versions that did not write it
-    balance: StageBalance | None = None  # None in files of versions that did not write it
+    memory_gib: float  # that a rank has
+    balance: StageBalance | None = None  # None in plans that no search has made
     # Of the same LLM on the same ranks, with as many tokens of text alone; None where that was not planned.
     text_only_tokens_per_s_per_gpu: float | None = None
 
@@ -251,8 +248,7 @@ class PlannedData(_Frozen):
 
     samples: int
     tokens: dict[str, float]  # unit -> mean tokens of a sample that it processes
-    # By unit; None in files of versions that did not write it.
-    largest_microbatch: dict[str, LargestMicrobatch] | None = None
+    largest_microbatch: dict[str, LargestMicrobatch]  # by unit
 
 
 class Alternative(_Frozen):
@@ -263,8 +259,7 @@ class Alternative(_Frozen):
     step_time_s: float | None
     peak_memory_gib: float | None
     reason: str
-    runnable: bool = True  # False only in files of versions that could not run `replicated` with dispatch
-    balance: StageBalance | None = None  # None where it was not simulated, or in files that do not have it
+    balance: StageBalance | None = None  # None where it was not simulated
 
 
 @dataclass(frozen=True)
@@ -291,12 +286,12 @@ class Plan(_Frozen):
     version: int = PLAN_VERSION
     recipe_sha256: str
     hardware: str
-    precision: Precision | None = None  # of weights and activations; None in files of versions that did not write it
+    precision: Precision  # of weights and activations
     world_size: int
     placement: Placement
     units: dict[str, UnitPlan]
     schedule: SchedulePlan
-    data: PlannedData | None = None
+    data: PlannedData
     predicted: Prediction
     measured: MeasuredPlan | None = None  # None where it was not run
     alternatives: tuple[Alternative, ...] = Field(())
@@ -308,7 +303,7 @@ class Plan(_Frozen):
 
     @property
     def dispatch(self) -> DispatchMode | None:
-        """What is balanced over the replicas of all units; None in placements that do not shard, and in old files."""
+        """What is balanced over the replicas of all units; None in placements that do not shard."""
         return next(iter(self.units.values())).dispatch
 
     @property

@@ -12,7 +12,6 @@ from mmtrain.planning.artifact.communicators import communicator_bytes
 from mmtrain.planning.artifact.graph_memory import HOST_REMEDY, GraphMemory, schedule_in_flight
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
-from mmtrain.planning.artifact.plan_precision import plan_precision
 from mmtrain.program.ir.graph import LLM, StageGraph
 from mmtrain.program.verify.check import MemoryLimit
 from mmtrain.recipe.settings.schema import Recipe
@@ -35,22 +34,15 @@ class DeviceMemory:
     host_bytes: float = math.inf  # that a rank may fill with activations: of what a container has; inf: no limit known
 
 
-def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMemory) -> MemoryLimit | None:
+def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMemory) -> MemoryLimit:
     """Prove that every rank of the plan has room on `device`; return what its activations may take, for the checker.
 
-    The figures are counted anew from the plan's stages, not read from its prediction. A plan file of an older version
-    does not state its largest microbatches: there the predicted peaks are compared, and None is returned. Of a plan
-    that `plan --measure` found to hold less than what is counted, so much less is counted.
+    The figures are counted anew from the plan's stages, not read from its prediction. Of a plan that `plan --measure`
+    found to hold less than what is counted, so much less is counted.
 
     Raises:
         PlanError: names the rank that needs most, the kind of memory that binds, and what makes room.
     """
-    if plan.data is None or plan.data.largest_microbatch is None:
-        peaks = plan.predicted.peak_memory_gib
-        fullest = max(peaks, key=lambda ranks: peaks[ranks], default=None)
-        if fullest is not None and peaks[fullest] * GIB > device.nbytes:
-            raise PlanError(_misfit_text(f"ranks {fullest} need {peaks[fullest]:.4g} GiB", device))
-        return None
     graph = stage_graph(plan, shape)
     counted = _graph_memory(recipe, plan, shape)
     memory = _memory_by_rank(recipe, plan, graph, counted)
@@ -78,19 +70,15 @@ def plan_memory(recipe: Recipe, plan: Plan, shape: ModelShape) -> dict[int, Rank
     return _memory_by_rank(recipe, plan, stage_graph(plan, shape), _graph_memory(recipe, plan, shape))
 
 
-def planned_loss(recipe: Recipe, plan: Plan, shape: ModelShape) -> LossSizes | None:
-    """Return the sizes of the loss over the vocabulary in the largest microbatch, if the plan states it."""
-    if plan.data is None or plan.data.largest_microbatch is None:
-        return None
+def planned_loss(plan: Plan, shape: ModelShape) -> LossSizes:
+    """Return the sizes of the loss over the vocabulary in the largest microbatch."""
     largest = TokenLoad(**plan.data.largest_microbatch[LLM].model_dump())
-    element_bytes = ELEMENT_BYTES[plan_precision(plan, recipe)]
+    element_bytes = ELEMENT_BYTES[plan.precision]
     return loss_sizes(shape.unit(LLM).layers[-1], largest, element_bytes, plan.units[LLM].tp)
 
 
 def _graph_memory(recipe: Recipe, plan: Plan, shape: ModelShape) -> GraphMemory:
-    assert plan.data is not None
-    assert plan.data.largest_microbatch is not None
-    machine, precision = machine_for(recipe, plan.hardware), plan_precision(plan, recipe)
+    machine, precision = machine_for(recipe, plan.hardware), plan.precision
     return GraphMemory(
         planned_shape(plan, shape),
         costs_for(machine, precision, recipe.cluster.costs),
@@ -111,10 +99,9 @@ def _need_text(memory: RankMemory) -> str:
     return f"{memory.total / GIB:.4g} GiB ({kinds})"
 
 
-def _misfit_text(need: str, device: DeviceMemory, binding: str | None = None) -> str:
-    most = "" if binding is None else f", most of it {binding}"
-    room = "" if binding is None else f"; what makes room is {REMEDIES[binding]}"
+def _misfit_text(need: str, device: DeviceMemory, binding: str) -> str:
     return (
-        f"the plan does not fit this device: {need}{most}, and {device.described} has {device.nbytes / GIB:.4g} GiB. "
-        f"Make a plan with `--set cluster.memory_gib={int(device.nbytes / GIB * 10) / 10:g}`{room}"
+        f"the plan does not fit this device: {need}, most of it {binding}, and {device.described} has "
+        f"{device.nbytes / GIB:.4g} GiB. Make a plan with "
+        f"`--set cluster.memory_gib={int(device.nbytes / GIB * 10) / 10:g}`; what makes room is {REMEDIES[binding]}"
     )

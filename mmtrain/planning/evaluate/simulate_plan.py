@@ -6,7 +6,6 @@ from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
-from mmtrain.planning.artifact.plan_precision import plan_precision
 from mmtrain.program import ModelTiming, Timeline, build_program, simulate, step_loads
 from mmtrain.recipe.settings.schema import Recipe
 
@@ -22,16 +21,15 @@ def plan_timing(recipe: Recipe, plan: Plan, batch: BatchMeta) -> ModelTiming:
     """Return what every action of the plan takes in a step with this batch."""
     machine = machine_for(recipe, plan.hardware)
     model = planned_shape(plan, build_model_shape(recipe))
-    precision = plan_precision(plan, recipe)
     graph = stage_graph(plan, model)
     return ModelTiming(
         graph,
         model,
-        costs_for(machine, precision, recipe.cluster.costs),
+        costs_for(machine, plan.precision, recipe.cluster.costs),
         step_loads(graph, batch),
         input_grad_needed(model),
         num_trained_parameters,
-        ELEMENT_BYTES[precision],
+        ELEMENT_BYTES[plan.precision],
         machine.ranks_per_node,
         machine.overlap_slowdown,
     )

@@ -21,7 +21,6 @@ from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.planning.artifact.plan import Plan, SchedulePlan
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.planning.artifact.plan_memory import DeviceMemory, prove_memory
-from mmtrain.planning.artifact.plan_precision import plan_precision
 from mmtrain.planning.artifact.shared_sequences import require_shareable
 from mmtrain.program import (
     LLM,
@@ -155,7 +154,7 @@ def build_rank_context(
     require_shareable(plan, recipe)
     activity = activity or Activity(recorder=StepRecorder(clock_for(world.device)))
     faults = faults or FaultPoints()
-    precision = plan_precision(plan, recipe)
+    precision = plan.precision
     dtype = compute_dtype(precision, world.device)
     model = planned_shape(plan, build_model_shape(recipe))
     graph = stage_graph(plan, model)

@@ -141,7 +141,6 @@ def _measure_as_rank(recipe: Recipe, plans: Sequence[Plan], num_steps: int, fold
 
 def counted_memory(recipe: Recipe, plan: Plan, context: RankContext, batch: BatchMeta) -> RankMemory:
     """Return what the memory model counts for this rank if no microbatch is larger than those of the batch."""
-    assert plan.data is not None
     largest: dict[str, TokenLoad] = {}
     for mb, load in step_loads(context.graph, batch).loads.items():
         if mb.unit not in largest or load.tokens > largest[mb.unit].tokens:

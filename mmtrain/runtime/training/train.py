@@ -233,7 +233,7 @@ def _train_on_plan(session: RankSession, world: World, chosen: ChosenPlan) -> St
         position = restore_run(request, patient_world, rank_context, session.index, console)
     activity.start(INDEXING)
     attention = describe_attention(recipe, rank_context.shape, world.device, rank_context.dtype)
-    loss = planned_loss(recipe, chosen.plan, rank_context.shape)
+    loss = planned_loss(chosen.plan, rank_context.shape)
     kernels = kernel_choices(recipe.train.kernels, world.device, rank_context.dtype, loss)
     introduce_run(console, request, chosen, session.index, position.first_step, attention, kernels)
     end = run_steps(RankRun(session, rank_context, chosen, position, memory))
