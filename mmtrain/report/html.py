@@ -19,7 +19,6 @@ from mmtrain.report.report_contents import (
     drawn_steps,
     idle_shares,
     key_figures,
-    plan_changes,
     rank_changes,
     run_costs,
 )
@@ -261,7 +260,7 @@ def _training(metrics: Sequence[Mapping[str, Any]] | None) -> str:
         return ""
     if not metrics:
         return "<p>No step was logged.</p>"
-    changes = "".join(f"<p>{escape(sentence)}.</p>" for sentence in (*rank_changes(metrics), *plan_changes(metrics)))
+    changes = "".join(f"<p>{escape(sentence)}.</p>" for sentence in rank_changes(metrics))
     rows = [source.cells() for source in sum_sources(metrics)]
     sources = _table(SOURCE_HEAD, rows) if rows else ""
     return f'<div class="curves">{"".join(_curves(metrics))}</div>{changes}{sources}'

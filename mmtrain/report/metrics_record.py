@@ -82,7 +82,6 @@ class StepMetrics:
     edges: Mapping[str, EdgeMetrics] = field(default_factory=dict)  # by edge, as `vision.0>llm.0`
     slow_ranks: tuple[str, ...] = ()  # stragglers, and the work they are slow at
     bound_sample: str | None = None  # a sample above the mean load of a replica, so this step cannot be balanced
-    new_plan: str | None = None  # in the first step after the run has switched to another plan
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)  # by name; empty for a run on one source
     ranks: int | None = None  # that trained this step; the number changes in elastic runs
     padding: int | None = None  # LLM tokens that only pad samples; None where nothing is padded
@@ -103,8 +102,7 @@ class StepMetrics:
         """Return the step as an object of `metrics.jsonl`; numbers that are not finite become null.
 
         `drawing_loss`, `peak_reserved_bytes`, `val_loss`, `val_drawing_loss`, `val_exact`, `padding`, `bound_sample`,
-        `new_plan`, `ranks` and `resume_s` are left out if they are None, so is `dispatch`, and `sources` if there is
-        one only.
+        `ranks` and `resume_s` are left out if they are None, so is `dispatch`, and `sources` if there is one only.
         """
         values = {
             "step": self.step,
@@ -129,7 +127,6 @@ class StepMetrics:
             "epoch": self.epoch,
             "slow_ranks": list(self.slow_ranks),
             **({} if self.bound_sample is None else {"bound_sample": self.bound_sample}),
-            **({} if self.new_plan is None else {"new_plan": self.new_plan}),
             **({} if self.ranks is None else {"ranks": self.ranks}),
             **({} if self.resume_s is None else {"resume_s": self.resume_s}),
             **(

@@ -142,11 +142,6 @@ def rank_changes(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     return sentences
 
 
-def plan_changes(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence for each step in which a run went on with another plan."""
-    return [f"switched to {step['new_plan']} after step {step['step'] - 1}" for step in metrics if "new_plan" in step]
-
-
 def _text_only_figures(plan: Plan, measured_tokens_per_s: float | None) -> list[KeyFigure]:
     """Return the share of text-only efficiency that is kept; nothing where the LLM alone was not planned."""
     text_only, predicted_share = plan.predicted.text_only_tokens_per_s_per_gpu, plan.predicted.text_only_share
@@ -273,6 +268,5 @@ def _training_json(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "last_loss": metrics[-1].get("loss"),
         "last_val_loss": validated[-1]["val_loss"] if validated else None,
         "rank_changes": rank_changes(metrics),
-        "plan_changes": plan_changes(metrics),
         "sources": [asdict(source) for source in sum_sources(metrics)],
     }

@@ -12,7 +12,7 @@ from mmtrain.report.metrics_record import StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-NOT_CURVES = ("step", "slow_ranks", "bound_sample", "new_plan")
+NOT_CURVES = ("step", "slow_ranks", "bound_sample")
 
 
 class RunLog:

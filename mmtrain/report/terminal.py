@@ -17,7 +17,6 @@ from mmtrain.report.report_contents import (
     drawn_steps,
     idle_shares,
     key_figures,
-    plan_changes,
     rank_changes,
     run_costs,
 )
@@ -170,6 +169,5 @@ def _training(metrics: Sequence[Mapping[str, Any]] | None) -> Iterator[Renderabl
             change = f"{values[0]:.5g} to {values[-1]:.5g} over {metrics[-1]['step']} steps"
             yield f"{title:<14}{change}  {sparkline(values, _CURVE_COLUMNS)}"
     yield from (f"{'Ranks':<14}{sentence}" for sentence in rank_changes(metrics))
-    yield from (f"{'Plans':<14}{sentence}" for sentence in plan_changes(metrics))
     if sources := sum_sources(metrics):
         yield _table("Sources of the samples", SOURCE_HEAD, [source.cells() for source in sources])

@@ -1,37 +1,41 @@
-"""A run whose cost table is wrong notices it, plans again with the recorded costs, and switches to the faster plan."""
+"""A run whose cost table is wrong tells of a faster plan; a run can switch between plans in living processes."""
 
 import contextlib
+import io
 import os
-import shutil
 import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mmtrain.checkpoint import Storage
 from mmtrain.costs import AnalyticCosts, CostTable, preset
 from mmtrain.costs.recorded_costs import RecordedRatios, recorded_table
+from mmtrain.data import build_index
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, load_plan
 from mmtrain.planning.artifact.plan_memory import DeviceMemory
 from mmtrain.planning.artifact.replanned import present_step_s
+from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import Action
-from mmtrain.recipe import Recipe
+from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.resilience.device_memory import smallest_device_memory
 from mmtrain.runtime.resilience.launch import free_port
+from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.run_folder import FASTER_PLAN_FILE, PLAN_FILE, RECORDED_COSTS_FILE, REPLANNED_FOLDER
 from mmtrain.runtime.training import cost_drift
 from mmtrain.runtime.training import switch_plan as switch_plan_module
+from mmtrain.runtime.training.choose_plan import choose_plan
 from mmtrain.runtime.training.cost_drift import MEDIAN_STEPS
 from mmtrain.runtime.training.hooks.replanning import MIN_GAIN
+from mmtrain.runtime.training.rank_session import open_session
+from mmtrain.runtime.training.train import train_on_plan
 from mmtrain.runtime.training.train_request import TrainRequest
-from mmtrain.runtime.world import World
+from mmtrain.runtime.world import Address, World, join, leave, limit_threads
 from tests.distributed import RanksFailed, fork_ranks
 from tests.flow.runs import request_for, run_one_rank
 from tests.waiting import MAX_WAIT_S
@@ -41,7 +45,7 @@ pytestmark = pytest.mark.slow
 DRIFT_STEPS_HERE = 12  # in the place of fifty, so that runs are short
 NUM_STEPS, SAVE_EVERY = 60, 10
 PLAN_STEP = 30  # from 0: long after the drift is known. Runs wait here for the plan that is made beside them.
-SWITCH_STEP = 40  # from 1: the next checkpoint
+SWITCH_STEP = 40  # from 1
 # A pipeline of two ranks, whose layers are divided by their costs: an encoder that is priced too cheap lies on one rank
 # with much of the LLM.
 PIPELINE = [
@@ -95,24 +99,14 @@ class AwaitPlan(FaultPoints):
 
 
 @dataclass
-class KillSavingBeforeSwitch(AwaitPlan):
-    """Kills `rank` while it saves the first checkpoint after the faster plan was found, at which the run would switch.
+class StopAtSwitch(FaultPoints):
+    """Stops the run after step `SWITCH_STEP`, as a signal would; whoever drives the rank then switches plans."""
 
-    Which checkpoint that is depends on how fast the plan is made.
-    """
-
-    faster_file: Path = Path(FASTER_PLAN_FILE)
+    stop: StopSignalListener
 
     def before_action(self, step: int, action: Action) -> None:
         """See `FaultPoints`."""
-        if step == PLAN_STEP:
-            join_planning()
-
-    def checkpoint_storage(self, step: int) -> Storage:
-        """See `FaultPoints`."""
-        if self._is_here and self.faster_file.exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().checkpoint_storage(step)
+        self.stop.stop_requested = step == SWITCH_STEP - 1
 
 
 def pipeline_request(data: Path, folder: Path, *changes: str) -> TrainRequest:
@@ -145,15 +139,6 @@ def same_losses(unbroken: list[float]) -> Any:
     return pytest.approx(unbroken, rel=3e-5)
 
 
-def switches(request: TrainRequest) -> Iterator[int]:
-    """Yield the steps after which the run switched to another plan, from 1."""
-    yield from (step["step"] - 1 for step in read_metrics(request.run_dir) if "new_plan" in step)
-
-
-def earlier_plan(request: TrainRequest, step: int) -> Plan:
-    return load_plan(request.run_dir / REPLANNED_FOLDER / f"plan-until-step-{step:08d}.json")
-
-
 def test_a_run_whose_costs_are_wrong_tells_of_a_faster_plan_and_can_be_resumed_on_it(
     data: Path, tmp_path: Path, unbroken_losses: list[float]
 ) -> None:
@@ -175,72 +160,85 @@ def test_a_run_whose_costs_are_wrong_tells_of_a_faster_plan_and_can_be_resumed_o
     assert losses(request) == same_losses(unbroken_losses)
 
 
-def test_a_run_switches_to_the_faster_plan_at_a_checkpoint_and_ends_with_the_same_losses(
+@dataclass
+class KillAfterSwitch(FaultPoints):
+    """Kills rank 0 three steps after the switch."""
+
+    def start(self, rank: int) -> None:
+        """See `FaultPoints`."""
+        self._is_here = rank == 0
+
+    def before_action(self, step: int, action: Action) -> None:
+        """See `FaultPoints`."""
+        if self._is_here and step == SWITCH_STEP + 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def other_plan(data: Path, request: TrainRequest) -> Plan:
+    """Return a plan for the run of `request` whose layers are divided otherwise, since the encoder has its price."""
+    recipe = request_for(data, request.run_dir, *PIPELINE).recipe
+    lengths = build_index(recipe).lengths
+    sha256 = recipe_fingerprint(request.recipe)
+    return plan_recipe(recipe, lengths, world_size=2, hardware="cpu-core", recipe_sha256=sha256)
+
+
+def _switching_rank(
+    rank: int, world_size: int, _: Path, request: TrainRequest, plan: Plan, port: int, faults: FaultPoints, room: float
+) -> str:
+    """Train a rank until the switch, then on `plan` to the end; return what the switch wrote to stderr.
+
+    `room`: share of its memory that each device still has at the switch.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    address = Address(rank, world_size, rank, "127.0.0.1", port, "mmtrain")
+    limit_threads(address)
+
+    def less_memory(recipe: Recipe, hardware: str, world: World) -> DeviceMemory:
+        memory = smallest_device_memory(recipe, hardware, world)
+        return replace(memory, nbytes=memory.nbytes * room)
+
+    switch_plan_module.smallest_device_memory = less_memory
+    said = io.StringIO()
+    with StopSignalListener() as stop:
+        request = replace(request, faults=StopAtSwitch(stop))
+        with open_session(request, address, join(address), stop) as session:
+            chosen = choose_plan(request, session.patient_world, session.index)
+            checkpoint = train_on_plan(session, chosen)
+            assert checkpoint is not None
+            with contextlib.redirect_stderr(said):
+                chosen = switch_plan_module.switch_plan(session, chosen.plan, plan, checkpoint)
+            stop.stop_requested = False
+            resumed = replace(session, request=replace(request, resume=True, faults=faults))
+            assert train_on_plan(resumed, chosen) is None
+        leave()
+    return said.getvalue()
+
+
+def test_a_run_switches_plans_in_living_processes_and_ends_with_the_same_losses(
     data: Path, tmp_path: Path, unbroken_losses: list[float]
 ) -> None:
-    request = pipeline_request(data, tmp_path, "train.replan=auto")
-    run_short(request, faults=AwaitPlan())
-    [step] = switches(request)
-    assert step <= SWITCH_STEP
-    assert step % SAVE_EVERY == 0
-    before, plan = earlier_plan(request, step), load_plan(request.run_dir / PLAN_FILE)
-    assert plan.units != before.units
-    assert plan.recipe_sha256 == before.recipe_sha256
+    """One that is killed after the switch resumes on the plan to which it has switched."""
+    request = pipeline_request(data, tmp_path, "train.replan=off")
+    plan = other_plan(data, request)
+    with pytest.raises(RanksFailed):
+        fork_ranks(2, _switching_rank, request, plan, free_port(), KillAfterSwitch(), 1.0)
+    before = load_plan(request.run_dir / REPLANNED_FOLDER / f"plan-until-step-{SWITCH_STEP:08d}.json")
+    assert before.units != plan.units
+    run_short(replace(request, resume=True))
+    assert load_plan(request.run_dir / PLAN_FILE) == plan
     assert losses(request) == same_losses(unbroken_losses)
 
 
 def test_a_switch_to_a_plan_that_does_not_fit_any_more_is_refused_and_the_run_goes_on(
     data: Path, tmp_path: Path, unbroken_losses: list[float]
 ) -> None:
-    """Devices have no room at the first switch, as if another process held it, and have room again at the second."""
-    request = pipeline_request(data, tmp_path, "train.replan=auto")
-    errors = fork_ranks(2, _short_rank_without_room, [request] * 2, free_port(), AwaitPlan())
-    assert errors == ["", ""]
-    refusals = [(tmp_path / f"refusals-{rank}.txt").read_text() for rank in range(2)]
+    """Devices have no room at the switch, as if another process held it."""
+    request = pipeline_request(data, tmp_path, "train.replan=off")
+    plan = other_plan(data, request)
+    refusals = fork_ranks(2, _switching_rank, request, plan, free_port(), FaultPoints(), 1e-4)
     [refusal] = [text for text in refusals if text]  # one rank decides for all
-    assert (
-        "goes on with its present plan, since the faster one is refused: the plan does not fit this device" in refusal
-    )
+    assert "goes on with its present plan, since the other one is refused: the plan does not fit this device" in refusal
     assert "most of it " in refusal
+    assert load_plan(request.run_dir / PLAN_FILE).units != plan.units
     assert [step["step"] for step in read_metrics(request.run_dir)] == list(range(1, NUM_STEPS + 1))
-    assert losses(request) == same_losses(unbroken_losses)
-
-
-def _short_rank_without_room(rank: int, world_size: int, folder: Path, requests: list[TrainRequest], *args: Any) -> str:
-    """Run a rank whose devices have no room for any plan in the first switch; keep what it writes to stderr of it."""
-    measured = []
-    said = requests[rank].run_dir.parent / f"refusals-{rank}.txt"
-
-    def without_room(recipe: Recipe, hardware: str, world: World) -> DeviceMemory:
-        measured.append(smallest_device_memory(recipe, hardware, world))
-        return replace(measured[-1], nbytes=1e6) if len(measured) == 1 else measured[-1]
-
-    switch_plan_module.smallest_device_memory = without_room
-    with said.open("w") as file, contextlib.redirect_stderr(file):
-        return _short_rank(rank, world_size, folder, requests, *args)
-
-
-def test_kills_in_the_save_before_a_switch_and_after_it_resume_on_the_right_plan(
-    data: Path, tmp_path: Path, unbroken_losses: list[float]
-) -> None:
-    """The plan of `--plan` is that of the run until it switches, and not any more after that."""
-    request = pipeline_request(data, tmp_path, "train.replan=auto")
-    faster_file = request.run_dir / FASTER_PLAN_FILE
-    with pytest.raises(RanksFailed):
-        run_short(request, faults=KillSavingBeforeSwitch(rank=1, faster_file=faster_file))
-    assert not (request.run_dir / REPLANNED_FOLDER).exists()
-    first_plan = request.run_dir.parent / "first.json"
-    shutil.copy(request.run_dir / PLAN_FILE, first_plan)
-    faster_file.unlink()
-
-    # Plans again at once, with the costs that were recorded before.
-    resumed = replace(request, resume=True, plan_path=first_plan)
-    with pytest.raises(RanksFailed):
-        run_short(resumed, faults=AwaitPlan(rank=0, kill_step=SWITCH_STEP + 3))
-    [step] = switches(request)
-    assert step <= SWITCH_STEP
-    switched_to = load_plan(request.run_dir / PLAN_FILE)
-    assert switched_to.units != load_plan(first_plan).units
-    run_short(resumed)
-    assert load_plan(request.run_dir / PLAN_FILE) == switched_to
     assert losses(request) == same_losses(unbroken_losses)

@@ -32,15 +32,6 @@ def test_a_run_shows_predicted_and_measured_times(simulated_plan: tuple[Plan, Ti
     assert max(map(len, report_text(run, 72).splitlines())) <= 72
 
 
-def test_a_run_that_switched_plans_shows_when(simulated_plan: tuple[Plan, Timeline]) -> None:
-    logged = [metrics(40), metrics(41, new_plan="unified: llm tp1 pp2 dp1"), metrics(42)]
-    run = replace(contents_of(*simulated_plan), metrics=[step.to_json() for step in logged])
-    sentence = "switched to unified: llm tp1 pp2 dp1 after step 40"
-    assert report_json(run)["training"]["plan_changes"] == [sentence]
-    assert f"Plans         {sentence}" in report_text(run)
-    assert f"<p>{sentence}.</p>" in html_page(run)
-
-
 def test_an_elastic_run_shows_when_it_had_how_many_ranks(simulated_plan: tuple[Plan, Timeline]) -> None:
     logged = [metrics(1, ranks=3), metrics(2, ranks=2, resume_s=12.54), metrics(3, ranks=2), metrics(4, ranks=3)]
     run = replace(contents_of(*simulated_plan), metrics=[step.to_json() for step in logged])
@@ -83,7 +74,6 @@ def test_json_holds_the_same_figures(simulated_plan: tuple[Plan, Timeline]) -> N
         "last_loss": 0.25,
         "last_val_loss": None,
         "rank_changes": [],
-        "plan_changes": [],
         "sources": [],
     }
     assert output["training"] == training

@@ -19,7 +19,7 @@ from mmtrain.runtime.run_state import read_run_state
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
 from mmtrain.runtime.training.hooks.folder_guard import FolderGuard
 from mmtrain.runtime.training.hooks.nonfinite_guard import NonFiniteGuard
-from mmtrain.runtime.training.loop import Loop, LoopEnd
+from mmtrain.runtime.training.loop import Loop
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 from mmtrain.runtime.training.step_metrics import RankFlags
@@ -52,13 +52,10 @@ def context(
     stop: bool = False,
     no_rank_saves: bool = True,
     lost_folder: bool = False,
-    has_new_plan: bool = False,
 ) -> StepContext:
     """Return the context of a step (from 0) whose ranks have exchanged their metrics."""
     ctx = StepContext(step, num_steps)
-    reduction = SimpleNamespace(
-        stop_requested=stop, no_rank_saves=no_rank_saves, lost_folder=lost_folder, has_new_plan=has_new_plan
-    )
+    reduction = SimpleNamespace(stop_requested=stop, no_rank_saves=no_rank_saves, lost_folder=lost_folder)
     ctx.reduction = cast(Any, reduction)
     return ctx
 
@@ -121,7 +118,7 @@ def _loop(lines: list[str], num_steps: int, stop_in: int | None = None) -> Loop:
 
 def test_hooks_run_in_their_order_before_and_after_each_step() -> None:
     lines: list[str] = []
-    assert _loop(lines, num_steps=2).run(1) == LoopEnd()
+    assert _loop(lines, num_steps=2).run(1) is None
     assert lines == [
         "2 before a", "2 before b", "2 load", "2 train with lr 0.5", "2 measure", "2 after a", "2 after b",
     ]  # fmt: skip
@@ -129,9 +126,9 @@ def test_hooks_run_in_their_order_before_and_after_each_step() -> None:
 
 def test_a_run_that_is_asked_to_stop_ends_after_that_step_with_its_checkpoint() -> None:
     lines: list[str] = []
-    assert _loop(lines, num_steps=5, stop_in=2).run(0) == LoopEnd(Path("checkpoint-2"))
+    assert _loop(lines, num_steps=5, stop_in=2).run(0) == Path("checkpoint-2")
     assert lines[-1] == "2 after b"
-    assert _loop(lines, num_steps=2, stop_in=2).run(0) == LoopEnd(), "it has done all its steps"
+    assert _loop(lines, num_steps=2, stop_in=2).run(0) is None, "it has done all its steps"
 
 
 class _Saver:
@@ -192,20 +189,6 @@ def test_a_stopped_run_saves_at_once_and_a_finished_one_waits_for_its_save(
     save.after_step(last)
     assert last.checkpoint == Path("step-10")
     assert read_run_state(records.run_dir) == {"status": "running", "step": 10, "error": None}
-
-
-def test_a_run_switches_to_its_new_plan_at_a_checkpoint_that_is_complete(make_hooks: Callable[..., Any]) -> None:
-    saver = _Saver(failures=1)
-    _, save = make_hooks(saver)
-    contexts = [context(step, num_steps=13, has_new_plan=True) for step in range(13)]
-    for ctx in contexts:
-        save.after_step(ctx)
-    # Not after step 4, whose save fails, and not after the last one, after which nothing is trained.
-    assert [ctx.step_number for ctx in contexts if ctx.switches_plan] == [8, 12]
-    stopped = context(3, stop=True, has_new_plan=True)
-    save.after_step(stopped)
-    assert stopped.checkpoint == Path("step-4")
-    assert not stopped.switches_plan
 
 
 def test_failed_saves_end_the_run_when_too_many_or_when_nothing_comes_after(

@@ -146,12 +146,12 @@ class TrainSettings(Section):
         description="Seconds in which no action starts and no file of a checkpoint makes progress, after which the run "
         "ends with a report of what each rank waits for. Below torch's own timeout of 600 s. 0: no watchdog.",
     )
-    replan: Literal["off", "tell", "auto"] = setting(
+    replan: Literal["off", "tell"] = setting(
         "tell",
         affects=NOTHING,
         description="What to do when recorded actions differ from the plan's costs by more than 10% for 50 steps in a "
         "row. `tell`: plan again beside the training with the recorded costs, and say what a better plan would gain. "
-        "`auto`: also switch to it at the next checkpoint. `off`: compare nothing.",
+        "`off`: compare nothing.",
     )
     init_from: Path | None = setting(
         None,

@@ -17,7 +17,6 @@ from mmtrain.report.runlog import time_of_last_step
 from mmtrain.runtime.resilience.device_memory import smallest_device_memory
 from mmtrain.runtime.run_folder import PLAN_FILE
 from mmtrain.runtime.training.plan_fit import limited_to_device, require_fit
-from mmtrain.runtime.training.replanned_run import was_replaced
 from mmtrain.runtime.training.standby_plans import (
     is_made_for,
     load_plan_of_run,
@@ -36,7 +35,6 @@ class ChosenPlan:
     plan: Plan
     before: Plan | None = None  # which the run was executed with until now, where it is for another number of ranks
     planning_s: float = 0.0  # that the plan took at this start; 0 for one that was there
-    is_switched_to: bool = False  # while the run was going on
     last_step_s: float | None = None  # time of day of the last step before, in seconds since 1970
 
     def describe_change(self, run_dir: Path) -> list[str]:
@@ -107,10 +105,7 @@ def _if_it_fits(request: TrainRequest, plan: Plan | None, device: DeviceMemory |
 
 
 def _plan_of_user(request: TrainRequest, num_ranks: int, fingerprint: str) -> Plan | None:
-    """Load the plan of `--plan`; None if there is none, or if the run has gone on without it.
-
-    That is so if ranks of the run for which it was made are gone, or if the run has switched to a faster plan.
-    """
+    """Load the plan of `--plan`; None if there is none, or if ranks of the run for which it was made are gone."""
     if request.plan_path is None:
         return None
     plan = load_plan(request.plan_path)
@@ -118,12 +113,6 @@ def _plan_of_user(request: TrainRequest, num_ranks: int, fingerprint: str) -> Pl
         _notify(f"--plan {request.plan_path} is for {plan.world_size} ranks and not for {num_ranks}: not used now")
         return None
     require_match(plan, fingerprint, num_ranks, request.hardware)
-    if request.resume and request.recipe.train.replan == "auto" and was_replaced(request.run_dir, plan):
-        _notify(
-            f"--plan {request.plan_path}: the run has switched from it to {request.run_dir / PLAN_FILE} and stays "
-            "there; `--set train.replan=tell` goes back to it"
-        )
-        return None
     return plan
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.costs import CostTable
 from mmtrain.costs.recorded_costs import RecordedRatios
 from mmtrain.program import ReduceShared, StageGraph, Step, Timing
 from mmtrain.program.ir.actions import Backward, Compute, Forward
@@ -32,17 +31,6 @@ _DIRECTION_NAMES = {"F": "forward", "B": "backward"}
 
 
 @dataclass(frozen=True)
-class RecordedCosts:
-    """What a run knows of its costs when it is resumed, or has switched plans."""
-
-    table: CostTable | None = None  # the recorded costs, in the place of the recipe's
-    num_switches: int = 0  # to other plans so far
-
-
-NOTHING_RECORDED = RecordedCosts()
-
-
-@dataclass(frozen=True)
 class CostDrift:
     """How recorded seconds differ from predicted ones, as the median of the last `DRIFT_STEPS` steps."""
 
@@ -63,15 +51,15 @@ class CostDriftDetector:
     rank counts that waited least. Messages are not compared: their records contain waits for the other end.
     """
 
-    def __init__(self, graph: StageGraph, rank: int, num_switches: int = 0) -> None:
-        """Compare the steps of `rank`. Drift must last longer if the run has switched plans for it before."""
+    def __init__(self, graph: StageGraph, rank: int) -> None:
+        """Compare the steps of `rank`."""
         self._graph, self._rank = graph, rank
         self._units = tuple(mesh.unit for mesh in graph.meshes)
         self._compute_kinds = [(unit, letter) for unit in self._units for letter in _DIRECTION_NAMES]
         self._index = {kind: 2 * number for number, kind in enumerate(self._compute_kinds)}
         self.num_values = 2 * len(self._compute_kinds) + 2
         self._reductions_s: float | None = None  # predicted for this rank; the same in every step
-        self._needed_steps = DRIFT_STEPS * REPEAT_FACTOR**num_switches
+        self._needed_steps = DRIFT_STEPS
         self.restart()
 
     def restart(self) -> None:

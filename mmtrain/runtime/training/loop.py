@@ -14,14 +14,6 @@ from mmtrain.runtime.training.step_hook import StepContext, StepHook
 from mmtrain.runtime.training.step_metrics import RankFlags, StepMetricsReducer
 
 
-@dataclass(frozen=True)
-class LoopEnd:
-    """Why the loop ended before the last step, if it did."""
-
-    checkpoint: Path | None = None  # of a run that a signal stopped, or that switches to another plan
-    switches_plan: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """The steps of a run on one rank."""
@@ -33,8 +25,8 @@ class Loop:
     memory_report: OutOfMemoryReport
     hooks: tuple[StepHook, ...]  # called in this order, before and after each step
 
-    def run(self, first_step: int) -> LoopEnd:
-        """Train from `first_step` (from 0) to the last, or until a signal or a new plan ends the loop earlier.
+    def run(self, first_step: int) -> Path | None:
+        """Train from `first_step` (from 0) to the last, or until a signal; return the checkpoint of a stopped run.
 
         Only some ranks may have received the signal. It travels with the metrics that the ranks exchange in every
         step, so that all of them leave after the same one.
@@ -43,9 +35,9 @@ class Loop:
         for step in range(first_step, num_steps):
             ctx = StepContext(step, num_steps)
             self._run_step(ctx)
-            if ctx.switches_plan or (ctx.reduction.stop_requested and not ctx.is_last):
-                return LoopEnd(ctx.checkpoint, ctx.switches_plan)
-        return LoopEnd()
+            if ctx.reduction.stop_requested and not ctx.is_last:
+                return ctx.checkpoint
+        return None
 
     def _run_step(self, ctx: StepContext) -> None:
         activity = self.rank_context.activity

@@ -7,38 +7,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
-
-from rich.console import Console
 
 from mmtrain.balance import StepTargets
 from mmtrain.checkpoint import SavingRun
-from mmtrain.data import DataIndex, GroupStream, Loader, StepRequest
+from mmtrain.data import GroupStream, Loader, StepRequest
 from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_memory import DeviceMemory
 from mmtrain.recipe import recipe_fingerprint
 from mmtrain.report import RunLog, open_progress
-from mmtrain.runtime.execution.activity import BUILDING, ENDING, LOADING, PREPARING, Activity
+from mmtrain.runtime.execution.activity import ENDING, LOADING, PREPARING
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank
 from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
-from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.resilience.out_of_memory import OutOfMemoryReport, predicted_peak_gib
-from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECORDED_COSTS_FILE
-from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.training.choose_plan import ChosenPlan
 from mmtrain.runtime.training.go_back import SKIPPED_STATE
 from mmtrain.runtime.training.hooks.build_hooks import RunParts, build_hooks
 from mmtrain.runtime.training.hooks.course import CourseWatch
 from mmtrain.runtime.training.hooks.elastic import ResumeTime, StandbyPlanning
 from mmtrain.runtime.training.hooks.held_out import Validation
-from mmtrain.runtime.training.hooks.replanning import Replanning
+from mmtrain.runtime.training.hooks.replanning import Replanning, share_recorded_costs
 from mmtrain.runtime.training.loop import Loop
 from mmtrain.runtime.training.plan_fit import limited_to_device, plan_that_fits
-from mmtrain.runtime.training.replanned_run import share_recorded_costs
+from mmtrain.runtime.training.rank_session import RankSession
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.standby_plans import load_standby_plan, rank_counts_ahead
 from mmtrain.runtime.training.start_run import (
@@ -48,23 +42,6 @@ from mmtrain.runtime.training.start_run import (
 )
 from mmtrain.runtime.training.step_hook import StepHook
 from mmtrain.runtime.training.step_metrics import RankFlags, StepMetricsReducer
-from mmtrain.runtime.training.train_request import TrainRequest
-from mmtrain.runtime.world import Address, World
-
-
-@dataclass(frozen=True)
-class RankSession:
-    """What a rank keeps for a whole run, whatever its plan."""
-
-    request: TrainRequest
-    address: Address
-    patient_world: World  # for waits in which other ranks may take any time
-    activity: Activity
-    index: DataIndex
-    console: Console
-    stop: StopSignalListener
-    claim: FolderClaim
-    lock: FolderLock
 
 
 @dataclass(frozen=True)
@@ -83,22 +60,14 @@ class RankRun:
         return self.chosen.plan
 
 
-@dataclass(frozen=True)
-class StepsEnd:
-    """How the steps of a run on one plan ended."""
-
-    checkpoint: Path | None = None  # of a run that did not come to its last step
-    new_plan: Plan | None = None  # on which it goes on from there; None for a run that a signal stopped
-
-
-def run_steps(run: RankRun) -> StepsEnd:
-    """Open everything that steps need, and run the training loop."""
+def run_steps(run: RankRun) -> Path | None:
+    """Open everything that steps need, and run the training loop; return the checkpoint of a stopped run."""
     session, rank_context = run.session, run.rank_context
     request, index = session.request, session.index
     recipe, world, num_steps = rank_context.recipe, rank_context.world, rank_context.recipe.train.steps
     stream = GroupStream.of(recipe, index)
     first_step = run.position.first_step
-    targets = share_step_targets(session.patient_world, request.run_dir, recipe, run.plan, index)
+    targets = share_step_targets(session.patient_world, recipe, run.plan, index)
     reducer = _make_reducer(run, stream)
     validation = Validation(rank_context, recipe.train.validate_every) if recipe.train.validate_every else None
     of_peak = f"MFU is the share of {reducer.peak_flops:.3g} FLOP/s, {world.size} x {run.plan.hardware}"
@@ -139,17 +108,15 @@ def run_steps(run: RankRun) -> StepsEnd:
             rank_context=rank_context,
             steps=steps,
             reducer=reducer,
-            flags=lambda: _flags(session, saver, replanning),
+            flags=lambda: RankFlags(session.stop.stop_requested, not saver.done, session.lock.is_lost),
             memory_report=_memory_report(run),
             hooks=build_hooks(parts),
         )
-        end = loop.run(first_step)
-        rank_context.activity.start(BUILDING if end.switches_plan else ENDING)
-        if end.switches_plan:
-            return StepsEnd(end.checkpoint, cast(Plan, run.session.patient_world.broadcast(replanning.new_plan)))
-        if end.checkpoint is None:
+        checkpoint = loop.run(first_step)
+        rank_context.activity.start(ENDING)
+        if checkpoint is None:
             records.write_state("done", num_steps)
-        return StepsEnd(end.checkpoint)
+        return checkpoint
 
 
 def _make_reducer(run: RankRun, stream: GroupStream) -> StepMetricsReducer:
@@ -160,12 +127,6 @@ def _make_reducer(run: RankRun, stream: GroupStream) -> StepMetricsReducer:
         sources = None
     skipped = run.position.skipped_positions
     return StepMetricsReducer(run.rank_context, stream, run.plan.hardware, skipped, recorded, sources)
-
-
-def _flags(session: RankSession, saver: BackgroundSaver, replanning: Replanning) -> RankFlags:
-    """Return what this rank has to tell the others at the end of a step."""
-    switches = replanning.new_plan is not None
-    return RankFlags(session.stop.stop_requested, not saver.done, session.lock.is_lost, switches)
 
 
 def _memory_report(run: RankRun) -> OutOfMemoryReport:
@@ -208,16 +169,14 @@ def _make_replanning(run: RankRun, reducer: StepMetricsReducer, records: RunReco
     replanner = partial(request.replanner, limited, run.session.index.lengths, present=run.plan)
     plan_with_costs = partial(plan_that_fits, recipe, run.device_memory, replanner)
     replanning = Replanning(
-        recipe.train.replan,
         plan_with_costs,
         reducer,
         run.rank_context.world,
         activity,
         records,
-        switched_to=run.plan if run.chosen.is_switched_to else None,
     )
     has_recorded_costs = request.resume and (request.run_dir / RECORDED_COSTS_FILE).exists()
-    if records.is_first and has_recorded_costs and not run.chosen.is_switched_to and recipe.train.replan != "off":
+    if records.is_first and has_recorded_costs and recipe.train.replan != "off":
         replanning.plan_with_recorded_costs()
     return replanning
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
-from pathlib import Path
 
 from rich.console import Console
 
@@ -47,7 +46,6 @@ from mmtrain.runtime.run_state import RUN_STATE_FILE, read_run_state, write_run_
 from mmtrain.runtime.training.choose_plan import ChosenPlan
 from mmtrain.runtime.training.go_back import go_back, read_skipped_positions
 from mmtrain.runtime.training.hooks.course import COURSE_STATE
-from mmtrain.runtime.training.replanned_run import with_costs_of_plan
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
 from mmtrain.weights import start_folders
@@ -88,14 +86,10 @@ def _notify(text: str) -> None:
     print(f"mmtrain: {text}", file=sys.stderr, flush=True)
 
 
-def share_step_targets(world: World, run_dir: Path, recipe: Recipe, plan: Plan, index: DataIndex) -> StepTargets:
+def share_step_targets(world: World, recipe: Recipe, plan: Plan, index: DataIndex) -> StepTargets:
     """Return rank 0's balancing targets on all ranks: another machine may lack its cost table, or have another one."""
 
-    def derive() -> str:
-        priced = with_costs_of_plan(recipe, run_dir, plan)
-        return to_json(derive_step_targets(priced, plan, index.lengths))
-
-    text: str = world.on_first(derive)
+    text: str = world.on_first(lambda: to_json(derive_step_targets(recipe, plan, index.lengths)))
     return from_json(StepTargets, text)
 
 

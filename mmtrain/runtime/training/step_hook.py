@@ -21,7 +21,6 @@ class StepContext:
     reduction: StepMetricsReduction = field(init=False)  # what all ranks computed
     metrics: StepMetrics = field(init=False)  # as logged; hooks add what they measure
     checkpoint: Path | None = None  # saved in this step, and complete
-    switches_plan: bool = False  # the run continues from that checkpoint on another plan
 
     @property
     def step_number(self) -> int:

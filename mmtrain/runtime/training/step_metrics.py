@@ -35,7 +35,7 @@ from mmtrain.runtime.execution.executor import StepOutcome
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.out_of_memory import peak_memory_bytes, peak_reserved_bytes
 from mmtrain.runtime.resilience.stragglers import Straggler, StragglerDetector
-from mmtrain.runtime.training.cost_drift import NOTHING_RECORDED, CostDrift, CostDriftDetector, RecordedCosts
+from mmtrain.runtime.training.cost_drift import CostDrift, CostDriftDetector
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class RankFlags:
     stop_requested: bool  # a signal asked this rank to stop
     is_saving: bool  # this rank is still writing a checkpoint
     lost_folder: bool = False  # another run has taken the run's folder; only the first rank knows
-    has_new_plan: bool = False  # the run is to switch to another plan; only the first rank knows
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,6 @@ class StepMetricsReduction:
     stop_requested: bool  # a signal asked at least one rank to stop
     no_rank_saves: bool  # every rank has written its part of the checkpoint
     lost_folder: bool  # another run has taken the run's folder
-    has_new_plan: bool  # the run is to switch to another plan at its next checkpoint
     peak_reserved_bytes: int | None  # by the allocator of the GPU that needed most
     edges: dict[str, EdgeMetrics]
     stragglers: list[Straggler]
@@ -79,26 +77,22 @@ class StepMetricsReducer:
         stream: GroupStream,
         hardware: str,
         skipped: Sequence[int] = (),
-        recorded: RecordedCosts = NOTHING_RECORDED,
+        recorded_costs: CostTable | None = None,
         sources: SampleSources | None = None,
     ) -> None:
         """Reduce steps of `stream` without its positions in `skipped`.
 
-        hardware: the plan's preset. recorded: what the run knew of its costs before it was resumed. sources: of the
-            samples, if metrics are wanted for each.
+        hardware: the plan's preset. recorded_costs: what the run recorded before it was resumed, in the place of the
+            recipe's costs. sources: of the samples, if metrics are wanted for each.
         """
         self.sources = sources
         self._context, self._stream, self._skipped = rank_context, stream, skipped
         self._machine = preset(hardware)
         self.costs: CostModel = costs_for(self._machine, rank_context.precision, rank_context.recipe.cluster.costs)
         watches_costs = rank_context.recipe.train.replan != "off"
-        self._drift_detector = (
-            CostDriftDetector(rank_context.graph, rank_context.world.rank, recorded.num_switches)
-            if watches_costs
-            else None
-        )
-        if recorded.table is not None:
-            self.use_costs(recorded.table)
+        self._drift_detector = CostDriftDetector(rank_context.graph, rank_context.world.rank) if watches_costs else None
+        if recorded_costs is not None:
+            self.use_costs(recorded_costs)
         self._input_grad_needed = input_grad_needed(rank_context.shape)
         self._straggler_detector = StragglerDetector(rank_context.graph, self._work_of)
         self.peak_flops = self._machine.peak_flops(rank_context.precision) * rank_context.world.size
@@ -152,7 +146,6 @@ class StepMetricsReducer:
             float(flags.stop_requested),
             float(not flags.is_saving),
             float(flags.lost_folder),
-            float(flags.has_new_plan),
             float(peak_reserved_bytes(world.device) or 0),
             outcome.unit_losses.get(GENERATOR, 0.0),
         ]
@@ -162,9 +155,7 @@ class StepMetricsReducer:
         table = self._all_gather([value for part in parts for value in part])
         ends = list(accumulate(map(len, parts)))[:-1]
         all_scalars, all_source_losses, all_times, all_edges, all_slowdowns, all_drift = table.tensor_split(ends, dim=1)
-        losses, peaks, broken, stop_flags, saved_flags, lost_flags, plan_flags, reserved, drawing = all_scalars.unbind(
-            dim=1
-        )
+        losses, peaks, broken, stop_flags, saved_flags, lost_flags, reserved, drawing = all_scalars.unbind(dim=1)
         generator = self._context.recipe.model.generator
         stragglers, new_stragglers = self._straggler_detector.detect(
             all_slowdowns.numpy(), record.end_s - record.start_s
@@ -180,7 +171,6 @@ class StepMetricsReducer:
             stop_requested=bool(stop_flags.any()),
             no_rank_saves=bool(saved_flags.all()),
             lost_folder=bool(lost_flags.any()),
-            has_new_plan=bool(plan_flags.any()),
             peak_reserved_bytes=int(reserved.max()) or None,
             edges=self._edge_metrics(all_edges.sum(dim=0).tolist()),
             stragglers=stragglers,

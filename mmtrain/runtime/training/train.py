@@ -1,16 +1,11 @@
 """`mmtrain train`: a run from its recipe to the trained model."""
 
 import contextlib
-import socket
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
-from mmtrain.data import build_index
-from mmtrain.durable_files import disk_errors_named
 from mmtrain.errors import LaunchError, StoppedAndSaved
 from mmtrain.models.kernels.choice import kernel_choices
 from mmtrain.models.stage.fully_sharded import require_fsdp2
@@ -19,27 +14,23 @@ from mmtrain.planning.artifact.plan_memory import planned_loss
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
 from mmtrain.report.run_summary import run_summary
-from mmtrain.runtime.execution.activity import AWAITING_PLAN, BUILDING, INDEXING, PLANNING, RESTORING, Activity
+from mmtrain.runtime.execution.activity import AWAITING_PLAN, BUILDING, INDEXING, PLANNING, RESTORING
 from mmtrain.runtime.execution.attention_choice import describe_attention
 from mmtrain.runtime.execution.determinism import set_determinism
 from mmtrain.runtime.execution.process_groups import release_groups
 from mmtrain.runtime.execution.rank_context import build_rank_context
-from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
-from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.device_memory import smallest_device_memory
-from mmtrain.runtime.resilience.failures import lost_peers_named, record_early_stop, report_failures
-from mmtrain.runtime.resilience.folder_lock import ELASTIC_LEASE, FolderLock
+from mmtrain.runtime.resilience.failures import lost_peers_named
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.resilience.orphans import LauncherMonitor, has_watching_launcher
 from mmtrain.runtime.resilience.signals import StopSignalListener
-from mmtrain.runtime.resilience.watchdog import LOST_RANK_SILENCE_S, Watchdog
 from mmtrain.runtime.run_state import read_run_state
 from mmtrain.runtime.training.choose_plan import ChosenPlan, choose_plan
 from mmtrain.runtime.training.local_restarts import launch_with_restarts
-from mmtrain.runtime.training.run_steps import RankRun, RankSession, StepsEnd, run_steps
+from mmtrain.runtime.training.rank_session import RankSession, open_session
+from mmtrain.runtime.training.run_steps import RankRun, run_steps
 from mmtrain.runtime.training.start_run import (
     RunPosition,
-    claim_run_folder,
     introduce_run,
     restore_run,
 )
@@ -49,11 +40,9 @@ from mmtrain.runtime.training.start_weights import (
     open_start_weights,
     require_fitting_weights,
 )
-from mmtrain.runtime.training.switch_plan import switch_plan
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import (
     Address,
-    World,
     find_address,
     has_agent_store,
     introduce_address,
@@ -152,70 +141,30 @@ def train_rank(request: TrainRequest, address: Address) -> None:
         stop = stack.enter_context(StopSignalListener(has_nothing_to_save=True))
         if has_watching_launcher(address):
             stack.enter_context(LauncherMonitor(address.rank))
-        checkpoint = _train(request, address, join(address), stop)
+        with open_session(request, address, join(address), stop) as session:
+            session.activity.start(PLANNING if session.world.is_first else AWAITING_PLAN)
+            chosen = choose_plan(request, session.patient_world, session.index)
+            checkpoint = train_on_plan(session, chosen)
+            if checkpoint is None and session.world.is_first:
+                _print_summary(session, chosen)
         leave()
     if checkpoint:
         raise StoppedAndSaved(f"stopped by a signal and saved {checkpoint}; continue with --resume")
 
 
-def _train(request: TrainRequest, address: Address, world: World, stop: StopSignalListener) -> Path | None:
-    """Train from the first step, or from the newest good checkpoint, to the last step, or until a signal stops the run.
-
-    Return the checkpoint of a run that was stopped.
-    """
-    recipe = request.recipe
-    require_consensus(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
-    activity = Activity(recorder=StepRecorder(clock_for(world.device)))
-    notify = partial(print, flush=True)
-    lease = ELASTIC_LEASE if request.elastic else None
-    # Rank 0 takes the folder for all.
-    with FolderLock(request.run_dir, notify, lease, launcher=request.restarting_launcher) as lock:
-        claim = world.on_first(lambda: claim_run_folder(request, lock))
-        stop.last_act = partial(record_early_stop, claim, world.rank, activity, address.launcher != "torchrun")
-        with (
-            report_failures(claim, world.rank, activity, _hosts_to_name(address, world)),
-            Watchdog(
-                activity,
-                recipe.train.watchdog_s,
-                request.run_dir,
-                world,
-                may_write=claim.is_held,
-                silence_limit_s=LOST_RANK_SILENCE_S if request.elastic else None,
-            ),
-            disk_errors_named(request.run_dir),
-        ):
-            patient_world = world.without_timeout()
-            activity.start(INDEXING)
-            index = build_index(recipe, notify=notify)  # one rank reads the data, and prints
-            require_consensus(
-                patient_world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}}
-            )
-            activity.start(PLANNING if world.is_first else AWAITING_PLAN)
-            chosen = choose_plan(request, patient_world, index)
-            console = Console(quiet=not world.is_first)
-            session = RankSession(request, address, patient_world, activity, index, console, stop, claim, lock)
-            end = _train_on_plan(session, world, chosen)
-            while end.new_plan is not None and end.checkpoint is not None:
-                chosen = switch_plan(session, chosen.plan, end.new_plan, end.checkpoint)
-                end = _train_on_plan(replace(session, request=replace(request, resume=True)), world, chosen)
-            if end.checkpoint is None and world.is_first:
-                summary = run_summary(chosen.plan, recipe.cluster, read_metrics(request.run_dir))
-                if summary:
-                    console.print(summary, highlight=False, soft_wrap=True)
-            return end.checkpoint
+def _print_summary(session: RankSession, chosen: ChosenPlan) -> None:
+    summary = run_summary(chosen.plan, session.request.recipe.cluster, read_metrics(session.request.run_dir))
+    if summary:
+        session.console.print(summary, highlight=False, soft_wrap=True)
 
 
-def _hosts_to_name(address: Address, world: World) -> list[str]:
-    """Return the machine of each rank, for errors; none where our own launcher sees which rank has ended."""
-    return [] if address.launcher == "mmtrain" else [str(host) for host in world.all_gather(socket.gethostname())]
-
-
-def _train_on_plan(session: RankSession, world: World, chosen: ChosenPlan) -> StepsEnd:
+def train_on_plan(session: RankSession, chosen: ChosenPlan) -> Path | None:
     """Build this rank's part of the plan, restore the newest checkpoint of a run that goes on, and run its steps.
 
-    Return when the run ends, or when it is to go on with another plan. Then nothing is left of this one.
+    Return the checkpoint of a run that a signal stopped. Nothing is left of the plan: the session can train on another
+    one, see `switch_plan`.
     """
-    request, patient_world = session.request, session.patient_world
+    request, world, patient_world = session.request, session.world, session.patient_world
     activity, console, recipe = session.activity, session.console, session.request.recipe
     activity.start(BUILDING)
     start_weights = open_start_weights(request, patient_world, activity, console)
@@ -236,8 +185,6 @@ def _train_on_plan(session: RankSession, world: World, chosen: ChosenPlan) -> St
     loss = planned_loss(chosen.plan, rank_context.shape)
     kernels = kernel_choices(recipe.train.kernels, world.device, rank_context.dtype, loss)
     introduce_run(console, request, chosen, session.index, position.first_step, attention, kernels)
-    end = run_steps(RankRun(session, rank_context, chosen, position, memory))
-    if end.new_plan is not None:
-        activity.start(BUILDING)
-        release_groups(rank_context.transport.groups)
-    return end
+    checkpoint = run_steps(RankRun(session, rank_context, chosen, position, memory))
+    release_groups(rank_context.transport.groups)
+    return checkpoint

@@ -20,16 +20,15 @@ class CheckpointWriter:
         self._settings, self._records, self._activity = settings, records, activity
         self._num_failures = 0  # in a row
 
-    def save(self, next_step: int, must: bool, waits: bool = False) -> Path | None:
-        """Save in the background; wait for the result if the settings or `waits` ask for it.
+    def save(self, next_step: int, must: bool) -> Path | None:
+        """Save in the background; wait for the result if the settings ask for it. Return a checkpoint that is complete.
 
-        Wait also if nothing may come before (`must`), and then raise what went wrong. Return the checkpoint if it is
-        complete.
+        Wait also if nothing may come before (`must`), and then raise what went wrong.
         """
         self._activity.start(SAVING)
         if self.saver.pending:
             self.finish(must=False)
-        waits = must or waits or not self._settings.async_save
+        waits = must or not self._settings.async_save
         self.saver.start(next_step, copy=not waits)
         return self.finish(must) if waits else None
 
@@ -71,11 +70,7 @@ class FinishBackgroundSave(StepHook):
 
 
 class Checkpointing(StepHook):
-    """Saves a checkpoint every `every` steps, after the last one, and when a signal asked the run to stop.
-
-    A run that has a new plan switches to it once a checkpoint is complete; after a save that failed it goes on as
-    before.
-    """
+    """Saves a checkpoint every `every` steps, after the last one, and when a signal asked the run to stop."""
 
     def __init__(self, writer: CheckpointWriter, records: RunRecords, every: int) -> None:
         self._writer, self._records, self._every = writer, records, every
@@ -85,8 +80,6 @@ class Checkpointing(StepHook):
         stops = ctx.reduction.stop_requested
         if not stops and not ctx.is_due(self._every):
             return
-        switches = ctx.reduction.has_new_plan and not stops and not ctx.is_last
-        ctx.checkpoint = self._writer.save(ctx.step_number, must=stops or ctx.is_last, waits=switches)
-        ctx.switches_plan = switches and ctx.checkpoint is not None
+        ctx.checkpoint = self._writer.save(ctx.step_number, must=stops or ctx.is_last)
         if stops and not ctx.is_last:
             self._records.write_state("stopped", ctx.step_number)

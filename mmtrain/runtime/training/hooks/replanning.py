@@ -1,12 +1,14 @@
 """Plan again when recorded actions take other times than the plan's costs predict."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from mmtrain.costs import CostTable
-from mmtrain.durable_files import write_whole
+from mmtrain.durable_files import disk_errors_named, set_aside, write_whole
+from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.replanned import plan_layout, present_step_s
 from mmtrain.report.plain_text import seconds_text
@@ -18,13 +20,12 @@ from mmtrain.runtime.training.message_times import measure_message_ratio
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
+from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
 
 # Of the present plan's step time. A restored checkpoint and rebuilt stages must pay off, and predictions of two plans
 # with the same costs differ from runs by a few percent of each other (docs/benchmarks.md).
 MIN_GAIN = 0.03
-
-ReplanMode = Literal["off", "tell", "auto"]
 
 
 class PlanWithCosts(Protocol):
@@ -36,27 +37,19 @@ class PlanWithCosts(Protocol):
 
 
 class Replanning(StepHook):
-    """Writes the recorded costs, makes a plan with them in the background, and says what it would gain.
-
-    With mode `auto`, `new_plan` is the plan to switch to at the next checkpoint; only the first rank knows it.
-    """
+    """Writes the recorded costs, makes a plan with them in the background, and says what it would gain."""
 
     def __init__(
         self,
-        mode: ReplanMode,
         plan_with_costs: PlanWithCosts,
         reducer: StepMetricsReducer,
         world: World,
         activity: Activity,
         records: RunRecords,
-        switched_to: Plan | None = None,
     ) -> None:
-        """Plan again with `plan_with_costs`; `switched_to` is the plan on which the run has just gone on."""
-        self._mode, self._plan_with_costs = mode, plan_with_costs
+        self._plan_with_costs = plan_with_costs
         self._reducer, self._world, self._activity, self._records = reducer, world, activity, records
         self._planning: BackgroundPlanning | None = None
-        self._switched_to = switched_to
-        self.new_plan: Plan | None = None
 
     def close(self) -> None:
         """End what plans beside the training."""
@@ -66,9 +59,6 @@ class Replanning(StepHook):
 
     def after_step(self, ctx: StepContext) -> None:
         """See `StepHook`."""
-        if self._switched_to is not None:
-            ctx.metrics = replace(ctx.metrics, new_plan=plan_layout(self._switched_to).summary)
-            self._switched_to = None
         if ctx.reduction.cost_drift is not None:
             self._record_costs(ctx, ctx.reduction.cost_drift)
         outcome = self._planning.poll() if self._planning is not None else None
@@ -101,7 +91,7 @@ class Replanning(StepHook):
     def plan_with_recorded_costs(self) -> None:
         """Start to plan in the background with the costs in the run's folder; on the first rank only.
 
-        A run that is resumed does so too, since it may have ended before such a plan was made, or before it switched.
+        A run that is resumed does so too, since it may have ended before such a plan was made.
         """
         self.close()
         path = self._records.run_dir / RECORDED_COSTS_FILE
@@ -122,10 +112,24 @@ class Replanning(StepHook):
         )
         path = self._records.run_dir / FASTER_PLAN_FILE
         self._records.try_write(FASTER_PLAN_FILE, lambda: write_whole(path, plan.file_text()))
-        if self._mode == "auto":
-            self.new_plan = plan
-            self._records.note(f"{text}; the run switches to it at its next checkpoint")
-            return
-        self._records.note(
-            f"{text}; `--resume --plan {path}` continues on it, and `train.replan: auto` switches without a stop"
-        )
+        self._records.note(f"{text}; `--resume --plan {path}` continues on it")
+
+
+def share_recorded_costs(world: World, request: TrainRequest) -> CostTable | None:
+    """Return on all ranks the costs that a resumed run has recorded; None if there are none.
+
+    A damaged table is set aside.
+    """
+    return world.on_first(lambda: _read_recorded_costs(request.run_dir)) if request.resume else None
+
+
+def _read_recorded_costs(run_dir: Path) -> CostTable | None:
+    path = run_dir / RECORDED_COSTS_FILE
+    if not path.exists():
+        return None
+    try:
+        return CostTable.load(path)
+    except PlanError as error:
+        with disk_errors_named(run_dir):
+            print(f"mmtrain: {set_aside(path, 'the costs are recorded again')} ({error})", file=sys.stderr)
+        return None

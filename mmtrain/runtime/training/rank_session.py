@@ -1,0 +1,84 @@
+"""What a rank opens before it trains, and keeps for a whole run: the run's folder, its watchers and its data."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from rich.console import Console
+
+from mmtrain.data import DataIndex, build_index
+from mmtrain.durable_files import disk_errors_named
+from mmtrain.runtime.execution.activity import INDEXING, Activity
+from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
+from mmtrain.runtime.resilience.config_consensus import require_consensus
+from mmtrain.runtime.resilience.failures import record_early_stop, report_failures
+from mmtrain.runtime.resilience.folder_lock import ELASTIC_LEASE, FolderLock
+from mmtrain.runtime.resilience.signals import StopSignalListener
+from mmtrain.runtime.resilience.watchdog import LOST_RANK_SILENCE_S, Watchdog
+from mmtrain.runtime.run_owner import FolderClaim
+from mmtrain.runtime.training.start_run import claim_run_folder
+from mmtrain.runtime.training.train_request import TrainRequest
+from mmtrain.runtime.world import Address, World
+
+
+@dataclass(frozen=True)
+class RankSession:
+    """What a rank keeps for a whole run, whatever its plan."""
+
+    request: TrainRequest
+    address: Address
+    world: World
+    patient_world: World  # for waits in which other ranks may take any time
+    activity: Activity
+    index: DataIndex
+    console: Console
+    stop: StopSignalListener
+    claim: FolderClaim
+    lock: FolderLock
+
+
+@contextlib.contextmanager
+def open_session(
+    request: TrainRequest, address: Address, world: World, stop: StopSignalListener
+) -> Iterator[RankSession]:
+    """Take the run's folder, watch the run, and read the index of its data; all ranks call this together.
+
+    A failure inside is reported in the run's folder. Raises RunError where ranks have other settings or data.
+    """
+    recipe = request.recipe
+    require_consensus(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
+    activity = Activity(recorder=StepRecorder(clock_for(world.device)))
+    notify = partial(print, flush=True)
+    lease = ELASTIC_LEASE if request.elastic else None
+    # Rank 0 takes the folder for all.
+    with FolderLock(request.run_dir, notify, lease, launcher=request.restarting_launcher) as lock:
+        claim = world.on_first(lambda: claim_run_folder(request, lock))
+        stop.last_act = partial(record_early_stop, claim, world.rank, activity, address.launcher != "torchrun")
+        with (
+            report_failures(claim, world.rank, activity, _hosts_to_name(address, world)),
+            Watchdog(
+                activity,
+                recipe.train.watchdog_s,
+                request.run_dir,
+                world,
+                may_write=claim.is_held,
+                silence_limit_s=LOST_RANK_SILENCE_S if request.elastic else None,
+            ),
+            disk_errors_named(request.run_dir),
+        ):
+            patient_world = world.without_timeout()
+            activity.start(INDEXING)
+            index = build_index(recipe, notify=notify)  # one rank reads the data, and prints
+            require_consensus(
+                patient_world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}}
+            )
+            console = Console(quiet=not world.is_first)
+            yield RankSession(request, address, world, patient_world, activity, index, console, stop, claim, lock)
+
+
+def _hosts_to_name(address: Address, world: World) -> list[str]:
+    """Return the machine of each rank, for errors; none where our own launcher sees which rank has ended."""
+    return [] if address.launcher == "mmtrain" else [str(host) for host in world.all_gather(socket.gethostname())]
