@@ -1,12 +1,13 @@
 """Simulate steps of a plan on the batches that training will see, for `simulate` and `report`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mmtrain.api.faults import Fault, FaultOutcome
     from mmtrain.balance import BatchMeta
     from mmtrain.data import DataIndex
     from mmtrain.planning import Plan
@@ -24,18 +25,24 @@ class SimulatedSteps:
     steps: list[int]  # numbers, counted from 1
     timelines: "list[Timeline]"  # one per step
     trace: "RunTrace | None"
+    fault: "FaultOutcome | None" = None  # what a fault does in the first of the steps
 
 
 def simulate_steps(
-    recipe: "Recipe", plan_path: Path | None, trace_path: Path | None = None, steps: tuple[int, ...] = (1,)
+    recipe: "Recipe",
+    plan_path: Path | None,
+    trace_path: Path | None = None,
+    steps: tuple[int, ...] = (1,),
+    fault: "Fault | None" = None,
 ) -> SimulatedSteps:
-    """Simulate these steps of a plan, or the steps that a trace recorded.
+    """Simulate these steps of a plan, or the steps that a trace recorded; with `fault`, also what it does to the first.
 
     The plan comes from `plan_path`; without it, the recipe is planned now. Raises UserError for a plan of another
-    recipe, and for a trace that cannot be read or was recorded with another plan.
+    recipe, for a trace that cannot be read or was recorded with another plan, and for a fault of a rank that the plan
+    does not have.
     """
     from mmtrain.errors import UserError
-    from mmtrain.planning.evaluate.simulate_plan import simulate_plan
+    from mmtrain.planning.evaluate.simulate_plan import plan_timing, simulate_plan
     from mmtrain.report.comparison import RunTrace
 
     trace = None if trace_path is None else RunTrace.load(trace_path)
@@ -43,8 +50,15 @@ def simulate_steps(
     index, plan = index_and_plan(recipe, plan_path)
     if trace is not None and trace.plan_sha256 != plan.sha256:
         raise UserError(f"{trace_path}: recorded with another plan than {plan_path}; give the plan of that run")
-    timelines = [simulate_plan(recipe, plan, batch) for batch in step_batches(recipe, index, plan, numbers)]
-    return SimulatedSteps(index, plan, numbers, timelines, trace)
+    batches = step_batches(recipe, index, plan, numbers)
+    timelines = [simulate_plan(recipe, plan, batch) for batch in batches]
+    simulated = SimulatedSteps(index, plan, numbers, timelines, trace)
+    if fault is None:
+        return simulated
+    from mmtrain.api.faults import simulate_fault
+
+    timing = plan_timing(recipe, plan, batches[0])
+    return replace(simulated, fault=simulate_fault(recipe, plan, timing, timelines[0].step_time_s, fault))
 
 
 def index_and_plan(recipe: "Recipe", plan_path: Path | None) -> "tuple[DataIndex, Plan]":

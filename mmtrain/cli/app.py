@@ -14,7 +14,6 @@ from mmtrain.cli import (
     inspect,
     plan,
     profile,
-    rehearse,
     report,
     schema,
     simulate,
@@ -36,7 +35,6 @@ app.command()(plan.plan)
 app.command()(train.train)
 app.command()(profile.profile)
 app.command()(simulate.simulate)
-app.command()(rehearse.rehearse)
 app.command()(verify.verify)
 app.command()(report.report)
 app.command()(evaluate.evaluate)

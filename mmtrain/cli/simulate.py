@@ -1,14 +1,18 @@
 """`mmtrain simulate`."""
 
+import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from mmtrain.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
+    from mmtrain.api.faults import Fault, FaultKind
     from mmtrain.api.simulated_steps import SimulatedSteps
+
+FAULT_FORMS = "slow:RANK:FACTOR, lost:RANK, dead:RANK or dead_node:NODE"
 
 
 def simulate(
@@ -34,21 +38,31 @@ def simulate(
             metavar="FILE", help="Save the timeline as a trace for Perfetto, beside the run's if there is one."
         ),
     ] = None,
+    fault: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FAULT",
+            help=f"Say what a run does when a rank becomes slow, loses a message, or ends, or its node: {FAULT_FORMS}.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict a step and show its critical path.
 
     Simulates the plan's program on the batches that training will see. For a run with a trace, also shows the measured
     times and the prediction error of each stage and of the step. The time of a tensor-parallel stage includes its
-    collectives, both predicted and measured.
+    collectives, both predicted and measured. With --fault, the last lines say how long a step takes with it, or how a
+    run ends and where it continues.
     """
     import json
+    from dataclasses import asdict
 
     from mmtrain.cli.options import text_width
     from mmtrain.errors import writing
     from mmtrain.report.comparison import comparison_rows, comparison_text, critical_path_rows, overlay_trace
 
-    simulated = _simulate_source(source, overrides, plan, against, step)
+    parsed_fault = None if fault is None else _parse_fault(fault)
+    simulated = _simulate_source(source, overrides, plan, against, step, parsed_fault)
     rows = comparison_rows(simulated.timelines, simulated.trace)
     path = critical_path_rows(simulated.timelines)
     bubbles = simulated.timelines[0].bubble_shares()
@@ -64,13 +78,37 @@ def simulate(
             "critical": [row.to_json() for row in path],
             "critical_path": _critical_path_json(simulated),
         }
+        if simulated.fault is not None:
+            result["fault"] = asdict(simulated.fault)
         typer.echo(json.dumps(result))
     else:
         typer.echo(comparison_text(rows, bubbles, path, text_width()))
+        if simulated.fault is not None:
+            typer.echo(f"\n{simulated.fault.consequences}")
+
+
+def _parse_fault(text: str) -> "Fault":
+    from mmtrain.api.faults import Fault
+    from mmtrain.errors import UserError
+
+    kind, *numbers = text.split(":")
+    with contextlib.suppress(ValueError):
+        if kind == "slow":
+            rank, factor = numbers
+            return Fault("slow", int(rank), float(factor))
+        if kind in ("lost", "dead", "dead_node"):
+            [number] = numbers
+            return Fault(cast("FaultKind", kind), int(number))
+    raise UserError(f"--fault {text}: allowed: {FAULT_FORMS}, for example slow:3:1.5")
 
 
 def _simulate_source(
-    source: Path, overrides: list[str], plan: Path | None, against: Path | None, step: int
+    source: Path,
+    overrides: list[str],
+    plan: Path | None,
+    against: Path | None,
+    step: int,
+    fault: "Fault | None",
 ) -> "SimulatedSteps":
     """Simulate the steps that the arguments name: of a recipe, of a plan and a run, or of a run.
 
@@ -100,7 +138,7 @@ def _simulate_source(
     plan_path = source if is_plan else plan
     if plan_path is None and run is not None:
         plan_path = run / PLAN_FILE
-    return simulate_steps(recipe, plan_path, run / TRACE_FILE if run else None, (step,))
+    return simulate_steps(recipe, plan_path, run / TRACE_FILE if run else None, (step,), fault)
 
 
 def _critical_path_json(simulated: "SimulatedSteps") -> list[dict[str, Any]]:

@@ -22,7 +22,6 @@ COMMANDS = [
     "train",
     "profile",
     "simulate",
-    "rehearse",
     "evaluate",
     "export",
     "inspect",

@@ -52,6 +52,20 @@ def test_without_a_run_only_predictions_are_printed(run_dir: Path) -> None:
     assert "Critical path" in text
 
 
+def test_a_fault_is_simulated_beside_the_step(run_dir: Path) -> None:
+    arguments = [run_dir / RECIPE_FILE, "--plan", run_dir / PLAN_FILE, "--fault", "slow:1:2"]
+    fault = json.loads(simulate(*arguments, "--json").stdout)["fault"]
+    assert fault["step_time_s"] > fault["unbroken_s"]
+    assert simulate(*arguments).stdout.endswith(f"\n\n{fault['consequences']}\n")
+
+
+@pytest.mark.parametrize("fault", ["slow:1", "lost:first", "late:1", "dead:1:2"])
+def test_a_fault_of_no_known_form_is_rejected(run_dir: Path, fault: str) -> None:
+    forms = "slow:RANK:FACTOR, lost:RANK, dead:RANK or dead_node:NODE"
+    with pytest.raises(MmtrainError, match=f"--fault {fault}: allowed: {forms}, for example slow:3:1.5"):
+        simulate(run_dir / RECIPE_FILE, "--plan", run_dir / PLAN_FILE, "--fault", fault)
+
+
 def test_contradicting_arguments_are_rejected(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(MmtrainError, match=r"names no data; give its recipe .*--against RUN"):
         simulate(run_dir / PLAN_FILE)

@@ -32,7 +32,6 @@ CALLS = {
     "plan": "{demo} --out plan.json",
     "simulate": "{demo}",
     "report": "plan.json --out plan.html",
-    "rehearse": "{demo} --plan plan.json",
     "verify": "{demo} --plan plan.json",
     "profile": "{demo} --out costs.json",
     "train": "{demo} --run-dir run",

@@ -27,7 +27,6 @@ COMMANDS = {
         ["{demo}", "--against", "{path}"],
         ["{demo}", "--out", "{path}"],
     ],
-    "rehearse": [["{path}"], ["{demo}", "--plan", "{path}"]],
     "verify": [["{path}"], ["{demo}", "--plan", "{path}"]],
     "report": [["{path}"], ["{demo}", "--plan", "{path}"], ["{demo}", "--out", "{path}"]],
     "evaluate": [["{path}"]],

@@ -64,23 +64,6 @@ def test_plan_train_alone_and_evaluate(folder: Path) -> None:
     assert json.loads(last)["val_exact"] == scores["exact"]
 
 
-def test_a_plan_is_rehearsed(folder: Path) -> None:
-    arguments = ["rehearse", "recipes/demo.yaml", *_sets(*SMALL), "--steps", "1"]
-    done = run_forked(folder, *arguments, "--disk", "1")
-    assert done.returncode == 0, done.stderr
-    assert "at 1 GB/s a rank. Training stands still for " in done.stdout
-    assert done.stdout.startswith("Rehearsed 2 of 2 ranks (the first replica group), ")
-    assert "the prediction is off by " in done.stdout
-    as_json = run_forked(folder, *arguments, "--fault", "slow:1:2", "--json")
-    result = json.loads(as_json.stdout)
-    assert result["failure"] is None
-    assert len(result["steps_s"]) == 1
-    wrong = run_forked(folder, *arguments, "--fault", "slow:1")
-    assert wrong.returncode == 2
-    forms = "slow:RANK:FACTOR, lost:RANK, dead:RANK or dead_node:NODE"
-    assert f"--fault slow:1: allowed: {forms}, for example slow:3:1.5" in wrong.stderr
-
-
 def test_a_run_is_compared_with_its_prediction(folder: Path) -> None:
     settings = _sets(*SMALL, "train.trace_steps=[2,3]")
     trained = run_forked(folder, "train", "recipes/demo.yaml", *settings, "--run-dir", "runs/traced")

@@ -30,7 +30,7 @@ from mmtrain.runtime.world import World
 
 @dataclass(frozen=True)
 class SavedRank:
-    """What saving needs of a rank. A rehearsal has all of it without a model."""
+    """What saving needs of a rank."""
 
     world: World
     activity: Activity

@@ -1,9 +1,9 @@
 """The times of a plan's step, stretched for replica group 0 alone on one machine."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-from mmtrain.program import Compute, Microbatch, Partial, Send, StageGraph, StageId, Timing, TransferCost
+from mmtrain.program import Compute, Microbatch, ModelTiming, Partial, Send, StageId, TransferCost
 from mmtrain.program.ir.actions import Collective
 from mmtrain.program.ir.data_dependencies import participants
 from mmtrain.program.ir.first_group import FirstGroup
@@ -16,17 +16,13 @@ class StretchedTiming:
     Every time is `stretch` times as long as planned, so that what this machine needs for an action hardly counts.
     """
 
-    timing: Timing  # of the whole plan
-    plan_graph: StageGraph  # of the whole plan
+    timing: ModelTiming  # of the whole plan
     group: FirstGroup
     stretch: float
-    slow_ranks: Mapping[int, float]  # rank of the group -> how many times as long its compute takes
 
     def compute(self, action: Compute) -> float:
-        """See `Timing`; the slowest rank of a TP group holds up the others."""
-        tp_group = self.group.graph.tp_group(action.stage, action.mb.replica)
-        slowest = max(self.slow_ranks.get(rank, 1.0) for rank in tp_group)
-        return self.timing.compute(action) * self.stretch * slowest
+        """See `Timing`."""
+        return self.timing.compute(action) * self.stretch
 
     def left_under_way(self, action: Partial) -> float:
         """See `Timing`."""
@@ -40,7 +36,7 @@ class StretchedTiming:
     def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
         """See `Timing`; data-parallel groups have their size in the whole plan."""
         plan_rank = self.group.ranks[rank]
-        members = participants(self.plan_graph, plan_rank, action)
+        members = participants(self.timing.graph, plan_rank, action)
         return self._stretched(self.timing.collective(plan_rank, action, members))
 
     def link_class(self, ranks: tuple[int, ...]) -> Hashable:

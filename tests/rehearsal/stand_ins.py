@@ -6,7 +6,7 @@ as long as it is less than they take.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,7 +37,7 @@ from mmtrain.program.ir.data_dependencies import EMBEDDINGS
 from mmtrain.program.ir.segments import num_segments
 from mmtrain.runtime.execution.process_groups import Pending, ProcessGroups, Transport
 from mmtrain.runtime.execution.unit import MicrobatchState
-from mmtrain.runtime.rehearsal.stretched_timing import StretchedTiming
+from tests.rehearsal.stretched_timing import StretchedTiming
 
 STAND_IN_DTYPE = torch.float64  # holds a moment of the clock to the microsecond
 STAND_IN_WIDTH = 1  # features in a row: a message keeps its number of rows and shrinks to this width
@@ -138,14 +138,11 @@ class TimedTransport(Transport):
     """
 
     rehearsal: Rehearsal = field(kw_only=True)
-    loses: Callable[[Send], bool] = field(default=lambda message: False, kw_only=True)  # whether a message never leaves
 
     def send(self, rows: Tensor, message: Send) -> Pending:
         """See `Transport`."""
         clock = self.rehearsal.clock
         departed_s = clock.depart(self._seconds(self.rank, message))
-        if self.loses(message):
-            return _Lost()
         stamped = torch.full_like(rows, departed_s)
         return _TimedSend(super().send(stamped, message), stamped)
 
@@ -178,11 +175,6 @@ class TimedTransport(Transport):
 
     def _seconds(self, sender: int, message: Send) -> float:
         return self.rehearsal.timing.message(sender, message).seconds
-
-
-class _Lost:
-    def wait(self) -> None:
-        """Return at once: the sender does not notice."""
 
 
 class StandInUnit:
