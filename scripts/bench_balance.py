@@ -33,7 +33,7 @@ from mmtrain.balance import (
     pad_ratio,
     rebalance,
 )
-from mmtrain.balance.dispatch.node_rearrangement import off_node_bytes, rearrange_across_nodes
+from mmtrain.balance.dispatch.node_placement import off_node_bytes, rearrange_across_nodes
 from mmtrain.balance.grouping.methods import token_targets
 from mmtrain.balance.grouping.pack_groups import group_across_devices, group_by_isf, group_by_length, group_randomly
 from mmtrain.balance.ordering.makespan_1f1b import makespans_1f1b

@@ -29,7 +29,7 @@ from mmtrain.balance import (
     max_over_mean,
     rebalance,
 )
-from mmtrain.balance.dispatch.node_rearrangement import off_node_bytes, rearrange_across_nodes
+from mmtrain.balance.dispatch.node_placement import off_node_bytes, rearrange_across_nodes
 from mmtrain.balance.grouping.methods import token_targets
 from mmtrain.balance.ordering.makespan_1f1b import makespans_1f1b
 from mmtrain.balance.ordering.microbatch_order import SEARCH_ROUNDS
@@ -64,7 +64,7 @@ PARTS = {  # modules of mmtrain.balance -> what their constants are measured by
         "top_up_groups",
     ),
     "post": ("post_balancing",),
-    "nodes": ("placement_by_need",),
+    "nodes": ("node_placement",),
     "order": ("reordering", "uneven_stage"),
 }
 # No choices but facts, rounding, or what arrays are made of when the module is loaded.

@@ -37,7 +37,7 @@ from torch import Tensor
 from mmtrain.balance import BatchCost, Grouping, SampleLengths, rebalance
 from mmtrain.balance.batch_meta import BatchMeta, ItemLengths, ItemTable
 from mmtrain.balance.dispatch.dispatch_items import DispatchSizes, place_batches_near
-from mmtrain.balance.dispatch.node_rearrangement import off_node_bytes
+from mmtrain.balance.dispatch.node_placement import off_node_bytes
 from mmtrain.balance.grouping.methods import GroupingMethod
 from mmtrain.balance.step_targets import SequenceCost, StepTargets
 from mmtrain.data import GroupStream

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mmtrain.balance import BatchCost, rebalance
-from mmtrain.balance.dispatch.node_rearrangement import off_node_bytes, rearrange_across_nodes
+from mmtrain.balance.dispatch.node_placement import off_node_bytes, rearrange_across_nodes
 from mmtrain.balance.grouping.slack_packing import pack_with_slack
 from scripts.bench_balance import TILES, TOKENS, WINDOW, columns_of, least_seconds, mixture, num_tiles, target
 from tests.balance.first_fit import first_fit_decreasing

@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.balance import BatchCost, ItemLengths, SampleLengths, pack_groups, rebalance
 from mmtrain.balance.check_lengths import MAX_LENGTH, check_lengths
-from mmtrain.balance.dispatch.node_rearrangement import rearrange_across_nodes
+from mmtrain.balance.dispatch.node_placement import rearrange_across_nodes
 
 NUM = 4
 RANKS = np.arange(NUM) % 2

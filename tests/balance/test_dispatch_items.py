@@ -15,7 +15,7 @@ from mmtrain.balance.dispatch.dispatch_items import (
     place_near,
     replicas_per_node,
 )
-from mmtrain.balance.dispatch.node_rearrangement import off_node_bytes
+from mmtrain.balance.dispatch.node_placement import off_node_bytes
 from tests.balance.test_assign import make_groups, make_lengths
 
 COST = SequenceCost(3, 2)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmtrain.balance.batch_meta import IntArray
-from mmtrain.balance.dispatch.node_rearrangement import rearrange_across_nodes
+from mmtrain.balance.dispatch.node_placement import rearrange_across_nodes
 from mmtrain.balance.dispatch.post_balancing import BatchCost, rebalance
 from mmtrain.balance.step_targets import SequenceCost
 
