@@ -289,7 +289,6 @@ OPTIMUS_TABLES = (
 # OmniBal
 
 OMNIBAL = "OmniBal, arXiv 2407.20761, as en.papernotes.org (ICML 2025) and a public review of it state"
-OMNIBAL_BENCHMARKS = "docs/benchmarks.md, Balancing"
 NINE = (
     ("6b_8b", "InternViT-6B, Llama-3 8B"),
     ("6b_20b", "InternViT-6B, InternLM2-20B"),
@@ -387,7 +386,7 @@ OMNIBAL_TABLES = (
                 "0.31, 0.014, 0.378, 0",
                 "measured",
                 ours=lambda plans: "0.475, 0.001, 0.475, 0; `matched` 0",
-                why=f"another mixture, 8 replicas ({OMNIBAL_BENCHMARKS}, scripts.bench_balance)",
+                why="another mixture, 8 replicas (docs/measurements/2026-11-21.md, scripts.bench_balance)",
             ),
             PaperRow(
                 "dist ratio of images / LLM tokens: sorted by length, ISF",
@@ -402,7 +401,7 @@ OMNIBAL_TABLES = (
                 "what padding costs",
                 None,
                 "measured",
-                ours=lambda plans: "docs/benchmarks.md, What padding costs (scripts.bench_padding)",
+                ours=lambda plans: "docs/measurements/2026-11-25.md, What padding costs",
             ),
         ),
     ),
@@ -446,7 +445,7 @@ OMNIBAL_TABLES = (
                 "dist ratios on LLaVA-665K, InternVL-1.2M and LCS-558K",
                 None,
                 "not comparable",
-                ours=lambda plans: f"{OMNIBAL_BENCHMARKS}: five sets and their mixture",
+                ours=lambda plans: "docs/benchmarks.md, Steps that training reads: five sets and their mixture",
                 why="the page says that they are low, not how low",
             ),
         ),
@@ -509,7 +508,7 @@ MMSCALE_TABLES = (
 # OrchMLLM
 
 ORCHMLLM = "OrchMLLM, arXiv 2503.23830, abstract; no public page that could be read states its tables"
-DISPATCH = "docs/benchmarks.md, Dispatch in `replicated` (scripts.bench_dispatch): four CPU ranks"
+DISPATCH = "docs/measurements/2026-11-24.md (scripts.bench_dispatch): four CPU ranks"
 
 ORCHMLLM_TABLES = (
     PaperTable(

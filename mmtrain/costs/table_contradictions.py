@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from mmtrain.costs.cost_model import TokenLoad
 
 # Repeats of one load differ by noise and by the layout of its sequences. Steps of one plan took up to 2.9 times as long
-# on another day (docs/benchmarks.md); more than this is no measurement of the same thing.
+# on another day (docs/measurements/2026-11-21.md); more than this is no measurement of the same thing.
 MAX_RATIO_OF_REPEATS = 10.0
 
 

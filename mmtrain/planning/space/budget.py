@@ -1,6 +1,6 @@
 """Every tuned constant of the search: how much the planner tries, and the factors that its estimates rest on.
 
-Where a source is named, it is a decision (docs/decisions), a measurement (docs/benchmarks.md) or a commit. "Chosen
+Where a source is named, it is a decision (docs/decisions), a measurement (docs/measurements) or a commit. "Chosen
 by hand" means that nothing was measured when the value was set; `python -m scripts.bench_plan` shows the effect.
 """
 

@@ -21,7 +21,7 @@ from mmtrain.program.ir.graph import LLM, DispatchMode, Exchange, StageGraph, St
 LayerPartition = tuple[tuple[int, ...], ...]  # for each layer chain the bounds of its model chunks, from 0 to its end
 
 # Step times of one placement within this factor count as equal, and the simpler layout is chosen: simulated differences
-# below a tenth of a percent are far below the error of predictions (docs/benchmarks.md).
+# below a tenth of a percent are far below the error of predictions (docs/benchmarks.md, Predictions).
 EQUAL_STEP_TIME_RATIO = 1.001
 # Ways to run a model, from the simplest; `MeshAssignment.complexity_level` is an index into them. Between levels, step
 # times within `AS_FAST_RATIO` count as equal ("Within 1%, the plan with fewer mechanisms is chosen").

@@ -24,7 +24,7 @@ from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
 
 # Of the present plan's step time. A restored checkpoint and rebuilt stages must pay off, and predictions of two plans
-# with the same costs differ from runs by a few percent of each other (docs/benchmarks.md).
+# with the same costs differ from runs by a few percent of each other (docs/benchmarks.md, Predictions).
 MIN_GAIN = 0.03
 
 
