@@ -5,16 +5,10 @@ Run it from the root of a checkout; it uses tools of the tests. DIR holds ai2d_t
 (duration_ms, words). Times are processor seconds of one core, the least of two or three runs.
 """
 
-import argparse
 import csv
-import os
-import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -37,17 +31,9 @@ from mmtrain.balance.dispatch.node_placement import off_node_bytes, rearrange_ac
 from mmtrain.balance.grouping.methods import token_targets
 from mmtrain.balance.grouping.pack_groups import group_across_devices, group_by_isf, group_by_length, group_randomly
 from mmtrain.balance.ordering.makespan_1f1b import makespans_1f1b
-from mmtrain.balance.ordering.reordering import construct_order, reorder_microbatches
-from mmtrain.balance.ordering.schedule_recurrence import ScheduleRecurrence
-from mmtrain.data import GroupStream, build_index
-from mmtrain.planning import SchedulePlan
-from mmtrain.planning.artifact.balancing_targets import derive_step_targets
-from mmtrain.planning.artifact.schedule_table import build_schedule_table
-from mmtrain.planning.evaluate.simulate_plan import simulate_plan
-from mmtrain.planning.planner import plan_recipe
-from mmtrain.planning.space.problem import PlanRequest
-from mmtrain.program import Edge, Stage, StageGraph, StageId, UnitMesh
-from mmtrain.recipe import load_recipe
+from mmtrain.balance.ordering.reordering import reorder_microbatches
+from mmtrain.data import GroupStream
+from scripts.measurements import Report, arguments, least_seconds, start
 from tests.balance.makespan_bound import makespan_lower_bound, pairing_lower_bound
 
 NUM_SAMPLES, WINDOW = 100_000, 16_384
@@ -59,6 +45,7 @@ OTHER_SAMPLES = 80_000  # of a single set; a quarter for each of two
 MIN_STEPS_OF_VARIANCE, MAX_EPOCHS_OF_VARIANCE = 400, 12
 OTHER_TRAINING_SIZES = ((8, 8), (64, 8))  # with data other than the mixture
 MAX_ARRANGED_STEPS, MAX_ARRANGED_GROUPS = 60, 2**13
+MAX_FINDING_MS, MAX_VARIANCE_OVER_CHANCE, MIN_FILL = 10, 1.2, 0.985
 STEP_TARGETS = {  # dist ratios of tiles and tokens: of a step, and of a microbatch
     (8, 8): ((0.003, 0.002), (0.01, 0.005)),
     (64, 8): ((0.01, 0.003), (0.01, 0.005)),
@@ -67,46 +54,36 @@ STEP_TARGETS = {  # dist ratios of tiles and tokens: of a step, and of a microba
 }
 ENCODER_WEIGHTS = (0.9, 1.0)  # of a pipeline's first stage, beside the others
 TILE_PATCHES = 1024  # tokens that a vision unit sees of a tile of 448 pixels
-PLAN_SETTINGS = (  # of a what-if recipe whose steps are ordered in time
-    ("cluster.ranks=32", "parallel.placement=disaggregated", *(f"parallel.llm.{s}" for s in ("tp=2", "pp=4", "vpp=2"))),
-    ("cluster.ranks=32", "parallel.placement=colocated"),
-)
-T = TypeVar("T")
+TRAINING_ROUNDS = 2  # of the search for an order, as a run makes them
 
 
 def main() -> None:
     """Print every measure beside its target."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--lengths", type=Path, required=True, metavar="DIR", help="folder of the length files")
     parser.add_argument("--no-milp", action="store_true", help="leave out the exact node-wise optimum (a minute)")
     parser.add_argument("--only-steps", action="store_true", help="only the steps that training reads")
     options = parser.parse_args()
-    print(
-        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()}-core {platform.machine()}, Python {platform.python_version()}"
-    )
+    report = start("Steps that training reads" if options.only_steps else "Balancing", options)
     tokens = mixture(options.lengths, NUM_SAMPLES)
-    print(f"means: {tokens.mean(axis=0).round(2).tolist()} LLM tokens, tiles, audio tokens; {NUM_SAMPLES} samples")
     if not options.only_steps:
-        grouping(tokens)
-    training(tokens)
-    for name, (other, kind) in other_sets(options.lengths).items():
-        print(f"{name}: means {other.mean(axis=0).round(2).tolist()} LLM tokens, tiles, audio tokens")
-        for size in OTHER_TRAINING_SIZES:
-            train_size(other, kind, size)
+        grouping(report, tokens)
+    report.targets()
+    sets = {"mixture": (tokens, mixture_kinds(np.random.default_rng(0), len(tokens))), **other_sets(options.lengths)}
+    for name, (other, kind) in sets.items():
+        report.figure(f"{name}: mean LLM tokens / tiles / audio tokens", str(other.mean(axis=0).round(2).tolist()))
+        for size in TRAINING_SIZES if name == "mixture" else OTHER_TRAINING_SIZES:
+            train_size(report, name, other, kind, size)
     if options.only_steps:
         return
-    isf_speed(mixture(options.lengths, 1_200_000))
-    post_and_nodes(tokens, exact=not options.no_milp)
+    isf_speed(report, mixture(options.lengths, 1_200_000))
+    post_and_nodes(report, tokens, exact=not options.no_milp)
     for weight in ENCODER_WEIGHTS:
-        ordering(weight)
-    for stages, chunks, num in ((4, 2, 16), (8, 3, 32), (8, 12, 32)):
-        ordering_chunks(stages, chunks, num)
-    for settings in PLAN_SETTINGS:
-        ordering_plan(settings)
+        ordering(report, weight)
 
 
-def grouping(tokens: np.ndarray) -> None:
-    """Print OmniBal's Table 3 for the mixture; `training` measures what `matched` makes of it."""
+def grouping(report: Report, tokens: np.ndarray) -> None:
+    """Print OmniBal's Table 3 for the mixture; `train_size` measures what `matched` makes of it."""
     order = np.random.default_rng(1).permutation(len(tokens))
     budgets, fill = _isf_budgets(tokens)
     bounds = np.array([MAX_GROUP_TOKENS, 64, MAX_GROUP_TOKENS])  # tokens bind; the others only cap memory
@@ -126,35 +103,22 @@ def grouping(tokens: np.ndarray) -> None:
         ),
         "best fit": lambda replicas: pack_groups(tokens, bounds, order, WINDOW),
     }
-    print("method    replicas groups  batch  fill   pad    dist tiles / tokens / audio   summed-1   seconds")
+    dist_columns = "dist ratio tiles / tokens / audio", "summed"
+    report.table("method", "replicas", "groups", "mean batch", "fill", "pad ratio", *dist_columns, "seconds")
     for replicas in (8, 64):
         for name, method in by_method.items():
             seconds, groups = least_seconds(lambda method=method, r=replicas: method(r), 2)
-            steps = _steps(groups.loads(tokens), replicas)
-            over = max_over_mean(_steps(groups.loads(tokens) @ LOADS_SUMMED[0], replicas)) - 1
-            dist = dist_ratio(steps)
-            padded = pad_ratio(tokens[:, TOKENS], groups)
-            filled = groups.loads(tokens)[:, TOKENS].mean() / MAX_GROUP_TOKENS
-            padding = f"{padded:.3f}" if name in ("random", "length", "device") else "  -  "
-            print(
-                f"{name:<10}{replicas:>7}{len(groups):>8}{groups.sizes.mean():>7.2f}{filled:>7.3f}  {padding}  "
-                f"{dist[TILES]:.4f} / {dist[TOKENS]:.4f} / {dist[AUDIO]:.3f}   {over:.5f}   {seconds:.2f}"
-            )
-            if name == "isf":
-                full = (groups.loads(tokens)[:, :2] >= fill).any(axis=1)
-                left = groups.sizes[~full].sum() / len(tokens)
-                print(
-                    f"          remainder of isf: {left:.1%} of the samples, in groups {_fill(groups, tokens, ~full)}"
-                )
+            loads = groups.loads(tokens)
+            over = max_over_mean(_steps(loads @ LOADS_SUMMED[0], replicas)) - 1
+            filled = loads[:, TOKENS].mean() / MAX_GROUP_TOKENS
+            is_padded = name in ("random", "length", "device")
+            padding = f"{pad_ratio(tokens[:, TOKENS], groups):.3f}" if is_padded else "-"
+            cells = [len(groups), f"{groups.sizes.mean():.2f}", f"{filled:.3f}", padding]
+            report.row(name, replicas, *cells, _ratios(_steps(loads, replicas)), f"{over:.5f}", f"{seconds:.2f}")
+    report.line()
 
 
-def training(tokens: np.ndarray) -> None:
-    """Arrange the stream that training reads for plans whose units share ranks and for plans whose units do not."""
-    for size in TRAINING_SIZES:
-        train_size(tokens, mixture_kinds(np.random.default_rng(0), len(tokens)), size)
-
-
-def train_size(tokens: np.ndarray, kind: np.ndarray, size: tuple[int, int]) -> None:
+def train_size(report: Report, name: str, tokens: np.ndarray, kind: np.ndarray, size: tuple[int, int]) -> None:
     """Arrange steps of one size, replicas and the microbatches of each, and print how even and how random they are.
 
     kind: (n,) the source of each sample.
@@ -173,14 +137,19 @@ def train_size(tokens: np.ndarray, kind: np.ndarray, size: tuple[int, int]) -> N
     grouping = Grouping(MAX_GROUP_TOKENS, WINDOW, replicas * microbatches)
     seconds, stream = least_seconds(lambda: GroupStream(lengths, grouping, 0), 1)
     far, _ = least_seconds(lambda: stream.groups(10**6 * grouping.global_batch, grouping.global_batch), 1)
-    print(
-        f"  training, {replicas} replicas of {microbatches} microbatches: starts in "
-        f"{seconds:.2f} s, step 1,000,000 found in {far * 1e3:.0f} ms"
-    )
-    _arranged("apart", token_targets(lengths, grouping), tokens, stream, size)
-    _arranged("summed", StepTargets((BalancedLoad(tile),)), tokens, stream, size)
+    label = f"{name}, {replicas} x {microbatches}"
+    report.figure(f"{label}: the stream starts", f"{seconds:.2f} s")
+    report.target(f"{label}: finding step 1,000,000, ms", far * 1e3, MAX_FINDING_MS)
+    apart = token_targets(lengths, grouping)
+    in_all, side_by_side = _arranged(report, f"{label}, units apart", apart, tokens, stream, size)
+    for what, loads, limits in zip(
+        ("step", "microbatch"), (in_all, side_by_side), STEP_TARGETS.get(size, ()), strict=False
+    ):
+        report.target(f"{label}, a {what}: dist ratio of image tiles", dist_ratio(loads)[TILES], limits[0])
+        report.target(f"{label}, a {what}: dist ratio of LLM tokens", dist_ratio(loads)[TOKENS], limits[1])
+    _arranged(report, f"{label}, summed", StepTargets((BalancedLoad(tile),)), tokens, stream, size)
     if stream.groups_per_epoch >= 10 * grouping.global_batch:
-        _randomness(tokens, kind, stream, replicas * microbatches)
+        _randomness(report, label, tokens, kind, stream, replicas * microbatches)
 
 
 def other_sets(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -206,13 +175,13 @@ def other_sets(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def _arranged(
-    name: str,
-    targets: StepTargets,
-    tokens: np.ndarray,
-    stream: GroupStream,
-    size: tuple[int, int],
-) -> None:
-    """Arrange an epoch's steps for `targets`, and print how even they are; size: replicas and their microbatches."""
+    report: Report, label: str, targets: StepTargets, tokens: np.ndarray, stream: GroupStream, size: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Arrange an epoch's steps for `targets`, and print how even they are.
+
+    size: replicas and their microbatches. Returns (steps, replicas, 3) and (microbatches of all steps, replicas, 3) the
+    LLM tokens, tiles and audio tokens of each replica.
+    """
     replicas, microbatches = size
     dp = {"llm": replicas, "vision": replicas, "audio": replicas}
     num_steps = min(
@@ -221,52 +190,25 @@ def _arranged(
         max(MAX_ARRANGED_GROUPS // (replicas * microbatches), 1),
     )
     slots = np.zeros((num_steps, microbatches, replicas, 3), dtype=np.int64)
-    bounds = []
-    start = time.process_time()
+    start_s = time.process_time()
     for step in range(num_steps):
         meta = stream.batch(step, replicas * microbatches, dp, dict.fromkeys(dp, microbatches), targets)
         np.add.at(slots[step], (meta.index, meta.replica), tokens[meta.sample_id])
-        bounds.append(_least_dist_ratio(tokens[meta.sample_id], replicas))
-    step_ms = (time.process_time() - start) / num_steps * 1e3
+    step_ms = (time.process_time() - start_s) / num_steps * 1e3
     side_by_side = slots.reshape(-1, replicas, 3)
     in_all = slots.sum(axis=1)
-    over, over_all = (max_over_mean(loads @ LOADS_SUMMED[0]) - 1 for loads in (side_by_side, in_all))
+    for what, loads in (("microbatch", side_by_side), ("step", in_all)):
+        report.figure(f"{label}, a {what}: dist ratio of tiles / tokens / audio", _ratios(loads))
+        report.figure(f"{label}, a {what}: summed", f"{max_over_mean(loads @ LOADS_SUMMED[0]) - 1:.5f}")
+    report.figure(f"{label}: milliseconds of a step", f"{step_ms:.0f}")
     fill = side_by_side[:, :, TOKENS].mean() / MAX_GROUP_TOKENS
-    print(
-        f"    {name}: dist tiles / tokens / audio {_ratios(side_by_side)} a microbatch, {_ratios(in_all)} a step; "
-        f"summed {over:.5f} a microbatch, {over_all:.5f} a step; fill {fill:.4f}; {step_ms:.0f} ms a step"
-    )
-    if name == "apart" and microbatches == 1:
-        print(f"    no grouping of the samples of these steps has a dist ratio of tiles below {np.mean(bounds):.4f}")
-    if name == "apart" and size in STEP_TARGETS:
-        target(f"training, {replicas} x {microbatches}: fill of all groups", float(fill), 0.985, at_least=True)
-        for what, ratio, limits in zip(
-            ("a step", "a microbatch"), (dist_ratio(in_all), dist_ratio(side_by_side)), STEP_TARGETS[size], strict=False
-        ):
-            target(f"training, {replicas} x {microbatches}, {what}: dist ratio of image tiles", ratio[TILES], limits[0])
-            target(f"training, {replicas} x {microbatches}, {what}: dist ratio of LLM tokens", ratio[TOKENS], limits[1])
+    report.target(f"{label}: fill of all groups", float(fill), MIN_FILL, at_least=True)
+    return in_all, side_by_side
 
 
-def _least_dist_ratio(samples: np.ndarray, replicas: int) -> float:
-    """Return a lower bound of the dist ratio of tiles in a step of one microbatch; samples: (k, 3).
-
-    A group has at most one text of more than half its tokens, and tiles only for the tokens that the text leaves. The
-    other groups have the rest, in whole tiles.
-    """
-    with_tiles = samples[samples[:, TILES] > 0]
-    if not len(with_tiles):
-        return 0.0
-    tokens_per_tile = (with_tiles[:, TOKENS] / with_tiles[:, TILES]).min()
-    texts = samples[samples[:, TILES] == 0, TOKENS]
-    room = (MAX_GROUP_TOKENS - texts[texts > MAX_GROUP_TOKENS // 2]) // tokens_per_tile
-    total = int(samples[:, TILES].sum())
-    level = -(-total // replicas)
-    while np.minimum(room, level).sum() + level * (replicas - len(room)) < total:
-        level += 1
-    return 1 - total / (level * replicas)
-
-
-def _randomness(tokens: np.ndarray, kind: np.ndarray, stream: GroupStream, step_size: int) -> None:
+def _randomness(
+    report: Report, label: str, tokens: np.ndarray, kind: np.ndarray, stream: GroupStream, step_size: int
+) -> None:
     """Print the variance of what steps hold, over that of steps of shuffled samples with as many tokens.
 
     kind: (n,) the source of each sample, from 0. Columns that follow from the number of a step's tokens count for
@@ -284,13 +226,13 @@ def _randomness(tokens: np.ndarray, kind: np.ndarray, stream: GroupStream, step_
     steps = np.concatenate(parts)
     chance = (loads - loads[:, :1] * density).var(axis=0) * steps[:, 0].mean() / loads[:, 0].mean()
     found = (steps - steps[:, :1] * density).var(axis=0)
-    ratios = [
-        f"{found[c] / chance[c]:.2f} of {name}" for c, name in enumerate(names, 1) if chance[c] > 1e-6 * found[0] + 1e-6
-    ]
-    print(
-        f"    variance of {len(steps)} steps over chance's: {', '.join(ratios)} (give or take "
-        f"{(2 / len(steps)) ** 0.5:.0%}); LLM tokens of a step vary by {steps[:, 0].std() / steps[:, 0].mean():.2%}"
-    )
+    label = f"{label}, {len(steps)} steps, +-{(2 / len(steps)) ** 0.5:.0%}"
+    for column, name in enumerate(names, 1):
+        if chance[column] > 1e-6 * found[0] + 1e-6:
+            ratio = float(found[column] / chance[column])
+            report.target(f"{label}: variance of {name} over chance's", ratio, MAX_VARIANCE_OVER_CHANCE)
+    spread = steps[:, 0].std() / steps[:, 0].mean()
+    report.figure(f"{label}: LLM tokens of a step vary by", f"{spread:.2%}")
 
 
 def _ratios(loads: np.ndarray) -> str:
@@ -304,7 +246,7 @@ def item_lengths(counts: np.ndarray) -> ItemLengths:
     return ItemLengths(np.concatenate([[0], np.cumsum(counts > 0)]), sizes, np.ones_like(sizes), sizes, sizes)
 
 
-def isf_speed(many: np.ndarray) -> None:
+def isf_speed(report: Report, many: np.ndarray) -> None:
     """Time ISF."""
     for tokens, limit in ((many[:NUM_SAMPLES], 0.2), (many, 2.0)):
         two = np.ascontiguousarray(tokens[:, :2])
@@ -312,10 +254,10 @@ def isf_speed(many: np.ndarray) -> None:
         seconds, _ = least_seconds(
             lambda two=two, b=budgets, f=fill: group_by_isf(two, b, f, 10, np.random.default_rng(0))
         )
-        target(f"isf, 10 rounds, two budgets: seconds for {len(tokens)} samples", seconds, limit)
+        report.target(f"isf, 10 rounds, two budgets: seconds for {len(tokens)} samples", seconds, limit)
 
 
-def post_and_nodes(tokens: np.ndarray, exact: bool) -> None:
+def post_and_nodes(report: Report, tokens: np.ndarray, exact: bool) -> None:
     """Measure post-balancing and node-wise rearrangement, with `exact` against a mixed-integer program."""
     num, per = 2560, 60
     lengths = np.random.default_rng(3).choice(tokens[:, TOKENS], num * per)
@@ -330,21 +272,21 @@ def post_and_nodes(tokens: np.ndarray, exact: bool) -> None:
     for cost in costs:
         seconds, moved = least_seconds(lambda cost=cost: rebalance(lengths, source, num, cost))
         loads, before = (cost.of_ranks(lengths, rank, num) for rank in (moved.dest_rank, source))
-        print(
-            f"  post-balancing {cost.kind} (quadratic {cost.quadratic:g}): max/mean {before.max() / before.mean():.4f} "
-            f"-> {loads.max() / loads.mean():.4f}, largest x {loads.max() / before.max():.3f}, {seconds * 1e3:.0f} ms"
-        )
-        if cost == BatchCost():
-            target(f"post-balancing {num} x {per}: milliseconds", seconds * 1e3, 40)
-            target(f"post-balancing {num} x {per}: max/mean", float(loads.max() / loads.mean()), 1.001)
+        label = f"post-balancing {num} x {per}, {cost.kind} (quadratic {cost.quadratic:g})"
+        report.figure(f"{label}: max/mean before", f"{before.max() / before.mean():.4f}")
+        report.figure(f"{label}: largest cost over the one before", f"{loads.max() / before.max():.3f}")
+        figures = {"milliseconds": (seconds * 1e3, 40), "max/mean": (float(loads.max() / loads.mean()), 1.001)}
+        for what, (value, limit) in figures.items():
+            if cost == BatchCost():
+                report.target(f"{label}: {what}", value, limit)
+            else:
+                report.figure(f"{label}: {what}", f"{value:.5g}")
     batch = rebalance(lengths, source, num, BatchCost()).dest_rank
     seconds, replica = least_seconds(lambda: rearrange_across_nodes(source, batch, lengths, num, 8))
     before, after = (off_node_bytes(source, batch, lengths, r, 8) for r in (np.arange(num), replica))
-    target(f"node-wise, {num} replicas, 320 nodes: milliseconds", seconds * 1e3, 50)
-    print(
-        f"  off-node volume in LLM tokens: largest sender {before.max()} -> {after.max()}, "
-        f"all {before.sum()} -> {after.sum()}"
-    )
+    report.target(f"node-wise, {num} replicas, 320 nodes: milliseconds", seconds * 1e3, 50)
+    report.figure("its off-node LLM tokens, largest sender", f"{before.max()} -> {after.max()}")
+    report.figure("the same, all senders", f"{before.sum()} -> {after.sum()}")
     for num, per_node, per in ((16, 4, 60), (32, 8, 60), (64, 8, 8), (64, 8, 60)) if exact else ():
         lengths = np.random.default_rng(num + per).choice(tokens[:, TOKENS], num * per)
         source = np.repeat(np.arange(num), per)
@@ -352,10 +294,8 @@ def post_and_nodes(tokens: np.ndarray, exact: bool) -> None:
         replica = rearrange_across_nodes(source, batch, lengths, num, per_node)
         worst = off_node_bytes(source, batch, lengths, replica, per_node).max()
         best, proven = _milp(source, batch, lengths, num, per_node)
-        name = (
-            f"node-wise, {num} replicas x {per}: largest sender over the MILP's (proven >= {proven:.0f} of {best:.0f})"
-        )
-        target(name, float(worst / best), 1.01)
+        label = f"node-wise, {num} replicas x {per}: largest sender over the MILP's"
+        report.target(f"{label} (proven >= {proven:.0f} of {best:.0f})", float(worst / best), 1.01)
 
 
 def _milp(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num: int, per_node: int) -> tuple[float, float]:
@@ -387,125 +327,34 @@ def _milp(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num: int, pe
     return float(solution.fun), float(solution.mip_dual_bound)
 
 
-def ordering(weight: float) -> None:
+def ordering(report: Report, weight: float) -> None:
     """Order 64 microbatches over 10 stages; the first is an encoder, whose times are gamma distributed.
 
     weight: mean time of the encoder, of that of any other stage.
     """
-    rounds_of = (2, 3, 12)
-    removed: dict[str, list[float]] = {"constructed": [], **{f"{r} rounds": [] for r in rounds_of}}
-    of_work: dict[str, list[float]] = {name: [] for name in removed}
-    seconds: dict[str, list[float]] = {name: [] for name in removed}
+    removed, seconds = [], []
     for seed in range(40):
         rng = np.random.default_rng(seed)
         forward = np.ones((1, 10, 64))
         forward[0, 0] = rng.gamma(1 / 0.36, weight * 0.36, 64)
         backward = 2 * forward
         chance = makespans_1f1b(forward, backward, np.stack([rng.permutation(64) for _ in range(100)])).mean()
-        by_work = makespan_lower_bound(forward[0], backward[0])
-        bound = max(by_work, pairing_lower_bound(forward[0], backward[0]))
+        both = forward[0], backward[0]
+        bound = max(makespan_lower_bound(*both), pairing_lower_bound(*both))
         given_order = np.arange(64)
-        searches: dict[str, Callable[[], np.ndarray]] = {
-            "constructed": lambda f=forward, b=backward, g=given_order: construct_order(f[0], b[0], g),
-            **{
-                f"{r} rounds": lambda f=forward, b=backward, g=given_order, r=r: reorder_microbatches(
-                    f, b, g, r, np.random.default_rng(0)
-                )
-                for r in rounds_of
-            },
-        }
-        for name, search in searches.items():
-            search_s, order = least_seconds(search, 2)
-            span, before = makespans_1f1b(forward, backward, np.stack([order, given_order]))
-            assert name == "constructed" or span <= before, "worse than the given order"
-            removed[name].append(float((chance - span) / (chance - bound)))
-            of_work[name].append(float((chance - span) / (chance - by_work)))
-            seconds[name].append(search_s)
-    for name in removed:
-        search_ms = float(np.median(seconds[name])) * 1e3
-        share = float(np.mean(removed[name]))
-        print(
-            f"  ordering 64 x 10, encoder {weight:g}, {name}: {search_ms:.1f} ms, removes {share:.3f} of the cost of a "
-            f"random order over the pairing bound, {np.mean(of_work[name]):.3f} over the bound of the work alone"
-        )
-        if name == "2 rounds":  # those of training
-            target(f"ordering 64 x 10, encoder {weight:g}: ms", search_ms, 10)
-            target(f"ordering 64 x 10, encoder {weight:g}: share removed", share, 0.9, at_least=True)
-
-
-def ordering_chunks(stages: int, chunks: int, num: int) -> None:
-    """Order microbatches of an interleaved LLM behind an encoder that takes as long, with gamma distributed times."""
-    meshes = (
-        UnitMesh("vision", 1, 1, 1, (0,), num),
-        UnitMesh("llm", 1, stages, 1, tuple(range(1, stages + 1)), num, chunks),
-    )
-    ids = [StageId("vision", 0), *(StageId("llm", i) for i in range(stages * chunks))]
-    unit = {mesh.unit: mesh for mesh in meshes}
-    graph = StageGraph(
-        meshes,
-        tuple(Stage(sid, (0, 1), (unit[sid.unit].tp_group(sid.index, 0),), trainable=True) for sid in ids),
-        tuple(Edge(source, destination) for source, destination in pairwise(ids)),
-    )
-    counts = {"vision": num, "llm": num}
-    table = build_schedule_table(
-        graph, SchedulePlan(num_microbatches=counts), dict.fromkeys(ids, (SequenceCost(1), SequenceCost(2)))
-    )
-    assert table is not None
-    recurrence = ScheduleRecurrence(table, counts)
-    saved = []
-    seconds = []
-    for seed in range(10):
-        rng = np.random.default_rng(seed)
-        uneven = 0.9 * chunks * rng.gamma(1 / 0.36, 0.36, num)
-        costs = np.array([[t.cost.linear * (uneven if t.unit == "vision" else np.ones(num)) for t in table.tasks]])
-        chance = recurrence.makespans(costs, np.stack([rng.permutation(num) for _ in range(50)])).mean()
-        forward, backward = (seconds_of_ranks[None] for seconds_of_ranks in recurrence.rank_seconds(costs[0]))
         search_s, order = least_seconds(
-            lambda f=forward, b=backward, c=costs: reorder_microbatches(
-                f, b, np.arange(num), 2, np.random.default_rng(0), score=lambda orders: recurrence.makespans(c, orders)
+            lambda f=forward, b=backward, g=given_order: reorder_microbatches(
+                f, b, g, TRAINING_ROUNDS, np.random.default_rng(0)
             ),
             2,
         )
-        saved.append(1 - float(recurrence.makespans(costs, order[None])[0]) / chance)
+        span, before = makespans_1f1b(forward, backward, np.stack([order, given_order]))
+        assert span <= before, "worse than the given order"
+        removed.append(float((chance - span) / (chance - bound)))
         seconds.append(search_s)
-    num_actions = sum(len(actions.split()) for actions in table.actions)
-    print(
-        f"  ordering {num} microbatches over {stages} ranks of {chunks} chunks ({num_actions} actions): "
-        f"{np.median(seconds) * 1e3:.0f} ms, {np.mean(saved):.1%} off a step in random order"
-    )
-
-
-def ordering_plan(settings: Sequence[str]) -> None:
-    """Simulate steps of a planned run with and without an order in time."""
-    recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "whatif" / "internvl_26b.yaml", settings).recipe
-    index = build_index(recipe)
-    ranks = recipe.cluster.ranks
-    assert ranks is not None
-    chosen = plan_recipe(
-        recipe,
-        index.lengths,
-        world_size=ranks,
-        hardware="h100-80g",
-        recipe_sha256="",
-        request=PlanRequest(num_alternatives=1),
-    )
-    targets = derive_step_targets(recipe, chosen, index.lengths)
-    stream = GroupStream.of(recipe, index)
-    dp = {name: unit.dp for name, unit in chosen.units.items()}
-    counts = chosen.schedule.num_microbatches
-    shares = []
-    for step in range(6):
-        with_order, without = (
-            simulate_plan(
-                recipe, chosen, stream.batch(step, recipe.train.global_batch, dp, counts, step_targets)
-            ).step_time_s
-            for step_targets in (targets, replace(targets, pipeline=(), schedule_table=None))
-        )
-        shares.append(with_order / without)
-    print(
-        f"  ordering steps of {recipe.name} on {ranks} GPUs, {chosen.placement}, {chosen.schedule.kind}: "
-        f"{1 - np.mean(shares):.1%} off on average, {1 - max(shares):.1%} off at worst"
-    )
+    label = f"ordering 64 x 10, encoder {weight:g}"
+    report.target(f"{label}: ms", float(np.median(seconds)) * 1e3, 10)
+    report.target(f"{label}: share of a random order's cost removed", float(np.mean(removed)), 0.9, at_least=True)
 
 
 def mixture(folder: Path, num: int) -> np.ndarray:
@@ -573,26 +422,6 @@ def _steps(loads: np.ndarray, replicas: int) -> np.ndarray:
     """Arrange whole steps of `replicas` groups."""
     whole = len(loads) // replicas * replicas
     return loads[:whole].reshape(-1, replicas, *loads.shape[1:])
-
-
-def _fill(groups: SampleGroups, tokens: np.ndarray, which: np.ndarray) -> str:
-    return f"{groups.loads(tokens)[which, TOKENS].mean() / MAX_GROUP_TOKENS:.0%} full"
-
-
-def least_seconds(work: Callable[[], T], times: int = 3) -> tuple[float, T]:
-    """Run `work` several times; return the least processor seconds, and its result."""
-    best = float("inf")
-    for _ in range(times):
-        start = time.process_time()
-        result = work()
-        best = min(best, time.process_time() - start)
-    return best, result
-
-
-def target(name: str, value: float, limit: float, at_least: bool = False) -> None:
-    """Print whether a figure meets its target."""
-    met = value >= limit if at_least else value <= limit
-    print(f"{'met   ' if met else 'MISSED'} {name}: {value:.5g} ({'at least' if at_least else 'at most'} {limit:g})")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ steps of the baselines and of the coarse and the fine schedule; the share of the
 seconds of the search, the LLM's timeline included. Every schedule is checked apart from the scheduler.
 """
 
-import argparse
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,43 +15,47 @@ import numpy as np
 from mmtrain.planning.colocated.bubble_schedule import EncoderPlan, EncoderSchedule, LlmTimeline, StageKernelLists
 from scripts.kernel_tables.encoder_search import compute_share_inside_llm, search_encoder_plans, search_shares
 from scripts.kernel_tables.kernel_table import KernelTable, balanced_step_ms, megatron_step_ms, read_table
+from scripts.measurements import arguments, least_seconds, start
 
-REPEATS = 3
-HEADER = (
-    "| table | microbatches | T ms | bound ms | megatron | balanced | coarse | fine | fine / bound | plan "
-    "| efficiency coarse / fine | search s |"
-)
+COLUMNS = (
+    "table", "microbatches", "T ms", "bound ms", "megatron", "balanced", "coarse", "fine", "fine / bound", "plan",
+    "efficiency coarse / fine", "search s",
+)  # fmt: skip
 
 
 def main() -> None:
     """Print one line for each table and number of microbatches."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("tables", nargs="+", type=Path)
-    print(HEADER)
-    print("|" + "---|" * HEADER.count(" |"))
-    for path in parser.parse_args().tables:
+    options = parser.parse_args()
+    report = start("Encoders in the LLM's bubbles, on fixed tables", options)
+    report.table(*COLUMNS)
+    for path in options.tables:
         table = read_table(path)
         for count in table.microbatches:
-            print(table_row(path.stem, table, count), flush=True)
+            report.row(path.stem, *cells(table, count))
 
 
-def table_row(name: str, table: KernelTable, count: int) -> str:
-    """Return the row of one number of microbatches."""
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.process_time()
-        llm = table.llm_timeline(count)
-        fine = search_encoder_plans(llm, table.encoder_plans())
-        seconds.append(time.process_time() - start)
+def cells(table: KernelTable, count: int) -> list[str]:
+    """Return the cells of one number of microbatches."""
+    seconds, (llm, fine) = least_seconds(lambda: _search(table, count))
     coarse = search_shares(llm, fine.plan, whole_layers=True)
     for schedule in (coarse, fine):
         check(schedule)
     bound = step_bound(llm, table.encoder_plans())
     steps = [llm.step_time, bound, megatron_step_ms(table, count), balanced_step_ms(table, count)]
-    cells = [name, str(count), *(f"{ms:,.1f}" for ms in (*steps, coarse.step_time, fine.step_time))]
-    cells += [f"{fine.step_time / bound:.5f}", f"tp{fine.plan.tp} pp{fine.plan.pp}"]
-    cells += [f"{compute_share_inside_llm(coarse):.1%} / {compute_share_inside_llm(fine):.1%}", f"{min(seconds):.2f}"]
-    return "| " + " | ".join(cells) + " |"
+    figures = [str(count), *(f"{ms:,.1f}" for ms in (*steps, coarse.step_time, fine.step_time))]
+    figures += [f"{fine.step_time / bound:.5f}", f"tp{fine.plan.tp} pp{fine.plan.pp}"]
+    return [
+        *figures,
+        f"{compute_share_inside_llm(coarse):.1%} / {compute_share_inside_llm(fine):.1%}",
+        f"{seconds:.2f}",
+    ]
+
+
+def _search(table: KernelTable, count: int) -> tuple[LlmTimeline, EncoderSchedule]:
+    llm = table.llm_timeline(count)
+    return llm, search_encoder_plans(llm, table.encoder_plans())
 
 
 def step_bound(llm: LlmTimeline, plans: list[EncoderPlan]) -> float:

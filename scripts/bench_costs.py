@@ -1,10 +1,10 @@
 """Compare predicted with measured step times and memory on this machine.
 
-    python scripts/bench_costs.py                                  # all cases, about eight minutes
-    python scripts/bench_costs.py --only frozen-vision             # one of them
-    python scripts/bench_costs.py --only replicated                # the five of sharded replicas
-    python scripts/bench_costs.py --only replicated --modelled --steps 2   # their memory alone, on any machine
-    python scripts/bench_costs.py --recipe recipes/x.yaml --set a.b=c
+    python -m scripts.bench_costs                                  # all cases, about eight minutes
+    python -m scripts.bench_costs --only frozen-vision             # one of them
+    python -m scripts.bench_costs --only replicated                # the five of sharded replicas
+    python -m scripts.bench_costs --only replicated --modelled --steps 2   # their memory alone, on any machine
+    python -m scripts.bench_costs --recipe recipes/x.yaml --set a.b=c
 
 Two ranks run on one core each; one case has four, whose step time means something on four cores. For each model,
 `mmtrain profile` measures a cost table; each case is then planned with that table and run. The script compares the
@@ -20,7 +20,6 @@ each run, and a second column compares steps as they would have been at the spee
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -61,6 +60,7 @@ from mmtrain.runtime.resilience.out_of_memory import predicted_peak_gib
 from mmtrain.runtime.training.run_tracer import RunTracer
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
 from mmtrain.runtime.world import Address, join, leave
+from scripts.measurements import arguments, start
 
 RANKS, WARM_UP = 2, 4
 GEMM_SIDE, NUM_GEMMS = 512, 5  # of one timing of the core's speed
@@ -107,9 +107,7 @@ class Outcome:
 
 def main() -> None:
     options = _options()
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
-    )
+    report = start("Predicted beside measured steps and memory", options)
     outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -122,25 +120,26 @@ def main() -> None:
                 cluster = recipe.cluster.model_copy(update={"costs": table})
                 priced = recipe.model_copy(update={"cluster": cluster})
                 outcomes[case] = run(case, priced, folder, options, gemm_s)
-    ratios = [ratio for outcome in outcomes.values() for ratio in outcome.memory]
-    print(f"\n{'predicted over measured':<30} {'step':>6}  at that speed  memory of each rank; as planned")
+    report.table("predicted over measured", "step", "at that speed", "memory of each rank", "as planned")
     for case, outcome in outcomes.items():
         memory, planned = (", ".join(f"{r:.2f}" for r in of) for of in (outcome.memory, outcome.planned_memory))
-        print(f"{case:<30} {outcome.step:6.2f}  {outcome.step * outcome.slowdown:22.2f}  {memory}; {planned}")
+        report.row(case, f"{outcome.step:.2f}", f"{outcome.step * outcome.slowdown:.2f}", memory, planned)
+    report.line()
+    report.targets()
     for how, steps in (
         ("", [outcome.step for outcome in outcomes.values()]),
         (" at the profile's speed", [outcome.step * outcome.slowdown for outcome in outcomes.values()]),
     ):
-        off = [abs(step - 1) for step in steps]
-        print(
-            f"steps{how} are off by {statistics.median(off):.1%} (median; limit 10%), "
-            f"at worst {max(off):.1%} (limit 20%)"
-        )
-    print(f"memory: {min(ratios):.2f} to {max(ratios):.2f} (wanted 1.00 to 1.15)")
+        errors = [100 * abs(step - 1) for step in steps]
+        report.target(f"error of steps{how}, median, %", statistics.median(errors), 10)
+        report.target(f"error of steps{how}, worst, %", max(errors), 20)
+    ratios = [ratio for outcome in outcomes.values() for ratio in outcome.memory]
+    report.target("memory, the least", min(ratios), 1.0, at_least=True)
+    report.target("memory, the most", max(ratios), 1.15)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--only", action="append", default=[], help=f"cases that begin so, of: {'; '.join(CASES)}")
     parser.add_argument("--recipe", type=Path, help="this recipe alone, instead of the cases")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")

@@ -12,22 +12,15 @@ early waits in a dispatch for the last one, which is imbalance and no cost of th
 when the last rank began it until the last rank ended it. The prediction is the planner's, for the modelled `cpu-core`.
 
 Last it counts, without running them, the bytes of features that leave nodes in steps of 16 ranks on four nodes, with
-`parallel.node_wise` and without, what that changes for drawn images of up to 2,560 ranks, and how long a rank takes to
-decide what its dispatches move, which it does in the thread that prepares steps. Then, how even the LLM's mini-batches
-are before and after ranks exchange samples, by `data.grouping`; `--samples` prints that alone.
+`parallel.node_wise` and without, and what that changes for drawn images of up to 2,560 ranks.
 """
 
-import argparse
-import os
-import platform
 import statistics
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,25 +31,21 @@ from mmtrain.balance import BatchCost, Grouping, SampleLengths, rebalance
 from mmtrain.balance.batch_meta import BatchMeta, ItemLengths, ItemTable
 from mmtrain.balance.dispatch.dispatch_items import DispatchSizes, place_batches_near
 from mmtrain.balance.dispatch.node_placement import off_node_bytes
-from mmtrain.balance.grouping.methods import GroupingMethod
-from mmtrain.balance.step_targets import SequenceCost, StepTargets
 from mmtrain.data import GroupStream
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import build_encoder_payload, build_text_payload
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, EncodedSample
-from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
-from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.planning.planner import plan_recipe
-from mmtrain.program import Action, Dispatch, build_program, step_loads
+from mmtrain.program import Action, Dispatch
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.executor import Executor
 from mmtrain.runtime.execution.process_groups import Transport
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
+from scripts.measurements import Report, arguments, start
 
 MODES: Mapping[str, Mapping[str, str]] = {  # by name: settings of `parallel`
     "none": {"dispatch": "none"},
@@ -194,30 +183,30 @@ class ModeTimes:
 
 def main() -> None:
     """Plan each mode, run them in turns, and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--samples", action="store_true")
-    asked = parser.parse_args()
-    if asked.samples:
-        _print_exchanged_samples()
-        return
-    num_steps = asked.steps
+    options = parser.parse_args()
+    num_steps = options.steps
+    report = start("Dispatch in `replicated`", options)
     samples = LopsidedSamples()
     plans = {}
     for mode in MODES:
         recipe = _recipe(mode)
         plans[mode] = plan_recipe(recipe, samples.lengths, world_size=NUM_RANKS, hardware="cpu-core", recipe_sha256="")
-    print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
     kinds = ", ".join(f"{share:.0%} {name}" for name, share in SHARES.items())
-    print(f"{NUM_RANKS} ranks, {num_steps} steps of {2 * NUM_RANKS} groups of at most 1,024 tokens; samples: {kinds}")
-    launch_local(NUM_RANKS, partial(_run_rank, samples, plans, num_steps))
+    report.line(f"{NUM_RANKS} ranks, {num_steps} steps of {2 * NUM_RANKS} groups of at most 1,024 tokens; {kinds}")
+    report.line()
+    seconds = "a step, s", "bound, s", "over the bound", "dispatches", "by the clock, s", "dispatches by the clock"
+    report.table(
+        "dispatch", *seconds, "fullest / mean rank: llm, vision, audio", "loss", "predicted, s", "received, held, MB"
+    )
+    launch_local(NUM_RANKS, partial(_run_rank, report, samples, plans, num_steps))
+    report.line()
+    report.table("off-node features", "node-wise", "fullest rank", "all ranks", "ms")
     for node_wise in (False, True):
-        _print_off_node_bytes(node_wise, samples, num_steps)
+        _count_off_node_bytes(report, node_wise, samples, num_steps)
     for num_ranks, per_rank in ((256, 8), (2560, 4), (2560, 16)):
-        _print_places_of_many(num_ranks, per_rank)
-    for num_ranks in (4, 256, 2560):
-        _print_deciding(num_ranks, samples)
-    _print_exchanged_samples()
+        _count_places_of_many(report, num_ranks, per_rank)
 
 
 def _recipe(mode: str) -> Recipe:
@@ -225,7 +214,9 @@ def _recipe(mode: str) -> Recipe:
     return Recipe.model_validate({**SETTINGS, "parallel": parallel})
 
 
-def _run_rank(samples: LopsidedSamples, plans: Mapping[str, Plan], num_steps: int, address: Address) -> None:
+def _run_rank(
+    report: Report, samples: LopsidedSamples, plans: Mapping[str, Plan], num_steps: int, address: Address
+) -> None:
     torch.set_num_threads(1)
     world = join(address)
     contexts = {mode: build_rank_context(_recipe(mode), plan, world) for mode, plan in plans.items()}
@@ -247,9 +238,10 @@ def _run_rank(samples: LopsidedSamples, plans: Mapping[str, Plan], num_steps: in
     if world.is_first:
         for mode in MODES:
             actions = contexts[mode].train_executor._actions
-            _print_row(mode, _times(actions, [of_rank[mode] for of_rank in by_rank]), samples, plans[mode], num_steps)
+            times = _times(actions, [of_rank[mode] for of_rank in by_rank])
             moved, held = np.array([of_rank[mode] for of_rank in traffic_by_rank]).max(axis=(0, 1)) / 1e6
-            print(f"  exchanges: a rank receives at most {moved:.3f} MB in a step, and holds {held:.3f} MB for one")
+            cells = _cells(times, samples, _recipe(mode), plans[mode], num_steps)
+            report.row(mode, *cells, f"{moved:.3f}, {held:.3f}")
     leave()
 
 
@@ -311,22 +303,23 @@ def _times(actions: Any, by_rank: list[list[StepTimes]]) -> ModeTimes:
     )
 
 
-def _print_row(mode: str, times: ModeTimes, samples: LopsidedSamples, plan: Plan, num_steps: int) -> None:
-    """Print what a mode took beside its bound, and how even its loads were."""
-    recipe = _recipe(mode)
+def _cells(times: ModeTimes, samples: LopsidedSamples, recipe: Recipe, plan: Plan, num_steps: int) -> tuple[str, ...]:
+    """Return what a mode took beside its bound, and how even its loads were."""
     imbalance: dict[str, list[float]] = {"llm": [], "vision": [], "audio": []}
     for meta in (samples.batch(recipe, plan, NUM_WARM_UP + step) for step in range(num_steps)):
         for unit, loads in _loads(meta, plan):
             imbalance[unit].append(loads)
-    even = ", ".join(f"{unit} {statistics.mean(ratios):.2f}" for unit, ratios in imbalance.items())
     step_s, bound_s = float(np.median(times.step_s)), float(np.median(times.bound_s))
-    print(
-        f"dispatch {mode}: {step_s:.3f} s a step, bound {bound_s:.3f} s ({step_s / bound_s:.2f}x), dispatches "
-        f"{np.median(times.dispatch_s / times.step_s):.1%} of it; by the clock {np.median(times.clock_s):.2f} s, "
-        f"dispatches {np.median(times.dispatch_clock_s / times.clock_s):.1%} of it (load of the machine "
-        f"{os.getloadavg()[0]:.1f}); "
-        f"fullest over mean rank in a mini-batch: {even}; loss {times.loss / num_steps:.6f}; "
-        f"predicted {plan.predicted.step_time_s:.3f} s"
+    return (
+        f"{step_s:.3f}",
+        f"{bound_s:.3f}",
+        f"{step_s / bound_s:.2f}x",
+        f"{np.median(times.dispatch_s / times.step_s):.1%}",
+        f"{np.median(times.clock_s):.2f}",
+        f"{np.median(times.dispatch_clock_s / times.clock_s):.1%}",
+        ", ".join(f"{statistics.mean(ratios):.2f}" for ratios in imbalance.values()),
+        f"{times.loss / num_steps:.6f}",
+        f"{plan.predicted.step_time_s:.3f}",
     )
 
 
@@ -341,8 +334,8 @@ def _loads(meta: BatchMeta, plan: Plan) -> Iterator[tuple[str, float]]:
                 yield unit, float(tokens.max() / tokens.mean())
 
 
-def _print_off_node_bytes(node_wise: bool, samples: LopsidedSamples, num_steps: int) -> None:
-    """Print what the forwards of a step send to other nodes; backwards send as many bytes of gradients back."""
+def _count_off_node_bytes(report: Report, node_wise: bool, samples: LopsidedSamples, num_steps: int) -> None:
+    """Count what the forwards of a step send to other nodes; backwards send as many bytes of gradients back."""
     num_ranks = NUM_NODES * RANKS_PER_NODE
     changes = {
         "parallel": {**SETTINGS["parallel"], "dispatch": "all", "node_wise": node_wise},
@@ -360,15 +353,12 @@ def _print_off_node_bytes(node_wise: bool, samples: LopsidedSamples, num_steps: 
             for index in range(int(table.index.max(initial=-1)) + 1):
                 by_rank[step] += _largest_and_total(meta, table, index)
     largest, total = by_rank.mean(axis=0) / 1e6
-    print(
-        f"{num_ranks} ranks on {NUM_NODES} nodes, node_wise {node_wise}: off-node {largest:.3f} MB a step of the rank "
-        f"that moves most in each dispatch, {total:.3f} MB of all ranks; a step is laid out in "
-        f"{1e3 * np.median(seconds):.1f} ms"
-    )
+    label = f"{num_ranks} ranks on {NUM_NODES} nodes, a step"
+    report.row(label, node_wise, f"{largest:.3f} MB", f"{total:.3f} MB", f"{1e3 * np.median(seconds):.1f}")
 
 
-def _print_places_of_many(num_ranks: int, per_rank: int) -> None:
-    """Print what node-wise places change for images of log-normal sizes, of `per_rank` samples on each rank."""
+def _count_places_of_many(report: Report, num_ranks: int, per_rank: int) -> None:
+    """Count what node-wise places change for images of log-normal sizes, of `per_rank` samples on each rank."""
     rng = np.random.default_rng(SEED)
     num_images = rng.choice([0, 1, 8, 3], num_ranks * per_rank, p=list(SHARES.values()))
     home = np.repeat(np.repeat(np.arange(num_ranks), per_rank), num_images)
@@ -382,67 +372,9 @@ def _print_places_of_many(num_ranks: int, per_rank: int) -> None:
         seconds.append(time.thread_time() - start)
         off_node.append(off_node_bytes(home, batch, features, replica, 8))
     largest, total = ([float(count(received)) for received in off_node] for count in (np.max, np.sum))
-    print(
-        f"{num_ranks} ranks on nodes of 8, {len(home)} images: node-wise places take {1e3 * seconds[1]:.0f} ms (others "
-        f"{1e3 * seconds[0]:.0f}), off-node features of the fullest receiver x {largest[1] / largest[0]:.2f}, of all x "
-        f"{total[1] / total[0]:.2f}"
-    )
-
-
-def _print_deciding(num_ranks: int, samples: LopsidedSamples) -> None:
-    """Print what it takes a rank to sum up a step of many ranks, and to decide what its dispatches move."""
-    recipe = _recipe("all")
-    few = plan_recipe(recipe, samples.lengths, world_size=NUM_RANKS, hardware="cpu-core", recipe_sha256="")
-    ranks = tuple(range(num_ranks))
-    units = {name: unit.model_copy(update={"dp": num_ranks, "ranks": ranks}) for name, unit in few.units.items()}
-    plan = few.model_copy(update={"world_size": num_ranks, "units": units})
-    train = recipe.train.model_copy(update={"global_batch": 2 * num_ranks})
-    recipe = recipe.model_copy(update={"train": train})
-    shape = build_model_shape(recipe)
-    graph = stage_graph(plan, shape)
-    actions = build_program(stage_graph(few, shape)).for_rank(0)  # the same on more ranks
-    broker = Broker(graph, actions, cast(Transport, SimpleNamespace(rank=0)), 1)
-    seconds = []
-    for step in range(NUM_WARM_UP + 1):
-        meta = samples.batch(recipe, plan, step)
-        start = time.thread_time()
-        loads = step_loads(graph, meta)
-        summed = time.thread_time()
-        exchanges = broker.host_exchanges(loads)
-        seconds.append((summed - start, time.thread_time() - summed))
-    sum_s, decide_s = np.median(seconds[NUM_WARM_UP:], axis=0)
-    print(
-        f"{num_ranks} ranks, {len(meta.sample_id)} samples: a rank sums up a step in {1e3 * sum_s:.1f} ms and decides "
-        f"what its {len(exchanges)} dispatches move in {1e3 * decide_s:.1f} ms"
-    )
-
-
-def _print_exchanged_samples() -> None:
-    """Print the tokens of the fullest rank over the mean's, before and after ranks exchange samples of a mini-batch."""
-    rng = np.random.default_rng(SEED)
-    tokens = np.clip(rng.lognormal(4.5, 0.6, 20_000), 8, 1024).astype(np.int64)
-    lengths = SampleLengths(tokens, tokens // 2, {})
-    num_ranks, num_mini_batches, seq_len = 8, 2, 2048
-    num_groups = num_ranks * num_mini_batches
-    methods: tuple[GroupingMethod, ...] = ("random", "isf", "length", "device")
-    for method, pad in product(methods, (False, True)):
-        if method == "isf" and pad:
-            continue
-        stream = GroupStream(lengths, Grouping(seq_len, 16_384, num_groups, method, pad=pad), SEED)
-        fullest, seconds = {}, {}
-        for targets in (StepTargets(), StepTargets(sample_cost=SequenceCost(1))):
-            start, largest = time.thread_time(), []
-            for step in range(20):
-                batch = stream.batch(step, num_groups, {"llm": num_ranks}, {"llm": num_mini_batches}, targets)
-                slot = batch.index * num_ranks + batch.replica
-                computed = np.bincount(slot, batch.tokens, num_groups).reshape(num_mini_batches, num_ranks)
-                largest.append(computed.max(axis=1).sum() * num_ranks / batch.sample_tokens.sum())
-            is_after = targets.sample_cost is not None
-            fullest[is_after], seconds[is_after] = float(np.mean(largest)), (time.thread_time() - start) / 20
-        print(
-            f"{method}{', padded' if pad else ''}: fullest rank over the mean rank's own tokens {fullest[False]:.3f} "
-            f"before, {fullest[True]:.3f} after; {1e3 * (seconds[True] - seconds[False]):.1f} ms a step"
-        )
+    label = f"{num_ranks} ranks on nodes of 8, {len(home)} images"
+    ratios = f"x {largest[1] / largest[0]:.2f}", f"x {total[1] / total[0]:.2f}"
+    report.row(label, True, *ratios, f"{1e3 * seconds[0]:.0f} -> {1e3 * seconds[1]:.0f}")
 
 
 def _largest_and_total(meta: BatchMeta, table: ItemTable, index: int) -> FloatArray:

@@ -6,7 +6,6 @@ a rank allocates beyond its start (RssAnon, sampled), against the bytes that it 
 counted: the system takes them back when it needs memory.
 """
 
-import argparse
 import ctypes
 import gc
 import json
@@ -32,6 +31,7 @@ from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
 from mmtrain.weights import PretrainedWeights, open_pretrained
+from scripts.measurements import Report, arguments, start
 
 CPU = torch.device("cpu")
 SAMPLING_INTERVAL_S = 0.002
@@ -50,18 +50,20 @@ train: {{steps: 1, global_batch: 1, optimizer: {{lr: 1.0e-3}}}}
 
 def main() -> None:
     """Write the model and start the ranks."""
-    parser = argparse.ArgumentParser()
+    parser = arguments(__doc__)
     parser.add_argument("--gb", type=float, default=0.5, help="size of the weights")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--stored", choices=["bf16", "fp32"], default="bf16", help="type of the weights in the folder")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
-        num_bytes = _write_model(folder, arguments.gb * 1e9, _STORED_TYPES[arguments.stored])
+        num_bytes = _write_model(folder, options.gb * 1e9, _STORED_TYPES[options.stored])
         path = Path(parent) / "recipe.yaml"
         path.write_text(RECIPE.format(folder=folder), encoding="utf-8")
-        print(f"{num_bytes / 1e9:.2f} GB in {len(list(folder.glob('*.safetensors')))} files, tp {arguments.tp}")
-        launch_local(arguments.tp, partial(_fill_rank, load_recipe(path).recipe))
+        report = start("Pretrained weights", options)
+        files = len(list(folder.glob("*.safetensors")))
+        report.table(f"{num_bytes / 1e9:.2f} GB in {files} files", "keeps", "allocates", "ratio", "time", "speed")
+        launch_local(options.tp, partial(_fill_rank, report, load_recipe(path).recipe))
 
 
 def _write_model(folder: Path, wanted_bytes: float, dtype: torch.dtype) -> int:
@@ -130,7 +132,7 @@ def _fill_masters(stage: StageModule, weights: PretrainedWeights | None, tp_rank
     return masters
 
 
-def _fill_rank(recipe: Recipe, address: Address) -> None:
+def _fill_rank(report: Report, recipe: Recipe, address: Address) -> None:
     torch.set_num_threads(1)
     world = join(address)
     prepare_megatron(CPU)
@@ -150,13 +152,11 @@ def _fill_rank(recipe: Recipe, address: Address) -> None:
     seconds = time.perf_counter() - start_s
     kept_bytes = sum(param.numel() * param.element_size() for param in (*stage.parameters(), *masters))
     extra_bytes = memory.peak_bytes - memory.start_bytes
-    line = (
-        f"rank {world.rank}: keeps {kept_bytes / 1e9:.2f} GB, allocated at most {extra_bytes / 1e9:.2f} GB "
-        f"({extra_bytes / kept_bytes:.2f}x), in {seconds:.1f} s ({kept_bytes / seconds / 1e9:.2f} GB/s)"
-    )
-    for text in world.all_gather(line):
+    gb = [f"{num_bytes / 1e9:.2f} GB" for num_bytes in (kept_bytes, extra_bytes)]
+    figures = [*gb, f"{extra_bytes / kept_bytes:.2f}x", f"{seconds:.1f} s", f"{kept_bytes / seconds / 1e9:.2f} GB/s"]
+    for rank, of_rank in enumerate(world.all_gather(figures)):
         if world.is_first:
-            print(text)
+            report.row(f"rank {rank}", *of_rank)
     leave()
 
 

@@ -1,17 +1,15 @@
 """Measure how long it takes to index a large LLaVA-format file, to read the cached index, and to find a far step.
 
-    python scripts/bench_index.py --folder DIR [--samples 1200000] [--format webdataset]
+    python -m scripts.bench_index --folder DIR [--samples 1200000] [--format webdataset]
 
 Writes that many samples with an image each into DIR: hard links to a few small images, so that every sample has a path
 of its own to open; or the same images in a tar shard, or in a Parquet file. Prints processor seconds of all threads and
 processes together, wall-clock seconds, and the peak memory of the process (run it again for the peak of reading alone).
 """
 
-import argparse
 import io
 import json
 import os
-import platform
 import resource
 import tarfile
 import time
@@ -28,6 +26,7 @@ from mmtrain.balance import Grouping
 from mmtrain.data import GroupStream, build_index
 from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.recipe.settings.schema import Recipe
+from scripts.measurements import arguments, children_s, start
 
 NUM_IMAGES = 64  # of each format; file systems allow about 65,000 links to one file
 FILES_PER_FOLDER = 10_000
@@ -40,31 +39,29 @@ T = TypeVar("T")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--folder", type=Path, required=True, metavar="DIR", help="where samples are, or are written")
     parser.add_argument("--samples", type=int, default=1_200_000)
     parser.add_argument("--format", choices=["json", "webdataset", "parquet"], default="json")
     options = parser.parse_args()
-    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} x {platform.machine()}, Python {platform.python_version()}")
     recipe = write_samples(options.folder, options.samples)
     if options.format != "json":
         recipe = repack(recipe, options.folder, options.format)
+    report = start("Indexing", options)
+    report.targets()
     for name in ("first", "again"):
         cpu_s, wall_s, index = timed(lambda: build_index(recipe))
+        label = f"{len(index.samples):,} samples, {name}"
         rate = options.samples / cpu_s
-        print(
-            f"{name}: {cpu_s:.1f} s of processor time, {wall_s:.1f} s by the clock; {rate:,.0f} samples per second and "
-            f"core (target {TARGET_SAMPLES_PER_S:,}); peak memory {peak_gib():.2f} GiB, {len(index.samples)} samples"
-        )
+        report.target(f"{label}: samples per second and core", rate, TARGET_SAMPLES_PER_S, at_least=True)
+        report.figure(f"{label}: by the clock, peak memory", f"{wall_s:.1f} s, {peak_gib():.2f} GiB")
     for global_batch in (8, 512):
         grouping = Grouping.of(recipe.data, global_batch)
         start_s, _, stream = timed(lambda g=grouping: GroupStream(index.lengths, g, 0, index.weights))
         far_s, _, _ = timed(lambda s=stream, b=global_batch: s.groups(10**6 * b, b))
         next_s, _, _ = timed(lambda s=stream, b=global_batch: s.groups(10**6 * b + b, b))
-        print(
-            f"global batch {global_batch}: the stream starts in {start_s:.2f} s, step 1,000,000 is found in "
-            f"{far_s * 1e3:.0f} ms, the next one in {next_s * 1e3:.2f} ms"
-        )
+        figures = f"{start_s:.2f} s / {far_s * 1e3:.0f} ms / {next_s * 1e3:.2f} ms"
+        report.figure(f"global batch {global_batch}: the stream starts / step 1,000,000 is found / the next", figures)
 
 
 def write_samples(folder: Path, num_samples: int) -> Recipe:
@@ -147,15 +144,10 @@ def _write_images(folder: Path, rng: np.random.Generator) -> list[Path]:
 
 def timed(work: Callable[[], T]) -> tuple[float, float, T]:
     """Run `work`; return its processor seconds, children included, its wall-clock seconds, and its result."""
-    start_cpu_s = _processor_s()
+    start_cpu_s = time.process_time() + children_s()
     start_s = time.perf_counter()
     result = work()
-    return _processor_s() - start_cpu_s, time.perf_counter() - start_s, result
-
-
-def _processor_s() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in used)
+    return time.process_time() + children_s() - start_cpu_s, time.perf_counter() - start_s, result
 
 
 def peak_gib() -> float:

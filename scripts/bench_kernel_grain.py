@@ -3,33 +3,24 @@
     python -m scripts.bench_kernel_grain                     # collectives take 40 ms more each, then nothing more
     python -m scripts.bench_kernel_grain --delay-ms 20 --steps 40
 
-On a CPU, gloo's collectives take the core that computes, so encoders gain nothing from them. Here every all-reduce,
-reduce-scatter and all-gather of the processes takes a fixed time more, in a background thread that leaves the core
-free, as a slow link would. `mmtrain profile` measures the costs under that delay. From them two colocated plans are
-made, one that places layers between the LLM's forwards and backwards (layer grain), one that also places pieces of
-layers inside them. Both are trained, in turn step by step in the same processes, and the second one by `mmtrain train`
-too. Printed are the predicted and the measured shortening, medians of pairs, and that of the fastest steps, which other
-work on the machine disturbed least. Target: at least 80% of what was predicted; without a delay at most 2% longer.
+Every all-reduce, reduce-scatter and all-gather of the processes takes a fixed time more with the core free, as on a
+slow link. `mmtrain profile` measures the costs under that delay. From them two colocated plans are made, one that
+places layers between the LLM's forwards and backwards (layer grain), one that also places pieces of layers inside them.
+Both are trained, in turn step by step in the same processes, and the second one by `mmtrain train` too. Printed are the
+predicted and the measured shortening, medians of pairs, and that of the fastest steps, which other work on the machine
+disturbed least. Target: at least 80% of what was predicted; without a delay at most 2% longer.
 """
 
-import argparse
-import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
+from scripts.measurements import arguments, set_options, start
+from scripts.slow_link import COLLECTIVES, SlowLink
 
-# Before Megatron-core is imported, which keeps these functions under names of its own.
-_COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
-_RENAMED = ("reduce_scatter_single", "all_gather_single")  # the same in torch 2.13
-_ORIGINALS = {name: getattr(dist, name) for name in (*_COLLECTIVES, *_RENAMED) if hasattr(dist, name)}
+LINK = SlowLink()
+LINK.carry(*COLLECTIVES)  # before Megatron-core is imported, which keeps these functions under names of its own
 NUM_RANKS = 2
 SETTINGS = (
     "model.vision={layers: 4, hidden: 256, heads: 4, ffn: 1024, patch: 12, max_side: 8, positions: grid}",
@@ -45,61 +36,6 @@ SETTINGS = (
     "train.validate_every=0",
     "train.checkpoint.every=1000",
 )
-
-
-@dataclass(frozen=True)
-class DelayedWork:
-    """A collective that ends some time after it has really ended."""
-
-    ended: Future[None]
-
-    def wait(self, timeout: object = None) -> bool:
-        """Wait for the late end."""
-        self.ended.result()
-        return True
-
-    def is_completed(self) -> bool:
-        """Return whether the late end is over."""
-        return self.ended.done()
-
-
-class _Link:
-    """The thread of a process in which its collectives take their time, one after another."""
-
-    def __init__(self, delay_s: float) -> None:
-        self.delay_s = delay_s
-        self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: ranks are forked, and threads do not survive
-
-    def start(self, work: Any) -> DelayedWork:
-        """Return the work that ends `delay_s` after `work`."""
-        thread = self._threads.setdefault(os.getpid(), ThreadPoolExecutor(1))
-        return DelayedWork(thread.submit(self._pass, work))
-
-    def _pass(self, work: Any) -> None:
-        with torch.no_grad():  # gloo copies into what it gathers
-            work.wait()
-        time.sleep(self.delay_s)
-
-
-def delay_collectives(delay_s: float) -> None:
-    """Let collectives of this process and of those that it forks take `delay_s` longer, with the core free."""
-    link = _Link(delay_s)
-    for name, original in _ORIGINALS.items():
-        setattr(dist, name, _delayed(original, link) if delay_s else original)
-
-
-def _delayed(collective: Callable[..., Any], link: _Link) -> Callable[..., Any]:
-    def run(*tensors: Any, async_op: bool = False, **options: Any) -> DelayedWork | None:
-        work = collective(*tensors, async_op=True, **options)
-        if work is None:  # of a group without this rank, or coalesced with others: whoever waits for those waits
-            return None
-        delayed = link.start(work)
-        if async_op:
-            return delayed
-        delayed.wait()
-        return None
-
-    return run
 
 
 @dataclass(frozen=True)
@@ -124,19 +60,22 @@ class Comparison:
 
 def main() -> None:
     """Compare the grains with and without delayed collectives."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--delay-ms", type=float, nargs="+", default=[40.0, 0.0])
     parser.add_argument("--steps", type=int, default=30, help="pairs of steps")
     parser.add_argument("--rounds", type=int, default=1, help="times that costs are measured and plans made and run")
     options = parser.parse_args()
+    report = start("Kernel grain, trained", options)
+    steps = "predicted: layers, pieces, s", "measured, s", "by `mmtrain train`, s", "fastest steps, s"
+    report.table("delay of a collective", "fills on rank 0", *steps, "shortening: predicted, measured, of the fastest")
     with tempfile.TemporaryDirectory() as folder:
         recipe_arguments = make_recipe(Path(folder))
         for delay_ms in options.delay_ms:
             for number in range(options.rounds):
-                delay_collectives(delay_ms / 1e3)
+                LINK.delay_s = delay_ms / 1e3
                 place = Path(folder) / f"{delay_ms:g}-{number}"
                 place.mkdir()
-                print_comparison(delay_ms, compare(recipe_arguments, place, options.steps))
+                report.row(f"{delay_ms:g} ms", *cells(compare(recipe_arguments, place, options.steps)))
 
 
 def make_recipe(folder: Path) -> list[str]:
@@ -151,7 +90,7 @@ def make_recipe(folder: Path) -> list[str]:
         f"data.tokenizer={data / 'tokenizer.json'}",
     ]
     demo = Path(__file__).parents[1] / "recipes" / "demo.yaml"
-    return [str(demo), *(argument for setting in settings for argument in ("--set", setting))]
+    return [str(demo), *set_options(settings)]
 
 
 def compare(recipe_arguments: list[str], folder: Path, num_steps: int) -> Comparison:
@@ -189,20 +128,14 @@ def compare(recipe_arguments: list[str], folder: Path, num_steps: int) -> Compar
     )
 
 
-def print_comparison(delay_ms: float, comparison: Comparison) -> None:
-    """Print what was predicted and measured."""
-    layers_s, pieces_s = (statistics.median(seconds) for seconds in comparison.measured)
-    fastest_layers_s, fastest_pieces_s = map(min, comparison.measured)
-    predicted, measured = comparison.predicted_shortening, comparison.measured_shortening
-    print(f"collectives take {delay_ms:g} ms more: {comparison.num_fills} parts and fills of the LLM on rank 0")
-    print(f"  predicted: {comparison.predicted[0]:.3f} s by layers, {comparison.predicted[1]:.3f} s in pieces")
-    print(f"  measured:  {layers_s:.3f} s, {pieces_s:.3f} s; by `mmtrain train` {comparison.trained_s:.3f} s")
-    print(f"  fastest steps: {fastest_layers_s:.3f} s, {fastest_pieces_s:.3f} s")
-    fastest = 1 - fastest_pieces_s / fastest_layers_s
-    print(
-        f"  shortening: predicted {predicted:.1%}, measured {measured:.1%}, of the fastest steps {fastest:.1%}",
-        flush=True,
-    )
+def cells(comparison: Comparison) -> list[str]:
+    """Return what was predicted and measured."""
+    medians = [statistics.median(seconds) for seconds in comparison.measured]
+    fastest = [min(seconds) for seconds in comparison.measured]
+    pairs = [f"{layers:.3f}, {pieces:.3f}" for layers, pieces in (comparison.predicted, medians, fastest)]
+    shortening = comparison.predicted_shortening, comparison.measured_shortening, 1 - fastest[1] / fastest[0]
+    steps = [*pairs[:2], f"{comparison.trained_s:.3f}", pairs[2]]
+    return [str(comparison.num_fills), *steps, ", ".join(f"{share:.1%}" for share in shortening)]
 
 
 if __name__ == "__main__":

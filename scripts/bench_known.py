@@ -7,7 +7,6 @@ kernels of the framework that was measured. No run has a factor of its own, and 
 "held out" took no part in choosing constants.
 """
 
-import argparse
 import statistics
 import tempfile
 from dataclasses import replace
@@ -22,41 +21,44 @@ from mmtrain.planning.planner import plan
 from mmtrain.planning.space.problem import PlanningProblem
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 from scripts.known_runs import KNOWN_RUNS, KnownRun
+from scripts.measurements import arguments, start
 
 GOOD_RATIO = 1.15  # the largest ratio of published to predicted seconds, or of predicted to published, that is good
 
 
 def main() -> None:
     """Print a row for each run, and the errors of those used and those held out."""
-    parser = argparse.ArgumentParser()
+    parser = arguments(__doc__)
     parser.add_argument("--only", help="the name of one run")
     parser.add_argument("--hardware", help="runs on this preset alone")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     ratios: dict[bool, list[float]] = {False: [], True: []}
-    print("run                   ranks          mesh                 published predicted  ratio  source")
+    report = start("Published step times", options)
+    report.table("run", "GPUs", "mesh", "published", "predicted", "ratio", "source")
     for known in KNOWN_RUNS:
-        if asked.only not in (None, known.name) or asked.hardware not in (None, known.hardware.name):
+        if options.only not in (None, known.name) or options.hardware not in (None, known.hardware.name):
             continue
         with tempfile.TemporaryDirectory() as folder:
             seconds = predicted_seconds(known, Path(folder))
         mesh = " ".join(f"{key}{size}" for key, size in known.mesh.items() if key != "sp") or f"shard {known.ranks}"
         ratio = seconds / known.seconds
         ratios[known.held_out].append(ratio)
-        note = ", held out" if known.held_out else ""
-        note += "" if max(ratio, 1 / ratio) <= GOOD_RATIO else "  more than 15% off"
-        both = f"{known.seconds:>7.2f} s {seconds:>7.2f} s  {ratio:>5.2f}"
-        print(
-            f"{known.name:<21} {known.ranks:>3} {known.hardware.name:<9} {mesh:<20} {both}  {known.source}{note}",
-            flush=True,
-        )
-    for held_out, found in ratios.items():
-        if found:
-            errors = [abs(ratio - 1) for ratio in found]
-            num_good = sum(max(ratio, 1 / ratio) <= GOOD_RATIO for ratio in found)
-            print(
-                f"{'held out' if held_out else 'used'}: {num_good} of {len(found)} within 15%, "
-                f"error {statistics.median(errors):.0%} in the median, {max(errors):.0%} at worst"
+        name = f"{known.name}, **held out**" if known.held_out else known.name
+        gpus, published = f"{known.ranks} {known.hardware.name}", f"{known.seconds:.2f} s"
+        report.row(name, gpus, mesh, published, f"{seconds:.2f} s", f"{ratio:.2f}", known.source)
+    report.line()
+    report.targets()
+    for held_out, of_runs in ratios.items():
+        if of_runs:
+            runs = "runs held out" if held_out else "runs used"
+            report.target(
+                f"{runs} that are within 15%",
+                sum(max(r, 1 / r) <= GOOD_RATIO for r in of_runs),
+                len(of_runs),
+                at_least=True,
             )
+            errors = [abs(ratio - 1) for ratio in of_runs]
+            report.figure(f"{runs}: error, median / worst", f"{statistics.median(errors):.0%} / {max(errors):.0%}")
 
 
 def predicted_seconds(known: KnownRun, folder: Path) -> float:

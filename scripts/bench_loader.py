@@ -1,16 +1,12 @@
 """Measure how long training waits for its data, prepared in line, by a thread, by worker processes or by a producer.
 
-    python scripts/bench_loader.py recipes/llava_files.yaml --set data.sources.0.path=/data/mine/llava.json
+    python -m scripts.bench_loader recipes/llava_files.yaml --set data.sources.0.path=/data/mine/llava.json
 
 Every way is the same run of the recipe on one rank, in a temporary folder; only `data.prefetch`, `data.workers` and
 `data.producers` differ. Prints for the steps after the first fifth: the share of their time in which the training
 process waited for data, the median step time, and samples per second; and for the whole run, processor seconds.
 """
 
-import argparse
-import os
-import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -20,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from mmtrain.report import read_metrics
+from scripts.measurements import arguments, children_s, set_options, start
 
 WAYS = {
     "in line": ["data.prefetch=0", "data.workers=0"],
@@ -31,21 +28,21 @@ WAYS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("recipe")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes")
     parser.add_argument("--way", action="append", choices=WAYS, help="only this way; repeatable")
-    arguments = parser.parse_args()
-    changes = [*arguments.changes, "cluster.ranks=1", "parallel.placement=unified"]
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    print(f"{'way':<10}  {'waits':>6}  {'step s':>7}  {'samples/s':>9}  {'CPU s':>6}  {'samples':>7}")
-    for builder in arguments.way or WAYS:
+    options = parser.parse_args()
+    changes = [*options.changes, "cluster.ranks=1", "parallel.placement=unified"]
+    report = start("Waiting for data", options)
+    report.table("way", "waits", "step s", "samples/s", "processor s", "samples")
+    for builder in options.way or WAYS:
         with tempfile.TemporaryDirectory() as folder:
-            start_s = processor_s()
+            start_s = children_s()
             run = Path(folder) / "run"
-            with producer(builder, arguments.recipe, changes) as more:
-                train(arguments.recipe, [*changes, *WAYS[builder], *more], run)
-            report(builder, run, processor_s() - start_s)
+            with producer(builder, options.recipe, changes) as more:
+                train(options.recipe, [*changes, *WAYS[builder], *more], run)
+            report.row(builder, *figures(run, children_s() - start_s))
 
 
 @contextmanager
@@ -71,25 +68,19 @@ def train(recipe: str, changes: list[str], run: Path) -> None:
 
 def mmtrain(*command: str | list[str]) -> list[str]:
     """Return a command line; the last argument is a list of settings."""
-    settings = [word for setting in command[-1] for word in ("--set", setting)]
-    return [sys.executable, "-m", "mmtrain", *map(str, command[:-1]), *settings]
+    return [sys.executable, "-m", "mmtrain", *map(str, command[:-1]), *set_options(command[-1])]
 
 
-def processor_s() -> float:
-    """Return the processor seconds of all child processes that have ended, and of their children."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def report(builder: str, run: Path, cpu_s: float) -> None:
+def figures(run: Path, cpu_s: float) -> list[str]:
+    """Return the cells of a run."""
     steps = read_metrics(run)
     steps = steps[len(steps) // 5 :]  # without those in which processes start
     total_s = sum(s["step_time_s"] for s in steps)
     waited = sum(s["time_s"]["data"] for s in steps) / total_s
     step_s = median(s["step_time_s"] for s in steps)
     samples = sum(s["samples"] for s in steps)
-    line = f"{builder:<10}  {waited:>6.1%}  {step_s:>7.3f}  {samples / total_s:>9.1f}  {cpu_s:>6.1f}  {samples:>7}"
-    print(line, flush=True)
+    rates = [f"{waited:.1%}", f"{step_s:.3f}", f"{samples / total_s:.1f}"]
+    return [*rates, f"{cpu_s:.1f}", str(samples)]
 
 
 if __name__ == "__main__":

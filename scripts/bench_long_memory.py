@@ -1,6 +1,6 @@
 """Print predicted beside measured activation memory of an LLM's microbatch that is one long sequence.
 
-    python scripts/bench_long_memory.py [--cpu-tokens 16384] [--tokens 131072]
+    python -m scripts.bench_long_memory [--cpu-tokens 16384] [--tokens 131072]
 
 First a small LLM in fp32 runs forward and backward on this CPU, in a process of its own for each variant, and what it
 adds to the resident memory is measured. Then Qwen2.5-7B passes torch's `meta` device in bf16, which has shapes without
@@ -11,10 +11,8 @@ their gradients are left out. `kept` lasts from forward to backward, `peak` is t
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +32,7 @@ from mmtrain.models.shapes.model_shape import ModelShape, OffloadMode
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from scripts.bench_loss import added_peak_mib
+from scripts.measurements import arguments, start
 from tests.costs.counted_stages import Counted, SavedStorages, count, large_stages_on_meta
 from tests.models.device_copies import META, on_device
 from tests.models.factory import CPU, settings, shape_of
@@ -157,38 +156,38 @@ def measure_in_own_process(tokens: int, variant: Variant) -> Counted:
     return Counted(*json.loads(done.stdout))
 
 
-def row(variant: Variant, predicted: Counted, measured: Counted) -> str:
-    """Write a row of a table in Markdown."""
-    cells = [variant.name]
+def cells(variant: Variant, predicted: Counted, measured: Counted) -> list[str]:
+    """Return the cells of a variant: what is kept, the peak, and what waits in host memory."""
     pairs = [(predicted.saved, measured.saved), (predicted.peak, measured.peak)]
     if measured.host:
         pairs.append((predicted.host, measured.host))
-    for ours, real in pairs:
-        cells += [f"{ours / GIB:.2f}", f"{real / GIB:.2f}", f"{ours / real:.2f}"]
-    return "| " + " | ".join(cells) + " |"
+    figures = [f"{ours / GIB:.2f} | {real / GIB:.2f} | {ours / real:.2f}" for ours, real in pairs]
+    return [variant.name, *figures]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
+def main() -> None:
+    parser = arguments(__doc__)
     parser.add_argument("--cpu-tokens", type=int, default=16_384)
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--variant", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.variant:
         [variant] = [v for v in VARIANTS if v.name == options.variant]
         measured = measure_on_cpu(LongSequence(SMALL, options.cpu_tokens, variant))
         print(json.dumps([measured.saved, measured.peak]))
         return
-    head = f"| GiB | kept, predicted | counted | ratio | peak, predicted | measured | ratio |\n{'|---' * 7}|"
-    print(f"{platform.machine()}, torch {torch.__version__}; {options.cpu_tokens} tokens in fp32, {SMALL}\n{head}")
+    report = start("Memory of long sequences", options)
+    columns = "kept, predicted", "counted", "ratio", "peak, predicted", "measured", "ratio"
+    report.table(f"GiB; {options.cpu_tokens} tokens in fp32 on this CPU", *columns)
     for variant in VARIANTS:
         run = LongSequence(SMALL, options.cpu_tokens, variant)
-        print(row(variant, run.predicted("fp32"), measure_in_own_process(options.cpu_tokens, variant)), flush=True)
-    print(f"meta, {options.tokens} tokens in bf16, {QWEN_7B}\n{head}")
+        report.row(*cells(variant, run.predicted("fp32"), measure_in_own_process(options.cpu_tokens, variant)))
+    report.line()
+    report.table(f"GiB; {options.tokens} tokens in bf16 of Qwen2.5-7B, counted", *columns)
     dist.init_process_group("fake", rank=0, world_size=SHARED[0].cp, store=FakeStore())
     for variant in (*VARIANTS, *ON_HOST, *SHARED):
         run = LongSequence(QWEN_7B, options.tokens, variant)
-        print(row(variant, run.predicted("bf16"), count_on_meta(run)), flush=True)
+        report.row(*cells(variant, run.predicted("bf16"), count_on_meta(run)))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from mmtrain.planning.space.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.runtime.profiling.measure_plans import measure_step_times
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
+from scripts.measurements import Report
 
 RANKS = 2
 NEAR = 1.05  # of the fastest measured time: the limit for the plan ranked first
@@ -63,7 +64,7 @@ class Ranked:
     seconds: float
 
 
-def ranking(only: str | None, folder: Path | None, costs: Path | None, rounds: int) -> None:
+def ranking(report: Report, only: str | None, folder: Path | None, costs: Path | None, rounds: int) -> None:
     """Print both rankings for each model; data and cost tables stay in `folder` for the next time.
 
     costs: the cost table, a file or the name of a shipped one; None measures the layers.
@@ -72,11 +73,14 @@ def ranking(only: str | None, folder: Path | None, costs: Path | None, rounds: i
         folder = folder or Path(scratch)
         if not (folder / "digits").exists():
             make_data(folder)
-        good = [compared(name, folder, costs, rounds) for name in MODELS if only in (None, name)]
-    print(f"ranked first is measured first, or within {NEAR - 1:.0%} of it: {sum(good)} of {len(good)} models")
+        good = [compared(report, name, folder, costs, rounds) for name in MODELS if only in (None, name)]
+    report.targets()
+    label = f"models whose plan ranked first is within {NEAR - 1:.0%} of the fastest"
+    report.target(label, sum(good), len(good), at_least=True)
+    report.line()
 
 
-def compared(name: str, folder: Path, costs: Path | None, rounds: int) -> bool:
+def compared(report: Report, name: str, folder: Path, costs: Path | None, rounds: int) -> bool:
     """Run all plans of a model side by side; return whether the plan ranked first is near the fastest."""
     settings = recipe(name, folder)
     index = build_index(settings)
@@ -90,15 +94,16 @@ def compared(name: str, folder: Path, costs: Path | None, rounds: int) -> bool:
     print(f"{name}: {rounds} rounds of {len(plans)} plans", flush=True)
     steps = measure_step_times(settings, plans, rounds)
     measured = [Ranked(p, statistics.median(seconds)) for p, seconds in zip(plans, steps, strict=True)]
+    report.table(f"{name}, {rounds} rounds", "measured", "ranked", "ms", "predicted ms", "ratio")
     in_order = sorted(measured, key=lambda ranked: ranked.seconds)
     for place, ranked in enumerate(in_order):
         predicted = ranked.plan.predicted.step_time_s
-        print(
-            f"  measured {place + 1:>2}, ranked {plans.index(ranked.plan) + 1:>2}: {ranked.seconds * 1e3:7.1f} ms, "
-            f"predicted {predicted * 1e3:7.1f} ({predicted / ranked.seconds:.2f})  {_sizes(ranked.plan)}"
-        )
+        ms, predicted_ms = 1e3 * ranked.seconds, 1e3 * predicted
+        figures = f"{ms:.1f}", f"{predicted_ms:.1f}", f"{predicted / ranked.seconds:.2f}"
+        report.row(_sizes(ranked.plan), place + 1, plans.index(ranked.plan) + 1, *figures)
     ratio = measured[0].seconds / in_order[0].seconds
-    print(f"{name}: the plan ranked first takes {ratio:.3f} of the fastest measured", flush=True)
+    report.row(f"the plan ranked first takes {ratio:.3f} of the fastest measured", *[""] * 5)
+    report.line()
     return ratio <= NEAR
 
 

@@ -1,6 +1,6 @@
 """Measure the overhead of the executor and the broker over the compute that they run.
 
-    python scripts/bench_runtime.py recipes/demo.yaml [--set a.b=c ...]
+    python -m scripts.bench_runtime recipes/demo.yaml [--set a.b=c ...]
 
 Every rank runs pinned to one core. A bare loop would spend only the seconds inside the units' forwards and backwards
 and inside the optimizer. What the executor spends beyond them, except waiting for other ranks, is overhead. Part of it
@@ -8,9 +8,7 @@ is recording, which every step does; a traced step also gathers and writes its t
 """
 
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +29,7 @@ from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.training.run_tracer import RunTracer
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
 from mmtrain.runtime.world import Address, join, leave
+from scripts.measurements import Report, arguments, start
 
 NUM_WARM_UP_STEPS = 5
 NUM_STEPS = 30
@@ -59,16 +58,22 @@ class Stopwatch:
 
 def main() -> None:
     """Plan the recipe for this machine, and measure each rank."""
-    recipe_file, *options = sys.argv[1:]
-    recipe = load_recipe(Path(recipe_file), [o for o in options if o != "--set"]).recipe
+    parser = arguments(__doc__)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
+    options = parser.parse_args()
+    report = start("Executor and broker", options)
+    recipe = load_recipe(options.recipe, options.set).recipe
     ranks, hardware = resolve_cluster(recipe)
     lengths = build_index(recipe).lengths
     chosen = plan_recipe(recipe, lengths, world_size=ranks, hardware=hardware, recipe_sha256=recipe_fingerprint(recipe))
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {chosen.placement} plan")
-    launch_local(ranks, partial(bench_rank, recipe, chosen))
+    report.line(f"{chosen.placement} plan")
+    report.line()
+    report.targets()
+    launch_local(ranks, partial(bench_rank, report, recipe, chosen))
 
 
-def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
+def bench_rank(report: Report, recipe: Recipe, chosen: Plan, address: Address) -> None:
     """Run the steps on one rank and print their overhead."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[address.rank % len(cores)]})
@@ -107,17 +112,14 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
     step_s, compute_s, wait_s, overhead_s, recording_s = (
         statistics.median(column) for column in zip(*rows[NUM_WARM_UP_STEPS:], strict=True)
     )
-    verdict = "within" if overhead_s <= MAX_OVERHEAD_SHARE * step_s else "above"
-    parts = f"compute {compute_s * 1e3:.1f} + waiting {wait_s * 1e3:.1f} + overhead {overhead_s * 1e3:.2f} ms"
-    print(
-        f"rank {world.rank} ({', '.join(context.units)}): step {step_s * 1e3:.1f} ms = {parts}\n  overhead is "
-        f"{overhead_s / step_s:.1%} of the step ({verdict} {MAX_OVERHEAD_SHARE:.0%}), "
-        f"{overhead_s / num_actions * 1e6:.0f} us for each of "
-        f"{num_actions} actions\n  recording is {recording_s / step_s:.2%} of the step (limit "
-        f"{MAX_RECORDING_SHARE:.0%}), "
-        f"{recording_s / num_actions * 1e6:.1f} us for each action; a trace took {trace_s * 1e3:.1f} ms after its step",
-        flush=True,
-    )
+    label = f"rank {world.rank} ({', '.join(context.units)})"
+    parts = ", ".join(f"{1e3 * seconds:.1f}" for seconds in (step_s, compute_s, wait_s, overhead_s))
+    report.figure(f"{label}: step, compute, waiting, overhead, ms", parts)
+    report.target(f"{label}: overhead over the step", overhead_s / step_s, MAX_OVERHEAD_SHARE)
+    report.target(f"{label}: recording over the step", recording_s / step_s, MAX_RECORDING_SHARE)
+    of_actions = f"{overhead_s / num_actions * 1e6:.0f}, {recording_s / num_actions * 1e6:.1f}"
+    report.figure(f"{label}: overhead, recording of each of {num_actions} actions, us", of_actions)
+    report.figure(f"{label}: a trace, ms after its step", f"{1e3 * trace_s:.1f}")
     leave()
 
 

@@ -8,7 +8,6 @@ constant at so many times that. Without --anew no plan is searched again: layout
 in bold is over 1% faster than the chosen plan.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +19,7 @@ from mmtrain.planning.planner import search_placements
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.candidate import Candidate
 from mmtrain.planning.space.problem import PlanningProblem
+from scripts.measurements import arguments, start
 from scripts.perturbed_costs import COST_CONSTANTS, LARGEST_CHANGE, Perturbation, perturbed_costs, perturbed_hardware
 from scripts.whatif_problems import WHAT_IF_FOLDER, whatif_problem
 
@@ -37,29 +37,28 @@ class Row:
 
 def main() -> None:
     """Print a Markdown table with the rows of each recipe."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("recipes", nargs="*", help="names of recipes/whatif")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.8, 1.25])
     parser.add_argument("--anew", action="store_true", help="search again under each change")
-    asked = parser.parse_args()
-    names = asked.recipes or sorted(path.stem for path in WHAT_IF_FOLDER.glob("*.yaml") if path.stem not in NO_RECIPES)
-    perturbations = [Perturbation(constant, ratio) for constant in COST_CONSTANTS for ratio in asked.ratios]
-    columns = ["recipe", "plan", "as stated", *map(str, perturbations)]
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+    options = parser.parse_args()
+    names = options.recipes or sorted(
+        path.stem for path in WHAT_IF_FOLDER.glob("*.yaml") if path.stem not in NO_RECIPES
+    )
+    perturbations = [Perturbation(constant, ratio) for constant in COST_CONSTANTS for ratio in options.ratios]
+    report = start("What the choice of a plan is sensitive to", options)
+    report.table("recipe", "plan", "as stated", *map(str, perturbations))
     for name in names:
         problem = whatif_problem(name)
         candidates, evaluator = search(problem)
         chosen = candidates[0]
         layout = chosen.layout.summary
-        print(
-            f"| `{name}` | {problem.cluster.num_ranks} {problem.hardware.name}: {layout} | {chosen.step_time_s:.3g} s |"
-        )
+        plan = f"{problem.cluster.num_ranks} {problem.hardware.name}: {layout}"
+        report.row(f"`{name}`", plan, f"{chosen.step_time_s:.3g} s")
         for row in rows(candidates, evaluator, perturbations):
-            cells = map(_cell, [row.stated, *row.changed])
-            print(f"| | {row.name} | {' | '.join(cells)} |", flush=True)
-        if asked.anew:
-            for perturbation in perturbations:
-                print(f"| | searched anew, {perturbation} | {searched_anew(problem, perturbation)} |", flush=True)
+            report.row("", row.name, *map(_cell, [row.stated, *row.changed]))
+        for perturbation in perturbations if options.anew else ():
+            report.row("", f"searched anew, {perturbation}", searched_anew(problem, perturbation))
 
 
 def rows(candidates: Sequence[Candidate], evaluator: Evaluator, perturbations: Sequence[Perturbation]) -> Iterator[Row]:

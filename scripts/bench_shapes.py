@@ -4,10 +4,6 @@ Run it from the root of a checkout. DIR holds the files that `bench_balance` rea
 Times are processor seconds of one core, the least of two runs.
 """
 
-import argparse
-import os
-import platform
-import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -17,7 +13,8 @@ import numpy as np
 from mmtrain.balance import BatchCost, rebalance
 from mmtrain.balance.dispatch.node_placement import off_node_bytes, rearrange_across_nodes
 from mmtrain.balance.grouping.slack_packing import pack_with_slack
-from scripts.bench_balance import TILES, TOKENS, WINDOW, columns_of, least_seconds, mixture, num_tiles, target
+from scripts.bench_balance import TILES, TOKENS, WINDOW, columns_of, mixture, num_tiles
+from scripts.measurements import Report, arguments, least_seconds, start
 from tests.balance.first_fit import first_fit_decreasing
 from tests.balance.sender_bound import largest_sender_bound, single_node_bound
 
@@ -60,17 +57,16 @@ NUM_NODE_SEEDS = 3
 
 def main() -> None:
     """Print the parts that are asked for."""
-    parts: dict[str, Callable[[Path], None]] = {"fill": fill, "post": post_balancing, "nodes": node_wise}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts: dict[str, Callable[[Report, Path], None]] = {"fill": fill, "post": post_balancing, "nodes": node_wise}
+    parser = arguments(__doc__)
     parser.add_argument("--lengths", type=Path, required=True, metavar="DIR", help="folder of the length files")
     parser.add_argument("--only", choices=parts, help="one part alone")
     options = parser.parse_args()
-    print(
-        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()}-core {platform.machine()}, Python {platform.python_version()}"
-    )
+    report = start("Balancing of other lengths", options)
+    report.targets()
     for name, part in parts.items():
         if options.only in (None, name):
-            part(options.lengths)
+            part(report, options.lengths)
 
 
 def length_sets(folder: Path) -> dict[str, np.ndarray]:
@@ -94,7 +90,7 @@ def length_sets(folder: Path) -> dict[str, np.ndarray]:
     return sets
 
 
-def fill(folder: Path) -> None:
+def fill(report: Report, folder: Path) -> None:
     """Compare the groups of matched grouping with those of first-fit decreasing, by windows and over the whole set."""
     for (name, all_tokens), seq_len in product(length_sets(folder).items(), SEQ_LENS):
         tokens = np.minimum(all_tokens, seq_len)
@@ -113,10 +109,10 @@ def fill(folder: Path) -> None:
                 f"{name}, {'tokens' if num_units == 1 else 'tokens and tiles'}, groups of {seq_len}: fill {share:.4f} "
                 f"in {seconds:.2f} s, {num_groups / whole - 1:+.2%} of the whole set's first-fit decreasing"
             )
-            target(f"{label}; by windows", num_groups / by_window - 1, MAX_GROUPS_OVER_FIRST_FIT)
+            report.target(f"{label}; by windows", num_groups / by_window - 1, MAX_GROUPS_OVER_FIRST_FIT)
 
 
-def post_balancing(_lengths: Path) -> None:
+def post_balancing(report: Report, _lengths: Path) -> None:
     """Time post-balancing by two keys and by one, and compare the largest load with the lower bound."""
     num = POST_BALANCING_RANKS
     for name, draw in TAILS.items():
@@ -127,11 +123,11 @@ def post_balancing(_lengths: Path) -> None:
             loads = cost.of_ranks(lengths, moved.dest_rank, num)
             bound = max(float(loads.mean()), float(cost.of_samples(lengths).max()))
             label = f"post-balancing {cost.kind} (quadratic {cost.quadratic:g}), {name}"
-            target(f"{label}: milliseconds", seconds * 1e3, 45)
-            target(f"{label}: largest load over its bound", float(loads.max()) / bound, 1.01)
+            report.target(f"{label}: milliseconds", seconds * 1e3, 45)
+            report.target(f"{label}: largest load over its bound", float(loads.max()) / bound, 1.01)
 
 
-def node_wise(_lengths: Path) -> None:
+def node_wise(report: Report, _lengths: Path) -> None:
     """Compare the largest sender of node-wise rearrangement with two lower bounds."""
     num = POST_BALANCING_RANKS
     for seed, ((name, per_rank), draw) in product(range(NUM_NODE_SEEDS), NODE_SHAPES.items()):
@@ -145,10 +141,12 @@ def node_wise(_lengths: Path) -> None:
         shared = largest_sender_bound(source, batch, sizes, num, RANKS_PER_NODE, worst)
         bound = single_node_bound(source, batch, sizes, num, RANKS_PER_NODE, shared)
         label = f"node-wise, {num} ranks, {per_rank} {name} each, seed {seed}"
-        target(f"{label}: milliseconds", seconds * 1e3, 50)
-        target(f"{label}: largest sender over the bound", worst / bound - 1, 0.02 if per_rank > 10 else 0.05)
+        report.target(f"{label}: milliseconds", seconds * 1e3, 50)
+        report.target(f"{label}: largest sender over the bound", worst / bound - 1, 0.02 if per_rank > 10 else 0.05)
         over = bound / shared - 1, worst / shared - 1
-        print(f"  over linear programming's bound: the bound {over[0]:.2%}, the largest sender {over[1]:.2%}")
+        report.figure(
+            f"{label}: the bound / the largest sender over linear programming's", f"{over[0]:.2%} / {over[1]:.2%}"
+        )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ renumbered; and with the best shares. Seconds are those of the scheduler: on mea
 with nothing recomputed.
 """
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +28,7 @@ from mmtrain.planning.layer_costs.token_splits import with_token_splits
 from mmtrain.planning.space.candidate import Candidate
 from mmtrain.program.ir.graph import LLM
 from scripts.kernel_tables.encoder_search import search_shares, step_time_lower_bound
+from scripts.measurements import arguments, start
 from scripts.whatif_problems import whatif_problem
 
 RECIPES = ("optimus_14b", "optimus_186b", "optimus_197b")
@@ -37,10 +37,15 @@ MAX_LAYOUTS = 6  # of each recipe, the fastest with several encoder pipelines on
 
 def main() -> None:
     """Print a table for each recipe."""
-    for name in sys.argv[1:] or RECIPES:
+    parser = arguments(__doc__)
+    parser.add_argument("recipes", nargs="*", default=RECIPES)
+    options = parser.parse_args()
+    report = start("Unequal shares of microbatches", options)
+    steps = "plan", "LLM", "blocks", "own deadlines", "renumbered", "best shares", "bound"
+    for name in options.recipes:
         problem = whatif_problem(name)
         evaluator = Evaluator(problem, layer_costs=with_token_splits(problem, LayerCosts(problem)))
-        print(f"{name}: layout | m | plan | LLM | blocks | own deadlines | renumbered | best shares | bound | shares")
+        report.table(f"{name}: layout", "m", *steps, "shares")
         shown: list[str] = []
         candidates = search_colocated(evaluator, problem.cluster.num_ranks).candidates
         for candidate in sorted(candidates, key=lambda candidate: candidate.step_time_s):
@@ -48,16 +53,17 @@ def main() -> None:
             key = ", ".join(f"{unit} {mesh}" for unit, mesh in meshes.items())
             if meshes["vision"].dp > meshes[LLM].dp and key not in shown and len(shown) < MAX_LAYOUTS:
                 shown.append(key)
-                print(table_row(key, candidate, evaluator), flush=True)
+                report.row(key, *cells(candidate, evaluator))
+        report.line()
 
 
-def table_row(key: str, candidate: Candidate, evaluator: Evaluator) -> str:
-    """Return the row of a candidate's meshes."""
+def cells(candidate: Candidate, evaluator: Evaluator) -> list[str]:
+    """Return the cells of a candidate."""
     meshes = candidate.assignment.meshes
     num_llm = candidate.assignment.num_microbatches[LLM]
     m = meshes["vision"].dp // meshes[LLM].dp
     if num_llm % m:
-        return f"{key} | {m}: {num_llm} LLM microbatches cannot be shared out evenly"
+        return [f"{m}: {num_llm} LLM microbatches cannot be shared out evenly"]
     llm, plan = scheduled_problem(candidate.layout, evaluator, num_llm // m)
     blocks = replace(
         llm,
@@ -76,7 +82,7 @@ def table_row(key: str, candidate: Candidate, evaluator: Evaluator) -> str:
         step_time_lower_bound(llm, plan),
     ]
     shares = " ".join(map(str, np.bincount(best.owner, minlength=m)))
-    return f"{key} | {m} | " + " | ".join(f"{seconds:.4f}" for seconds in columns) + f" | {shares}"
+    return [str(m), *(f"{seconds:.4f}" for seconds in columns), shares]
 
 
 def scheduled_problem(layout: Layout, evaluator: Evaluator, num_encoder: int) -> tuple[LlmTimeline, EncoderPlan]:

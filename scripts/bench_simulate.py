@@ -1,4 +1,4 @@
-"""Measure how fast the simulator is: `python scripts/bench_simulate.py`.
+"""Measure how fast the simulator is: `python -m scripts.bench_simulate`.
 
 A model of GPT-3's size (96 blocks of width 12,288) on 3,072 GPUs: tp 8, 8 pipeline ranks of 12 chunks, 48 replicas of
 32 microbatches. Replica groups are alike, so the simulator follows one. Costs are modelled for H100; every batch packs
@@ -7,7 +7,6 @@ many microbatches as make a million actions.
 """
 
 import gc
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from mmtrain.program import (
     simulate,
 )
 from mmtrain.program.simulation.rank_equivalence import representative_ranks
+from scripts.measurements import arguments, start
 
 TP, PP, DP, VPP, MICROBATCHES = 8, 8, 48, 12, 32
 MILLION = 1_000_000
@@ -66,7 +66,8 @@ class NoEquivalentRanks(ModelTiming):
 
 
 def main() -> None:
-    print(f"{platform.machine()}, Python {platform.python_version()}, seconds of one core")
+    report = start("Speed of the simulator", arguments(__doc__).parse_args())
+    report.targets()
     graph = graph_of(DP, MICROBATCHES)
     followed, found_s = timed(lambda: representative_ranks(graph, timing(graph, 0).link_class))
     program, built_s = timed(lambda: lower(build_1f1b(graph, followed)))
@@ -76,14 +77,16 @@ def main() -> None:
     spans, spans_s = timed(lambda: len(line.spans))
     path, path_s = timed(lambda: len(line.critical_path))
     more_s = min(s for _, s in again)
-    print(f"{graph.world_size} GPUs, one replica group of {len(line.bubbles)} ranks, step {line.step_time_s:.2f} s")
-    print(f"  find {len(followed)} ranks to follow {found_s:.3f} s, build their program {built_s:.3f} s")
-    print(f"  simulate the first batch {first_s:.3f} s (target 0.3 s), every other {more_s:.3f} s")
-    print(f"  on demand: {spans:,} spans {spans_s:.3f} s, critical path of {path:,} actions {path_s:.3f} s")
-
+    ranks = f"{graph.world_size} GPUs, one replica group of {len(line.bubbles)} ranks"
+    report.figure(f"{ranks}: find {len(followed)} ranks to follow, seconds", f"{found_s:.3f}")
+    report.figure("build their program, seconds", f"{built_s:.3f}")
+    report.target("simulate the first batch, seconds", first_s, 0.3)
+    report.target("every other, seconds", more_s, 0.3)
+    report.figure(f"on demand: {spans:,} spans, seconds", f"{spans_s:.3f}")
+    report.figure(f"critical path of {path:,} actions, seconds", f"{path_s:.3f}")
     simulate(program, timing(graph, 0), DP)
     _, all_s = timed(lambda: simulate(program, timing(graph, 1), DP))
-    print(f"  all {DP} replica groups, had they loads of their own: {all_s:.1f} s a batch after the first")
+    report.figure(f"all {DP} replica groups, had they loads of their own: seconds a batch", f"{all_s:.1f}")
 
     num_actions_per_stage = sum(map(len, lower(build_1f1b(graph_of(1, MICROBATCHES))).actions.values()))
     graph = graph_of(1, -(-MILLION * MICROBATCHES // num_actions_per_stage // PP) * PP)
@@ -94,8 +97,9 @@ def main() -> None:
     gc.collect()
     _, first_s = timed(lambda: simulate(program, separate))
     _, again_s = timed(lambda: simulate(program, separate))
-    print(f"{actions:,} actions of {graph.world_size} ranks, each followed")
-    print(f"  simulate the first time {first_s:.1f} s (target 10 s), again {again_s:.1f} s")
+    each = f"{actions:,} actions of {graph.world_size} ranks, each followed"
+    report.target(f"{each}: first batch, seconds", first_s, 10)
+    report.target(f"{each}: again, seconds", again_s, 10)
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:

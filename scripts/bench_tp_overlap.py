@@ -3,87 +3,26 @@
     python -m scripts.bench_tp_overlap                      # a link of 400 MB/s, then no delay at all
     python -m scripts.bench_tp_overlap --megabytes-per-s 200 --chunks 4 8
 
-On a CPU, gloo's collectives take the core that computes, so there is nothing to hide. Here every all-reduce,
-reduce-scatter and all-gather of the processes takes the time of a slow link more, by its bytes, in a background thread
-that leaves the core free. Two ranks run forward and backward of two blocks with all linears as they are without the
+Every all-reduce, reduce-scatter and all-gather of the processes takes the time of a slow link more, by its bytes, with
+the core free. Two ranks run forward and backward of two blocks with all linears as they are without the
 setting, and in chunks, in turn. Printed is the share of the link's time that a pass hides: 1 - (time with the link -
 time without it) / time of the link, the median of pairs that follow each other. Target: at least 70% in chunks; without
 a link at most 1.02x as long, or switched off, which `tp_overlap: auto` does by the costs of `mmtrain profile`.
 """
 
-import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-NUM_RANKS = 2
-NUM_BLOCKS = 2
-LLM = {"layers": NUM_BLOCKS, "hidden": 1024, "heads": 16, "kv_heads": 16, "ffn": 4096, "vocab": 64}
-NUM_TOKENS = 2048  # with which a chunk takes tens of milliseconds, far more than the threads of the link
-_REDUCED = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
-_GATHERED = ("all_gather", "all_gather_into_tensor", "all_gather_single")
-
-
-@dataclass
-class SlowLink:
-    """The thread of a process in which its collectives take their time, one after another."""
-
-    bytes_per_s: float | None = None  # None: no delay
-    seconds: float = 0.0  # that the link took since this was set to 0
-    _threads: dict[int, ThreadPoolExecutor] = field(default_factory=dict)  # by process: threads do not survive a fork
-
-    def delayed(self, collective: Callable[..., Any], position: int) -> Callable[..., Any]:
-        """Return the collective on this link; `position`: of the argument whose bytes count, the whole tensor or list.
-
-        An all-reduce moves its tensor through the link twice, by halves: (n - 1) / n of it in both directions.
-        """
-        num_passes = 2 if collective.__name__ == "all_reduce" else 1
-
-        def run(*tensors: Any, async_op: bool = False, **options: Any) -> Any:
-            if self.bytes_per_s is None:
-                return collective(*tensors, async_op=async_op, **options)
-            whole = tensors[position]
-            parts = whole if isinstance(whole, list) else [whole]
-            nbytes = sum(part.numel() * part.element_size() for part in parts)
-            seconds = num_passes * nbytes * (NUM_RANKS - 1) / NUM_RANKS / self.bytes_per_s
-            self.seconds += seconds
-            thread = self._threads.setdefault(os.getpid(), ThreadPoolExecutor(1))
-            work = LateWork(thread.submit(self._pass, collective(*tensors, async_op=True, **options), seconds))
-            return work if async_op else work.wait()
-
-        return run
-
-    def _pass(self, work: Any, seconds: float) -> None:
-        with torch.no_grad():  # gloo copies into what it gathers
-            work.wait()
-        time.sleep(seconds)
-
-
-@dataclass(frozen=True)
-class LateWork:
-    """A collective that ends when the link has carried it."""
-
-    ended: Future[None]
-
-    def wait(self, timeout: object = None) -> bool:
-        """Wait for the end."""
-        self.ended.result()
-        return True
-
+from scripts.measurements import Report, arguments, start
+from scripts.slow_link import COLLECTIVES, SlowLink
 
 LINK = SlowLink()
-for _name in (*_REDUCED, *_GATHERED):  # before Megatron-core keeps these functions under names of its own
-    if hasattr(dist, _name):
-        _original = getattr(dist, _name)
-        setattr(dist, _name, LINK.delayed(_original, 1 if _name.startswith("reduce_scatter") else 0))
+LINK.carry(*COLLECTIVES, "all_gather")  # before Megatron-core keeps these functions under names of its own
 
 from mmtrain.models.build_stage import StageOptions, build_stage  # noqa: E402
 from mmtrain.models.megatron import ParallelGroups  # noqa: E402
@@ -94,21 +33,29 @@ from mmtrain.recipe import Recipe  # noqa: E402
 from mmtrain.runtime.resilience.launch import launch_local  # noqa: E402
 from mmtrain.runtime.world import Address, join, leave  # noqa: E402
 
+NUM_RANKS = 2
+NUM_BLOCKS = 2
+LLM = {"layers": NUM_BLOCKS, "hidden": 1024, "heads": 16, "kv_heads": 16, "ffn": 4096, "vocab": 64}
+NUM_TOKENS = 2048  # with which a chunk takes tens of milliseconds, far more than the threads of the link
+
 
 def main() -> None:
     """Print a line for each way to run the blocks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--megabytes-per-s", type=float, default=400.0)
     parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--repeats", type=int, default=15)
-    arguments = parser.parse_args()
-    print("sp | chunks | forward: link, hidden | backward: link, hidden | without a link: forward and backward")
+    options = parser.parse_args()
+    report = start("Tensor-parallel communication in chunks", options)
+    report.table("sp", "chunks", "forward: link, hidden", "backward: link, hidden", "both without a link")
     for sp in (False, True):
-        measure = partial(_rank_main, sp, arguments.chunks, arguments.megabytes_per_s * 1e6, arguments.repeats)
-        launch_local(NUM_RANKS, measure)
+        rate = options.megabytes_per_s * 1e6
+        launch_local(NUM_RANKS, partial(_rank_main, report, sp, options.chunks, rate, options.repeats))
 
 
-def _rank_main(sp: bool, chunk_counts: list[int], bytes_per_s: float, repeats: int, address: Address) -> None:
+def _rank_main(
+    report: Report, sp: bool, chunk_counts: list[int], bytes_per_s: float, repeats: int, address: Address
+) -> None:
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[address.local_rank % len(cores)]})
@@ -131,17 +78,17 @@ def _rank_main(sp: bool, chunk_counts: list[int], bytes_per_s: float, repeats: i
                     links[count] = link_s
     if world.is_first:
         for count in counts:
-            _print_row(sp, count, times, links[count], bytes_per_s)
+            report.row(sp, count, *_cells(count, times, links[count], bytes_per_s))
     leave()
 
 
-def _print_row(
-    sp: bool,
+def _cells(
     count: int,
     times: dict[tuple[int, float | None], list[tuple[float, float]]],
     link_s: tuple[float, float],
     bytes_per_s: float,
-) -> None:
+) -> list[str]:
+    """Return what a pass hides in each direction, and how long it takes without a link beside whole linears."""
     columns = []
     for direction in (0, 1):
         pairs = zip(times[count, bytes_per_s], times[count, None], strict=True)  # one behind the other
@@ -149,7 +96,7 @@ def _print_row(
         hidden = 1 - added_s / link_s[direction]
         columns.append(f"{link_s[direction] * 1e3:.1f} ms, {hidden:.0%}")
     ratios = [sum(a) / sum(b) for a, b in zip(times[count, None], times[1, None], strict=True)]
-    print(f"{sp} | {count} | {columns[0]} | {columns[1]} | {statistics.median(ratios):.3f}x", flush=True)
+    return [*columns, f"{statistics.median(ratios):.3f}x"]
 
 
 def _blocks(groups: ParallelGroups, sp: bool, num_chunks: int) -> StageModule:

@@ -11,11 +11,12 @@ apart what is no change of a plan: sentences meant for people (reasons of altern
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from scripts.measurements import children_s, set_options
 
 ROOT = Path(__file__).resolve().parents[1]
 WHAT_IF = sorted(p for p in (ROOT / "recipes/whatif").glob("*.yaml"))
@@ -41,8 +42,7 @@ def cases() -> Iterator[tuple[str, list[str]]]:
         tokenizer = f"data.tokenizer={ROOT / 'demo-data/tokenizer.json'}"
         for ranks, placement in ((1, "unified"), (2, "disaggregated"), (2, "auto"), (4, "auto")):
             settings = [demo, tokenizer, f"cluster.ranks={ranks}", f"parallel.placement={placement}"]
-            arguments = [part for setting in settings for part in ("--set", setting)]
-            yield f"demo-{placement}-{ranks}", ["recipes/demo.yaml", *arguments]
+            yield f"demo-{placement}-{ranks}", ["recipes/demo.yaml", *set_options(settings)]
 
 
 def save(folder: Path, tree: Path, only: str | None) -> None:
@@ -53,9 +53,9 @@ def save(folder: Path, tree: Path, only: str | None) -> None:
         if only is not None and only not in name:
             continue
         command = [sys.executable, "-m", "mmtrain", "plan", *arguments, "--explain", "--json"]
-        before = _processor_seconds()
+        before = children_s()
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-        seconds = _processor_seconds() - before
+        seconds = children_s() - before
         if done.returncode == 0:
             result = json.loads(done.stdout)
         else:
@@ -64,11 +64,6 @@ def save(folder: Path, tree: Path, only: str | None) -> None:
         (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         (folder / f"{name}.seconds").write_text(f"{seconds:.2f}\n", encoding="utf-8")
         print(f"{name}: {seconds:.1f} s{'' if done.returncode == 0 else f', exit {done.returncode}'}", flush=True)
-
-
-def _processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def differences(old: object, new: object, path: str = "") -> Iterator[tuple[str, object, object]]:

@@ -14,15 +14,13 @@ import os
 import time
 from pathlib import Path
 
-from mmtrain.data import build_index
 from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.planner import plan
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 from scripts.paper_tables import ALL_TABLES, PaperRow, PaperTable, PlanRun, all_runs
-from scripts.whatif_problems import WHAT_IF_FOLDER
+from scripts.whatif_problems import WHAT_IF_FOLDER, whatif_problem
 
 PlansByRun = dict[PlanRun, Plan | PlanError]
 
@@ -57,16 +55,8 @@ def make_plan(run: PlanRun, folder: Path | None, *, may_plan: bool = True) -> Pl
         return Plan.model_validate_json(file.read_text(encoding="utf-8"))
     if not may_plan:
         return None
-    assert recipe.cluster.ranks is not None, "what-if recipes name a cluster"
     try:
-        problem = formulate_problem(
-            recipe,
-            build_index(recipe).lengths,
-            world_size=recipe.cluster.ranks,
-            hardware=recipe.cluster.hardware,
-            recipe_sha256=fingerprint,
-            request=PlanRequest(explain=True),
-        )
+        problem = whatif_problem(run.recipe, run.settings, request=PlanRequest(explain=True))
         made = plan(problem)
     except PlanError as error:
         return error

@@ -6,7 +6,6 @@ Every run must end with the weights of an undisturbed run, bit for bit. Also pri
 of the first repeated step. Exits with 1 if a run ended otherwise. Meant to run every night: a kill takes some seconds.
 """
 
-import argparse
 import random
 import statistics
 import sys
@@ -21,6 +20,7 @@ from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.program import Action, Backward, Forward, Recv, Send, Step
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
+from scripts.measurements import arguments, start
 from tests.faults import FailAt
 from tests.flow.runs import NUM_STEPS, launch, refuse, request_for, tensors
 
@@ -47,10 +47,11 @@ class _Kill(FailAt):
 
 def main() -> None:
     """Kill runs, and print how each ended."""
-    parser = argparse.ArgumentParser(description="Kill runs at random and compare how they end.")
+    parser = arguments(__doc__)
     parser.add_argument("--count", type=int, default=100, help="kills (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="of the random choices")
     options = parser.parse_args()
+    report = start("Recovery from random kills", options)
     rng = random.Random(options.seed)
     num_exact = 0
     recovery_s: list[float] = []
@@ -71,8 +72,10 @@ def main() -> None:
             seconds = kill.once.with_name("resumed").stat().st_mtime - kill.once.stat().st_mtime
             recovery_s.append(seconds)
             print(f"{text} {'same end' if is_exact else 'OTHER END'}  {seconds:.1f} s", flush=True)
-    print(f"{options.count} kills, {num_exact} resumed runs ended bit for bit like an undisturbed one")
-    print(f"kill to first resumed step: median {statistics.median(recovery_s):.1f} s, longest {max(recovery_s):.1f} s")
+    report.targets()
+    report.target("resumed runs that end bit for bit like an undisturbed one", num_exact, options.count, at_least=True)
+    report.figure("kill to first resumed step, median, s", f"{statistics.median(recovery_s):.1f}")
+    report.target("the longest, s", max(recovery_s), 10)
     sys.exit(num_exact < options.count)
 
 

@@ -9,7 +9,6 @@ Exits with 1 unless the weights are bit-equal, at least 80% of the time went int
 neither memory nor open files of the processes grew from start to start.
 """
 
-import argparse
 import json
 import os
 import random
@@ -33,6 +32,7 @@ from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.report.runlog import METRICS_FILE
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.run_state import RUN_STATE_FILE
+from scripts.measurements import Report, arguments, set_options, start
 from tests.flow.runs import tensors
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
@@ -70,15 +70,15 @@ class Run:
             "train.validate_every=0",
             "train.optimizer.schedule=constant",
         ]
-        arguments = ["train", str(RECIPE), "--run-dir", str(self.folder), "--max-restarts", "100"]
-        arguments += [part for setting in settings for part in ("--set", setting)]
+        command = ["train", str(RECIPE), "--run-dir", str(self.folder), "--max-restarts", "100"]
+        command += set_options(settings)
         if find(self.folder / CHECKPOINTS_FOLDER) or (self.folder / RUN_STATE_FILE).exists():
-            arguments.append("--resume")
+            command.append("--resume")
         self.starts += 1
         self.peak_rss_mb.append(0.0)
         self.peak_files.append(0)
         log = (self.folder.parent / f"{self.folder.name}.log").open("a")
-        launcher = psutil.Popen([sys.executable, "-m", "mmtrain", *arguments], stdout=log, stderr=subprocess.STDOUT)
+        launcher = psutil.Popen([sys.executable, "-m", "mmtrain", *command], stdout=log, stderr=subprocess.STDOUT)
         launcher.cpu_affinity(self.cores)  # at once: the ranks inherit it
         return launcher
 
@@ -161,11 +161,12 @@ FAULTS: dict[str, Callable[[Run, psutil.Popen, random.Random], None]] = {
 
 def main() -> None:
     """Soak, and print what happened."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="length of the undisturbed run")
     parser.add_argument("--every", type=float, default=60.0, help="seconds from one fault to the next")
     parser.add_argument("--seed", type=int, default=0, help="of the random faults")
     options = parser.parse_args()
+    report = start("Soaking", options)
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary, ThreadPoolExecutor(1) as background:
@@ -179,7 +180,7 @@ def main() -> None:
         reference = background.submit(train, undisturbed)
         faults: Counter[str] = Counter()
         soaked_s = train(soaked, options.every, random.Random(options.seed), faults)
-        sys.exit(_report(undisturbed, reference.result(), soaked, soaked_s, faults))
+        sys.exit(_write(report, undisturbed, reference.result(), soaked, soaked_s, faults))
 
 
 def train(
@@ -213,21 +214,27 @@ def _time(run: Run) -> tuple[float, float]:
     return took_s - step_s * run.num_steps, step_s
 
 
-def _report(undisturbed: Run, undisturbed_s: float, soaked: Run, soaked_s: float, faults: Counter[str]) -> int:
-    """Print the outcome; return the exit code."""
+def _write(
+    report: Report, undisturbed: Run, undisturbed_s: float, soaked: Run, soaked_s: float, faults: Counter[str]
+) -> int:
+    """Write the outcome; return the exit code."""
     is_equal = undisturbed.state() == soaked.state()
     goodput = undisturbed_s / soaked_s
-    print(f"{sum(faults.values())} faults: " + ", ".join(f"{name} {count}" for name, count in faults.most_common()))
-    print(f"weights at the end: {'bit-equal' if is_equal else 'DIFFERENT'}")
-    print(f"goodput {goodput:.1%} (at least {MIN_GOODPUT:.0%}): {soaked_s:.0f} s for what took {undisturbed_s:.0f} s")
+    report.targets()
+    kinds = ", ".join(f"{name} {count}" for name, count in faults.most_common())
+    report.figure("faults", f"{sum(faults.values())}: {kinds}")
+    report.row(
+        "weights at the end", "bit-equal" if is_equal else "different", "bit-equal", "met" if is_equal else "missed"
+    )
+    report.figure("seconds, undisturbed / with faults", f"{undisturbed_s:.0f} / {soaked_s:.0f}")
+    report.target("goodput", goodput, MIN_GOODPUT, at_least=True)
     growth = {}
     for name, peaks in (("memory in MB", soaked.peak_rss_mb), ("open files", soaked.peak_files)):
         third = max(1, len(peaks) // 3)
         first, last = statistics.median(peaks[:third]), statistics.median(peaks[-third:])
         growth[name] = last / first
-        print(
-            f"{name} of all processes: {first:.0f} in the first third of {soaked.starts} starts, {last:.0f} in the last"
-        )
+        label = f"{name} of all processes, last over first third of {soaked.starts} starts ({first:.0f} -> {last:.0f})"
+        report.target(label, growth[name], MAX_GROWTH)
     return int(not is_equal or goodput < MIN_GOODPUT or max(growth.values()) > MAX_GROWTH)
 
 

@@ -214,7 +214,9 @@ def _memory_sum_text(kinds_gib: dict[str, float], memory_gib: float) -> str:
     margin_gib = kinds_gib.get("margin", 0.0)
     counted_gib = sum(kinds_gib.values()) - margin_gib
     kinds = ", ".join(f"{kind} {memory_text(gib)}" for kind, gib in kinds_gib.items() if gib and kind != "margin")
-    return f"{memory_text(counted_gib)} counted + {memory_text(margin_gib)} margin of {memory_text(memory_gib)}: {kinds}"
+    return (
+        f"{memory_text(counted_gib)} counted + {memory_text(margin_gib)} margin of {memory_text(memory_gib)}: {kinds}"
+    )
 
 
 def _fullest_rank_kinds(predicted: Prediction) -> dict[str, float]:
