@@ -123,11 +123,13 @@ def _table(result: EvaluationResult) -> Table:
     table.add_column("questions")
     for column in ("asked", "model", "most frequent answer", "blanked media"):
         table.add_column(column, justify="right")
-    for score in sorted(result.templates, key=lambda score: score.template):
-        table.add_row(*_cells(score))
-    table.add_section()
-    for score in (result.with_media, result.total):
-        table.add_row(*_cells(score), style="bold")
+    if len(result.templates) > 1:  # a single one is the total
+        for score in sorted(result.templates, key=lambda score: score.template):
+            table.add_row(*_cells(score))
+        table.add_section()
+    if 0 < result.with_media.questions < result.total.questions:
+        table.add_row(*_cells(result.with_media), style="bold")
+    table.add_row(*_cells(result.total), style="bold")
     return table
 
 

@@ -61,6 +61,22 @@ def test_table_and_examples() -> None:
     assert "2. What is [2 + 2]?\n   expected  4\n   answered  5" in text
 
 
+@pytest.mark.parametrize(
+    ("templates", "rows"),
+    [
+        ([TemplateScore("all", 8, 6, 2, 1, ("images",))], ["all"]),
+        (
+            [TemplateScore("colour", 8, 6, 2, 1, ("images",)), TemplateScore("shape", 4, 3, 1, 1)],
+            ["colour", "shape", "all"],
+        ),
+        ([TemplateScore("arithmetic", 8, 6, 2, None)], ["all"]),
+    ],
+)
+def test_the_table_has_no_row_twice(templates: list[TemplateScore], rows: list[str]) -> None:
+    lines = EvaluationResult(1, tuple(templates), ()).to_text().splitlines()
+    assert [line.split("│")[1].strip() for line in lines if line.startswith("│")] == rows
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_printed_table_fits_the_terminal(width: int) -> None:
     console = Console(width=width, record=True, force_terminal=True, file=io.StringIO())
