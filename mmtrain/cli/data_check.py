@@ -51,6 +51,9 @@ def check(
     from mmtrain.recipe import load_recipe
 
     named_sources = read_named_sources(sources or [])
+    settings = None if recipe is None else load_recipe(recipe, overrides).recipe
+    if settings is None and not named_sources:
+        raise UserError("nothing to check: name data files, or a recipe with --recipe")
     if out is not None:
         require_writable("--out", out, "list of bad samples")
     with typer.progressbar(length=1, label="decoding", file=sys.stderr) as bar:
@@ -62,18 +65,15 @@ def check(
             if line > line_before and not sys.stderr.isatty():
                 print_note(f"decoded {done:,} of {total:,}")
 
-        if recipe is not None:
-            settings = load_recipe(recipe, overrides).recipe
+        if settings is not None:
             report = check_sources_for_recipe(
                 settings,
                 named_sources or [*settings.data.sources, *settings.data.validation],
                 show_progress,
                 print_note,
             )
-        elif named_sources:
-            report = check_sources(named_sources, show_progress, print_note)
         else:
-            raise UserError("nothing to check: name data files, or a recipe with --recipe")
+            report = check_sources(named_sources, show_progress, print_note)
     if out is not None:
         with writing("--out", out, "list of bad samples"):
             write_quarantine(out, report.bad)

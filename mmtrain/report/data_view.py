@@ -29,9 +29,9 @@ def stats_text(summary: LengthSummary, quarantined: Mapping[str, int]) -> str:
     for spread in summary.spreads:
         parts.append(Text(f"\n{_headline(spread, summary.samples)}"))
         parts += [Text(line) for line in _bars(spread)] if _varies(spread) else []
-    present = [spread.samples > 0 for spread in summary.spreads]
-    if sum(present) > 1:
-        parts += [Text(""), _correlation(summary, present)]
+    varying = [index for index, row in enumerate(summary.correlation) if row[index] is not None]
+    if len(varying) > 1:
+        parts += [Text(""), _correlation(summary, varying)]
     parts.append(Text(f"\n{summary.samples} samples, {_quarantined_text(quarantined)}"))
     return render_text(*parts).strip("\n")
 
@@ -166,10 +166,9 @@ def _bars(spread: LengthDistribution) -> list[str]:
     return rows
 
 
-def _correlation(summary: LengthSummary, present: Sequence[bool]) -> Table:
+def _correlation(summary: LengthSummary, shown: Sequence[int]) -> Table:
     table = Table(title="Correlation over samples", title_justify="left")
     table.add_column("")
-    shown = [index for index, is_present in enumerate(present) if is_present]
     for i in shown:
         table.add_column(summary.spreads[i].name, justify="right")
     for i in shown:

@@ -26,7 +26,10 @@ def test_stats_show_a_histogram_for_each_measure_and_quarantined_samples() -> No
     assert fullest.split()[0] == "20"
     assert fullest.endswith("█ 2")
     assert "4 samples, 3 others quarantined: too_long 2, missing_image 1" in text
-    assert "Correlation over samples" in text
+    titled = text.partition("Correlation over samples")[2]
+    measures = [line.split("│")[1].strip() for line in titled.splitlines() if line.startswith("│")]
+    assert measures == ["LLM tokens", "pixels"], "images do not vary"
+    assert "Correlation" not in stats_text(summarize_lengths(("LLM tokens", "images"), VALUES[:, [0, 2]]), {})
     assert stats_text(summarize_lengths(("a",), np.zeros((0, 1))), {}) == "a: none\n\n0 samples, none quarantined"
 
 
