@@ -9,6 +9,8 @@ from torch import Tensor
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES
+from mmtrain.models.stage.generation import stage_logits
+from mmtrain.models.stage.piecewise import run_block_pieces
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe.settings.model_settings import ModelSettings
@@ -87,8 +89,8 @@ def test_a_block_in_pieces_equals_the_block(llm: dict[str, Any]) -> None:
     hidden = torch.randn(sum(LENGTHS), 48, generator=torch.Generator().manual_seed(2))
     whole = module.run(context, hidden, range(2, 3))
     for cut in range(1, len(BLOCK_PIECES)):
-        state = module.run_pieces(context, (hidden,), 2, range(cut))
-        (joined,) = module.run_pieces(context, state, 2, range(cut, len(BLOCK_PIECES)))
+        state = run_block_pieces(module, context, (hidden,), 2, range(cut))
+        (joined,) = run_block_pieces(module, context, state, 2, range(cut, len(BLOCK_PIECES)))
         torch.testing.assert_close(joined, whole)
 
 
@@ -106,8 +108,8 @@ def test_what_travels_beside_the_hidden_states_passes_pieces(unit: str, layers: 
         whole = module.run(context, rows, range(layer, layer + 1))
         assert whole.shape[1] == shape.out_width
         for cut in range(1, len(BLOCK_PIECES)):
-            state = module.run_pieces(context, (rows,), layer, range(cut))
-            (joined,) = module.run_pieces(context, state, layer, range(cut, len(BLOCK_PIECES)))
+            state = run_block_pieces(module, context, (rows,), layer, range(cut))
+            (joined,) = run_block_pieces(module, context, state, layer, range(cut, len(BLOCK_PIECES)))
             torch.testing.assert_close(joined, whole)
 
 
@@ -229,7 +231,7 @@ def test_loss_is_the_sum_of_cross_entropies() -> None:
     randomize(llm)
     inputs, features = _inputs("llm")
     assert isinstance(inputs, TextInput)
-    logits = llm.logits(None, inputs, features)
+    logits = stage_logits(llm, None, inputs, features)
     assert logits.shape == (36, 128)  # 90 rows, padded to a multiple of 64
     assert inputs.labels is not None
     expected = torch.nn.functional.cross_entropy(logits[:, :90], inputs.labels, reduction="sum")

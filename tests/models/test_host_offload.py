@@ -12,6 +12,7 @@ from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES
 from mmtrain.models.stage import host_offload
+from mmtrain.models.stage.piecewise import run_block_pieces
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from tests.costs.counted_stages import count, large_stages_on_meta
@@ -97,8 +98,8 @@ def test_blocks_that_run_in_pieces_copy_piece_by_piece(host_copies: list[Tensor]
         randomize(module)
         context = module.context(text(*LENGTHS), {})
         hidden = torch.randn(sum(LENGTHS), 48, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        state = module.run_pieces(context, (hidden,), 1, range(3))
-        (joined,) = module.run_pieces(context, state, 1, range(3, len(BLOCK_PIECES)))
+        state = run_block_pieces(module, context, (hidden,), 1, range(3))
+        (joined,) = run_block_pieces(module, context, state, 1, range(3, len(BLOCK_PIECES)))
         module.run(context, joined, range(2, 4)).sum().backward()
         found = gradients(module)
         expected = expected or found

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mmtrain.models.attention import Spans
 from mmtrain.models.attention.kv_cache import KVCache
 from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.stage.generation import next_tokens, stage_logits
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe.settings.model_settings import ModelSettings
@@ -46,7 +47,7 @@ def write(llm: StageModule, num_new: int = NUM_NEW) -> list[list[int]]:
         ids = torch.tensor([token for tokens in new for token in tokens])
         spans = _spans(llm, PLACES) if features else ()
         inputs = TextInput(lengths, ids, None, {"vision": torch.tensor(PLACES)}, kv_cache=memory, image_spans=spans)
-        chosen = llm.next_tokens(None, inputs, features, LIMIT).tolist()
+        chosen = next_tokens(llm, None, inputs, features, LIMIT).tolist()
         memory.advance(lengths)
         for sequence, token in zip(open_, chosen, strict=True):
             answers[sequence].append(token)
@@ -69,7 +70,7 @@ def write_anew(llm: StageModule) -> list[list[int]]:
         ids = list(prompt)
         while len(ids) < len(prompt) + NUM_NEW and (len(ids) == len(prompt) or ids[-1] not in ENDS):
             inputs = TextInput((len(ids),), torch.tensor(ids), None, places, image_spans=_spans(llm, rows))
-            ids.append(int(llm.logits(None, inputs, {"vision": _features(llm)[mine]})[-1, :LIMIT].argmax()))
+            ids.append(int(stage_logits(llm, None, inputs, {"vision": _features(llm)[mine]})[-1, :LIMIT].argmax()))
         answers.append(ids[len(prompt) :])
     return answers
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.model_shape import padded_vocab
+from mmtrain.models.stage.generation import stage_logits
 from tests.distributed import run_ranks
 from tests.models.factory import gradients, randomize, settings, stage, text
 
@@ -27,7 +28,7 @@ def _loss_and_padded_gradients(tied: bool, groups: ParallelGroups | None) -> tup
         if not getattr(param, "tensor_model_parallel", False):
             dist.broadcast(param.data, 0, group=groups.tp)
     inputs = text(8, 17, vocab=VOCAB)
-    logits = llm.logits(None, inputs, {})
+    logits = stage_logits(llm, None, inputs, {})
     assert inputs.labels is not None
     expected = F.cross_entropy(logits[:, :VOCAB].double(), inputs.labels, reduction="sum")
     loss = llm(None, inputs, {})

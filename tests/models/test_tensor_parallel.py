@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.optim.parameter_specs import ParamSpec, join_tp_shards, stage_param_specs
+from mmtrain.models.stage.generation import stage_logits
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.distributed import run_ranks
 from tests.models.factory import POOLED, SCALED, WINDOWED, gradients, images, settings, stage, text
@@ -67,7 +68,7 @@ class Outcome:
         loss = llm(None, inputs, {"vision": features})
         loss.backward()
         self.loss, self.features = loss.detach(), features.detach()
-        self.logits = llm.logits(None, inputs, {"vision": features}).detach()
+        self.logits = stage_logits(llm, None, inputs, {"vision": features}).detach()
         self.specs: dict[str, ParamSpec] = {}
         self.params: dict[str, Tensor] = {}
         self.grads: dict[str, Tensor] = {}

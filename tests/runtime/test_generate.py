@@ -23,6 +23,7 @@ from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.data.text.greedy_settings import GreedySettings
 from mmtrain.errors import CheckpointError
 from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.stage.generation import stage_logits
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.planning.artifact.plan import UnitPlan
 from mmtrain.recipe import Recipe
@@ -70,7 +71,7 @@ class Naive:
         if self.settings.model.llm.rope_sections is not None:
             media = self.index.media_grids(number, "vision", 2, self.tokenizer.writes_items_apart)
             positions = torch.from_numpy(find_media_positions(ids.numpy(), self.tokenizer.item_ids["vision"], media))
-        return self.units["llm"].logits(None, TextInput((len(ids),), ids, None, places, positions), features)[-1]
+        return stage_logits(self.units["llm"], None, TextInput((len(ids),), ids, None, places, positions), features)[-1]
 
     def _places(self, number: int, prompt: np.ndarray) -> dict[str, list[int]]:
         """Return the positions of each encoder's features: item by item, one encoder after another."""

@@ -16,6 +16,7 @@ from mmtrain.families.weight_layouts import ParameterSource, respell
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.generation import stage_logits
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe import Recipe
@@ -60,7 +61,7 @@ def assert_equal_logits_and_loss(
 ) -> None:
     """Compare logits and loss with `expected`, the logits of `transformers`; both losses go backward."""
     with torch.no_grad():
-        logits = llm.logits(None, text, features)[:, :VOCAB]
+        logits = stage_logits(llm, None, text, features)[:, :VOCAB]
     assert (logits - expected).abs().max() < 1e-4
     assert expected.std() > 0.1  # else the comparison would prove nothing
     assert text.labels is not None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mmtrain.models.stage.generation import stage_logits
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.train_settings import LoraSettings
@@ -67,7 +68,7 @@ def test_merged_and_as_an_adapter_of_peft_the_logits_are_ours(
     assert "--lora-modules" in result.stdout
     inputs = text(*LENGTHS, vocab=VOCAB)
     with torch.no_grad():
-        ours = stage.logits(None, inputs)[:, : recipe.model.llm.vocab]
+        ours = stage_logits(stage, None, inputs)[:, : recipe.model.llm.vocab]
     base = AutoModelForCausalLM.from_pretrained(folder)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits_of(merged, inputs.ids), ours, rtol=0, atol=1e-4)

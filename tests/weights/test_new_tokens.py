@@ -20,6 +20,7 @@ from mmtrain.errors import DataError, RecipeError, UserError
 from mmtrain.families import FAMILIES
 from mmtrain.models.optim.parameter_specs import ParamSpec, join_tp_shards
 from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.generation import stage_logits
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe import Recipe
@@ -114,7 +115,7 @@ def test_transformers_opens_the_exported_folder_with_all_tokens(make: Callable[[
     if make is qwen2:
         ids = torch.arange(NEW_VOCAB)
         with torch.no_grad():
-            ours = units["llm"].logits(None, TextInput((NEW_VOCAB,), ids, ids))[:, :NEW_VOCAB]
+            ours = stage_logits(units["llm"], None, TextInput((NEW_VOCAB,), ids, ids))[:, :NEW_VOCAB]
             assert (ours - model(input_ids=ids[None]).logits[0]).abs().max() < 1e-4
     assert recipe_from(out, *small_images).model.llm.vocab == NEW_VOCAB
 
@@ -202,5 +203,7 @@ def test_text_of_known_tokens_is_computed_as_before(tmp_path: Path) -> None:
     folder = save(qwen2(), tmp_path / "model")
     inputs = text(20, 9, vocab=VOCAB)
     with torch.no_grad():
-        before, after = (unit_stage(recipe_from(folder, *grown)).logits(None, inputs) for grown in ((), (GROWN,)))
+        before, after = (
+            stage_logits(unit_stage(recipe_from(folder, *grown)), None, inputs) for grown in ((), (GROWN,))
+        )
     assert torch.equal(before[:, :VOCAB], after[:, :VOCAB])

@@ -12,6 +12,7 @@ from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.optim.parameter_specs import stage_param_specs, tp_shard
 from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.generation import stage_logits
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.train_settings import LoraSettings
@@ -48,7 +49,7 @@ def start(folder: Path, source: Recipe, recipe: Recipe) -> tuple[StageModule, St
 
 def logits(stage: StageModule) -> Tensor:
     with torch.no_grad():
-        return stage.logits(None, text(9, 5, vocab=61))
+        return stage_logits(stage, None, text(9, 5, vocab=61))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
 
 # Everything of a stage, and of a head, that computes with parameters, beside `forward`.
-_STAGE_ENTRIES = ("run", "run_to_queries", "logits", "next_tokens", "predict")
+_STAGE_ENTRIES = ("run", "run_to_head", "predict")
 _HEAD_ENTRIES = ("queries_and_loss", "logits", "greedy_tokens")
 # Switches of FSDP modules that older releases of torch lack: without them ranks with different work hang.
 _NEEDED_SWITCHES = (

@@ -1,10 +1,9 @@
 """One pipeline stage as a torch module: consecutive layers of one unit."""
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmtrain.models.attention.index_tables import HostTables, TableUser
 from mmtrain.models.attention.packed_sequences import PackedSequences
-from mmtrain.models.kernels.logit_rules import LogitRules
-from mmtrain.models.shapes.layer_shape import BLOCK_KINDS, BLOCK_PIECES, LayerShape
+from mmtrain.models.shapes.layer_shape import BLOCK_KINDS, LayerShape
 from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.models.stage.deepstack import carry_on, join_rows, split_rows
 from mmtrain.models.stage.encoder_modules import ENCODER_MODULES
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory
 
 StageContext: TypeAlias = EncoderContext | TextContext | DrawingContext
+Outputs = TypeVar("Outputs")
 _BlockContext: TypeAlias = EncoderContext | TextContext  # of units whose blocks pack their tokens
 _SHARDED_KINDS = (*BLOCK_KINDS, "head")  # layers that read this rank's tokens only, under sequence parallelism
 
@@ -129,7 +128,7 @@ class StageModule(nn.Module):
         num_tokens = context.num_tokens
         if not num_tokens:
             return out[:0]
-        return self._redistribute(out, is_sharded, shard=True, num_tokens=num_tokens)
+        return self.redistribute(out, is_sharded, shard=True, num_tokens=num_tokens)
 
     def run_layer(self, context: StageContext, state: Any, index: int) -> Any:
         """Run one layer on what the layer before it made, None for the first; return what the next one reads.
@@ -146,73 +145,30 @@ class StageModule(nn.Module):
     def run_to_queries(self, context: StageContext, hidden: Tensor | None, layers: range) -> tuple[Tensor, Tensor]:
         """Run layers up to the head; return the normalized outputs at queries (Q, hidden), and the loss."""
         assert isinstance(context, TextContext)
+
+        def read(head: Head, rows: Tensor) -> tuple[Tensor, Tensor]:
+            if layers[-1] in self.recompute and torch.is_grad_enabled():
+                pair: tuple[Tensor, Tensor] = checkpoint(
+                    head.queries_and_loss, rows, context, use_reentrant=False, preserve_rng_state=False
+                )
+                return pair
+            return head.queries_and_loss(rows, context)
+
+        return self.run_to_head(context, hidden, layers, read)
+
+    def run_to_head(
+        self, context: StageContext, hidden: Tensor | None, layers: range, read: Callable[[Head, Tensor], Outputs]
+    ) -> Outputs:
+        """Run layers up to the head, and return what `read` makes of the head and the rows before it.
+
+        The rows are (T, hidden); under sequence parallelism those of this rank.
+        """
+        assert not isinstance(context, DrawingContext)
         out, is_sharded = self._run_layers(layers[:-1], hidden, context)
-        shard = self._redistribute(out, is_sharded, self.factory.sequence_parallel, context.num_tokens)
-        head = self._head()
-        if layers[-1] in self.recompute and torch.is_grad_enabled():
-            pair: tuple[Tensor, Tensor] = checkpoint(
-                head.queries_and_loss, shard, context, use_reentrant=False, preserve_rng_state=False
-            )
-            return pair
-        return head.queries_and_loss(shard, context)
-
-    def run_pieces(
-        self, context: StageContext, state: tuple[Tensor, ...], layer: int, pieces: range
-    ) -> tuple[Tensor, ...]:
-        """Run consecutive pieces of a block; see `megatron.block_segments`.
-
-        A microbatch without tokens has nothing to split: the last piece runs the whole block.
-        """
-        from mmtrain.models.megatron import run_pieces
-
-        assert not isinstance(context, DrawingContext), "layers of a generator run whole"
-        packing = context.block_packing(self.shape.layers[layer])
-        if not packing.num_tokens:
-            is_last = pieces.stop == len(BLOCK_PIECES)
-            return (self.run(context, state[0], range(layer, layer + 1)),) if is_last else state
-        if self.factory.sequence_parallel:
-            packing = packing.padded(self.factory.num_padding_rows(packing.num_tokens))
-        shape = self.shape.layers[layer]
-        if not pieces.start:
-            state = tuple(split_rows(state[0], shape.hidden))
-        first_carried = len(state) - shape.carried_in
-        carried = state[first_carried:]
-        with self._offloading(layer, packing, context):
-            tensors = run_pieces(self.layers[str(layer)], state[:first_carried], packing, pieces)
-        if pieces.stop < len(BLOCK_PIECES):
-            return (*tensors, *carried)
-        return (join_rows(carry_on(shape, tensors[0], carried)),)
-
-    def logits(self, hidden: Tensor | None, inputs: TextInput, features: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Run a stage that ends with the head; return logits (T, padded vocabulary) and ignore the labels."""
-        context = self._block_context(inputs, features)
-        out, is_sharded = self._run_layers(self.indices[:-1], hidden, context)
-        if not self.factory.sequence_parallel:
-            return self._head().logits(out)
-        num_tokens = context.num_tokens
-        shard = self._redistribute(out, is_sharded, shard=True, num_tokens=num_tokens)
-        return self._head().logits(shard)[:num_tokens]
-
-    def next_tokens(
-        self,
-        hidden: Tensor | None,
-        inputs: TextInput,
-        features: Mapping[str, Tensor] | None,
-        vocab_size: int,
-        rules: LogitRules | None = None,
-    ) -> Tensor:
-        """Run a stage that ends with the head; return the most likely token after each sequence, (S,) int64.
-
-        Only tokens below `vocab_size` are candidates; the rows above it pad the vocabulary. `rules` change logits.
-        """
-        context = self._block_context(inputs, features)
-        out, is_sharded = self._run_layers(self.indices[:-1], hidden, context)
-        # Project the last token of each sequence only: the vocabulary's GEMM is the widest of the model.
-        last_tokens = torch.tensor([*itertools.accumulate(inputs.lengths)], dtype=torch.int64, device=out.device) - 1
-        all_rows = self._redistribute(out, is_sharded, shard=False, num_tokens=context.num_tokens)
-        rows = all_rows.index_select(0, last_tokens)
-        rows = self._redistribute(rows, False, shard=self.factory.sequence_parallel, num_tokens=len(rows))
-        return self._head().greedy_tokens(rows, vocab_size, rules)[: len(last_tokens)]
+        rows = self.redistribute(out, is_sharded, self.factory.sequence_parallel, context.num_tokens)
+        head = self.layers[str(layers[-1])]
+        assert isinstance(head, Head), f"layer {layers[-1]} of {self.unit} is no head"
+        return read(head, rows)
 
     def context(self, inputs: UnitInput, features: Mapping[str, Tensor]) -> StageContext:
         """Derive from a microbatch what all layers of the stage need to know about it."""
@@ -252,12 +208,6 @@ class StageModule(nn.Module):
                 tables |= layer.index_tables(context)
         return tables
 
-    def _head(self) -> Head:
-        last = self.indices[-1]
-        head = self.layers[str(last)]
-        assert isinstance(head, Head), f"layer {last} of {self.unit} is no head"
-        return head
-
     def _run_layers(self, indices: Iterable[int], hidden: Tensor | None, context: _BlockContext) -> tuple[Tensor, bool]:
         """Run layers; return the output of the last one, and whether it is this rank's shard of the tokens."""
         num_tokens = context.num_tokens
@@ -272,7 +222,7 @@ class StageModule(nn.Module):
             if hidden is not None and not tensors:
                 tensors = split_rows(hidden, layer_shape.hidden)
             shard = sequence_parallel and kind in _SHARDED_KINDS
-            tensors = [self._redistribute(tensor, is_sharded, shard, num_tokens) for tensor in tensors]
+            tensors = [self.redistribute(tensor, is_sharded, shard, num_tokens) for tensor in tensors]
             is_sharded = shard
             argument: PackedSequences | _BlockContext = context
             if kind in BLOCK_KINDS:
@@ -295,7 +245,7 @@ class StageModule(nn.Module):
         hidden, carried = (tensors[0], tensors[1:]) if tensors else (None, [])
         is_block = shape.kind in BLOCK_KINDS
         others = [] if is_block else carried
-        with self._offloading(index, argument, context):
+        with self.offloading(index, argument, context):
             if index in self.recompute and torch.is_grad_enabled():
                 # There is no dropout, so there is no random state to restore.
                 output = checkpoint(layer, hidden, argument, *others, use_reentrant=False, preserve_rng_state=False)
@@ -305,7 +255,7 @@ class StageModule(nn.Module):
             return carry_on(shape, output, carried)
         return split_rows(output, shape.out) if shape.kind == "embedding" else [output]
 
-    def _offloading(
+    def offloading(
         self, index: int, argument: PackedSequences | _BlockContext, context: _BlockContext
     ) -> AbstractContextManager[None]:
         """Return the context in which a layer saves its activations: to host memory, if the plan says so."""
@@ -316,7 +266,7 @@ class StageModule(nn.Module):
         offload = HostOffload.of(context.device)
         return offload.offload(self.layers[str(index)], argument.rope or (), context.offloaded)
 
-    def _redistribute(self, hidden: Tensor, is_sharded: bool, shard: bool, num_tokens: int) -> Tensor:
+    def redistribute(self, hidden: Tensor, is_sharded: bool, shard: bool, num_tokens: int) -> Tensor:
         """Convert between all tokens and this rank's shard of them (`shard` is what the result must be)."""
         if is_sharded == shard:
             return hidden

@@ -25,6 +25,7 @@ from mmtrain.models.optim import parameter_specs
 from mmtrain.models.optim.named_shards import NamedShard
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.stage.fully_sharded import weight_shards
+from mmtrain.models.stage.generation import next_tokens
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.planning.artifact.plan import UnitPlan
 from mmtrain.planning.artifact.plan_graph import build_stage_graph
@@ -251,7 +252,7 @@ class _TokenPickingLlm(UnitRunner):
         rules = None
         if self._greedy.changes_logits:
             rules = self._logit_rules(self.seen[inputs.kv_cache], next(stage.parameters()).device)
-        tokens = stage.next_tokens(hidden, inputs, features, self._vocab_size, rules)
+        tokens = next_tokens(stage, hidden, inputs, features, self._vocab_size, rules)
         self.picked[inputs.kv_cache] = tokens
         microbatch.part_outputs.append((torch.zeros(()),))  # where the executor looks for a loss
 

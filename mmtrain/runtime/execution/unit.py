@@ -1,7 +1,7 @@
 """Run the forwards and backwards of a unit's stages on one rank."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
@@ -15,6 +15,7 @@ from mmtrain.models.megatron import ParallelGroups, start_tp_communication
 from mmtrain.models.optim.parameter_specs import ParamSpec
 from mmtrain.models.stage.fully_sharded import reduce_between_copies
 from mmtrain.models.stage.host_offload import OffloadedBlocks
+from mmtrain.models.stage.piecewise import run_block_pieces
 from mmtrain.models.stage.stage_inputs import UnitInput
 from mmtrain.models.stage.stage_module import StageContext, StageModule
 from mmtrain.program import Edge, Microbatch, StageId
@@ -98,7 +99,11 @@ class UnitRunner:
                     tensor.requires_grad_(before.requires_grad)
                     for tensor, before in zip(inputs, outputs_before, strict=True)
                 )
-            outputs = _run_segments(module, microbatch, inputs, first, last)
+            if microbatch.part_bounds:
+                outputs = _run_segments(module, microbatch, inputs, first, last)
+            else:
+                run = _way_to_run(module, module.indices)
+                outputs = _as_tuple(run(microbatch.context, inputs[0] if inputs else None, module.indices))
             if not torch.is_grad_enabled():  # no backward will come
                 microbatch.part_inputs.clear()
                 microbatch.part_outputs.clear()
@@ -202,28 +207,30 @@ def _hidden_states(microbatch: MicrobatchState) -> tuple[Tensor, ...]:
 def _run_segments(
     module: StageModule, microbatch: MicrobatchState, inputs: tuple[Tensor, ...], first: int, last: int
 ) -> tuple[Tensor, ...]:
-    """Run segments [first, last) of the stage, or all of them if the microbatch has no part bounds."""
+    """Run segments [first, last) of the stage."""
     context = microbatch.context
     assert context is not None
-    if not microbatch.part_bounds:
-        return _run_layers(module, context, inputs, module.indices)
     num_pieces = Counter(layer for layer, _ in microbatch.segments)
     tensors = inputs
     for layer, segments in groupby(microbatch.segments[first:last], key=lambda segment: segment[0]):
         pieces = [piece for _, piece in segments]
         index = module.indices[layer]
         if len(pieces) == num_pieces[layer]:
-            tensors = _run_layers(module, context, tensors, range(index, index + 1))
+            layers = range(index, index + 1)
+            run = _way_to_run(module, layers)
+            tensors = _as_tuple(run(context, tensors[0] if tensors else None, layers))
         else:
-            tensors = module.run_pieces(context, tensors, index, range(pieces[0], pieces[-1] + 1))
+            tensors = run_block_pieces(module, context, tensors, index, range(pieces[0], pieces[-1] + 1))
     return tensors
 
 
-def _run_layers(
-    module: StageModule, context: StageContext, tensors: tuple[Tensor, ...], layers: range
-) -> tuple[Tensor, ...]:
-    """Run whole layers; the end of an LLM that feeds a generator returns its outputs at queries, and its loss."""
-    hidden = tensors[0] if tensors else None
-    if module.feeds_generator and layers.stop == len(module.shape.layers):
-        return module.run_to_queries(context, hidden, layers)
-    return (module.run(context, hidden, layers),)
+def _way_to_run(
+    module: StageModule, layers: range
+) -> Callable[[StageContext, Tensor | None, range], Tensor | tuple[Tensor, ...]]:
+    """Return what runs whole layers: the end of an LLM that feeds a generator also returns its outputs at queries."""
+    ends_llm = module.feeds_generator and layers.stop == len(module.shape.layers)
+    return module.run_to_queries if ends_llm else module.run
+
+
+def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
