@@ -1,6 +1,6 @@
 """`mmtrain train`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +10,10 @@ import typer
 from mmtrain.cli.options import Overrides, RecipeFile
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mmtrain.api.stage_runs import StageRun
+    from mmtrain.runtime.training.train_request import TrainRequest
 
 
 @dataclass(frozen=True)
@@ -94,17 +97,18 @@ def train(
     runs = stage_runs(written, run_dir)  # report a wrong recipe before torch loads
     for stage in runs:
         require_runnable(stage.loaded.recipe, "train")
+    from mmtrain.runtime.training.train import start_training  # loads torch
+
     options = _Options(plan, resume, resume_from, skip_steps, max_restarts, elastic, force_unlock)
-    if runs[0].stage is None:
-        _train_run(runs[0], options)
-    else:
-        _train_stages(runs, options)
+    for run, may_be_new in _runs_to_train(runs, options):
+        start_training(_request(run, options, may_be_new))
 
 
-def _train_stages(runs: "list[StageRun]", options: _Options) -> None:
-    """Train stages one after another; in a run that goes on, pass over those that are done.
+def _runs_to_train(runs: "list[StageRun]", options: _Options) -> "Iterator[tuple[StageRun, bool]]":
+    """Yield what to train, one after another, and whether there may be no such run to resume yet.
 
-    All ranks of a launcher decide alike: a stage starts and ends for all of them together.
+    In a recipe with stages that goes on, pass over those that are done. All ranks of a launcher decide alike: a stage
+    starts and ends for all of them together.
     """
     from mmtrain.checkpoint import find
     from mmtrain.errors import UserError
@@ -113,6 +117,9 @@ def _train_stages(runs: "list[StageRun]", options: _Options) -> None:
     from mmtrain.runtime.training.train import require_started_ranks
     from mmtrain.runtime.world import find_address
 
+    if runs[0].stage is None:
+        yield runs[0], False
+        return
     address = find_address()
     if address is not None:
         for run in runs:
@@ -130,11 +137,11 @@ def _train_stages(runs: "list[StageRun]", options: _Options) -> None:
             done = "done, " if is_done else ""
             typer.echo(f"stage {run.stage}: {done}in {run.folder}")
         if not is_done:
-            _train_run(run, options, may_be_new=bool(held) or is_restart)
+            yield run, bool(held) or is_restart
 
 
-def _train_run(run: "StageRun", options: _Options, may_be_new: bool = False) -> None:
-    """Start or resume one run; `may_be_new`: with `--resume`, start it if there is none."""
+def _request(run: "StageRun", options: _Options, may_be_new: bool) -> "TrainRequest":
+    """Return what the runtime is to train; `may_be_new`: with `--resume`, start the run if there is none."""
     from mmtrain.api.local_cluster import can_shard_here, resolve_cluster
     from mmtrain.api.plans import plan_for_started_ranks
     from mmtrain.costs.choose import costs_of_recipe
@@ -142,7 +149,6 @@ def _train_run(run: "StageRun", options: _Options, may_be_new: bool = False) -> 
     from mmtrain.planning.artifact.plan_files import ranks_to_start
     from mmtrain.planning.whatif.plan_again import plan_again
     from mmtrain.runtime.training.go_back import parse_go_back
-    from mmtrain.runtime.training.train import run as train_request
     from mmtrain.runtime.training.train_request import TrainRequest
 
     recipe = run.loaded.recipe
@@ -152,16 +158,18 @@ def _train_run(run: "StageRun", options: _Options, may_be_new: bool = False) -> 
     if options.plan is not None:
         ranks = ranks_to_start(load_plan(options.plan), recipe, ranks)
     replanner = partial(plan_again, can_shard=can_shard_here())
-    request = TrainRequest(run.loaded, plan_for_started_ranks, replanner, hardware, ranks, run.folder)
-    train_request(
-        replace(
-            request,
-            plan_path=options.plan,
-            resume=options.resume or go_back is not None,
-            may_be_new=may_be_new,
-            go_back=go_back,
-            max_restarts=options.max_restarts,
-            elastic=options.elastic,
-            force_unlock=options.force_unlock,
-        )
+    return TrainRequest(
+        run.loaded,
+        plan_for_started_ranks,
+        replanner,
+        hardware,
+        ranks,
+        run.folder,
+        plan_path=options.plan,
+        resume=options.resume or go_back is not None,
+        may_be_new=may_be_new,
+        go_back=go_back,
+        max_restarts=options.max_restarts,
+        elastic=options.elastic,
+        force_unlock=options.force_unlock,
     )

@@ -7,7 +7,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +131,9 @@ def _measure(case: BenchCase, result: CaseResult, with_kernels: bool, trace: Pat
     _profile(context, plan, for_profiler, result, with_kernels)
     with StepPrefetcher(iter([for_waits]), context.host_input, copier_for(world.device), ahead=False) as prepared_steps:
         prepared = next(prepared_steps)
-        result.waits_for_device = synchronizing_lines(lambda: context.train_on(prepared.input, LEARNING_RATE))
+        result.waits_for_device = synchronizing_lines(
+            lambda: context.train_executor.run(replace(prepared.input, lr=LEARNING_RATE))
+        )
     if trace is not None:
         profile_step(lambda: context.train(for_waits, LEARNING_RATE), trace)
     leave()
@@ -151,7 +153,7 @@ def _time_steps(
     copier = copier_for(context.world.device)
     with StepPrefetcher(iter(steps), context.host_input, copier, ahead=True) as prepared_steps:
         for prepared in prepared_steps:
-            losses.append(context.train_on(prepared.input, LEARNING_RATE).loss)
+            losses.append(context.train_executor.run(replace(prepared.input, lr=LEARNING_RATE)).loss)
             marks.append(clock.mark())
     if not np.isfinite(losses).all():
         raise MmtrainError(f"a loss is not finite: {losses}")

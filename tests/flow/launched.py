@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from mmtrain.errors import MmtrainError
-from mmtrain.runtime.training.train import run
+from mmtrain.runtime.training.train import start_training
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.flow.runs import RECIPE, SMALL
 from tests.waiting import MAX_WAIT_S
@@ -25,7 +25,7 @@ def slurm_task(rank: int, size: int, _: Path, request: TrainRequest, port: int) 
         "GLOO_SOCKET_IFNAME": "lo",
     }
     try:
-        run(request)
+        start_training(request)
     except MmtrainError as e:
         return e.exit_code
     return 0

@@ -17,7 +17,7 @@ from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.runtime.training.train import run, train_rank
+from mmtrain.runtime.training.train import start_training, train_rank
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import Address
 from tests.distributed import fork_ranks
@@ -84,7 +84,7 @@ def launch_here(request: TrainRequest) -> tuple[int, str]:
     """Run `mmtrain train` in this process; return its exit code and its error."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        run(request)
+        start_training(request)
     except MmtrainError as e:
         return e.exit_code, str(e)
     return 0, ""

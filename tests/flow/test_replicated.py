@@ -26,7 +26,7 @@ from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.checkpointing import SavedRank, checkpoint_ranks, restore_checkpoint, take_snapshot
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.run_folder import PLAN_FILE
-from mmtrain.runtime.training.train import require_sharding, run
+from mmtrain.runtime.training.train import require_sharding, start_training
 from mmtrain.runtime.world import World
 from tests.distributed import RanksFailed, run_ranks
 from tests.faults import FailAt
@@ -513,7 +513,7 @@ def test_it_is_refused_before_data_are_read(monkeypatch: pytest.MonkeyPatch, tmp
     lacking = "lacks FSDPModule.set_reduce_scatter_unused_params"
     asked = request_for(tmp_path / "no data", tmp_path / "run", "parallel.placement=replicated")
     with pytest.raises(LaunchError, match=lacking):
-        run(asked)
+        start_training(asked)
     assert list(tmp_path.iterdir()) == []
     require_sharding(request_for(tmp_path, tmp_path / "run", "parallel.placement=replicated", "parallel.zero=1"))
     for name, chosen in (("sharded", replicated(recipe(), 2, 2)), ("whole", _unified(recipe()))):

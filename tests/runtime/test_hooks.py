@@ -12,7 +12,7 @@ import pytest
 from mmtrain.errors import CheckpointError, FolderTaken, RunError
 from mmtrain.recipe.settings.train_settings import CheckpointSettings
 from mmtrain.runtime.execution.activity import Activity
-from mmtrain.runtime.execution.executor import StepOutcome
+from mmtrain.runtime.execution.executor import StepInput, StepOutcome
 from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.run_folder import SKIPPED_STEPS_FILE
 from mmtrain.runtime.run_state import read_run_state
@@ -85,15 +85,20 @@ class _Steps:
     def __init__(self, lines: list[str], num_steps: int, stop_in: int | None) -> None:
         self.lines, self.stop_in, self.wait_s = lines, stop_in, 0.0
         self.recipe = SimpleNamespace(train=SimpleNamespace(steps=num_steps))
-        self.activity = Activity()
+        self.activity, self.train_executor = Activity(), self
 
     def __next__(self) -> SimpleNamespace:
         self.lines.append(f"{self.activity.step} load")
-        return SimpleNamespace(data=SimpleNamespace(quarantined=(), meta=None), input=None)
+        return SimpleNamespace(
+            data=SimpleNamespace(quarantined=(), meta=None), input=StepInput({}, cast(Any, None), {})
+        )
 
-    def train_on(self, step: object, lr: float) -> StepOutcome:
-        self.lines.append(f"{self.activity.step} train with lr {lr}")
+    def run(self, step: StepInput) -> StepOutcome:
+        self.lines.append(f"{self.activity.step} train with lr {step.lr}")
         return StepOutcome()
+
+    def write_state(self, status: str, step: int) -> None:
+        self.lines.append(f"{status} after {step}")
 
     def reduce(self, outcome: object, data_wait_s: float, num_broken_samples: int, flags: RankFlags) -> object:
         self.lines.append(f"{self.activity.step} measure")
@@ -112,6 +117,7 @@ def _loop(lines: list[str], num_steps: int, stop_in: int | None = None) -> Loop:
         reducer=parts,
         flags=lambda: RankFlags(False, False),
         memory_report=parts,
+        records=parts,
         hooks=hooks,
     )
 
@@ -121,13 +127,14 @@ def test_hooks_run_in_their_order_before_and_after_each_step() -> None:
     assert _loop(lines, num_steps=2).run(1) is None
     assert lines == [
         "2 before a", "2 before b", "2 load", "2 train with lr 0.5", "2 measure", "2 after a", "2 after b",
+        "done after 2",
     ]  # fmt: skip
 
 
 def test_a_run_that_is_asked_to_stop_ends_after_that_step_with_its_checkpoint() -> None:
     lines: list[str] = []
     assert _loop(lines, num_steps=5, stop_in=2).run(0) == Path("checkpoint-2")
-    assert lines[-1] == "2 after b"
+    assert lines[-1] == "2 after b"  # and not that it is done
     assert _loop(lines, num_steps=2, stop_in=2).run(0) is None, "it has done all its steps"
 
 

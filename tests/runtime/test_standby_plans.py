@@ -1,5 +1,6 @@
 """What a run prepares for the loss of ranks, and how it decides that ranks are lost."""
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -92,7 +93,8 @@ def test_plans_are_made_one_after_another_and_refusals_are_told(tmp_path: Path, 
         return partial(give, plans[2]) if num_ranks == 2 else partial(refuse, "nothing fits 1 rank")
 
     steps = (StepContext(step, 1 << 40) for step in range(1 << 40))
-    with StandbyPlanning([2, 1], planner_for, RunRecords(tmp_path, cast(Any, notes), is_first=True)) as hook:
+    records = RunRecords(tmp_path, cast(Any, notes), is_first=True)
+    with contextlib.closing(StandbyPlanning([2, 1], planner_for, records)) as hook:
         for _ in range(STEPS_BEFORE_STANDBY_PLANNING - 1):
             hook.after_step(next(steps))
         assert hook._planning is None

@@ -109,10 +109,6 @@ class RankContext:
         rows, exchanges = self.train_executor.host_rows(loads), self.train_executor.host_exchanges(loads)
         return StepInput(inputs, loads, loss_scale, step=data.meta.step, route_rows=rows, exchanges=exchanges)
 
-    def train_on(self, step: StepInput, lr: float) -> StepOutcome:
-        """Run one optimizer step on input that is on the device."""
-        return self.train_executor.run(replace(step, lr=lr))
-
     def validate_on(self, step: StepInput) -> StepOutcome:
         """Compute the loss of a global batch whose input is on the device; change no weight."""
         self.optimizer.gather_params()
@@ -120,7 +116,7 @@ class RankContext:
 
     def train(self, data: StepData, lr: float) -> StepOutcome:
         """Bring the input of a step to the device, wait for it, and run one optimizer step."""
-        return self.train_on(self._device_input(data), lr)
+        return self.train_executor.run(replace(self._device_input(data), lr=lr))
 
     def validate(self, data: StepData) -> StepOutcome:
         """Bring a global batch to the device, wait for it, and compute its loss; change no weight."""

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mmtrain.runtime.execution.activity import LOADING, MEASURING
-from mmtrain.runtime.execution.executor import StepOutcome
 from mmtrain.runtime.execution.rank_context import RankContext
-from mmtrain.runtime.execution.step_prefetcher import PreparedStep, StepPrefetcher
+from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
 from mmtrain.runtime.resilience.out_of_memory import OutOfMemoryReport, is_out_of_memory
+from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 from mmtrain.runtime.training.step_metrics import RankFlags, StepMetricsReducer
 
@@ -23,6 +23,7 @@ class Loop:
     reducer: StepMetricsReducer
     flags: Callable[[], RankFlags]  # of this rank, at the end of a step
     memory_report: OutOfMemoryReport
+    records: RunRecords
     hooks: tuple[StepHook, ...]  # called in this order, before and after each step
 
     def run(self, first_step: int) -> Path | None:
@@ -37,6 +38,7 @@ class Loop:
             self._run_step(ctx)
             if ctx.reduction.stop_requested and not ctx.is_last:
                 return ctx.checkpoint
+        self.records.write_state("done", num_steps)
         return None
 
     def _run_step(self, ctx: StepContext) -> None:
@@ -49,7 +51,12 @@ class Loop:
         activity.start(LOADING)
         prepared = next(self.steps)
         ctx.data = prepared.data
-        ctx.outcome = self._train(ctx, prepared)
+        try:
+            ctx.outcome = self.rank_context.train_executor.run(replace(prepared.input, lr=ctx.lr))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self.memory_report.to_error(ctx.data.meta) from error
         activity.start(MEASURING)
         data_wait_s = self.steps.wait_s - earlier_wait_s
         ctx.reduction = self.reducer.reduce(ctx.outcome, data_wait_s, len(ctx.data.quarantined), self.flags())
@@ -57,12 +64,3 @@ class Loop:
         ctx.metrics = self.reducer.metrics(ctx.data.meta, ctx.outcome, ctx.reduction, ctx.lr, step_time_s)
         for hook in self.hooks:
             hook.after_step(ctx)
-
-    def _train(self, ctx: StepContext, prepared: PreparedStep) -> StepOutcome:
-        """Run the step's program; explain it when memory was not enough."""
-        try:
-            return self.rank_context.train_on(prepared.input, ctx.lr)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self.memory_report.to_error(ctx.data.meta) from error

@@ -12,11 +12,11 @@ class RunRecords:
 
     def __init__(self, run_dir: Path, progress: TrainingProgress, is_first: bool) -> None:
         self.run_dir, self.is_first = run_dir, is_first
-        self._progress = progress
+        self.progress = progress
 
     def note(self, text: str) -> None:
         """Show the user a sentence that stays."""
-        self._progress.note(text)
+        self.progress.note(text)
 
     def try_write(self, what: str, write: Callable[[], None]) -> None:
         """Call `write`; report a full disk or a lost mount as a note, and go on."""

@@ -52,3 +52,6 @@ class StepHook:
 
     def after_step(self, ctx: StepContext) -> None:
         """Run after the weights were updated and the ranks exchanged their metrics."""
+
+    def close(self) -> None:
+        """End what the hook runs beside the training. Called once, also after an error."""

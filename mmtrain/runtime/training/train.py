@@ -4,22 +4,15 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from mmtrain.errors import LaunchError, StoppedAndSaved
-from mmtrain.models.kernels.choice import kernel_choices
 from mmtrain.models.stage.fully_sharded import require_fsdp2
 from mmtrain.planning.artifact.plan_files import load_plan
-from mmtrain.planning.artifact.plan_memory import planned_loss
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
 from mmtrain.report.run_summary import run_summary
-from mmtrain.runtime.execution.activity import AWAITING_PLAN, BUILDING, INDEXING, PLANNING, RESTORING
-from mmtrain.runtime.execution.attention_choice import describe_attention
+from mmtrain.runtime.execution.activity import AWAITING_PLAN, PLANNING
 from mmtrain.runtime.execution.determinism import set_determinism
 from mmtrain.runtime.execution.process_groups import release_groups
-from mmtrain.runtime.execution.rank_context import build_rank_context
-from mmtrain.runtime.resilience.device_memory import smallest_device_memory
 from mmtrain.runtime.resilience.failures import lost_peers_named
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.resilience.orphans import LauncherMonitor, has_watching_launcher
@@ -27,18 +20,11 @@ from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.run_state import read_run_state
 from mmtrain.runtime.training.choose_plan import ChosenPlan, choose_plan
 from mmtrain.runtime.training.local_restarts import launch_with_restarts
+from mmtrain.runtime.training.open_loop import open_loop
+from mmtrain.runtime.training.rank_run import build_run
 from mmtrain.runtime.training.rank_session import RankSession, open_session
-from mmtrain.runtime.training.run_steps import RankRun, run_steps
-from mmtrain.runtime.training.start_run import (
-    RunPosition,
-    introduce_run,
-    restore_run,
-)
 from mmtrain.runtime.training.start_weights import (
     check_start_weights,
-    introduce_start_weights,
-    open_start_weights,
-    require_fitting_weights,
 )
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import (
@@ -49,12 +35,11 @@ from mmtrain.runtime.world import (
     join,
     leave,
     limit_threads,
-    torch_seed,
     way_to_start_own_ranks,
 )
 
 
-def run(request: TrainRequest) -> None:
+def start_training(request: TrainRequest) -> None:
     """Train in the processes that a launcher has started, or start our own.
 
     Raises UserError for wrong input and RunError where the run breaks; both name what and where.
@@ -159,32 +144,13 @@ def _print_summary(session: RankSession, chosen: ChosenPlan) -> None:
 
 
 def train_on_plan(session: RankSession, chosen: ChosenPlan) -> Path | None:
-    """Build this rank's part of the plan, restore the newest checkpoint of a run that goes on, and run its steps.
+    """Train on the plan, from the first step or from the newest checkpoint of a run that goes on.
 
     Return the checkpoint of a run that a signal stopped. Nothing is left of the plan: the session can train on another
     one, see `switch_plan`.
     """
-    request, world, patient_world = session.request, session.world, session.patient_world
-    activity, console, recipe = session.activity, session.console, session.request.recipe
-    activity.start(BUILDING)
-    start_weights = open_start_weights(request, patient_world, activity, console)
-    patient_world.all_gather(None)  # connecting is timed by the watchdog, and no rank comes late to it from here
-    memory = smallest_device_memory(recipe, chosen.plan.hardware, patient_world)
-    rank_context = build_rank_context(recipe, chosen.plan, world, activity, request.faults, start_weights, memory)
-    torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
-    require_fitting_weights(start_weights, recipe, patient_world)
-    if start_weights is not None:
-        start_weights.close()
-        introduce_start_weights(console, recipe, start_weights)
-    position = RunPosition()
-    if request.resume:
-        activity.start(RESTORING)
-        position = restore_run(request, patient_world, rank_context, session.index, console)
-    activity.start(INDEXING)
-    attention = describe_attention(recipe, rank_context.shape, world.device, rank_context.dtype)
-    loss = planned_loss(chosen.plan, rank_context.shape)
-    kernels = kernel_choices(recipe.train.kernels, world.device, rank_context.dtype, loss)
-    introduce_run(console, request, chosen, session.index, position.first_step, attention, kernels)
-    checkpoint = run_steps(RankRun(session, rank_context, chosen, position, memory))
-    release_groups(rank_context.transport.groups)
+    run = build_run(session, chosen)
+    with open_loop(run) as loop:
+        checkpoint = loop.run(run.position.first_step)
+    release_groups(run.rank_context.transport.groups)
     return checkpoint

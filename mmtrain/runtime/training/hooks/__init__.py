@@ -1,4 +1,4 @@
 """What a step does apart from training, one concern per module.
 
-`build.build_hooks` lists all hooks in the order in which they run; read `../step_hook.py` first.
+`../open_loop.build_hooks` lists all hooks in the order in which they run; read `../step_hook.py` first.
 """

@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Self
 
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.runtime.training.background_planning import BackgroundPlanning, PlanningOutcome
@@ -33,10 +32,8 @@ class StandbyPlanning(StepHook):
         self._num_ranks = 0  # that the plan is for which is being made
         self._planning: BackgroundPlanning | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """See `StepHook`."""
         if self._planning is not None:
             self._planning.close()
 

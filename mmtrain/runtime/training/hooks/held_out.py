@@ -49,7 +49,7 @@ class Validation(StepHook):
             ctx.metrics = replace(ctx.metrics, val_loss=loss, val_drawing_loss=drawing_loss)
 
     def close(self) -> None:
-        """Stop preparing batches."""
+        """See `StepHook`."""
         self._steps.close()
 
     def _losses(self) -> tuple[float, float | None]:

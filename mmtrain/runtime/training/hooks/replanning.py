@@ -52,7 +52,7 @@ class Replanning(StepHook):
         self._planning: BackgroundPlanning | None = None
 
     def close(self) -> None:
-        """End what plans beside the training."""
+        """See `StepHook`."""
         if self._planning is not None:
             self._planning.close()
             self._planning = None

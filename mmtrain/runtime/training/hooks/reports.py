@@ -6,7 +6,7 @@ from mmtrain.balance import StepTargets
 from mmtrain.balance.grouping.imbalance import sample_above_mean_load
 from mmtrain.balance.step_targets import SampleWork
 from mmtrain.data import DataIndex
-from mmtrain.report import RunLog, TrainingProgress
+from mmtrain.report import RunLog
 from mmtrain.report.source_totals import source_sentences, sum_sources
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.training.run_records import RunRecords
@@ -59,13 +59,13 @@ class LoadImbalanceReports(StepHook):
 class MetricsLog(StepHook):
     """Writes the step's metrics to the run's log and shows them."""
 
-    def __init__(self, log: RunLog, progress: TrainingProgress, records: RunRecords) -> None:
-        self._log, self._progress, self._records = log, progress, records
+    def __init__(self, log: RunLog, records: RunRecords) -> None:
+        self._log, self._records = log, records
 
     def after_step(self, ctx: StepContext) -> None:
         """See `StepHook`."""
         self._records.try_write(f"step {ctx.metrics.step}: metrics", lambda: self._log.step(ctx.metrics))
-        self._progress.step(ctx.metrics)
+        self._records.progress.step(ctx.metrics)
         if ctx.is_last and ctx.metrics.sources:
             for sentence in source_sentences(sum_sources(self._log.steps())):
                 self._records.note(sentence)

@@ -1,0 +1,221 @@
+"""Open everything that steps need: the loader, the log, and the hooks in their order."""
+
+import contextlib
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from mmtrain.checkpoint import SavingRun
+from mmtrain.data import BadSampleTracker, Loader, StepRequest, read_quarantine
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.program import LLM
+from mmtrain.recipe import recipe_fingerprint
+from mmtrain.report import RunLog, open_progress
+from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation
+from mmtrain.runtime.execution.activity import ENDING, LOADING, PREPARING
+from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank
+from mmtrain.runtime.execution.input_arena import copier_for
+from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, QUARANTINE_FILE, RECORDED_COSTS_FILE, TRACE_FILE
+from mmtrain.runtime.training.go_back import SKIPPED_STATE
+from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
+from mmtrain.runtime.training.hooks.course import CourseWatch
+from mmtrain.runtime.training.hooks.elastic import ResumeTime, StandbyPlanning
+from mmtrain.runtime.training.hooks.folder_guard import FolderGuard
+from mmtrain.runtime.training.hooks.held_out import HeldOutEvaluation, Validation
+from mmtrain.runtime.training.hooks.learning_rate import LearningRateSchedule
+from mmtrain.runtime.training.hooks.nonfinite_guard import NonFiniteGuard
+from mmtrain.runtime.training.hooks.quarantine import QuarantineRecorder
+from mmtrain.runtime.training.hooks.replanning import Replanning
+from mmtrain.runtime.training.hooks.reports import LoadImbalanceReports, MetricsLog, StragglerReports
+from mmtrain.runtime.training.hooks.tracing import Tracing
+from mmtrain.runtime.training.loop import Loop
+from mmtrain.runtime.training.plan_fit import limited_to_device, plan_that_fits
+from mmtrain.runtime.training.rank_run import RankRun
+from mmtrain.runtime.training.run_records import RunRecords
+from mmtrain.runtime.training.run_tracer import RunTracer
+from mmtrain.runtime.training.standby_plans import load_standby_plan, rank_counts_ahead
+from mmtrain.runtime.training.start_run import resume_facts
+from mmtrain.runtime.training.step_hook import StepHook
+from mmtrain.runtime.training.step_metrics import RankFlags
+
+
+@contextlib.contextmanager
+def open_loop(run: RankRun) -> Iterator[Loop]:
+    """Open everything that steps need, and yield the loop over them; all ranks call this together."""
+    session, rank_context, reducer = run.session, run.rank_context, run.reducer
+    recipe, world, first_step = rank_context.recipe, rank_context.world, run.position.first_step
+    validation = Validation(rank_context, recipe.train.validate_every) if recipe.train.validate_every else None
+    of_peak = f"MFU is the share of {reducer.peak_flops:.3g} FLOP/s, {world.size} x {run.plan.hardware}"
+    session.console.print(of_peak, highlight=False)
+    session.stop.save_from_now_on()  # all ranks have come here, and the first step takes seconds
+    rank_context.faults.start(world.rank)
+    notify = partial(_print_of_rank, world.rank)
+    with (
+        contextlib.ExitStack() as stack,
+        RunLog(session.request.run_dir, first_step + 1, world.is_first, notify) as log,
+        open_progress(session.console, recipe.name, recipe.train.steps, first_step + 1) as progress,
+        _make_loader(run) as loader,
+        _prefetch(run, loader) as steps,
+    ):
+        records = RunRecords(session.request.run_dir, progress, world.is_first)
+        course = CourseWatch(run.position.course, records)
+        saver = _make_saver(run, course)
+        hooks = build_hooks(run, validation, course, saver, log, records)
+        for hook in hooks:
+            stack.callback(hook.close)
+        yield Loop(
+            rank_context=rank_context,
+            steps=steps,
+            reducer=reducer,
+            flags=lambda: RankFlags(session.stop.stop_requested, not saver.done, session.lock.is_lost),
+            memory_report=run.memory_report,
+            records=records,
+            hooks=hooks,
+        )
+        rank_context.activity.start(ENDING)
+
+
+def build_hooks(
+    run: RankRun,
+    validation: Validation | None,
+    course: CourseWatch,
+    saver: BackgroundSaver,
+    log: RunLog,
+    records: RunRecords,
+) -> tuple[StepHook, ...]:
+    """Return the hooks of a run.
+
+    The order decides what a failure leaves behind: what concerns the finished step alone comes first, then what reads
+    held-out data, then the log, and last the checkpoint, after which the run may end.
+    """
+    rank_context, index = run.rank_context, run.session.index
+    world, activity, train = rank_context.world, rank_context.activity, rank_context.recipe.train
+    writer = CheckpointWriter(saver, train.checkpoint, records, activity)
+    hooks: list[StepHook] = [
+        FolderGuard(run.session.claim),
+        LearningRateSchedule(train.optimizer),
+        StragglerReports(activity, records),
+        Tracing(_tracer(run, records), frozenset(train.trace_steps), activity, records),
+        NonFiniteGuard(index, records, train.max_nonfinite_steps),
+        course,
+        FinishBackgroundSave(writer),
+        QuarantineRecorder(world, _bad_samples(run, records), records),
+        _make_replanning(run, records),
+    ]
+    if validation:
+        hooks.append(validation)
+    if train.evaluate_every:
+        hooks.append(HeldOutEvaluation(build_held_out_evaluation(rank_context), train.evaluate_every))
+    hooks += [
+        *_elastic_hooks(run, records),
+        LoadImbalanceReports(index, run.targets, rank_context.dp[LLM], records),
+        MetricsLog(log, records),
+        Checkpointing(writer, records, train.checkpoint.every),
+    ]
+    return tuple(hooks)
+
+
+def _tracer(run: RankRun, records: RunRecords) -> RunTracer:
+    path = records.run_dir / TRACE_FILE
+    context = run.rank_context
+    return RunTracer(context.graph, context.world, run.reducer.timing, run.plan.sha256, path)
+
+
+def _bad_samples(run: RankRun, records: RunRecords) -> BadSampleTracker:
+    """Count from what the run found before it was resumed."""
+    earlier = read_quarantine(records.run_dir / QUARANTINE_FILE)
+    return BadSampleTracker(run.session.index, run.rank_context.recipe.data.max_bad_rate, earlier)
+
+
+def _elastic_hooks(run: RankRun, records: RunRecords) -> tuple[StepHook, ...]:
+    """Return the hooks of an elastic run, on rank 0, which is the one that plans and logs."""
+    request, world = run.session.request, run.rank_context.world
+    if not request.elastic or not world.is_first:
+        return ()
+    fingerprint, hardware = recipe_fingerprint(request.recipe), request.hardware
+    address = run.session.address
+    counts = rank_counts_ahead(world.size, address.ranks_per_node, may_grow=address.launcher != "mmtrain")
+    missing = [n for n in counts if load_standby_plan(request.run_dir, fingerprint, n, hardware) is None]
+
+    def planner_for(num_ranks: int) -> Callable[[], Plan]:
+        planner = partial(
+            request.planner,
+            limited_to_device(request.recipe, hardware, run.device_memory),
+            run.session.index.lengths,
+            world_size=num_ranks,
+            hardware=hardware,
+            recipe_sha256=fingerprint,
+        )
+        return partial(plan_that_fits, request.recipe, run.device_memory, planner)
+
+    return ResumeTime(run.chosen.last_step_s, records), StandbyPlanning(missing, planner_for, records)
+
+
+def _make_replanning(run: RankRun, records: RunRecords) -> Replanning:
+    """Return what plans again for this run when its costs have turned out to be others."""
+    request, activity = run.session.request, run.rank_context.activity
+    recipe = request.recipe
+    limited = limited_to_device(recipe, run.plan.hardware, run.device_memory)
+    replanner = partial(request.replanner, limited, run.session.index.lengths, present=run.plan)
+    plan_with_costs = partial(plan_that_fits, recipe, run.device_memory, replanner)
+    replanning = Replanning(
+        plan_with_costs,
+        run.reducer,
+        run.rank_context.world,
+        activity,
+        records,
+    )
+    has_recorded_costs = request.resume and (request.run_dir / RECORDED_COSTS_FILE).exists()
+    if records.is_first and has_recorded_costs and recipe.train.replan != "off":
+        replanning.plan_with_recorded_costs()
+    return replanning
+
+
+def _make_saver(run: RankRun, course: CourseWatch) -> BackgroundSaver:
+    """Return what saves this run's checkpoints, with everything beside the weights that a resumed run depends on."""
+    state = {
+        "facts": resume_facts(run.rank_context.recipe, run.session.index),
+        SKIPPED_STATE: list(run.position.skipped_positions),
+    }
+    return BackgroundSaver(
+        run.session.request.run_dir / CHECKPOINTS_FOLDER,
+        SavedRank.of(run.rank_context),
+        lambda: {**state, **course.state()},
+        SavingRun(run.session.claim.run_id, run.session.claim.require),
+    )
+
+
+def _make_loader(run: RankRun) -> Loader:
+    """Return what prepares this rank's steps, from the first that it trains. All ranks call this together."""
+    rank_context, position = run.rank_context, run.position
+    rank_context.activity.start(PREPARING)
+    node = socket.gethostname()
+    num_local_ranks = run.session.patient_world.all_gather(node).count(node)
+    rank_context.activity.start(LOADING)
+    first = StepRequest(
+        position.first_step,
+        rank_context.dp,
+        rank_context.num_microbatches,
+        rank_context.needs,
+        run.targets,
+        position.skipped_positions,
+    )
+    notify = partial(_print_of_rank, rank_context.world.rank)
+    return Loader(run.session.index, run.stream, rank_context.recipe, first, num_local_ranks, notify)
+
+
+def _prefetch(run: RankRun, loader: Loader) -> StepPrefetcher:
+    """Return what brings this rank's steps to the device, with the sources of their samples if there are several."""
+    rank_context = run.rank_context
+    explain = partial(run.memory_report.to_input_error, needs=rank_context.needs)
+    copier = copier_for(rank_context.world.device)
+    is_ahead = rank_context.recipe.data.prefetch > 0
+    host_input = partial(rank_context.host_input, sources=run.reducer.sources)
+    return StepPrefetcher(loader, host_input, copier, is_ahead, stop=loader.close, explain=explain)
+
+
+def _print_of_rank(rank: int, text: str) -> None:
+    """Print what concerns one rank, whichever it is: rank 0 may not know of it."""
+    print(f"mmtrain: rank {rank}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,92 @@
+"""Build one rank's part of a plan, and bring it to where the run continues."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mmtrain.balance import StepTargets
+from mmtrain.data import GroupStream
+from mmtrain.models.kernels.choice import kernel_choices
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_memory import DeviceMemory, planned_loss
+from mmtrain.runtime.execution.activity import BUILDING, INDEXING, RESTORING
+from mmtrain.runtime.execution.attention_choice import describe_attention
+from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
+from mmtrain.runtime.resilience.device_memory import smallest_device_memory
+from mmtrain.runtime.resilience.out_of_memory import OutOfMemoryReport, predicted_peak_gib
+from mmtrain.runtime.training.choose_plan import ChosenPlan
+from mmtrain.runtime.training.hooks.replanning import share_recorded_costs
+from mmtrain.runtime.training.rank_session import RankSession
+from mmtrain.runtime.training.start_run import RunPosition, introduce_run, restore_run, share_step_targets
+from mmtrain.runtime.training.start_weights import (
+    introduce_start_weights,
+    open_start_weights,
+    require_fitting_weights,
+)
+from mmtrain.runtime.training.step_metrics import StepMetricsReducer
+from mmtrain.runtime.world import torch_seed
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """A run on one rank, ready for its first step on a plan."""
+
+    session: RankSession
+    rank_context: RankContext
+    chosen: ChosenPlan
+    position: RunPosition
+    device_memory: DeviceMemory  # of the smallest device, before anything was built on it
+    stream: GroupStream
+    targets: StepTargets  # what the samples of a step are arranged for
+    reducer: StepMetricsReducer
+
+    @property
+    def plan(self) -> Plan:
+        """What this rank executes its part of."""
+        return self.chosen.plan
+
+    @property
+    def memory_report(self) -> OutOfMemoryReport:
+        """What explains this rank's lack of memory."""
+        world = self.rank_context.world
+        peak_gib = predicted_peak_gib(world.rank, self.plan.predicted.peak_memory_gib)
+        return OutOfMemoryReport(world, self.rank_context.activity, self.session.index, peak_gib)
+
+
+def build_run(session: RankSession, chosen: ChosenPlan) -> RankRun:
+    """Build this rank's part of the plan, and restore the newest checkpoint of a run that goes on.
+
+    All ranks call this together. Raises UserError for weights that do not fit the model, and for a checkpoint of other
+    settings.
+    """
+    request, world, patient_world = session.request, session.world, session.patient_world
+    activity, console, recipe = session.activity, session.console, session.request.recipe
+    activity.start(BUILDING)
+    start_weights = open_start_weights(request, patient_world, activity, console)
+    patient_world.all_gather(None)  # connecting is timed by the watchdog, and no rank comes late to it from here
+    memory = smallest_device_memory(recipe, chosen.plan.hardware, patient_world)
+    rank_context = build_rank_context(recipe, chosen.plan, world, activity, request.faults, start_weights, memory)
+    torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
+    require_fitting_weights(start_weights, recipe, patient_world)
+    if start_weights is not None:
+        start_weights.close()
+        introduce_start_weights(console, recipe, start_weights)
+    position = RunPosition()
+    if request.resume:
+        activity.start(RESTORING)
+        position = restore_run(request, patient_world, rank_context, session.index, console)
+    activity.start(INDEXING)
+    attention = describe_attention(recipe, rank_context.shape, world.device, rank_context.dtype)
+    loss = planned_loss(chosen.plan, rank_context.shape)
+    kernels = kernel_choices(recipe.train.kernels, world.device, rank_context.dtype, loss)
+    introduce_run(console, request, chosen, session.index, position.first_step, attention, kernels)
+    stream = GroupStream.of(recipe, session.index)
+    targets = share_step_targets(patient_world, recipe, chosen.plan, session.index)
+    recorded_costs = share_recorded_costs(patient_world, request)
+    sources = session.index.sources
+    if sources is not None and len(sources.names) == 1:
+        sources = None
+    reducer = StepMetricsReducer(
+        rank_context, stream, chosen.plan.hardware, position.skipped_positions, recorded_costs, sources
+    )
+    return RankRun(session, rank_context, chosen, position, memory, stream, targets, reducer)
