@@ -71,7 +71,7 @@ def simulate(
         with writing("--out", out, "trace"):
             out.write_text(json.dumps(trace), encoding="utf-8")
     if as_json:
-        result = {
+        result: dict[str, Any] = {
             "seconds": [row.to_json() for row in rows],
             "bubbles": bubbles,
             "steps": simulated.steps,
