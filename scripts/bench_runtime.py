@@ -26,7 +26,7 @@ from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder
 from mmtrain.runtime.execution.unit import UnitRunner
 from mmtrain.runtime.resilience.launch import launch_local
-from mmtrain.runtime.training.run_tracer import RunTracer
+from mmtrain.runtime.training.hooks.tracing import RunTracer
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
 from mmtrain.runtime.world import Address, join, leave
 from scripts.measurements import Report, arguments, start

@@ -4,7 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
 from torch import nn
 
 import mmtrain

@@ -32,7 +32,7 @@ from mmtrain.program import ScheduleKind
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.resilience.launch import free_port, launch_local
-from mmtrain.runtime.training.lr_schedule import learning_rate
+from mmtrain.runtime.training.hooks.learning_rate import learning_rate
 from mmtrain.runtime.world import Address, World, join, leave
 from scripts.gpu.findings import Finding
 from scripts.gpu.limited import Deadline

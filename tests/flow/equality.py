@@ -11,7 +11,7 @@ from mmtrain.models.optim.named_shards import NamedShard
 from mmtrain.planning import Plan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
-from mmtrain.runtime.training.lr_schedule import learning_rate
+from mmtrain.runtime.training.hooks.learning_rate import learning_rate
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Reference, samples_of, step_data

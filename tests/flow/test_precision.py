@@ -9,7 +9,7 @@ from mmtrain.errors import LaunchError
 from mmtrain.models.optim.named_shards import NamedShard
 from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.execution.rank_context import build_rank_context
-from mmtrain.runtime.training.lr_schedule import learning_rate
+from mmtrain.runtime.training.hooks.learning_rate import learning_rate
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe, step_data

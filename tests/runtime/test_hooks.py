@@ -17,8 +17,7 @@ from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.run_folder import SKIPPED_STEPS_FILE
 from mmtrain.runtime.run_state import read_run_state
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
-from mmtrain.runtime.training.hooks.folder_guard import FolderGuard
-from mmtrain.runtime.training.hooks.nonfinite_guard import NonFiniteGuard
+from mmtrain.runtime.training.hooks.guards import FolderGuard, NonFiniteGuard
 from mmtrain.runtime.training.loop import Loop
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from mmtrain.runtime.profiling.interconnect import (
+from mmtrain.runtime.profiling.doctor import (
     gpu_software_versions,
     network_diagnostics,
     network_lines,

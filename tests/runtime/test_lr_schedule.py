@@ -1,7 +1,7 @@
 import pytest
 
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
-from mmtrain.runtime.training.lr_schedule import learning_rate
+from mmtrain.runtime.training.hooks.learning_rate import learning_rate
 
 
 @pytest.mark.parametrize(

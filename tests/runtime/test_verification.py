@@ -21,8 +21,7 @@ from mmtrain.program import Recv, Send, build_program
 from mmtrain.recipe import load_recipe
 from mmtrain.runtime.verification.compare_gradients import Difference, compare_gradients, stage_of_parameter
 from mmtrain.runtime.verification.fewer_replicas import RankLimit, cut_replicas
-from mmtrain.runtime.verification.shrink_model import shrink_model
-from mmtrain.runtime.verification.verify_plan import _limit, draw_groups
+from mmtrain.runtime.verification.verify_plan import _limit, draw_groups, shrink_model
 from tests.flow import cases
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "whatif"

@@ -7,8 +7,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, Store
 
 from mmtrain.program import Action, Step
-from mmtrain.runtime.execution.activity import AWAITING_PLAN, ENDING, PLANNING, SAVING, Activity
-from mmtrain.runtime.execution.processor_progress import ProcessorProgress
+from mmtrain.runtime.execution.activity import AWAITING_PLAN, ENDING, PLANNING, SAVING, Activity, ProcessorProgress
 from mmtrain.runtime.resilience import watchdog
 from mmtrain.runtime.resilience.failures import (
     Failure,
@@ -17,9 +16,7 @@ from mmtrain.runtime.resilience.failures import (
     stacks_path,
     write_failure,
 )
-from mmtrain.runtime.resilience.heartbeats import Heartbeats
-from mmtrain.runtime.resilience.peer_progress import PeerProgress
-from mmtrain.runtime.resilience.watchdog import Watchdog
+from mmtrain.runtime.resilience.watchdog import Heartbeats, PeerProgress, Watchdog
 from mmtrain.runtime.run_state import read_run_state
 from mmtrain.runtime.world import World
 from tests.waiting import MAX_WAIT_S, poll

@@ -1,11 +1,11 @@
 """What a rank is doing, for those who must explain it when the rank hangs or fails."""
 
+import threading
 import time
 from collections.abc import Callable
 
 from mmtrain.program import Action, Collective, Recv, Send, action_to_text
 from mmtrain.runtime.execution.file_progress import FileProgress
-from mmtrain.runtime.execution.processor_progress import ProcessorProgress
 from mmtrain.runtime.execution.recorder import StepRecorder
 
 # Phases outside the program's actions, as failure reports name them.
@@ -30,6 +30,32 @@ COMPUTING_PHASES = (PLANNING,)  # processor time is progress: the search neither
 # They take as long as the data and the model demand, on one rank while the others wait for it. In most of them nothing
 # that could be counted tells slow from stuck, so a rank is only expected to run: a process that is stopped does not.
 START_PHASES = (STARTING, INDEXING, PLANNING, AWAITING_PLAN, BUILDING, PREPARING)
+
+
+class ProcessorProgress:
+    """When the thread that made this object last used processor time, for another thread that asks again and again."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, processor_clock: Callable[[], float] | None = None
+    ) -> None:
+        """`processor_clock` returns the seconds that the thread has used."""
+        self._clock, self._processor_clock = clock, processor_clock or _clock_of_this_thread()
+        self._used_s, self._changed_s = self._processor_clock(), clock()
+
+    @property
+    def changed_s(self) -> float:
+        """When the thread was last seen to have used more than before."""
+        used_s = self._processor_clock()
+        if used_s != self._used_s:
+            self._used_s, self._changed_s = used_s, self._clock()
+        return self._changed_s
+
+
+def _clock_of_this_thread() -> Callable[[], float]:
+    if not hasattr(time, "pthread_getcpuclockid"):  # macOS: what cannot be measured counts as progress
+        return time.monotonic
+    clock_id = time.pthread_getcpuclockid(threading.get_ident())
+    return lambda: time.clock_gettime(clock_id)
 
 
 class Activity:

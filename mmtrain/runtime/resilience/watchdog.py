@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from torch._C._distributed_c10d import Store
+
 from mmtrain.errors import StoppedAndSaved
 from mmtrain.runtime.execution.activity import ENDING, Activity
 from mmtrain.runtime.resilience.failures import (
@@ -24,17 +26,69 @@ from mmtrain.runtime.resilience.failures import (
     stacks_path,
     write_failure,
 )
-from mmtrain.runtime.resilience.heartbeats import Heartbeats
-from mmtrain.runtime.resilience.peer_progress import PeerProgress
 from mmtrain.runtime.resilience.signals import stopped_early_text
 from mmtrain.runtime.run_state import write_run_state
 from mmtrain.runtime.world import World
 
+_HEARTBEATS_KEY = "heartbeats of rank"
 WATCHDOG_POLL_S = 0.5
 LOST_RANK_SILENCE_S = 20.0  # of an elastic run; torchrun's agents give each other up after 15 s
 BEATS_PER_SILENCE_LIMIT = 5  # few, since rank 0 asks the store about every rank
 MAX_LISTENER_END_S = 1.0  # in which the listener ends; one that hangs itself ends with the process
 MAX_REPORT_S = 15.0  # in which a report must be on disk: what hangs may be the storage itself
+_ADVANCES_KEY = "file advances"
+
+
+class PeerProgress:
+    """Counts the progress that all ranks make with files, in the job's store.
+
+    One counter serves all ranks: who waits need not know who advances, and the report of a rank that is stuck itself is
+    made by that rank.
+    """
+
+    def __init__(self, store: Store, activity: Activity) -> None:
+        self._store, self._activity = store, activity
+        self._num_own_advances = activity.files.num_advances  # that the other ranks know of
+        self._total = 0  # of all ranks, as this rank knows it
+
+    def exchange(self) -> None:
+        """Report this rank's progress, and note that of others if this rank waits. Raises what the store raises."""
+        num_own_advances = self._activity.files.num_advances
+        has_advanced = int(num_own_advances != self._num_own_advances)
+        if not has_advanced and not self._activity.in_files:
+            return
+        self._num_own_advances = num_own_advances
+        total = self._store.add(_ADVANCES_KEY, has_advanced)
+        if total - has_advanced != self._total:
+            self._activity.files.peers_advanced()
+        self._total = total
+
+
+class Heartbeats:
+    """Counts the heartbeats of every rank in the job's store; rank 0 watches all others, and these watch rank 0.
+
+    A thread of the watchdog calls `beat`, so the beats of a process that is dead or stopped cease, and those of one
+    that computes do not. A store that does not answer counts as silence: rank 0 or the launcher holds it.
+    """
+
+    def __init__(self, store: Store, world: World, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._rank, self._clock = store, world.rank, clock
+        watched = range(1, world.size) if world.is_first else [0]
+        self._counts = dict.fromkeys(watched, 0)  # rank -> beats
+        self._heard_s = dict.fromkeys(watched, clock())  # rank -> when its count last changed
+
+    def beat(self) -> None:
+        """Send one beat and read those of the watched ranks. Raises what the store raises, and may block."""
+        self._store.add(f"{_HEARTBEATS_KEY} {self._rank}", 1)
+        for rank, count in self._counts.items():
+            new_count = self._store.add(f"{_HEARTBEATS_KEY} {rank}", 0)
+            if new_count != count:
+                self._counts[rank] = new_count
+                self._heard_s[rank] = self._clock()
+
+    def silent_s(self) -> float:
+        """Return how long the watched rank that was heard of least recently has been silent."""
+        return self._clock() - min(self._heard_s.values())
 
 
 class Watchdog:

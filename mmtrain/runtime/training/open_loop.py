@@ -20,21 +20,17 @@ from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, QUARANTINE_FILE, RECORDED_COSTS_FILE, TRACE_FILE
 from mmtrain.runtime.training.go_back import SKIPPED_STATE
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
-from mmtrain.runtime.training.hooks.course import CourseWatch
 from mmtrain.runtime.training.hooks.elastic import ResumeTime, StandbyPlanning
-from mmtrain.runtime.training.hooks.folder_guard import FolderGuard
+from mmtrain.runtime.training.hooks.guards import CourseWatch, FolderGuard, NonFiniteGuard, QuarantineRecorder
 from mmtrain.runtime.training.hooks.held_out import HeldOutEvaluation, Validation
 from mmtrain.runtime.training.hooks.learning_rate import LearningRateSchedule
-from mmtrain.runtime.training.hooks.nonfinite_guard import NonFiniteGuard
-from mmtrain.runtime.training.hooks.quarantine import QuarantineRecorder
 from mmtrain.runtime.training.hooks.replanning import Replanning
 from mmtrain.runtime.training.hooks.reports import LoadImbalanceReports, MetricsLog, StragglerReports
-from mmtrain.runtime.training.hooks.tracing import Tracing
+from mmtrain.runtime.training.hooks.tracing import RunTracer, Tracing
 from mmtrain.runtime.training.loop import Loop
 from mmtrain.runtime.training.plan_fit import limited_to_device, plan_that_fits
 from mmtrain.runtime.training.rank_run import RankRun
 from mmtrain.runtime.training.run_records import RunRecords
-from mmtrain.runtime.training.run_tracer import RunTracer
 from mmtrain.runtime.training.standby_plans import load_standby_plan, rank_counts_ahead
 from mmtrain.runtime.training.start_run import resume_facts
 from mmtrain.runtime.training.step_hook import StepHook

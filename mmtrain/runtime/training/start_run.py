@@ -45,7 +45,7 @@ from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.run_state import RUN_STATE_FILE, read_run_state, write_run_state
 from mmtrain.runtime.training.choose_plan import ChosenPlan
 from mmtrain.runtime.training.go_back import go_back, read_skipped_positions
-from mmtrain.runtime.training.hooks.course import COURSE_STATE
+from mmtrain.runtime.training.hooks.guards import COURSE_STATE
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
 from mmtrain.weights import start_folders

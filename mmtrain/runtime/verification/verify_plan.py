@@ -1,11 +1,13 @@
 """Run a plan for a few steps, and compare losses and gradients with one process that trains sample by sample."""
 
 import json
+import math
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,15 +21,22 @@ from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
+from mmtrain.recipe.settings.encoder_settings import EncoderSettings
+from mmtrain.recipe.settings.llm_settings import LlmSettings
+from mmtrain.recipe.settings.model_settings import ModelSettings
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.unit_inputs import loss_scales
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.verification.compare_gradients import Difference, compare_gradients, stage_of_parameter
 from mmtrain.runtime.verification.fewer_replicas import CutPlan, RankLimit, cut_replicas
 from mmtrain.runtime.verification.one_process import OneProcess
-from mmtrain.runtime.verification.shrink_model import shrink_model
 from mmtrain.runtime.world import Address, join, leave
 
+FFN_PER_RANK = 16  # features of an MLP's hidden layer on each rank of a TP group
+HEAD_DIM = 8
+LLM_WIDTH_PER_RANK = 16
+MIN_LLM_WIDTH = 32
+VOCAB = 150  # not a multiple of what the vocabulary is padded to
 NUM_DISTINCT_SAMPLES = 24  # one process computes each of them once a step, however often they occur
 MAX_LOSS_ERROR = 1e-5  # relative
 # Adam's steps are near the sign of a gradient, so that rounding errors of tiny ones would grow to whole steps. With a
@@ -246,3 +255,47 @@ def _with_small_ids(data: StepData, recipe: Recipe) -> StepData:
 
 def _copied(shard: NamedShard) -> NamedShard:
     return replace(shard, tensor=shard.tensor.detach().cpu().clone())
+
+
+def shrink_model(model: ModelSettings, tp: Mapping[str, int]) -> ModelSettings:
+    """Return the model with narrow units, short heads and a small vocabulary.
+
+    What a plan divides stays as it is: the numbers of layers, of heads and of rows that images and clips become. So do
+    all settings that say how something is computed. tp: the tensor-parallel size of each unit.
+    """
+    values = model.model_dump()
+    width = max(MIN_LLM_WIDTH, LLM_WIDTH_PER_RANK * max(tp.values()))
+    values["llm"] |= _narrow_llm(model.llm, tp["llm"], width)
+    for unit, settings in model.all_encoders.items():
+        of_unit = values["encoders"][unit] if unit in model.encoders else values[unit]
+        of_unit |= _narrow_encoder(settings, tp[unit])
+    return ModelSettings.model_validate(values | {"hf": None})
+
+
+def _narrow_llm(settings: LlmSettings, tp: int, width: int) -> dict[str, Any]:
+    narrow: dict[str, Any] = {
+        "preset": None,
+        "hf": None,
+        "hidden": width,
+        "head_dim": HEAD_DIM,
+        "ffn": FFN_PER_RANK * tp,
+        "vocab": min(settings.vocab, VOCAB),
+    }
+    if settings.rope_sections is not None:
+        divisor = math.gcd(*settings.rope_sections)
+        sections = tuple(pairs // divisor for pairs in settings.rope_sections)
+        narrow |= {"rope_sections": sections, "head_dim": 2 * sum(sections)}
+    return narrow
+
+
+def _narrow_encoder(settings: EncoderSettings, tp: int) -> dict[str, Any]:
+    projector = settings.projector.model_dump()
+    if settings.projector.ffn is not None:
+        projector["ffn"] = FFN_PER_RANK * tp
+    return {
+        "preset": None,
+        "hf": None,
+        "hidden": HEAD_DIM * settings.heads,
+        "ffn": FFN_PER_RANK * tp,
+        "projector": projector,
+    }

@@ -1,22 +1,25 @@
 """Plan again when recorded actions take other times than the plan's costs predict."""
 
+import statistics
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from mmtrain.costs import CostTable
 from mmtrain.durable_files import disk_errors_named, set_aside, write_whole
 from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.replanned import plan_layout, present_step_s
+from mmtrain.program import Recv, Send, Timing
+from mmtrain.program.trace.step_record import MessageRecord, StepRecord
 from mmtrain.report.plain_text import seconds_text
 from mmtrain.runtime.execution.activity import TRACING, Activity
 from mmtrain.runtime.run_folder import FASTER_PLAN_FILE, RECORDED_COSTS_FILE
 from mmtrain.runtime.training.background_planning import BackgroundPlanning, PlanningOutcome
+from mmtrain.runtime.training.clock_offset import measure_clock_offset
 from mmtrain.runtime.training.cost_drift import CostDrift
-from mmtrain.runtime.training.message_times import measure_message_ratio
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
@@ -133,3 +136,31 @@ def _read_recorded_costs(run_dir: Path) -> CostTable | None:
         with disk_errors_named(run_dir):
             print(f"mmtrain: {set_aside(path, 'the costs are recorded again')} ({error})", file=sys.stderr)
         return None
+
+
+def measure_message_ratio(world: World, record: StepRecord, timing: Timing) -> float | None:
+    """Return on rank 0 the median ratio of recorded to predicted seconds of a step's messages; None if unknown.
+
+    All ranks call this together; it gathers the record of one step from each. Only messages that their receiver stood
+    still for count: for the others it is not known when they came.
+    """
+    offset = measure_clock_offset(world)
+    gathered = cast(list[StepRecord], world.gather_to_first(record.shifted(-offset.offset_s)))
+    sent: dict[tuple[int, Send], MessageRecord] = {
+        (rank, message.message): message
+        for rank, of_rank in enumerate(gathered)
+        for message in of_rank.messages
+        if isinstance(message.message, Send)
+    }
+    ratios = []
+    for rank, of_rank in enumerate(gathered):
+        for received in of_rank.messages:
+            message = received.message
+            if not isinstance(message, Recv) or received.wait_s <= 0:
+                continue
+            key = (message.peer, Send(message.edge, message.src, message.dst, rank, message.payload))
+            predicted_s = timing.message(*key).seconds
+            departed_s = max(sent[key].posted_s, received.posted_s)
+            if predicted_s > 0 and received.done_s > departed_s:
+                ratios.append((received.done_s - departed_s) / predicted_s)
+    return statistics.median(ratios) if ratios else None

@@ -1,9 +1,56 @@
 """Trace the steps that `train.trace_steps` names."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from mmtrain.durable_files import write_whole
+from mmtrain.program import Collective, StageGraph, StepLoads, Timing
+from mmtrain.program.ir.data_dependencies import participants
+from mmtrain.program.trace.measured_timeline import MeasuredStep, measured_timeline, run_trace
+from mmtrain.program.trace.step_record import StepRecord
 from mmtrain.runtime.execution.activity import TRACING, Activity
+from mmtrain.runtime.execution.executor import StepOutcome
+from mmtrain.runtime.training.clock_offset import ClockOffset, measure_clock_offset
 from mmtrain.runtime.training.run_records import RunRecords
-from mmtrain.runtime.training.run_tracer import RunTracer
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
+from mmtrain.runtime.world import World
+
+
+class RunTracer:
+    """Gathers the ranks' records of a step on rank 0, which rewrites the trace file with every step added.
+
+    `timing` gives the bytes that a step's collectives move; all times are measured.
+    """
+
+    def __init__(
+        self, graph: StageGraph, world: World, timing: Callable[[StepLoads], Timing], plan_sha256: str, path: Path
+    ) -> None:
+        self._graph, self._world, self._timing = graph, world, timing
+        self._plan_sha256, self._path = plan_sha256, path
+        self._steps: list[MeasuredStep] = []
+        self._clock_error_s = 0.0
+
+    def add_step(self, step_number: int, outcome: StepOutcome) -> None:
+        """Add a step (counted from 1) to the trace; every rank must call this. Raises OSError on rank 0."""
+        assert outcome.loads is not None, "an outcome of a step that was run"
+        offset = measure_clock_offset(self._world)
+        gathered = self._world.gather_to_first((outcome.record.shifted(-offset.offset_s), offset))
+        if not gathered:
+            return
+        parts = cast(list[tuple[StepRecord, ClockOffset]], gathered)
+        records = {rank: record for rank, (record, _) in enumerate(parts)}
+        timing = self._timing(outcome.loads)
+
+        def bytes_moved(rank: int, action: Collective) -> int:
+            return timing.collective(rank, action, participants(self._graph, rank, action)).nbytes
+
+        start_s = min(record.start_s for record in records.values())
+        self._steps.append(MeasuredStep(step_number, start_s, measured_timeline(self._graph, records, bytes_moved)))
+        self._clock_error_s = max(self._clock_error_s, 2 * max(offset.error_s for _, offset in parts))
+        trace = run_trace(self._steps, self._plan_sha256, self._clock_error_s)
+        write_whole(self._path, json.dumps(trace))
 
 
 class Tracing(StepHook):
