@@ -43,10 +43,10 @@ from mmtrain.models.optim.named_shards import NamedShard
 from mmtrain.models.stage.fully_sharded import FullyShardedAdamW
 from mmtrain.planning import Plan
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
-from mmtrain.planning.artifact.replanned import plan_layout
+from mmtrain.planning.artifact.plan_change import plan_layout
 from mmtrain.planning.evaluate.simulate_plan import simulate_plan
 from mmtrain.planning.planner import plan_recipe
-from mmtrain.planning.space.profiled_sizes import sizes_to_measure
+from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report.comparison import RunTrace, comparison_rows, comparison_text, critical_path_rows
 from mmtrain.runtime.execution.activity import Activity

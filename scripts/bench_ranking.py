@@ -22,8 +22,8 @@ from mmtrain.data.synthetic.digits import prepare_digits
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
 from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.planning.space.problem import PlanRequest
-from mmtrain.planning.space.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.runtime.profiling.measure_plans import measure_step_times
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile

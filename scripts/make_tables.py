@@ -19,7 +19,7 @@ from mmtrain.costs.cost_table import LayerEntry, LayerSample, layer_fields, laye
 from mmtrain.data import build_index
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.models.shapes.model_shape import LayerShape, UnitShape, build_model_shape
-from mmtrain.planning.space.profiled_sizes import sizes_to_measure
+from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.runtime.profiling.probes import make_probes
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile

@@ -50,7 +50,7 @@ def profile(
     settings = load_recipe(recipe, overrides).recipe  # report a wrong recipe before torch loads
     from mmtrain.api.local_cluster import resolve_cluster
     from mmtrain.costs.cost_table import CostTable
-    from mmtrain.planning.space.profiled_sizes import sizes_to_measure
+    from mmtrain.planning.space.constraints import sizes_to_measure
     from mmtrain.runtime.profiling.profile import (
         Profile,
         ProfileRequest,

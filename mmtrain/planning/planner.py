@@ -16,9 +16,8 @@ from mmtrain.planning.advise.measured_choice import Baselines, choose_by_measure
 from mmtrain.planning.advise.sharded_baselines import SHARDED_RULES
 from mmtrain.planning.advise.suggestions import suggest_changes
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO, Alternative, Placement, Plan
-from mmtrain.planning.evaluate.evaluator import Evaluator
-from mmtrain.planning.evaluate.memory_lower_bound import describe_excluded
-from mmtrain.planning.evaluate.program_proof import verify_program
+from mmtrain.planning.evaluate.evaluator import Evaluator, verify_program
+from mmtrain.planning.evaluate.lower_bounds import describe_excluded
 from mmtrain.planning.formulate import formulate_problem, require_feasible
 from mmtrain.planning.search.mesh_enumeration import unit_mesh_sizes
 from mmtrain.planning.search.strategies import run_strategies

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmtrain.models.shapes.model_shape import build_model_shape
-from mmtrain.planning.artifact.communicators import count_communicators
+from mmtrain.planning.artifact.graph_memory import count_communicators
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program import StageGraph
 from mmtrain.runtime.execution.process_groups import build_groups

@@ -16,8 +16,8 @@ from mmtrain.costs.recorded_costs import RecordedRatios, recorded_table
 from mmtrain.data import build_index
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, load_plan
+from mmtrain.planning.artifact.plan_change import present_step_s
 from mmtrain.planning.artifact.plan_memory import DeviceMemory
-from mmtrain.planning.artifact.replanned import present_step_s
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import Action
 from mmtrain.recipe import Recipe, recipe_fingerprint

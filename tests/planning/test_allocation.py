@@ -12,8 +12,8 @@ from mmtrain.data import build_index
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.formulate import formulate_problem
-from mmtrain.planning.search.allocation import allocate_ranks, relaxed_step_s
 from mmtrain.planning.search.mesh_enumeration import bounded_mesh_assignments
+from mmtrain.planning.search.pipelined import allocate_ranks, relaxed_step_s
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.constraints import UnitChoices
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest

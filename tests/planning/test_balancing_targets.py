@@ -11,8 +11,7 @@ from mmtrain.costs import TokenLoad, costs_for, input_grad_needed, machine_for, 
 from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, stage_graph
-from mmtrain.planning.artifact.balancing_targets import derive_step_targets, typical_loads
-from mmtrain.planning.artifact.marginal_cost import marginal_cost
+from mmtrain.planning.artifact.balancing_targets import derive_step_targets, marginal_cost, typical_loads
 from mmtrain.planning.artifact.plan import SchedulePlan
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import build_1f1b

@@ -7,8 +7,7 @@ import pytest
 from mmtrain.costs.rank_memory import MEMORY_MARGIN
 from mmtrain.errors import ProgramError
 from mmtrain.planning.colocated.colocated_search import search_colocated
-from mmtrain.planning.evaluate.evaluator import Evaluator
-from mmtrain.planning.evaluate.program_proof import verify_program
+from mmtrain.planning.evaluate.evaluator import Evaluator, verify_program
 from mmtrain.planning.search.best_first_search import best_first_search
 from mmtrain.planning.space.candidate import Candidate, CandidateStage
 from tests.planning.exhaustive import Instance, all_candidates, by_placement

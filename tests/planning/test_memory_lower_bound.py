@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mmtrain.planning.evaluate.memory_lower_bound import UnitMemoryBound
+from mmtrain.planning.evaluate.lower_bounds import UnitMemoryBound
 from mmtrain.planning.layer_costs.layer_partition import layer_chains, layout_graph, partitioned_layout
 from mmtrain.planning.search.mesh_enumeration import in_flight_behind, mesh_assignments
 from mmtrain.planning.space.candidate import MeshAssignment

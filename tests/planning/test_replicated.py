@@ -20,8 +20,8 @@ from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.artifact.graph_memory import MemoryPhase, memory_phases, schedule_in_flight
 from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_change import plan_layout
 from mmtrain.planning.artifact.plan_graph import stage_graph
-from mmtrain.planning.artifact.replanned import plan_layout
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.layout_simulation import model_timing, simulate_first_batch
 from mmtrain.planning.formulate import formulate_problem

@@ -4,7 +4,7 @@ import pytest
 
 from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.artifact.shared_sequences import require_shareable
+from mmtrain.planning.artifact.plan_files import require_shareable
 from mmtrain.recipe import Recipe
 from tests.flow.cases import Mesh, plan, recipe
 

@@ -15,7 +15,7 @@ from mmtrain.data import build_index
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.planner import plan_recipe
-from mmtrain.planning.space.profiled_sizes import sizes_to_measure
+from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.modalities import GENERATOR

@@ -16,7 +16,7 @@ from mmtrain.models.shapes.layer_shape import BLOCK_PIECES
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.planning.planner import plan_recipe
-from mmtrain.planning.space.profiled_sizes import sizes_to_measure
+from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.profiling.cut_profiler import ProfiledUnit, _Passes, seconds_of_a_stop
 from mmtrain.runtime.profiling.layer_profiler import build_layer_profiler, median_without_outliers

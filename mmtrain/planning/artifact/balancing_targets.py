@@ -1,6 +1,6 @@
 """Derive step targets from a plan: what the loader balances and orders the samples of a step for, as integers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
@@ -9,7 +9,6 @@ import numpy as np
 from mmtrain.balance import BalancedLoad, PipelineRank, SampleLengths, SequenceCost, StepTargets
 from mmtrain.costs import CostModel, TokenLoad, TokenSplit, costs_for, input_grad_needed, machine_for
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_model_shape
-from mmtrain.planning.artifact.marginal_cost import MarginalCost, marginal_cost
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.planning.artifact.schedule_table import build_schedule_table, is_single_chain
@@ -21,6 +20,18 @@ TYPICAL_FILL_RATIO = 0.98  # tokens of a typical LLM microbatch over `data.seq_l
 MICROBATCH_COST_UNITS = 2.0**36
 MAX_TIME_SHARE_APART = 0.1  # share of their time that two ranks spend on different work and still count as alike
 _MIN_SECONDS = 1e-15  # of a rank's microbatch; avoids division by zero for a model without work
+
+
+@dataclass(frozen=True)
+class MarginalCost:
+    """Seconds linear * n + quadratic * s of n tokens in sequences with s = sum of squared lengths."""
+
+    linear: float = 0.0  # seconds per token
+    quadratic: float = 0.0  # seconds per pair of tokens in one sequence
+
+    def __add__(self, other: "MarginalCost") -> "MarginalCost":
+        return MarginalCost(self.linear + other.linear, self.quadratic + other.quadratic)
+
 
 UnitCosts = dict[str, MarginalCost]  # by unit
 WorkSeconds = dict[tuple[str, str], float]  # by unit and by what the seconds grow with: tokens, or pairs of tokens
@@ -253,3 +264,33 @@ def _replica_nodes(graph: StageGraph, unit: str, ranks_per_node: int) -> tuple[i
     stages = sorted((stage for stage in graph.stages if stage.id.unit == unit), key=lambda stage: stage.id.index)
     broker_end = stages[0] if unit == LLM else stages[-1]
     return tuple(tp_group[0] // ranks_per_node for tp_group in broker_end.tp_groups)
+
+
+def marginal_cost(seconds: Callable[[TokenLoad], float], load: TokenLoad) -> MarginalCost:
+    """Return what one more token, and one more pair of tokens in a sequence, cost on average near a load.
+
+    Where the time does not grow with tokens, because reading the weights dominates, the mean seconds of a token take
+    the place of the marginal ones.
+    """
+    if load.tokens < 2:
+        return MarginalCost()
+
+    def scaled(tokens: float, pairs: float) -> float:
+        num_targets = None if load.targets is None else round(load.targets * tokens)
+        tokens_and_pairs = round(load.tokens * tokens), round(load.sum_sq * pairs)
+        return seconds(TokenLoad(*tokens_and_pairs, load.max_len, load.num_sequences, num_targets))
+
+    linear = (scaled(1.5, 1) - scaled(0.5, 1)) / load.tokens
+    quadratic = max((scaled(1, 1.5) - scaled(1, 0.5)) / max(load.sum_sq, 1), 0.0)
+    if linear <= 0:
+        linear = max(scaled(1, 1) - quadratic * load.sum_sq, 0.0) / load.tokens
+    return MarginalCost(linear, quadratic)
+
+
+def average_cost(seconds: Callable[[TokenLoad], float], load: TokenLoad) -> MarginalCost:
+    """Return the whole time of a load, divided between its pairs (what doubling them adds) and its tokens (the rest).
+
+    It is exact at that load, fixed costs included, while `marginal_cost` says what another token would add.
+    """
+    once, with_twice_the_pairs = seconds(load), seconds(replace(load, sum_sq=2 * load.sum_sq))
+    return MarginalCost((2 * once - with_twice_the_pairs) / load.tokens, (with_twice_the_pairs - once) / load.sum_sq)

@@ -8,8 +8,7 @@ from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.layer_arithmetic import loss_sizes
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import LossSizes, ModelShape
-from mmtrain.planning.artifact.communicators import communicator_bytes
-from mmtrain.planning.artifact.graph_memory import HOST_REMEDY, GraphMemory, schedule_in_flight
+from mmtrain.planning.artifact.graph_memory import HOST_REMEDY, GraphMemory, communicator_bytes, schedule_in_flight
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.program.ir.graph import LLM, StageGraph

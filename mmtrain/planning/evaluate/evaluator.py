@@ -16,11 +16,10 @@ from mmtrain.planning.evaluate.layout_simulation import (
     scheduled_graph,
     simulate_unless_slow,
 )
+from mmtrain.planning.evaluate.lower_bounds import UnitMemoryBound, unit_time_bound
 from mmtrain.planning.evaluate.memory_fit import MemoryMisfit, explain_misfit, fit_memory, within_host_memory
-from mmtrain.planning.evaluate.memory_lower_bound import UnitMemoryBound
 from mmtrain.planning.evaluate.mesh_time_estimate import MeshTimeEstimate
 from mmtrain.planning.evaluate.step_time_estimator import StepTimeEstimator
-from mmtrain.planning.evaluate.time_lower_bound import unit_time_bound
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import LayerChain, layer_chains
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SearchBudget
@@ -33,6 +32,7 @@ from mmtrain.planning.space.candidate import (
     UnitTimeBound,
 )
 from mmtrain.planning.space.problem import PlanningProblem
+from mmtrain.program import build_program
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.schedules.builder import ScheduleKind
 
@@ -168,3 +168,21 @@ def _what_runs(candidate: Candidate) -> tuple[ScheduleKind, StageGraph] | None:
     """Return what the simulation of a fitted candidate depends on; None where its order is its own."""
     schedule = candidate.schedule
     return None if schedule.order is not None else (schedule.kind, candidate.fitted_graph)
+
+
+def verify_program(candidate: Candidate, evaluator: Evaluator) -> None:
+    """Build the program of a simulated candidate and prove that it is complete, free of deadlock, and fits into memory.
+
+    The simulator follows a few ranks and the memory rule counts microbatches by a formula; this looks at every action
+    of every rank. A candidate that fits only as run may hold so much more, as counted.
+
+    Raises:
+        ProgramError: names what is wrong. The search is at fault, not the recipe.
+    """
+    graph = candidate.graph
+    counted = evaluator.layer_costs.graph_memory(graph)
+    limit_bytes = evaluator.memory_bytes
+    if candidate.peak_bytes > limit_bytes and candidate.memory_ratio is not None:
+        limit_bytes /= candidate.memory_ratio
+    limit = counted.activation_limit(graph, candidate.memory, limit_bytes, evaluator.problem.hardware.host_memory_bytes)
+    build_program(graph, limit, candidate.schedule.kind, candidate.schedule.order)

@@ -10,7 +10,7 @@ import numpy as np
 
 from mmtrain.costs import TokenLoad
 from mmtrain.planning.artifact.layout import MeshSize
-from mmtrain.planning.evaluate.memory_lower_bound import KindBytesByMesh
+from mmtrain.planning.evaluate.lower_bounds import KindBytesByMesh
 from mmtrain.planning.layer_costs.layer_costs import RECOMPUTE, FloatArray, LayerCosts
 from mmtrain.planning.space.batch_split import BatchSplit, UnitSplit
 from mmtrain.planning.space.candidate import UnitTimeBound

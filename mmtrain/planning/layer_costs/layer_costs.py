@@ -35,8 +35,7 @@ from mmtrain.costs.rank_memory import (
     message_bytes,
 )
 from mmtrain.models.shapes.model_shape import LayerShape
-from mmtrain.planning.artifact.communicators import communicator_bytes
-from mmtrain.planning.artifact.graph_memory import GraphMemory, MemoryPhase
+from mmtrain.planning.artifact.graph_memory import GraphMemory, MemoryPhase, communicator_bytes
 from mmtrain.planning.artifact.layout import MeshSize, disaggregated_units
 from mmtrain.planning.artifact.plan_graph import build_stage_graph
 from mmtrain.planning.space.batch_split import BatchSplit, UnitSplit, batch_split_of, num_microbatches_of

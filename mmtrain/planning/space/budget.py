@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SamplingBudget:
-    """Which global batches stand for the run (`estimate/sample_batches.py`)."""
+    """Which global batches stand for the run (`space/sample_batches.py`)."""
 
     num_batches: int = 3  # chosen by hand: a light, a middle and a heavy step
     sample_surplus_ratio: float = 1.25  # samples beyond those that fill the groups on average; packing leaves gaps
@@ -55,7 +55,7 @@ class MeshBudget:
 
 @dataclass(frozen=True)
 class BoundBudget:
-    """Slack of the arithmetic lower bounds (`estimate/time_lower_bound.py`); both chosen by hand."""
+    """Slack of the arithmetic lower bounds (`evaluate/lower_bounds.py`); both chosen by hand."""
 
     interleaved_fill_share: float = 0.9  # of an interleaved pipeline's fill time that uneven chunks may leave
     merged_encoder_work_share: float = 0.9  # of an encoder's work that larger microbatches may leave
@@ -121,7 +121,7 @@ class ColocatedBudget:
 
 @dataclass(frozen=True)
 class BaselineBudget:
-    """How long a plan by a rule of thumb is sought (`explain/baselines.py`, commit ffd06dd)."""
+    """How long a plan by a rule of thumb is sought (`advise/baselines.py`, commit ffd06dd)."""
 
     meshes_per_round: int = 4  # of which the fastest is taken
     max_rounds: int = 12  # until one of them fits

@@ -21,7 +21,7 @@ class PlanRequest:
 
     num_alternatives: int = 5  # losers that the plan names, each with the reason it lost
     explain: bool = False  # name every loser
-    baseline: str | None = None  # return the plan that this rule of thumb makes (`explain.baselines.BASELINES`)
+    baseline: str | None = None  # return the plan that this rule of thumb makes (`advise.baselines.BASELINES`)
     measure: MeasureStep | None = None  # runs the plans predicted fastest; the fastest as run is chosen
     num_measured: int = 12  # plans that are run: sizes and layer partitions of them, not counting rules of thumb
     progress: Progress | None = None

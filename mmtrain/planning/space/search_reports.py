@@ -1,4 +1,4 @@
-"""What a search tells those who ask: how far it is, and how it allocated ranks to units (`search/allocation.py`)."""
+"""What a search tells those who ask: how far it is, and how it allocated ranks to units (`search/pipelined.py`)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

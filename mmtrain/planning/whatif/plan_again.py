@@ -5,7 +5,7 @@ from statistics import fmean
 
 from mmtrain.balance import SampleLengths
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.artifact.replanned import with_present
+from mmtrain.planning.artifact.plan_change import with_present
 from mmtrain.planning.evaluate.simulate_plan import simulate_plan
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.planner import plan as search_plan

@@ -19,9 +19,9 @@ from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_mode
 from mmtrain.models.stage.fully_sharded import FullyShardedAdamW, initialize_shards, shard_stage
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.planning.artifact.plan import Plan, SchedulePlan
+from mmtrain.planning.artifact.plan_files import require_shareable
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.planning.artifact.plan_memory import DeviceMemory, prove_memory
-from mmtrain.planning.artifact.shared_sequences import require_shareable
 from mmtrain.program import (
     LLM,
     Edge,

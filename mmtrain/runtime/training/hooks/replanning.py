@@ -11,7 +11,7 @@ from mmtrain.costs import CostTable
 from mmtrain.durable_files import disk_errors_named, set_aside, write_whole
 from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.artifact.replanned import plan_layout, present_step_s
+from mmtrain.planning.artifact.plan_change import plan_layout, present_step_s
 from mmtrain.program import Recv, Send, Timing
 from mmtrain.program.trace.step_record import MessageRecord, StepRecord
 from mmtrain.report.plain_text import seconds_text
