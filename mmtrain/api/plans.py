@@ -29,7 +29,7 @@ COMPARED_LABEL = "your layout (its layers divided by the planner)"
 
 @dataclass(frozen=True)
 class StartedRanks:
-    """Ranks that run on this machine, all of which the plan must use."""
+    """Ranks that run on this machine; the plan must use all of them."""
 
     num_ranks: int
     hardware: str | None = None  # name of a preset; None: the recipe's, or this machine's

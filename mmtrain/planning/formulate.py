@@ -102,7 +102,8 @@ def placements_to_search(
 def rank_counts(recipe: Recipe, constraints: Constraints, world_size: int, budget: MeshBudget) -> tuple[int, ...]:
     """Return the numbers of ranks to plan for: all ranks, or with `parallel.max_gpus` several up to that.
 
-    Of the latter those that `rank_counts_to_try` names; if none of them has a mesh, the largest that has one.
+    With `parallel.max_gpus` we plan for the numbers of `rank_counts_to_try` that have a mesh. If none has one, we plan
+    for the largest number that does.
     """
     limit = recipe.parallel.max_gpus
 

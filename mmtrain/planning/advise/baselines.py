@@ -240,8 +240,8 @@ class BaselinePlanner:
     def _in_stages_of_their_own(self) -> Iterator[list[PartitionedCandidate]]:
         """Yield, all at once, the `disaggregated` meshes of MMScale's Megatron-LM baseline.
 
-        The LLM has tp 8 and its layers divided evenly. Each encoder, and a generator, is a pipeline stage more of the
-        same ranks, of which every one holds a replica and takes its share of each microbatch.
+        The LLM has tp 8 and its layers divided evenly. Each encoder, and a generator, is one more pipeline stage. Every
+        rank of that stage holds a replica and takes its share of each microbatch.
         """
         evaluator = self.evaluator
         partitioned: list[PartitionedCandidate] = []

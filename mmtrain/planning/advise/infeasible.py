@@ -20,7 +20,7 @@ Choices = Mapping[str, UnitChoices]
 
 
 def has_meshes(choices: Choices, ranks: int, placement: Placement) -> bool:
-    """Return whether a placement has meshes that use exactly so many ranks."""
+    """Return whether a placement has meshes that use exactly `ranks` ranks."""
     if placement == "colocated":
         return has_colocated_meshes(choices, ranks)
     if placement == "replicated":

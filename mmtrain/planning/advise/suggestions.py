@@ -245,7 +245,7 @@ def replicated_fits(evaluator: Evaluator) -> bool:
 
 
 def replicated_fits_on(evaluator: Evaluator, num_ranks: int) -> bool:
-    """Return whether a candidate of `replicated` would fit on so many ranks."""
+    """Return whether a candidate of `replicated` would fit on `num_ranks` ranks."""
     cluster = replace(evaluator.problem.cluster, num_ranks=num_ranks, rank_counts=(num_ranks,))
     larger = replace(evaluator.problem, cluster=cluster)
     return replicated_fits(Evaluator(larger, evaluator.budget, evaluator.layer_costs))

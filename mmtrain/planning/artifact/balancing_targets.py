@@ -156,7 +156,7 @@ def typical_loads(graph: StageGraph, lengths: SampleLengths, seq_len: int) -> di
 
 
 def _mean_load(lengths: np.ndarray, num_microbatches: float) -> TokenLoad:
-    """Return the load of one of so many microbatches that share all sequences equally."""
+    """Return the load of one microbatch if all of them share all sequences equally."""
     if not len(lengths):
         return TokenLoad(0, 0, 0, 0)
     sums = (float(lengths.sum()), float((lengths.astype(np.float64) ** 2).sum()), float(len(lengths)))
@@ -198,7 +198,7 @@ def _integer_stage_costs(stage_costs: _StageCosts, scale: float) -> dict[StageId
 def _distinct_loads(
     ranks: Sequence[_RankWork], graph: StageGraph, typical: Mapping[str, TokenLoad], scale: float
 ) -> tuple[BalancedLoad, ...]:
-    """Return the different kinds of work that ranks do, those first of which encoders have the largest share."""
+    """Return the different kinds of work that ranks do; kinds with the largest share of encoder work come first."""
     if graph.mesh(LLM).dp == 1:
         return ()
     llm_alone = graph.num_groups == 1 or graph.is_sharded or graph.dispatches_items

@@ -121,8 +121,9 @@ class GraphMemory:
     def _under_way_bytes(self, graph: StageGraph, stage: Stage, num_in_flight: int) -> int:
         """Return the bytes of a stage's messages that a rank holds beside those of the microbatch it computes.
 
-        Of each channel it keeps the last ones that it sent: see `program.verify.send_window`. And it posts a receive
-        one action ahead. Gradients were sent of microbatches that are in flight no more, each of which held more.
+        For each channel a rank keeps the messages that it sent last (`program.verify.send_window`), and it posts a
+        receive one action ahead. Gradients need no room of their own: a microbatch whose gradient was sent is no longer
+        in flight, and it held more than its gradient.
         """
         nbytes = 0
         for edge in graph.outputs(stage.id):

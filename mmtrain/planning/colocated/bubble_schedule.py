@@ -143,8 +143,8 @@ def schedule_encoder(
 def schedule_encoders(works: Sequence[EncoderWork]) -> tuple[EncoderSchedule, ...]:
     """Place the kernels of several encoders on the ranks of one LLM, as if they were those of one encoder.
 
-    Encoders do not depend on each other, so on each rank their kernels compete for the same free time: whichever
-    microbatch the LLM needs first comes first, of whatever encoder, and forwards of all come before backwards of any.
+    Encoders do not depend on each other, so on each rank their kernels compete for the same free time. The microbatch
+    that the LLM needs first comes first, whichever encoder computes it. All forwards come before the first backward.
     """
     if not works:
         return ()

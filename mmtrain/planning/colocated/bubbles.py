@@ -24,7 +24,7 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 
 TIME_ROUNDING = 1e-7  # of a unit of time: sums of many durations differ by less
-MIN_PIECE_PER_CUT_COST = 3.0  # a piece of a cut kernel lasts at least so many times what the cut adds
+MIN_PIECE_PER_CUT_COST = 3.0  # shortest piece of a cut kernel, in multiples of the seconds that a cut adds
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def _with_merged_microbatches(
 
 
 def has_colocated_meshes(choices: Mapping[str, UnitChoices], num_ranks: int) -> bool:
-    """Return whether there are colocated meshes on so many ranks."""
+    """Return whether there are colocated meshes on `num_ranks` ranks."""
     if len(choices) < 2:
         return False
     meshes = (others for llm in llm_mesh_sizes(choices, num_ranks) for others in other_mesh_sizes(choices, llm))

@@ -67,10 +67,10 @@ class KindBytes:
 class UnitMemoryBound:
     """The lower bound of what the fullest rank holds: state under the recipe's freezing, and activations.
 
-    Some rank holds at least a weighted mean of what all hold, under any weights. Here a stage weighs less the more
-    microbatches 1F1B has in flight there: one, one for each rank behind it, and those in flight in the pipelines that
-    read from it. The LLM's largest microbatch is the same under all meshes. An encoder's holds at least its share of a
-    batch.
+    The fullest rank holds at least the weighted mean over all ranks, whatever the weights. We give a stage less weight
+    the more microbatches 1F1B keeps in flight there: one, one more for each rank behind it, and those in flight in the
+    pipelines that read from it. The LLM's largest microbatch is the same under all meshes. An encoder's holds at least
+    its share of a batch.
     """
 
     def __init__(self, layer_costs: LayerCosts) -> None:

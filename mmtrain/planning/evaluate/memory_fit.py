@@ -39,8 +39,8 @@ def fit_memory(
 
     memory_bytes: of a rank. num_in_flight: microbatches of each stage between forward and backward, at most.
 
-    Buffers of whole units take the room of what later layers kept, so recomputation rarely adds to them. Therefore that
-    is tried first.
+    Buffers of whole units take the room of what later layers kept, so recomputation rarely adds to them. We first try
+    without adding them.
     """
     arguments = (assignment, partition, layer_costs, memory_bytes, num_in_flight, budget)
     if assignment.placement == "replicated":

@@ -102,9 +102,10 @@ def _in_flight_on_first_rank(mesh: MeshSize) -> float:
 def balanced_seconds(work_s: float, recompute_s: float, held: FloatArray, saved: FloatArray, room: float) -> float:
     """Return the least seconds in which ranks share a unit, each with as much recomputation as its share needs.
 
-    A rank with share x holds x `held` bytes, of which recomputing frees up to x `saved` in proportion to its seconds.
-    In T seconds it takes the least of three shares: all T without recomputation, all T with what `room` asks for, and
-    what fits with everything recomputed. The shares add up to 1.
+    A rank with share x of the unit holds x `held` bytes. Recomputation frees up to x `saved` of them, in proportion to
+    the seconds that it takes. In T seconds a rank can take the least of three shares: what it computes without
+    recomputation, what it computes if it recomputes until `room` suffices, and what fits with everything recomputed.
+    The shares of all ranks add up to 1.
 
     Args:
         work_s: of the whole unit without recomputation.

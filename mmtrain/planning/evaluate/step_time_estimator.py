@@ -1,7 +1,7 @@
 """Estimate the step times of many layer partitions of one mesh assignment at once.
 
-An estimate is a lower bound of what the simulator says, and rarely more than a percent below it: the ends of all ranks
-under the order of compute that partitions share (`partition_orders`), and the collectives that close a step.
+An estimate is a lower bound of the simulated step, and rarely more than a percent below it. It follows every rank
+through the order of compute that all partitions share (`partition_orders`), and adds the collectives that close a step.
 """
 
 from collections.abc import Mapping, Sequence

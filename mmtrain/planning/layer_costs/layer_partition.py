@@ -458,7 +458,7 @@ def _allowed(chain: LayerChain, partitions: IntArray) -> BoolArray:
 def _span_working(working: FloatArray, kept: FloatArray, inputs: FloatArray) -> FloatArray:
     """Return (L + 1, L + 1) the most working bytes of a layer in [lo, hi), plus the messages at both ends.
 
-    They count beyond what the span keeps, of which layers behind have freed their part: see `stage_working_bytes`.
+    They come on top of what the span keeps. By then the layers behind have freed their part: see `stage_working_bytes`.
     """
     num_layers = len(working)
     nbytes = np.zeros((num_layers + 1, num_layers + 1))

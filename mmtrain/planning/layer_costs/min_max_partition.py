@@ -17,7 +17,7 @@ def min_max_partition(
 ) -> tuple[int, ...] | None:
     """Divide `costs` into non-empty runs so that the most expensive run costs least.
 
-    Of the partitions that reach that optimum, the one with the least sum of squares is returned: the most even one.
+    If several partitions reach that optimum, return the most even one: that with the least sum of squares.
     allowed: (chunks, L + 1, L + 1), whether chunk p may hold layers [lo, hi). Returns the num_chunks + 1 bounds, from 0
     to L, or None if no partition is allowed. An exact dynamic program in O(chunks * L^2); the "balanced" baseline of
     Optimus (arXiv 2408.03505).

@@ -1,10 +1,12 @@
-"""Which layer partition of which mesh assignment is fastest: best-first search by bounds that grow tighter with work.
+"""Find the fastest layer partition of all mesh assignments: best-first search by bounds that grow tighter with work.
 
-A candidate waits in one queue with a lower bound of its step time: arithmetic first, then the exact optimum of a
-dynamic program over the partitions of each layer chain, then an estimate of its anchor partition. When its turn comes,
-its partitions are estimated: all of them if the whole search has few, else those near the anchor. A partition whose
-estimate comes first is fitted into memory and simulated. Candidates that cannot beat the fastest one are never looked
-at.
+All candidates wait in one queue, ordered by a lower bound of their step time. The candidate with the least bound gets
+the next piece of work and goes back into the queue with a tighter bound (`NodeStage`): arithmetic, the exact optimum
+of a dynamic program for each layer chain, the memory that its anchor partition needs, an estimate of the anchor. Then
+its partitions are estimated: all of them if the whole search has few, else those near the anchor. The partition with
+the least estimate is fitted into memory and simulated. Candidates that cannot beat the fastest one cost no more work.
+
+The anchor of a chain is the partition whose slowest chunk is done soonest (OmniBal, arXiv 2407.20761).
 """
 
 import heapq
@@ -102,8 +104,8 @@ def best_first_search(
     Args:
         candidates: mesh assignments with lower bounds.
         evaluator: estimates, fits and simulates them.
-        num_simulated: at least so many of them are simulated, if so many fit, so that the ranking has figures to show.
-        progress: called with the number of candidates that were looked at or are decided, of how many.
+        num_simulated: simulate at least this many if they fit, so that the ranking has figures to show.
+        progress: called with the number of candidates that are decided, and the number of all.
     """
     search = _Search(candidates, evaluator, num_simulated)
     num_looked_at = 0
@@ -403,7 +405,7 @@ class _Search:
         return None
 
     def _reject_for_memory(self, node: SearchNode) -> None:
-        """Reject meshes of which no partition fits, with what the anchor needs."""
+        """Reject meshes without a partition that fits; the reason is the memory that the anchor needs."""
         self._try_to_fit(node.candidate.partitioned(tuple(chain.anchor or () for chain in node.chains)))
         self._reject_misfit(node.candidate.id)
 

@@ -85,7 +85,7 @@ def has_replicated_mesh(choices: Choices, num_ranks: int) -> bool:
 def has_pipelined_meshes(
     choices: Choices, num_ranks: int, placement: Placement, budget: MeshBudget = DEFAULT_BUDGET.meshes
 ) -> bool:
-    """Return whether `unified` or `disaggregated` has meshes of exactly so many ranks; faster than to list them."""
+    """Return whether `unified` or `disaggregated` has meshes of exactly `num_ranks` ranks; faster than listing them."""
     if placement == "unified":
         return any(True for _ in _unified_assignments(choices, num_ranks))
     if len(choices) == 1:
@@ -370,9 +370,9 @@ def _most_split_first(entry: BoundedUnitMesh) -> int:
 def _fastest_of(
     assignments: Sequence[_OrderedAssignment], seconds: UnitTimeBound, budget: MeshBudget
 ) -> list[_OrderedAssignment]:
-    """Return the assignments with the least seconds, of which only a few share a mesh of the LLM.
+    """Return the assignments with the least seconds; only a few of them may share a mesh of the LLM.
 
-    assignments: what is not exact knows the least of what encoders hold before the LLM, so its seconds may grow.
+    assignments: inexact ones count the least memory that encoders hold before the LLM, so their seconds may grow.
     """
     queue = [(entry.seconds, number, entry.is_exact) for number, entry in enumerate(assignments)]
     heapq.heapify(queue)
@@ -437,7 +437,7 @@ def _may_encoders_fit(assignment: MeshAssignment, bound: UnitTimeBound) -> bool:
 def _combine(units: Sequence[Sequence[BoundedUnitMesh]], num_ranks: int, limit: int | None) -> list[UnitMeshes]:
     """Choose a mesh for every unit so that they use `num_ranks` in all; the bound is that of the slowest.
 
-    limit: of the choices for the first units that use the same number of ranks, only so many go on, the fastest.
+    limit: after each unit, keep only the fastest `limit` choices among those that use the same number of ranks.
     """
     meshes_by_ranks: list[dict[int, list[BoundedUnitMesh]]] = []
     for meshes in units:

@@ -1,12 +1,12 @@
 """Search the `replicated` placement: every rank runs every unit, sharded over the ranks (FSDP, arXiv 2304.11277).
 
-Candidates differ in how many ranks hold one copy of the state (hybrid sharding where that is not all of them), in what
-is balanced over the ranks (OrchMLLM, arXiv 2503.23830), and in when encoders run; layers are recomputed where memory
-demands it. Every layer makes all ranks wait for the slowest, so a pass is simulated as one of all of them. With
-`parallel.zero: 1` every rank holds weights whole, as replicas in `unified` do, and passes are each rank's own.
+Candidates differ in the number of ranks that hold one copy of the state (fewer than all: hybrid sharding), in the units
+whose items are balanced over the ranks (OrchMLLM, arXiv 2503.23830), and in when encoders run. Layers are recomputed
+where memory demands it. In every layer all ranks wait for the slowest, so a pass is simulated for all of them together.
+With `parallel.zero: 1` every rank holds whole weights, as replicas in `unified` do, and runs its passes by itself.
 
-Encoders that run before the LLM (`encoder_first`) may have fewer mini-batches than it. Each gathers all weights and
-waits for the slowest rank once, so the fewest that fit are taken, unless more of them spare recomputation.
+Encoders that run before the LLM (`encoder_first`) may have fewer mini-batches than it. Each mini-batch gathers all
+weights and waits for the slowest rank once. So we take the fewest that fit, unless more of them avoid recomputation.
 """
 
 import math

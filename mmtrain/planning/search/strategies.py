@@ -32,7 +32,7 @@ class PlacementStrategy(Protocol):
 
         incumbent: the fastest candidate of the strategies before. A placement is ranked by its best plan even where
             that is slower.
-        progress: called with the number of candidates that are decided, of how many.
+        progress: called with the number of candidates that are decided, and the number of all.
         """
 
 

@@ -65,17 +65,17 @@ class BoundBudget:
 class PartitionBudget:
     """How many layer partitions are estimated and simulated (`search/best_first_search.py`, OmniBal's jitter)."""
 
-    # Up to so many partitions of all mesh assignments together each is estimated, and the result is that of exhaustive
-    # search: 200 of 200 random instances (docs/benchmarks.md, Planning).
+    # If all mesh assignments together have at most this many partitions, each is estimated, and the result is that of
+    # exhaustive search: 200 of 200 random instances (docs/benchmarks.md, Planning).
     max_partitions_to_try_all: int = 2_000
     # The values below apply to larger searches. 19 of 20 random instances come within 1% of exhaustive search, all 20
     # where every placement is allowed (`python -m scripts.bench_plan --only larger`).
     max_jitters_per_assignment: int = 160
     max_jitter_rounds: int = 8  # one round left 2% to a mixed-integer program at 46 + 80 layers (commit 1c218b3)
     max_boundary_shift: int = 3  # layers by which a stage boundary moves away from the anchor
-    max_scored_jitters: int = 20_000  # partitions near the anchor of which the most even are estimated
+    max_scored_jitters: int = 20_000  # partitions near the anchor that are scored; the most even ones are estimated
     jitter_seed: int = 0
-    max_estimate_ratio: float = 1.05  # an assignment whose best estimate is slower than so many fastest steps is left
+    max_estimate_ratio: float = 1.05  # an assignment is left if its best estimate exceeds the fastest step by more
     # The best partition near an anchor was at most 4.8% faster than it, in 51 assignments of a 197B model ("The search
     # glances at a sizing before it looks closely").
     anchor_estimate_discount: float = 0.95

@@ -143,9 +143,9 @@ def _with_shared_sequences(llm: UnitChoices, recipe: Recipe, ranks_per_node: int
 
 
 def context_parallel_sizes(recipe: Recipe, budget: MeshBudget) -> list[int]:
-    """Return how many ranks may share sequences: as many as the recipe says, or several numbers to try.
+    """Return the context-parallel degrees to try: the recipe's, or several if it leaves them open.
 
-    These are the powers of two, from 1, that leave each rank enough tokens of the longest microbatches.
+    Those are the powers of two, from 1, that leave each rank enough tokens of the longest microbatches.
     """
     if recipe.parallel.llm.cp is not None:
         return [recipe.parallel.llm.cp]

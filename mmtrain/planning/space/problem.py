@@ -25,8 +25,8 @@ class PlanRequest:
     measure: MeasureStep | None = None  # runs the plans predicted fastest; the fastest as run is chosen
     num_measured: int = 12  # plans that are run: sizes and layer partitions of them, not counting rules of thumb
     progress: Progress | None = None
-    allocation_watch: AllocationWatch | None = None  # is told how ranks were allocated to units, and how long that took
-    announce: Callable[[str], None] | None = None  # called with what is done when candidates are decided
+    allocation_watch: AllocationWatch | None = None  # learns how ranks were allocated, and the seconds of it
+    announce: Callable[[str], None] | None = None  # called with the next step of planning, in words
     max_step_s: float = math.inf  # slower plans are of no use, so searches may end without any
     can_shard: bool = True  # whether the torch of the ranks can shard weights (`models.fully_sharded`)
 
@@ -36,7 +36,7 @@ class PlanRequest:
         return self.num_alternatives > 0 or self.explain or self.measure is not None
 
     def say(self, text: str) -> None:
-        """Announce what is done next, if somebody wants to know."""
+        """Announce the next step of planning, if the caller listens."""
         if self.announce is not None:
             self.announce(text)
 
@@ -45,7 +45,7 @@ class PlanRequest:
 class Constraints:
     """What the recipe and the model allow, by unit."""
 
-    placements: tuple[Placement, ...]  # those that are searched, and of which the plan is
+    placements: tuple[Placement, ...]  # those that are searched
     choices: Mapping[str, UnitChoices]  # mesh sizes
     recompute: Mapping[str, RecomputeMode]
     sequence_parallel: Mapping[str, SequenceParallelSetting]

@@ -81,7 +81,7 @@ def sample_batches(
     """Draw samples at random, group them as training does, and take steps that stand for all.
 
     Steps differ, most of all where grouping makes the groups of one step alike (`device`). Ordered by their work, the
-    steps in the middle of `num_batches` equal parts are taken. A dataset too small for so many groups is repeated, as
+    steps in the middle of `num_batches` equal parts are taken. A dataset with too few samples is repeated, as
     further epochs would. Long samples that train in steps of their own are drawn among the others, so the mean cost of
     a step is right.
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-Progress = Callable[[int, int], None]  # candidates that are decided, of how many
+Progress = Callable[[int, int], None]  # candidates that are decided, and the number of all
 
 PERCENT = 100
 
