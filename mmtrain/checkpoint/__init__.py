@@ -7,12 +7,11 @@ checkpoint = open_newest_good(root, on_bad=print, ranks=ranks)
 weight = checkpoint.read("llm.layers.0.weight", ShardSpec((64, 32), dim=0, start=32, stop=64))
 """
 
-from mmtrain.checkpoint.abandon import set_aside_newer
 from mmtrain.checkpoint.folders import find, foreign_drafts, latest
 from mmtrain.checkpoint.load import Checkpoint, open_newest_good, open_step
 from mmtrain.checkpoint.manifest import SUSPECT_SINCE
 from mmtrain.checkpoint.rank_agreement import Ranks
-from mmtrain.checkpoint.save import SavingRun, Snapshot, save
+from mmtrain.checkpoint.save import SavingRun, Snapshot, save, set_aside_newer
 from mmtrain.checkpoint.storage import FileSum, LocalStorage, ProgressCallback, Storage
 from mmtrain.checkpoint.tensor_pieces import Shard, ShardSpec
 from mmtrain.checkpoint.verify_files import is_trusted, verify

@@ -216,3 +216,22 @@ def _discard(draft: Path, storage: Storage) -> None:
         storage.remove(draft)
     except OSError:
         return
+
+
+def set_aside_newer(root: Path, chosen: Path, target: Path, run: SavingRun) -> list[Path]:
+    """Move the checkpoints of `root` that are newer than `chosen` to the folder `target` for `run`; return their paths.
+
+    The newest moves first and `latest` changes last: after a crash in between, the newest that remains is one of those
+    to abandon or `chosen`, and calling this again completes it. Raises OSError.
+    """
+    storage = LocalStorage()
+    folders = layout.find(root)
+    moved = []
+    for folder in folders[: folders.index(chosen)]:
+        storage.make_folder(target)
+        storage.rename(folder, target / folder.name)
+        moved.append(target / folder.name)
+    if moved:
+        storage.sync_folder(target)
+        point_latest(root, chosen, storage, run)
+    return moved

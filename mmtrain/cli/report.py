@@ -46,8 +46,7 @@ def report(
         with writing("--out", out, "page"):
             out.write_text(html_page(contents), encoding="utf-8")
     if png is not None:
-        from mmtrain.report.figure_files import save_drawings
-        from mmtrain.report.figures import report_drawings
+        from mmtrain.report.figure_files import report_drawings, save_drawings
 
         save_drawings(report_drawings(contents), png)
     if as_json:

@@ -1,7 +1,7 @@
 """Views of plans and runs for people: progress while training, the log on disk, tables, pages and figures.
 
 Read `plan_view` for the table of a plan, `progress` and `runlog` for a training run, and `report_contents` for what
-`mmtrain report` shows as text (`terminal`), as a page (`html`) and as figures for papers (`figures`).
+`mmtrain report` shows as text (`terminal`), as a page (`html`) and as figures for papers (`figure_files`).
 """
 
 from mmtrain.report.evaluation_result import AnsweredQuestion, EvaluationResult, TemplateScore

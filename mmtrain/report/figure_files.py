@@ -1,4 +1,4 @@
-"""Save drawings as a figure for papers: PNG at 300 dots per inch, or vector graphics as PDF or SVG."""
+"""The figures of a report for papers: the plan, and one step over time; as PNG at 300 dots per inch, PDF or SVG."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 from mmtrain.errors import UserError, writing
 from mmtrain.report.drawing import LIGHT_COLORS, OUTLINED_OPACITY, Box, Drawing, Label, Mark, Polyline, arrow_head
+from mmtrain.report.plan_picture import plan_drawing
+from mmtrain.report.report_contents import ReportContents, drawn_steps
+from mmtrain.report.timeline_picture import timeline_drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,3 +102,16 @@ def _label(axes: "Axes", label: Label, top: float, inches_per_px: float) -> None
         parse_math=False,
         zorder=3,
     )
+
+
+def report_drawings(contents: ReportContents) -> list[tuple[str, Drawing]]:
+    """Draw the plan and, for each step of the report, a timeline; return (caption, drawing) pairs."""
+    plan = contents.plan
+    caption = f"{contents.name}: {plan.placement} on {plan.world_size} x {plan.hardware}"
+    drawings = [(caption, plan_drawing(plan))]
+    steps, ranks = drawn_steps(contents)
+    longest_us = max((step.length_us for step in steps), default=0.0)
+    for step in steps:
+        caption = f"{step.name}: {step.length_us / 1e3:.4g} ms"
+        drawings.append((caption, timeline_drawing(step, tuple(plan.units), ranks, longest_us)))
+    return drawings

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mmtrain.report.metrics_record import StepMetrics, compact_number
-from mmtrain.report.progress_clock import ProgressClock, clock_text
-from mmtrain.report.step_text import TIME_LABELS, held_out_text
+from mmtrain.report.step_text import TIME_LABELS, ProgressClock, clock_text, held_out_text
 
 _TIME_COLORS = {"compute": "green", "wait": "yellow", "communication": "cyan", "data": "magenta"}
 

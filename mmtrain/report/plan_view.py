@@ -9,8 +9,8 @@ from rich.table import Table
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO, AS_FAST_TEXT, Plan, Prediction, UnitPlan
 from mmtrain.program.ir.graph import LLM
 from mmtrain.report.idle_time import idle_text
+from mmtrain.report.logged_totals import predicted_phases
 from mmtrain.report.metrics_record import compact_number
-from mmtrain.report.phase_totals import predicted_phases
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, seconds_text
 from mmtrain.report.rank_groups import RankGroup, activation_notes, ranges_text, rank_groups
 

@@ -7,8 +7,7 @@ from typing import Protocol, Self
 from rich.console import Console
 
 from mmtrain.report.metrics_record import StepMetrics
-from mmtrain.report.progress_clock import ProgressClock
-from mmtrain.report.step_text import step_line
+from mmtrain.report.step_text import ProgressClock, step_line
 
 
 class TrainingProgress(Protocol):

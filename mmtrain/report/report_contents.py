@@ -12,11 +12,10 @@ from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import BUBBLE_KINDS, Compute, Timeline
 from mmtrain.recipe import Recipe
 from mmtrain.report.comparison import ComparisonRow, RunTrace, critical_path_rows
+from mmtrain.report.logged_totals import measured_phases, predicted_phases, sum_sources
 from mmtrain.report.metrics_record import steady_steps
-from mmtrain.report.phase_totals import measured_phases, predicted_phases
 from mmtrain.report.rank_groups import num_replica_groups, ranks_to_draw
 from mmtrain.report.run_cost import RunCost, states_costs
-from mmtrain.report.source_totals import sum_sources
 from mmtrain.report.timeline_picture import MAX_DRAWN_RANKS, DrawnStep
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.recipe.settings.parallel_settings import ClusterSettings
+from mmtrain.report.logged_totals import measured_phases
 from mmtrain.report.metrics_record import compact_number
-from mmtrain.report.phase_totals import measured_phases
 from mmtrain.report.plain_text import seconds_text
 from mmtrain.report.report_contents import steady_medians
 from mmtrain.report.run_cost import RunCost

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from mmtrain.report.comparison import COMPUTE_TID, comparison_cells, comparison_head
 from mmtrain.report.live_display import sparkline
-from mmtrain.report.phase_totals import PHASE_HEAD, PHASE_TITLE, phase_rows
+from mmtrain.report.logged_totals import PHASE_HEAD, PHASE_TITLE, SOURCE_HEAD, phase_rows, sum_sources
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text
 from mmtrain.report.plan_view import plan_table
 from mmtrain.report.report_contents import (
@@ -21,7 +21,6 @@ from mmtrain.report.report_contents import (
     run_costs,
 )
 from mmtrain.report.report_tables import MIN_FULL_BAR_SHARE, balance_rows, critical_path_cells, figure_text, memory_rows
-from mmtrain.report.source_totals import SOURCE_HEAD, sum_sources
 from mmtrain.report.timeline_picture import DrawnStep
 
 _LABEL_COLUMNS = 9  # `rank 123 `

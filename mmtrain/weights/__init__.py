@@ -6,8 +6,7 @@ parameter is made of is data of its family (`mmtrain.families`). Read `import_we
 
 from mmtrain.families.stored_tensors import StoredWeight
 from mmtrain.weights.export_adapter import export_adapter
-from mmtrain.weights.export_generator import export_generator
-from mmtrain.weights.export_weights import export_folder
+from mmtrain.weights.export_weights import export_folder, export_generator
 from mmtrain.weights.folder_tensors import FolderTensors
 from mmtrain.weights.import_weights import PretrainedWeights, open_pretrained
 from mmtrain.weights.run_weights import RunWeights

@@ -1,6 +1,7 @@
 """Write a run's weights as a Hugging Face folder, tensor by tensor.
 
 It is the folder that the run started from with other values, or a new one for a run that started from random weights.
+An image generator becomes a folder of `diffusers`, a U-Net or a transformer, to put into a pipeline.
 """
 
 import json
@@ -14,10 +15,19 @@ from typing import Any
 from mmtrain.checkpoint import Checkpoint
 from mmtrain.checkpoint.tensorfile import TensorEntry
 from mmtrain.data.text.folder_templates import read_json, template_of_processor
-from mmtrain.errors import ModelFolderError
+from mmtrain.errors import ModelFolderError, UserError
 from mmtrain.families import CONFIG_FILE, ModelFolder, read_model_folder
 from mmtrain.families.family import Settings
-from mmtrain.families.folder_files import CONVERSATION_FILES, PROCESSOR_FILE, SLOW_TOKENIZER_FILES
+from mmtrain.families.folder_files import (
+    CONVERSATION_FILES,
+    DIFFUSERS_INDEX_FILE,
+    DIFFUSERS_SINGLE_FILE,
+    INDEX_FILE,
+    PROCESSOR_FILE,
+    SINGLE_FILE,
+    SLOW_TOKENIZER_FILES,
+)
+from mmtrain.families.generators import generator_config, generator_weights
 from mmtrain.families.hub_models import fetch_weights
 from mmtrain.families.trained_processors import write_trained_processors
 from mmtrain.families.weight_layouts import respell
@@ -61,9 +71,9 @@ class _Content:
 
     targets: list[TensorTarget]
     stored: FolderTensors | None  # the tensors of the folder that the run started from
-    write_small_files: Callable[
-        [Path], tuple[str, ...]
-    ]  # config, tokenizer and templates, into a folder; notes on them
+    write_small_files: Callable[[Path], tuple[str, ...]]  # config, tokenizer and templates; returns notes on them
+    noun: str = "model"
+    file_names: tuple[str, str] = (INDEX_FILE, SINGLE_FILE)
 
 
 def export_folder(
@@ -88,21 +98,62 @@ def export_folder(
     """
     source = source_folder(recipe)
     content = _new_content(recipe, dtype) if source is None else _content_like(source, recipe, dtype)
-    targets, stored = content.targets, content.stored
     require_new(out)
-    files = split_targets(targets, max_file_bytes)
-    reader = WeightReader(stored, checkpoint, adapted_weights(build_model_shape(recipe)))
+    return _export(recipe, checkpoint, out, content, max_file_bytes)
+
+
+def export_generator(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    out: Path,
+    dtype: ExportDtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> ExportedFolder:
+    """Write the generator of a checkpoint, in whatever sharding, to a new folder of `diffusers`; fp32 by default.
+
+    The projector from the LLM's outputs to its context is no part of such a folder. One parameter at a time is in
+    memory. The folder appears by rename when it is complete.
+
+    Raises UserError for a run without a generator, and for an `out` that exists or cannot be written; CheckpointError.
+    """
+    if recipe.model.generator is None:
+        raise UserError("--generator: the run has no generator (model.generator); leave the option out")
+    require_new(out)
+    settings = recipe.model.generator.model_dump()
+    torch_name = TORCH_NAMES[dtype or "fp32"]
+    targets = [
+        TensorTarget(TensorEntry(tensor, torch_name, shape), source)
+        for source in generator_weights(settings)
+        for tensor, shape in source.tensor_shapes().items()
+    ]
+
+    def write_config(draft: Path) -> tuple[str, ...]:
+        config = json.dumps(generator_config(settings), indent=2)
+        (draft / CONFIG_FILE).write_text(f"{config}\n", encoding="utf-8")
+        return ()
+
+    names = (DIFFUSERS_INDEX_FILE, DIFFUSERS_SINGLE_FILE)
+    return _export(recipe, checkpoint, out, _Content(targets, None, write_config, "generator", names), max_file_bytes)
+
+
+def _export(
+    recipe: Recipe, checkpoint: Checkpoint, out: Path, content: _Content, max_file_bytes: int
+) -> ExportedFolder:
+    """Write a folder, which appears by rename when it is complete."""
+    index_file, single_file = content.file_names
+    files = split_targets(content.targets, max_file_bytes, single_file)
+    reader = WeightReader(content.stored, checkpoint, adapted_weights(build_model_shape(recipe)))
     try:
-        with draft_folder(out, "model") as draft:
+        with draft_folder(out, content.noun) as draft:
             for name, targets_of_file in files.items():
                 write_file(draft / name, targets_of_file, reader)
-            write_index(draft, files)
+            write_index(draft, files, index_file)
             notes = content.write_small_files(draft)
     finally:
-        if stored is not None:
-            stored.close()
-    num_bytes = sum(target.entry.num_bytes for target in targets)
-    dtypes = tuple(sorted({target.entry.dtype for target in targets}))
+        if content.stored is not None:
+            content.stored.close()
+    num_bytes = sum(target.entry.num_bytes for target in content.targets)
+    dtypes = tuple(sorted({target.entry.dtype for target in content.targets}))
     return ExportedFolder(out, checkpoint.step, len(files), num_bytes, dtypes, notes)
 
 

@@ -14,7 +14,6 @@ from mmtrain.checkpoint import Checkpoint, LocalStorage
 from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
 from mmtrain.errors import UserError, writing
 from mmtrain.families import ParameterSource
-from mmtrain.families.folder_files import INDEX_FILE, SINGLE_FILE
 from mmtrain.models.shapes.layer_shape import LoraShape
 from mmtrain.weights.adapters import adapter_names, merge_adapter, read_parameter
 from mmtrain.weights.folder_tensors import FolderTensors
@@ -70,7 +69,7 @@ def draft_folder(out: Path, what: str) -> Iterator[Path]:
 
 
 def split_targets(
-    targets: Sequence[TensorTarget], max_file_bytes: int, single_file: str = SINGLE_FILE
+    targets: Sequence[TensorTarget], max_file_bytes: int, single_file: str
 ) -> dict[str, list[TensorTarget]]:
     """Divide the tensors over files, named as `transformers` and `diffusers` do from the name of a single one.
 
@@ -142,7 +141,7 @@ def write_file(path: Path, targets: Sequence[TensorTarget], reader: WeightReader
     LocalStorage().write(path, chunks())
 
 
-def write_index(draft: Path, files: Mapping[str, Sequence[TensorTarget]], index_file: str = INDEX_FILE) -> None:
+def write_index(draft: Path, files: Mapping[str, Sequence[TensorTarget]], index_file: str) -> None:
     """Write the index of several files; a single one needs none."""
     if len(files) == 1:
         return

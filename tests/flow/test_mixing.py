@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.program import Backward
 from mmtrain.report import read_metrics
-from mmtrain.report.source_totals import sum_sources
+from mmtrain.report.logged_totals import sum_sources
 from tests.distributed import RanksFailed
 from tests.faults import FailAt
 from tests.flow.runs import NUM_STEPS, assert_same_end, request_for, run_all

@@ -11,7 +11,7 @@ from mmtrain.planning import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.planning.artifact.plan_memory import DeviceMemory, plan_memory, prove_memory
 from mmtrain.planning.planner import plan_recipe
-from mmtrain.program.verify.send_window import MIN_SEND_WINDOW
+from mmtrain.program.verify.deadlock import MIN_SEND_WINDOW
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World

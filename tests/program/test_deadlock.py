@@ -10,8 +10,7 @@ from mmtrain.program import Send, StageGraph, build_program
 from mmtrain.program.ir.channels import graph_channels
 from mmtrain.program.ir.matching import Join, MatchedActions, MatchedMessage, Post
 from mmtrain.program.verify.check import _deadlock_text
-from mmtrain.program.verify.deadlock import find_deadlock
-from mmtrain.program.verify.send_window import send_window
+from mmtrain.program.verify.deadlock import find_deadlock, send_window
 from tests.program.graphs import Unit, chain, graphs
 from tests.program.nccl_streams import runs_to_its_end
 from tests.program.test_send_window import shuffled

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from mmtrain.errors import ProgramError
 from mmtrain.program import Backward, Forward, Program, StageGraph, build_program, check_program
 from mmtrain.program.ir.matching import Launch, MatchedActions, Post
-from mmtrain.program.verify.deadlock import find_deadlock
-from mmtrain.program.verify.send_window import send_window
+from mmtrain.program.verify.deadlock import find_deadlock, send_window
 from tests.program.graphs import Unit, chain, graphs
 
 

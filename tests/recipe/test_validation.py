@@ -10,7 +10,7 @@ from mmtrain.errors import RecipeError
 from mmtrain.recipe import dump_recipe, load_recipe
 from mmtrain.recipe.checks.cross_checks import CHECKS
 from mmtrain.recipe.loading import json_schema
-from mmtrain.recipe.loading.other_trainers import _HERE, name_here
+from mmtrain.recipe.loading.validation import _HERE, name_here
 from mmtrain.recipe.raw_tree import dotted_path
 
 DIT = "model.generator={kind: dit, widths: [8], heads: [4], layers: 2, context_width: 8}"

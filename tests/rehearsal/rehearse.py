@@ -20,7 +20,7 @@ from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import ModelTiming, Program, Timeline, build_program, simulate
 from mmtrain.program.ir.first_group import FirstGroup, first_group
-from mmtrain.program.verify.send_window import send_window
+from mmtrain.program.verify.deadlock import send_window
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.channel_probe import probe_channels

@@ -8,8 +8,8 @@ from mmtrain.planning import Plan
 from mmtrain.program import Timeline
 from mmtrain.recipe.settings.parallel_settings import ClusterSettings
 from mmtrain.report.html import html_page
+from mmtrain.report.logged_totals import measured_phases, phase_rows, predicted_phases
 from mmtrain.report.metrics_record import DispatchMetrics
-from mmtrain.report.phase_totals import measured_phases, phase_rows, predicted_phases
 from mmtrain.report.plan_view import plan_table
 from mmtrain.report.report_contents import report_json
 from mmtrain.report.run_summary import run_summary

@@ -5,9 +5,9 @@ from dataclasses import replace
 from mmtrain.planning import Plan
 from mmtrain.program import Timeline
 from mmtrain.report.html import html_page
+from mmtrain.report.logged_totals import source_sentences, sum_sources
 from mmtrain.report.metrics_record import SourceMetrics
 from mmtrain.report.report_contents import report_json
-from mmtrain.report.source_totals import source_sentences, sum_sources
 from mmtrain.report.terminal import report_text
 from tests.report.conftest import contents_of, metrics
 

@@ -24,7 +24,7 @@ from mmtrain.program import (
     build_program,
 )
 from mmtrain.program.ir.actions import Payload
-from mmtrain.program.verify.send_window import send_window
+from mmtrain.program.verify.deadlock import send_window
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.process_groups import Transport, build_groups

@@ -29,7 +29,7 @@ from mmtrain.program import (
     lower,
     step_loads,
 )
-from mmtrain.program.verify.send_window import send_window
+from mmtrain.program.verify.deadlock import send_window
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.executor import Executor, StepInput

@@ -36,8 +36,8 @@ from mmtrain.program.ir.graph import LLM, Edge, Microbatch, Stage, StageGraph, S
 from mmtrain.program.ir.program import Program
 from mmtrain.program.schedules.builder import build_compute, in_flight_microbatches
 from mmtrain.program.verify.check import MemoryLimit
+from mmtrain.program.verify.deadlock import MIN_SEND_WINDOW
 from mmtrain.program.verify.live_activations import peak_in_flight_by_stage
-from mmtrain.program.verify.send_window import MIN_SEND_WINDOW
 
 HOST_REMEDY = "a larger cluster.host_memory_gib, if the node has it, offload: inputs or none, or a smaller data.seq_len"
 ROUNDING_BYTES = 1.0  # bytes are counted in floats where state is sharded

@@ -6,12 +6,20 @@ one after another. The runtime gives every channel (edge, payload, sender, recei
 holds for an asynchronous collective at all of its ranks: `Step` waits for reductions of gradients, and a chunk's first
 forward for the gathering of its parameters. These have a communicator for each group, and yet a rank's are taken to run
 one after another: NCCL may block where two GPUs start collectives of two communicators in different orders.
+
+The send window is how many sends of a channel may be under way before one more waits for the oldest. Each send holds
+its rows until the receiver has taken them, so the window should be small. But a send that waits can close a cycle that
+cannot exist while sends never wait. Two ranks that send each other many messages before they post their first receive,
+as encoders on the LLM's ranks do, need a window as large as the number of messages they send.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from mmtrain.program.ir.matching import Join, JointAction, Launch, MatchedActions, MatchedMessage
+from mmtrain.program.ir.program import Program
+
+MIN_SEND_WINDOW = 4  # sends: enough to keep a link busy while the receiver computes
 
 
 def find_deadlock(matched: MatchedActions, window: int | None = None) -> list[JointAction | MatchedMessage]:
@@ -87,3 +95,16 @@ def _cycle_among(stuck: set[int], after: Sequence[Sequence[int]]) -> list[int]:
         path.append(node)
         node = before[node]
     return path[path.index(node) :][::-1]
+
+
+def send_window(program: Program, min_window: int = MIN_SEND_WINDOW) -> int:
+    """Return the smallest of `min_window`, 2 x `min_window`, ... with which the checked program cannot deadlock.
+
+    The number of messages on the busiest channel is always enough, so the search ends.
+    """
+    num_sends = Counter(message.channel for message in program.matching.messages)
+    busiest = max(num_sends.values(), default=0)
+    window = min_window
+    while window < busiest and find_deadlock(program.matching, window):
+        window *= 2
+    return window

@@ -6,12 +6,12 @@ settings work there too; iterating over a section and `isinstance` do not.
 
 from collections.abc import Callable, Iterator
 from functools import wraps
+from math import isclose
 from pathlib import Path
 from typing import TypeAlias
 
 from mmtrain.recipe.checks.context_checks import check_context_parallelism
 from mmtrain.recipe.checks.encoder_checks import ENCODER_CHECKS
-from mmtrain.recipe.checks.offload_checks import check_offload
 from mmtrain.recipe.checks.parallel_checks import (
     NUM_END_LAYERS,
     check_cluster_size,
@@ -25,14 +25,14 @@ from mmtrain.recipe.checks.parallel_checks import (
     check_placement,
     check_tp,
 )
-from mmtrain.recipe.checks.share_checks import check_shares
 from mmtrain.recipe.raw_tree import KeyPath, Problem
-from mmtrain.recipe.settings.data_settings import is_lengths_source
+from mmtrain.recipe.settings.data_settings import is_lengths_source, share_schedule
 from mmtrain.recipe.settings.generator_settings import NUM_PIXEL_CHANNELS, GeneratorSettings
 from mmtrain.recipe.settings.modalities import GENERATOR, dotted_unit, unit_path
 from mmtrain.recipe.settings.schema import Recipe
 
 Check: TypeAlias = Callable[[Recipe], Iterator[Problem]]
+MAX_SUM_ERROR = 1e-3  # of shares: 0.333 three times adds up to 1
 
 
 def check_rotary_width(recipe: Recipe) -> Iterator[Problem]:
@@ -228,6 +228,71 @@ def _if_samples(check: Check) -> Check:
             yield from check(recipe)
 
     return check_if_samples
+
+
+def check_offload(recipe: Recipe) -> Iterator[Problem]:
+    """Something of the unit can go to host memory."""
+    for name in (*recipe.model.all_encoders, "llm"):
+        degrees = recipe.parallel.of(name)
+        if degrees.offload in ("inputs", "all") and degrees.recompute == "none":
+            text = (
+                f"found {degrees.offload} with recompute none, which keeps all activations on the device; allowed: "
+                "none, or recompute auto (as few blocks as memory demands) or all"
+            )
+            yield Problem(("parallel", *unit_path(name), "offload"), text)
+    if recipe.model.generator is not None and recipe.parallel.generator.offload in ("inputs", "all"):
+        text = f"found {recipe.parallel.generator.offload}, allowed: none or auto (layers of a generator keep theirs)"
+        yield Problem(("parallel", "generator", "offload"), text)
+
+
+def check_shares(recipe: Recipe) -> Iterator[Problem]:
+    """All sources have shares or none has; at every step they add up to 1."""
+    data = recipe.data
+    for i, source in enumerate(data.validation):
+        if source.share is not None:
+            text = "validation uses every sample once; remove the share"
+            yield Problem(("data", "validation", i, "share"), text)
+    # In a recipe with other problems, shares are as they were written.
+    schedules = [share_schedule(source.share) for source in data.sources]
+    if all(schedule is None for schedule in schedules):
+        return
+    problems = list(_check_each_share(recipe, schedules))
+    yield from problems
+    if not problems:
+        yield from _check_sums_of_shares([schedule or {} for schedule in schedules])
+    if data.long_sample_tokens is not None:
+        text = f"found {data.long_sample_tokens}; long samples have no steps of their own where sources have shares"
+        yield Problem(("data", "long_sample_tokens"), f"{text}: remove it, or use weights instead of shares")
+
+
+def _check_each_share(recipe: Recipe, schedules: list[dict[int, float] | None]) -> Iterator[Problem]:
+    """Yield what is wrong with the share of a single source."""
+    for i, (source, schedule) in enumerate(zip(recipe.data.sources, schedules, strict=True)):
+        path: KeyPath = ("data", "sources", i)
+        if schedule is None:
+            text = "missing, while other sources have shares; allowed: a share for every source, or for none"
+            yield Problem((*path, "share"), text)
+            continue
+        if source.weight != 1:
+            text = (
+                f"found {source.weight:g} beside a share; allowed: a share or a weight. Remove one of them everywhere"
+            )
+            yield Problem((*path, "weight"), text)
+        if 0 not in schedule:
+            steps = ", ".join(map(str, sorted(schedule))) or "none"
+            text = f"the schedule has the steps {steps}; allowed: one that starts at step 0 (`0: ...`)"
+            yield Problem((*path, "share"), text)
+
+
+def _check_sums_of_shares(schedules: list[dict[int, float]]) -> Iterator[Problem]:
+    """Yield the first step from which the shares do not add up to 1."""
+    for step in sorted({step for schedule in schedules for step in schedule}):
+        shares = [schedule[max(first for first in schedule if first <= step)] for schedule in schedules]
+        if not isclose(sum(shares), 1, abs_tol=MAX_SUM_ERROR):
+            terms = " + ".join(f"{share:g}" for share in shares)
+            text = f"shares of step {step} add up to {terms} = {sum(shares):g}; allowed: 1"
+            yield Problem(("data", "sources"), text)
+            return
 
 
 CHECKS: tuple[Check, ...] = (

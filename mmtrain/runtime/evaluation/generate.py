@@ -30,7 +30,7 @@ from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.planning.artifact.plan import UnitPlan
 from mmtrain.planning.artifact.plan_graph import build_stage_graph
 from mmtrain.program import LLM, Microbatch, Program, StageGraph, StageId, Step, StepLoads, build_program, step_loads
-from mmtrain.program.verify.send_window import send_window
+from mmtrain.program.verify.deadlock import send_window
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.runtime.execution.activity import Activity

@@ -10,7 +10,7 @@ from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.errors import UserError
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
-from mmtrain.report.drawing_result import BucketLoss, DrawingResult
+from mmtrain.report.evaluation_result import BucketLoss, DrawingResult
 from mmtrain.runtime.evaluation.drawer import (
     NUM_LOSS_BUCKETS,
     NUM_TIMESTEPS,

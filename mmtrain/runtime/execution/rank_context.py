@@ -34,7 +34,7 @@ from mmtrain.program import (
     build_program,
     step_loads,
 )
-from mmtrain.program.verify.send_window import send_window
+from mmtrain.program.verify.deadlock import send_window
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.runtime.execution.activity import BUILDING, Activity

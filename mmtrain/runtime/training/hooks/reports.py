@@ -7,7 +7,7 @@ from mmtrain.balance.grouping.imbalance import sample_above_mean_load
 from mmtrain.balance.step_targets import SampleWork
 from mmtrain.data import DataIndex
 from mmtrain.report import RunLog
-from mmtrain.report.source_totals import source_sentences, sum_sources
+from mmtrain.report.logged_totals import source_sentences, sum_sources
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
