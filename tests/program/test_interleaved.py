@@ -1,5 +1,6 @@
 """Interleaved 1F1B: Megatron-core's order where it has one, and no deadlock and short steps everywhere."""
 
+import re
 from importlib import import_module
 from itertools import product
 
@@ -9,6 +10,7 @@ from mmtrain.errors import ProgramError
 from mmtrain.program import build_1f1b, build_program, peak_in_flight_by_stage, simulate
 from mmtrain.program.ir.actions import Backward, Forward, Recv, ReduceGrads, ReduceShared, Send
 from mmtrain.program.ir.graph import StageGraph
+from mmtrain.program.schedules import pipeline_positions
 from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.program.graphs import Unit, chain, unified
 from tests.program.timings import Seconds
@@ -42,6 +44,16 @@ def megatron_order(pp: int, vpp: int, n: int, rank: int) -> list[tuple[bool, int
 
 def compute(graph: StageGraph, rank: int, pp: int) -> list[tuple[bool, int, int]]:
     return [(isinstance(a, Forward), a.stage.index // pp, a.mb.index) for a in build_1f1b(graph).actions[rank]]
+
+
+def test_the_picture_of_a_position_shows_the_order_of_its_passes():
+    [position] = pipeline_positions.find_positions(interleaved(pp=4, vpp=2, n=4))
+    rows = re.findall(r"rank (\d) +([\d. abAB]+)$", pipeline_positions.__doc__, re.M)
+    assert [rank for rank, _ in rows] == ["0", "1", "2", "3"]
+    for rank, row in rows:
+        letters = {True: "ab", False: "AB"}
+        passes = [f"{p.wave}{letters[p.is_forward][p.chunk]}" for p in position.passes(int(rank))]
+        assert [cell for cell in row.split() if cell != ".."] == passes
 
 
 @pytest.mark.parametrize(("pp", "vpp", "groups"), [*product((2, 3, 4), (2, 3), (1, 2, 3))])

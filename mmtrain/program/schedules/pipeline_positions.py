@@ -1,12 +1,23 @@
 """Pipeline positions: where in the pipeline a rank stands, and in which order it runs its passes there.
 
-A *position* is a set of ranks that the path through the stage graph does not leave for good before it has finished
-with all of them. Mostly it is one TP group, the only *pipeline rank* of the position. If the path visits several TP
-groups again and again, as in interleaved pipelines, they are the pipeline ranks of one position. The stages of one
-visit are a *virtual stage* (a model chunk of its pipeline rank): virtual stage k is chunk k // num_pipeline_ranks of
-pipeline rank k % num_pipeline_ranks.
+A *position* is a group of ranks that microbatches visit one or more times before moving on: one TP group in plain 1F1B,
+all ranks of an interleaved pipeline. Each TP group of a position is a *pipeline rank*. The stages of one visit are a
+*virtual stage*, which is a model chunk of its pipeline rank. Virtual stage k is chunk k // num_pipeline_ranks of
+pipeline rank k % num_pipeline_ranks. Four pipeline ranks with two chunks each hold eight virtual stages:
 
-A position counts time in *waves*: mostly one microbatch of each of its units, see `unit_pacing`.
+                  rank 0    rank 1    rank 2    rank 3
+    chunk 0         0  --->   1  --->   2  --->   3  ---.
+                .---------------------------------------'
+    chunk 1     '-> 4  --->   5  --->   6  --->   7  ---> next position
+
+A *wave* is what passes through a position together: mostly one microbatch of each of its units (see `unit_pacing`).
+A step of four waves runs as follows on that position. `2a` is the forward of wave 2 for chunk 0, `2b` that for chunk 1;
+capital letters are backwards. Each column is the time of one pass, and dots are waiting:
+
+    rank 0      0a 1a 2a 3a 0b 1b 2b 3b .. .. .. 0B .. 1B .. 2B .. 3B 0A 1A 2A 3A
+    rank 1      .. 0a 1a 2a 3a 0b 1b 2b 3b .. 0B .. 1B .. 2B .. 3B 0A 1A 2A 3A ..
+    rank 2      .. .. 0a 1a 2a 3a 0b 1b 2b 0B 3b 1B .. 2B .. 3B 0A 1A 2A 3A .. ..
+    rank 3      .. .. .. 0a 1a 2a 3a 0b 0B 1b 1B 2b 2B 3b 3B 0A 1A 2A 3A .. .. ..
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,8 +47,8 @@ class ScheduledPass(NamedTuple):
 class PipelinePosition:
     """Virtual stages on one pipeline rank, or in rounds over several, for steps of `num_waves` waves.
 
-    `num_warmup_waves` waves leave the position before the first of them comes back as a gradient: as many as must,
-    and as many more as keep ranks from waiting. `pacing` holds the pace of each unit of the position.
+    `num_warmup_waves` waves leave the position before the first of them comes back as a gradient. That is the number
+    that must leave first, and more where ranks would otherwise wait. `pacing` holds the pace of each unit.
     """
 
     virtual_stages: tuple[tuple[StageId, ...], ...]
@@ -59,8 +70,8 @@ class PipelinePosition:
     def passes(self, pipeline_rank: int) -> list[ScheduledPass]:
         """Order the passes of a pipeline rank as (interleaved) 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2).
 
-        Waves go in groups of `num_pipeline_ranks`; a group passes chunk after chunk, in backward from the last chunk
-        on. The last pipeline rank warms up with all forwards before the first that it can follow with a backward: with
+        Waves go in groups of `num_pipeline_ranks`. A group passes chunk after chunk; in backward, it starts with the
+        last chunk. The last pipeline rank warms up with all forwards before the first that a backward can follow: with
         nothing after the position, (num_chunks - 1) * num_pipeline_ranks. Every other rank warms up with two forwards
         more than the next one: its results take one pass to get there, and gradients one pass to get back. Then
         forwards and backwards alternate. (`num_warmup_waves` generalizes Megatron-LM's warm-up.)
