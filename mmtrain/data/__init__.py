@@ -1,8 +1,9 @@
 """From data files to the arrays that each rank computes on; without torch.
 
-`media` reads images, video and audio, `formats` reads files into samples, `text` makes tokens, `index` measures all
-samples once, `stream` decides which samples train together, `loading` builds the steps of a rank, `service` does so on
-other machines, and `synthetic` generates demo data. Each sub-package imports only those named before it.
+`media` reads images, video and audio. `formats` reads files into samples, `text` makes tokens of them, and `index`
+measures all samples once. `stream` decides which samples train together, `loading` builds the steps of a rank, and
+`service` does so on other machines. `synthetic` generates demo data. Each sub-package imports only those named before
+it.
 
 Read `loader.Loader` first: it yields the steps that training consumes.
 """

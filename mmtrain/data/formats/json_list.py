@@ -1,9 +1,9 @@
 """Read the elements of a JSON list one by one from a file that may be much larger than the memory.
 
-The parser of the standard library is fed with pieces of the file, so that one character outside of Latin-1 does not
-quadruple the memory for the whole file, as it does in Python's texts. `ijson` streams too, and faster
-(`bench_json` at 3874c7cf). But it does not know the positions that data URLs need, nor the lines of faults, and rejects
-what the standard library accepts (NaN, half a surrogate pair).
+The parser of the standard library is fed with pieces of the file. In one text, a single character outside of Latin-1
+would quadruple the memory for the whole file. `ijson` streams too, and faster (`bench_json` at 3874c7cf). But it does
+not know the positions that data URLs need, nor the lines of faults, and rejects what the standard library accepts (NaN,
+half a surrogate pair).
 """
 
 import codecs

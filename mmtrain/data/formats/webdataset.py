@@ -2,8 +2,8 @@
 
     0001.jpg 0001.json 0002.jpg 0002.txt ...
 
-`.json` holds an entry in any layout of `conversation`; its paths name members of the sample (`0001.jpg` or `jpg`), and
-without paths the sample has all its media members, in the order of the archive. `.txt` is a caption. Other members are
+`.json` holds an entry in any layout of `conversation`. Its paths name members of the sample (`0001.jpg` or `jpg`).
+Without paths, the sample has all its media members, in the order of the archive. `.txt` is a caption. Other members are
 ignored, and so are names with a leading dot.
 """
 

@@ -7,8 +7,8 @@
         rest.json                 format, quarantined samples, checksums of the three files above
         checked                   when media files were last compared
 
-A folder appears complete, by renaming, and does not change afterwards. Beside the data, its name also depends on a
-secret of the user: data sets come from elsewhere, and an index that came with one could name any file of this machine.
+A folder appears complete, by renaming, and does not change afterwards. Its name also depends on a secret of the user.
+Data sets come from elsewhere, and an index that came with one could name any file of this machine.
 
 Sizes and times of media files are compared before an index is used, and all lengths are read anew if one has changed.
 Of many remote ones a sample is compared: asking a server a million times is what the cache saves.

@@ -192,7 +192,7 @@ def find_changed_remote(indexed: Versions) -> tuple[int, list[str]]:
 
 
 def _listed(pool: ThreadPoolExecutor, urls: Sequence[str]) -> dict[str, FileVersion | None]:
-    """Return the versions of the media in folders that can be listed, and of which many are needed."""
+    """Return the versions of media in folders that can be listed and from which many media are needed."""
     by_folder: dict[str, list[str]] = defaultdict(list)
     for url in urls:
         by_folder[url.rpartition("/")[0]].append(url)

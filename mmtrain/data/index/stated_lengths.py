@@ -6,10 +6,10 @@
     500,2000,               # and 500 of text alone
 
 One row is one sample, or `count` equal ones. `text` counts tokens of text. A column with the name of a unit of the
-model holds the sample's items, each in tokens of that unit's blocks: patches of an image, 20 ms pieces of a clip,
-positions of the latent of a generated image (patches of the latent, if the generator is a transformer). The model
-determines what they become in the LLM, so a file serves for any downsampling. Encoders of one modality have a column
-each, with the same number of items: all of them encode every image.
+model holds the sample's items, each in tokens of that unit's blocks. These are patches of an image or 20 ms pieces of a
+clip. For a generated image they are positions of its latent, or patches of the latent if the generator is a
+transformer. The model determines what they become in the LLM, so a file serves for any downsampling. Encoders of one
+modality have a column each, with the same number of items: all of them encode every image.
 """
 
 import csv
@@ -84,9 +84,8 @@ class _UnitRule:
 def read_stated_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> StatedLengths:
     """Read the lengths that the sources state.
 
-    Samples longer than the recipe allows are quarantined. Raises `DataError`, with file and line, for a value that is
-    not a number, a column that belongs to no unit of the model, and a count that is no multiple of the model's
-    downsampling.
+    Samples longer than the recipe allows are quarantined. Raises `DataError` with file and line: for a value that is
+    not a number, for a column that belongs to no unit, and for a count that is no multiple of the model's downsampling.
     """
     units = _unit_rules(recipe)
     digest = hashlib.sha256()

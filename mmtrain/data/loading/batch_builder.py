@@ -247,9 +247,9 @@ def find_media_positions(
     """Return (3, T) the positions of a sample's tokens, as `get_rope_index` of `transformers` 5 counts them.
 
     Text, and so features of clips, counts on in all three. Features of a medium are at the position of the next text
-    plus their time, row and column; the text after it goes on behind its longer side or, with `behind_times`, behind
-    the largest of all its positions. Of `media` only the first are used if `ids`, those of a prompt, hold no features
-    of the others.
+    plus their time, row and column. The text after it continues behind the longer side of the medium. With
+    `behind_times`, it continues behind the largest position. Of `media` only the first are used if `ids`, those of a
+    prompt, hold no features of the others.
     """
     positions = np.empty((3, len(ids)), dtype=np.int64)
     features = np.flatnonzero(np.isin(ids, feature_tokens))

@@ -3,7 +3,7 @@
     magic, version, bytes of the header, bytes in all | header | padding | array | padding | array ...
 
 The header holds the value with every array replaced by its number, and the type and shape of each array, from which its
-offset follows. Both sides take the allowed types from the frozen dataclasses (`record_type`), so nothing can be sent
+offset follows. Both sides take the allowed types from the frozen dataclasses (`record_type`). So nothing can be sent
 that was not declared, a new field needs no code here, and `format_fingerprint` differs between versions. Numbers are
 little-endian. There is no pickle: decoding builds what the types declare, or raises `WireError`.
 
@@ -99,7 +99,7 @@ class TupleType:
         return f"tuple[{', '.join(map(str, self.elements))}{', ...' if self.repeats else ''}]"
 
     def of_length(self, length: int) -> "tuple[MessageType, ...]":
-        """Return the types of the elements of a tuple with so many."""
+        """Return the types of the elements of a tuple of this length."""
         return self.elements * length if self.repeats else self.elements
 
 

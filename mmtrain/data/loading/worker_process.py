@@ -1,7 +1,7 @@
 """The worker processes: `python -m mmtrain.data.loading.worker_process CONTROL BUILDER`, two open file descriptors.
 
-A host process, started afresh so that it has neither torch nor threads nor the trainer's descriptors, reads index,
-stream and recipe once and forks workers, which share that memory; so a worker that died is replaced in milliseconds. A
+A host process reads index, stream and recipe once and forks workers, which share that memory. So a worker that died is
+replaced in milliseconds. The host is started afresh: it has neither torch nor threads nor the trainer's descriptors. A
 worker answers one request after the other until its pipe closes. When the trainer ends, in whatever way, the host's
 pipe closes too, and the host kills its workers and ends.
 """

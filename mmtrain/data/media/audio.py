@@ -1,7 +1,8 @@
 """Read the number of log-mel frames of a sound file, and compute the frames when they are needed.
 
-The front end is Whisper's (arXiv 2212.04356): 16 kHz, a Hann window of 25 ms every 10 ms, Slaney's mel bands, log10 of
-the power within eight decades of the clip's maximum. Clips keep their own length, or all get the same.
+The front end is Whisper's (arXiv 2212.04356): 16 kHz, a Hann window of 25 ms every 10 ms, and Slaney's mel bands.
+Values are log10 of the power, within eight decades of the clip's maximum. Clips keep their own length, or all get the
+same.
 """
 
 import math

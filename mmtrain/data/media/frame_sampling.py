@@ -77,6 +77,6 @@ def _sample(header: VideoHeader, video: VideoSettings) -> list[int]:
 
 
 def _in_patches(header: VideoHeader, video: VideoSettings, temporal_patch: int) -> Sequence[int]:
-    """Return the sampled frames, of which the last one is shown again to fill its patch."""
+    """Return the sampled frames; the last one is shown again to fill its patch."""
     frames = _sample(header, video)
     return frames + frames[-1:] * (-len(frames) % temporal_patch)

@@ -1,7 +1,7 @@
 """How each modality reads its media: the grids of their items from the header, and the cells of one item.
 
-An item (an image, a tile, a frame of a video, a clip or a part of one) is a grid of rows x cols cells: patches of an
-image, or log-mel frames of a clip in one column.
+An item is an image, a tile, a frame of a video, a clip or a part of one. It is a grid of rows x cols cells: patches of
+an image, or log-mel frames of a clip in one column.
 """
 
 from collections.abc import Callable, Mapping

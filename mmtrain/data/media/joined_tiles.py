@@ -1,10 +1,10 @@
 """Join the features of an image's tiles to one picture in the LLM, as LLaVA-NeXT and LLaVA-OneVision do.
 
 The encoder sends the features of every item, row by row, and its newline behind them; where the items lie does not
-matter. What the LLM reads is made of these rows: the features of the first item, which shows all of the image, then
-those of the joined tiles row by row, without its borders, and with a newline behind each row. So the borders and most
-newlines are sent for nothing, which keeps items independent of each other. A picture of many tiles may be shrunk, and
-so may frames of videos, by bilinear interpolation: then a feature is a weighted sum of four rows.
+matter. The LLM reads these rows: first the features of the first item, which shows all of the image. Then come those of
+the joined tiles row by row, without borders and with a newline behind each row. So the borders and most newlines are
+sent for nothing, which keeps items independent of each other. A picture of many tiles may be shrunk, and so may frames
+of videos, by bilinear interpolation: then a feature is a weighted sum of four rows.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class FeatureMix:
 
     @classmethod
     def join(cls, mixes: Sequence["FeatureMix"], first_rows: Sequence[int]) -> "FeatureMix":
-        """Join the features of several, each of which numbers rows from its first one."""
+        """Join the features of several images; each numbers rows from its first one."""
         width = max((mix.rows.shape[1] for mix in mixes), default=1)
         rows, weights = [np.empty((0, width), dtype=np.int64)], [np.empty((0, width), dtype=np.float32)]
         for mix, first_row in zip(mixes, first_rows, strict=True):

@@ -2,8 +2,8 @@
 
 An image is known by a hash of its file's bytes, so latents outlive a move of the data, and an image that changed has
 none. `latents.bin` holds one record after another, and `keys.bin` the hash of each. Where images are drawn in buckets
-of several sizes, `sizes.bin` holds rows and columns of each record. A record and its size are written before its hash:
-what a run that was killed leaves behind is complete up to the last hash, and the next run goes on from there.
+of several sizes, `sizes.bin` holds rows and columns of each record. A record and its size are written before its hash.
+If a run is killed, its file is complete up to the last hash, and the next run continues there.
 """
 
 import hashlib

@@ -12,8 +12,8 @@ from mmtrain.errors import DataError, RemoteReadError
 def media_errors(media: Media, bad: type[BadMediaError], broken: str) -> Iterator[None]:
     """Turn every error in the body of the `with` into a `bad` one, of kind `broken` where nothing else is known.
 
-    Those of a remote source stay, and one that shows that a package is not the one that mmtrain calls is a `DataError`,
-    also where one such `with` is inside of another.
+    Errors of a remote source stay as they are. An error that shows that a package does not fit mmtrain's calls becomes
+    a `DataError`, also where one such `with` is inside another.
     """
     try:
         yield

@@ -62,7 +62,7 @@ class TargetImageReader:
         return patchify(load_rgb_images(media, [size], self._image), self._patch)
 
     def load_pixels(self, media: Media) -> Uint8Array:
-        """Return the pixels (height, width, 3) of an image in the size in which it is drawn."""
+        """Return the pixels (height, width, 3) of an image, resized to the size that is drawn."""
         image_size = read_image_size(media, self._image.max_source_pixels)
         return self._load(media, nearest_bucket(image_size, self._sizes))
 
@@ -90,8 +90,8 @@ def drawing_sizes(settings: GeneratorSettings) -> tuple[Size, ...]:
 def aspect_buckets(side: int, step: int, max_aspect: float) -> tuple[Size, ...]:
     """Return the widths and heights of all buckets, the widest first.
 
-    For each multiple of `step` as the shorter side, the longer one is the largest multiple that keeps the area within
-    that of a square of `side` pixels, which is a bucket too. No side is more than `max_aspect` times the other.
+    Each multiple of `step` is a shorter side. The longer side is the largest multiple that keeps the area within that
+    of a square of `side` pixels, which is a bucket too. No side is more than `max_aspect` times the other.
     """
     wide = set()
     for shorter in range(step, side + 1, step):

@@ -1,9 +1,9 @@
 """Read how many frames a video has, and decode some of them, by their numbers, when they are needed.
 
-Frames are numbered in the order in which they are shown, so that a rate that varies does not matter, as the video
-processors of `transformers` count them. When each is shown is read from the packets, which are not decoded. FFmpeg
-decodes, by way of PyAV. It gets an open file whose container must be on a short list: otherwise FFmpeg would
-follow playlists and lists of parts to any file of this machine, and into the network.
+Frames are numbered in the order of showing, as the video processors of `transformers` count them. So a rate that varies
+does not matter. When each is shown is read from the packets, which are not decoded. FFmpeg decodes, by way of PyAV. It
+gets an open file whose container must be on a short list. Otherwise FFmpeg would follow playlists and lists of parts to
+any file of this machine, and into the network.
 
 Phones film sideways and record the rotation in the header of the MP4 or QuickTime file. Such a file is a list of boxes,
 each a size, a type and a body, which may hold boxes again (ISO/IEC 14496-12).

@@ -1,6 +1,6 @@
 """The items of the vision unit: the grids that an image or video is cut into, and the patches of each item.
 
-An image is one item or, with tiles, several; a video is one item for each of its frames, or for as many of them as a
+An image is one item or, with tiles, several. A video is one item for each frame, or for each group of frames that a
 patch of the encoder joins. An item is addressed by its medium and by its part: its number in that medium.
 """
 

@@ -1,6 +1,6 @@
 """A producer: builds steps for trainers on other machines, which request them over ZeroMQ.
 
-It knows nothing of the runs that it serves: every request says what to build, so any producer can build any step for
+It knows nothing of the runs that it serves: every request says what to build. So any producer can build any step for
 any trainer, and a restarted one can continue at once.
 """
 

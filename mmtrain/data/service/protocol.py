@@ -3,8 +3,8 @@
     trainer -> producer    hello facts | want step | got step | ping | bye
     producer -> trainer    welcome credit | refused reason | made step, bytes | failed step | pong | unknown | leaving
 
-The name of a message is that of its class. A trainer has requested at most `credit` steps that it has not received, and
-a producer counts a step until the trainer confirms that it has received it; so both know how much memory they need at
+The name of a message is that of its class. A trainer requests at most `credit` steps beyond those that it has received.
+A producer counts a step until the trainer confirms that it has received it. So both know how much memory they need at
 most. There is no pickle in either direction.
 """
 

@@ -66,7 +66,7 @@ def draw_bar_chart(rng: random.Random, bars: list[tuple[str, int]]) -> Image.Ima
 
 
 def _grid_for(num_objects: int) -> tuple[int, int]:
-    """Return the columns and rows of cells for so many objects."""
+    """Return the columns and rows of cells for this number of objects."""
     if num_objects == 1:
         return 1, 1
     return (2, 2) if num_objects <= 4 else (3, 2)

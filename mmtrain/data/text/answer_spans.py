@@ -25,11 +25,11 @@ class AnswerSpans:
 class AnswerFinder:
     """Finds the answers that a template has rendered.
 
-    With `{% generation %}` the template says itself where they are. Otherwise an answer starts where the prompt for
-    it ends: at the answer header, if that holds a special token, which no text can forge; else after the rendering
-    of the turns before it with the generation prompt. A template may render earlier turns otherwise as soon as there
-    are later ones; then an answer starts with its text, and with what the template writes between a prompt and a text.
-    It ends with the terminator, or with its text.
+    With `{% generation %}` the template says itself where they are. Otherwise an answer starts where the prompt for it
+    ends. That is at the answer header, if the header holds a special token, which no text can forge. Else it is after
+    the rendering of the turns before it with the generation prompt. A template may render earlier turns otherwise as
+    soon as there are later ones. Then an answer starts with its text, and with the lead that the template writes
+    between a prompt and a text. It ends with the terminator, or with its text.
 
     Renderings for every answer would take a time that is quadratic in the number of turns, so a few stand for many.
     """
@@ -153,9 +153,9 @@ class AnswerFinder:
     def _find_starts(self, conversation: Conversation, answers: Sequence[int], text: str) -> dict[int, int | None]:
         """Return where the prompts for answers end.
 
-        Answers that follow a message of one role have the same between the text of that message and the end of the
-        prompt, if the first and the last but one of them have; the last of all may be treated in another way, and is
-        looked at for itself.
+        Answers are grouped by the role of the message before them. If the first and the last but one of a group have
+        the same text between that message and the end of the prompt, so have those between them. A template may treat
+        the last answer in another way, so it is rendered separately.
         """
         starts: dict[int, int | None] = {}
         groups: dict[str, list[int]] = {}
@@ -173,8 +173,8 @@ class AnswerFinder:
     ) -> dict[int, int | None]:
         """Return where prompts end for the answers between the first and the last but one of a group.
 
-        starts: of these two. What stands between texts and the ends of prompts is looked up behind the texts of the
-        messages before, so that answers may be empty or call tools; where those hold media, before the answers' texts.
+        starts: of these two. The text that ends a prompt is looked up behind the text of the message before, so that
+        answers may be empty or call tools. If that message holds media, it is looked up in front of the answer's text.
         """
         first, *middle, last = numbers[:-1]
         if starts[first] is None and starts[last] is None:  # as of a template that treats earlier turns otherwise
@@ -190,8 +190,9 @@ class AnswerFinder:
     def _find_text_ends(self, conversation: Conversation, answers: Sequence[int], text: str) -> dict[int, int]:
         """Return where the texts of answers end that a template writes otherwise than other texts.
 
-        Such as texts of spaces, in front of which it leaves out a line break. What calls tools has those behind its
-        text, so it is not looked for. As with prompts, a few show what stands between an answer and the next text.
+        Texts of spaces are an example: some templates leave out the line break before them. What calls tools has
+        those behind its text, so it is not looked for. As with prompts, a few show what stands between an answer and
+        the next text.
         """
         messages = conversation.messages
         groups: dict[str, list[int]] = {}
@@ -255,7 +256,7 @@ class AnswerFinder:
 
 
 def _interleave(pieces: Sequence[str], texts: Sequence[str]) -> str:
-    """Put texts between pieces, of which there is one more."""
+    """Put texts between pieces; there is one piece more than texts."""
     return "".join(piece + text for piece, text in zip(pieces, [*texts, ""], strict=True))
 
 

@@ -177,8 +177,8 @@ class ConversationBuilder:
 
         kinds: the marks of the sample's media in the turns of users and tools, with their kinds.
 
-        Where a medium becomes a part, a line break right after its mark belongs to the mark, and so does one before
-        marks that end the turn: data in LLaVA's format has it there, and templates write their own.
+        Where a medium becomes a part, a line break right after its mark belongs to the mark. So does a line break
+        before marks that end the turn. Data in LLaVA's format has it there, and templates write their own.
 
         Raises `BadConversationError`.
         """

@@ -48,7 +48,7 @@ class GreedySettings:
         return self.repetition_penalty != 1.0 or bool(self.suppressed_ids)
 
     def answer_limit(self, prompt_tokens: int) -> int | None:
-        """Return the most tokens of an answer to a prompt of so many, at least one; None if the folder has no limit."""
+        """Return the most tokens of an answer to a prompt, at least one; None if the folder has no limit."""
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         return None if self.max_length is None else max(1, self.max_length - prompt_tokens)

@@ -1,4 +1,4 @@
-"""Find the form in which a chat template reads media: parts of a message, of which several forms are in use."""
+"""Find the form of message part by which a chat template reads media; several forms are in use."""
 
 import re
 from collections.abc import Mapping, Sequence

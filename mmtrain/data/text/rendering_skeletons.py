@@ -1,8 +1,8 @@
 """Render a template once for each form of conversation, where it writes texts as they are.
 
-Most templates write a text as it is, or without the white space around it, whatever it says. What they write around the
-texts then depends on roles and kinds of parts only, of which a dataset has few combinations. That a template is such a
-one is not assumed: it gets texts that raise an error when anything else is done with them.
+Most templates write a text as it is, or without the white space around it, whatever it says. Then the text around them
+depends on roles and kinds of parts only, and a dataset has few combinations of these. That a template is such a one is
+not assumed: it gets texts that raise an error when anything else is done with them.
 """
 
 import re

@@ -61,15 +61,15 @@ class SampleTokenizer(Protocol):
         """Encode all turns; medium i of a modality becomes `features[modality][i]` of the modality's tokens.
 
         Labels are the tokens of the answers, each with the token that ends it, one position ahead. An image in an
-        answer becomes a token that starts it, which is a label, `features[GENERATOR][i]` queries and a token that ends
-        it, which are none: the generator learns from the queries.
+        answer becomes a token that starts it, `features[GENERATOR][i]` queries and a token that ends it. Only the first
+        is a label: the generator learns from the queries.
         """
 
     def length_counter(self, max_tokens: int) -> LengthCounter:
         """Return a function that counts the ids and targets that `encode` would return for the same arguments.
 
-        It does not read texts that surely have more than `max_tokens` tokens (megabytes of text take minutes, and a
-        hundred times their size in memory); it returns a lower bound for these, and no targets.
+        For texts that surely have more than `max_tokens` tokens, it returns a lower bound and no targets without
+        reading them. Megabytes of text take minutes, and a hundred times their size in memory.
         """
 
     def prompt_ids(self, sample: Sample, features: MediaFeatures) -> IntArray:

@@ -1,8 +1,8 @@
 """Encode conversations with the tokenizer and the chat template of a Hugging Face model folder.
 
-The ids are those of `apply_chat_template` of transformers: the template renders the whole conversation, and the
-tokenizer encodes the whole rendering, so that texts merge with what the template writes around them. A processor lets
-the tokenizer add its special tokens, such as one that starts a text, unless the template has written that one.
+The ids are those of `apply_chat_template` of transformers. The template renders the whole conversation and the
+tokenizer encodes the whole rendering, so texts merge with what the template writes around them. A processor lets the
+tokenizer add its special tokens, such as one that starts a text, unless the template has written that one.
 
 Which special tokens texts may spell is a setting; in texts of users those that divide turns stay text, unlike in
 transformers.

@@ -1,6 +1,6 @@
 """Count the tokens of texts, and of rendered conversations, without encoding them: about five times faster.
 
-A byte-level BPE splits a text by a regular expression and merges only inside the pieces, so the number of tokens of a
+A byte-level BPE splits a text by a regular expression and merges only inside the pieces. So the number of tokens of a
 text is the sum over its pieces, and texts repeat the same words. A tokenizer of another construction, or a text that is
 not plain ASCII (where the regular expressions of two libraries might disagree), is encoded instead.
 """
@@ -73,7 +73,7 @@ class TokenCounter:
         return splits
 
     def min_tokens(self, num_characters: int) -> int:
-        """Return a lower bound on the tokens of a text of so many characters, from the longest token there is."""
+        """Return a lower bound on the tokens of a text of this number of characters, from the longest token there is."""
         return 0 if self._longest_token is None else -(-num_characters // self._longest_token)
 
     def __call__(self, text: str) -> int:
@@ -277,7 +277,7 @@ class RenderingCounter:
         self._is_exact = self._counter.knows_pieces and not takes_neighbours and not is_normalized
 
     def min_tokens(self, num_characters: int) -> int:
-        """Return a lower bound on the tokens of a text of so many characters."""
+        """Return a lower bound on the tokens of a text of this number of characters."""
         return self._counter.min_tokens(num_characters)
 
     def count(self, text: str, answers: Sequence[Span]) -> RenderingCounts | None:
