@@ -87,7 +87,7 @@ def check(
 
 def check_text(report: "CheckReport") -> str:
     """Write the report as lines: the counts, then each reason with its first examples."""
-    from mmtrain.data.formats.quarantine_reasons import QUARANTINE_REASONS
+    from mmtrain.data.formats.sample import QUARANTINE_REASONS
 
     media = ", ".join(f"{_PLURALS[kind]} {count}" for kind, count in report.media.items()) or "no media"
     sound = f" ({report.seconds_of_sound:.0f} s of audio)" if report.seconds_of_sound else ""

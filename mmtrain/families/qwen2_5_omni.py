@@ -18,7 +18,14 @@ from mmtrain.families.decoders import (
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.qwen2_5_vl import windowed_tower_settings, windowed_tower_weights
 from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER
-from mmtrain.families.tiny import MEDIA_TOKENS, TINY_EXTRACTOR, TINY_TOKENS, tiny_decoder, tiny_token_id
+from mmtrain.families.tiny import (
+    MEDIA_TOKENS,
+    TINY_EXTRACTOR,
+    TINY_QWEN_TOWER,
+    TINY_TOKENS,
+    tiny_decoder,
+    tiny_token_id,
+)
 from mmtrain.families.weight_layouts import ParameterSource, as_is, respell
 from mmtrain.families.whisper import whisper_settings, whisper_weights
 
@@ -82,14 +89,7 @@ _TINY: dict[str, Any] = {
     ),
     "vision_config": {
         "model_type": "qwen2_5_omni_vision_encoder",
-        "depth": 3,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "out_hidden_size": 128,
-        "num_heads": 4,
-        "patch_size": 8,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
+        **TINY_QWEN_TOWER,
         "window_size": 32,
         "fullatt_block_indexes": [1],
     },

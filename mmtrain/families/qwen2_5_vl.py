@@ -16,6 +16,7 @@ from mmtrain.families.qwen2_vl import (
     tower_settings,
     tower_weights,
 )
+from mmtrain.families.tiny import TINY_QWEN_TOWER
 from mmtrain.families.weight_layouts import ParameterSource, as_is, gate_and_up
 
 _DEFAULT_FULL_BLOCKS = [7, 15, 23, 31]
@@ -26,14 +27,7 @@ _TINY = {
     "text_config": {**TINY["text_config"], "model_type": "qwen2_5_vl_text"},
     "vision_config": {
         "model_type": "qwen2_5_vl_vision",
-        "depth": 3,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "out_hidden_size": 128,
-        "num_heads": 4,
-        "patch_size": 8,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
+        **TINY_QWEN_TOWER,
         "tokens_per_second": 2,
         "window_size": 32,
         "fullatt_block_indexes": [1],

@@ -10,7 +10,7 @@ from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.media_markup import SECONDS, MediaMarkup
 from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER, block_weights, tower_settings
 from mmtrain.families.rotary import rotary_settings
-from mmtrain.families.tiny import MEDIA_TOKENS, TINY_TOKENS, tiny_decoder, tiny_token_id
+from mmtrain.families.tiny import MEDIA_TOKENS, TINY_QWEN_TOWER, TINY_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
 _DEFAULTS = {"intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936}
@@ -58,14 +58,7 @@ _TINY: dict[str, Any] = {
     ),
     "vision_config": {
         "model_type": "qwen3_vl_vision",
-        "depth": 3,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "out_hidden_size": 128,
-        "num_heads": 4,
-        "patch_size": 8,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
+        **TINY_QWEN_TOWER,
         "num_position_embeddings": 36,
         "deepstack_visual_indexes": [0, 1],
     },

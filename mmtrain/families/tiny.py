@@ -17,6 +17,16 @@ TINY_EXTRACTOR = {  # of clips of at most four seconds, in preprocessor_config.j
     "padding_value": 0.0,
     "return_attention_mask": True,
 }
+TINY_QWEN_TOWER = {  # what the vision towers of Qwen2.5 and Qwen3 have in common
+    "depth": 3,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "out_hidden_size": 128,
+    "num_heads": 4,
+    "patch_size": 8,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
 
 
 def tiny_token_id(token: str) -> int:

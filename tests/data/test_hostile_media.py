@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmtrain.data.formats.quarantine_reasons import QUARANTINE_REASONS
+from mmtrain.data.formats.sample import QUARANTINE_REASONS
 from mmtrain.data.media.audio import read_num_frames
 from mmtrain.data.media.frame_sampling import frame_choice
 from mmtrain.data.media.images import load_rgb_images, read_image_size, supported_formats

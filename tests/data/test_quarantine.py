@@ -16,7 +16,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 import mmtrain
-from mmtrain.data.formats.quarantine_reasons import QUARANTINE_REASONS
+from mmtrain.data.formats.sample import QUARANTINE_REASONS
 from mmtrain.data.index.data_check import check_sources_for_recipe
 from mmtrain.recipe.settings.data_settings import SourceSettings
 from mmtrain.recipe.settings.modalities import AUDIO

@@ -73,7 +73,7 @@ class TokenCounter:
         return splits
 
     def min_tokens(self, num_characters: int) -> int:
-        """Return a lower bound on the tokens of a text of this number of characters, from the longest token there is."""
+        """Return a lower bound on the tokens of a text, from its length and the longest token there is."""
         return 0 if self._longest_token is None else -(-num_characters // self._longest_token)
 
     def __call__(self, text: str) -> int:
