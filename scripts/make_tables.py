@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from mmtrain.costs import AnalyticCosts, CostTable, TokenLoad, preset, preset_for_device
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, layer_fields, layer_key
 from mmtrain.data import build_index
 from mmtrain.data.synthetic.demo import generate_demo
@@ -116,11 +117,11 @@ def modelled(recipe: Recipe, unit: UnitShape, tp: int, hardware: str) -> list[La
 def _sample(costs: AnalyticCosts, layer: LayerShape, tp: int, load: TokenLoad) -> LayerSample:
     frozen = replace(layer, trainable=False)
     seconds = {
-        "forward": costs.seconds(layer, tp, load, "forward"),
-        "recompute": costs.seconds(layer, tp, load, "recompute"),
-        "backward": costs.seconds(layer, tp, load, "backward"),
-        "backward_weight": costs.seconds(layer, tp, load, "backward", input_grad=False),
-        "backward_input": costs.seconds(frozen, tp, load, "backward"),
+        "forward": costs.seconds(LayerWork(layer, tp, load, "forward")),
+        "recompute": costs.seconds(LayerWork(layer, tp, load, "recompute")),
+        "backward": costs.seconds(LayerWork(layer, tp, load, "backward")),
+        "backward_weight": costs.seconds(LayerWork(layer, tp, load, "backward", input_grad=False)),
+        "backward_input": costs.seconds(LayerWork(frozen, tp, load, "backward")),
     }
     return LayerSample(
         tokens=load.tokens,

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
-from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, CostModel, PieceCost, TokenLoad, TokenSplit
+from mmtrain.costs.cost_model import CostModel, LayerWork, PieceCost, TokenLoad
 from mmtrain.costs.hardware import Hardware, Link
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.models.shapes.model_shape import LayerShape
@@ -98,31 +98,13 @@ class PerturbedTable:
         """Where the table's entries come from, and what was changed."""
         return f"{self.measured.source}; scaled to {self.model.hardware.name}"
 
-    def seconds(
-        self,
-        layer: LayerShape,
-        tp: int,
-        load: TokenLoad,
-        kind: ComputeKind,
-        *,
-        input_grad: bool = True,
-        split: TokenSplit = UNDIVIDED,
-    ) -> float:
-        """Return the seconds one rank of `tp` spends on `layer`; see `CostModel`."""
-        return self._scaled(lambda costs: costs.seconds(layer, tp, load, kind, input_grad=input_grad, split=split))
+    def seconds(self, work: LayerWork) -> float:
+        """Return the seconds that one rank spends on a pass; see `CostModel`."""
+        return self._scaled(lambda costs: costs.seconds(work))
 
-    def pieces(
-        self,
-        layer: LayerShape,
-        tp: int,
-        load: TokenLoad,
-        kind: ComputeKind,
-        *,
-        input_grad: bool = True,
-        split: TokenSplit = UNDIVIDED,
-    ) -> tuple[PieceCost, ...]:
+    def pieces(self, work: LayerWork) -> tuple[PieceCost, ...]:
         """Return the measured pieces of the layer, the compute and the collective of each scaled by itself."""
-        pieces = self._of_all(lambda costs: costs.pieces(layer, tp, load, kind, input_grad=input_grad, split=split))
+        pieces = self._of_all(lambda costs: costs.pieces(work))
         return tuple(PieceCost(*map(_scaled, *of_piece)) for of_piece in zip(*pieces, strict=True))
 
     def activation_bytes(

@@ -7,7 +7,7 @@ Start with `cost_model.CostModel`. `AnalyticCosts` models it, `MeasuredCosts` in
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.choose import costs_for, machine_for, precision_for
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
-from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, CostModel, PieceCost, TokenLoad, TokenSplit
+from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, CostModel, LayerWork, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.cost_table import CostTable
 from mmtrain.costs.hardware import PRESETS, Hardware, Precision, preset, preset_for_device
 from mmtrain.costs.layer_arithmetic import input_grad_needed, model_flops, num_parameters, num_trained_parameters
@@ -25,6 +25,7 @@ __all__ = [
     "GroupLayout",
     "Hardware",
     "HeldLayers",
+    "LayerWork",
     "MeasuredCosts",
     "PieceCost",
     "Precision",

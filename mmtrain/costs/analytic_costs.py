@@ -15,17 +15,16 @@ from mmtrain.costs.block_pieces import (
     UP,
     BlockSeconds,
     ComputeBeside,
-    PassDirection,
     collective_kinds,
     piece_collectives,
     piece_compute,
     pieces_of,
 )
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout, collective_seconds
-from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, PieceCost, TokenLoad, TokenSplit
+from mmtrain.costs.cost_model import ComputeKind, LayerWork, PassDirection, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
-from mmtrain.costs.offload_costs import BlockPass, offloaded_bytes, offloaded_seconds
+from mmtrain.costs.offload_costs import offloaded_bytes, offloaded_seconds
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
 from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, adaptable_linears, num_pieces
@@ -122,66 +121,46 @@ class AnalyticCosts:
         """
         return "sdpa" in self.hardware.attention_backends or self.precision == "fp32"
 
-    def seconds(
-        self,
-        layer: LayerShape,
-        tp: int,
-        load: TokenLoad,
-        kind: ComputeKind,
-        *,
-        input_grad: bool = True,
-        split: TokenSplit = UNDIVIDED,
-    ) -> float:
-        """Return the seconds one rank of `tp` spends on `layer`, tensor-parallel collectives included.
+    def seconds(self, work: LayerWork) -> float:
+        """Return the seconds that one rank spends on a pass, tensor-parallel collectives included.
 
         `backward` excludes `recompute`, which costs a forward. A load without tokens costs nothing.
         """
+        layer, tp, load = work.layer, work.tp, work.load
         if load.tokens == 0:
             return 0.0
         if layer.offload != "none":
-            of = BlockPass(layer, tp, load, kind, input_grad, split)
-            return offloaded_seconds(self, self.hardware, self.element_bytes, of)
-        direction: PassDirection = "backward" if kind == "backward" else "forward"
-        saved_s = self._saved_by_chunks(layer, tp, load, direction, input_grad, split) if split.chunks > 1 else 0.0
-        if kind == "backward":
-            return self._backward(layer, tp, load, input_grad) - saved_s
-        again_s = self.activation_again(layer, tp, load, kind) + self.mlp_chunk_sums(layer, tp, load, kind)
-        return self._forward(layer, tp, load) + self._early_gradients(layer, tp, load, input_grad) + again_s - saved_s
+            return offloaded_seconds(self, self.hardware, self.element_bytes, work)
+        saved_s = self._saved_by_chunks(work) if work.split.chunks > 1 else 0.0
+        if work.kind == "backward":
+            return self._backward(layer, tp, load, work.input_grad) - saved_s
+        again_s = self.activation_again(layer, tp, load, work.kind) + self.mlp_chunk_sums(layer, tp, load, work.kind)
+        early_s = self._early_gradients(layer, tp, load, work.input_grad)
+        return self._forward(layer, tp, load) + early_s + again_s - saved_s
 
-    def pieces(
-        self,
-        layer: LayerShape,
-        tp: int,
-        load: TokenLoad,
-        kind: ComputeKind,
-        *,
-        input_grad: bool = True,
-        split: TokenSplit = UNDIVIDED,
-    ) -> tuple[PieceCost, ...]:
+    def pieces(self, work: LayerWork) -> tuple[PieceCost, ...]:
         """Divide `seconds` among the layer's pieces; see `block_pieces`. A single piece includes its collectives.
 
         Where a pass stops behind a piece, gradients of the piece's own weights hide nothing of its collective, and all
         of it is left for other work.
         """
-        total = self.seconds(layer, tp, load, kind, input_grad=input_grad, split=split)
-        if num_pieces(layer.kind) == 1:
+        total, num_of_layer = self.seconds(work), num_pieces(work.layer.kind)
+        if num_of_layer == 1:
             return (PieceCost(total, 0.0),)
         if not total:
-            return (PieceCost(0.0, 0.0),) * num_pieces(layer.kind)
-        direction: PassDirection = "backward" if kind == "backward" else "forward"
-        compute = self.block_compute(layer, tp, load, direction, input_grad=input_grad)
-        if tp == 1:
+            return (PieceCost(0.0, 0.0),) * num_of_layer
+        compute = self.block_compute(work)
+        if work.tp == 1:
             return pieces_of(compute, {})
-        beside = self.compute_beside(layer, tp, load, direction, input_grad=input_grad, split=split)
-        nbytes = load.tokens * layer.hidden * self.element_bytes
-        return pieces_of(compute, piece_collectives(self, nbytes, tp, direction, beside, split))
+        nbytes = work.load.tokens * work.layer.hidden * self.element_bytes
+        beside = self.compute_beside(work)
+        return pieces_of(compute, piece_collectives(self, nbytes, work.tp, work.direction, beside, work.split))
 
-    def block_compute(
-        self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection, *, input_grad: bool
-    ) -> list[float]:
+    def block_compute(self, work: LayerWork) -> list[float]:
         """Return the seconds that each piece of a block computes, collectives of its tensor-parallel group left out."""
+        layer, tp, load, direction = work.layer, work.tp, work.load, work.direction
         if direction == "backward":
-            weight_grad, input_grad = analytic.needed_gradients(layer, input_grad)
+            weight_grad, input_grad = analytic.needed_gradients(layer, work.input_grad)
             passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
         else:
             passes = tuple((gemm, 1) for gemm in analytic.gemms(layer, load, tp))
@@ -198,27 +177,17 @@ class AnalyticCosts:
         )
         return piece_compute(layer, tp, direction, seconds)
 
-    def compute_beside(
-        self,
-        layer: LayerShape,
-        tp: int,
-        load: TokenLoad,
-        direction: PassDirection,
-        *,
-        input_grad: bool,
-        split: TokenSplit = UNDIVIDED,
-    ) -> dict[int, ComputeBeside]:
+    def compute_beside(self, work: LayerWork) -> dict[int, ComputeBeside]:
         """Return, by piece of a block, the compute beside the collective that follows the piece."""
-        gemms = analytic.gemms(layer, load, tp)
-        is_backward, weight_grad = direction == "backward", analytic.needed_gradients(layer, input_grad)[0]
+        gemms, direction = analytic.gemms(work.layer, work.load, work.tp), work.direction
+        computes_weight_gradient = analytic.needed_gradients(work.layer, work.input_grad)[0]
         beside = {}
-        for piece, kind in collective_kinds(direction, sp=split.sp).items():
-            number = _CHUNKED_GEMMS[direction][piece]
-            gemm = gemms[number]
+        for piece, kind in collective_kinds(direction, sp=work.split.sp).items():
+            gemm = gemms[_CHUNKED_GEMMS[direction][piece]]
             gemm_s = self._gemm(gemm)
-            has_gradient_beside = is_backward and weight_grad and kind != "all_gather"
+            has_gradient_beside = direction == "backward" and computes_weight_gradient and kind != "all_gather"
             after_s = gemm_s if has_gradient_beside else 0.0
-            chunk_s = gemm_s if after_s else self._chunk_of_gemm(gemm, split.chunks)
+            chunk_s = gemm_s if after_s else self._chunk_of_gemm(gemm, work.split.chunks)
             beside[piece] = ComputeBeside(gemm_s, chunk_s, after_s)
         return beside
 
@@ -228,18 +197,17 @@ class AnalyticCosts:
         return self._gemm(replace(gemm, m=-(-gemm.m // chunks))) + launches_s
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019
-    def _saved_by_chunks(
-        self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection, input_grad: bool, split: TokenSplit
-    ) -> float:
-        """Return by how much chunks shorten a direction of a block; negative where they lengthen it."""
-        has_pass = direction == "forward" or layer.trainable or input_grad
+    def _saved_by_chunks(self, work: LayerWork) -> float:
+        """Return by how much chunks shorten a pass of a block; negative where they lengthen it."""
+        layer, tp, direction = work.layer, work.tp, work.direction
+        has_pass = direction == "forward" or work.has_gradient
         if tp == 1 or layer.kind not in REDUCED_BESIDE_WEIGHT_GRADIENT or not has_pass:
             return 0.0
-        nbytes = load.tokens * layer.hidden * self.element_bytes
+        nbytes = work.load.tokens * layer.hidden * self.element_bytes
         hidden_s = []
-        for of_split in (split, TokenSplit(split.sp)):
-            beside = self.compute_beside(layer, tp, load, direction, input_grad=input_grad, split=of_split)
-            collectives = piece_collectives(self, nbytes, tp, direction, beside, of_split)
+        for split in (work.split, TokenSplit(work.split.sp)):
+            beside = self.compute_beside(work._replace(split=split))
+            collectives = piece_collectives(self, nbytes, tp, direction, beside, split)
             hidden_s.append(sum(collective.hidden_s for collective in collectives.values()))
         return hidden_s[0] - hidden_s[1]
 

@@ -15,14 +15,13 @@ and reductions of the first and the last chunk. A pass that stops at a collectiv
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mmtrain.costs.block_arithmetic import mixer_arithmetic, mlp_arithmetic
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
-from mmtrain.costs.cost_model import CostModel, PieceCost, TokenSplit
+from mmtrain.costs.cost_model import CostModel, PassDirection, PieceCost, TokenSplit
 from mmtrain.models.shapes.model_shape import BLOCK_PIECES, LayerShape
 
-PassDirection = Literal["forward", "backward"]
 NORM, QKV, ATTENTION, PROJECTION, NORM_MLP, UP, DOWN, ADD = range(len(BLOCK_PIECES))
 _REDUCED: dict[PassDirection, tuple[int, ...]] = {"forward": (PROJECTION, DOWN), "backward": (QKV, UP)}
 _GATHERED: dict[PassDirection, tuple[int, ...]] = {"forward": (NORM, NORM_MLP), "backward": (ADD, NORM_MLP)}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from mmtrain.costs.collectives import GroupLayout
-from mmtrain.costs.cost_model import ComputeKind, CostModel, TokenLoad
+from mmtrain.costs.cost_model import CostModel, LayerWork, TokenLoad
 from mmtrain.models.shapes.model_shape import LayerShape
 
 BLOCK = "decoder_block"  # the only layer of an LLM in which tokens of a sequence meet
@@ -32,25 +32,18 @@ class ContextGroup:
         return (self.layout.fewest_per_node - 1) / max(self.cp - 1, 1)
 
 
-def context_seconds(
-    layer: LayerShape,
-    tp: int,
-    load: TokenLoad,
-    kind: ComputeKind,
-    costs: CostModel,
-    group: ContextGroup,
-    element_bytes: int,
-) -> float:
-    """Return the seconds that a block waits for other ranks in one direction; `load` is that of one rank.
+def context_seconds(work: LayerWork, costs: CostModel, group: ContextGroup, element_bytes: int) -> float:
+    """Return the seconds that a block waits for other ranks in a pass; `work.load` is that of one rank.
 
     Layers in which tokens do not meet wait for nothing, and nor does a rank that shares no sequence. A block whose
     activations come back from host memory is not computed again.
     """
-    if layer.kind != BLOCK or group.cp == 1 or not load.exchanged or (kind, layer.offload) == ("recompute", "all"):
+    layer = work.layer
+    comes_back = (work.kind, layer.offload) == ("recompute", "all")
+    if layer.kind != BLOCK or group.cp == 1 or not work.load.exchanged or comes_back:
         return 0.0
-    if group.is_ring:
-        return _ring_seconds(layer, tp, load, kind, costs, group, element_bytes)
-    return _all_to_all_seconds(layer, tp, load, costs, group, element_bytes)
+    seconds = _ring_seconds if group.is_ring else _all_to_all_seconds
+    return seconds(work, costs, group, element_bytes)
 
 
 def exchange_buffer_bytes(layer: LayerShape, tp: int, load: TokenLoad, element_bytes: int) -> int:
@@ -70,15 +63,13 @@ def _local_heads(layer: LayerShape, tp: int) -> tuple[int, int]:
     return layer.attention.heads // tp, max(layer.attention.kv_heads // tp, 1)
 
 
-def _all_to_all_seconds(
-    layer: LayerShape, tp: int, load: TokenLoad, costs: CostModel, group: ContextGroup, element_bytes: int
-) -> float:
+def _all_to_all_seconds(work: LayerWork, costs: CostModel, group: ContextGroup, element_bytes: int) -> float:
     """Return the seconds of two all-to-alls: of queries, keys and values, and of outputs; gradients take the same way.
 
     Where ranks are more than key-value heads, each needs a whole one.
     """
-    heads, kv_heads = _local_heads(layer, tp)
-    row_bytes = layer.attention.head_dim * element_bytes * load.exchanged * (group.cp - 1) / group.cp
+    heads, kv_heads = _local_heads(work.layer, work.tp)
+    row_bytes = work.layer.attention.head_dim * element_bytes * work.load.exchanged * (group.cp - 1) / group.cp
 
     def seconds(num_heads: int) -> float:
         nbytes = num_heads * row_bytes
@@ -88,32 +79,26 @@ def _all_to_all_seconds(
     return seconds(heads + 2 * max(kv_heads, group.cp)) + seconds(heads)
 
 
-def _ring_seconds(
-    layer: LayerShape,
-    tp: int,
-    load: TokenLoad,
-    kind: ComputeKind,
-    costs: CostModel,
-    group: ContextGroup,
-    element_bytes: int,
-) -> float:
+def _ring_seconds(work: LayerWork, costs: CostModel, group: ContextGroup, element_bytes: int) -> float:
     """Return the seconds by which messages around the ring outlast the attention beside them.
 
     A forward passes keys and values on cp - 1 times, each while the rank attends to those it has. A backward passes
     them on again, with their gradients, which need one message more to come home.
     """
-    kv_bytes = 2 * _local_heads(layer, tp)[1] * layer.attention.head_dim * load.exchanged * element_bytes
-    message_bytes = kv_bytes if kind != "backward" else 2 * kv_bytes
+    kv_heads = _local_heads(work.layer, work.tp)[1]
+    kv_bytes = 2 * kv_heads * work.layer.attention.head_dim * work.load.exchanged * element_bytes
+    message_bytes = 2 * kv_bytes if work.kind == "backward" else kv_bytes
     same_node = group.layout.nodes == 1
     message_s = costs.transfer(message_bytes, same_node)
-    beside_s = _attention_seconds(layer, tp, load, kind, costs) / group.cp
+    beside_s = _attention_seconds(work, costs) / group.cp
     hidden_s = min(message_s, beside_s)
     lost_share = costs.overlap_slowdown("all_gather", message_bytes, group.layout)
     seconds = (group.cp - 1) * (message_s - hidden_s + lost_share * hidden_s)
-    return seconds + (costs.transfer(kv_bytes, same_node) if kind == "backward" else 0.0)
+    return seconds + (costs.transfer(kv_bytes, same_node) if work.kind == "backward" else 0.0)
 
 
-def _attention_seconds(layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, costs: CostModel) -> float:
+def _attention_seconds(work: LayerWork, costs: CostModel) -> float:
     """Return what of a block's seconds grows with the square of lengths."""
-    without = replace(load, sum_sq=load.num_sequences, max_len=1)
-    return max(costs.seconds(layer, tp, load, kind) - costs.seconds(layer, tp, without, kind), 0.0)
+    of_layer = LayerWork(work.layer, work.tp, work.load, work.kind)
+    short = replace(work.load, sum_sq=work.load.num_sequences, max_len=1)
+    return max(costs.seconds(of_layer) - costs.seconds(of_layer._replace(load=short)), 0.0)

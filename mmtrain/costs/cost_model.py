@@ -9,6 +9,7 @@ from mmtrain.costs.collectives import CollectiveKind, GroupLayout
 from mmtrain.models.shapes.model_shape import LayerShape
 
 ComputeKind = Literal["forward", "backward", "recompute"]
+PassDirection = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,31 @@ class TokenSplit:
 UNDIVIDED = TokenSplit()
 
 
+class LayerWork(NamedTuple):
+    """One pass of a layer on one rank: what its seconds depend on.
+
+    A backward computes weight gradients if `layer.trainable`, and the gradient of the layer's input if `input_grad`.
+    With neither there is no backward.
+    """
+
+    layer: LayerShape
+    tp: int  # ranks that share the layer
+    load: TokenLoad  # of one microbatch
+    kind: ComputeKind
+    input_grad: bool = True  # whether something trainable lies below the layer
+    split: TokenSplit = UNDIVIDED
+
+    @property
+    def direction(self) -> PassDirection:
+        """Return the direction in which the pass runs: a recomputation runs forward."""
+        return "backward" if self.kind == "backward" else "forward"
+
+    @property
+    def has_gradient(self) -> bool:
+        """Return whether backward computes anything."""
+        return self.layer.trainable or self.input_grad
+
+
 class PieceCost(NamedTuple):
     """The seconds of a piece of a layer on one rank.
 
@@ -91,8 +117,7 @@ class PieceCost(NamedTuple):
 class CostModel(Protocol):
     """Seconds and bytes of layers and messages; `source` says whether they are measured, modelled or given.
 
-    What a backward computes depends on what trains: weight gradients if `layer.trainable`, the gradient of the layer's
-    input if `input_grad` (something trainable lies below the layer). With neither there is no backward.
+    What a backward computes depends on what trains: see `LayerWork`.
     """
 
     @property
@@ -100,33 +125,15 @@ class CostModel(Protocol):
         """`measured`, `modelled` or `given`, with the hardware's name, for every table that prints a cost."""
         ...
 
-    def seconds(
-        self,
-        layer: LayerShape,
-        tp: int,
-        load: TokenLoad,
-        kind: ComputeKind,
-        *,
-        input_grad: bool = True,
-        split: TokenSplit = UNDIVIDED,
-    ) -> float:
-        """Return the seconds one rank of `tp` spends on `layer`.
+    def seconds(self, work: LayerWork) -> float:
+        """Return the seconds that one rank spends on a layer's pass.
 
         `backward` excludes `recompute`. A forward that no backward follows keeps no activations. Sequence parallelism
         itself changes nothing here, only what chunks hide with it.
         """
         ...
 
-    def pieces(
-        self,
-        layer: LayerShape,
-        tp: int,
-        load: TokenLoad,
-        kind: ComputeKind,
-        *,
-        input_grad: bool = True,
-        split: TokenSplit = UNDIVIDED,
-    ) -> tuple[PieceCost, ...]:
+    def pieces(self, work: LayerWork) -> tuple[PieceCost, ...]:
         """Divide `seconds` among the layer's pieces; see `costs.block_pieces`."""
         ...
 

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.block_arithmetic import joins_attention_output, mixer_arithmetic
-from mmtrain.costs.block_pieces import PassDirection, PieceCollective, piece_collectives, pieces_of, scale_pieces
+from mmtrain.costs.block_pieces import PieceCollective, piece_collectives, pieces_of, scale_pieces
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
 from mmtrain.costs.core_ratios import core_ratios
-from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, PieceCost, TokenLoad, TokenSplit
+from mmtrain.costs.cost_model import UNDIVIDED, LayerWork, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.cost_table import (
     CostTable,
     LayerEntry,
@@ -24,7 +24,7 @@ from mmtrain.costs.cost_table import (
     layer_fields,
     layer_key,
 )
-from mmtrain.costs.offload_costs import BlockPass, offloaded_bytes, offloaded_seconds
+from mmtrain.costs.offload_costs import offloaded_bytes, offloaded_seconds
 from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import LayerShape, num_pieces
 
@@ -131,34 +131,21 @@ class MeasuredCosts:
             parts.append("`mmtrain profile` on such hardware measures them")
         return "; ".join(parts)
 
-    def seconds(
-        self,
-        layer: LayerShape,
-        tp: int,
-        load: TokenLoad,
-        kind: ComputeKind,
-        *,
-        input_grad: bool = True,
-        split: TokenSplit = UNDIVIDED,
-    ) -> float:
-        """Return the seconds one rank of `tp` spends on `layer`; see `CostModel`.
+    def seconds(self, work: LayerWork) -> float:
+        """Return the seconds that one rank spends on a pass; see `CostModel`.
 
         In chunks they are those of a layer that was measured in as many. From those of the nearest number that was
         measured, or of a layer without chunks, they differ as modelled.
         """
+        layer, tp, load, kind = work.layer, work.tp, work.load, work.kind
         if layer.offload != "none":
-            of = BlockPass(layer, tp, load, kind, input_grad, split)
-            return offloaded_seconds(self, self.model.hardware, self.model.element_bytes, of)
-        measured_split = TokenSplit(split.sp, self._measured_chunks(layer, tp, split.chunks))
-        seconds = self._unscaled_seconds(layer, tp, load, kind, input_grad, measured_split.chunks)
-        if split != measured_split and seconds:
-            wanted_s, reference_s = (
-                self.model.seconds(layer, tp, load, kind, input_grad=input_grad, split=of_split)
-                for of_split in (split, measured_split)
-            )
-            seconds *= wanted_s / reference_s
+            return offloaded_seconds(self, self.model.hardware, self.model.element_bytes, work)
+        measured_split = TokenSplit(work.split.sp, self._measured_chunks(layer, tp, work.split.chunks))
+        seconds = self._unscaled_seconds(work, measured_split.chunks)
+        if work.split != measured_split and seconds:
+            seconds *= self.model.seconds(work) / self.model.seconds(work._replace(split=measured_split))
         if layer.lora is not None and load.tokens:
-            seconds += self.model.adapter_seconds(layer, tp, load, "backward" if kind == "backward" else "forward")
+            seconds += self.model.adapter_seconds(layer, tp, load, work.direction)
         if seconds:
             seconds += self.model.activation_again(layer, tp, load, kind)
             seconds += self.model.mlp_chunk_sums(layer, tp, load, kind)
@@ -169,14 +156,13 @@ class MeasuredCosts:
             return seconds
         return seconds * (scale.forward if kind == "forward" else scale.backward)
 
-    def _unscaled_seconds(
-        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, input_grad: bool, chunks: int
-    ) -> float:
+    def _unscaled_seconds(self, work: LayerWork, chunks: int) -> float:
         """Return the seconds of the layer without its adapters, for they are in no table."""
-        if load.tokens == 0 or (kind == "backward" and not (layer.trainable or input_grad)):
+        layer, load, kind = work.layer, work.load, work.kind
+        if load.tokens == 0 or (kind == "backward" and not work.has_gradient):
             return 0.0
-        weight_grad, input_grad = analytic.needed_gradients(layer, input_grad)
-        entry = self._entry(layer, tp, chunks)
+        weight_grad, input_grad = analytic.needed_gradients(layer, work.input_grad)
+        entry = self._entry(layer, work.tp, chunks)
         timed: TimedPass = kind
         no_backward_follows = kind == "forward" and not (layer.trainable or input_grad)
         if no_backward_follows and entry is not None and "forward_only" in entry.samples[0].seconds:
@@ -186,42 +172,33 @@ class MeasuredCosts:
         if entry is not None and timed == "backward_weight" and timed not in entry.samples[0].seconds:
             timed = "backward"  # a layer whose input has no gradient has only this one
         if entry is None or timed not in entry.samples[0].seconds:
-            self.missing.add(f"{layer.kind} tp{tp}")
+            self.missing.add(f"{layer.kind} tp{work.tp}")
             has_extras = layer.lora is not None or layer.recomputes_activation
             bare = replace(layer, lora=None, recomputes_activation=False) if has_extras else layer
-            return self.model.seconds(bare, tp, load, kind, input_grad=input_grad)
+            return self.model.seconds(LayerWork(bare, work.tp, load, kind, input_grad))
         return self._interpolate(entry, timed, layer, load)
 
-    def pieces(
-        self,
-        layer: LayerShape,
-        tp: int,
-        load: TokenLoad,
-        kind: ComputeKind,
-        *,
-        input_grad: bool = True,
-        split: TokenSplit = UNDIVIDED,
-    ) -> tuple[PieceCost, ...]:
+    def pieces(self, work: LayerWork) -> tuple[PieceCost, ...]:
         """Divide the measured seconds of the layer among its pieces.
 
         Where the table knows the layer and the collectives of its tensor-parallel group, these take what was measured,
         and the rest is divided in the modelled proportions. Else everything is.
         """
+        layer, tp, load, split = work.layer, work.tp, work.load, work.split
         if num_pieces(layer.kind) == 1 or not load.tokens or not self._knows_collectives(layer, tp, sp=split.sp):
-            total_s = self.seconds(layer, tp, load, kind, input_grad=input_grad, split=split)
-            return scale_pieces(self.model.pieces(layer, tp, load, kind, input_grad=input_grad, split=split), total_s)
-        total_s = self.seconds(layer, tp, load, kind, input_grad=input_grad)
-        direction: PassDirection = "backward" if kind == "backward" else "forward"
+            return scale_pieces(self.model.pieces(work), self.seconds(work))
+        undivided = work._replace(split=UNDIVIDED)
+        total_s = self.seconds(undivided)
         nbytes = load.tokens * layer.hidden * self.model.element_bytes
-        compute = self.model.block_compute(layer, tp, load, direction, input_grad=input_grad)
+        compute = self.model.block_compute(work)
         if not total_s or not any(compute):
             return scale_pieces(pieces_of(compute, {}), total_s)
-        whole = self.model.compute_beside(layer, tp, load, direction, input_grad=input_grad)
-        measured = piece_collectives(self, nbytes, tp, direction, whole, UNDIVIDED)  # as the layer was profiled
+        whole = self.model.compute_beside(undivided)
+        measured = piece_collectives(self, nbytes, tp, work.direction, whole, UNDIVIDED)  # as the layer was profiled
         factor = _compute_factor(sum(compute), measured.values(), total_s)
-        beside = self.model.compute_beside(layer, tp, load, direction, input_grad=input_grad, split=split)
+        beside = self.model.compute_beside(work)
         scaled = {piece: seconds.scaled(factor) for piece, seconds in beside.items()}
-        collectives = piece_collectives(self, nbytes, tp, direction, scaled, split)
+        collectives = piece_collectives(self, nbytes, tp, work.direction, scaled, split)
         return pieces_of([factor * seconds for seconds in compute], collectives)
 
     def _knows_collectives(self, layer: LayerShape, tp: int, *, sp: bool) -> bool:

@@ -5,11 +5,9 @@ a copy costs no more than what it takes longer than a pass of such a block. See 
 """
 
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
 
 from mmtrain.costs import layer_arithmetic as analytic
-from mmtrain.costs.cost_model import ComputeKind, CostModel, TokenLoad, TokenSplit
+from mmtrain.costs.cost_model import ComputeKind, CostModel, LayerWork, TokenLoad
 from mmtrain.costs.hardware import Hardware
 from mmtrain.models.shapes.model_shape import LayerShape
 
@@ -35,45 +33,34 @@ def offloaded_bytes(
     return costs.activation_bytes(without_offload(layer), tp, load, layer.offload == "inputs", input_grad=input_grad)
 
 
-class BlockPass(NamedTuple):
-    """What the seconds of a block depend on, see `CostModel.seconds`."""
-
-    layer: LayerShape
-    tp: int
-    load: TokenLoad
-    kind: ComputeKind
-    input_grad: bool
-    split: TokenSplit
-
-
-def offloaded_seconds(costs: CostModel, hardware: Hardware, element_bytes: int, of: BlockPass) -> float:
+def offloaded_seconds(costs: CostModel, hardware: Hardware, element_bytes: int, work: LayerWork) -> float:
     """Return the seconds of a pass of a block that may have activations in host memory.
 
     `recompute` is what it takes longer where it has: it waits for copies, and with `inputs` it is computed again.
     """
-    seconds = partial(costs.seconds, tp=of.tp, load=of.load, input_grad=of.input_grad, split=of.split)
-    on_device = replace(of.layer, offload="none")
-    if of.kind != "recompute":
-        return seconds(on_device, kind=of.kind)
-    wait_s = _copy_wait(costs, hardware, element_bytes, of)
-    if of.layer.offload == "inputs":
-        return wait_s + seconds(on_device, kind=of.kind)
+    on_device = work._replace(layer=replace(work.layer, offload="none"))
+    if work.kind != "recompute":
+        return costs.seconds(on_device)
+    wait_s = _copy_wait(costs, hardware, element_bytes, work)
+    if work.layer.offload == "inputs":
+        return wait_s + costs.seconds(on_device)
     # The output of the activation function comes back with the rest.
-    return wait_s + seconds(without_offload(of.layer), kind="backward") - seconds(on_device, kind="backward")
+    kept = work._replace(layer=without_offload(work.layer), kind="backward")
+    return wait_s + costs.seconds(kept) - costs.seconds(on_device._replace(kind="backward"))
 
 
-def _copy_wait(costs: CostModel, hardware: Hardware, element_bytes: int, of: BlockPass) -> float:
+def _copy_wait(costs: CostModel, hardware: Hardware, element_bytes: int, work: LayerWork) -> float:
     """Return by how much copies to and from host memory lengthen the forward and backward of a block.
 
     An input comes back while the block behind is computed again, too, so it waits even less.
     """
-    layer, tp, load, _, _, split = of
-    kept, copies_inputs = without_offload(layer), layer.offload == "inputs"
-    nbytes = costs.activation_bytes(kept, tp, load, copies_inputs)
-    if split.sp:
-        nbytes -= analytic.sequence_parallel_savings(kept, load, element_bytes, tp, copies_inputs)
+    kept, copies_inputs = without_offload(work.layer), work.layer.offload == "inputs"
+    nbytes = costs.activation_bytes(kept, work.tp, work.load, copies_inputs)
+    if work.split.sp:
+        nbytes -= analytic.sequence_parallel_savings(kept, work.load, element_bytes, work.tp, copies_inputs)
     if hardware.host_bytes_per_s is None:  # the processor that computes copies: it reads and writes each byte, twice
         return 4 * nbytes / hardware.moved_bytes_per_s
     copy_s = nbytes / hardware.host_bytes_per_s
     passes: tuple[ComputeKind, ComputeKind] = ("forward", "backward")
-    return sum(max(copy_s - costs.seconds(kept, tp, load, kind, split=split), 0.0) for kind in passes)
+    kept_work = work._replace(layer=kept, input_grad=True)
+    return sum(max(copy_s - costs.seconds(kept_work._replace(kind=kind)), 0.0) for kind in passes)

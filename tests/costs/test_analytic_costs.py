@@ -7,6 +7,7 @@ import pytest
 
 from mmtrain.costs import PRESETS, AnalyticCosts, GroupLayout, TokenLoad, preset, preset_for_device
 from mmtrain.costs import layer_arithmetic as analytic
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES, MLP_CHUNK_TOKENS, Attention, DenseMlp, LayerShape
@@ -45,17 +46,19 @@ def test_source_says_that_nothing_was_measured_and_how_far_off_it_may_be(costs: 
 
 def test_no_layer_is_faster_than_the_peak(costs: AnalyticCosts) -> None:
     for layer in LAYERS:
-        forward = costs.seconds(layer, 1, LOAD, "forward")
-        backward = costs.seconds(layer, 1, LOAD, "backward")
+        forward = costs.seconds(LayerWork(layer, 1, LOAD, "forward"))
+        backward = costs.seconds(LayerWork(layer, 1, LOAD, "backward"))
         peak = costs.hardware.peak_flops(costs.precision)
         assert forward >= analytic.forward_flops(layer, LOAD) / peak
         assert backward >= analytic.backward_flops(layer, LOAD, weight_grad=True, input_grad=True) / peak
-        assert costs.seconds(layer, 1, LOAD, "recompute") == forward
+        assert costs.seconds(LayerWork(layer, 1, LOAD, "recompute")) == forward
 
 
 def test_more_tokens_never_cost_less(costs: AnalyticCosts) -> None:
     for layer in LAYERS:
-        seconds = [costs.seconds(layer, 1, TokenLoad.of(np.array([n])), "forward") for n in (0, 64, 256, 1024)]
+        seconds = [
+            costs.seconds(LayerWork(layer, 1, TokenLoad.of(np.array([n])), "forward")) for n in (0, 64, 256, 1024)
+        ]
         assert seconds == sorted(seconds)
         assert seconds[0] == 0.0
 
@@ -65,17 +68,19 @@ def test_images_that_see_both_ways_cost_more_attention_and_no_more_flops(costs: 
     seeing = replace(block, mixer=replace(block.attention, image_spans=True))
     assert analytic.forward_flops(seeing, LOAD) == analytic.forward_flops(block, LOAD)
     for kind in ("forward", "backward"):
-        more_s = costs.seconds(seeing, 1, LOAD, kind) - costs.seconds(block, 1, LOAD, kind)
-        attention_s = costs.pieces(block, 1, LOAD, kind)[BLOCK_PIECES.index("attention")].compute_s
+        more_s = costs.seconds(LayerWork(seeing, 1, LOAD, kind)) - costs.seconds(LayerWork(block, 1, LOAD, kind))
+        attention_s = costs.pieces(LayerWork(block, 1, LOAD, kind))[BLOCK_PIECES.index("attention")].compute_s
         assert 0 < more_s <= attention_s
 
 
 def test_layers_without_gradients_cost_no_backward(costs: AnalyticCosts) -> None:
     for layer in LAYERS:
         frozen = replace(layer, trainable=False)
-        assert costs.seconds(frozen, 1, LOAD, "backward", input_grad=False) == 0.0
+        assert costs.seconds(LayerWork(frozen, 1, LOAD, "backward", input_grad=False)) == 0.0
         assert costs.activation_bytes(frozen, 1, LOAD, False, input_grad=False) == 0
-        assert costs.seconds(frozen, 1, LOAD, "backward") <= costs.seconds(layer, 1, LOAD, "backward")
+        assert costs.seconds(LayerWork(frozen, 1, LOAD, "backward")) <= costs.seconds(
+            LayerWork(layer, 1, LOAD, "backward")
+        )
 
 
 def test_large_gemms_reach_the_stated_share_of_the_peak() -> None:
@@ -107,7 +112,8 @@ def test_what_a_framework_does_not_fuse_passes_through_memory(execution: Executi
     block = LayerShape("decoder_block", hidden=64, out=64, mixer=Attention(4, 4, 16), mlp=DenseMlp(256))
     own, other = (AnalyticCosts(hardware, "bf16", e) for e in (OWN_RUNTIME, execution))
     added = [
-        other.seconds(block, 1, LOAD, kind) - own.seconds(block, 1, LOAD, kind) for kind in ("forward", "backward")
+        other.seconds(LayerWork(block, 1, LOAD, kind)) - own.seconds(LayerWork(block, 1, LOAD, kind))
+        for kind in ("forward", "backward")
     ]
     assert added[0] == pytest.approx(seconds * 64 / hardware.moved_bytes_per_s)
     assert added[1] == pytest.approx(2 * added[0])
@@ -116,10 +122,10 @@ def test_what_a_framework_does_not_fuse_passes_through_memory(execution: Executi
 def test_backward_computes_again_what_the_framework_did_not_keep() -> None:
     hardware = preset("a100-80g")
     block = LayerShape("decoder_block", hidden=64, out=64, mixer=Attention(4, 4, 16), mlp=DenseMlp(256))
-    forward_s = AnalyticCosts(hardware, "bf16").pieces(block, 1, LOAD, "forward")
+    forward_s = AnalyticCosts(hardware, "bf16").pieces(LayerWork(block, 1, LOAD, "forward"))
     again = Execution(recomputed_gemms=1.0, recomputes_elementwise=True, recomputes_attention=True)
     kept_s, again_s = (
-        AnalyticCosts(hardware, "bf16", e).seconds(block, 1, LOAD, "backward") for e in (OWN_RUNTIME, again)
+        AnalyticCosts(hardware, "bf16", e).seconds(LayerWork(block, 1, LOAD, "backward")) for e in (OWN_RUNTIME, again)
     )
     starts_s = 20 * hardware.kernel_launch_s  # recomputation is not charged with starting kernels
     assert again_s - kept_s == pytest.approx(sum(map(sum, forward_s)) - starts_s)
@@ -129,7 +135,7 @@ def test_scores_that_pass_through_memory_cost_more_than_fused_attention() -> Non
     block = LayerShape("decoder_block", hidden=2048, out=2048, mixer=Attention(16, 16, 128), mlp=DenseMlp(8192))
     load = TokenLoad.of(np.array([2048] * 4))
     seconds = [
-        AnalyticCosts(preset("a100-80g"), "bf16", e).seconds(block, 1, load, "forward")
+        AnalyticCosts(preset("a100-80g"), "bf16", e).seconds(LayerWork(block, 1, load, "forward"))
         for e in (OWN_RUNTIME, Execution(fused_attention=False), Execution(fused_attention=False, dropout=True))
     ]
     assert seconds == sorted(seconds)
@@ -157,9 +163,11 @@ def test_a_head_that_computes_by_chunks_has_its_gradients_in_forward() -> None:
 
     def shares(layer: LayerShape, load: TokenLoad, input_grad: bool) -> tuple[float, float]:
         """Return the seconds of forward and backward, in forwards without a backward."""
-        evaluation = costs.seconds(frozen, 1, load, "forward", input_grad=False)
-        forward = costs.seconds(layer, 1, load, "forward", input_grad=input_grad)
-        return forward / evaluation, costs.seconds(layer, 1, load, "backward", input_grad=input_grad) / evaluation
+        evaluation = costs.seconds(LayerWork(frozen, 1, load, "forward", input_grad=False))
+        forward = costs.seconds(LayerWork(layer, 1, load, "forward", input_grad=input_grad))
+        return forward / evaluation, costs.seconds(
+            LayerWork(layer, 1, load, "backward", input_grad=input_grad)
+        ) / evaluation
 
     assert shares(head, at_once, True) == pytest.approx((1, 2), abs=0.1)
     assert shares(head, by_chunks, True) == pytest.approx((2.7, 0.3), abs=0.3)
@@ -179,7 +187,7 @@ def test_an_mlp_in_chunks_reads_and_writes_sums_of_gradients_for_each_more() -> 
         load = TokenLoad.of(np.array([num_tokens]))
         assert costs.mlp_chunk_sums(block, 1, load, "recompute") == pytest.approx(num_more * sums_s)
         assert costs.mlp_chunk_sums(block, 1, load, "backward") == 0.0
-        forward_s, recompute_s = (costs.seconds(block, 1, load, kind) for kind in ("forward", "recompute"))  # type: ignore[arg-type]
+        forward_s, recompute_s = (costs.seconds(LayerWork(block, 1, load, kind)) for kind in ("forward", "recompute"))  # type: ignore[arg-type]
         assert recompute_s - forward_s == pytest.approx(num_more * sums_s, abs=1e-9)
         frozen = replace(block, trainable=False)
         assert costs.mlp_chunk_sums(frozen, 1, load, "recompute") == 0.0

@@ -18,6 +18,7 @@ from mmtrain.costs.block_pieces import (
     ComputeBeside,
     PieceCollective,
 )
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, layer_fields
 from mmtrain.models.shapes.model_shape import BLOCK_PIECES
 from tests.models.factory import settings, shape_of
@@ -38,8 +39,8 @@ def test_pieces_add_up_to_their_layer(tp: int, sp: bool, kind: Literal["forward"
     for layer in LAYERS:
         for trains, input_grad in ((True, True), (True, False), (False, True), (False, False)):
             changed = replace(layer, trainable=trains)
-            pieces = COSTS.pieces(changed, tp, LOAD, kind, input_grad=input_grad, split=TokenSplit(sp))
-            total = COSTS.seconds(changed, tp, LOAD, kind, input_grad=input_grad)
+            pieces = COSTS.pieces(LayerWork(changed, tp, LOAD, kind, input_grad=input_grad, split=TokenSplit(sp)))
+            total = COSTS.seconds(LayerWork(changed, tp, LOAD, kind, input_grad=input_grad))
             if not sp or tp == 1:  # else reduce-scatters and all-gathers take the place of all-reduces
                 assert sum(piece.total_s for piece in pieces) == pytest.approx(total, rel=1e-12)
             assert all(p.compute_s >= 0 and 0 <= p.hidden_s <= p.collective_s for p in pieces)
@@ -56,7 +57,7 @@ def test_pieces_add_up_to_their_layer(tp: int, sp: bool, kind: Literal["forward"
     ],
 )
 def test_blocks_communicate_around_their_gemms(kind: Literal["forward", "backward"], sp: bool, ends: set[int]) -> None:
-    pieces = COSTS.pieces(BLOCK, 2, LOAD, kind, split=TokenSplit(sp))
+    pieces = COSTS.pieces(LayerWork(BLOCK, 2, LOAD, kind, split=TokenSplit(sp)))
     assert {i for i, piece in enumerate(pieces) if piece.collective_s} == ends
     nbytes = LOAD.tokens * BLOCK.hidden * COSTS.element_bytes
     names = ("reduce_scatter", "all_gather") if sp else ("all_reduce",)
@@ -71,8 +72,8 @@ def test_pieces_in_chunks_add_up_to_their_layer(kind: Literal["forward", "backwa
     for trains, input_grad in ((True, True), (True, False), (False, True), (False, False)):
         changed = replace(BLOCK, trainable=trains)
         for costs in (COSTS, measured_costs()):
-            pieces = costs.pieces(changed, 2, LOAD, kind, input_grad=input_grad, split=split)
-            total = costs.seconds(changed, 2, LOAD, kind, input_grad=input_grad, split=split)
+            pieces = costs.pieces(LayerWork(changed, 2, LOAD, kind, input_grad=input_grad, split=split))
+            total = costs.seconds(LayerWork(changed, 2, LOAD, kind, input_grad=input_grad, split=split))
             assert sum(piece.total_s for piece in pieces) == pytest.approx(total, rel=1e-9)
 
 
@@ -96,12 +97,14 @@ def test_chunks_of_many_tokens_hide_most_of_what_they_communicate() -> None:
     attention = replace(BLOCK.attention, heads=64, kv_heads=64, head_dim=128)
     wide = replace(BLOCK, hidden=8192, mixer=attention, mlp=replace(BLOCK.dense_mlp, ffn=32768))
     for sp in (False, True):
-        whole, in_chunks = (COSTS.pieces(wide, 8, load, "forward", split=TokenSplit(sp, count)) for count in (1, 8))
+        whole, in_chunks = (
+            COSTS.pieces(LayerWork(wide, 8, load, "forward", split=TokenSplit(sp, count))) for count in (1, 8)
+        )
         communicated = sum(piece.collective_s for piece in whole)
         assert not any(piece.hidden_s for piece in whole)
         assert 0.4 * communicated < sum(piece.hidden_s for piece in in_chunks) < communicated
-    assert COSTS.seconds(BLOCK, 2, LOAD, "forward", split=TokenSplit(chunks=8)) > COSTS.seconds(
-        BLOCK, 2, LOAD, "forward"
+    assert COSTS.seconds(LayerWork(BLOCK, 2, LOAD, "forward", split=TokenSplit(chunks=8))) > COSTS.seconds(
+        LayerWork(BLOCK, 2, LOAD, "forward")
     )
 
 
@@ -111,33 +114,35 @@ def test_a_layer_measured_in_chunks_takes_what_was_measured() -> None:
     sample = entry.samples[0].model_copy(update={"seconds": {"forward": 0.4, "backward": 0.6, "recompute": 0.4}})
     in_chunks = entry.model_copy(update={"tp_chunks": 4, "samples": (sample,)})
     both = MeasuredCosts(costs.table.model_copy(update={"layers": (entry, in_chunks)}), COSTS)
-    assert both.seconds(BLOCK, 2, LOAD, "forward") == pytest.approx(0.5)
-    assert both.seconds(BLOCK, 2, LOAD, "forward", split=TokenSplit(chunks=4)) == pytest.approx(0.4)
-    assert both.seconds(BLOCK, 2, LOAD, "backward", split=TokenSplit(chunks=4)) == pytest.approx(0.6)
+    assert both.seconds(LayerWork(BLOCK, 2, LOAD, "forward")) == pytest.approx(0.5)
+    assert both.seconds(LayerWork(BLOCK, 2, LOAD, "forward", split=TokenSplit(chunks=4))) == pytest.approx(0.4)
+    assert both.seconds(LayerWork(BLOCK, 2, LOAD, "backward", split=TokenSplit(chunks=4))) == pytest.approx(0.6)
 
 
 def test_a_collective_that_takes_the_whole_rank_leaves_no_gap() -> None:
     """As gloo's do: the pass takes as long, and nothing can run beside them."""
     taking_all = AnalyticCosts(replace(MACHINE, overlap_slowdown=1.0), "bf16")
     for kind in KINDS:
-        pieces = taking_all.pieces(BLOCK, 2, LOAD, kind)
+        pieces = taking_all.pieces(LayerWork(BLOCK, 2, LOAD, kind))
         assert not any(piece.collective_s or piece.hidden_s for piece in pieces)
-        assert sum(piece.compute_s for piece in pieces) == pytest.approx(taking_all.seconds(BLOCK, 2, LOAD, kind))
+        assert sum(piece.compute_s for piece in pieces) == pytest.approx(
+            taking_all.seconds(LayerWork(BLOCK, 2, LOAD, kind))
+        )
 
 
 def test_a_pass_that_stops_hides_no_reduction_beside_gradients_of_weights() -> None:
-    pieces = COSTS.pieces(BLOCK, 2, LOAD, "backward")
+    pieces = COSTS.pieces(LayerWork(BLOCK, 2, LOAD, "backward"))
     assert {i for i, piece in enumerate(pieces) if piece.hidden_s} == {QKV, UP}
     frozen = replace(BLOCK, trainable=False)
-    assert not any(piece.hidden_s for piece in COSTS.pieces(frozen, 2, LOAD, "backward"))
-    assert not any(piece.hidden_s for piece in COSTS.pieces(BLOCK, 2, LOAD, "forward"))
+    assert not any(piece.hidden_s for piece in COSTS.pieces(LayerWork(frozen, 2, LOAD, "backward")))
+    assert not any(piece.hidden_s for piece in COSTS.pieces(LayerWork(BLOCK, 2, LOAD, "forward")))
 
 
 def test_no_tokens_and_no_gradient_take_no_time() -> None:
     frozen = replace(BLOCK, trainable=False)
     for pieces in (
-        COSTS.pieces(BLOCK, 2, TokenLoad(0, 0, 0, 0), "forward"),
-        COSTS.pieces(frozen, 2, LOAD, "backward", input_grad=False),
+        COSTS.pieces(LayerWork(BLOCK, 2, TokenLoad(0, 0, 0, 0), "forward")),
+        COSTS.pieces(LayerWork(frozen, 2, LOAD, "backward", input_grad=False)),
     ):
         assert len(pieces) == len(BLOCK_PIECES)
         assert sum(map(sum, pieces)) == 0
@@ -163,7 +168,7 @@ def measured_costs(*messages: MessageEntry) -> MeasuredCosts:
 
 def test_measured_seconds_are_divided_as_modelled() -> None:
     for kind, measured in (("forward", 0.5), ("backward", 0.75)):
-        pieces, modelled = (c.pieces(BLOCK, 2, LOAD, kind) for c in (measured_costs(), COSTS))  # type: ignore[arg-type]
+        pieces, modelled = (c.pieces(LayerWork(BLOCK, 2, LOAD, kind)) for c in (measured_costs(), COSTS))  # type: ignore[arg-type]
         assert sum(piece.total_s for piece in pieces) == pytest.approx(measured)
         ratios = {a.compute_s / b.compute_s for a, b in zip(pieces, modelled, strict=True)}
         assert max(ratios) == pytest.approx(min(ratios))
@@ -176,11 +181,11 @@ def test_measured_collectives_leave_the_gaps_that_were_measured(slowdown: float)
         kind="all_reduce", size=2, nbytes=(1, 2**30), seconds=(0.1, 0.1), overlap_slowdown=(slowdown, slowdown)
     )
     costs = measured_costs(reduce)
-    forward = costs.pieces(BLOCK, 2, LOAD, "forward")
+    forward = costs.pieces(LayerWork(BLOCK, 2, LOAD, "forward"))
     assert [i for i, piece in enumerate(forward) if piece.collective_s] == [PROJECTION, DOWN]
     assert forward[DOWN].collective_s == pytest.approx(0.1 * (1 - slowdown))
     assert sum(piece.total_s for piece in forward) == pytest.approx(0.5)
-    backward = costs.pieces(BLOCK, 2, LOAD, "backward")
+    backward = costs.pieces(LayerWork(BLOCK, 2, LOAD, "backward"))
     assert sum(piece.total_s for piece in backward) == pytest.approx(0.75)
     assert 0 < backward[UP].hidden_s < backward[UP].collective_s == pytest.approx(0.1 * (1 - slowdown))
     assert sum(piece.compute_s for piece in backward) > 0.75 - 2 * 0.1
@@ -188,5 +193,5 @@ def test_measured_collectives_leave_the_gaps_that_were_measured(slowdown: float)
 
 def test_collectives_measured_longer_than_their_layer_leave_some_compute() -> None:
     reduce = MessageEntry(kind="all_reduce", size=2, nbytes=(1, 2**30), seconds=(9.0, 9.0))
-    pieces = measured_costs(reduce).pieces(BLOCK, 2, LOAD, "forward")
+    pieces = measured_costs(reduce).pieces(LayerWork(BLOCK, 2, LOAD, "forward"))
     assert sum(piece.compute_s for piece in pieces) > 0.05 * 0.5

@@ -7,6 +7,7 @@ import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, costs_for, preset
 from mmtrain.costs.choose import is_shipped
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.layer_shape import Attention, DenseMlp
 from mmtrain.models.shapes.model_shape import LayerShape
@@ -25,7 +26,7 @@ def test_every_shipped_table_has_the_name_of_its_hardware(path: Path) -> None:
     entry = table.layers[0]
     layer = entry.shape
     load = entry.samples[-1].load
-    assert costs.seconds(layer, entry.tp, load, "forward") == pytest.approx(
+    assert costs.seconds(LayerWork(layer, entry.tp, load, "forward")) == pytest.approx(
         entry.samples[-1].seconds["forward"], rel=0.25
     )
     assert not costs.missing
@@ -90,7 +91,7 @@ def test_the_source_says_how_to_measure_missing_layers() -> None:
     costs = costs_for(preset("h200-141g"), "bf16", Path("h200-141g"))
     unmeasured = LayerShape("decoder_block", hidden=48, out=48, mixer=Attention(2, 2, 24), mlp=DenseMlp(96))
     assert "mmtrain profile" not in costs.source
-    costs.seconds(unmeasured, 2, TokenLoad(10, 100, 10, 1), "forward")
+    costs.seconds(LayerWork(unmeasured, 2, TokenLoad(10, 100, 10, 1), "forward"))
     assert costs.source.endswith(
         "modelled (h200-141g, within 15%): decoder_block tp2; `mmtrain profile` on such hardware measures them"
     )

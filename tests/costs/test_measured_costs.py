@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mmtrain.costs import AnalyticCosts, CostTable, GroupLayout, MeasuredCosts, TokenLoad, preset
 from mmtrain.costs.block_arithmetic import mixer_arithmetic
 from mmtrain.costs.choose import layers_without_entry
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, layer_fields
 from mmtrain.costs.measured_costs import Curve, interpolation_errors
 from mmtrain.errors import PlanError
@@ -101,10 +102,10 @@ def test_seconds_are_those_of_the_needed_gradients() -> None:
         (frozen, "backward", True, "backward_input"),
         (frozen, "forward", True, "forward"),
     ):
-        seconds = costs.seconds(layer, 1, load, kind, input_grad=input_grad)  # type: ignore[arg-type]
+        seconds = costs.seconds(LayerWork(layer, 1, load, kind, input_grad=input_grad))  # type: ignore[arg-type]
         assert seconds == pytest.approx(200 * SECONDS[name]), name
-    assert costs.seconds(frozen, 1, load, "backward", input_grad=False) == 0
-    assert costs.seconds(BLOCK, 1, _load(), "forward") == 0
+    assert costs.seconds(LayerWork(frozen, 1, load, "backward", input_grad=False)) == 0
+    assert costs.seconds(LayerWork(BLOCK, 1, _load(), "forward")) == 0
     assert costs.activation_bytes(BLOCK, 1, load, False) == 200_000
     assert costs.activation_bytes(BLOCK, 1, load, True) == MODEL.activation_bytes(BLOCK, 1, load, True)
     assert costs.source == "measured: one core, 2026-11-21"
@@ -123,14 +124,14 @@ def test_seconds_of_a_block_with_windows_grow_with_the_pairs_inside_them() -> No
     entry = LayerEntry(layer=layer_fields(windowed), tp=1, samples=tuple(samples))
     costs = MeasuredCosts(_table().model_copy(update={"layers": (entry,)}), MODEL)
     for load in (_load(1024), _load(600, 20, 20), _load(100, 60)):
-        assert costs.seconds(windowed, 1, load, "forward") == pytest.approx(seconds(load), rel=1e-6)
+        assert costs.seconds(LayerWork(windowed, 1, load, "forward")) == pytest.approx(seconds(load), rel=1e-6)
 
 
 def test_the_source_names_what_was_modelled_or_extrapolated() -> None:
     costs = MeasuredCosts(_table(), MODEL)
     load = _load(200)
-    assert costs.seconds(BLOCK, 2, load, "forward") == MODEL.seconds(BLOCK, 2, load, "forward")
-    costs.seconds(BLOCK, 1, _load(4096), "forward")
+    assert costs.seconds(LayerWork(BLOCK, 2, load, "forward")) == MODEL.seconds(LayerWork(BLOCK, 2, load, "forward"))
+    costs.seconds(LayerWork(BLOCK, 1, _load(4096), "forward"))
     assert "modelled (cpu-core, within a factor of 3): decoder_block tp2" in costs.source
     assert "extrapolated: decoder_block tp1 beyond 64 to 512 tokens" in costs.source
 
@@ -206,7 +207,7 @@ def test_a_table_reads_back_and_merges(tmp_path: Path) -> None:
     other = replace(BLOCK, mlp=replace(BLOCK.dense_mlp, ffn=2 * BLOCK.dense_mlp.ffn))
     merged = table.merged(_table(other)).merged(_table(BLOCK, 2.0))
     assert len(merged.layers) == 2
-    assert MeasuredCosts(merged, MODEL).seconds(BLOCK, 1, _load(64), "forward") == pytest.approx(128e-5)
+    assert MeasuredCosts(merged, MODEL).seconds(LayerWork(BLOCK, 1, _load(64), "forward")) == pytest.approx(128e-5)
     assert len(merged.messages) == 2
 
 
@@ -237,7 +238,7 @@ def test_freezing_does_not_make_another_layer() -> None:
 def test_an_activation_function_that_runs_again_is_modelled_beside_what_was_measured() -> None:
     costs, load, again = MeasuredCosts(_table(), MODEL), _load(200), replace(BLOCK, recomputes_activation=True)
     backward_s, recompute_s, forward_s = (
-        costs.seconds(again, 1, load, kind) - costs.seconds(BLOCK, 1, load, kind)
+        costs.seconds(LayerWork(again, 1, load, kind)) - costs.seconds(LayerWork(BLOCK, 1, load, kind))
         for kind in ("backward", "recompute", "forward")
     )
     assert backward_s == pytest.approx(-recompute_s)  # a layer that is recomputed whole does not run it a third time
@@ -359,7 +360,7 @@ def test_a_layer_that_states_a_default_is_the_same_layer() -> None:
     entry = _table().layers[0].model_dump(mode="json")
     entry["layer"]["window"] = 0
     costs = MeasuredCosts(_table(layers=[entry]), MODEL)
-    assert costs.seconds(BLOCK, 1, _load(64), "forward") == pytest.approx(64e-5)
+    assert costs.seconds(LayerWork(BLOCK, 1, _load(64), "forward")) == pytest.approx(64e-5)
     assert not costs.missing
 
 

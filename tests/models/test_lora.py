@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.costs import AnalyticCosts, TokenLoad, num_parameters, num_trained_parameters, preset, state_bytes
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.layer_arithmetic import unit_flops
 from mmtrain.costs.rank_memory import layer_state
 from mmtrain.errors import RecipeError
@@ -89,12 +90,12 @@ def test_costs_know_that_only_adapters_train() -> None:
             trained = num_trained_parameters(layer, 2)
             assert (weights, gradients, optimizer) == (2 * num_parameters(layer, 2), 4 * trained, 12 * trained)
             if layer.lora is not None:
-                forward, bare_forward = (costs.seconds(x, 1, load, "forward") for x in (layer, bare))
+                forward, bare_forward = (costs.seconds(LayerWork(x, 1, load, "forward")) for x in (layer, bare))
                 backward, bare_backward = (unit_flops([x], load, [True]) for x in (layer, bare))
                 assert forward > bare_forward
                 assert backward < bare_backward  # no gradients of the weights
-                pieces = costs.pieces(layer, 2, load, "backward")
-                assert sum(map(sum, pieces)) == pytest.approx(costs.seconds(layer, 2, load, "backward"))
+                pieces = costs.pieces(LayerWork(layer, 2, load, "backward"))
+                assert sum(map(sum, pieces)) == pytest.approx(costs.seconds(LayerWork(layer, 2, load, "backward")))
 
 
 def test_norms_that_train_beside_adapters_cost_no_gradients_of_matrices() -> None:

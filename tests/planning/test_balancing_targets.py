@@ -8,6 +8,7 @@ import pytest
 
 from mmtrain.balance import StepTargets
 from mmtrain.costs import TokenLoad, costs_for, input_grad_needed, machine_for, precision_for
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, stage_graph
@@ -129,7 +130,8 @@ def test_integer_costs_agree_with_the_cost_model() -> None:
     def seconds(unit: str, load: TokenLoad) -> float:
         layers = zip(model.unit(unit).layers, input_grad[unit], strict=True)
         return sum(
-            costs.seconds(layer, 1, load, "forward") + costs.seconds(layer, 1, load, "backward", input_grad=needed)
+            costs.seconds(LayerWork(layer, 1, load, "forward"))
+            + costs.seconds(LayerWork(layer, 1, load, "backward", input_grad=needed))
             for layer, needed in layers
         )
 

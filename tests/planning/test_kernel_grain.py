@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, TokenLoad, preset
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, TimedPass, layer_fields, layer_key
 from mmtrain.models.shapes.model_shape import LayerShape, build_model_shape
 from mmtrain.planning.artifact.plan import Plan
@@ -63,9 +64,9 @@ def sample(core: AnalyticCosts, layer: LayerShape, tp: int, num_tokens: int) -> 
     waiting_s = 2 * COLLECTIVE_S if is_block and tp > 1 else 0.0
     trained = replace(layer, trainable=True)
     seconds: dict[TimedPass, float] = {
-        "forward": core.seconds(trained, tp, load, "forward") + waiting_s,
-        "recompute": core.seconds(trained, tp, load, "forward") + waiting_s,
-        "backward": core.seconds(trained, tp, load, "backward") + waiting_s,
+        "forward": core.seconds(LayerWork(trained, tp, load, "forward")) + waiting_s,
+        "recompute": core.seconds(LayerWork(trained, tp, load, "forward")) + waiting_s,
+        "backward": core.seconds(LayerWork(trained, tp, load, "backward")) + waiting_s,
     }
     return LayerSample(
         tokens=num_tokens,

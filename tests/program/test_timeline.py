@@ -31,8 +31,9 @@ class LayerCosts:
 
     source: str = "given: round numbers"
 
-    def seconds(self, layer, tp, load, kind, *, input_grad=True, split=None):
-        return load.tokens * {"forward": 1.0, "backward": 2.0 + input_grad, "recompute": 10.0}[kind] / tp
+    def seconds(self, work):
+        per_token_s = {"forward": 1.0, "backward": 2.0 + work.input_grad, "recompute": 10.0}[work.kind]
+        return work.load.tokens * per_token_s / work.tp
 
     def activation_bytes(self, layer, tp, load, recompute, *, input_grad=True):
         return load.tokens * (1 if recompute else 100) if layer.trainable or input_grad else 0
@@ -128,9 +129,9 @@ def test_equal_stages_are_computed_once(timing):
     calls = []
 
     class Counted(LayerCosts):
-        def seconds(self, layer, tp, load, kind, *, input_grad=True, split=None):
-            calls.append(kind)
-            return super().seconds(layer, tp, load, kind, input_grad=input_grad)
+        def seconds(self, work):
+            calls.append(work.kind)
+            return super().seconds(work)
 
     blocks = ModelShape((UnitShape("llm", "llm", (layer("decoder_block", 8, 8),) * 8),), ())
     graph = chain(Unit("llm", 2, num_stages=4), n=1)

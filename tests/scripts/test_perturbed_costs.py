@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.costs import AnalyticCosts, CostModel, GroupLayout, MeasuredCosts, TokenLoad, preset
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.cost_table import CostTable, LayerEntry, LayerSample, MessageEntry, OptimizerEntry, layer_fields
 from mmtrain.costs.layer_arithmetic import gemms
 from mmtrain.models.shapes.model_shape import LayerShape, build_model_shape
@@ -46,7 +47,7 @@ MEASURED = MeasuredCosts(_table(), MODEL)
 
 
 def _layer_seconds(costs: CostModel, tp: int = 1) -> list[float]:
-    return [costs.seconds(BLOCK, tp, LOAD, kind) for kind in ("forward", "backward", "recompute")]
+    return [costs.seconds(LayerWork(BLOCK, tp, LOAD, kind)) for kind in ("forward", "backward", "recompute")]
 
 
 def _link_seconds(costs: CostModel) -> list[float]:
@@ -70,7 +71,9 @@ def test_each_constant_changes_its_own_part_of_a_layer(ratio: float) -> None:
 
     def growth_s(constant: CostConstant) -> float:
         changed = perturbed_costs(core, Perturbation(constant, ratio))
-        return changed.seconds(BLOCK, 1, LOAD, "forward") - core.seconds(BLOCK, 1, LOAD, "forward")
+        return changed.seconds(LayerWork(BLOCK, 1, LOAD, "forward")) - core.seconds(
+            LayerWork(BLOCK, 1, LOAD, "forward")
+        )
 
     gemms_s = sum(core._gemm(gemm) for gemm in gemms(BLOCK, LOAD, 1))
     assert growth_s("GEMM efficiency") == pytest.approx((1 / ratio - 1) * gemms_s)
@@ -88,7 +91,7 @@ def test_measured_seconds_of_a_layer_scale_as_modelled_ones(perturbation: Pertur
     expected = [seconds * ratio for seconds, ratio in zip(measured, ratios, strict=True)]
     assert _layer_seconds(changed) == pytest.approx(expected)
     assert _layer_seconds(changed, tp=2) == pytest.approx(_layer_seconds(changed_model, tp=2)), "in no entry"
-    pieces = changed.pieces(BLOCK, 1, LOAD, "forward")
+    pieces = changed.pieces(LayerWork(BLOCK, 1, LOAD, "forward"))
     assert sum(map(sum, pieces)) == pytest.approx(expected[0])
 
 

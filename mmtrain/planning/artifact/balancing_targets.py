@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 
 from mmtrain.balance import BalancedLoad, PipelineRank, SampleLengths, SequenceCost, StepTargets
 from mmtrain.costs import CostModel, TokenLoad, TokenSplit, costs_for, input_grad_needed, machine_for
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
@@ -70,16 +71,18 @@ class _StageCosts:
         """Return a stage's forward and its backward, with what is computed again in the latter."""
         unit = stage.id.unit
         mesh, typical = self.graph.mesh(unit), self.typical[unit]
-        tp, seconds = mesh.tp, partial(self.costs.seconds, split=TokenSplit(stage.sp, mesh.tp_chunks))
+        tp, split = mesh.tp, TokenSplit(stage.sp, mesh.tp_chunks)
 
         @cache
         def of_layer(layer: LayerShape, input_grad: bool, recomputed: bool) -> tuple[MarginalCost, MarginalCost]:
             def forward(load: TokenLoad) -> float:
-                return seconds(layer, tp, load, "forward")
+                return self.costs.seconds(LayerWork(layer, tp, load, "forward", split=split))
 
             def backward(load: TokenLoad) -> float:
-                backward_s = seconds(layer, tp, load, "backward", input_grad=input_grad)
-                return backward_s + (seconds(layer, tp, load, "recompute") if recomputed else 0.0)
+                backward_s = self.costs.seconds(LayerWork(layer, tp, load, "backward", input_grad, split))
+                if not recomputed:
+                    return backward_s
+                return backward_s + self.costs.seconds(LayerWork(layer, tp, load, "recompute", split=split))
 
             return marginal_cost(forward, typical), marginal_cost(backward, typical)
 

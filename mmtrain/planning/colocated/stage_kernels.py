@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mmtrain.costs import ComputeKind, PieceCost
 from mmtrain.costs.block_pieces import scale_pieces
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.planning.colocated.bubbles import KernelSequence
 from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts
 from mmtrain.planning.space.batch_split import BatchSplit, batch_split_of
@@ -80,12 +81,14 @@ def segment_costs(layer_costs: LayerCosts, graph: StageGraph, stage: StageId, ki
             segments.append(PieceCost(total_s, 0.0))
             continue
         pieces = layer_costs.costs.pieces(
-            layers[i],
-            tp,
-            load,
-            "forward" if kind == "F" else "backward",
-            input_grad=input_grad[i],
-            split=layer_costs.token_split(stage.unit, tp),
+            LayerWork(
+                layers[i],
+                tp,
+                load,
+                "forward" if kind == "F" else "backward",
+                input_grad=input_grad[i],
+                split=layer_costs.token_split(stage.unit, tp),
+            )
         )
         segments += scale_pieces(pieces, total_s)
     assert len(segments) == len(segment_layers(graph, stage))
@@ -100,7 +103,7 @@ def compute_share(layer_costs: LayerCosts, unit: str, tp: int, split: BatchSplit
         (count, piece)
         for (layer, input_grad), count in Counter(layers).items()
         for kind in _COMPUTE_KINDS
-        for piece in layer_costs.costs.pieces(layer, tp, load, kind, input_grad=input_grad, split=token_split)
+        for piece in layer_costs.costs.pieces(LayerWork(layer, tp, load, kind, input_grad, token_split))
     ]
     total_s = sum(count * piece.total_s for count, piece in counted_pieces)
     return sum(count * piece.compute_s for count, piece in counted_pieces) / total_s if total_s else 1.0

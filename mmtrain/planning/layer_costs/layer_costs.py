@@ -25,6 +25,7 @@ from mmtrain.costs import (
     num_trained_parameters,
 )
 from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.costs.layer_arithmetic import context_parallel_load
 from mmtrain.costs.rank_memory import (
@@ -408,8 +409,8 @@ class LayerCosts:
 
         def seconds(kind: ComputeKind, needs_grad: bool = True) -> FloatArray:
             def of_load(load: TokenLoad) -> float:
-                compute_s = self.costs.seconds(layer, tp, load, kind, input_grad=needs_grad, split=token_split)
-                return compute_s + context_seconds(layer, tp, load, kind, self.costs, group, element_bytes)
+                work = LayerWork(layer, tp, load, kind, needs_grad, token_split)
+                return self.costs.seconds(work) + context_seconds(work, self.costs, group, element_bytes)
 
             of_replicas = seconds_of_loads(of_load, loads, self.budget.loads)
             num_batches, num_replicas, num_microbatches = of_replicas.shape

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from mmtrain.costs import ComputeKind, TokenLoad, TokenSplit
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.sequence_parallel_costs import sequence_parallel_seconds
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts, SpSizes, TpChunks
 from mmtrain.planning.space.batch_split import BatchSplit, UnitSplit
@@ -78,7 +79,7 @@ def _chunked_seconds(problem: PlanningProblem, layer_costs: LayerCosts, unit: st
     split = TokenSplit(layer_costs.has_sp(unit, tp), num_chunks)
     layers = zip(problem.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True)
     return sum(
-        count * layer_costs.costs.seconds(layer, tp, load, kind, input_grad=input_grad, split=split)
+        count * layer_costs.costs.seconds(LayerWork(layer, tp, load, kind, input_grad=input_grad, split=split))
         for (layer, input_grad), count in Counter(layers).items()
         for kind in _KINDS
     )

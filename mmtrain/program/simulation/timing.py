@@ -10,7 +10,7 @@ import numpy as np
 
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds
-from mmtrain.costs.cost_model import ComputeKind, CostModel, PieceCost, TokenLoad, TokenSplit
+from mmtrain.costs.cost_model import ComputeKind, CostModel, LayerWork, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT, ShardedLayers, overlapped_seconds
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape
 from mmtrain.program.ir.actions import (
@@ -158,12 +158,13 @@ class ModelTiming:
             return seconds
         exchanged_s = 0.0
         for held in layers:
-            exchanged = partial(context_seconds, held.layer, content.tp, load, costs=self.costs, group=group)
-            if kind == "F":
-                exchanged_s += exchanged(kind="forward", element_bytes=self.element_bytes)
-            elif held.layer.trainable or held.input_grad:
-                exchanged_s += exchanged(kind="backward", element_bytes=self.element_bytes)
-                exchanged_s += held.recompute * exchanged(kind="recompute", element_bytes=self.element_bytes)
+            passes: tuple[ComputeKind, ...] = ("forward",)
+            if kind == "B":
+                passes = ("backward", "recompute") if held.recompute else ("backward",)
+                passes = passes if held.layer.trainable or held.input_grad else ()
+            for name in passes:
+                work = LayerWork(held.layer, content.tp, load, name)
+                exchanged_s += context_seconds(work, self.costs, group, self.element_bytes)
         return seconds + exchanged_s
 
     @cached_property
@@ -343,15 +344,15 @@ class ModelTiming:
         }
 
     def _seconds(self, kind: Direction, layers: Sequence[StageLayer], content: StageContent, load: TokenLoad) -> float:
-        tp, seconds = content.tp, partial(self.costs.seconds, split=content.split)
-        if kind == "F":
-            return sum(seconds(held.layer, tp, load, "forward", input_grad=held.input_grad) for held in layers)
+        tp, split = content.tp, content.split
         total = 0.0
         for held in layers:
-            if held.layer.trainable or held.input_grad:
-                total += seconds(held.layer, tp, load, "backward", input_grad=held.input_grad)
-                if held.recompute:
-                    total += seconds(held.layer, tp, load, "recompute")
+            name: ComputeKind = "forward" if kind == "F" else "backward"
+            work = LayerWork(held.layer, tp, load, name, held.input_grad, split)
+            if kind == "F" or work.has_gradient:
+                total += self.costs.seconds(work)
+                if kind == "B" and held.recompute:
+                    total += self.costs.seconds(LayerWork(held.layer, tp, load, "recompute", split=split))
         return total
 
     def _cut(self, action: Partial) -> tuple[float, float]:
@@ -383,7 +384,7 @@ class ModelTiming:
             return (PieceCost(self._seconds(kind, (held,), content, load) if load.tokens else 0.0, 0.0),)
         name: ComputeKind = "forward" if kind == "F" else "backward"
         tp, split = content.tp, content.split
-        return self.costs.pieces(held.layer, tp, load, name, input_grad=held.input_grad, split=split)
+        return self.costs.pieces(LayerWork(held.layer, tp, load, name, input_grad=held.input_grad, split=split))
 
     @cached_property
     def _pieces(self) -> dict[tuple[int, Direction, int, int], tuple[list[float], list[PieceCost]]]:

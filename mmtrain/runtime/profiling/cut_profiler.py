@@ -12,7 +12,8 @@ from itertools import chain, pairwise, zip_longest
 
 import torch
 
-from mmtrain.costs.block_pieces import PassDirection, collective_kinds
+from mmtrain.costs.block_pieces import collective_kinds
+from mmtrain.costs.cost_model import PassDirection
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.model_shape import num_pieces
 from mmtrain.program import Edge, Microbatch, StageId
