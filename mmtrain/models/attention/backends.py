@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmtrain.errors import UserError
 from mmtrain.models.attention.fused import FUSED_KERNELS, attend_by_fused_kernel, fused_kernel_problem
 from mmtrain.models.attention.options import AttentionBackend, AttentionOptions
-from mmtrain.models.attention.reference import attend_by_definition
 from mmtrain.models.attention.sdpa import attend_by_sdpa
 from mmtrain.models.attention.sequence_layout import SequenceLayout
-from mmtrain.models.attention.spans import replace_span_rows
 
 # The order in which `auto` tries them; why: "One order of attention kernels" in docs/decisions/models.md.
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
@@ -77,3 +76,44 @@ def _examine_backends(
     for backend in BACKENDS:
         is_fused = backend in FUSED_KERNELS
         yield backend, fused_kernel_problem(backend, device, dtype, head_dim) if is_fused else None
+
+
+def replace_span_rows(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, options: AttentionOptions
+) -> Tensor:
+    """Compute the rows of `out` that belong to spans again, with the later tokens of their span among their keys.
+
+    Tokens of a span see each other in both directions under a causal mask, which no packed kernel knows.
+    The keys of a span are consecutive: from the window of its first token, or from the start of its sequence, to its
+    own end. So no kernel needs a mask of (T, T): one call for each span reads its keys where they lie.
+    """
+    rows = layout.span_rows(q.device)
+    queries_of_spans = torch.split(q.index_select(0, rows), [stop - start for start, stop in layout.spans])
+    outputs = []
+    for span_q, keys in zip(queries_of_spans, layout.span_keys(options.window, q.device), strict=True):
+        span_k, span_v = k[keys.first : keys.stop], v[keys.first : keys.stop]
+        span_q, span_k, span_v = (x.transpose(0, 1)[None] for x in (span_q, span_k, span_v))
+        span_out = F.scaled_dot_product_attention(
+            span_q, span_k, span_v, attn_mask=keys.mask, scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(span_out[0].transpose(0, 1))
+    return out.index_put((rows,), torch.cat(outputs))  # `index_copy` would keep the new rows for backward
+
+
+def attend_by_definition(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, options: AttentionOptions) -> Tensor:
+    """Compute softmax over the masked scores of all tokens with all tokens: the oracle for the other backends."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    sequence = torch.arange(len(layout.lengths), device=q.device).repeat_interleave(
+        torch.tensor(layout.lengths, device=q.device), output_size=q.shape[0]
+    )
+    allowed = sequence[:, None] == sequence[None, :]
+    if options.causal:
+        allowed = allowed.tril()
+    for start, stop in layout.spans:
+        allowed[start:stop, start:stop] = True
+    if options.window:
+        allowed = allowed.triu(1 - options.window)
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = torch.einsum("qhd,khd->hqk", q, k).float() * scale
+    weights = scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights.to(v.dtype), v)
