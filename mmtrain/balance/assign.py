@@ -1,5 +1,6 @@
 """Assign groups to replicas and microbatches: from the groups of a step to the layout of one global batch."""
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ import numpy as np
 from mmtrain.balance.batch_meta import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths, item_rows
 from mmtrain.balance.dispatch.dispatch_items import DispatchSizes, dispatch_items, replicas_per_node
 from mmtrain.balance.dispatch.node_placement import place_items
-from mmtrain.balance.lpt import bins_of_sorted
 from mmtrain.balance.ordering.microbatch_order import order_microbatches
 from mmtrain.balance.step_targets import LLM, SampleWork, SequenceCost, StepTargets
 
@@ -178,9 +178,9 @@ def _assign_to_microbatches(costs: IntArray, block: IntArray, blocks: _Blocks) -
     num_slots = blocks.num_replicas * blocks.num_microbatches
     if num_slots == 1:
         return block // blocks.per_step, block % blocks.per_step
-    longest_first = np.lexsort((-costs, block))  # block by block
-    bounds = np.searchsorted(block[longest_first], np.arange(block.max(initial=-1) + 2)).tolist()
-    costs_in_order = costs[longest_first].tolist()
+    order = np.lexsort((-costs, block))  # block by block, the longest first
+    bounds = np.searchsorted(block[order], np.arange(block.max(initial=-1) + 2)).tolist()
+    costs_in_order = costs[order].tolist()
     replicas = range(blocks.num_replicas)
     replica_of_item: list[int] = []
     index_of_item: list[int] = []
@@ -189,7 +189,7 @@ def _assign_to_microbatches(costs: IntArray, block: IntArray, blocks: _Blocks) -
         group, in_step = divmod(b, blocks.per_step)
         if in_step == 0:
             replica_loads = [0] * blocks.num_replicas
-        slots = bins_of_sorted(costs_in_order[lo:hi], num_slots)
+        slots = longest_first(costs_in_order[lo:hi], num_slots)
         share_loads = [0] * blocks.num_replicas
         for slot, cost in zip(slots, costs_in_order[lo:hi], strict=True):
             share_loads[slot % blocks.num_replicas] += cost
@@ -202,5 +202,22 @@ def _assign_to_microbatches(costs: IntArray, block: IntArray, blocks: _Blocks) -
         replica_of_item += [first_replica + replica_of_share[slot % blocks.num_replicas] for slot in slots]
         index_of_item += [first_index + slot // blocks.num_replicas for slot in slots]
     replica, index = np.empty_like(block), np.empty_like(block)
-    replica[longest_first], index[longest_first] = replica_of_item, index_of_item
+    replica[order], index[order] = replica_of_item, index_of_item
     return replica, index
+
+
+def longest_first(sizes: Sequence[int], num_bins: int) -> list[int]:
+    """Put `sizes`, which come longest first, each into the least loaded of `num_bins`; return the bin of each.
+
+    The largest load is at most 4/3 - 1/(3 * num_bins) of the best possible one (longest processing time first, Graham
+    1969). Among equally loaded bins the one with fewer sizes comes first.
+    """
+    if len(sizes) <= num_bins:
+        return list(range(len(sizes)))
+    heap = [(0, 0, number) for number in range(num_bins)]  # load, count, bin
+    bins = []
+    for size in sizes:
+        load, count, number = heap[0]
+        bins.append(number)
+        heapq.heapreplace(heap, (load + size, count + 1, number))
+    return bins

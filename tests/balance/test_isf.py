@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping, IntArray, ItemLengths, SampleGroups, SampleLengths, dist_ratio, pad_ratio
-from mmtrain.balance.grouping.isf_rules import IsfRules
-from mmtrain.balance.grouping.methods import grouping_sizes
+from mmtrain.balance.grouping.methods import IsfRules, grouping_sizes
 from mmtrain.balance.grouping.pack_groups import (
     GroupingSizes,
     group_across_devices,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import SampleGroups
-from mmtrain.balance.grouping.top_up_groups import LOW_LOAD_SHARE, MAX_GIVEN_LOAD_SHARE, top_up
+from mmtrain.balance.grouping.slack_packing import LOW_LOAD_SHARE, MAX_GIVEN_LOAD_SHARE, top_up
 
 
 def make(seed: int, num: int, low: int) -> tuple[SampleGroups, np.ndarray]:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping, IntArray, ItemLengths, SampleGroups, SampleLengths, dist_ratio
-from mmtrain.balance.grouping.isf_rules import IsfRules
 from mmtrain.balance.grouping.methods import (
     GROUPING_VERSIONS,
     GroupingMethod,
+    IsfRules,
     group_window,
     grouping_sizes,
     token_targets,
