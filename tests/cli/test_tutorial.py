@@ -128,7 +128,7 @@ def test_the_page_says_what_to_save_and_to_run_in_an_order_that_works() -> None:
     assert {"data", "inspect", "plan", "train", "report", "evaluate", "export"} <= set(shown)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(2400)  # trains for 300 steps, which takes a minute or two on two idle cores
 def test_the_page_shows_what_its_commands_print(tmp_path: Path) -> None:
     """Follow the page in an empty folder: the loss falls, and the model answers held-out questions."""
