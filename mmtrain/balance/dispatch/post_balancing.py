@@ -21,7 +21,6 @@ MIN_RANKS_TO_VECTORIZE = 64  # with fewer, one sample at a time on a heap is fas
 MIN_ROUND_SHARE = 1 / 20  # of the ranks; a round that serves fewer takes longer than a heap (64 to 2,560 ranks)
 SAMPLES_PER_HEAP_RUN = 4096  # one by one, before a round is tried again
 SAMPLES_PER_RANK_RUN = 2**15  # of one rank that is far below the others
-TWO_KEY_TOLERANCE = 1.0  # of the two-key algorithm, in mean samples: sums this close count as equal
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def _two_key(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
     if not len(lengths):
         return np.empty(0, dtype=np.int64)
     descending = stable_order(lengths)[::-1]
-    step = max(TWO_KEY_TOLERANCE * float(lengths.mean()), 1.0)
+    step = max(float(lengths.mean()), 1.0)
     num_long = int((lengths >= step).sum())
     is_long, is_short = descending[:num_long], descending[num_long:]
     squares = lengths.astype(np.float64) ** 2

@@ -12,15 +12,15 @@ from mmtrain.balance.batch_meta import FloatArray, IntArray
 
 EXTRA_PLACES = 2  # of a group, empty at first: what a group may hold more samples than the largest had
 PAIRS_AT_A_TIME = 64  # their arrays fit into a core's cache
-MAX_PARTNERS = 8  # that a group tries at once in a round of few groups: takes little longer than one
-MAX_GROUPS_OF_SEVERAL_PARTNERS = 8  # of a round: with more groups, one partner each in more rounds gains more
+# That a group tries at once in a round of few groups, which takes little longer than one. Where there are more groups
+# than `PAIRS_AT_A_TIME` has room for, one partner each in more rounds gains more.
+MAX_PARTNERS = 8
 MAX_RELIEVED_SHARE = 1 / 16  # of the groups: with more that have too much, targets do not suit the samples
 STRIDE_OF_OTHERS = 13  # groups by which partners shift from one handing on to the next
 MAX_PLACES_TRIED = 8  # of each of two groups in a round; larger groups try other places in the next one
 FIRST_LIMIT_WEIGHT = 2**-6  # of what a group is above a budget, beside loads: at 1, images move for a few tokens
 PARTNERS_TO_DOUBLE_WEIGHT = 18
-ROUNDING = 1e-9  # of shares of the mean load
-MIN_GAIN = 1e-9  # of squared shares of the mean load: less is rounding
+ROUNDING = 1e-9  # of shares of the mean load, of their squares, and of whole units
 
 
 class GroupTable:
@@ -106,7 +106,8 @@ class GroupTable:
             num_pairs = max(int((excess > tolerance).sum()), int((excess < -tolerance).sum()))
             num_pairs = min(num_pairs, num_groups // 2)
             ascending = np.argsort(excess, kind="stable")
-            most = MAX_PARTNERS if num_pairs <= MAX_GROUPS_OF_SEVERAL_PARTNERS and not passes_on else 1
+            is_few = num_pairs * MAX_PARTNERS <= PAIRS_AT_A_TIME
+            most = MAX_PARTNERS if is_few and not passes_on else 1
             low = _partners(ascending[: num_groups // 2], num_pairs, turn // 2 if passes_on else num_tried, most)
             self._exchange(ascending[::-1][:num_pairs], low, turn, num_exchanged)
             num_tried += len(low) // num_pairs
@@ -208,7 +209,7 @@ class GroupTable:
         i, j = np.divmod(best, len(offers[1]))
         leaving, entering = given[number_of_pair, i], taken[number_of_pair, j]
         growth = (leaving == self._empty).sum(axis=1) - (entering == self._empty).sum(axis=1)  # of `high`
-        is_made = least < (-MIN_GAIN if passed_load is None else np.inf)
+        is_made = least < (-ROUNDING if passed_load is None else np.inf)
         is_made &= (self._sizes[high] + growth > 0) & (self._sizes[low] - growth > 0)
         if is_made.any():
             places = offers[0][i[is_made]], offers[1][j[is_made]]

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
+from mmtrain.balance.matched.group_exchange import ROUNDING
 
 MIN_ROUNDING_SHARE = 1e-4  # of a step's load: where the unit of a load is finer, whole units need no care
 UNITS_PER_FINE_GROUP = 1000  # finer loads are counted in thousandths of a group's mean
 MIN_COARSE_SHARE = 0.01  # of a group's mean load: smaller units are fine
 MIN_DENSITY_RATIO = 1.2  # of dense to light samples, in load per token: below it all count as dense
-LIGHT_QUANTILE, DENSE_QUANTILE = 0.1, 0.9  # of the samples, by load per token
+LIGHT_QUANTILE = 0.1  # of the samples, by load per token; the dense ones begin as far from the other end
 USABLE_LIGHT_SHARE = 0.95  # of the LLM tokens of light samples: the rest fills gaps in other rows
 MAX_LACK_SHARE = 0.015  # of a row's load, that groups which cannot reach the row's target may lack together
 MAX_TARGETS_TRIED = 64  # of a row
 MIN_SAMPLES_PER_GROUP = 2  # of a row, that alone have the units of its target
-ROUNDING = 1e-9  # of units
 MAX_MISSING_SHARE = 1 / 6  # of a row's groups, that have a unit less than the others: all may have the same target
 CAP_ROUNDING = 0.15  # of a unit: samples of many tokens per unit make room that the mean sample does not
 
@@ -51,7 +51,7 @@ class CoarseLoad:
         unit = max(mean // UNITS_PER_FINE_GROUP, 1)
         units = load // unit
         density = units / np.maximum(tokens, 1)
-        light, dense = np.quantile(density, [LIGHT_QUANTILE, DENSE_QUANTILE]).tolist()
+        light, dense = np.quantile(density, [LIGHT_QUANTILE, 1 - LIGHT_QUANTILE]).tolist()
         if dense < MIN_DENSITY_RATIO * light:
             return cls(units, tokens, np.zeros(len(units), dtype=bool), unit, False, 0.0)
         left_out = np.floor(light * tokens).astype(np.int64)
