@@ -172,7 +172,7 @@ def test_meshes_whose_state_alone_is_too_large_are_rejected_for_memory() -> None
     large: dict[str, Any] = {"vocab": 8192, "hidden": 256, "layers": 14}
     chosen = planned(recipe(vision=None, llm=large, cluster={"memory_gib": 0.09}), explain=True)
     why = {other.summary: other.reason for other in chosen.alternatives}
-    assert why["unified: tp1 pp1 dp4"] == "does not fit: what its ranks must hold at least is too much"
+    assert why["unified: tp1 pp1 dp4"] == "does not fit: even the least that its ranks must hold is too much"
     assert not any("inf" in reason for reason in why.values())
 
 

@@ -1,11 +1,11 @@
 """Encode conversations with the tokenizer and the chat template of a Hugging Face model folder.
 
 The ids are those of `apply_chat_template` of transformers. The template renders the whole conversation and the
-tokenizer encodes the whole rendering, so texts merge with what the template writes around them. A processor lets the
-tokenizer add its special tokens, such as one that starts a text, unless the template has written that one.
+tokenizer encodes the whole rendering, so texts merge with what the template writes around them. With a processor, the
+tokenizer adds its own special tokens, such as BOS, unless the template has already written BOS.
 
-Which special tokens texts may spell is a setting; in texts of users those that divide turns stay text, unlike in
-transformers.
+A setting says which special tokens count as tokens if a text spells them. Those that divide turns stay plain text in
+texts of users, unlike in transformers.
 """
 
 import re
@@ -44,7 +44,7 @@ from mmtrain.recipe.settings.text_settings import SpecialTokensAllowed, SpecialT
 
 BoolArray = NDArray[np.bool_]
 DEFAULT_SPECIAL_TOKENS = SpecialTokenSettings()
-_ANCHOR = "\U0010ffff"  # a private-use character that no text may hold
+_ANCHOR = "\U0010ffff"  # a noncharacter of Unicode, which no text may hold
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class TemplateTokenizer:
         self.writes_times = any(markup.writes_times for markup in markups.values())
         self._kind_of_text = {markup.feature_token: kind for kind, markup in markups.items()}
         self._kind_of_token = {self._token_id(token): kind for token, kind in self._kind_of_text.items()}
-        # Two kinds may have one feature token: in a rendering, both look like the latter.
+        # Two kinds may share a feature token; in a rendering both then count as the later kind.
         self._shown_kind = {kind: self._kind_of_text[markup.feature_token] for kind, markup in markups.items()}
         self.item_ids: dict[str, tuple[int, ...]] = {}
         for modality in MODALITIES.values():
@@ -144,7 +144,7 @@ class TemplateTokenizer:
                 self.item_ids[modality.name] = tuple(dict.fromkeys(map(self._token_id, tokens)))
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what pickles do not keep whole: the tokenizer to which special tokens are text."""
+        """Leave out `_text_tokenizer`, which does not survive pickling; it is rebuilt when it is used."""
         return {name: value for name, value in vars(self).items() if name != "_text_tokenizer"}
 
     @classmethod
@@ -202,7 +202,7 @@ class TemplateTokenizer:
         return self._expand_media(tokens.ids, is_target, conversation.media, features)[0]
 
     def left_as_text(self, sample: Sample) -> set[str]:
-        """Return the special tokens that texts of a sample spell and that stay text."""
+        """Return the special tokens that a sample's texts spell and that are encoded as plain text."""
         tokens = self._escape.left_as_text(sample.tools, is_answer=False) if sample.tools else set()
         marks = [f"<{kind}>" for kind, media in sample.media.items() if media]
         for turn in sample.turns:
@@ -220,7 +220,7 @@ class TemplateTokenizer:
         return text
 
     def final_answer(self, ids: Sequence[int] | IntArray) -> str:
-        """Return the text of a generated answer behind its thoughts, without space around it."""
+        """Return the text of a generated answer after its thoughts, stripped."""
         return self.final_text(self.decode(self._thought_end.cut(ids)))
 
     def final_text(self, text: str) -> str:
@@ -244,7 +244,7 @@ class TemplateTokenizer:
         turns = (Turn("user", "question"), Turn("assistant", "answer"))
         try:
             labels = self.encode(Sample("", "", 0, turns, ()), {}).labels
-        except BadConversationError:  # such as for want of a system turn: samples will show
+        except BadConversationError:  # the template may require a system turn; real samples will tell
             return True
         targets = labels[labels != IGNORE_INDEX]
         return bool(len(targets)) and int(targets[-1]) in self.end_ids
@@ -264,7 +264,7 @@ class TemplateTokenizer:
         )
 
     def _conversation(self, sample: Sample, turns: Sequence[Turn]) -> Conversation:
-        # Without clips an `<audio>` is ordinary text; so with videos. Images always have marks.
+        # A mark such as `<audio>` counts only if the sample has such media; otherwise it is ordinary text.
         kinds: dict[str, MediaKind] = {f"<{kind}>": kind for kind, media in sample.media.items() if media}
         return self._builder.build(turns, kinds, sample.tools)
 
@@ -318,7 +318,7 @@ class TemplateTokenizer:
         return ((), ()) if is_started else self._added_around
 
     def _pieces(self, text: str, whole: _TextTokens) -> list[_TextTokens]:
-        """Encode what is between the special tokens of a rendering apart, by what the whole of it becomes."""
+        """Split a rendering at the special tokens that `whole` has, and encode each part between them as plain text."""
         pieces: list[_TextTokens] = []
         position = 0
         for i in np.flatnonzero(self._is_protected[whole.ids]):
@@ -333,10 +333,10 @@ class TemplateTokenizer:
         """Encode what is between two special tokens, as text whatever it spells."""
         if start == end:
             return _TextTokens(*np.empty((3, 0), dtype=np.int64))
-        # Some tokenizers mark the first word of a whole text: another token before it shows that this is not the first.
+        # Some tokenizers treat the first word of a text specially; a token before it prevents that.
         anchor = _ANCHOR if start else ""
         tokens = _text_tokens(self._text_tokenizer, anchor + self._escape.restore(text[start:end]))
-        first = len(anchor)  # the anchor is one character, and one token
+        first = len(anchor)  # the anchor is one character and one token, see `_text_tokenizer`
         tokens = _TextTokens(tokens.ids[first:], tokens.starts[first:] - first, tokens.ends[first:] - first)
         if self._is_protected[tokens.ids].any():
             raise BadConversationError("a text spells a special token that the tokenizer cannot encode as text")
@@ -352,7 +352,7 @@ class TemplateTokenizer:
         return tokenizer
 
     def _check_normalized(self, text: str, ids: IntArray) -> None:
-        """Raise `BadConversationError` if a text became a special token by normalization, such as of wide letters."""
+        """Raise `BadConversationError` if normalization, such as of full-width letters, made a text a special token."""
         if self._tokenizer.normalizer is None or text.isascii():
             return
         num_special = int(self._is_protected[ids].sum())
@@ -363,7 +363,7 @@ class TemplateTokenizer:
     def _expand_media(
         self, ids: IntArray, is_target: BoolArray, media: Sequence[MediaKind], features: MediaFeatures
     ) -> tuple[IntArray, BoolArray]:
-        """Give every medium its features: as often its token, and the text of items that are written apart.
+        """Repeat each medium's token once per feature, and insert the text of items that are written apart.
 
         Raises `BadConversationError` if the media of the rendering are not those of the sample.
         """

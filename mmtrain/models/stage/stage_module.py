@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 StageContext: TypeAlias = EncoderContext | TextContext | DrawingContext
 Outputs = TypeVar("Outputs")
 _BlockContext: TypeAlias = EncoderContext | TextContext  # of units whose blocks pack their tokens
-_SHARDED_KINDS = (*BLOCK_KINDS, "head")  # layers that read this rank's tokens only, under sequence parallelism
+_SHARDED_KINDS = (*BLOCK_KINDS, "head")  # layers that read only this rank's tokens under sequence parallelism
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,17 @@ class StageSpec:
     unit: str
     layers: tuple[int, int]  # [lo, hi) in the unit's layers
     recompute: frozenset[int] = frozenset()  # layers, by index in the unit, whose activations backward recomputes
-    sequence_parallel: bool = False  # split the tokens between GEMMs over the ranks of the TP group
-    tp_chunks: int = 1  # of the tokens, so that the TP group communicates one while it computes another
+    sequence_parallel: bool = False  # outside the TP GEMMs, keep the tokens split over the TP ranks
+    tp_chunks: int = 1  # chunks of tokens, so that the TP group communicates one while it computes another
 
 
 class StageModule(nn.Module):
-    """Consecutive layers of one unit. `layers` is keyed by the layer's index in the unit.
+    """Consecutive layers of an encoder or the LLM; `generator_stage.GeneratorStage` overrides what a generator needs.
 
-    The plan-independent name of a parameter is `f"{unit}.{name}"`, where `name` is its name in this module. A stage
-    that holds the head of a model with tied embeddings, but not the embedding, holds a copy of layer 0 for its weight.
+    `layers` is keyed by the layer's index in the unit.
+
+    The plan-independent name of a parameter is `f"{unit}.{name}"`, where `name` is its name in this module. With tied
+    embeddings, a stage with the head but without the embedding holds a copy of layer 0 for its weight.
     Both copies are marked `param.shared = "embeddings"`; the runtime must sum their gradients.
     """
 
@@ -73,7 +75,7 @@ class StageModule(nn.Module):
                     copied = replace(self.shape.layers[0], queries=0)  # the first stage alone inserts queries
                     self.layers["0"] = self._build_layer(copied)
                 embedding = self.layers["0"]
-            if index in spec.recompute:  # the output of the activation function is computed again with it, or copied
+            if index in spec.recompute:  # recomputing or offloading a whole layer covers its activation function
                 layer = replace(layer, recomputes_activation=False)
             self.layers[str(index)] = self._build_layer(layer, embedding, index in self.recompute)
             if layer.lora is not None:
@@ -94,7 +96,7 @@ class StageModule(nn.Module):
 
     @property
     def units_with_spans(self) -> tuple[str, ...]:
-        """Return the encoders of which the stage's input must say where the features of an image stand."""
+        """Return the encoders whose image spans must be in the stage's input."""
         if self.shape.kind != "llm" or self._settings.llm.image_attention == "causal":
             return ()
         encoders = self._settings.all_encoders.items()
@@ -186,9 +188,9 @@ class StageModule(nn.Module):
         return ENCODER_MODULES[modality].context(inputs, self.shape, self.factory.dtype, device)
 
     def host_tables(self, inputs: UnitInput) -> HostTables:
-        """Compute, on the host, the index tables that the stage's layers need of a microbatch with these lengths.
+        """Compute on the host the index tables that this stage's layers need for a microbatch of these lengths.
 
-        They belong into the `tables` of its input, on the device. Any thread may call this.
+        Copy them to the device and pass them as `inputs.tables`. Any thread may call this.
         """
         context = self._block_context(replace(inputs, tables=None))
         shapes = [self.shape.layers[index] for index in self.indices]

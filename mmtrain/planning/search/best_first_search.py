@@ -1,12 +1,12 @@
-"""Find the fastest layer partition of all mesh assignments: best-first search by bounds that grow tighter with work.
+"""Find the fastest layer partition over all mesh assignments, best first: more work on a candidate tightens its bound.
 
 All candidates wait in one queue, ordered by a lower bound of their step time. The candidate with the least bound gets
-the next piece of work and goes back into the queue with a tighter bound (`NodeStage`): arithmetic, the exact optimum
-of a dynamic program for each layer chain, the memory that its anchor partition needs, an estimate of the anchor. Then
-its partitions are estimated: all of them if the whole search has few, else those near the anchor. The partition with
-the least estimate is fitted into memory and simulated. Candidates that cannot beat the fastest one cost no more work.
-
-The anchor of a chain is the partition whose slowest chunk is done soonest (OmniBal, arXiv 2407.20761).
+the next piece of work and goes back into the queue with a tighter bound (`NodeStage`): arithmetic, the exact optimum of
+a dynamic program for each layer chain, the memory that its anchor partition needs, an estimate of the anchor. The
+anchor of a chain is the partition whose slowest chunk is done soonest (OmniBal, arXiv 2407.20761). Then partitions are
+estimated: all of them if the whole search has few, else those near the anchor, so that the search is heuristic. The
+partition with the least estimate is fitted into memory and simulated. Candidates that cannot beat the fastest one cost
+no more work.
 """
 
 import heapq
@@ -72,7 +72,7 @@ class SearchNode:
     """A candidate in the queue; the one with the least bound comes first."""
 
     bound_s: float
-    number: int = field(init=False, default=0)  # decides between equal bounds: what waited first
+    number: int = field(init=False, default=0)  # breaks ties: first queued, first served
     candidate: Candidate = field(compare=False)
     stage: NodeStage = field(compare=False, default=NodeStage.START)
     chains: tuple[LayerChain, ...] = field(compare=False, default=())  # from CHAINS_BOUNDED on
@@ -82,7 +82,7 @@ class SearchNode:
 
     @property
     def recompute(self) -> RecomputeToFit:
-        """What spans of its layers must recompute; from MEMORY_BOUNDED on."""
+        """The recomputation that spans of its layers need to fit; known from MEMORY_BOUNDED on."""
         assert self.fit is not None, f"node {self.number} is {self.stage.name}, not MEMORY_BOUNDED"
         return self.fit.recompute
 
@@ -98,8 +98,8 @@ def best_first_search(
 ) -> SearchResults:
     """Simulate layouts in the order of their lower bounds until no other can be faster than the best one found.
 
-    Then, if losers are named, each other placement is searched to its own end, so that the ranking shows its best
-    layout and not one that was met on the way.
+    If the request asks for the losing placements, each of them is then searched to its end too, so that the ranking
+    shows its best layout.
 
     Args:
         candidates: mesh assignments with lower bounds.
@@ -166,7 +166,7 @@ class _Search:
         return len(self.best) >= self.num_simulated and first.bound_s > self._fastest_s() * slack
 
     def search_simpler(self) -> None:
-        """Search what is simpler than the fastest candidate, as far as it may be as fast within 1%."""
+        """Search simpler candidates whose step may take at most `AS_FAST_RATIO` times the fastest."""
         if not self.best:
             return
         fastest = min(self.best.values(), key=lambda candidate: candidate.step_time_s)
@@ -246,7 +246,7 @@ class _Search:
     def _bound_by_memory(self, node: SearchNode) -> None:
         """Tighten the bound by what the anchor must recompute to fit.
 
-        It is at most what the anchor's estimate will be, which takes longer to work out.
+        The new bound never exceeds the anchor's estimate, and takes less time to compute.
         """
         recompute = self._recompute_to_fit(node)
         anchors = []
@@ -331,7 +331,7 @@ class _Search:
         return self.estimator.in_flight(candidate.assignment, partition)
 
     def _fastest_s(self) -> float:
-        """Return the seconds of the fastest step so far; while some are searched by themselves, of these."""
+        """Return the fastest simulated step time; during `_search_alone` only among the candidates that it searches."""
         return min(
             (
                 candidate.step_time_s
@@ -423,7 +423,7 @@ class _Search:
                 continue
             explained.add(node.candidate.id)
             if math.isinf(node.bound_s):
-                reason = "does not fit: what its ranks must hold at least is too much"
+                reason = "does not fit: even the least that its ranks must hold is too much"
             else:
                 slowest = _slowest_units(node)
                 reason = f"at least {node.bound_s / fastest_s:.2f}x slower: {slowest} cannot be done sooner"

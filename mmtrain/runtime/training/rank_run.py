@@ -35,35 +35,35 @@ class RankRun:
     rank_context: RankContext
     chosen: ChosenPlan
     position: RunPosition
-    device_memory: DeviceMemory  # of the smallest device, before anything was built on it
+    device_memory: DeviceMemory  # of the smallest device, before the model was built on it
     stream: GroupStream
-    targets: StepTargets  # what the samples of a step are arranged for
+    targets: StepTargets  # loads that the samples of a step are to have on each rank
     reducer: StepMetricsReducer
 
     @property
     def plan(self) -> Plan:
-        """What this rank executes its part of."""
+        """The plan of which this rank executes its part."""
         return self.chosen.plan
 
     @property
     def memory_report(self) -> OutOfMemoryReport:
-        """What explains this rank's lack of memory."""
+        """The report to raise if this rank runs out of memory."""
         world = self.rank_context.world
         peak_gib = predicted_peak_gib(world.rank, self.plan.predicted.peak_memory_gib)
         return OutOfMemoryReport(world, self.rank_context.activity, self.session.index, peak_gib)
 
 
 def build_run(session: RankSession, chosen: ChosenPlan) -> RankRun:
-    """Build this rank's part of the plan, and restore the newest checkpoint of a run that goes on.
+    """Build this rank's part of the plan, and restore the newest checkpoint if the run resumes.
 
-    All ranks call this together. Raises UserError for weights that do not fit the model, and for a checkpoint of other
-    settings.
+    All ranks call this together. `patient_world` waits for slow ranks without a time limit, `world` does not. Raises
+    UserError if the weights do not fit the model, or if the checkpoint was written with other settings.
     """
     request, world, patient_world = session.request, session.world, session.patient_world
     activity, console, recipe = session.activity, session.console, session.request.recipe
     activity.start(BUILDING)
     start_weights = open_start_weights(request, patient_world, activity, console)
-    patient_world.all_gather(None)  # connecting is timed by the watchdog, and no rank comes late to it from here
+    patient_world.all_gather(None)  # from here on no rank is late: the watchdog times connecting
     memory = smallest_device_memory(recipe, chosen.plan.hardware, patient_world)
     rank_context = build_rank_context(recipe, chosen.plan, world, activity, request.faults, start_weights, memory)
     torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
