@@ -91,17 +91,17 @@ def _train_here(folder: Path, arguments: tuple[str, ...], fault: FailAt | None) 
     """Run `mmtrain` in this process, with a fault in the second stage; return the exit code."""
     from mmtrain.cli import main
 
-    run_without_fault = train.run
+    train_without_fault = train.start_training
 
-    def run(request: TrainRequest) -> None:
+    def start_training(request: TrainRequest) -> None:
         if fault is not None and request.run_dir.name == "2-sft":
             request = replace(request, faults=fault)
-        run_without_fault(request)
+        train_without_fault(request)
 
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     os.chdir(folder)
     sys.argv = ["mmtrain", *arguments]
-    with patch.object(train, "run", run):
+    with patch.object(train, "start_training", start_training):
         try:
             main()
         except SystemExit as end:
