@@ -43,9 +43,8 @@ class PlannedRun:
     plan: Plan  # with the throughput of its LLM alone, where it has encoders
     cost: RunCost  # of all steps of the recipe, as predicted
     hints: tuple[str, ...] = ()  # sentences: a nearby batch, or fewer ranks, that is over 10% faster
-    allocation: Allocation | None = (
-        None  # of ranks to units, where the request asks to explain and units have their own
-    )
+    # Of ranks to units, where the request asks to explain and units have ranks of their own.
+    allocation: Allocation | None = None
 
 
 def make_plan(

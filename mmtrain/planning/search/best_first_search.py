@@ -76,9 +76,8 @@ class SearchNode:
     candidate: Candidate = field(compare=False)
     stage: NodeStage = field(compare=False, default=NodeStage.START)
     chains: tuple[LayerChain, ...] = field(compare=False, default=())  # from CHAINS_BOUNDED on
-    fit: AnchorFit | None = field(
-        compare=False, default=None
-    )  # from MEMORY_BOUNDED on, if not every partition is tried
+    # From MEMORY_BOUNDED on, if not every partition is tried.
+    fit: AnchorFit | None = field(compare=False, default=None)
 
     @property
     def recompute(self) -> RecomputeToFit:
